@@ -90,14 +90,19 @@ class WorkerBench:
 
     def measure(self, case: Case) -> float:
         """Return the ms of a step. Rows of one token get their slots before it, as in a server."""
+        with self.prepared(case) as step:
+            return step()
+
+    @contextmanager
+    def prepared(self, case: Case) -> Iterator[Callable[[], float]]:
+        """Yield a function that runs the step of `measure`, once, and returns its ms."""
         slots = self._slots(case)
         self._run([new for new, row in zip(slots, case, strict=True) if row.tokens == 1], [])
-        ms = self._run(
+        yield lambda: self._run(
             [new for new, row in zip(slots, case, strict=True) if row.tokens > 1],
             [(slot, row.tokens) for slot, row in enumerate(case)],
         )
         self._run([], [], released=range(len(case)))
-        return ms
 
     @contextmanager
     def decoding_ahead(self, rows: int, context: int, steps: int) -> Iterator[Callable[[], float]]:

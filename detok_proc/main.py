@@ -13,6 +13,7 @@ import msgspec
 
 from detok_proc.detokenizer import Detokenizer
 from detok_proc.step_news import step_news
+from detok_proc.traces import close_traces, open_traces
 from quadriga.model_files.resolve import resolve_model
 from quadriga.model_files.tokenizer import load_tokenizer
 from quadriga.runtime.child import Child, ControlChannel, run_child
@@ -129,6 +130,7 @@ def deliver(
     news = output.news if isinstance(output, ReplicaOutput) else None
     if news is not None:
         delivery.send_frames(b"", b"", encode(step_news(output, news)))
+    traces = open_traces(output) if deliveries.ended else {}
     messages: list[tuple[bytes, SentReplay | SentChunks]] = [
         *((client, SentReplay(chunks)) for client, chunks in deliveries.replays.items()),
         *((client, SentChunks(chunks)) for client, chunks in deliveries.by_client.items()),
@@ -142,6 +144,7 @@ def deliver(
             settled=ended_seqs,
             generated=[chunk.end.usage.completion_tokens for chunk in ended if chunk.end],
             wait_s=output.wait_s,
+            traces=close_traces(traces, client, message.chunks) if traces else [],
         )
         if news is not None:
             indexes = [chunk.index if isinstance(chunk, Chunk) else 0 for chunk in ended]

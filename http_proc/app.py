@@ -12,6 +12,7 @@ from http_proc.gateway import GATEWAY, Gateway
 from http_proc.live.endpoint import add_live
 from http_proc.middleware import auth
 from http_proc.middleware.request_scope import ERROR_BODIES, request_scope
+from http_proc.middleware.tracing import add_header, trace_requests
 from http_proc.streams.earlier_streams import stream_lifetime
 from http_proc.ui.page import serve_page
 
@@ -19,7 +20,7 @@ from http_proc.ui.page import serve_page
 def make_app(gateway: Gateway) -> web.Application:
     """Return the web application of a gateway."""
     args = gateway.args
-    middlewares: list[Middleware] = [request_scope]
+    middlewares: list[Middleware] = [trace_requests, request_scope]
     if args.origins:
         middlewares.append(auth.answer_preflight)
     if not args.no_ui:
@@ -35,6 +36,7 @@ def make_app(gateway: Gateway) -> web.Application:
     app.cleanup_ctx.append(stream_lifetime)
     add_live(app)
     app.on_response_prepare.append(auth.response_hook(args))
+    app.on_response_prepare.append(add_header)
     routes = {"get": web.get, "post": web.post, "delete": web.delete}
     for endpoint in openapi.ENDPOINTS:
         route = routes[endpoint.method]

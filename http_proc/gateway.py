@@ -14,6 +14,7 @@ from aiohttp import web
 from http_proc.caller import current_caller
 from http_proc.observe.request_log import RECORD
 from http_proc.observe.request_metrics import RequestMetrics
+from http_proc.observe.request_trace import WebTraces
 from http_proc.progress.watch import ProgressPoller
 from http_proc.protocol.errors import ApiError, from_ring
 from http_proc.request_group import RequestGroup
@@ -24,6 +25,7 @@ from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError, ServerStopping
 from quadriga.runtime.request_line import RequestLogLevel
 from quadriga.tenants.tenant import parent_name
+from quadriga.tracing.exporter import make_exporter
 
 INFO_TIMEOUT_S = 2.0
 # Probes within this time share one question to the ring.
@@ -67,6 +69,7 @@ class Gateway:
             before and after this one.
         stream_rows: what is kept of resumable requests.
         log_level: which requests are logged.
+        traces: decides which requests are traced, and keeps their traces.
         body_bytes: bytes of request bodies that are being received.
     """
 
@@ -93,6 +96,7 @@ class Gateway:
         self.progress = ProgressPoller(ring, interval_s)
         self._lasting_progress = ProgressPoller(self.lasting_ring, interval_s)
         self.log_level = RequestLogLevel.of(config.launch)
+        self.traces = WebTraces(config.traces, make_exporter(config.traces, self.model))
         self.started_at = wall_seconds()
         self.is_draining = False
         self.body_bytes = 0
@@ -170,18 +174,22 @@ class Gateway:
         """Return whether a request of this id is being answered."""
         return rid in self._groups
 
-    async def abort(self, rid: str | None) -> int:
-        """End the requests of `rid`, or all for None. Return how many web requests that were.
+    def open_groups(self, rid: str | None) -> list[RequestGroup]:
+        """Return what is being answered of `rid`, an answer's id or its X-Request-Id; None: all.
 
         A tenant reaches only its own.
         """
         caller = current_caller().tenant
-        groups = [
+        return [
             group
             for name, group in self._groups.items()
             if (rid is None or _matches(name, rid))
             and (not caller or parent_name(group.tenant) == caller)
         ]
+
+    async def abort(self, rid: str | None) -> int:
+        """End the open groups of `rid`, or all for None. Return how many web requests that were."""
+        groups = self.open_groups(rid)
         for group in groups:
             await group.abort()
         return len(groups)

@@ -55,6 +55,7 @@ async def serve(child: Child) -> None:
         gc.freeze()
         await _serve_until_stopped(child, gateway, server, runner.app)
         await runner.cleanup()
+        await asyncio.to_thread(gateway.traces.close)
         await lasting_ring.close()
         rows.close()
 

@@ -5,6 +5,7 @@ import asyncio
 import msgspec
 
 from http_proc.observe.request_metrics import RequestMetrics
+from http_proc.observe.request_trace import current_trace
 from http_proc.protocol.timings import Stage
 from http_proc.resumption import Resumption
 from http_proc.token_order import TokenOrder
@@ -104,6 +105,9 @@ class RequestGroup:
 
         if params.max_new_tokens == 0:
             params, sink = msgspec.structs.replace(params, max_new_tokens=1), _prompt_only(sink)
+        trace = current_trace()
+        if trace is not None:
+            options = {**options, "traceparent": trace.traceparent}
         kept = None
         if self.resumption is not None:
             params = self.resumption.params(params, prompt_index)
@@ -118,6 +122,8 @@ class RequestGroup:
             kept=kept,
             **options,
         )
+        if trace is not None:
+            trace.ring_requests.append((self._ring, handle.request_id))
         self._metrics.count_submitted(params)
         self._handles.append(handle)
         self._num_choices += params.n

@@ -19,10 +19,12 @@ from scheduler_proc.durability.journal import NoJournal
 from scheduler_proc.durability.journal_recovery import RecoveredRequest
 from scheduler_proc.events import StepEvents
 from scheduler_proc.grammar_queue import GrammarQueue
+from scheduler_proc.observe.guess_stats import GuessStats
 from scheduler_proc.observe.recent_ends import RecentEnds
 from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.observe.request_log import RequestLog
 from scheduler_proc.observe.stats import SchedulerStats
+from scheduler_proc.observe.tracer import Tracer
 from scheduler_proc.observe.usage_log import UsageLog
 from scheduler_proc.planning.limits import refusal
 from scheduler_proc.planning.quarantine import poison_error
@@ -57,6 +59,7 @@ class RequestLifecycle:
         report: what the frontend has to know of this replica; None where it is the only one.
         queue_wait_s: estimated seconds that one more request would wait; None while the queue is
             far from full, or where nothing is known.
+        tracer: records the spans of traced requests.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class RequestLifecycle:
         self._journal = journal
         self.request_log: RequestLog | None = None
         self.usage_log: UsageLog | None = None
+        self.tracer = Tracer(clock)
         self.feed: EndObserver | None = None
         self.report: ReplicaReport | None = None
         self.core = make_core(args, Capacity())
@@ -81,6 +85,8 @@ class RequestLifecycle:
         self.table = RequestTable(eos_ids)
         self.outbox = DetokOutbox(detok)
         self.stats = SchedulerStats()
+        if args.speculative_method != "none":
+            self.stats.guesses = GuessStats(args.num_speculative_tokens)
         self.recent_ends = RecentEnds()
         self.events = StepEvents()
         self.queue_wait_s: float | None = None
@@ -93,6 +99,7 @@ class RequestLifecycle:
         for choice in recovered:
             request = self.table.restore(choice)
             self._journal.keep(choice.message, [request], choice.acknowledged)
+            self.tracer.on_restored(request, choice.last_token_at)
             if request.finished:
                 self.outbox.finish(request)
                 self.outbox.acknowledge([request.seq] if choice.acknowledged else [])
@@ -115,6 +122,8 @@ class RequestLifecycle:
         self.outbox.forget_name(message.client, message.request_id)
         requests = self.table.add(message)
         self.events.accepted.append((message, requests))
+        if message.trace is not None:
+            self.tracer.on_submit(requests, num_waiting, bool(to_scheduler.progress_of(message)))
         if message.client_retry or message.frontend_retry:
             # The client may have tokens from a scheduler that died before it wrote them down.
             self._replay(requests, [])
@@ -148,6 +157,8 @@ class RequestLifecycle:
         """Queue a request, at once or when the worker has compiled its grammar."""
         if request.grammar is None or not self.grammars.add(request):
             self._add_to_core(request)
+        else:
+            self.tracer.on_grammar(request, "waits")
 
     def on_grammar_ready(self, ready: GrammarReady) -> None:
         """Queue or fail the requests that have waited for a grammar."""
@@ -156,6 +167,7 @@ class RequestLifecycle:
                 self.fail(request, RequestFailed(ready.error))
             else:
                 request.waited_for = (WaitReason.GRAMMAR,)
+                self.tracer.on_grammar(request, "compiled")
                 self._add_to_core(request)
 
     def _add_to_core(self, request: Request) -> None:
@@ -170,7 +182,9 @@ class RequestLifecycle:
             "worker process %d is ready: %d pages of %d tokens; %d requests are open",
             ready.pid, ready.num_pages, ready.page_size, len(self.table),
         )  # fmt: skip
-        capacity = Capacity(ready.num_pages, ready.page_size, ready.prefill_tokens, ready.window)
+        capacity = Capacity(
+            ready.num_pages, ready.page_size, ready.prefill_tokens, ready.window, ready.step_costs
+        )
         self.grammars.forget_all()
         self.core = make_core(self._args, capacity, self.core.num_retractions)
         if self.report is not None:
@@ -223,6 +237,8 @@ class RequestLifecycle:
             self.request_log.on_finish(request, now)
         if self.usage_log is not None:
             self.usage_log.on_finish(request, now)
+        if request.trace is not None:
+            self.tracer.on_finish(request, now)
         if self.feed is not None:
             self.feed.on_finish(request)
         self.events.finished.append(request)
@@ -277,6 +293,7 @@ class RequestLifecycle:
 
     def replay_to_detok(self, session: int) -> None:
         """Give a new detokenizer every live stream, and every end that was not acknowledged."""
+        self.tracer.note("detokenizer ready")
         self.publish(to_detok=False)  # the replay has it
         self.outbox.on_detok_restarted(session)
         if self.report is not None:
@@ -286,6 +303,7 @@ class RequestLifecycle:
 
     def replay_to_frontend(self) -> None:
         """Send a new frontend every end that was not acknowledged."""
+        self.tracer.note("frontend ready")
         if self.report is not None:
             self.publish()
             self.report.restate()

@@ -115,6 +115,8 @@ class Scheduler:
         plan = core.plan(now, in_flight=not self.pipeline.idle)
         for request in plan.admitted:
             self.lifecycle.table.on_admitted(request)
+        if self.lifecycle.tracer.live:
+            self.lifecycle.tracer.on_plan(plan, now)
         self.lifecycle.fail_all(plan.failed)
         if plan.batch.is_empty:
             return False
@@ -143,6 +145,8 @@ class Scheduler:
         for row in result.failed:
             lifecycle.fail(batch.requests[row.row], InvalidRequest(row.error))
         update = lifecycle.core.complete(batch, result)
+        if lifecycle.tracer.live:
+            lifecycle.tracer.on_step(batch, result)
         lifecycle.stats.on_step(batch, result, update)
         if self._feed is not None:
             self._feed.on_result(result)
@@ -159,6 +163,7 @@ class Scheduler:
         """Start with a new worker, the first one or a later one: give it every request."""
         poison = record_worker_crash(self.pipeline.reset(ready.session, self._clock()))
         self._worker_ready = ready
+        self.lifecycle.tracer.on_worker_ready()
         self.lifecycle.restart_all(ready, poison)
 
     # --- from frontend and detokenizer ------------------------------------------------------------
@@ -208,7 +213,7 @@ class Scheduler:
         """Make the live feed for some seconds; 0: no longer."""
         if message.seconds > 0:
             self._feed = self._feed or StepFeed(self._args, self.lifecycle, self._detok)
-            self._feed.watch(message.seconds, message.is_new, self._clock())
+            self._feed.watch(message, self._clock())
         else:
             self._feed = None
         self.lifecycle.feed = self._feed

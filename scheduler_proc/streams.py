@@ -2,12 +2,17 @@
 
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.to_detok import (
+    PlainStreamEnd,
     PromptLogprobsData,
     StreamEnd,
     StreamReplay,
     StreamStart,
 )
+from quadriga.wire.messages.trace import RequestTrace
 from scheduler_proc.state.request import Request
+
+REQUEST_SPAN = "llm_request"  # as vLLM calls it
+MAX_ERROR_CHARS = 500
 
 
 def stream_start(request: Request) -> StreamStart:
@@ -43,7 +48,7 @@ def _prompt_logprobs(request: Request) -> PromptLogprobsData | None:
 def stream_end(request: Request) -> StreamEnd:
     """Return the terminal message of a request."""
     assert request.finish_reason is not None
-    return StreamEnd(
+    end = PlainStreamEnd(
         seq=request.seq,
         client=request.client,
         request_id=request.request_id,
@@ -57,6 +62,23 @@ def stream_end(request: Request) -> StreamEnd:
         admitted_at=request.admitted_at,
         first_token_at=request.first_token_at,
         index=request.index,
+    )
+    return StreamEnd.with_trace(end, _trace_of(request))
+
+
+def _trace_of(request: Request) -> RequestTrace | None:
+    """Return the spans of a traced request that has ended."""
+    trace, error = request.trace, request.error
+    if trace is None:
+        return None
+    return RequestTrace(
+        trace.context,
+        REQUEST_SPAN,
+        request.request_id,
+        request.index,
+        trace.spans,
+        trace.attributes,
+        "" if error is None else f"{error.code}: {error.message[:MAX_ERROR_CHARS]}",
     )
 
 

@@ -1,50 +1,162 @@
-"""Compile each Triton kernel for a GPU that need not exist.
+"""Compile each Triton kernel for GPUs that need not exist, and check what it takes of them.
 
-    TRITON_INTERPRET=0 python -m tests.triton_compile
+    TRITON_INTERPRET=0 python -m tests.triton_compile             # a choice that takes a minute
+    TRITON_INTERPRET=0 python -m tests.triton_compile --matrix    # every shape for every GPU
 
 The interpreter takes what the compiler refuses: types that do not fit, shapes that are no powers of
-two. In a process of its own, as a kernel is for either of them.
+two, more shared memory than there is. In a process of its own, as a kernel is for either of them.
+Prints shared memory, registers and stack of each kernel.
 """
 
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
 from typing import Any
 
+import torch
+import triton
 from triton import compiler
+from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 
-from worker_proc.gpu.kernels import activations, attention, experts, matmul, rotate_write, rows
+from worker_proc.gpu.kernels import (
+    activations,
+    attention,
+    experts,
+    matmul,
+    page_tables,
+    rotate_write,
+    rows,
+    sampling,
+)
 from worker_proc.models.layers import Activation
 
-HOPPER = GPUTarget("cuda", 90, 32)
 IDS, FLOATS, NUMBERS, FP8 = "*i64", "*fp32", "*bf16", "*fp8e4nv"
-HEADS = {"KV_HEADS": 3, "DIM": 64, "PAGE_SIZE": 16}
+# Bytes of shared memory that a program can have, by compute capability.
+SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024,
+                120: 99 * 1024}  # fmt: skip
+MAX_STACK_BYTES = 256
+CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+DTYPES = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}
+HEADS = {"KV_HEADS": 8, "DIM": 64, "PAGE_SIZE": 16}
 
 
-def check(kernel: Any, constants: dict[str, Any], **types: str) -> None:
-    """types: of the arguments that are no bfloat16 numbers; *i64 and *fp32 are pointers."""
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel with constants.
+
+    Attributes:
+        label: What it is compiled for.
+        types: Of the arguments that are no bfloat16 numbers; *i64 and *fp32 are pointers.
+        options: Stages and warps.
+    """
+
+    label: str
+    kernel: Any
+    constants: dict[str, Any]
+    types: dict[str, str] = field(default_factory=dict)
+    options: dict[str, int] = field(default_factory=dict)
+
+
+def compile_for(one: Compiled, capability: int) -> list[str]:
+    """Compile a kernel, print what it takes, and return what is too much."""
+    kernel, constants = one.kernel, one.constants
+    names = kernel.arg_names
     signature = {
-        name: "constexpr" if name in constants else types.get(name, NUMBERS)
-        for name in kernel.arg_names
+        name: "constexpr" if name in constants else one.types.get(name, NUMBERS) for name in names
     }
-    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    compiler.compile(compiler.ASTSource(kernel, signature, places), target=HOPPER)
+    places = {(names.index(name),): value for name, value in constants.items()}
+    unaligned = set(kernel.do_not_specialize_on_alignment or ())
+    attributes = {
+        (names.index(name),): [["tt.divisibility", 16]]
+        for name, kind in signature.items()
+        if (kind.startswith("*") or name.endswith("stride")) and name not in unaligned
+    }
+    source = compiler.ASTSource(kernel, signature, places, attributes)
+    target = GPUTarget("cuda", capability, 32)
+    compiled = compiler.compile(source, target=target, options=one.options)
+    usage = resources(compiled.asm["cubin"])
+    shared = int(compiled.metadata.shared)
+    print(f"sm_{capability:<4}{one.label:<56}shared {shared / 1024:6.1f} KiB  registers"
+          f" {usage['REG']:>3}  stack {usage['STACK']:>4} B", flush=True)  # fmt: skip
+    wrong = []
+    if shared > SHARED_BYTES[capability]:
+        wrong.append(f"{one.label} needs {shared} bytes of shared memory on sm_{capability}")
+    if usage["STACK"] > MAX_STACK_BYTES:
+        wrong.append(f"{one.label} spills {usage['STACK']} bytes on sm_{capability}")
+    return wrong
 
 
-def main() -> None:
+def resources(cubin: bytes) -> dict[str, int]:
+    """Return registers, stack and others by cuobjdump's names."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(count) for name, count in re.findall(r"\b([A-Z]+):(\d+)", output)}
+
+
+def attend(
+    head_dim: int, group: int, one_query: bool, dtype: str, kv_dtype: str, is_split: bool,
+    capability: int, **special: Any,
+) -> Compiled:  # fmt: skip
+    """Return the attention kernel as `attend_over_pages` compiles it."""
+    shared = SHARED_BYTES[capability]
+    tile = attention.tile_of(group, one_query, head_dim, DTYPES[dtype], shared)
+    constants = {
+        "KV_HEADS": 8, "GROUP": group, "DIM": head_dim, "PAGE_SIZE": 16, "BLOCK_ROWS": tile.rows,
+        "BLOCK_KEYS": tile.keys, "BLOCK_DIM": attention.block_dim(head_dim),
+        "ONE_QUERY": one_query, "IS_SPLIT": is_split, "WINDOW": 0, "CAPPED": False,
+        "HAS_SINKS": False, "LOG2_E": attention.LOG2_E, **special,
+    }  # fmt: skip
+    types = dict.fromkeys((*attention.INDICES, "page_table"), IDS)
+    types |= dict.fromkeys(("q_stride", "page_table_stride", "out_stride", "splits"), "i32")
+    types |= {"scale": "fp32", "softcap": "fp32", "q": dtype, "keys": kv_dtype,
+              "values": kv_dtype, "sinks": dtype}  # fmt: skip
+    types |= dict.fromkeys(("out", "weights"), FLOATS if is_split else dtype)
+    kind = ("decode" if one_query else "prompts") + (", split" if is_split else "")
+    label = f"attention {kind}, {head_dim} wide, group {group}, {dtype[1:]}"
+    label += f" over {kv_dtype[1:]}" if kv_dtype != dtype else ""
+    options = {"num_stages": tile.stages, "num_warps": tile.warps}
+    return Compiled(label, attention._attend, constants, types, options)
+
+
+def chosen_attention(capability: int) -> Iterator[Compiled]:
+    """Return the shapes that have needed the most, and the most common ones."""
+    special = {"WINDOW": 100, "CAPPED": True, "HAS_SINKS": True}
+    is_small = SHARED_BYTES[capability] == min(SHARED_BYTES.values())
+    for one_query in (True, False):
+        yield attend(128, 4, one_query, NUMBERS, NUMBERS, False, capability)
+        if is_small:  # where the others have the least room
+            yield attend(64, 1, one_query, NUMBERS, NUMBERS, True, capability, **special)
+            yield attend(128, 4, one_query, FLOATS, FLOATS, False, capability)
+            yield attend(256, 4, one_query, NUMBERS, NUMBERS, False, capability)
+    if capability >= 89:
+        yield attend(128, 4, False, NUMBERS, FP8, False, capability)
+
+
+def all_attention(capability: int) -> Iterator[Compiled]:
+    for head_dim, group, one_query in product((64, 96, 128, 256), (1, 4, 8), (True, False)):
+        for dtype in DTYPES:
+            for is_split in (False, True):
+                yield attend(head_dim, group, one_query, dtype, dtype, is_split, capability)
+        if capability >= 89:
+            yield attend(head_dim, group, one_query, NUMBERS, FP8, False, capability)
+
+
+def other_kernels() -> Iterator[Compiled]:
+    combining = {"HEADS": 9, "DIM": 64, "BLOCK_DIM": 64, "MAX_SPLITS": attention.MAX_SPLITS}
+    yield Compiled("combine", attention._combine, combining,
+                   {"parts": FLOATS, "weights": FLOATS, "splits": "i32"})  # fmt: skip
     paged = {"slots": IDS, "positions": IDS, "page_table": IDS, "page_table_stride": "i32"}
-    attending = {**paged, "first_tokens": IDS, "counts": IDS, "scale": "fp32", "softcap": "fp32"}
-    attending |= {"q_stride": "i32", "out_stride": "i32", "weights": FLOATS}
-    blocks = {**HEADS, "GROUP": 3, "BLOCK_KEYS": attention.BLOCK_KEYS, "BLOCK_DIM": 64}
-    plain = {"WINDOW": 0, "CAPPED": False, "HAS_SINKS": False, "LOG2_E": attention.LOG2_E}
-    special = {**plain, "WINDOW": 100, "CAPPED": True, "HAS_SINKS": True}
-    one = {"BLOCK_ROWS": 16, "ONE_QUERY": True, "SPLITS": 8}
-    many = {"BLOCK_ROWS": 64, "ONE_QUERY": False, "SPLITS": 1}
-    for options in (plain, special):
-        check(attention._attend, blocks | one | options, **attending, out=FLOATS)
-    check(attention._attend, blocks | many | plain, **attending, keys=FP8, values=FP8)
-    check(attention._attend, blocks | many | special, **attending)
-    combining = {"HEADS": 9, "DIM": 64, "BLOCK_DIM": 64, "SPLITS": 8}
-    check(attention._combine, combining, parts=FLOATS, weights=FLOATS)
-    turning = {**HEADS, "HEADS": 9, "BLOCK_HEADS": 16}
+    turning = {**HEADS, "HEADS": 32, "BLOCK_HEADS": 64}
     half = {"HALF": 32, "BLOCK_HALF": 32, "BLOCK_REST": 0}
     quarter = {"HALF": 8, "BLOCK_HALF": 8, "BLOCK_REST": 64}
     for rotated, normed, whole, part in (
@@ -55,33 +167,84 @@ def main() -> None:
         (False, False, False, half),
     ):
         options = {"ROTATED": rotated, "NORMED": normed, "WHOLE": whole}
-        check(rotate_write._rotate_write, turning | part | options, **paged, qkv_stride="i32",
-              cosines=FLOATS, sines=FLOATS, epsilon="fp32", offset="fp32")  # fmt: skip
+        types = {**paged, "qkv_stride": "i32", "cosines": FLOATS, "sines": FLOATS}
+        types |= {"epsilon": "fp32", "offset": "fp32"}
+        label = f"rotate and write, rotated {rotated}, normed {normed}, whole {whole}"
+        yield Compiled(label, rotate_write._rotate_write, turning | part | options, types)
     wide = {"WIDTH": 768, "BLOCK": rows.BLOCK}
-    check(rows._embed, {**wide, "HAS_POSITIONS": True}, tokens="*i32", slots=IDS, positions=IDS,
-          out=FLOATS, tokens_stride="i32", scale="fp32", first_row="i32")  # fmt: skip
-    for centred in (True, False):
-        check(rows._add_norm, {**wide, "HAS_ADDED": True, "CENTRED": centred}, residual=FLOATS,
-              epsilon="fp32", offset="fp32", factor="fp32")  # fmt: skip
-    check(rows._norm_add, wide, residual=FLOATS, epsilon="fp32", offset="fp32")
+    yield Compiled("embed", rows._embed, {**wide, "HAS_POSITIONS": True},
+                   {"tokens": "*i32", "slots": IDS, "positions": IDS, "out": FLOATS,
+                    "tokens_stride": "i32", "scale": "fp32", "first_row": "i32"})  # fmt: skip
+    scalars = {"residual": FLOATS, "epsilon": "fp32", "offset": "fp32", "factor": "fp32"}
+    for width, centred in product((768, 8192), (True, False)):
+        sizes = {"WIDTH": width, "BLOCK": triton.next_power_of_2(width)}
+        yield Compiled(f"add and norm, {width} wide, centred {centred}", rows._add_norm,
+                       {**sizes, "HAS_ADDED": True, "CENTRED": centred}, scalars)  # fmt: skip
+    yield Compiled("norm and add", rows._norm_add, wide, scalars)
     for activation in Activation:
         function = {"ACTIVATION": activation.value, "BLOCK": activations.BLOCK}
-        check(activations._gate, {**function, "WIDTH": 768, "SLOPE": 1.7, "LIMIT": 7.0})
+        yield Compiled(f"gate, {activation.value}", activations._gate,
+                       {**function, "WIDTH": 768, "SLOPE": 1.7, "LIMIT": 7.0})  # fmt: skip
         if activation is not Activation.CLAMPED_SWIGLU:
-            check(activations._activate, function, count="i32")
-    check(rows._store_tokens, {"BLOCK": rows.BLOCK}, known="*i32", token_ids=IDS, slots=IDS,
-          positions=IDS, known_stride="i32", count="i32")  # fmt: skip
-    sizes = ("rows", "columns", "depth", "x_stride", "weight_stride", "out_stride")
+            label = f"activate, {activation.value}"
+            yield Compiled(label, activations._activate, function, {"count": "i32"})
+    scalar_names = ("rows", "columns", "depth", "x_stride", "weight_stride", "out_stride")
+    for dtype in DTYPES:
+        tile = matmul.tile_of(DTYPES[dtype])
+        tiles = {"BLOCK_ROWS": tile.rows, "BLOCK_COLUMNS": tile.columns, "BLOCK_DEPTH": tile.depth,
+                 "HAS_BIAS": True}  # fmt: skip
+        types = dict.fromkeys(scalar_names, "i32") | dict.fromkeys(
+            ("x", "weight", "bias", "out"), dtype
+        )
+        yield Compiled(f"deterministic product, {dtype[1:]}", matmul._multiply, tiles, types,
+                       {"num_stages": tile.stages, "num_warps": tile.warps})  # fmt: skip
     tiles = {"BLOCK_ROWS": 32, "BLOCK_COLUMNS": 64, "BLOCK_DEPTH": 64, "HAS_BIAS": True}
-    check(matmul._multiply, tiles, **dict.fromkeys(sizes, "i32"))
-    tiles = {**tiles, "CHOSEN": 2, "NUM_EXPERTS": 8}
+    tiles |= {"CHOSEN": 2, "NUM_EXPERTS": 8}
     ids = dict.fromkeys(("weights", "biases", "pairs", "experts", "firsts", "lasts"), IDS)
     for scattered in (True, False):
-        check(experts._multiply_experts, {**tiles, "SCATTERED": scattered}, **ids,
-              columns="i32", depth="i32")  # fmt: skip
+        yield Compiled(f"experts, scattered {scattered}", experts._multiply_experts,
+                       {**tiles, "SCATTERED": scattered},
+                       {**ids, "columns": "i32", "depth": "i32"})  # fmt: skip
     summing = {"WIDTH": 768, "CHOSEN": 3, "BLOCK": experts.BLOCK}
-    check(experts._sum_experts, summing, weights=FLOATS)
+    yield Compiled("sum of experts", experts._sum_experts, summing, {"weights": FLOATS})
+    yield from sampling_kernels()
+    yield Compiled("gather page tables", page_tables._gather_page_tables,
+                   {"PAGE_SIZE": 16, "BLOCK": page_tables.BLOCK},
+                   {"pages": IDS, "slots": IDS, "positions": IDS, "out": "*i32",
+                    "columns": "i32", "pages_stride": "i32", "spare_page": "i32"})  # fmt: skip
+
+
+def sampling_kernels() -> Iterator[Compiled]:
+    sizes = {"CHUNKS": 32, "BLOCK": sampling.BLOCK}
+    types = {"maxima": FLOATS, "places": "*i32", "vocab_size": "i32", "logits_stride": "i32",
+             "known_stride": "i32", "num_chunks": "i32", "known": "*i32", "token_ids": IDS,
+             "slots": IDS, "positions": IDS, "top_ks": IDS, "seeds": IDS}  # fmt: skip
+    types |= dict.fromkeys(("temperatures", "top_ps", "min_ps"), FLOATS)
+    options = {"num_warps": sampling.NUM_WARPS}
+    for logits in (NUMBERS, FLOATS):
+        for kernel in (sampling._chunk_maxima, sampling._sample):
+            label = f"sampling{kernel.__name__}, {logits[1:]}"
+            yield Compiled(label, kernel, sizes, {**types, "logits": logits}, options)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--matrix", action="store_true", help="every shape for every GPU")
+    parser.add_argument("--capabilities", type=int, nargs="+", choices=SHARED_BYTES)
+    arguments = parser.parse_args()
+    everywhere = list(SHARED_BYTES) if arguments.matrix else [86, 90]
+    print(f"Triton {triton.__version__}")
+    wrong: list[str] = []
+    for capability in arguments.capabilities or everywhere:
+        attending = all_attention if arguments.matrix else chosen_attention
+        for one in attending(capability):
+            wrong += compile_for(one, capability)
+        if arguments.matrix or capability == 90:
+            for one in other_kernels():
+                wrong += compile_for(one, capability)
+    print("\n".join(wrong))
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,7 +14,9 @@ from functools import partial
 import msgspec
 
 from quadriga.config.tenant_args import TenantArgs
+from quadriga.config.trace_args import TraceArgs
 from quadriga.errors import InvalidRequest, QuadrigaError, ServerStopping
+from quadriga.tracing.exporter import NoExporter
 from quadriga.wire.messages.public import (
     MAX_FRAME_BYTES,
     MAX_PROGRESS_IDS,
@@ -25,6 +27,7 @@ from quadriga.wire.messages.public import (
     Generate,
     GetInfo,
     GetProgress,
+    GetTraces,
     InfoValues,
     Ping,
     Pong,
@@ -49,6 +52,7 @@ from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.prepare import MAX_INLINE_BYTES
 from tokenizer_proc.tenants import RequestOwners
+from tokenizer_proc.traces import RingTraces
 
 TAGS_OF_LONG_MESSAGES = ("generate", "tokenize", "detokenize")
 
@@ -61,6 +65,7 @@ class Frontend:
         replaces: a frontend before this one has died, and its clients come back.
         logs_refusals: log why requests are refused.
         owners: finds the tenants of requests; None without tenants.
+        traces: keeps the traces of requests; None: of those whose clients want them.
 
     Attributes:
         ended: set when the last result has been handed over.
@@ -75,7 +80,10 @@ class Frontend:
         replaces: bool = False,
         logs_refusals: bool = False,
         owners: RequestOwners | None = None,
+        traces: RingTraces | None = None,
+        num_replicas: int = 1,
     ) -> None:
+        self.traces = traces or RingTraces(TraceArgs(), NoExporter())
         self._owners = owners or RequestOwners(TenantArgs())
         self._preparation = preparation
         self._guard = guard
@@ -85,10 +93,12 @@ class Frontend:
         self._info_requests = InfoRequests()
         self.clients = Clients(self._on_client_lost, logs_refusals)
         self.intake = RequestIntake(
-            preparation, guard, scheduler, self.clients, replaces, self._owners
+            preparation, guard, scheduler, self.clients, replaces, self._owners, self.traces
         )
         usage = ProcessUsage(os.getppid())
-        self._viewers = Viewers(scheduler, self.clients, usage, lambda: self.intake.num_open)
+        self._viewers = Viewers(
+            scheduler, self.clients, usage, lambda: self.intake.num_open, num_replicas
+        )
         self.ended = asyncio.Event()
 
     def open(self, port: AsyncPort) -> None:
@@ -121,13 +131,19 @@ class Frontend:
                 self.intake.abort(client, message.request_id)
             case Ping():
                 self.clients.answer(client, Pong(PROTOCOL_VERSION, self._instance, MAX_FRAME_BYTES))
-            case GetInfo() | FlushCache():
+            case FlushCache():
+                self._owners.check_operator(client, "the cache is that of")
+                self._send_info_request(client, message)
+            case GetInfo():
                 self._send_info_request(client, message)
             case GetProgress():
                 self._send_progress_request(client, message)
+            case GetTraces():
+                validation.check_request_id(message.request_id)
+                self.clients.answer(client, self.traces.answer(client, message))
             case Watch():
                 validation.check_request_id(message.request_id)
-                self._owners.check_viewer(client)
+                self._owners.check_operator(client, "the live feed shows requests of")
                 self._viewers.watch(client, message)
             case Tokenize() | Detokenize():
                 self.clients.answer(client, self._preparation.preparer.convert(message))
@@ -155,7 +171,7 @@ class Frontend:
         validation.check_request_id(message.request_id)
         self._info_requests.begin(client)
         current = {"refused": self.clients.num_refused, "open_requests": self.intake.num_open}
-        info: InfoValues = {**self._static_info, **current}
+        info: InfoValues = {**self._static_info, **current, **self.traces.info()}
         flush_cache = isinstance(message, FlushCache)
         self._scheduler.send(InfoRequest(client, message.request_id, info, flush_cache))
 
@@ -187,9 +203,13 @@ class Frontend:
         """
         client, payload, delivered_frame = frames
         if not client and payload:
-            self._viewers.show(payload)
+            self.show(payload)
             return
         self.deliver(client, payload, _decode_delivered(delivered_frame) if client else Delivered())
+
+    def show(self, frame: bytes, replica: int = 0) -> None:
+        """Pass a message of a replica's live feed on to the clients that watch it."""
+        self._viewers.show(frame, replica)
 
     def deliver(self, client: bytes, payload: bytes, delivered: Delivered) -> None:
         """Pass a result on to its client. An empty address stands for Drained."""
@@ -200,6 +220,8 @@ class Frontend:
             self._guard.update_queue(delivered.waiting, delivered.wait_s)
         if delivered.ended:
             self.intake.count_ends(client, delivered.ended, delivered.generated)
+        if delivered.traces:
+            self.traces.take(client, delivered.traces)
         if delivered.settled:
             self._scheduler.send(EndsDelivered(delivered.settled))
         if delivered.inspected:

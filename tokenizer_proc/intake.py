@@ -35,6 +35,7 @@ from tokenizer_proc.preparation.pool import PreparePool
 from tokenizer_proc.preparation.prepare import Prepared, Preparer, decode_outcome
 from tokenizer_proc.tenant_accounts import TenantAccounts
 from tokenizer_proc.tenants import RequestOwners
+from tokenizer_proc.traces import RingTraces
 
 # The clients of a frontend that died try to connect many times a second; after this time the ones
 # that still have open requests have asked the next frontend for them.
@@ -81,6 +82,7 @@ class RequestIntake:
     Args:
         replaces: a frontend before this one has died, and its clients come back.
         owners: finds the tenants of requests.
+        traces: decides which requests are traced.
 
     Attributes:
         has_drained: the scheduler knows that no further request will come.
@@ -94,7 +96,9 @@ class RequestIntake:
         clients: Clients,
         replaces: bool,
         owners: RequestOwners,
+        traces: RingTraces,
     ) -> None:
+        self._traces = traces
         self._tenants = TenantAccounts(owners)
         self._preparation = preparation
         self._guard = guard
@@ -223,6 +227,7 @@ class RequestIntake:
             tenant=owner.name,
             weight=owner.weight,
             cache_salt=owner.cache_salt,
+            trace=self._traces.context(request.client, message),
         )
         if self._open.submit(submit, request.aborted_by, message.keep_s):
             self._tenants.on_opened(owner)

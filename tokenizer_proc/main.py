@@ -19,6 +19,7 @@ from quadriga.runtime.child import Child, Command, run_child
 from quadriga.runtime.malloc import map_large_blocks
 from quadriga.runtime.open_files import FileWatch
 from quadriga.runtime.request_line import RequestLogLevel
+from quadriga.tracing.exporter import make_exporter
 from quadriga.wire.curve import Guard
 from quadriga.wire.messages.public import InfoValues
 from quadriga.wire.sockets import AsyncPort, bind_public
@@ -37,6 +38,7 @@ from tokenizer_proc.preparation.prepare import Preparer
 from tokenizer_proc.preparation.templates.overrule import ParserNames
 from tokenizer_proc.replicas.ring import Ring
 from tokenizer_proc.tenants import RequestOwners
+from tokenizer_proc.traces import RingTraces
 
 # When the server ends, a client that takes no message for this time gets none of the others.
 STALL_TIMEOUT_S = 3.0
@@ -115,6 +117,7 @@ async def serve(child: Child, loaded: Loaded) -> None:
     await frontend.ended.wait()
     await frontend.clients.flush(STALL_TIMEOUT_S)
     preparation.close()
+    await asyncio.to_thread(frontend.traces.close)
     watch.close()
     ring.close()
     port.close(FLUSH_TIMEOUT_S)
@@ -137,7 +140,7 @@ def _make_frontend(
 ) -> Frontend:
     key_names = None if keys is None else keys.key_names
     owners = RequestOwners(child.config.tenants, child.config.model.shown_name, key_names)
-    limits = child.config.scheduler
+    limits, traces = child.config.scheduler, child.config.traces
     max_queued = limits.max_queued_requests * child.config.replicas.dp
     guard = OverloadGuard(max_queued, limits.max_requests_per_client)
     return Frontend(
@@ -148,6 +151,8 @@ def _make_frontend(
         replaces=child.is_restart,
         logs_refusals=RequestLogLevel.of(child.config.launch).logs_all,
         owners=owners,
+        traces=RingTraces(traces, make_exporter(traces, child.config.model.shown_name)),
+        num_replicas=child.config.replicas.dp,
     )
 
 

@@ -69,12 +69,17 @@ class RequestOwners:
         if self._key_names is not None:
             self._key_names.pop(client, None)
 
-    def check_viewer(self, client: bytes) -> None:
-        """Raise InvalidRequest where a client may not see the requests of all tenants."""
+    def check_operator(self, client: bytes, what: str) -> None:
+        """Raise InvalidRequest where a client may not do what concerns all tenants.
+
+        Args:
+            client: Its ZMQ identity.
+            what: The beginning of the reason, to which "all of them" is added.
+        """
         if self._file is not None and not self._is_gateway(client):
             raise InvalidRequest(
-                "this server has tenants, and the live feed shows requests of all of them: watch by"
-                " the web gateway, with a key of --api-key"
+                f"this server has tenants, and {what} all of them: ask the web gateway, with a key"
+                " of --api-key"
             )
 
     def owner(self, client: bytes, named: str) -> Owner:

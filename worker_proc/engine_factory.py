@@ -13,6 +13,7 @@ from quadriga.runtime.compiler import NoCompiler
 from worker_proc.attention.torch_reference import TorchAttention
 from worker_proc.cpu.build import load_kernels
 from worker_proc.models.base import Model
+from worker_proc.models.layers import Linear
 from worker_proc.step.engine_base import Engine
 from worker_proc.torch_engine import TorchEngine
 from worker_proc.transformers_impl.engine import TransformersEngine
@@ -124,7 +125,7 @@ def _use_triton(args: WorkerArgs, device: torch.device) -> bool:
         if device.type == "cuda" and not is_installed:
             logging.warning("triton is not installed: plain torch computes instead, more slowly")
         return device.type == "cuda" and is_installed
-    if backend not in ("triton", "flash"):
+    if backend not in ("triton", "flashinfer"):
         return False
     if not is_installed:
         raise ConfigError(f"attention_backend {backend} needs the package triton: pip install it")
@@ -147,13 +148,18 @@ def _triton(
     ranks: "TPGroup | None",
 ) -> Engine:
     from worker_proc.gpu.engine import TritonEngine
-    from worker_proc.gpu.graphs import CudaCapture, batch_sizes
+    from worker_proc.gpu.graphs import CudaCapture, batch_sizes, prompt_sizes
 
     if flags := cpu_kernel_flags(args):
         raise ConfigError(f"{flags} needs the native kernels of a CPU: leave it out on {device}")
-    kv_dtype, flash = kv_cache_dtype(args, dtype), args.attention_backend == "flash"
-    if flash:
-        _check_flash(args, model, dtype)
+    kv_dtype, flashinfer = kv_cache_dtype(args, dtype), args.attention_backend == "flashinfer"
+    if flashinfer:
+        _check_flashinfer(args, model, dtype, device)
+    if kv_dtype == torch.float8_e4m3fn and has_key_bias(model):
+        raise ConfigError(
+            "kv_cache_dtype fp8 has no scales, and the biases of this model's keys may exceed its"
+            " largest number, 448: leave it out"
+        )
     if kv_dtype == torch.float8_e4m3fn and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < FP8_CAPABILITY:
@@ -172,19 +178,25 @@ def _triton(
         graph_sizes=batch_sizes(args.cuda_graph_max_bs or max_decode_rows),
         capture=CudaCapture() if with_graphs else None,
         ranks=ranks,
-        flash=flash,
+        flashinfer=flashinfer,
+        prompt_sizes=prompt_sizes(num_pages * args.page_size),
     )
 
 
-def _check_flash(args: WorkerArgs, model: Model, dtype: torch.dtype) -> None:
-    """Raise ConfigError if torch's flash attention cannot be used."""
-    try:
-        from worker_proc.gpu import flash
-    except ImportError:
-        raise ConfigError(
-            f"attention_backend flash needs a later torch than {torch.__version__}, one whose"
-            " varlen_attn_out takes a block_table; start with --attention-backend triton"
-        ) from None
+def has_key_bias(model: Model) -> bool:
+    """Return whether a projection to queries, keys and values has a bias."""
+    return any(
+        isinstance(module, Linear) and module.bias is not None and name.endswith("qkv_proj")
+        for name, module in model.named_modules()
+    )
+
+
+def _check_flashinfer(
+    args: WorkerArgs, model: Model, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise ConfigError if FlashInfer cannot be used."""
+    from worker_proc.gpu.flashinfer import check_flashinfer
+
     for asked, what in (
         (dtype == torch.float32, "float32"),
         (args.kv_cache_dtype != "auto", f"kv_cache_dtype {args.kv_cache_dtype}"),
@@ -192,11 +204,10 @@ def _check_flash(args: WorkerArgs, model: Model, dtype: torch.dtype) -> None:
     ):
         if asked:
             raise ConfigError(
-                f"attention_backend flash does not work with {what}: start with"
+                f"attention_backend flashinfer does not work with {what}: start with"
                 " --attention-backend triton"
             )
-    flash.check_attention(model)
-    flash.activate()
+    check_flashinfer(model, args.page_size, device)
 
 
 def _native(args: WorkerArgs, model: Model, num_pages: int, dtype: torch.dtype) -> Engine:

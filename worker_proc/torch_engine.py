@@ -47,7 +47,7 @@ class TorchEngine(Engine):
     ) -> None:
         """Take a model whose other parts `ranks` have, if there are several."""
         self.model = model
-        self._ranks = ranks
+        self.ranks = ranks
         self._attention = attention
         self._packed: Packed = {
             module: packed
@@ -56,7 +56,7 @@ class TorchEngine(Engine):
         }
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        return self.model.forward(TorchOps(self._packed, inputs, self._attention, self._ranks))
+        return self.model.forward(TorchOps(self._packed, inputs, self._attention, self.ranks))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.compute_logits(TorchOps(self._packed), hidden)

@@ -1,26 +1,37 @@
-"""Measure what a device can do at most: read and copy memory, multiply matrices."""
+"""Measure what a device can do at most: read and copy memory, multiply matrices.
 
+python -m bench.gpu.ceilings
+"""
+
+import argparse
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
+
+from bench.command import command_parser, run_command
+from bench.report.figures import FigureRow, add_json_flag, show
+from worker_proc.system.devices import choose_device
 
 NUM_ROUNDS, NUM_CALLS = 12, 5
 # So large that the start of a kernel, about 5 us, is no part of the result.
 GPU_BYTES, CPU_BYTES = 8 * 2**30, 2**28
 
 
-def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+def seconds_of(
+    call: Callable[[], object], device: torch.device, num_rounds: int = NUM_ROUNDS
+) -> float:
     """Return the median seconds of a call, on a GPU by its own clock.
 
     On a GPU several calls are launched at once, so that it does not wait for the host.
     """
     call()
     if device.type != "cuda":
-        return median(_host_seconds(call) for _ in range(NUM_ROUNDS))
+        return median(_host_seconds(call) for _ in range(num_rounds))
     seconds: list[float] = []
-    for _ in range(NUM_ROUNDS):
+    for _ in range(num_rounds):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()
         for _ in range(NUM_CALLS):
@@ -61,3 +72,41 @@ def flops_per_second(device: torch.device, width: int, dtype: torch.dtype) -> fl
     """Return the rate of multiplying two square matrices of `width` rows."""
     a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
     return float(2 * width**3 / seconds_of(lambda: a @ b, device))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the device of a command line, and return the exit code 0."""
+    parser = command_parser("bench.gpu.ceilings", __doc__)
+    parser.add_argument("--device", default="cuda", help="(default: cuda)")
+    parser.add_argument(
+        "--width",
+        type=int,
+        default=8192,
+        help="rows of the square matrices that are multiplied (default: 8192)",
+    )
+    parser.add_argument(
+        "--bytes",
+        type=int,
+        default=0,
+        help="of the tensors that are read and copied (default: 8 GiB on a GPU)",
+    )
+    add_json_flag(parser)
+    arguments = parser.parse_args(argv)
+    return run_command("bench.gpu.ceilings", lambda: _main(arguments))
+
+
+def _main(arguments: argparse.Namespace) -> int:
+    device = choose_device(arguments.device)
+    rows: list[FigureRow] = [
+        {"what": "read, GB/s", "value": read_bytes_per_second(device, arguments.bytes) / 1e9},
+        {"what": "copy, GB/s", "value": copied_bytes_per_second(device, arguments.bytes) / 1e9},
+    ]
+    for dtype in (torch.bfloat16, torch.float32):
+        rate = flops_per_second(device, arguments.width, dtype)
+        rows.append({"what": f"{str(dtype).removeprefix('torch.')}, TFLOP/s", "value": rate / 1e12})
+    show(f"ceilings of {device}", rows, arguments.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

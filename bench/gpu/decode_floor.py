@@ -14,10 +14,12 @@ import gc
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 from bench.command import command_parser
+from bench.report.figures import FigureRow, add_json_flag, show
 from bench.roofline.model_work import work_of
 from bench.roofline.roofline_model import Speed, floor
 from bench.worker_steps import Row, WorkerBench
@@ -86,18 +88,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=int, nargs="+", default=values,
                             metavar="N", help=f"(default: {shown})")  # fmt: skip
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help=f"(default: {NUM_STEPS})")
+    add_json_flag(parser)
     server_flags.add_flags(parser)
     arguments = parser.parse_args(argv)
     try:
         sizes = FloorSizes(tuple(arguments.batches), tuple(arguments.contexts), arguments.steps)
-        report(server_flags.from_namespace(arguments), sizes)
+        report(server_flags.from_namespace(arguments), sizes, arguments.json)
     except QuadrigaError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-def report(config: ServerConfig, sizes: FloorSizes) -> None:
-    """Load the model twice, and print a line for each batch and context."""
+def report(config: ServerConfig, sizes: FloorSizes, file: Path | None = None) -> None:
+    """Load the model twice, and show a row for each batch and context."""
     files = resolve_model(config.model, show_progress=True)
     sizes = sizes.cut_to(files.context_length)
     config = sizes.fitted(config)
@@ -105,17 +108,21 @@ def report(config: ServerConfig, sizes: FloorSizes) -> None:
     eager = times_of(config.replace(disable_cuda_graph=True), files, sizes)
     device, dtype, speed = describe(config)
     work = work_of(files.config, "none", NUMBER_BYTES[dtype])
-    print(
-        f"{config.model.shown_name} {dtype} on {device} · memory is read at {speed / 1e9:.0f} GB/s"
-    )
-    columns = ("graph ms", "eager ms", "alone ms", "floor ms")
-    print(f"{'rows':>5}{'context':>9}{''.join(f'{name:>10}' for name in columns)}{'ratio':>7}")
     rates = Speed(speed, dict.fromkeys(work.products, float("inf")))
+    rows: list[FigureRow] = []
     for (batch, context), (ms, alone) in graphs.items():
         least = 1000 * sum(floor(work, (Row(context, 1),) * batch, rates).values())
-        shown = "-" if alone is None else f"{alone:.3f}"
-        print(f"{batch:>5}{context:>9}{ms:>10.3f}{eager[batch, context][0]:>10.3f}{shown:>10}"
-              f"{least:>10.3f}{ms / least:>7.2f}")  # fmt: skip
+        rows.append({
+            "rows": batch,
+            "context": context,
+            "graph ms": ms,
+            "eager ms": eager[batch, context][0],
+            "alone ms": alone,
+            "floor ms": least,
+            "ratio": ms / least,
+        })  # fmt: skip
+    title = f"{config.model.shown_name} {dtype} on {device}"
+    show(f"{title}, whose memory is read at {speed / 1e9:.0f} GB/s", rows, file)
 
 
 def times_of(

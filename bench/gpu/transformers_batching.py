@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="gpt2", help="Hub id or directory (default: gpt2)")
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"),
                         help="dummy: GPT-2 with random weights")  # fmt: skip
+    parser.add_argument("--tiny", action="store_true", help="with dummy: two narrow layers")
     parser.add_argument("--device", default="cuda", help="(default: cuda)")
     parser.add_argument("--num-requests", type=int, default=256, help="(default: 256)")
     parser.add_argument("--prompt-tokens", type=int, default=32, help="(default: 32)")
@@ -37,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     model: Any
     if arguments.load_format == "dummy":
-        model = library.AutoModelForCausalLM.from_config(library.GPT2Config(), dtype=torch.bfloat16)
+        sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4} if arguments.tiny else {}
+        model = library.AutoModelForCausalLM.from_config(
+            library.GPT2Config(**sizes), dtype=torch.bfloat16
+        )
     else:
         model = library.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16)
     model = model.to(arguments.device).eval()

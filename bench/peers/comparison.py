@@ -18,6 +18,7 @@ from bench.cli.options import Options, parse
 from bench.client.server import OwnServer, ServerProcess, free_port
 from bench.client.transport import info_of
 from bench.metrics.metrics import Summary
+from bench.models.checkpoint import ModelName
 from bench.models.files import FILE_MODEL, Weights, gguf_file, hugging_face_directory
 from bench.peers.peer import Peer, PeerWorkload, Start
 from quadriga.errors import ConfigError, QuadrigaError, RequestFailed
@@ -34,6 +35,7 @@ class Settings:
         over: Protocol by which our server is measured.
         own_flags: Flags of our server, in addition to those of the comparison.
         logs: Directory of the servers' logs.
+        directory_of: Returns the directory of a model in bfloat16.
     """
 
     over: Literal["zmq", "openai"]
@@ -41,6 +43,7 @@ class Settings:
     warmup_runs: int
     repeat_runs: int
     logs: Path
+    directory_of: Callable[[ModelName], Path] = hugging_face_directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ async def contest(
     """
     async with AsyncExitStack() as stack:
         ours = _Side("ours", _own_launch(weights, settings), settings)
-        theirs = _Side(peer.name, _peer_launch(peer, weights), settings)
+        theirs = _Side(peer.name, _peer_launch(peer, weights, settings), settings)
         for side in (ours, theirs):
             stack.push_async_callback(side.close)
         for workload in workloads:
@@ -172,7 +175,7 @@ class _Side:
         return parse(
             [
                 *(*self._target, *workload.flags()),
-                *("--tokenizer", str(hugging_face_directory(workload.model))),
+                *("--tokenizer", str(self._settings.directory_of(workload.model))),
                 *("--prompt-form", prompt_form),
                 *("--warmup-runs", str(self._settings.warmup_runs)),
                 *("--repeat-runs", str(self._settings.repeat_runs)),
@@ -198,7 +201,8 @@ class _Side:
 def _own_launch(weights: Weights, settings: Settings) -> Callable[[PeerWorkload], _Launch]:
     def launch(workload: PeerWorkload) -> _Launch:
         if weights == "bf16":
-            flags = ["--model", str(hugging_face_directory(workload.model)), "--dtype", "bfloat16"]
+            directory = settings.directory_of(workload.model)
+            flags = ["--model", str(directory), "--dtype", "bfloat16"]
         else:
             flags = ["--model", str(gguf_file(workload.model, weights))]
         flags += settings.own_flags
@@ -218,14 +222,16 @@ def _own_server(flags: list[str], over: str, log: Path) -> tuple[ServerProcess, 
     return OwnServer(config, log, http_port=port), ["--backend", "openai", "--base-url", url]
 
 
-def _bench_model(workload: PeerWorkload) -> str:
+def _bench_model(workload: PeerWorkload, settings: Settings) -> str:
     """Return the model whose vocabulary bench.serving takes prompts from."""
     if workload.model == "gemma3":
         return FILE_MODEL
-    return str(hugging_face_directory(workload.model))
+    return str(settings.directory_of(workload.model))
 
 
-def _peer_launch(peer: Peer, weights: Weights) -> Callable[[PeerWorkload], _Launch]:
+def _peer_launch(
+    peer: Peer, weights: Weights, settings: Settings
+) -> Callable[[PeerWorkload], _Launch]:
     if weights not in peer.weights:
         raise ConfigError(
             f"{peer.name} does not serve {weights} weights, only {', '.join(peer.weights)}"
@@ -236,7 +242,7 @@ def _peer_launch(peer: Peer, weights: Weights) -> Callable[[PeerWorkload], _Laun
         def make(log: Path) -> tuple[ServerProcess, list[str]]:
             port = free_port()
             command = peer.command(Start(program, port, workload, weights))
-            model = _bench_model(workload)
+            model = _bench_model(workload, settings)
             server = ServerProcess(command, log, READY_TIMEOUT_S, peer.environment)
             return server, peer.target(port, model)
 

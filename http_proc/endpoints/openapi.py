@@ -24,6 +24,7 @@ from http_proc.apis.openai.endpoints import OPENAI_ENDPOINTS
 from http_proc.apis.responses.endpoints import RESPONSES_ENDPOINTS
 from http_proc.endpoints import landing, metrics, service
 from http_proc.endpoints.endpoint import PLAIN, STREAM, Endpoint, post
+from http_proc.endpoints.traces import TRACE_ENDPOINTS
 from http_proc.live.endpoint import live
 from http_proc.protocol import sampling
 from http_proc.streams.endpoints import STREAM_ENDPOINTS
@@ -156,6 +157,7 @@ ENDPOINTS = [
     *FILE_ENDPOINTS,
     *BATCH_ENDPOINTS,
     *STREAM_ENDPOINTS,
+    *TRACE_ENDPOINTS,
     Endpoint("/v1/models", service.models, "The model that is served", service.ModelList),
     Endpoint("/v1/models/{name}", service.model, "One model", service.ModelCard),
     post("/generate", sglang_generate.generate, "Complete prompts, in SGLang's format",

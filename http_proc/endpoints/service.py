@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from http_proc.caller import current_caller
 from http_proc.endpoints.request_body import convert, read_object
 from http_proc.gateway import GATEWAY, READY_MAX_AGE_S, Gateway
 from http_proc.protocol.chat_messages import chat_prompt, check_counts, template_options
@@ -193,7 +194,14 @@ async def abort_request(request: web.Request) -> web.Response:
 
 
 async def flush_cache(request: web.Request) -> web.Response:
-    """Free the cached prefixes that no request uses."""
+    """Free the cached prefixes that no request uses, which are those of all tenants."""
+    if current_caller().entry is not None:
+        raise ApiError(
+            403,
+            "the cache is that of all tenants: flush it with a key of --api-key",
+            "permission_error",
+            code="not_allowed",
+        )
     return json_response(FlushAnswer(await request.app[GATEWAY].ring.flush_cache()))
 
 

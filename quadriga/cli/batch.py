@@ -12,8 +12,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from quadriga.cli.batch_api import BatchApi, BatchRefused
 from quadriga.cli.notes import note
+from quadriga.cli.server_api import CallRefused, ServerApi
 from quadriga.errors import InvalidRequest, RequestFailed, ServerUnreachable
 
 NAME = "batch"
@@ -47,7 +47,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Start the batch of a file, or go on with it, and write its output."""
-    api = BatchApi(arguments.url, arguments.api_key)
+    api = ServerApi(arguments.url, arguments.api_key)
     output: Path = arguments.output
     state = output.with_name(output.name + ".state")
     batch_id = _batch_of(state, arguments, api)
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
     _report(batch, output)
 
 
-def _batch_of(state: Path, arguments: argparse.Namespace, api: BatchApi) -> str:
+def _batch_of(state: Path, arguments: argparse.Namespace, api: ServerApi) -> str:
     """Return the id of the batch that the state names, or of a new one."""
     source = {"input": str(arguments.input.resolve()), "url": arguments.url}
     if state.exists():
@@ -97,15 +97,15 @@ def _endpoint(path: Path) -> str:
         ) from None
 
 
-def _cancel(api: BatchApi, batch_id: str) -> None:
+def _cancel(api: ServerApi, batch_id: str) -> None:
     try:
         api.cancel(batch_id)
-    except BatchRefused as error:
+    except CallRefused as error:
         if error.status != 409:  # it has ended by itself
             raise
 
 
-def _wait(api: BatchApi, batch_id: str) -> dict[str, Any]:
+def _wait(api: ServerApi, batch_id: str) -> dict[str, Any]:
     """Show the progress of a batch until it ends, and return it."""
     with tqdm(unit="line", desc=batch_id[:14], dynamic_ncols=True) as bar:
         while True:
@@ -119,20 +119,20 @@ def _wait(api: BatchApi, batch_id: str) -> dict[str, Any]:
             time.sleep(POLL_S)
 
 
-def _patiently(api: BatchApi, batch_id: str) -> dict[str, Any]:
+def _patiently(api: ServerApi, batch_id: str) -> dict[str, Any]:
     """Return a batch, also while the server is being restarted."""
     began_at = time.monotonic()
     while True:
         try:
             return api.batch(batch_id)
-        except (ServerUnreachable, BatchRefused) as error:
+        except (ServerUnreachable, CallRefused) as error:
             is_down = isinstance(error, ServerUnreachable) or error.status == 503
             if not is_down or time.monotonic() - began_at > UNREACHABLE_S:
                 raise
         time.sleep(POLL_S)
 
 
-def _write(api: BatchApi, batch: dict[str, Any], output: Path) -> None:
+def _write(api: ServerApi, batch: dict[str, Any], output: Path) -> None:
     if batch["output_file_id"]:
         api.download(batch["output_file_id"], output)
     elif batch["status"] != "failed":

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from quadriga import __version__
-from quadriga.cli import ask, batch, chat, keygen, keys
+from quadriga.cli import ask, batch, chat, keygen, keys, trace
 from quadriga.cli.models import command as models
 from quadriga.cli.top import command as top
 from quadriga.errors import QuadrigaError
@@ -25,7 +25,7 @@ HELP_OF_PROGRAMS = {
     "bench": "measure a server, any OpenAI-compatible one too: quadriga bench --help",
 }
 
-COMMANDS = (chat, ask, batch, models, top, keygen, keys)
+COMMANDS = (chat, ask, batch, trace, models, top, keygen, keys)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

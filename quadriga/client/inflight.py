@@ -25,6 +25,7 @@ from quadriga.wire.messages.public import (
     ServerMessage,
     Text,
     Tokens,
+    Traces,
 )
 
 
@@ -113,7 +114,7 @@ class InflightRequests:
             case Accepted():
                 if (handle := self._handles.get(message.request_id)) is not None:
                     handle.accept(message)
-            case Info() | Tokens() | Text() | ProgressAnswer():
+            case Info() | Tokens() | Text() | ProgressAnswer() | Traces():
                 self._answer(message.request_id, message)
 
     def _on_chunks(

@@ -33,6 +33,7 @@ class RequestOptions(TypedDict, total=False):
         chat: tools and variables for the chat template.
         clamp_max_new_tokens: if the context leaves less than max_new_tokens, generate that number
             instead of raising PromptTooLong.
+        traceparent: the caller's span, as in W3C Trace Context: the server's spans are below it.
     """
 
     timeout: float | None
@@ -41,6 +42,7 @@ class RequestOptions(TypedDict, total=False):
     truncate_prompt: bool | None
     chat: ChatOptions
     clamp_max_new_tokens: bool
+    traceparent: str
 
 
 class KeptRequest(NamedTuple):

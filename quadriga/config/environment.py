@@ -27,6 +27,12 @@ READ_HERE = (
     EnvironmentVariable(
         "QUADRIGA_API_KEY", "", "server: as `--api-key`, but shown by no process list"
     ),
+    EnvironmentVariable(
+        "OTEL_EXPORTER_OTLP_HEADERS",
+        "",
+        "headers for the collector of `--otlp-endpoint`, as `name=value,name=value`",
+    ),
+    EnvironmentVariable("OTEL_SERVICE_NAME", "`quadriga`", "name of the server in its traces"),
     EnvironmentVariable("OPENAI_API_KEY", "", "`quadriga bench`: key for an OpenAI-compatible URL"),
     EnvironmentVariable(
         "QUADRIGA_PROCESS_HOOK",

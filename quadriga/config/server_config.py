@@ -20,6 +20,7 @@ from quadriga.config.http_args import HttpArgs
 from quadriga.config.replica_args import BY_CACHE, ReplicaArgs
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.config.tenant_args import TenantArgs
+from quadriga.config.trace_args import TraceArgs
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
 
@@ -239,6 +240,7 @@ class ServerConfig:
     http: HttpArgs = HttpArgs()  # noqa: RUF009 - frozen, like the others
     tenants: TenantArgs = TenantArgs()  # noqa: RUF009 - frozen, like the others
     replicas: ReplicaArgs = ReplicaArgs()  # noqa: RUF009 - frozen, like the others
+    traces: TraceArgs = TraceArgs()  # noqa: RUF009 - frozen, like the others
     launch: LaunchArgs = LaunchArgs()
 
     def validate(self) -> None:

@@ -30,10 +30,10 @@ class WorkerArgs:
     )
     attention_backend: str = flag(
         "auto",
-        "native: kernels for a CPU, compiled at first use; triton: kernels for CUDA; flash: the"
-        " same, but FlashAttention-3 for attention; torch: plain torch, anywhere (auto: triton on"
+        "native: kernels for a CPU, compiled at first use; triton: kernels for CUDA; flashinfer:"
+        " the same, but FlashInfer for attention; torch: plain torch, anywhere (auto: triton on"
         " CUDA, native on a CPU where a C++ compiler is found)",
-        ("auto", "native", "triton", "flash", "torch"),
+        ("auto", "native", "triton", "flashinfer", "torch"),
     )
     cuda_graph_max_bs: int | None = flag(
         None,

@@ -58,6 +58,8 @@ class ServerFlags(TypedDict, total=False):
     schedule_conservativeness: float
     disable_radix_cache: bool
     plan_at_once: bool
+    speculative_method: Literal["none", "ngram", "auto"]
+    num_speculative_tokens: int
     journal: str
     no_journal: bool
     resume: bool
@@ -67,7 +69,7 @@ class ServerFlags(TypedDict, total=False):
     page_size: int
     max_total_tokens: int | None
     mem_fraction_static: float | None
-    attention_backend: Literal["auto", "native", "triton", "flash", "torch"]
+    attention_backend: Literal["auto", "native", "triton", "flashinfer", "torch"]
     cuda_graph_max_bs: int | None
     disable_cuda_graph: bool
     enable_nvtx: bool
@@ -89,6 +91,10 @@ class ServerFlags(TypedDict, total=False):
     cluster: Literal["none", "ray"]
     ray_address: str
     replica_cpus: float
+    # Traces (tokenizer_proc, http_proc)
+    otlp_endpoint: str
+    trace_sampling_ratio: float | None
+    keep_traces: Literal["sampled", "all"]
     # Start, stop and logging (launcher.py)
     start_timeout: float
     shutdown_timeout: float

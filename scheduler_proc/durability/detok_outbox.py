@@ -7,13 +7,13 @@ longer, for clients that reconnect.
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 
 from quadriga.errors import QueueFull, ServerStopping
 from quadriga.wire.messages.replica_news import ReplicaNews
-from quadriga.wire.messages.to_detok import StreamReplay
+from quadriga.wire.messages.to_detok import PlainStreamReplay, StreamReplay
 from scheduler_proc.events import StepEvents
 from scheduler_proc.sender import Sender
 from scheduler_proc.state.request import FinishReason, Request
@@ -24,7 +24,8 @@ MAX_REMEMBERED = 4096
 MAX_REMEMBERED_BYTES = 1 << 26
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(StreamReplay).decode
+# Without the trace, which the frontend has got with the end.
+_decode = msgspec.msgpack.Decoder(PlainStreamReplay).decode
 
 
 class AcknowledgedEnd(NamedTuple):
@@ -139,7 +140,8 @@ class DetokOutbox:
                 self._replaying.add(seq)
                 replay = _decode(self._acknowledged[seq].replay)
                 opening = replay.opening.sent()
-                replays.append(msgspec.structs.replace(replay, opening=opening))
+                replay = msgspec.structs.replace(replay, opening=opening)
+                replays.append(cast("StreamReplay", replay))
         return replays
 
 

@@ -40,7 +40,7 @@ class RecoveredRequest:
     """A choice of a request, as far as the journal has it.
 
     Attributes:
-        first_token_at: Unix seconds; 0.0 without a token.
+        first_token_at, last_token_at: Unix seconds; 0.0 without a token.
         acknowledged: whether the client has the end.
     """
 
@@ -51,6 +51,7 @@ class RecoveredRequest:
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: LogprobRecord = field(default_factory=lambda: LogprobRecord(-1, [], []))
     first_token_at: float = 0.0
+    last_token_at: float = 0.0
     ended: Ended | None = None
     acknowledged: bool = False
 
@@ -152,6 +153,7 @@ class JournalState:
                 request = requests[seq]
                 request.tokens.append(token)
                 request.first_token_at = request.first_token_at or step.time
+                request.last_token_at = step.time
                 if len(request.tokens) == request.max_new_tokens:
                     self._growing.discard(seq)
         for logprobs in record.logprobs:

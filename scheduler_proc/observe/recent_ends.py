@@ -5,7 +5,7 @@ from collections import Counter, deque
 
 from scheduler_proc.state.request import FinishReason, Request
 
-NUM_RECENT_ENDS = 256
+NUM_RECENT_ENDS = 64
 
 
 class RecentEnds:
@@ -19,7 +19,8 @@ class RecentEnds:
     def on_end(self, request: Request) -> None:
         """Take in the end of a request that was admitted."""
         is_stop = request.finish_reason is FinishReason.STOP
-        self._lengths.append((request.num_generated, is_stop))
+        if request.can_stop:
+            self._lengths.append((request.num_generated, is_stop))
         self._prompts.append((request.num_prompt, request.cached_tokens))
         self._curve = None
 
@@ -30,7 +31,7 @@ class RecentEnds:
         return 1 - sum(cached for _, cached in self._prompts) / num_tokens if num_tokens else 1.0
 
     def length(self, num_generated: int, limit: int, share: float) -> int:
-        """Return a length below which this share of the answers like one stays.
+        """Return a length below which this share of the answers stays that can stop, like one.
 
         Args:
             num_generated: tokens that the answer has.

@@ -67,7 +67,7 @@ class WaitForecast:
         self._prefill_s += num_prompt * self._s_per_token
         self._num_slots -= 1
         self._num_free_tokens -= num_needed
-        steps = self._draw(request.num_generated, request.num_generated + num_left) - 1
+        steps = self._draw(request, request.num_generated + num_left) - request.num_generated - 1
         heapq.heappush(self._running, _RunningEnd(self._step + steps * self._turns, num_needed))
         return wait_s
 
@@ -81,7 +81,7 @@ class WaitForecast:
         self._num_free_tokens -= self._ratio * num_growing
         num_tokens = self._uncached_share * request.num_known_tokens + self._ratio * num_growing
         limit = request.max_total_tokens - request.num_prompt
-        steps = self._draw(request.num_generated, limit) - request.num_generated
+        steps = self._draw(request, limit) - request.num_generated
         if request.status is RequestStatus.PREFILLING:
             self._prefill_s += request.num_uncomputed_tokens * self._s_per_token
         self._running.append(_RunningEnd(steps * self._turns, num_tokens))
@@ -92,8 +92,10 @@ class WaitForecast:
         self._num_slots += 1
         self._num_free_tokens += end.num_tokens
 
-    def _draw(self, num_generated: int, limit: int) -> int:
+    def _draw(self, request: Request, limit: int) -> int:
         """Return the length of an answer."""
+        if not request.can_stop:
+            return limit
         self._num_drawn += 1
         share = self._num_drawn * GOLDEN_RATIO % 1
-        return self._ends.length(num_generated, limit, share)
+        return self._ends.length(request.num_generated, limit, share)

@@ -1,11 +1,13 @@
 """What goes into the scheduler core, and what comes out of it."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from quadriga.wire.messages.worker import StepCost
 from scheduler_proc.state.batch import ScheduleBatch
-from scheduler_proc.state.request import Request, RequestFailure, WaitReason
+from scheduler_proc.state.request import Request, RequestFailure, RetractReason, WaitReason
 
 
 class Capacity(NamedTuple):
@@ -14,12 +16,14 @@ class Capacity(NamedTuple):
     Attributes:
         prefill_tokens: prompt tokens of one step that keep the worker busy.
         window: number of tokens, itself included, that a token sees in every layer; 0: all.
+        step_costs: of decode steps; empty: the worker does not guess tokens.
     """
 
     num_pages: int = 0
     page_size: int = 1
     prefill_tokens: int = 0
     window: int = 0
+    step_costs: Sequence[StepCost] = ()
 
 
 class BatchMode(str, enum.Enum):
@@ -57,7 +61,7 @@ class Plan:
     Attributes:
         has_retracted: whether requests left the running batch since its composition began.
         admitted: requests that left the waiting queue.
-        retracted: requests that have lost their pages to others.
+        retracted: requests that lost slot and pages, and why.
         failed: requests that cannot go on.
         lacked: what the step lacks for the requests that still wait; None where it looked at none
             of them, or admitted all.
@@ -67,7 +71,7 @@ class Plan:
     batch: ScheduleBatch = field(default_factory=ScheduleBatch)
     has_retracted: bool = False
     admitted: list[Request] = field(default_factory=list)
-    retracted: list[Request] = field(default_factory=list)
+    retracted: list[tuple[Request, RetractReason]] = field(default_factory=list)
     failed: list[RequestFailure] = field(default_factory=list)
     lacked: WaitReason | None = None
 

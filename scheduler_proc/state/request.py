@@ -14,8 +14,10 @@ from quadriga.wire.messages.logprobs import LogprobBlock
 from quadriga.wire.messages.public import ErrorInfo
 from quadriga.wire.messages.to_scheduler import Submit
 from quadriga.wire.messages.worker import NewSlot, SlotSamplingParams
+from scheduler_proc.state.guess_record import GuessRecord
 from scheduler_proc.state.prefix_tree import Node
 from scheduler_proc.state.slot_params import ResolvedSampling, slot_sampling_params
+from scheduler_proc.state.span_recorder import SpanRecorder
 
 BACKGROUND_PRIORITY = LIMITS["priority"].minimum
 TOKENS_PER_LOGPROB_BLOCK = 64  # a block without its numbers takes as much memory
@@ -42,6 +44,18 @@ class WaitReason(str, enum.Enum):
     SLOTS = "slots"
     PAGES = "pages"
     BUDGET = "budget"
+
+
+class RetractReason(str, enum.Enum):
+    """Why a running request lost its slot and pages.
+
+    PAGES: others needed them. PRIORITY: a request of a higher priority came. QUARANTINE: a request
+    that may crash the worker runs alone.
+    """
+
+    PAGES = "pages"
+    PRIORITY = "priority"
+    QUARANTINE = "quarantine"
 
 
 class FinishReason(str, enum.Enum):
@@ -88,6 +102,8 @@ class Request:
         num_retractions: number of times that the request lost its pages to others.
         worker_crashes: consecutive worker crashes while the request was in a step.
         cleared_at: number of tokens at which worker_crashes is reset (see quarantine.py).
+        guess_record: how good its guessed tokens were; None before the first ones.
+        trace: recorder of its spans; None: it is not traced.
     """
 
     seq: int
@@ -134,6 +150,8 @@ class Request:
     num_retractions: int = 0
     worker_crashes: int = 0
     cleared_at: int = 0
+    guess_record: GuessRecord | None = None
+    trace: SpanRecorder | None = None
 
     @classmethod
     def from_submit(
@@ -173,6 +191,7 @@ class Request:
             tenant=message.tenant,
             weight=message.weight,
             cache_salt=message.cache_salt.encode(),
+            trace=_recorder_of(message),
         )
 
     # --- life -------------------------------------------------------------------------------------
@@ -181,6 +200,12 @@ class Request:
     def finished(self) -> bool:
         """Whether the request has ended."""
         return self.status is RequestStatus.FINISHED
+
+    @property
+    def can_stop(self) -> bool:
+        """Whether a token or a text can end the answer before its limit."""
+        params = self.sampling.params
+        return bool(self.stop_ids or params.stop_strings or params.stop_regexes)
 
     @property
     def is_background(self) -> bool:
@@ -237,6 +262,14 @@ class Request:
         self.num_computed_tokens = min(known, self.page_capacity)
         self.num_known_tokens = known + (self.num_computed_tokens == known)
 
+    def extend_guessed(self, count: int) -> None:
+        """Take in `count` tokens that were sampled after right guesses.
+
+        All but the last are computed, so that a step in flight computes the last one.
+        """
+        self.num_known_tokens += count
+        self.num_computed_tokens += count
+
     # --- counts -----------------------------------------------------------------------------------
 
     @property
@@ -292,6 +325,12 @@ class Request:
             seed=sampling.seed,
             rules=slot_params,
         )
+
+
+def _recorder_of(message: Submit) -> SpanRecorder | None:
+    if message.trace is None:
+        return None
+    return SpanRecorder(message.trace, message.received_at, message.tokenized_at)
 
 
 def retraction_key(request: Request) -> tuple[bool, int, int]:

@@ -200,9 +200,10 @@ def retract_one(scheduler: "Scheduler", number: int) -> None:
     A quarantined request is left alone.
     """
     from scheduler_proc.state.plan import Plan
+    from scheduler_proc.state.request import RetractReason
 
     core = scheduler.lifecycle.core
     running, plan = list(core._running), Plan(in_flight=False)
     if running and core.quarantine.current is None:
-        core._retract(running[number % len(running)], plan)
+        core._retract(running[number % len(running)], RetractReason.PAGES, plan)
     scheduler.lifecycle.fail_all(plan.failed)

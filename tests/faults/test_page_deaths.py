@@ -15,7 +15,7 @@ from tests.server import Server, running_server
 from tests.tiny_models import tiny_llama
 from tests.waiting import wait_until
 
-PROCESSES = ["http_proc", "tokenizer_proc", "scheduler_proc", "worker_proc", "detok_proc"]
+PROCESSES = ["http_proc", "tokenizer_proc", "worker_proc"]
 PARAMETERS = {"temperature": "0", "max_tokens": "3500", "ignore_eos": "true"}
 TEXT = "document.querySelector('.answer')?.innerText ?? ''"
 SOME, MOST = 100, 3000

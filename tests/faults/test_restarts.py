@@ -25,7 +25,7 @@ SEEDED = SamplingParams(
 @pytest.fixture(scope="module")
 def own_server(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1"]
-    flags += ["--max-total-tokens", "8192", "--max-restarts", "100", "--watchdog-timeout", "1"]
+    flags += ["--max-total-tokens", "8192", "--max-restarts", "100", "--watchdog-timeout", "3"]
     with running_server(tmp_path_factory.mktemp("restarts") / "log", *flags) as server:
         yield server
 

@@ -1,11 +1,12 @@
 """Greedy float32 output through the whole server equals `transformers` generate, token for token.
 
-32 prompts of mixed lengths, from one token to the context limit, are sent at once in random
+Prompts of mixed lengths, from one token to the context limit, are sent at once in random
 order, with aborts in between; then once more, when the prefix cache is warm. Each model under many
 ways to compose steps: chunks, batch modes, retraction.
 
-QUADRIGA_TEST_CONTEXT sets the built-in model's context (it has 8,192 tokens; a smaller one saves
-minutes). QUADRIGA_TEST_EVERYTHING=1 runs the real models under all of those ways, too.
+Models of true size get eight prompts, each of which is computed with others in a few steps.
+QUADRIGA_TEST_CONTEXT sets the built-in model's context (512 tokens; it has 8,192).
+QUADRIGA_TEST_EVERYTHING=1 runs every model with 32 prompts under all of those ways.
 """
 
 import asyncio
@@ -30,18 +31,22 @@ from tests.tiny_experts import EXPERTS
 from tests.tiny_models import FAMILIES
 
 NEW_TOKENS = 12
+EVERYTHING = bool(os.environ.get("QUADRIGA_TEST_EVERYTHING"))
+NUM_PROMPTS = 32
+NUM_PROMPTS_AT_TRUE_SIZE = NUM_PROMPTS if EVERYTHING else 8
 # One for each kind of block; tests/unit/worker/test_families.py has all.
 SERVED_FAMILIES = ["mistral", "qwen3", "gemma3_text", "exaone4", "glm4", "gpt_neox", "gpt_oss"]
 
 
-def lengths_up_to(most: int) -> list[int]:
-    """32 lengths: 1, 2, ..., most, denser where they are small."""
-    return sorted({max(1, round(most ** (i / 31))) for i in range(32)} | {2, 3}) + [most] * 2
+def lengths_up_to(most: int, num: int = NUM_PROMPTS) -> list[int]:
+    """Return so many lengths: 1, 2, ..., most, denser where they are small."""
+    steps = num - 1
+    spread = {max(1, round(most ** (i / steps))) for i in range(num)} | {2, 3}
+    return ([*sorted(spread), most] * num)[-num:]
 
 
 def prompts_of(lengths: list[int], vocab_size: int) -> list[list[int]]:
     chosen = random.Random(5)
-    lengths = (lengths * 32)[:32]
     return [[chosen.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
 
 
@@ -92,6 +97,7 @@ WAYS = {
     "retracted at random": ["--chunked-prefill-size", "64"],
     "retracted, no cache": ["--no-prefix-cache"],
     "static": ["--batching", "static", "--max-batch-size", "6"],
+    "speculated": ["--speculative-method", "ngram", "--num-speculative-tokens", "5"],
     "longest prefix first": ["--schedule-policy", "lpm", "--fair-clients"],
 }  # fmt: skip
 
@@ -113,6 +119,8 @@ def check(model: Any, prompts: list[list[int]], log: Path, way: str, *flags: str
                 f"{temperature_of_cache}: {len(wrong)} of {len(prompts)} differ;"
                 f" prompt lengths {wrong}"
             )
+    if way == "speculated":
+        assert info["spec_decode_num_accepted_tokens_total"] > 0
     if "--max-total-tokens" not in flags:  # in a small pool both are left to chance
         assert (info["cached_tokens_total"] > 0) == info["prefix_cache"]
         assert (info["retractions"] > 0) == retracts
@@ -130,12 +138,14 @@ def references(model: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def ways(*quick: str) -> list[str]:
-    return list(WAYS) if os.environ.get("QUADRIGA_TEST_EVERYTHING") else list(quick)
+    return list(WAYS) if EVERYTHING else list(quick)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [("llama", way) for way in WAYS] + [("gpt2", way) for way in ways("default", "narrow")],
+)
 def test_a_tiny_model_of_each_family(
     family: str, way: str, gpt2_dir: Path, llama_dir: Path, tmp_path: Path
 ) -> None:
@@ -148,8 +158,11 @@ def test_a_tiny_model_of_each_family(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("way", ways("chunks of 7, prefill first", "retracted at random"))
-@pytest.mark.parametrize("family", SERVED_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [(family, way) for family in SERVED_FAMILIES for way in ways("chunks of 7, prefill first")]
+    + [(family, "retracted at random") for family in ("gemma3_text", "gpt_oss") if not EVERYTHING],
+)
 def test_families_of_other_blocks_give_the_tokens_of_transformers(
     family: str, way: str, tmp_path: Path
 ) -> None:
@@ -161,8 +174,11 @@ def test_families_of_other_blocks_give_the_tokens_of_transformers(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-@pytest.mark.parametrize("way", ways("chunks of 7, prefill first", "static", "retracted at random"))
+@pytest.mark.parametrize(
+    ("way", "backend"),
+    [(way, "auto") for way in ways("chunks of 7, prefill first", "static", "retracted at random")]
+    + [(way, "torch") for way in ways("retracted at random")],
+)
 def test_prompts_longer_than_the_kv_pool_where_every_layer_has_a_window(
     way: str, backend: str, tmp_path: Path
 ) -> None:
@@ -185,7 +201,7 @@ def test_gpt2_at_full_size_with_random_weights(way: str, tmp_path: Path, gpt2_di
     model.save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(gpt2_dir / name, directory / name)
-    prompts = prompts_of(lengths_up_to(1024 - NEW_TOKENS), 50257)
+    prompts = prompts_of(lengths_up_to(1024 - NEW_TOKENS, NUM_PROMPTS_AT_TRUE_SIZE), 50257)
     check(model, prompts, tmp_path / "log", way, "--model", str(directory))
 
 
@@ -204,7 +220,8 @@ def test_the_built_in_models(name: str, way: str, tmp_path: Path) -> None:
         quantization_config=GgufConfig(dequantize=True),
         dtype=torch.float32,
     )
-    context = int(os.environ.get("QUADRIGA_TEST_CONTEXT", "1024"))
-    prompts = prompts_of(lengths_up_to(context - NEW_TOKENS), files.vocab_size)
+    context = int(os.environ.get("QUADRIGA_TEST_CONTEXT", "512"))
+    lengths = lengths_up_to(context - NEW_TOKENS, NUM_PROMPTS_AT_TRUE_SIZE)
+    prompts = prompts_of(lengths, files.vocab_size)
     flags = ["--model", name, "--context-length", str(context)]
     check(model, prompts, tmp_path / "log", way, *flags)

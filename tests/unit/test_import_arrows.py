@@ -19,8 +19,13 @@ BENCHES_OF_THE_WORKER = {
     "machine_speed.py",
     "engine.py",
     "formats.py",
+    "kernel_cases.py",
+    "kernels.py",
     "permuted.py",
+    "profile.py",
+    "random_weights.py",
     "transformers_batching.py",
+    "versions.py",
     "worker_steps.py",
 }
 """They compute beside the worker's own code, in one process, or write its checkpoints."""
@@ -93,8 +98,10 @@ LAYERS = {
         "__version__",
         "programs",
         "tenants",
+        "tracing",
         "windows",
     },
+    "tracing": {"__version__", "config", "runtime", "wire"},
 }
 """What each part of quadriga/ may import of the others."""
 

@@ -50,7 +50,7 @@ class Ring:
         def on_recalled(number: int) -> None:
             child.control.report("replica", replica=number, state="recalled")
 
-        replicas = Replicas(args.dp, router, block_tokens, self._deliver, on_recalled)
+        replicas = Replicas(args.dp, router, block_tokens, self._deliver, on_recalled, self._show)
         for number, outbox in enumerate(outboxes):
             replicas.join(number, outbox)
         return replicas
@@ -58,6 +58,10 @@ class Ring:
     def _deliver(self, client: bytes, payload: bytes, delivered: Delivered) -> None:
         assert self._frontend is not None
         self._frontend.deliver(client, payload, delivered)
+
+    def _show(self, replica: int, frame: bytes) -> None:
+        assert self._frontend is not None
+        self._frontend.show(frame, replica)
 
     def open(self, frontend: Frontend) -> None:
         """Give results to the frontend from now on."""

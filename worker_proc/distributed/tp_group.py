@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from worker_proc.loading.sharding import TPRank
+from worker_proc.system.transfer import DeviceToHostCopier, Fetch, TokenIds
 
 # Covers loading the slowest part of the model. TPLeader notices a dead rank much earlier.
 TIMEOUT = timedelta(minutes=10)
+CHECK_STEPS = 64  # between two comparisons of the ranks' tokens
 
 
 class TPGroup:
@@ -31,6 +33,9 @@ class TPGroup:
     def __init__(self, rank: TPRank, store: Path, device: torch.device) -> None:
         """Wait until all ranks have joined, who find each other by the new file `store`."""
         self._device = device
+        self._num_checked = 0
+        self._copier = DeviceToHostCopier(device)
+        self._difference: Fetch | None = None
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # not reachable from the network
         dist.init_process_group(
@@ -46,6 +51,32 @@ class TPGroup:
         """Sum `x` over all ranks in place. Each rank gets the same bits."""
         dist.all_reduce(x)
         return x
+
+    def check_tokens(self, token_ids: TokenIds) -> None:
+        """Compare the tokens that the ranks have sampled, each by itself, every CHECK_STEPS steps.
+
+        The result is read at the next comparison, so that nothing waits for it.
+
+        Args:
+            token_ids: `[rows]` of this rank.
+
+        Raises:
+            RuntimeError: The ranks had different tokens, so their keys are of different texts.
+        """
+        self._num_checked += 1
+        if self._num_checked % CHECK_STEPS:
+            return
+        if self._difference is not None and self._difference().any():
+            raise RuntimeError(
+                "the ranks of --tp sampled different tokens: their GPUs do not compute alike;"
+                " use GPUs of one kind, or start with --tp 1"
+            )
+        tokens = torch.as_tensor(token_ids, device=self._device)
+        weights = torch.arange(1, 2 * len(tokens), 2, device=self._device)
+        checksum = (tokens * weights).sum()
+        extremes = torch.stack((checksum, -checksum))
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        self._difference = self._copier.begin(extremes.sum().unsqueeze(0))
 
     def all_reduce_min(self, number: int) -> int:
         """Return the minimum of `number` over all ranks."""

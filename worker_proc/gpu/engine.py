@@ -1,8 +1,9 @@
-"""The engine for a GPU: Triton kernels, and CUDA graphs of decode steps."""
+"""The engine for a GPU: Triton kernels, and CUDA graphs of steps."""
 
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,17 +12,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker_proc.gpu.experts import grouped_experts
-from worker_proc.gpu.graphs import GREEDY, POSITION, SLOT, Capture, DecodeGraphs, DecodeOutput
+from worker_proc.gpu.graphs import (
+    Capture,
+    DecodeGraphs,
+    DecodeInputs,
+    GraphOutput,
+    PromptGraphs,
+    PromptInputs,
+    PromptStep,
+)
 from worker_proc.gpu.kernels.matmul import multiply
-from worker_proc.gpu.kernels.rows import store_tokens
-from worker_proc.gpu.ops import Hidden, TritonOps
-from worker_proc.gpu.pages import AttentionMetadata, AttentionPlanner, Pages, TritonAttention
+from worker_proc.gpu.kernels.sampling import sample_tokens
+from worker_proc.gpu.ops import Hidden, PaddedHeads, TritonOps
+from worker_proc.gpu.pages import (
+    LONG_CONTEXT,
+    LONG_SPLITS,
+    AttentionMetadata,
+    AttentionPlanner,
+    Pages,
+    TritonAttention,
+    query_blocks,
+)
 from worker_proc.models.base import Model
-from worker_proc.sampling.sampler import argmax, draw
 from worker_proc.step.engine_base import Engine
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.outputs import SampledTokens
 from worker_proc.step.slot_table import SlotTable
+from worker_proc.system.transfer import send_all
 
 if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup
@@ -30,10 +47,12 @@ PROGRESS_INTERVAL_S = 2.0
 
 
 class TritonEngine(Engine):
-    """A model on a GPU, with Triton's or FlashAttention's attention over its pages."""
+    """A model on a GPU, with Triton's or FlashInfer's attention over its pages."""
 
     name = "triton"
+    stores_tokens = True
     supports_jump_forward = False  # a row of several tokens keeps a step out of its graph
+    supports_guesses = False  # for the same reason
 
     def __init__(
         self,
@@ -46,7 +65,8 @@ class TritonEngine(Engine):
         graph_sizes: Sequence[int] = (),
         capture: Capture | None = None,
         ranks: "TPGroup | None" = None,
-        flash: bool = False,
+        prompt_sizes: Sequence[int] = (),
+        flashinfer: bool = False,
     ) -> None:
         """Allocate the pages.
 
@@ -61,89 +81,148 @@ class TritonEngine(Engine):
             graph_sizes: Rows of the decode steps to capture, ascending.
             capture: Captures a graph; None: none are.
             ranks: The processes with the other parts of the model.
-            flash: Attend by FlashAttention-3, see flash.py.
+            prompt_sizes: Tokens of the steps with prompts to capture, ascending.
+            flashinfer: Attend by FlashInfer, see flashinfer.py.
         """
         self.model = model
-        self._ranks = ranks
+        self.ranks = ranks
         self._experts = grouped_experts(model)
+        self._heads = PaddedHeads()
         self._multiply = multiply if deterministic else F.linear
         self._pages = Pages(model.attention_shape, num_pages, page_size, kv_dtype, device)
-        self._attention: AttentionPlanner = TritonAttention(self._pages, deterministic)
-        if flash:
-            from worker_proc.gpu.flash import FlashAttention
+        dtype = next(model.parameters()).dtype
+        self._attention: AttentionPlanner = TritonAttention(self._pages, dtype, deterministic)
+        if flashinfer:
+            from worker_proc.gpu.flashinfer import FlashInferAttention
 
-            self._attention, self.name = FlashAttention(), "flash"
-        self._graph_sizes, self._capture = graph_sizes, capture
-        self._graphs: DecodeGraphs | None = None
+            self._attention = FlashInferAttention(self._pages, model, dtype)
+            self.name = "flashinfer"
+        self._graph_sizes, self._prompt_sizes = graph_sizes, prompt_sizes
+        self._capture = capture
+        self._decode_graphs: DecodeGraphs | None = None
+        self._prompt_graphs: PromptGraphs | None = None
 
     @torch.inference_mode()
     def capture_graphs(self, table: SlotTable) -> None:
+        self._compile(table)
         if self._capture is None:
             return
-
-        def decode(inputs: Tensor, drawing: bool) -> DecodeOutput:
-            return self._decode(table, inputs, drawing)
-
-        self._graphs = DecodeGraphs(
-            decode, self._graph_sizes, table.device, self._capture, _progress_logger()
+        is_context_long = table.context_length > LONG_CONTEXT
+        self._decode_graphs = DecodeGraphs(
+            partial(self._decode, table),
+            self._graph_sizes,
+            lambda size: is_context_long and self._pages.num_splits(size, False) < LONG_SPLITS,
+            table.device,
+            self._capture,
+            _progress_logger("decode steps"),
         )
+        if self._prompt_sizes and isinstance(self._attention, TritonAttention):
+            self._prompt_graphs = PromptGraphs(
+                partial(self._compute_prompts, table, self._attention),
+                self._prompt_sizes,
+                self._graph_sizes[-1],
+                self._attention.max_queries,
+                table.device,
+                self._capture,
+                _progress_logger("steps with prompts"),
+            )
+
+    def _compile(self, table: SlotTable) -> None:
+        """Launch every kernel once on padding, so that none is compiled while requests wait."""
+        metadata = self._attention.plan_all_kinds(table)
+        ops = self._ops(metadata)
+        logits = self.model.compute_logits(ops, self.model.forward(ops)).x
+        self._sample(table, logits, metadata.slots, metadata.positions)
+        # Logits that processors have changed are float32.
+        self._sample(table, logits.float(), metadata.slots, metadata.positions)
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        if (decoded := self._replay(inputs)) is not None:
-            return decoded.hidden
+        if inputs.decodes_only and (computed := self._replay(inputs)) is not None:
+            return computed.hidden
         metadata = self._attention.plan_step(inputs)
         return self.model.forward(self._ops(metadata)).settled()
 
     def forward_and_sample(self, inputs: StepInputs) -> SampledTokens:
-        unfiltered = inputs.table.sampling.unfiltered[inputs.sampled_slots].all()
-        if unfiltered and (decoded := self._replay(inputs)) is not None:
-            return SampledTokens(decoded.token_ids, stored=True)
-        return super().forward_and_sample(inputs)
+        computed = self._replay(inputs) if len(inputs.samples) else None
+        if computed is None:
+            return super().forward_and_sample(inputs)
+        if inputs.table.sampling.unprocessed[inputs.sampled_slots].all():
+            return SampledTokens(computed.token_ids, stored=True)
+        return self.sample_rows(inputs, computed.hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.compute_logits(self._ops(), Hidden(hidden)).x
 
+    def sample_slots(self, logits: Tensor, inputs: StepInputs) -> Tensor:
+        table = inputs.table
+        slots, positions = send_all(table.device, inputs.sampled_slots, inputs.sample_positions - 1)
+        return self._sample(table, logits, slots, positions)
+
+    def _sample(self, table: SlotTable, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        return sample_tokens(logits, slots, positions, table.sampling, table.tokens)
+
     def _ops(self, metadata: AttentionMetadata | None = None) -> TritonOps:
         """Return the operations of a step; without metadata, those of `compute_logits`."""
-        return TritonOps(self._pages, metadata, self._multiply, self._ranks, self._experts)
+        return TritonOps(
+            self._pages, metadata, self._multiply, self.ranks, self._experts, self._heads
+        )
 
-    def _replay(self, inputs: StepInputs) -> DecodeOutput | None:
+    def _replay(self, inputs: StepInputs) -> GraphOutput | None:
         """Run a step as a graph; None if no graph was captured for such a step."""
-        graphs, slots = self._graphs, inputs.layout.slots
-        if graphs is None or not inputs.decodes_only or len(slots) > graphs.max_rows:
+        layout, clock = inputs.layout, inputs.clock
+        is_long = bool((layout.num_computed + layout.num_tokens > LONG_CONTEXT).any())
+        if inputs.decodes_only:
+            graphs = self._decode_graphs
+            if graphs is None or len(layout.slots) > graphs.max_rows:
+                return None
+            decoded = graphs.run(layout.slots, layout.num_computed, is_long, clock)
+            self.last_replay = graphs.last_replay
+            return decoded
+        prompts = self._prompt_graphs
+        # The keys of long rows are split over several programs, which these graphs do not do.
+        if prompts is None or is_long or not isinstance(self._attention, TritonAttention):
             return None
-        greedy = inputs.table.sampling.greedy[slots].astype(np.int64)
-        return graphs.run(slots, inputs.layout.num_computed, greedy)
+        step = prompt_step(inputs, self._attention.max_queries)
+        output = prompts.run(step, clock)
+        self.last_replay = prompts.last_replay if output is not None else None
+        return output
 
-    def _decode(self, table: SlotTable, inputs: Tensor, drawing: bool) -> DecodeOutput:
-        """Decode and store a token of each row, without synchronising with the host.
-
-        Args:
-            table: The slots.
-            inputs: `[3, rows]`, see graphs.py.
-            drawing: Some rows are not greedy.
-        """
-        slots, positions = inputs[SLOT], inputs[POSITION]
-        metadata = self._attention.plan_decode(table, slots, positions)
+    def _decode(self, table: SlotTable, inputs: DecodeInputs, is_long: bool) -> GraphOutput:
+        """Decode and store a token of each row, without synchronising with the host."""
+        metadata = self._attention.plan_decode(table, *inputs, is_long)
         ops = self._ops(metadata)
         hidden = self.model.forward(ops)
         logits = self.model.compute_logits(ops, hidden).x
-        if drawing:
-            existing = slots.clamp(min=0)
-            token_ids = draw(
-                logits,
-                inputs[GREEDY] == 1,
-                table.sampling.temperature[existing],
-                table.sampling.seed[existing],
-                positions + 1,
-            )
-        else:
-            token_ids = argmax(logits)
-        store_tokens(table.tokens, token_ids, slots, positions)
-        return DecodeOutput(hidden.settled(), token_ids)
+        token_ids = self._sample(table, logits, *inputs)
+        return GraphOutput(hidden.settled(), token_ids)
+
+    def _compute_prompts(
+        self, table: SlotTable, attention: TritonAttention, inputs: PromptInputs
+    ) -> GraphOutput:
+        """Compute a step with prompts, and store the sampled tokens."""
+        metadata = attention.plan_blocks(table, inputs.slots, inputs.positions, inputs.blocks)
+        hidden = self.model.forward(self._ops(metadata)).settled()
+        hidden = hidden.index_select(0, inputs.sampled)
+        token_ids = self._sample(
+            table, self.logits(hidden), inputs.sampled_slots, inputs.sampled_positions
+        )
+        return GraphOutput(hidden, token_ids)
 
 
-def _progress_logger() -> Callable[[int, int], None]:
+def prompt_step(inputs: StepInputs, max_queries: int) -> PromptStep:
+    """Return what a graph of a step with prompts takes."""
+    last = np.cumsum(inputs.layout.num_tokens)[inputs.samples] - 1
+    return PromptStep(
+        inputs.token_slots,
+        inputs.token_positions,
+        query_blocks(inputs.layout, 0, max_queries),
+        last,
+        inputs.sampled_slots,
+        inputs.sample_positions - 1,
+    )
+
+
+def _progress_logger(what: str) -> Callable[[int, int], None]:
     started_at = logged_at = time.monotonic()
 
     def log(num_done: int, num_graphs: int) -> None:
@@ -152,7 +231,8 @@ def _progress_logger() -> Callable[[int, int], None]:
         if num_done == num_graphs or now - logged_at > PROGRESS_INTERVAL_S:
             logged_at = now
             logging.info(
-                "captured %d of %d CUDA graphs in %.1f s", num_done, num_graphs, now - started_at
-            )
+                "captured %d of %d CUDA graphs of %s in %.1f s",
+                num_done, num_graphs, what, now - started_at,
+            )  # fmt: skip
 
     return log

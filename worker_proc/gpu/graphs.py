@@ -1,8 +1,12 @@
-"""Decode steps as CUDA graphs: launched as one, at batch sizes to which a step is padded.
+"""Steps as CUDA graphs: launched as one, at sizes to which a step is padded.
 
 A graph replays the very kernels, on the very memory, that were captured. So what changes from step
-to step is copied to a fixed place before, in one small array; rows that pad a step have slot -1,
-which every kernel skips.
+to step is copied to a fixed place before, in one small array. Padding has slot -1, which every
+kernel skips.
+
+There are two kinds. In a decode step every row has one token and samples. A step with prompts
+is described by its tokens, by the blocks of queries that its attention computes, and by the tokens
+that are sampled from; all three are padded.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,27 +18,53 @@ import torch
 from torch import Tensor
 
 from worker_proc.attention.base import Ints
-from worker_proc.system.transfer import send
+from worker_proc.system.step_clock import RunningStep
+from worker_proc.system.transfer import send, send_into
 
-SLOT, POSITION, GREEDY = range(3)  # rows of a graph's inputs [3, batch size] int64
+NO_ROWS: Ints = np.empty(0, dtype=np.int64)
+MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 32, 1024  # of the steps with prompts that have graphs
 
 
-class DecodeOutput(NamedTuple):
-    """Hidden states `[rows, hidden]` and sampled tokens `[rows]` int64 of a decode step."""
+class GraphOutput(NamedTuple):
+    """Hidden states `[rows, hidden]` and tokens `[rows]` int64 of the rows that sample."""
 
     hidden: Tensor
     token_ids: Tensor
 
 
-# Runs a decode step on inputs [3, rows]; the flag says that some rows are not greedy.
-Decode = Callable[[Tensor, bool], DecodeOutput]
 # Replays what was captured, and the tensors that hold its output afterwards.
-Captured = tuple[Callable[[], None], DecodeOutput]
-Capture = Callable[[Callable[[], DecodeOutput]], Captured]
+Captured = tuple[Callable[[], None], GraphOutput]
+Capture = Callable[[Callable[[], GraphOutput]], Captured]
+LogProgress = Callable[[int, int], None]
+
+
+class DecodeInputs(NamedTuple):
+    """A decode step: slots and positions `[rows]`."""
+
+    slots: Tensor
+    positions: Tensor
+
+
+class PromptInputs(NamedTuple):
+    """A step with prompts.
+
+    Attributes:
+        slots, positions: `[tokens]`.
+        blocks: `[4, blocks]`, see pages.query_blocks.
+        sampled: `[samples]` the tokens after which one is sampled.
+        sampled_slots, sampled_positions: `[samples]` their slots and positions.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    blocks: Tensor
+    sampled: Tensor
+    sampled_slots: Tensor
+    sampled_positions: Tensor
 
 
 def batch_sizes(max_rows: int) -> list[int]:
-    """Return the sizes to which steps are padded, ascending.
+    """Return the sizes to which decode steps are padded, ascending.
 
     They are close together where a step is short, and a step is padded by an eighth at most where
     it is long.
@@ -45,13 +75,22 @@ def batch_sizes(max_rows: int) -> list[int]:
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
+def prompt_sizes(max_tokens: int) -> list[int]:
+    """Return the numbers of tokens to which steps with prompts are padded, ascending."""
+    sizes, size = [], MIN_PROMPT_TOKENS
+    while size <= min(max_tokens, MAX_PROMPT_TOKENS):
+        sizes.append(size)
+        size *= 2
+    return sizes
+
+
 class CudaCapture:
     """Captures graphs that share one pool of memory, as no two of them run at once."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], DecodeOutput]) -> Captured:
+    def __call__(self, run: Callable[[], GraphOutput]) -> Captured:
         """Capture `run`."""
         run()  # compiles the kernels, which is impossible during a capture
         torch.cuda.synchronize()
@@ -62,8 +101,33 @@ class CudaCapture:
         return graph.replay, output
 
 
+class CapturedStep:
+    """A step that was captured at one size, and the place of its inputs."""
+
+    def __init__(
+        self,
+        run: Callable[[Tensor], GraphOutput],
+        padding: Ints,
+        device: torch.device,
+        capture: Capture,
+    ) -> None:
+        """Capture `run` on inputs that are all padding."""
+        self._inputs = send(padding, device)
+        self.replay, self._output = capture(partial(run, self._inputs))
+
+    def run(self, inputs: Ints, num_rows: int, clock: RunningStep) -> GraphOutput:
+        """Replay the step with padded inputs, and return the first rows of its output.
+
+        The hidden states are valid until the next step.
+        """
+        send_into(self._inputs, inputs, clock.start)
+        self.replay()
+        hidden, token_ids = self._output
+        return GraphOutput(hidden[:num_rows], token_ids[:num_rows].clone())
+
+
 class DecodeGraphs:
-    """Graphs of a decode step, for greedy rows and for rows that are drawn.
+    """Graphs of decode steps.
 
     Attributes:
         max_rows: Rows of the largest step that there is a graph for.
@@ -72,17 +136,19 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        decode: Decode,
+        decode: Callable[[DecodeInputs, bool], GraphOutput],
         sizes: Sequence[int],
+        has_long: Callable[[int], bool],
         device: torch.device,
         capture: Capture,
-        log_progress: Callable[[int, int], None],
+        log_progress: LogProgress,
     ) -> None:
         """Capture, the largest size first, whose memory the smaller ones then use.
 
         Args:
-            decode: The step.
+            decode: The step; the flag says that its rows may be long.
             sizes: Rows of the steps to capture, ascending.
+            has_long: Whether a step of so many rows runs otherwise if one of them is long.
             device: The GPU.
             capture: Captures a call.
             log_progress: Takes the number of captured graphs, and of all, after each.
@@ -90,35 +156,129 @@ class DecodeGraphs:
         self.max_rows = sizes[-1]
         self.last_replay: Callable[[], None] | None = None
         self._sizes = np.array(sizes)
-        self._device = device
-        self._inputs: dict[int, Tensor] = {}
-        self._graphs: dict[tuple[int, bool], Captured] = {}
-        for size in reversed(sizes):
-            padding = _padded(size, np.empty((3, 0), dtype=np.int64))
-            self._inputs[size] = inputs = send(padding, device)
-            for drawing in (True, False):
-                self._graphs[size, drawing] = capture(partial(decode, inputs, drawing))
-                log_progress(len(self._graphs), 2 * len(sizes))
+        self._graphs: dict[tuple[int, bool], CapturedStep] = {}
+        kinds = [(size, long) for size in reversed(sizes) for long in (False, True)
+                 if not long or has_long(size)]  # fmt: skip
+        for size, long in kinds:
 
-    def run(self, slots: Ints, positions: Ints, greedy: Ints) -> DecodeOutput:
-        """Decode the token at a position of each slot, `[rows]`.
+            def run(inputs: Tensor, long: bool = long) -> GraphOutput:
+                return decode(DecodeInputs(*inputs), long)
 
-        Returns:
-            The output, whose hidden states are valid until the next step.
-        """
+            padding = _padded_rows(size)
+            self._graphs[size, long] = CapturedStep(run, padding, device, capture)
+            log_progress(len(self._graphs), len(kinds))
+
+    def run(self, slots: Ints, positions: Ints, is_long: bool, clock: RunningStep) -> GraphOutput:
+        """Decode the token at a position of each slot, `[rows]`; see CapturedStep.run."""
         num_rows = len(slots)
         size = int(self._sizes[np.searchsorted(self._sizes, num_rows)])
-        inputs = _padded(size, np.stack((slots, positions, greedy)))
-        self._inputs[size].copy_(send(inputs, self._device), non_blocking=True)
-        replay, output = self._graphs[size, not greedy.all()]
-        replay()
-        self.last_replay = replay
-        return DecodeOutput(output.hidden[:num_rows], output.token_ids[:num_rows].clone())
+        graph = self._graphs.get((size, is_long)) or self._graphs[size, False]
+        self.last_replay = graph.replay
+        return graph.run(_padded_rows(size, slots, positions), num_rows, clock)
 
 
-def _padded(size: int, inputs: Ints) -> Ints:
-    """Pad inputs `[3, rows]` to `[3, size]`."""
-    padded = np.zeros((3, size), dtype=np.int64)
-    padded[SLOT], padded[GREEDY] = -1, 1
-    padded[:, : inputs.shape[1]] = inputs
+def _padded_rows(size: int, slots: Ints = NO_ROWS, positions: Ints = NO_ROWS) -> Ints:
+    """Return slots and positions `[2, size]`."""
+    padded = np.zeros((2, size), dtype=np.int64)
+    padded[0] = -1
+    padded[0, : len(slots)], padded[1, : len(slots)] = slots, positions
     return padded
+
+
+class PromptStep(NamedTuple):
+    """A step with prompts on the host; the fields are those of PromptInputs."""
+
+    slots: Ints
+    positions: Ints
+    blocks: Ints
+    sampled: Ints
+    sampled_slots: Ints
+    sampled_positions: Ints
+
+
+class PromptGraphs:
+    """Graphs of steps with prompts.
+
+    Attributes:
+        last_replay: Replays the last graph again, on the same inputs.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[PromptInputs], GraphOutput],
+        sizes: Sequence[int],
+        max_rows: int,
+        max_queries: int,
+        device: torch.device,
+        capture: Capture,
+        log_progress: LogProgress,
+    ) -> None:
+        """Capture, the largest size first.
+
+        Args:
+            compute: The step.
+            sizes: Tokens of the steps to capture, ascending.
+            max_rows: Rows that a step may have.
+            max_queries: Queries of a block.
+            device: The GPU.
+            capture: Captures a call.
+            log_progress: As in DecodeGraphs.
+        """
+        self.last_replay: Callable[[], None] | None = None
+        self._sizes = np.array(sizes)
+        self._shapes = {size: _PromptShape.of(size, max_rows, max_queries) for size in sizes}
+        self._graphs: dict[int, CapturedStep] = {}
+        for size in reversed(sizes):
+            shape = self._shapes[size]
+
+            def run(inputs: Tensor, shape: _PromptShape = shape) -> GraphOutput:
+                return compute(shape.split(inputs))
+
+            self._graphs[size] = CapturedStep(run, shape.padded(None), device, capture)
+            log_progress(len(self._graphs), len(sizes))
+
+    def run(self, step: PromptStep, clock: RunningStep) -> GraphOutput | None:
+        """Compute a step; None if no graph was captured for such a step."""
+        index = int(np.searchsorted(self._sizes, len(step.slots)))
+        if index == len(self._sizes):
+            return None
+        size = int(self._sizes[index])
+        shape, graph = self._shapes[size], self._graphs[size]
+        if not shape.holds(step):
+            return None
+        self.last_replay = graph.replay
+        return graph.run(shape.padded(step), len(step.sampled), clock)
+
+
+class _PromptShape(NamedTuple):
+    """Sizes of the inputs of a graph, which lie one after the other in one array."""
+
+    tokens: int
+    blocks: int
+    samples: int
+
+    @classmethod
+    def of(cls, tokens: int, max_rows: int, max_queries: int) -> "_PromptShape":
+        rows = min(tokens, max_rows)
+        return cls(tokens, -(-tokens // max_queries) + rows, rows)
+
+    def holds(self, step: PromptStep) -> bool:
+        """Return whether a step of at most `tokens` tokens fits."""
+        return step.blocks.shape[1] <= self.blocks and len(step.sampled) <= self.samples
+
+    def sizes(self) -> list[int]:
+        return [self.tokens] * 2 + [4 * self.blocks] + [self.samples] * 3
+
+    def split(self, inputs: Tensor) -> PromptInputs:
+        slots, positions, blocks, *sampled = inputs.split(self.sizes())
+        return PromptInputs(slots, positions, blocks.view(4, self.blocks), *sampled)
+
+    def padded(self, step: PromptStep | None) -> Ints:
+        """Return the inputs of a step; None: of a step of padding only."""
+        parts: list[Ints] = [np.zeros(size, dtype=np.int64) for size in self.sizes()]
+        parts[2] = parts[2].reshape(4, self.blocks)
+        for part in (parts[0], parts[2][0], parts[4]):
+            part[:] = -1
+        for part, values in zip(parts, step or (), strict=False):
+            part[..., : values.shape[-1]] = values
+        return np.concatenate([part.ravel() for part in parts])

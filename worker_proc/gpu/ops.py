@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from worker_proc.gpu.experts import GroupedExperts
 from worker_proc.gpu.kernels.activations import activate_, gate_up
@@ -26,6 +26,8 @@ from worker_proc.models.torch_functions import cap
 
 if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup
+
+HEAD_MULTIPLE = 64
 
 # x [rows, inputs], weight [outputs, inputs] and bias [outputs] or None to [rows, outputs].
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -53,6 +55,32 @@ class Hidden:
         return self.x
 
 
+class PaddedHeads:
+    """Heads whose number of outputs is a multiple of HEAD_MULTIPLE.
+
+    cuBLAS has its fast kernels only for rows of logits that begin at aligned places. The weight of
+    the module becomes a part of the padded one, so that it is in memory once.
+    """
+
+    def __init__(self) -> None:
+        self._padded: dict[nn.Module, tuple[Tensor, Tensor | None]] = {}
+
+    def of(self, head: Linear | Embedding) -> tuple[Tensor, Tensor | None]:
+        """Return weight `[padded, inputs]` and bias `[padded]` of a head."""
+        if head not in self._padded:
+            bias = head.bias if isinstance(head, Linear) else None
+            lacking = -len(head.weight) % HEAD_MULTIPLE
+            if lacking:
+                num_rows = len(head.weight)
+                weight = F.pad(head.weight.data, (0, 0, 0, lacking))
+                head.weight.data = weight[:num_rows]
+                bias = None if bias is None else F.pad(bias.data, (0, lacking))
+            else:
+                weight = head.weight
+            self._padded[head] = weight, bias
+        return self._padded[head]
+
+
 class TritonOps(Ops[Hidden]):
     """Keeps the residual stream in float32 and everything else in the dtype of the weights.
 
@@ -62,6 +90,7 @@ class TritonOps(Ops[Hidden]):
         multiply: The matrix product.
         tp_group: The ranks that have the other parts of the model, if there are several.
         experts: The mixtures of experts of the model.
+        heads: The padded heads of the model.
     """
 
     def __init__(
@@ -71,12 +100,14 @@ class TritonOps(Ops[Hidden]):
         multiply: Multiply = F.linear,
         tp_group: "TPGroup | None" = None,
         experts: Mapping[Experts, GroupedExperts] | None = None,
+        heads: PaddedHeads | None = None,
     ) -> None:
         self._pages = pages
         self._metadata = metadata
         self._multiply = multiply
         self._tp_group = tp_group
         self._experts = experts or {}
+        self._heads = heads or PaddedHeads()
 
     def embed(
         self, tokens: Embedding, positions: Embedding | None = None, scale: float = 1.0
@@ -129,5 +160,6 @@ class TritonOps(Ops[Hidden]):
         scale: float = 1.0,
         softcap: float | None = None,
     ) -> Hidden:
-        logits = self._multiply(x.x, head.weight, head.bias if isinstance(head, Linear) else None)
+        weight, bias = self._heads.of(head)
+        logits = self._multiply(x.x, weight, bias)[:, : len(head.weight)]
         return Hidden(cap(logits if scale == 1.0 else logits * scale, softcap))

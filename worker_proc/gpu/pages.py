@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from worker_proc.attention.base import AttentionShape, BatchLayout, Ints
-from worker_proc.gpu.kernels.attention import attend_over_pages, queries_of_block
+from worker_proc.gpu.kernels.attention import MAX_SPLITS, attend_over_pages, queries_of_block
 from worker_proc.gpu.kernels.rotate_write import rotate_and_write
 from worker_proc.models.layers import Attention
 from worker_proc.step.inputs import StepInputs
@@ -16,7 +16,9 @@ from worker_proc.step.slot_table import SlotTable
 from worker_proc.system.transfer import send_all
 
 PROGRAMS_PER_PROCESSOR = 2  # with fewer on each multiprocessor, a row's keys are split
-MAX_SPLITS = 32
+LONG_CONTEXT = 8192  # tokens; steps with a longer row split every row's keys
+LONG_SPLITS = 16
+MIN_SPLIT_CONTEXT = 1024  # tokens; shorter prompts are not split
 
 
 class Pages:
@@ -39,10 +41,17 @@ class Pages:
         self._num_programs = PROGRAMS_PER_PROCESSOR * _num_multiprocessors(device)
         self.layers = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
 
-    def num_splits(self, num_rows: int) -> int:
-        """Return into how many parts the keys of each decode row are split."""
-        splits = 1
-        while splits < MAX_SPLITS and num_rows * self.shape.kv_heads * splits < self._num_programs:
+    def num_splits(self, num_blocks: int, is_long: bool) -> int:
+        """Return into how many parts the keys of each block of queries are split.
+
+        Args:
+            num_blocks: Of the launch.
+            is_long: A row has more than LONG_CONTEXT tokens, which one program would walk through
+                long after the others have ended.
+        """
+        splits = LONG_SPLITS if is_long else 1
+        heads = self.shape.kv_heads
+        while splits < MAX_SPLITS and num_blocks * heads * splits < self._num_programs:
             splits *= 2
         return splits
 
@@ -117,11 +126,22 @@ class AttentionPlanner(ABC):
         """Plan a step of any kind."""
 
     @abstractmethod
-    def plan_decode(self, table: SlotTable, slots: Tensor, positions: Tensor) -> AttentionMetadata:
+    def plan_decode(
+        self, table: SlotTable, slots: Tensor, positions: Tensor, is_long: bool
+    ) -> AttentionMetadata:
         """Plan a step of one token for each slot `[rows]`, without synchronising with the host.
 
-        A row with slot -1 is padding.
+        Args:
+            table: The slots.
+            slots: `[rows]`; a row with slot -1 is padding.
+            positions: `[rows]`.
+            is_long: A row has more than LONG_CONTEXT tokens.
         """
+
+    def plan_all_kinds(self, table: SlotTable) -> AttentionMetadata:
+        """Plan a step of padding that launches every kernel that a step may launch."""
+        slots = torch.full((1,), -1, device=table.device)
+        return self.plan_decode(table, slots, torch.zeros_like(slots), False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,34 +160,73 @@ class TritonAttention(AttentionPlanner):
     """Attention by our kernel.
 
     With `deterministic`, every query is computed in the same way, whatever else is in the step.
+
+    Args:
+        pages: The KV pool.
+        dtype: Of the weights, and so of the queries.
+        deterministic: See above.
+
+    Attributes:
+        max_queries: Queries of a block.
     """
 
-    def __init__(self, pages: Pages, deterministic: bool) -> None:
+    def __init__(self, pages: Pages, dtype: torch.dtype, deterministic: bool) -> None:
         self._pages = pages
         self._deterministic = deterministic
+        shape = pages.shape
+        group, device = shape.heads // shape.kv_heads, pages.layers[0].device
+        self.max_queries = queries_of_block(group, shape.head_dim, dtype, device)
+
+    def plan_blocks(
+        self, table: SlotTable, slots: Tensor, positions: Tensor, blocks: Tensor
+    ) -> AttentionMetadata:
+        """Plan a step from blocks `[4, blocks]` that are on the device, see query_blocks."""
+        launch = TritonLaunch(0, len(slots), table.pages, blocks, 1)
+        return AttentionMetadata(table.tokens, table.pages, slots, positions, (launch,))
+
+    def plan_all_kinds(self, table: SlotTable) -> AttentionMetadata:
+        slots = torch.full((1,), -1, device=table.device)
+        positions = torch.zeros_like(slots)
+        one, several = (torch.stack([slots, positions] * pairs) for pairs in (1, 2))
+        kinds = [(several, 1)]
+        if not self._deterministic:
+            kinds += [(several, 2), (one, 1), (one, 2)]
+        launches = tuple(TritonLaunch(0, 1, table.pages, *kind) for kind in kinds)
+        return AttentionMetadata(table.tokens, table.pages, slots, positions, launches)
 
     def plan_step(self, inputs: StepInputs) -> AttentionMetadata:
         layout, table = inputs.layout, inputs.table
         num_single = 0 if self._deterministic else int((layout.num_tokens == 1).sum())
-        group = self._pages.shape.heads // self._pages.shape.kv_heads
+        is_long = bool((layout.num_computed + layout.num_tokens > LONG_CONTEXT).any())
+        cut = query_blocks(layout, num_single, self.max_queries)
         slots, positions, blocks = send_all(
             table.device,
             inputs.token_slots,
             inputs.token_positions,
-            query_blocks(layout, num_single, group),
+            cut,
         )
         launches: list[Launch] = []
         if num_single:
             decode = torch.stack((slots[:num_single], positions[:num_single]))
-            splits = self._pages.num_splits(num_single)
+            splits = self._pages.num_splits(num_single, is_long)
             launches.append(TritonLaunch(0, num_single, table.pages, decode, splits))
         if num_single < len(slots):
-            launches.append(TritonLaunch(num_single, len(slots), table.pages, blocks, 1))
+            splits = self._splits_of_prompts(cut)
+            launches.append(TritonLaunch(num_single, len(slots), table.pages, blocks, splits))
         return AttentionMetadata(table.tokens, table.pages, slots, positions, tuple(launches))
 
-    def plan_decode(self, table: SlotTable, slots: Tensor, positions: Tensor) -> AttentionMetadata:
+    def _splits_of_prompts(self, blocks: Ints) -> int:
+        """Split the keys of few queries behind a long prefix, such as the next turn of a chat."""
+        longest = int((blocks[1] + blocks[3]).max())
+        if self._deterministic or longest <= MIN_SPLIT_CONTEXT:
+            return 1
+        return self._pages.num_splits(blocks.shape[1], False)
+
+    def plan_decode(
+        self, table: SlotTable, slots: Tensor, positions: Tensor, is_long: bool
+    ) -> AttentionMetadata:
         num_rows = len(slots)
-        blocks, splits = [slots, positions], self._pages.num_splits(num_rows)
+        blocks, splits = [slots, positions], self._pages.num_splits(num_rows, is_long)
         if self._deterministic:
             index = torch.arange(num_rows, device=slots.device)
             blocks, splits = [*blocks, index, torch.ones_like(index)], 1
@@ -175,25 +234,27 @@ class TritonAttention(AttentionPlanner):
         return AttentionMetadata(table.tokens, table.pages, slots, positions, (launch,))
 
 
-def query_blocks(layout: BatchLayout, first_row: int, group: int) -> Ints:
+def query_blocks(layout: BatchLayout, first_row: int, max_queries: int) -> Ints:
     """Cut the rows from `first_row` on into blocks of queries.
 
     Args:
         layout: The rows of the step.
         first_row: The first row to cut.
-        group: Query heads for each key head.
+        max_queries: Queries of a block.
 
     Returns:
         `[4, blocks]`: slot, first position, first token (counted from the first of these rows),
-        and number of queries.
+        and number of queries. The last blocks come first: they have the most keys, and no program
+        should walk through them when the others have ended.
     """
     slots, num_computed = layout.slots[first_row:], layout.num_computed[first_row:]
     num_tokens = layout.num_tokens[first_row:]
-    max_queries = queries_of_block(group, 2)
     counts = -(-num_tokens // max_queries)
     row = np.repeat(np.arange(len(slots)), counts)
     first_block = np.cumsum(counts) - counts
     offset = (np.arange(len(row)) - first_block[row]) * max_queries
     first_token = (np.cumsum(num_tokens) - num_tokens)[row] + offset
     queries = np.minimum(num_tokens[row] - offset, max_queries)
-    return np.stack((slots[row], num_computed[row] + offset, first_token, queries))
+    blocks: Ints = np.stack((slots[row], num_computed[row] + offset, first_token, queries))
+    last_first: Ints = blocks[:, ::-1].copy()
+    return last_first

@@ -19,10 +19,12 @@ class SamplingState:
     """Sampling parameters of every slot.
 
     Attributes:
-        temperature, top_k, top_p, min_p, seed: [slots] on the device; top_k 0 is off.
+        temperature, top_k, top_p, min_p, seed: [slots] on the device; temperature 0 is greedy,
+            top_k 0 is off.
         greedy: [slots] on the host.
         greedy_only: [slots] on the host: greedy, without logits processors and logprobs.
-        unfiltered: [slots] on the host: greedy_only, or drawn with only a temperature and a seed.
+        unprocessed: [slots] on the host: without logits processors and logprobs. The token follows
+            from the model's logits and the parameters above.
         uses_min_p: [slots] on the host.
         prompt_logprobs: Parameters of the slots that ask for prompt logprobs.
         compiled: Grammars that slots can have, by key.
@@ -37,7 +39,7 @@ class SamplingState:
         self.seed = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.greedy = np.zeros(num_slots, dtype=np.bool_)
         self.greedy_only = np.zeros(num_slots, dtype=np.bool_)
-        self.unfiltered = np.zeros(num_slots, dtype=np.bool_)
+        self.unprocessed = np.zeros(num_slots, dtype=np.bool_)
         self.uses_min_p = np.zeros(num_slots, dtype=np.bool_)
         self.prompt_logprobs: dict[int, SlotSamplingParams] = {}
         self._logits: dict[int, SlotLogits] = {}
@@ -50,17 +52,18 @@ class SamplingState:
             greedy = request.temperature < GREEDY_BELOW_TEMPERATURE or request.top_k == 1
             self.greedy[slot] = greedy
             self.greedy_only[slot] = greedy and rules is None
-            unfiltered = request.top_k <= 0 and request.top_p >= 1
-            self.unfiltered[slot] = rules is None and (greedy or unfiltered)
+            self.unprocessed[slot] = True
             self.uses_min_p[slot] = rules is not None and rules.min_p > 0
             if rules is not None:
                 grammar = self._grammar(request, rules) if rules.grammar else None
-                self._logits[slot] = SlotLogits(rules, self._device, grammar)
+                self._logits[slot] = of_slot = SlotLogits(rules, self._device, grammar)
+                self.unprocessed[slot] = of_slot.only_filters
                 if rules.prompt_logprobs is not None:
                     self.prompt_logprobs[slot] = rules
+        temperatures = [0.0 if self.greedy[one.slot] else one.temperature for one in new]
         slots = send(np.array([request.slot for request in new], dtype=np.int64), self._device)
         for table, values, dtype in (
-            (self.temperature, [request.temperature for request in new], np.float32),
+            (self.temperature, temperatures, np.float32),
             (self.top_k, [max(request.top_k, 0) for request in new], np.int64),
             (self.top_p, [request.top_p for request in new], np.float32),
             (self.min_p, [r.rules.min_p if r.rules else 0.0 for r in new], np.float32),
@@ -105,11 +108,42 @@ class SamplingState:
         )
 
     def row_logits(self, slots: Ints) -> list[RowLogits]:
-        """Return the rows that have logits processors or logprobs."""
+        """Return the rows that have logits processors or logprobs.
+
+        Args:
+            slots: [rows] of a slot with guesses, those after them follow the first one.
+        """
         if not self._logits:
             return []
-        return [
-            RowLogits(row, slot, rules)
-            for row, slot in enumerate(slots.tolist())
-            if (rules := self._logits.get(slot))
-        ]
+        rows = []
+        before, place = -1, 0
+        for row, slot in enumerate(slots.tolist()):
+            place = place + 1 if slot == before else 0
+            before = slot
+            if rules := self._logits.get(slot):
+                after = rules.after_guesses
+                grammar = after[place - 1] if place and after else rules.grammar
+                rows.append(RowLogits(row, slot, rules, grammar))
+        return rows
+
+    def grammar_of(self, slot: int) -> SlotConstraint | None:
+        """Return the state of a slot's grammar, or of the reasoning before it."""
+        rules = self._logits.get(slot)
+        return None if rules is None else rules.grammar
+
+    def follow_guesses(self, slot: int, token_ids: Sequence[int]) -> list[int]:
+        """Note the states of a slot's grammar after guesses, for one step.
+
+        Returns:
+            The guesses as far as the grammar allows them, and before a token that ends the request.
+        """
+        rules = self._logits.get(slot)
+        if rules is None or rules.grammar is None:
+            return list(token_ids)
+        state, rules.after_guesses = rules.grammar, []
+        for token in token_ids:
+            state = state.copy()
+            if state.ends_with(token) or state.advance(token):
+                break
+            rules.after_guesses.append(state)
+        return list(token_ids[: len(rules.after_guesses)])

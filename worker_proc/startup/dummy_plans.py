@@ -1,5 +1,7 @@
 """Plans with token 0 everywhere, by which a worker warms up and measures itself."""
 
+from collections.abc import Iterable
+
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.worker import DECODE, EXTEND, NewSlot, StepPlan
 
@@ -7,7 +9,11 @@ NO_STEP = -1  # no plan of the scheduler has this number
 
 
 def prefill_plan(
-    num_tokens: int, page_size: int, num_rows: int = 1, temperature: float = 0.0
+    num_tokens: int,
+    page_size: int,
+    num_rows: int = 1,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
 ) -> StepPlan:
     """Return a plan that admits prompts of `num_tokens` tokens to slots 0 to `num_rows` - 1.
 
@@ -23,7 +29,7 @@ def prefill_plan(
             pages=pack_ids(range(slot * num_pages, (slot + 1) * num_pages)),
             temperature=temperature,
             top_k=-1,
-            top_p=1.0,
+            top_p=top_p,
             seed=slot,
         )
         for slot in range(num_rows)
@@ -31,9 +37,9 @@ def prefill_plan(
     return _plan(EXTEND, num_rows, num_tokens, new=new)
 
 
-def decode_plan(new_page: int | None = None) -> StepPlan:
-    """Return a plan that decodes one token of slot 0, whose table may get a page before."""
-    return _plan(DECODE, 1, 1, grown=b"" if new_page is None else pack_ids([0, new_page]))
+def decode_plan(new_pages: Iterable[int] = ()) -> StepPlan:
+    """Return a plan that decodes one token of slot 0, whose table may get pages before."""
+    return _plan(DECODE, 1, 1, grown=pack_ids(i for page in new_pages for i in (0, page)))
 
 
 def release_plan(num_slots: int = 1) -> StepPlan:

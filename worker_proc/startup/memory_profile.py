@@ -34,16 +34,20 @@ def largest_step(
 ) -> StepPlan:
     """Return a prefill plan with as many tokens and rows as a step may have, all of them drawn.
 
+    A step may hold more prompt tokens than the budget if they are the last ones (`prefill_slack`),
+    and a token of each running request beside them.
+
     Args:
         args: Limits of a step.
         default_chunk: Prompt tokens of a step if the flags leave the number open.
         context_length: The longest possible prompt, in tokens.
         page_size: Tokens of a page.
     """
-    num_tokens = args.prefill_budget(default_chunk)
-    num_rows = min(args.prefill_width, args.max_running_requests, num_tokens)
+    num_tokens = args.prefill_budget(default_chunk) + args.prefill_slack(default_chunk)
+    num_tokens += args.max_batch_size
+    num_rows = min(args.max_batch_size + args.prefill_width, args.max_running_requests, num_tokens)
     row_tokens = max(1, min(num_tokens // num_rows, context_length - 1))
-    return prefill_plan(row_tokens, page_size, num_rows, temperature=1.0)
+    return prefill_plan(row_tokens, page_size, num_rows, temperature=1.0, top_p=0.9)
 
 
 def num_plan_pages(plan: StepPlan) -> int:

@@ -2,19 +2,24 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from quadriga.runtime.cpu_affinity import Cpus
 from quadriga.wire.messages.logprobs import PromptPiece
-from quadriga.wire.messages.worker import StepPlan
+from quadriga.wire.messages.worker import GuessedRow, StepPlan
 from worker_proc.sampling.logits_processors import apply_logits_processors, constrained
 from worker_proc.sampling.sampler import SamplingRows, sample
+from worker_proc.speculation.verification import verify_guesses
 from worker_proc.step.inputs import StepInputs, make_inputs
 from worker_proc.step.logprobs import prompt_logprobs, prompt_spans, row_logprobs, sampled_logprobs
 from worker_proc.step.outputs import NO_TOKENS, PendingStep, SampledTokens, pending_step
 from worker_proc.step.slot_table import SlotTable
 from worker_proc.system.step_clock import RunningStep
+
+if TYPE_CHECKING:
+    from worker_proc.distributed.tp_group import TPGroup
 
 
 class Engine(ABC):
@@ -22,19 +27,25 @@ class Engine(ABC):
 
     An engine must implement `forward` and `logits`. It takes a faster path by overriding `execute`
     (from the plan to the tokens in one call), `forward_and_sample` (sampling inside of the kernels
-    or graphs) or `sample`.
+    or graphs), `sample_slots` or `sample`.
 
     Attributes:
         name: The value of --attention-backend, or of --model-impl, that selects the engine.
+        ranks: The processes with the other parts of the model, if there are any.
+        stores_tokens: `sample_slots` writes the tokens to the slot table.
         last_replay: Launches the last step again, as it was, for measurements; None if it was not
             a graph.
         supports_jump_forward: A row with a few more tokens hardly makes a step longer, so that the
             tokens that a grammar forces are computed together with the sampled one.
+        supports_guesses: Rows of several tokens can sample after each of them.
     """
 
     name: str
+    ranks: "TPGroup | None" = None
+    stores_tokens = False
     last_replay: Callable[[], None] | None = None
     supports_jump_forward = True
+    supports_guesses = True
 
     def execute(self, plan: StepPlan, table: SlotTable, clock: RunningStep) -> PendingStep:
         """Compute the rows of a plan, sample, and add the tokens to the slots.
@@ -57,12 +68,17 @@ class Engine(ABC):
         else:
             sampled = self.forward_and_sample(inputs)
         table.num_computed[inputs.layout.slots] = inputs.num_computed_after
+        guessed: list[GuessedRow] = []
+        if table.has_guesses:
+            inputs, sampled, guessed = verify_guesses(inputs, sampled)
         if len(inputs.samples):
             slots, positions = inputs.sampled_slots, inputs.sample_positions
+            if self.ranks is not None:
+                self.ranks.check_tokens(sampled.token_ids)
             if not sampled.stored:
                 table.write_tokens(slots, positions, sampled.token_ids)
             table.num_known[slots] = positions + 1
-        return pending_step(inputs, sampled, prompt_pieces, self.supports_jump_forward)
+        return pending_step(inputs, sampled, prompt_pieces, self.supports_jump_forward, guessed)
 
     @abstractmethod
     def forward(self, inputs: StepInputs) -> Tensor:
@@ -100,12 +116,17 @@ class Engine(ABC):
         logits = self.logits(hidden)
         rules = table.sampling.row_logits(slots)
         asked = row_logprobs(logits, rules)
-        changing = [row for row in rules if row.rules.changes_logits]
+        changing = [row for row in rules if row.changes_logits]
         if changing:
             logits = apply_logits_processors(logits, changing, positions, table.tokens)
-        token_ids = self.sample(logits, table.sampling.sampling_rows(slots, positions))
+        token_ids = self.sample_slots(logits, inputs)
         logprobs = asked and sampled_logprobs(asked, token_ids, inputs.sampled_rows)
-        return SampledTokens(token_ids, logprobs, constrained(rules))
+        return SampledTokens(token_ids, logprobs, constrained(rules), self.stores_tokens)
+
+    def sample_slots(self, logits: Tensor, inputs: StepInputs) -> Tensor:
+        """Sample `[samples]` int64 from logits `[samples, vocab_size]` by the slots' parameters."""
+        rows = inputs.table.sampling.sampling_rows(inputs.sampled_slots, inputs.sample_positions)
+        return self.sample(logits, rows)
 
     def sample(self, logits: Tensor, rows: SamplingRows | None) -> Tensor:
         """Sample `[rows]` int64 from logits `[rows, vocab_size]`, as sampler.py's `sample` does."""

@@ -69,7 +69,9 @@ def _cuda(index: int, rank: int) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device, native: bool = False) -> torch.dtype:
-    """Return the dtype of weights and KV pages; `auto` is bfloat16 if it is multiplied fast.
+    """Return the dtype of weights and KV pages.
+
+    `auto` is bfloat16 if it is multiplied fast, else float16 on a GPU and float32 elsewhere.
 
     Args:
         name: auto, float32, bfloat16 or float16.
@@ -80,7 +82,10 @@ def choose_dtype(name: str, device: torch.device, native: bool = False) -> torch
         ConfigError: float16 was asked for on a cpu.
     """
     if name == "auto":
-        return torch.bfloat16 if native or _fast_bfloat16(device) else torch.float32
+        if native or _fast_bfloat16(device):
+            return torch.bfloat16
+        # A GPU without bfloat16 has tensor cores for float16 only.
+        return torch.float16 if device.type == "cuda" else torch.float32
     if name == "float16" and device.type == "cpu":
         raise ConfigError(
             "dtype float16 is slow and overflows on a cpu; use --dtype bfloat16 or float32"

@@ -26,6 +26,20 @@ def send(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     return on_host if device.type == "cpu" else on_host.to(device)
 
 
+def send_into(
+    place: Tensor, values: npt.NDArray[Any], before_copy: Callable[[], None] = lambda: None
+) -> None:
+    """Copy an array to a tensor of its shape on the device.
+
+    `before_copy` is called when all work of the host is done, before the first work of the device.
+    """
+    on_host = torch.from_numpy(values)
+    if place.device.type == "cuda":
+        on_host = on_host.pin_memory()
+    before_copy()
+    place.copy_(on_host, non_blocking=True)
+
+
 def send_all(device: torch.device, *arrays: npt.NDArray[np.int64]) -> list[Tensor]:
     """Copy several arrays to the device, to a GPU in one copy."""
     if device.type != "cuda":

@@ -12,6 +12,7 @@ from http_proc.caller import Caller, set_caller
 from http_proc.gateway import GATEWAY, Gateway
 from http_proc.loopback import LoopbackServer
 from http_proc.middleware.request_scope import ERROR_BODIES, request_scope
+from http_proc.middleware.tracing import trace_requests
 from quadriga.sampling.limits import LIMITS
 
 ENDPOINTS = {
@@ -51,7 +52,8 @@ class LineServer(LoopbackServer):
 
     def __init__(self, gateway: Gateway) -> None:
         max_bytes = gateway.args.max_body_bytes + len(_PRIORITY) + 1
-        app = web.Application(middlewares=[request_scope, take_caller], client_max_size=max_bytes)
+        middlewares = [trace_requests, request_scope, take_caller]
+        app = web.Application(middlewares=middlewares, client_max_size=max_bytes)
         app[GATEWAY], app[ERROR_BODIES] = gateway, {}
         app.router.add_routes([web.post(path, handler) for path, handler in ENDPOINTS.items()])
         super().__init__(app, gateway.run_dir, "lines")

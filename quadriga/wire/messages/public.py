@@ -10,6 +10,7 @@ from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.live import LiveServer, LiveStep
 from quadriga.wire.messages.logprobs import Logprobs, PromptLogprobs
+from quadriga.wire.messages.trace import RequestTrace
 
 PROTOCOL_VERSION = 1
 # A larger public frame is refused with an error; one of twice this size ends the connection.
@@ -22,6 +23,7 @@ MAX_TOOL_CALLS = 4096
 MAX_TOOLS = 1024
 MAX_TEMPLATE_ARGS = 64
 MAX_PROGRESS_IDS = 64
+MAX_TRACE_IDS = 64
 
 
 # --- client -> tokenizer_proc ---------------------------------------------------------------------
@@ -84,6 +86,7 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
         tenant: owner of a gateway's request; ignored from other clients.
         keep_s: seconds for which the request goes on while its client is gone. None: it is aborted
             with the loss of its client.
+        traceparent: the caller's span, as in W3C Trace Context; a malformed one is ignored.
     """
 
     version: int
@@ -102,6 +105,7 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
     acknowledge: bool = False
     tenant: str = ""
     keep_s: float | None = None
+    traceparent: str = ""
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -165,20 +169,39 @@ class GetProgress(msgspec.Struct, tag="get_progress", array_like=True, frozen=Tr
     request_ids: list[str]
 
 
+class GetTraces(msgspec.Struct, tag="get_traces", array_like=True, frozen=True):
+    """Ask for the Traces of ended requests of this client, at most MAX_TRACE_IDS."""
+
+    version: int
+    request_id: str
+    request_ids: list[str]
+
+
 class Watch(msgspec.Struct, tag="watch", array_like=True, frozen=True):
     """Watch the live feed for some seconds, or longer; it is answered by the feed's messages.
 
     Attributes:
         seconds: time from now on, at most MAX_WATCH_S; 0: stop.
+        replica: number of the replica whose steps are watched.
     """
 
     version: int
     request_id: str
     seconds: float = 10.0
+    replica: int = 0
 
 
 ClientMessage = (
-    Generate | Abort | Ping | GetInfo | Tokenize | Detokenize | FlushCache | GetProgress | Watch
+    Generate
+    | Abort
+    | Ping
+    | GetInfo
+    | Tokenize
+    | Detokenize
+    | FlushCache
+    | GetProgress
+    | GetTraces
+    | Watch
 )
 
 
@@ -428,6 +451,13 @@ class ProgressAnswer(msgspec.Struct, tag="progress", array_like=True, frozen=Tru
     values: list[RequestProgress]
 
 
+class Traces(msgspec.Struct, tag="traces", array_like=True, frozen=True):
+    """Answer to GetTraces: the traces that are kept, one for each choice of each request."""
+
+    request_id: str
+    traces: list[RequestTrace]
+
+
 class Tokens(msgspec.Struct, tag="tokens", array_like=True, frozen=True):
     """Answer to Tokenize; `token_ids` are int32 bytes, and `text` is "" unless asked for."""
 
@@ -455,6 +485,7 @@ ServerMessage = (
     | Tokens
     | Text
     | ProgressAnswer
+    | Traces
     | LiveStep
     | LiveServer
 )

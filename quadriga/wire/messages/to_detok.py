@@ -14,6 +14,7 @@ import msgspec
 from quadriga.wire.messages.logprobs import LogprobBlock, SampledLogprobs
 from quadriga.wire.messages.public import ErrorInfo, Info, ProgressAnswer
 from quadriga.wire.messages.replica_news import HeldChoice, ReplicaNews
+from quadriga.wire.messages.trace import RequestTrace
 
 
 class PromptLogprobsData(msgspec.Struct, array_like=True, frozen=True):
@@ -73,7 +74,7 @@ class StreamStart(PlainStreamStart, array_like=True, frozen=True):
         return cast("StreamStart", PlainStreamStart(*(getattr(self, name) for name in fields)))
 
 
-class StreamEnd(msgspec.Struct, array_like=True, frozen=True):
+class PlainStreamEnd(msgspec.Struct, array_like=True, frozen=True):
     """End of a stream; the detokenizer adds times and the number of completion tokens."""
 
     seq: int
@@ -91,7 +92,27 @@ class StreamEnd(msgspec.Struct, array_like=True, frozen=True):
     index: int = 0
 
 
-class StreamReplay(msgspec.Struct, array_like=True, frozen=True):
+class StreamEnd(PlainStreamEnd, array_like=True, frozen=True):
+    """End of a stream in the form that is read.
+
+    Attributes:
+        trace: spans of the request up to its end; None: it is not traced.
+    """
+
+    trace: RequestTrace | None = None
+
+    @classmethod
+    def with_trace(cls, end: PlainStreamEnd, trace: RequestTrace | None) -> "StreamEnd":
+        """Return the form that is sent: a PlainStreamEnd where there is no trace.
+
+        The fields of PlainStreamEnd are the first ones, so that both are read as a StreamEnd.
+        """
+        if trace is None:
+            return cast("StreamEnd", end)
+        return cls(**msgspec.structs.asdict(end), trace=trace)
+
+
+class PlainStreamReplay(msgspec.Struct, array_like=True, frozen=True):
     """Everything of a request up to now, for a new detokenizer, or a client that missed messages.
 
     Attributes:
@@ -103,6 +124,12 @@ class StreamReplay(msgspec.Struct, array_like=True, frozen=True):
     opening: StreamStart
     token_ids: bytes
     logprobs: list[LogprobBlock]
+    closing: PlainStreamEnd | None
+
+
+class StreamReplay(PlainStreamReplay, array_like=True, frozen=True):
+    """A replay in the form that is read."""
+
     closing: StreamEnd | None
 
 
@@ -206,6 +233,7 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
         inspected: the message answers an InfoRequest or a ProgressRequest.
         generated: number of tokens of each choice in `ended`.
         wait_s: as in ForecastStepOutput.
+        traces: of choices in `ended` that are traced.
     """
 
     ended: list[str] = []
@@ -214,6 +242,7 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
     inspected: bool = False
     generated: list[int] = []
     wait_s: float | None = None
+    traces: list[RequestTrace] = []
 
 
 class StepNews(msgspec.Struct, array_like=True, frozen=True):

@@ -9,10 +9,11 @@ import msgspec
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.grammar import GrammarForm
 from quadriga.wire.messages.public import InfoValues
+from quadriga.wire.messages.trace import TraceContext
 
 
 class PlainSubmit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
-    """A validated, tokenized request of no tenant.
+    """A validated, tokenized request of no tenant, and without a trace.
 
     Attributes:
         client: the client's address at the public ROUTER socket.
@@ -46,18 +47,20 @@ class Submit(PlainSubmit, tag="submit", array_like=True, frozen=True):
         tenant: name of its tenant, with its user where there is one; "" without tenants.
         weight: the tenant's share, in proportion to the weights of the others.
         cache_salt: what cached prefixes are kept apart by; "" for the common ones.
+        trace: place of the request in its trace; None: it is not traced.
     """
 
     tenant: str = ""
     weight: float = 1.0
     cache_salt: str = ""
+    trace: TraceContext | None = None
 
     def written(self) -> "Submit":
-        """Return the form that is journaled: a PlainSubmit where there is no tenant.
+        """Return the form that is journaled: a PlainSubmit without a tenant and a trace.
 
         The fields of PlainSubmit are the first ones, so that both are read as a Submit.
         """
-        if self.tenant or self.cache_salt:
+        if self.tenant or self.cache_salt or self.trace:
             return self
         fields = PlainSubmit.__struct_fields__
         return cast("Submit", PlainSubmit(*(getattr(self, name) for name in fields)))
@@ -179,10 +182,12 @@ class WatchSteps(msgspec.Struct, tag="watch_steps", array_like=True, frozen=True
 
     Attributes:
         is_new: there is a new viewer, and the next message must be a whole one.
+        replica: number of the replica that makes the feed.
     """
 
     seconds: float
     is_new: bool = False
+    replica: int = 0
 
 
 class Drain(msgspec.Struct, tag="drain", array_like=True, frozen=True):

@@ -1,5 +1,6 @@
 """The GPU benches, as far as they run without a GPU."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -18,15 +19,15 @@ def test_the_floor_of_decode_steps_is_printed(
     monkeypatch.setattr(decode_floor, "NUM_WARM_UP", 1)
     monkeypatch.setattr(ceilings, "CPU_BYTES", 2**20)
     sizes = ["--batches", "1", "3", "--contexts", "16", "--steps", "3"]
+    file = tmp_path / "floor.json"
     flags = ["--model", str(tiny_llama(tmp_path)), "--device", "cpu", "--dtype", "float32"]
-    decode_floor.main([*flags, *sizes])
-    title, _, *lines = capsys.readouterr().out.splitlines()
-    assert "float32 on cpu" in title
-    assert [line.split()[:2] for line in lines] == [["1", "16"], ["3", "16"]]
-    for line in lines:
-        assert line.split()[4] == "-", "a CPU has no graphs"
-        graph, eager, floor = (float(line.split()[column]) for column in (2, 3, 5))
-        assert graph > floor and eager > floor
+    decode_floor.main([*flags, *sizes, "--json", str(file)])
+    assert "float32 on cpu" in capsys.readouterr().out
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["rows"], row["context"]) for row in rows] == [(1, 16), (3, 16)]
+    for row in rows:
+        assert row["alone ms"] is None, "a CPU has no graphs"
+        assert row["graph ms"] > row["floor ms"] and row["eager ms"] > row["floor ms"]
 
 
 def test_the_documented_batches_and_contexts_fit_gpt2s_context_and_pool() -> None:

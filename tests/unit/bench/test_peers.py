@@ -80,7 +80,7 @@ def compare(
     """Compare a peer with a fake server in place of Quadriga."""
 
     def own_launch(weights: Weights, settings: Settings) -> Callable[[PeerWorkload], Any]:
-        return bench_contest._peer_launch(fake("whole"), weights)
+        return bench_contest._peer_launch(fake("whole"), weights, settings)
 
     async def collect() -> list[Outcome | NotMeasured]:
         settings = Settings("zmq", (), warmup_runs=1, repeat_runs=2, logs=tmp_path)

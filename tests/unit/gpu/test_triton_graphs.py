@@ -16,22 +16,27 @@ from tests.triton_device import DEVICE  # isort: skip (before what it has to pre
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
 from worker_proc.gpu.engine import TritonEngine
 from worker_proc.gpu.graphs import (
-    GREEDY,
     Capture,
     Captured,
     CudaCapture,
     DecodeGraphs,
-    DecodeOutput,
+    DecodeInputs,
+    GraphOutput,
+    PromptGraphs,
+    PromptInputs,
+    PromptStep,
     batch_sizes,
+    prompt_sizes,
 )
 from worker_proc.runner import Runner
+from worker_proc.system.step_clock import HostStep
 
 CPU = torch.device("cpu")
 # Steps of 2 rows are padded to 3, and steps of 4 rows run without a graph.
 GRAPH_SIZES = [1, 3]
 
 
-def capture_on_a_cpu(run: Callable[[], DecodeOutput]) -> Captured:
+def capture_on_a_cpu(run: Callable[[], GraphOutput]) -> Captured:
     """What a graph does: the same again, from the same places to the same places."""
     decoded = run()
 
@@ -58,24 +63,53 @@ def test_batch_sizes_reach_the_largest_and_pad_little(most: int) -> None:
 def test_a_step_is_padded_to_the_next_size_with_rows_of_no_slot() -> None:
     seen: list[list[list[int]]] = []
 
-    def decode(inputs: torch.Tensor, drawing: bool) -> DecodeOutput:
-        seen.append(inputs.tolist())
-        return DecodeOutput(inputs.t().float(), inputs[1] + 100 * drawing)
+    def decode(inputs: DecodeInputs, is_long: bool) -> GraphOutput:
+        seen.append([inputs.slots.tolist(), inputs.positions.tolist()])
+        return GraphOutput(inputs.slots[:, None].float(), inputs.positions + 100 * is_long)
 
     progress: list[tuple[int, int]] = []
     graphs = DecodeGraphs(
-        decode, [1, 4], CPU, capture_on_a_cpu, lambda *done: progress.append(done)
-    )
-    assert [len(inputs[0]) for inputs in seen] == [4, 4, 1, 1], "the largest are captured first"
-    assert progress == [(1, 4), (2, 4), (3, 4), (4, 4)]
+        decode, [1, 4], lambda size: size > 1, CPU, capture_on_a_cpu,
+        lambda *done: progress.append(done),
+    )  # fmt: skip
+    assert [len(inputs[0]) for inputs in seen] == [4, 4, 1], "the largest are captured first"
+    assert progress == [(1, 3), (2, 3), (3, 3)]
     assert graphs.max_rows == 4
-    slots, positions = np.array([7, 3]), np.array([5, 9])
-    decoded = graphs.run(slots, positions, np.array([True, True]))
-    assert seen[-1] == [[7, 3, -1, -1], [5, 9, 0, 0], [1, 1, 1, 1]]
+    slots, positions, clock = np.array([7, 3]), np.array([5, 9]), HostStep()
+    decoded = graphs.run(slots, positions, False, clock)
+    assert seen[-1] == [[7, 3, -1, -1], [5, 9, 0, 0]]
     assert decoded.token_ids.tolist() == [5, 9] and len(decoded.hidden) == 2
-    decoded = graphs.run(slots, positions, np.array([True, False]))
-    assert seen[-1][GREEDY] == [1, 0, 1, 1]
-    assert decoded.token_ids.tolist() == [105, 109]
+    assert graphs.run(slots, positions, True, clock).token_ids.tolist() == [105, 109]
+    alone = graphs.run(slots[:1], positions[:1], True, clock)
+    assert alone.token_ids.tolist() == [5], "one row has no graph for long contexts"
+
+
+def test_a_step_with_prompts_is_padded_to_the_next_number_of_tokens() -> None:
+    seen: list[list[object]] = []
+
+    def compute(inputs: PromptInputs) -> GraphOutput:
+        seen.append([part.tolist() for part in inputs])
+        return GraphOutput(inputs.sampled[:, None].float(), inputs.sampled_positions + 1)
+
+    graphs = PromptGraphs(compute, [4, 8], 2, 4, CPU, capture_on_a_cpu, lambda *_: None)
+    step = PromptStep(
+        np.array([5, 6, 6]), np.array([9, 0, 1]), np.array([[6, 5], [0, 9], [1, 0], [2, 1]]),
+        np.array([0, 2]), np.array([5, 6]), np.array([9, 1]),
+    )  # fmt: skip
+    output = graphs.run(step, HostStep())
+    assert output is not None and output.token_ids.tolist() == [10, 2]
+    assert seen[-1][:2] == [[5, 6, 6, -1], [9, 0, 1, 0]]
+    assert seen[-1][2] == [[6, 5, -1], [0, 9, 0], [1, 0, 0], [2, 1, 0]]
+    assert seen[-1][3:] == [[0, 2], [5, 6], [9, 1]]
+    too_many = PromptStep(*(np.repeat(part, 3, axis=-1) for part in step))
+    assert graphs.run(too_many, HostStep()) is None
+    crowded = step._replace(blocks=np.repeat(step.blocks, 2, axis=1))
+    assert graphs.run(crowded, HostStep()) is None
+
+
+def test_prompt_sizes_double_up_to_what_a_step_can_have() -> None:
+    assert prompt_sizes(100) == [32, 64]
+    assert prompt_sizes(10**6) == [32, 64, 128, 256, 512, 1024]
 
 
 # One layer: Triton's interpreter takes long for each program of a grid.
@@ -100,20 +134,18 @@ def small_mistral(directory: Path) -> Path:
 
 def small_mixtral(directory: Path) -> Path:
     """Write a Mixtral of one layer."""
-    return tiny_mixtral(directory, **SMALL)
+    return tiny_mixtral(directory, **SMALL, num_local_experts=3)
 
 
-def runner_with(
-    directory: Path, capture: Capture | None, flash: bool = False, **flags: object
-) -> Runner:
-    """Build a runner for the device that there is, with graphs of steps of 1 and of 3 rows."""
+def runner_with(directory: Path, capture: Capture | None, **flags: object) -> Runner:
+    """Build a runner with graphs of decode steps of 1 and 3 rows, and of 8 and 16 prompt tokens."""
     flags = {"device": str(DEVICE), "attention_backend": "triton", **flags}
     plain = runner_of(directory, max_total_tokens=512, disable_cuda_graph=True, **flags)
     table, deterministic = plain.table, "enable_deterministic_inference" in flags
     assert isinstance(plain.engine, TritonEngine)
     engine = TritonEngine(
         plain.engine.model, table.num_pages, table.page_size, plain.dtype, DEVICE,
-        deterministic, GRAPH_SIZES, capture, flash=flash,
+        deterministic, GRAPH_SIZES, capture, prompt_sizes=[8, 16],
     )  # fmt: skip
     engine.capture_graphs(table)
     return Runner(engine, table, plain.dtype)
@@ -127,15 +159,17 @@ def tokens_of(runner: Runner) -> list[list[int]]:
     driver.generate(requests, 2)
     requests.append(driver.add(prompts[2], temperature=0.8, seed=4))
     driver.generate(requests, 3)
-    requests.append(driver.add(prompts[3], temperature=0.8, top_k=5, seed=5))
+    requests.append(driver.add(prompts[3], temperature=0.8, top_k=5, top_p=0.9, seed=5))
     driver.generate(requests[:1], 4)
     driver.generate(requests[2:], 3)
     driver.generate(requests, 4)
     return [request.output for request in requests]
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("build", [small_llama, small_mistral, small_mixtral])
+@pytest.mark.parametrize(
+    ("build", "deterministic"),
+    [(small_llama, True), (small_mistral, False), (small_mixtral, False)],
+)
 def test_replayed_steps_give_the_tokens_of_steps_that_are_not(
     tmp_path: Path, deterministic: bool, build: Callable[[Path], Path]
 ) -> None:

@@ -140,3 +140,21 @@ def test_a_tenant_ends_only_its_own_requests(keys: Path) -> None:
                 assert (await answer.json())["aborted"] == 0
 
     run_at_gateway(ring, test, keys=str(keys))
+
+
+def test_the_cache_of_all_tenants_is_flushed_with_an_operators_key(keys: Path) -> None:
+    ring, flushes = ScriptedRing(["a"]), []
+
+    async def flush_cache() -> int:
+        flushes.append(1)
+        return 3
+
+    ring.flush_cache = flush_cache  # type: ignore[attr-defined]
+
+    async def test(gateway: Any) -> None:
+        path = "/flush_cache"
+        assert await ask(gateway, path=path, Authorization="Bearer a-key") == 403
+        assert await ask(gateway, path=path, Authorization="Bearer shared") == 200
+
+    run_at_gateway(ring, test, keys=str(keys), api_key="shared")
+    assert len(flushes) == 1

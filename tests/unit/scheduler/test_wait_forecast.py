@@ -17,13 +17,14 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
 def ends_of(
-    *answers: tuple[int, FinishReason], num_prompt: int = 10, cached: int = 0
+    *answers: tuple[int, FinishReason], num_prompt: int = 10, cached: int = 0, can_stop: bool = True
 ) -> RecentEnds:
     ends = RecentEnds()
     for num_generated, reason in answers:
         request: Any = SimpleNamespace(
             num_generated=num_generated,
             finish_reason=reason,
+            can_stop=can_stop,
             num_prompt=num_prompt,
             cached_tokens=cached,
         )
@@ -49,6 +50,15 @@ def test_an_answer_that_was_cut_counts_as_one_that_would_have_gone_on() -> None:
     assert ends.curve == [(10, 0.75), (20, 0.375)]
     assert ends.length(0, 64, 0.2) == 10
     assert ends.length(0, 64, 0.7) == 64
+
+
+def test_answers_that_cannot_stop_say_nothing_about_others() -> None:
+    ends = ends_of((90, LENGTH), (90, LENGTH), can_stop=False)
+    assert ends.curve == []
+    world = World(SchedulerArgs())
+    world.send(submit("endless", [9] * 4, 40, ignore_eos=True), submit("other", [9] * 4, 40))
+    table = world.scheduler.lifecycle.table
+    assert [table.of_client(b"c", n)[0].can_stop for n in ("endless", "other")] == [False, True]
 
 
 def test_the_share_of_prompts_that_is_computed_is_that_of_recent_ends() -> None:

@@ -49,6 +49,7 @@ from tokenizer_proc.intake import RequestPreparation
 from tokenizer_proc.overload import OverloadGuard
 from tokenizer_proc.preparation.prepare import MAX_INLINE_BYTES, Preparer
 from tokenizer_proc.tenants import RequestOwners
+from tokenizer_proc.traces import RingTraces
 
 
 def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -135,6 +136,7 @@ class FrontendWorld:
         limit: int | None = None,
         replaces: bool = False,
         owners: RequestOwners | None = None,
+        traces: RingTraces | None = None,
     ) -> None:
         self.scheduler, self.port = Recorder(), Port()
         preparer = Preparer(FrontendArgs(), model(), OneTokenEncoder())  # type: ignore[arg-type]
@@ -149,6 +151,7 @@ class FrontendWorld:
             {},
             replaces,
             owners=owners,
+            traces=traces,
         )
         self.frontend.clients.open(self.port)  # type: ignore[arg-type]
 

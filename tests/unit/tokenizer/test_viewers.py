@@ -48,19 +48,22 @@ class Link:
 def run(
     test: Callable[[Viewers, Link], Awaitable[None]],
     clock: Callable[[], float] = time.monotonic,
+    num_replicas: int = 1,
 ) -> None:
     async def main() -> None:
         link = Link()
         usage = ProcessUsage(os.getpid())
-        viewers = Viewers(cast(Outbox, link), cast(Clients, link), usage, lambda: 3, clock)
+        viewers = Viewers(
+            cast(Outbox, link), cast(Clients, link), usage, lambda: 3, num_replicas, clock
+        )
         await test(viewers, link)
         viewers.close()
 
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
-def watch(seconds: float = 10.0) -> Watch:
-    return Watch(1, "watch-1", seconds)
+def watch(seconds: float = 10.0, replica: int = 0) -> Watch:
+    return Watch(1, "watch-1", seconds, replica)
 
 
 def test_the_scheduler_learns_of_new_viewers_and_of_the_end_of_the_last_one() -> None:
@@ -109,6 +112,35 @@ def test_the_processes_are_reported_with_what_slow_viewers_have_lost() -> None:
     run(test)
 
 
+def test_a_client_that_watches_a_replica_gets_the_frames_of_that_one() -> None:
+    async def test(viewers: Viewers, link: Link) -> None:
+        for client, replica in ((b"a", 0), (b"a", 1), (b"b", 1)):
+            viewers.watch(client, watch(replica=replica))
+        viewers.show(b"0", 0)
+        viewers.show(b"1", 1)
+        assert sorted(link.offered) == [(b"a", b"0"), (b"a", b"1"), (b"b", b"1")]
+        link.sent.clear()
+        viewers.forget(b"a")
+        assert link.sent == [WatchSteps(0.0, replica=0)]
+
+    run(test, num_replicas=2)
+
+
+@pytest.mark.parametrize(
+    ("replica", "num_replicas", "there"),
+    [(1, 1, "the only one is 0"), (2, 2, "0 to 1 are there"), (-1, 2, "0 to 1 are there")],
+)
+def test_a_replica_that_does_not_exist_is_refused(
+    replica: int, num_replicas: int, there: str
+) -> None:
+    async def test(viewers: Viewers, link: Link) -> None:
+        with pytest.raises(InvalidRequest, match=f"replica is {replica}: {there}"):
+            viewers.watch(b"a", watch(replica=replica))
+        assert not link.sent
+
+    run(test, num_replicas=num_replicas)
+
+
 @pytest.mark.parametrize("seconds", [-1.0, 31.0, float("nan"), float("inf")])
 def test_a_time_out_of_range_is_refused_with_the_range(seconds: float) -> None:
     async def test(viewers: Viewers, link: Link) -> None:
@@ -135,10 +167,10 @@ def test_with_tenants_only_the_gateway_may_watch(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(f"- name: alice\n  key: {hash_of_key(b'hers')}\n")
     owners = RequestOwners(TenantArgs(keys=str(file)))
-    owners.check_viewer(gateway_address().bytes)
-    with pytest.raises(InvalidRequest, match="by the web gateway"):
-        owners.check_viewer(b"0123456789abcdef")
-    RequestOwners(TenantArgs()).check_viewer(b"0123456789abcdef")
+    owners.check_operator(gateway_address().bytes, "it shows")
+    with pytest.raises(InvalidRequest, match="ask the web gateway"):
+        owners.check_operator(b"0123456789abcdef", "it shows")
+    RequestOwners(TenantArgs()).check_operator(b"0123456789abcdef", "it shows")
 
 
 @pytest.mark.parametrize(

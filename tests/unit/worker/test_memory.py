@@ -26,9 +26,18 @@ SHAPE = AttentionShape(layers=1, heads=1, kv_heads=1, head_dim=32)
 def test_the_largest_step_is_one_that_runs(llama_dir: Path) -> None:
     args = SchedulerArgs(max_batch_size=4, max_running_requests=8, chunked_prefill_size=100)
     plan = largest_step(args, 8192, context_length=64, page_size=4)
-    assert len(plan.new) == 4 and num_plan_pages(plan) == 4 * 7
-    result = runner_of(llama_dir, max_total_tokens=4 * 28).run(plan)
-    assert len(result.token_ids) == 4 * 4
+    assert len(plan.new) == 8 and num_plan_pages(plan) == 8 * 4
+    assert all(one.top_p < 1 for one in plan.new)
+    result = runner_of(llama_dir, max_total_tokens=4 * 32).run(plan)
+    assert len(result.token_ids) == 8 * 4
+
+
+def test_the_largest_step_has_the_last_prompt_tokens_and_the_running_requests_too() -> None:
+    args = SchedulerArgs(max_batch_size=64, max_running_requests=256)
+    plan = largest_step(args, 8192, context_length=4096, page_size=16)
+    tokens = sum(len(one.token_ids) // 4 for one in plan.new)
+    assert args.prefill_slack(8192) > 0
+    assert tokens >= args.prefill_budget(8192) + args.prefill_slack(8192)
 
 
 def test_a_long_step_is_cut_at_the_context() -> None:

@@ -14,26 +14,34 @@ rows of a product do not touch each other: so without splits a query's numbers d
 batch nor on how its prompt was cut.
 """
 
+from functools import cache
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.driver import driver
 
 from worker_proc.gpu.kernels.dot import dot
 from worker_proc.models.layers import Attention
 
 LOG2_E = 1.4426950408889634
-BLOCK_KEYS = 64
 MIN_ROWS = 16  # of the smallest product of tensor cores
+MAX_SPLITS = 32
+LARGE_SHARED_BYTES = 96 * 1024  # of a multiprocessor, which three stages of large heads need
+# Arrays of numbers, read one at a time, whose places in memory change from step to step: a kernel
+# compiled for each of their alignments would gain nothing.
+INDICES = ["slots", "positions", "first_tokens", "counts"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=INDICES)
 def _attend(
     q, keys, values, out, weights, sinks, slots, positions, first_tokens, counts, page_table,
-    scale, softcap, q_stride, page_table_stride, out_stride,
+    scale, softcap, q_stride, page_table_stride, out_stride, splits,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    ONE_QUERY: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    ONE_QUERY: tl.constexpr, IS_SPLIT: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr, LOG2_E: tl.constexpr,
 ):  # fmt: skip
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -47,7 +55,7 @@ def _attend(
     first_key = length * 0
     if WINDOW:
         first_key = tl.maximum(first_position + 1 - WINDOW, 0) // BLOCK_KEYS * BLOCK_KEYS
-    part = tl.cdiv(tl.cdiv(length - first_key, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
+    part = tl.cdiv(tl.cdiv(length - first_key, splits), BLOCK_KEYS) * BLOCK_KEYS
     begin = first_key + split * part
     end = tl.minimum(length, begin + part)
 
@@ -99,30 +107,32 @@ def _attend(
     attended = attended / tl.where(total > 0, total, 1.0)[:, None]
     row_out = (first_token + query) * (KV_HEADS * GROUP) + head
     is_out = is_query[:, None] & in_dim[None, :]
-    if SPLITS == 1:
+    if not IS_SPLIT:
         places = (first_token + query)[:, None] * out_stride + head[:, None] * DIM + dim[None, :]
         tl.store(out + places, attended.to(out.dtype.element_ty), mask=is_out)
     else:
-        row_out = row_out * SPLITS + split
+        row_out = row_out * splits + split
         tl.store(out + row_out[:, None] * DIM + dim[None, :], attended, mask=is_out)
         tl.store(
             weights + row_out, highest + tl.log2(tl.where(total > 0, total, 1.0)), mask=is_query
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine(
-    parts, weights, out, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
+    parts, weights, out, splits, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
-    split, dim = tl.arange(0, SPLITS), tl.arange(0, BLOCK_DIM)
-    weight = tl.load(weights + row * SPLITS + split)
+    split, dim = tl.arange(0, MAX_SPLITS), tl.arange(0, BLOCK_DIM)
+    exists = split < splits
+    weight = tl.load(weights + row * splits + split, mask=exists, other=float("-inf"))
     highest = tl.max(weight, 0)
     weight = tl.exp2(weight - tl.where(highest == float("-inf"), 0.0, highest))
     total = tl.sum(weight, 0)
-    places = (row * SPLITS + split)[:, None] * DIM + dim[None, :]
-    part = tl.load(parts + places, mask=(dim < DIM)[None, :], other=0.0)
+    places = (row * splits + split)[:, None] * DIM + dim[None, :]
+    wanted = exists[:, None] & (dim < DIM)[None, :]
+    part = tl.load(parts + places, mask=wanted, other=0.0)
     combined = tl.sum(part * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out + row * DIM + dim, combined.to(out.dtype.element_ty), mask=dim < DIM)
 
@@ -132,15 +142,61 @@ def block_dim(head_dim: int) -> int:
     return max(MIN_ROWS, int(triton.next_power_of_2(head_dim)))
 
 
-def rows_of_block(group: int, queries: int) -> int:
-    """Return the rows of a program's products, for a block of one query or of several."""
+class AttentionTile(NamedTuple):
+    """What one program computes at a time, and how it is compiled.
+
+    Attributes:
+        rows: Rows of its products: queries times the heads of a group.
+        keys: Keys of a block.
+        stages: Blocks of keys that are loaded ahead, plus one.
+        warps: Warps of a program.
+    """
+
+    rows: int
+    keys: int
+    stages: int
+    warps: int
+
+
+@cache
+def tile_of(
+    group: int, one_query: bool, head_dim: int, dtype: torch.dtype, shared_bytes: int
+) -> AttentionTile:
+    """Return the tile of a program, which fits shared memory and registers.
+
+    Products of float32 have no tensor cores: every thread keeps its part of both factors in
+    registers, so their tiles are small. How many keys a block has does not depend on `one_query`.
+
+    Args:
+        group: Query heads for each key head.
+        one_query: Each block is one query.
+        head_dim: Of queries, keys and values.
+        dtype: Of the queries.
+        shared_bytes: Shared memory of a multiprocessor that a program can have.
+    """
     min_rows = max(MIN_ROWS, int(triton.next_power_of_2(group)))
-    return min_rows if queries == 1 else max(min_rows, 64)
+    if dtype == torch.float32:
+        rows = min_rows if one_query else max(min_rows, 32)
+        return AttentionTile(rows, 32, stages=1, warps=4 if head_dim <= 64 else 8)
+    rows = min_rows if one_query else max(min_rows, 64)
+    if head_dim > 128:
+        return AttentionTile(rows, 32, stages=2, warps=4)
+    stages = 3 if shared_bytes >= LARGE_SHARED_BYTES else 2
+    return AttentionTile(rows, 64, stages, warps=4)
 
 
-def queries_of_block(group: int, queries: int) -> int:
+@cache
+def shared_bytes_of(device: torch.device) -> int:
+    """Return the shared memory that a program can have; in the interpreter, any number will do."""
+    if device.type != "cuda":
+        return LARGE_SHARED_BYTES
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+def queries_of_block(group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
     """Return the queries of a row that one program takes."""
-    return rows_of_block(group, queries) // group
+    return tile_of(group, False, head_dim, dtype, shared_bytes_of(device)).rows // group
 
 
 def attend_over_pages(
@@ -160,16 +216,15 @@ def attend_over_pages(
         page_table: `[slots, pages]` int64.
         blocks: `[2, blocks]` int64 slots and positions, where each token is a block, or
             `[4, blocks]` with the first token of each and their number, which is at most
-            queries_of_block(group, 2). A block with slot -1 is padding: its output is zeros.
+            `queries_of_block`. A block with slot -1 is padding: its output is zeros.
         out: Receives `[tokens, heads * head_dim]`.
         attention: Scale, soft cap, window and sinks of the layer.
-        splits: Programs for the keys of a row: a power of two; 1 if a block may have more than
-            one query.
+        splits: Programs for the keys of a block, at most MAX_SPLITS.
     """
     tokens, heads, head_dim = q.shape
     _, _, page_size, kv_heads, _ = pool.shape
     group, one_query = heads // kv_heads, len(blocks) == 2
-    rows = rows_of_block(group, 1 if one_query else 2)
+    tile = tile_of(group, one_query, head_dim, q.dtype, shared_bytes_of(q.device))
     parts = weights = out
     if splits > 1:
         parts = q.new_empty(tokens * heads * splits, head_dim, dtype=torch.float32)
@@ -179,14 +234,15 @@ def attend_over_pages(
     _attend[(blocks.shape[1], kv_heads, splits)](
         q, pool[0], pool[1], parts, weights, out if sinks is None else sinks,
         blocks[0], blocks[1], blocks[-2], blocks[-1], page_table, scale,
-        (softcap or 0.0) * LOG2_E, q.stride(0), page_table.stride(0), out.stride(0),
-        KV_HEADS=kv_heads, GROUP=group, DIM=head_dim, PAGE_SIZE=page_size, BLOCK_ROWS=rows,
-        BLOCK_KEYS=BLOCK_KEYS, BLOCK_DIM=block_dim(head_dim), ONE_QUERY=one_query, SPLITS=splits,
+        (softcap or 0.0) * LOG2_E, q.stride(0), page_table.stride(0), out.stride(0), splits,
+        KV_HEADS=kv_heads, GROUP=group, DIM=head_dim, PAGE_SIZE=page_size, BLOCK_ROWS=tile.rows,
+        BLOCK_KEYS=tile.keys, BLOCK_DIM=block_dim(head_dim), ONE_QUERY=one_query,
+        IS_SPLIT=splits > 1,
         WINDOW=attention.window or 0, CAPPED=softcap is not None, HAS_SINKS=sinks is not None,
-        LOG2_E=LOG2_E,
+        LOG2_E=LOG2_E, num_stages=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     if splits > 1:
         _combine[(tokens, heads)](
-            parts, weights, out, HEADS=heads, DIM=head_dim, BLOCK_DIM=block_dim(head_dim),
-            SPLITS=splits,
+            parts, weights, out, splits, HEADS=heads, DIM=head_dim,
+            BLOCK_DIM=block_dim(head_dim), MAX_SPLITS=MAX_SPLITS,
         )  # fmt: skip

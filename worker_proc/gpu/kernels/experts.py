@@ -65,7 +65,7 @@ def expert_blocks(chosen: Tensor, num_experts: int) -> ExpertBlocks:
     return ExpertBlocks(pairs, expert, first, last)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pairs", "experts", "firsts", "lasts"])
 def _multiply_experts(
     x, weights, biases, out, pairs, experts, firsts, lasts, columns, depth,
     CHOSEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, HAS_BIAS: tl.constexpr,

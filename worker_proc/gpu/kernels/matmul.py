@@ -4,16 +4,37 @@ Tiles have one size, and each sum is added up by one program in one order. cuBLA
 the number of rows.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from worker_proc.gpu.kernels.dot import dot
 
-BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 32, 64, 64
+
+class MatmulTile(NamedTuple):
+    """What one program computes at a time, and how it is compiled."""
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    warps: int
 
 
-@triton.jit
+# Tensor cores of compute capability 9 take 64 rows at a time.
+HALF_TILE = MatmulTile(64, 64, 64, stages=4, warps=4)
+FLOAT_TILE = MatmulTile(32, 64, 32, stages=2, warps=4)
+
+
+def tile_of(dtype: torch.dtype) -> MatmulTile:
+    """Return the tile of a product, which depends on nothing but the dtype."""
+    return FLOAT_TILE if dtype == torch.float32 else HALF_TILE
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _multiply(
     x, weight, bias, out, rows, columns, depth, x_stride, weight_stride, out_stride,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
@@ -49,10 +70,12 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     rows, columns = len(x), len(weight)
     out = x.new_empty(rows, columns)
-    grid = (triton.cdiv(rows, BLOCK_ROWS), triton.cdiv(columns, BLOCK_COLUMNS))
+    tile = tile_of(x.dtype)
+    grid = (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns))
     _multiply[grid](
         x, weight, weight if bias is None else bias, out, rows, columns, x.shape[1],
-        x.stride(0), weight.stride(0), out.stride(0), BLOCK_ROWS=BLOCK_ROWS,
-        BLOCK_COLUMNS=BLOCK_COLUMNS, BLOCK_DEPTH=BLOCK_DEPTH, HAS_BIAS=bias is not None,
+        x.stride(0), weight.stride(0), out.stride(0), BLOCK_ROWS=tile.rows,
+        BLOCK_COLUMNS=tile.columns, BLOCK_DEPTH=tile.depth, HAS_BIAS=bias is not None,
+        num_stages=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return out

@@ -50,7 +50,7 @@ def _store(
     tl.store(pool_values + key_place - KV_HEADS * DIM, x, mask=is_value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _rotate_write(
     qkv, pool_keys, pool_values, cosines, sines, query_gain, key_gain,
     slots, positions, page_table, qkv_stride, page_table_stride, epsilon, offset,

@@ -1,4 +1,4 @@
-"""Kernels that treat each token's row by itself: embedding, norms, token storage."""
+"""Kernels that treat each token's row by itself: embedding and norms."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from worker_proc.models.layers import Embedding, LayerNorm, RMSNorm
 BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _embed(
     tokens, vectors, position_vectors, slots, positions, out, tokens_stride, scale, first_row,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_POSITIONS: tl.constexpr,
@@ -135,21 +135,3 @@ def norm_and_add(residual: Tensor, norm: RMSNorm, x: Tensor) -> None:
         residual, x, norm.weight, norm.epsilon, norm.offset, WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
     )  # fmt: skip
-
-
-@triton.jit
-def _store_tokens(known, token_ids, slots, positions, known_stride, count, BLOCK: tl.constexpr):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    exists = row < count
-    slot = tl.load(slots + row, mask=exists, other=-1)
-    position = tl.load(positions + row, mask=exists, other=0)
-    token = tl.load(token_ids + row, mask=exists, other=0)
-    tl.store(known + slot * known_stride + position + 1, token.to(tl.int32), mask=slot >= 0)
-
-
-def store_tokens(known: Tensor, token_ids: Tensor, slots: Tensor, positions: Tensor) -> None:
-    """Write token_ids[i] behind positions[i] of slots[i]; a row with slot -1 is padding."""
-    count = len(slots)
-    _store_tokens[(triton.cdiv(count, BLOCK),)](
-        known, token_ids, slots, positions, known.stride(0), count, BLOCK=BLOCK
-    )

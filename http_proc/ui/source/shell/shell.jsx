@@ -1,6 +1,6 @@
 /** The frame around the views: navigation, theme, key. */
 
-import { useEffect, useRef } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import * as server from "../api/server.js";
 import { VIEWS } from "../views/index.js";
 import { Icon } from "./icon.jsx";
@@ -62,14 +62,15 @@ function Navigation({ current }) {
 function ViewFrame({ view }) {
   const root = useRef(null);
   const mounted = useRef(null);
-  useEffect(() => {
+  // Layout effects: what a user does right after a change of the address meets the new one.
+  useLayoutEffect(() => {
     const mounting = (mounted.current = Promise.resolve(view.mount(root.current, page)));
     return () => {
       mounting.then((one) => one.unmount());
     };
   }, [view]);
   const { path } = shown();
-  useEffect(() => {
+  useLayoutEffect(() => {
     mounted.current.then((one) => shown().view === view && one.show(path));
   }, [path.join("/")]);
   return <main ref={root} class={`view view-${view.name}`} tabIndex={-1} />;

@@ -25,5 +25,6 @@
 
 import { chatView } from "./chat/chat.jsx";
 import { liveView } from "./live/live.jsx";
+import { requestView } from "./request/request.jsx";
 
-export const VIEWS = [chatView, liveView];
+export const VIEWS = [chatView, liveView, requestView];

@@ -3,9 +3,9 @@
 import "./chat.css";
 import "./markdown.css";
 import { signal } from "@preact/signals";
-import { useEffect, useMemo, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useMemo, useState } from "preact/hooks";
 import { IconButton } from "../../shell/icon_button.jsx";
-import { replace } from "../../shell/router.js";
+import { replace, route } from "../../shell/router.js";
 import { stored } from "../../shell/stored.js";
 import { preactView } from "../preact_view.jsx";
 import { Composer } from "./composer.jsx";
@@ -36,10 +36,14 @@ function Chat({ path, page }) {
     loadList();
     loadServer(page.server, setError);
   }, []);
-  useEffect(() => {
-    const isShown = id ? id === conversation.id : !conversation.messages.size;
-    if (!isShown) openConversation(id, page, setConversation);
+  // A layout effect: a message sent right after the address changed belongs to the new one.
+  useLayoutEffect(() => {
+    let isLeft = false;
+    if (!isAt(id, conversation)) openConversation(id, page, (found) => !isLeft && setConversation(found));
     setError(null);
+    return () => {
+      isLeft = true;
+    };
   }, [id]);
   useEffect(() => onChange(conversation.settings, (settings) => {
     lastSettings.value = settings;
@@ -61,10 +65,12 @@ function Chat({ path, page }) {
   });
 
   function send(text) {
+    if (!isAt(route.value.path[0], conversation)) return false; // The one of the address is still being opened.
     setError(null);
     addNew(conversation);
     actions.send(text);
     if (id !== conversation.id) replace("chat", conversation.id);
+    return true;
   }
   function onImport(text) {
     try {
@@ -102,6 +108,11 @@ function Chat({ path, page }) {
       {panel && <div class="veil" onClick={close} />}
     </div>
   );
+}
+
+/** Whether a conversation is the one of an address; an address without an id is an empty one's. */
+function isAt(id, conversation) {
+  return id ? id === conversation.id : !conversation.messages.size;
 }
 
 /** Call `act` with each later value of a signal; return what ends that. */

@@ -6,7 +6,10 @@ import { ICONS } from "./icons.js";
 
 const MAX_HEIGHT_PX = 240;
 
-/** `onSend(text)` throws what is wrong with the settings, and the text stays. */
+/**
+ * `onSend(text)` returns whether the text was sent, or throws what is wrong with the settings; then
+ * the text stays.
+ */
 export function Composer({ isBusy, onSend, onStop, onError, hint }) {
   const [text, setText] = useState("");
   const area = useRef(null);
@@ -29,8 +32,7 @@ export function Composer({ isBusy, onSend, onStop, onError, hint }) {
     event.preventDefault();
     if (!text.trim() || isBusy) return;
     try {
-      onSend(text);
-      setText("");
+      if (onSend(text)) setText("");
     } catch (error) {
       onError(error);
     }

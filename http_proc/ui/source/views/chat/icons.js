@@ -12,7 +12,7 @@ export const ICONS = {
   tokens: "M4 18V9M9 18V5M14 18v-7M19 18v-4",
   remove: "M5 7h14M10 7V4h4v3M7 7l1 13h8l1-13",
   close: "M6 6l12 12M18 6L6 18",
-  request: "M8 5l-5 7 5 7M16 5l5 7-5 7",
+  trace: "M4 6h8M8 12h9M13 18h7",
   before: "M14.500 6l-6 6 6 6",
   after: "M9.500 6l6 6-6 6",
   down: "M6 10l6 6 6-6",

@@ -2,6 +2,7 @@
 
 import { signal } from "@preact/signals";
 import { errorOf, ServerError } from "../../../api/errors.js";
+import { newTraceparent } from "../../../api/traceparent.js";
 import { addChunk } from "./chunks.js";
 import { newId } from "./conversation.js";
 
@@ -63,7 +64,11 @@ class Generation {
   }
 
   async ask(path, body) {
-    const headers = { "X-Request-Id": this.batch.requestId, "X-Resumable": "true" };
+    const headers = {
+      "X-Request-Id": this.batch.requestId,
+      "X-Resumable": "true",
+      traceparent: newTraceparent(),
+    };
     const askedAt = performance.now();
     let isOpen = false;
     try {
@@ -72,6 +77,7 @@ class Generation {
         onOpen: (response) => {
           isOpen = true;
           this.batch.isResumable = response.headers.has("X-Stream-Id");
+          this.batch.isTraced = response.headers.has("traceparent");
         },
       });
     } catch (error) {
@@ -90,7 +96,10 @@ class Generation {
       const before = this.lastEventId;
       try {
         const headers = before ? { "Last-Event-ID": before } : {};
-        await this.server.events(path, { headers, signal: this.abort.signal, ...this.handlers() });
+        await this.server.events(path, {
+          headers, signal: this.abort.signal, ...this.handlers(),
+          onOpen: () => (this.batch.isResumable = true), // a reload may have come before it was kept
+        });
       } catch (error) {
         if (error.status === 404) throw new ServerError(LOST);
         if (error.status !== 0 && error.status !== 503) throw error;

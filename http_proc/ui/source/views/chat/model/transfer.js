@@ -9,15 +9,6 @@ export function exportText(records) {
   return JSON.stringify({ format: FORMAT, version: 1, conversations: records }, null, 1);
 }
 
-/** Offer a text as a file. */
-export function download(name, text) {
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
-  link.download = name;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
-}
-
 /**
  * Return the conversations of a file, with new ids.
  *

@@ -1,11 +1,12 @@
 /** The conversations of this browser. */
 
 import { useRef, useState } from "preact/hooks";
+import { download } from "../../../shell/download.js";
 import { Icon } from "../../../shell/icon.jsx";
 import { address } from "../../../shell/router.js";
 import { ICONS } from "../icons.js";
 import { keepsNothing, list, load, records, remove, removeAll, save } from "../model/store.js";
-import { download, exportText } from "../model/transfer.js";
+import { exportText } from "../model/transfer.js";
 import { IconButton } from "../../../shell/icon_button.jsx";
 
 export function Sidebar({ currentId, onImport, onGone, onClose }) {

@@ -2,7 +2,9 @@
 
 import { useState } from "preact/hooks";
 import { CopyButton } from "../../../shell/copy_button.jsx";
+import { Icon } from "../../../shell/icon.jsx";
 import { IconButton } from "../../../shell/icon_button.jsx";
+import { address } from "../../../shell/router.js";
 import { ICONS } from "../icons.js";
 import { Markdown } from "./markdown.jsx";
 import { Tokens } from "./tokens.jsx";
@@ -47,6 +49,7 @@ export function Answer({ conversation, id, actions, isLast, children }) {
             {message.tokens && (
               <IconButton icon={ICONS.tokens} label="Token probabilities" pressed={showsTokens} onClick={() => setShowsTokens(!showsTokens)} />
             )}
+            <TraceLink batch={conversation.batches.get(message.run)} />
             <CopyButton text={() => message.content} label="Copy answer" />
             {children}
           </div>
@@ -108,6 +111,17 @@ function Figures({ conversation, message }) {
       {parts.map(([text, title]) => <span key={text} title={title}>{text}</span>)}
       {end && <span>{end}</span>}
     </p>
+  );
+}
+
+/** A link to the request view, where the server has traced the request. */
+function TraceLink({ batch }) {
+  if (!batch?.isTraced) return null;
+  const label = "Where the time of this answer went";
+  return (
+    <a class="icon-button" href={address("request", batch.requestId)} title={label} aria-label={label}>
+      <Icon path={ICONS.trace} size={17} />
+    </a>
   );
 }
 

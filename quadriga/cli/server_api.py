@@ -1,4 +1,4 @@
-"""The files and batches of a server by HTTP, with the standard library alone."""
+"""The endpoints of a server that the commands use, with the standard library alone."""
 
 import http.client
 import json
@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from quadriga.errors import QuadrigaError, ServerUnreachable
 
@@ -16,22 +16,22 @@ TIMEOUT_S = 60.0
 PIECE_BYTES = 1024 * 1024
 
 
-class BatchRefused(QuadrigaError):
+class CallRefused(QuadrigaError):
     """The server has refused a call.
 
     Attributes:
         status: the HTTP status.
     """
 
-    code = "batch_refused"
+    code = "call_refused"
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
 
 
-class BatchApi:
-    """The endpoints that `quadriga batch` uses.
+class ServerApi:
+    """Files, batches and traces of a server by HTTP.
 
     Args:
         url: of the server, with or without /v1.
@@ -76,6 +76,10 @@ class BatchApi:
     def cancel(self, batch_id: str) -> dict[str, Any]:
         """End a batch and return it."""
         return self._call("POST", f"/batches/{batch_id}/cancel")
+
+    def trace(self, request_id: str) -> dict[str, Any]:
+        """Return the trace of a request that has ended, by its id."""
+        return self._call("GET", f"/requests/{quote(request_id, safe='')}/trace")
 
     def download(self, file_id: str, path: Path) -> None:
         """Write the content of a file to a path, which has all of it or is not changed."""
@@ -126,7 +130,7 @@ class BatchApi:
             text = json.loads(text)["error"]["message"]
         except (ValueError, LookupError, TypeError):
             text = " ".join(text.split())[:300]
-        raise BatchRefused(response.status, f"{response.status} for {path}: {text}")
+        raise CallRefused(response.status, f"{response.status} for {path}: {text}")
 
 
 class _Exchange:
@@ -134,7 +138,7 @@ class _Exchange:
 
     def __init__(
         self,
-        api: BatchApi,
+        api: ServerApi,
         method: str,
         path: str,
         body: bytes | Iterator[bytes] | None,

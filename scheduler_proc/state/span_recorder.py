@@ -1,0 +1,167 @@
+"""The spans of one traced request: phases that follow each other without gaps.
+
+A phase ends where the next one begins, so that the phases of a request add up to its time. What
+the worker computes of a phase is a span within it.
+"""
+
+from dataclasses import dataclass, field
+
+from quadriga.wire.messages.trace import Attributes, AttributeValue, Span, SpanEvent, TraceContext
+
+TOKENIZE, QUEUE, PREFILL, DECODE = "tokenize", "queue", "prefill", "decode"
+WORKER_RESTART, SCHEDULER_RESTART = "worker restart", "scheduler restart"
+OTHER_REPLICA = "other replica"
+FORWARD = "forward"
+
+# Bounds of one request: further phases are merged into the last one, further events left out.
+MAX_SPANS = 512
+MAX_EVENTS = 512
+
+
+@dataclass(slots=True)
+class DecodeSteps:
+    """The steps of a decode phase. Seconds, and Unix seconds in `_at`."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    compute_s: float = 0.0
+    longest_gap_s: float = 0.0
+    longest_gap_at: float = 0.0
+
+    def attributes(self) -> Attributes:
+        """Return what a span shows of them."""
+        return {
+            "steps": self.num_steps,
+            "tokens": self.num_tokens,
+            "compute_ms": round(1000 * self.compute_s, 3),
+            "longest_gap_ms": round(1000 * self.longest_gap_s, 3),
+            "longest_gap_at": self.longest_gap_at,
+        }
+
+
+@dataclass(slots=True)
+class OpenPhase:
+    """A phase that has not ended. Times are Unix seconds."""
+
+    name: str
+    began_at: float
+    attributes: Attributes = field(default_factory=dict)
+    events: list[SpanEvent] = field(default_factory=list)
+    computed: tuple[float, float] | None = None
+
+
+class SpanRecorder:
+    """Record the phases of one choice of a request, from its Submit to its end.
+
+    Attributes:
+        context: place of the request in its trace.
+        phase: the current phase; None after the end.
+        spans: the phases that have ended, with the worker's spans in them.
+    """
+
+    __slots__ = (
+        "_last_step_at", "_num_events", "_steps", "attributes", "context", "phase", "spans",
+    )  # fmt: skip
+
+    def __init__(self, context: TraceContext, received_at: float, tokenized_at: float) -> None:
+        self.context = context
+        self.spans = [Span(TOKENIZE, "tokenizer_proc", received_at, tokenized_at)]
+        self.phase: OpenPhase | None = OpenPhase(QUEUE, tokenized_at)
+        self.attributes: Attributes = {}
+        self._steps = DecodeSteps()
+        self._last_step_at = tokenized_at
+        self._num_events = 0
+
+    def event(self, name: str, at: float, **attributes: AttributeValue) -> None:
+        """Note something that happened in the current phase."""
+        if self.phase is not None and self._num_events < MAX_EVENTS:
+            self._num_events += 1
+            self.phase.events.append(SpanEvent(name, at, attributes))
+
+    def enter(self, name: str, at: float, **attributes: AttributeValue) -> None:
+        """End the current phase, and begin another one."""
+        phase = self.phase
+        if phase is None:
+            return
+        if len(self.spans) >= MAX_SPANS:
+            num_merged = phase.attributes.get("merged_phases", 0)
+            phase.attributes["merged_phases"] = int(num_merged) + 1
+            return
+        self._close(phase, at)
+        # Times of two processes may be a little out of order; phases never are.
+        self.phase = OpenPhase(name, max(at, phase.began_at), attributes)
+
+    def finish(self, at: float) -> None:
+        """End the last phase."""
+        if self.phase is not None:
+            self._close(self.phase, at)
+            self.phase = None
+
+    def _close(self, phase: OpenPhase, at: float) -> None:
+        if phase.name == DECODE and self._steps.num_steps:
+            phase.attributes |= self._steps.attributes()
+        ended_at = max(at, phase.began_at)
+        if ended_at == phase.began_at and not (phase.events or phase.attributes):
+            return
+        place = len(self.spans)
+        self.spans.append(
+            Span(
+                phase.name, "scheduler_proc", phase.began_at, ended_at, phase.attributes,
+                phase.events,
+            )
+        )  # fmt: skip
+        if phase.computed is not None:
+            self.spans.append(Span(FORWARD, "worker_proc", *phase.computed, parent=place))
+
+    # --- steps of the worker ----------------------------------------------------------------------
+
+    def on_chunk(
+        self, began_at: float, ended_at: float, samples: bool, **attributes: AttributeValue
+    ) -> None:
+        """End the phase of a chunk that a step has computed. samples: it was the last one."""
+        if self.phase is None:
+            return
+        self.phase.computed = began_at, ended_at
+        self.phase.attributes |= attributes
+        self._last_step_at = ended_at
+        self._steps = DecodeSteps()
+        self.enter(DECODE if samples else PREFILL, ended_at)
+
+    def on_decode(self, began_at: float, ended_at: float, num_tokens: int) -> None:
+        """Count a decode step."""
+        steps, gap_s = self._steps, ended_at - self._last_step_at
+        steps.num_steps += 1
+        steps.num_tokens += num_tokens
+        steps.compute_s += ended_at - began_at
+        if gap_s > steps.longest_gap_s:
+            steps.longest_gap_s, steps.longest_gap_at = gap_s, ended_at
+        self._last_step_at = ended_at
+
+    # --- restarts ---------------------------------------------------------------------------------
+
+    def on_worker_restart(self, now: float) -> None:
+        """Begin again in the queue. What the steps in flight had computed is lost."""
+        phase = self.phase
+        if phase is None:
+            return
+        if phase.name == DECODE and self._last_step_at > phase.began_at:
+            self.enter(WORKER_RESTART, self._last_step_at)
+        elif phase.name != QUEUE:
+            phase.name = WORKER_RESTART
+        self.enter(QUEUE, now, after=WORKER_RESTART)
+
+    def on_move(self, now: float) -> None:
+        """Begin again in the queue, after a time at another replica."""
+        if self.phase is not None:
+            self.phase.name = OTHER_REPLICA
+        self.enter(QUEUE, now, after=OTHER_REPLICA)
+
+    def on_scheduler_restart(self, first_token_at: float, last_token_at: float, now: float) -> None:
+        """Begin again in the queue, with the tokens that the journal has. 0.0: it has none."""
+        if first_token_at and self.phase is not None:
+            self.phase.name = "queue and prefill"
+            self.enter(DECODE, first_token_at)
+            self.enter(SCHEDULER_RESTART, last_token_at)
+        elif self.phase is not None:
+            self.phase.name = SCHEDULER_RESTART
+        self.enter(QUEUE, now, after=SCHEDULER_RESTART)

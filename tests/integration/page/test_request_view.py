@@ -1,0 +1,138 @@
+"""The request view in a browser: the story of an answer, ids that do not exist, widths."""
+
+import json
+
+import pytest
+
+from quadriga.wire.messages.trace import RequestTrace, Span, SpanEvent, TraceContext
+from tests.browser import Page
+from tests.integration.page.chat_page import ask, text_of, until_answered, until_text
+from tests.integration.page.page_ring import OpenRing
+from tests.integration.page.page_session import in_browser
+from tests.unit.scripted_ring import ScriptedRing
+
+BEGAN_AT = 2e9
+TO_STORY = "a[aria-label='Where the time of this answer went']"
+WIDTHS = "[...document.querySelectorAll('.bar')].map((bar) => bar.getBoundingClientRect().width)"
+
+
+def story(request_id: str) -> RequestTrace:
+    """Return a trace of one second with a retraction."""
+
+    def span(name: str, process: str, began_ms: int, ended_ms: int, *events: SpanEvent) -> Span:
+        began_at, ended_at = BEGAN_AT + began_ms / 1000, BEGAN_AT + ended_ms / 1000
+        return Span(name, process, began_at, ended_at, {"tokens": 7}, list(events))
+
+    def event(name: str, at_ms: int, reason: str) -> SpanEvent:
+        return SpanEvent(name, BEGAN_AT + at_ms / 1000, {"reason": reason})
+
+    queued = SpanEvent("queued", BEGAN_AT + 0.1, {"waiting_before": 4})
+    spans = [
+        span("tokenize", "tokenizer_proc", 0, 100),
+        span("queue", "scheduler_proc", 100, 300, queued, event("waits", 150, "pages")),
+        span("prefill", "scheduler_proc", 300, 400),
+        Span("forward", "worker_proc", BEGAN_AT + 0.3, BEGAN_AT + 0.4, parent=2),
+        span("decode", "scheduler_proc", 400, 600, event("retracted", 600, "pages")),
+        span("queue", "scheduler_proc", 600, 700),
+        span("prefill", "scheduler_proc", 700, 800),
+        span("decode", "scheduler_proc", 800, 990),
+        span("detokenize", "detok_proc", 990, 1000),
+    ]
+    attributes: dict[str, bool | int | float | str] = {
+        "gen_ai.usage.prompt_tokens": 12, "gen_ai.usage.completion_tokens": 34,
+        "quadriga.cached_tokens": 5, "quadriga.retractions": 1,
+    }  # fmt: skip
+    context = TraceContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
+    return RequestTrace(context, "llm_request", request_id, 0, spans, attributes)
+
+
+class StoryRing(OpenRing):
+    """A ring that ends its requests, and has a trace of each."""
+
+    def __init__(self, pieces: list[str], leaves_open: bool = False) -> None:
+        super().__init__(pieces)
+        self.leaves_open = leaves_open
+
+    async def traces(self, request_ids: list[str]) -> list[RequestTrace]:
+        return [story(name) for name in request_ids]
+
+
+async def to_story(page: Page) -> None:
+    await ask(page, "Hello")
+    await until_answered(page)
+    await page.click(TO_STORY)
+    await page.until("document.querySelector('.waterfall')")
+
+
+def test_an_answer_leads_to_its_story_with_the_reasons_why_it_waited(chromium: str) -> None:
+    async def test(page: Page) -> None:
+        await to_story(page)
+        text = await text_of(page, ".waterfall")
+        for part in ("4 requests waited before it", "waits: pages", "No KV page is free for it",
+                     "retracted", "others needed its pages", "detokenize"):  # fmt: skip
+            assert part in text
+        figures = await text_of(page, ".request-figures")
+        assert "retractions" in figures and "34" in figures
+        assert all(width >= 2 for width in await page.evaluate(WIDTHS))
+
+    in_browser(chromium, StoryRing(["an answer"]), test)
+
+
+def test_keys_open_a_span_and_the_export_is_the_servers_own_file(chromium: str) -> None:
+    async def test(page: Page) -> None:
+        await to_story(page)
+        await page.evaluate("document.querySelector('.span.depth-1').focus()")
+        await page.press("Enter")
+        await until_text(page, ".span-details", "begins")
+        await page.evaluate(
+            """(() => {
+                const make = URL.createObjectURL;
+                URL.createObjectURL = (blob) => {
+                    blob.text().then((text) => window.exported = text);
+                    return make(blob);
+                };
+            })()"""
+        )
+        await page.click(".request-head > button")
+        trace = json.loads(await page.until("window.exported"))
+        names = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
+        assert names.count("queue") == 2 and "/v1/chat/completions" in names
+
+    in_browser(chromium, StoryRing(["an answer"]), test)
+
+
+def test_an_id_that_does_not_exist_says_so_and_what_to_do(chromium: str) -> None:
+    async def test(page: Page) -> None:
+        await page.click("input[name=id]")
+        await page.type("<img src=x onerror=alert(1)>/..")
+        await page.press("Enter")
+        await until_text(page, ".error-text", "<img src=x onerror=alert(1)>/..")
+        assert "--keep-traces all" in await text_of(page, ".error-text")
+
+    in_browser(chromium, ScriptedRing([]), test, at="/#/request", may_complain=True)
+
+
+def test_the_story_of_a_request_that_runs_appears_at_its_end(chromium: str) -> None:
+    ring = StoryRing(["an answer"], leaves_open=True)
+
+    async def test(page: Page) -> None:
+        await ask(page, "Hello")
+        await until_text(page, ".answer", "an answer")
+        await page.evaluate("location.hash = '#/request/0'")  # the id in the live feed
+        await until_text(page, ".request-body", "is being answered")
+        ring.finish()
+        await page.until("document.querySelector('.waterfall')")
+
+    in_browser(chromium, ring, test, may_complain=True)
+
+
+@pytest.mark.parametrize("width", [320, 390])
+def test_the_story_is_not_wider_than_a_phone(chromium: str, width: int) -> None:
+    async def test(page: Page) -> None:
+        await page.resize(width, 700, is_phone=True)
+        await to_story(page)
+        await page.click(".span.depth-0")
+        widest = "Math.max(document.documentElement.scrollWidth, document.querySelector('.request').scrollWidth)"  # noqa: E501
+        assert await page.evaluate(widest) <= width
+
+    in_browser(chromium, StoryRing(["an answer"]), test)

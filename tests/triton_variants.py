@@ -1,0 +1,217 @@
+"""Serve on a GPU that does not exist, and print the kernels that would be compiled meanwhile.
+
+    python -m tests.triton_variants llama
+    python -m tests.triton_variants gpt2 --disable-cuda-graph
+
+The worker runs its real steps on a CPU. Triton's launches compute nothing; each is noted with the
+variant of the kernel that it would need: types, alignments and constants of the arguments. A
+variant that is first met after the start would be compiled while requests wait, so there must be
+none. A process of its own, as it replaces Triton's driver. Prints also the operations of torch in
+one decode step with top_p, and those that ask the device for a value.
+"""
+
+import argparse
+import os
+import random
+import sys
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import jit
+from triton.runtime.driver import driver
+
+from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.worker import DECODE, MIXED, NewSlot, StepPlan
+from worker_proc.gpu import pages
+from worker_proc.gpu.engine import TritonEngine
+from worker_proc.gpu.graphs import Captured, GraphOutput, batch_sizes, prompt_sizes
+from worker_proc.models.registry import build_model
+from worker_proc.runner import Runner
+from worker_proc.step.slot_table import SlotTable
+
+CPU = torch.device("cpu")
+MAX_ROWS, NUM_SLOTS, CONTEXT, PAGE_SIZE, NUM_PAGES = 64, 128, 16_384, 16, 20_000
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model_type": "llama", "hidden_act": "silu", "hidden_size": 128,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 16,
+        "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 1000,
+        "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    },
+    "gpt2": {
+        "model_type": "gpt2", "n_layer": 2, "n_embd": 192, "n_head": 12, "n_inner": None,
+        "n_positions": CONTEXT, "vocab_size": 1000, "layer_norm_epsilon": 1e-5,
+        "activation_function": "gelu_new",
+    },
+}  # fmt: skip
+QUESTIONS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal")
+
+
+class Launches:
+    """The launches of kernels, by the variant that each would need."""
+
+    def __init__(self) -> None:
+        self.variants: Counter[tuple[str, str]] = Counter()
+        self._binders: dict[Any, Any] = {}
+
+    def run(self, function: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
+        """Stand in for JITFunction.run."""
+        if function not in self._binders:
+            self._binders[function] = function.create_binder()[-1]
+        specialization = self._binders[function](*args, **constants)[1]
+        self.variants[function.fn.__name__, str(specialization)] += 1
+
+
+class AtenCounter(TorchDispatchMode):
+    """Counts torch's operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[func.__name__.split(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def pretend_gpu() -> Launches:
+    """Make Triton believe in a GPU, and note what is launched on it."""
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+            get_active_torch_device=lambda: CPU,
+        )
+    )
+    launches = Launches()
+    jit.JITFunction.run = lambda *args, **kwargs: launches.run(*args, **kwargs)
+    pages._num_multiprocessors = lambda device: 132
+    return launches
+
+
+def capture(run: Any) -> Captured:
+    """Capture a graph: run once to compile, once to note, as CudaCapture does."""
+    run()
+    output: GraphOutput = run()
+    return lambda: None, output
+
+
+def build_runner(kind: str, with_graphs: bool, deterministic: bool) -> Runner:
+    """Return a worker whose weights and tokens are of no interest."""
+    model = build_model(MODELS[kind], torch.bfloat16, CPU)
+    model.to_empty(device=CPU)
+    with torch.inference_mode():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.finish_loading(CONTEXT)
+    engine = TritonEngine(
+        model, NUM_PAGES, PAGE_SIZE, torch.bfloat16, CPU, deterministic, batch_sizes(MAX_ROWS),
+        capture if with_graphs else None, prompt_sizes=prompt_sizes(10**6),
+    )  # fmt: skip
+    table = SlotTable(NUM_SLOTS, CONTEXT, NUM_PAGES, PAGE_SIZE, CPU)
+    return Runner(engine, table, torch.bfloat16)
+
+
+class Load:
+    """Requests that come and go at random, in place of a scheduler."""
+
+    def __init__(self, runner: Runner, seed: int = 0) -> None:
+        self._runner, self._draw = runner, random.Random(seed)
+        self._slots, self._pages = list(range(NUM_SLOTS)), list(range(NUM_PAGES))
+        self._known: dict[int, int] = {}
+        self._left: dict[int, int] = {}
+        self._own: dict[int, list[int]] = {}
+        self._step = 0
+
+    def step(self, arrivals: int) -> None:
+        """Run a step of all rows; new prompts are computed as a whole, behind what is cached."""
+        ended = [slot for slot, left in self._left.items() if left == 0]
+        for slot in ended:
+            self._slots.append(slot)
+            self._pages += self._own.pop(slot)
+            del self._left[slot], self._known[slot]
+        grown: list[int] = []
+        for slot, known in self._known.items():
+            if known > len(self._own[slot]) * PAGE_SIZE:
+                self._own[slot].append(self._pages.pop())
+                grown += slot, self._own[slot][-1]
+        decoding = list(self._known)
+        new = [self._admit() for _ in range(arrivals)]
+        rows = [*decoding, *(one.slot for one in new)]
+        counts = [1] * len(decoding) + [len(one.token_ids) // 4 - one.computed for one in new]
+        if rows:
+            plan = StepPlan(self._step, MIXED if new else DECODE, pack_ids(rows),
+                            pack_ids(counts), new, pack_ids(ended), pack_ids(grown))  # fmt: skip
+            self._runner.run(plan)
+            self._step += 1
+        for slot in rows:
+            self._known[slot] += 1
+            self._left[slot] -= 1
+
+    def _admit(self) -> NewSlot:
+        slot, draw = self._slots.pop(0), self._draw
+        computed = draw.choice([0, 0, 0, 2000, 9000])
+        length = computed + draw.choice([draw.randrange(1, 20), draw.randrange(1, 150)])
+        own = [self._pages.pop() for _ in range(-(-length // PAGE_SIZE))]
+        self._known[slot], self._left[slot], self._own[slot] = length, draw.randrange(1, 60), own
+        kind = draw.choice([(0.0, -1, 1.0), (0.8, -1, 1.0), (0.8, 40, 0.9)])
+        return NewSlot(
+            slot, pack_ids([3] * length), computed, pack_ids(own), *kind, draw.randrange(99)
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._known)
+
+    def serve(self, num_steps: int) -> None:
+        """Run steps in which prompts arrive, one after the other or several at once."""
+        for _ in range(num_steps):
+            has_room = self.num_rows < MAX_ROWS - 4
+            self.step(self._draw.choice([0, 0, 0, 1, 1, 2, 3]) if has_room else 0)
+
+
+def decode_operations(runner: Runner) -> Counter[str]:
+    """Count torch's operations in a decode step of four rows with top_p."""
+    ids, pages_of = pack_ids([5] * 8), [pack_ids([page]) for page in range(4)]
+    new = [NewSlot(slot, ids, 7, pages_of[slot], 0.8, -1, 0.9, slot) for slot in range(4)]
+    rows, ones = pack_ids(range(4)), pack_ids([1] * 4)
+    runner.run(StepPlan(0, DECODE, rows, ones, new, b""))
+    with AtenCounter() as counted:
+        runner.run(StepPlan(1, DECODE, rows, ones, [], b""))
+    runner.run(StepPlan(2, DECODE, b"", b"", [], rows))
+    return counted.names
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--disable-cuda-graph", action="store_true")
+    parser.add_argument("--deterministic", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    launches = pretend_gpu()
+    runner = build_runner(
+        arguments.model, not arguments.disable_cuda_graph, arguments.deterministic
+    )
+    runner.warm_up()
+    at_start = set(launches.variants)
+    print(f"{len(at_start)} variants of kernels at the start")
+    operations = decode_operations(runner)
+    questions = sum(operations[name] for name in QUESTIONS)
+    print(f"a decode step with top_p: {sum(operations.values())} operations, {questions} questions")
+    Load(runner).serve(arguments.steps)
+    met = [name for name, _ in launches.variants if (name, _) not in at_start]
+    print(f"{len(met)} variants first met while serving {dict(Counter(met))}")
+    return 1 if met else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""The frontend's part of traces: which requests are traced, and what is kept and exported."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from quadriga.config.trace_args import TraceArgs
+from quadriga.tracing.exporter import NoExporter
+from quadriga.wire.client_address import gateway_address
+from quadriga.wire.messages.public import GetTraces, Refused, Traces
+from quadriga.wire.messages.to_detok import Delivered
+from quadriga.wire.messages.to_scheduler import Submit
+from quadriga.wire.messages.trace import RequestTrace, Span, TraceContext
+from quadriga.wire.sockets import encode
+from tests.unit.tokenizer.test_overload import FrontendWorld, in_loop
+from tokenizer_proc import traces as traces_module
+from tokenizer_proc.traces import RingTraces
+
+GATEWAY = gateway_address().bytes
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+TRACEPARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"
+
+
+class Exported(NoExporter):
+    """Keeps what is exported."""
+
+    def __init__(self) -> None:
+        self.traces: list[RequestTrace] = []
+
+    def put(self, trace: bytes) -> None:
+        self.traces.append(msgspec.msgpack.decode(trace, type=RequestTrace))
+
+    def info(self) -> dict[str, int]:
+        return {"traces_exported": len(self.traces), "traces_dropped": 0}
+
+
+def world_of(exporter: NoExporter | None = None, **flags: Any) -> FrontendWorld:
+    traces = RingTraces(TraceArgs(**flags), exporter or Exported())
+    return FrontendWorld(max_queued=1000, traces=traces)
+
+
+def contexts(world: FrontendWorld) -> list[TraceContext | None]:
+    return [message.trace for message in world.scheduler.sent if isinstance(message, Submit)]
+
+
+def ended(world: FrontendWorld, client: bytes, trace: RequestTrace) -> None:
+    """Deliver the end of a request."""
+    delivered = Delivered(ended=[trace.request_id], traces=[trace])
+    world.frontend.on_delivery([client, b"text", encode(delivered)])
+
+
+def trace_of(name: str = "r", index: int = 0, sampled: bool = True, size: int = 0) -> RequestTrace:
+    context = TraceContext(TRACE_ID, f"{index + 1:016x}", "", sampled)
+    spans = [Span("tokenize", "tokenizer_proc", 1.0, 2.0, {"text": "x" * size})]
+    return RequestTrace(context, "llm_request", name, index, spans)
+
+
+def kept(world: FrontendWorld, client: bytes, *names: str) -> list[RequestTrace]:
+    world.frontend.on_public([client, encode(GetTraces(1, "q", list(names)))])
+    answer = world.port.last()
+    assert isinstance(answer, Traces)
+    assert answer.request_id == "q"
+    return answer.traces
+
+
+@in_loop
+async def test_a_client_whose_own_span_is_sampled_is_traced_below_it() -> None:
+    world = world_of()
+    world.ask("1", traceparent=TRACEPARENT)
+    world.ask("2", traceparent=TRACEPARENT[:-1] + "0")
+    world.ask("3", traceparent="malformed")
+    world.ask("4")
+    first, *others = contexts(world)
+    assert first is not None
+    assert (first.trace_id, first.parent_id) == (TRACE_ID, "b7ad6b7169203331")
+    assert others == [None, None, None]
+
+
+@in_loop
+async def test_the_gateway_has_decided_about_its_requests() -> None:
+    world = world_of(trace_sampling_ratio=1.0)
+    world.ask("1", GATEWAY)
+    world.ask("2", b"c")
+    gateways, own = contexts(world)
+    assert gateways is None
+    assert own is not None
+    assert own.sampled
+
+
+@in_loop
+async def test_the_end_of_a_request_brings_its_trace_which_only_its_client_gets() -> None:
+    exporter = Exported()
+    world = world_of(exporter)
+    ended(world, b"c", trace_of("a"))
+    ended(world, b"c", trace_of("a", index=1))
+    ended(world, GATEWAY, trace_of("b"))
+    first, second = kept(world, b"c", "a", "b")
+    assert [span.name for span in first.spans] == ["tokenize", "deliver"]
+    assert (first.index, second.index) == (0, 1)
+    assert kept(world, b"d", "a") == []
+    (gateways,) = kept(world, GATEWAY, "b")
+    assert [span.name for span in gateways.spans] == ["tokenize"], "the gateway delivers itself"
+    assert len(exporter.traces) == 3
+
+
+@in_loop
+async def test_an_end_that_a_frontend_before_this_one_missed_says_so() -> None:
+    world = world_of()
+    ended(world, b"c", trace_of("a"))
+    (trace,) = kept(world, b"c", "a")
+    assert [event.name for event in trace.spans[-1].events] == ["frontend ready"]
+
+
+@in_loop
+async def test_an_end_that_is_delivered_again_is_exported_once() -> None:
+    exporter = Exported()
+    world = world_of(exporter)
+    for _ in range(2):
+        ended(world, b"c", trace_of("a"))
+    assert len(exporter.traces) == 1
+    assert len(kept(world, b"c", "a")) == 1
+
+
+@in_loop
+async def test_a_trace_that_is_not_sampled_is_kept_and_not_exported() -> None:
+    exporter = Exported()
+    world = world_of(exporter, keep_traces="all")
+    world.ask("1")
+    (context,) = contexts(world)
+    assert context is not None
+    assert not context.sampled
+    ended(world, b"c", trace_of("a", sampled=False))
+    assert len(kept(world, b"c", "a")) == 1
+    assert not exporter.traces
+
+
+def test_the_oldest_traces_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces_module, "MAX_KEPT_BYTES", 10_000)
+    in_loop(keep_a_hundred)()
+
+
+async def keep_a_hundred() -> None:
+    world = world_of()
+    for number in range(100):
+        ended(world, b"c", trace_of(f"r{number}", size=900))
+        ended(world, b"c", trace_of(f"r{number}", size=900))
+    names = [trace.request_id for trace in kept(world, b"c", *(f"r{n}" for n in range(60, 100)))]
+    assert 8 <= len(names) <= 10
+    assert names[-1] == "r99"
+    assert world.frontend.traces._num_bytes <= 10_000
+
+
+def test_an_answer_fits_into_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces_module, "MAX_ANSWER_BYTES", 10_000)
+    in_loop(ask_for_thirty)()
+
+
+async def ask_for_thirty() -> None:
+    world = world_of()
+    for number in range(30):
+        ended(world, b"c", trace_of(f"r{number}", size=900))
+    assert 8 <= len(kept(world, b"c", *(f"r{n}" for n in range(30)))) <= 10
+
+
+@in_loop
+async def test_too_many_ids_are_refused_by_name() -> None:
+    world = world_of()
+    world.frontend.on_public([b"c", encode(GetTraces(1, "q", ["x"] * 65))])
+    refused = world.port.last()
+    assert isinstance(refused, Refused)
+    assert refused.error.field == "request_ids"
+    assert "65 ids: at most 64" in refused.error.message
