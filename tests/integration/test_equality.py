@@ -42,7 +42,7 @@ def lengths_up_to(most: int, num: int = NUM_PROMPTS) -> list[int]:
     """Return so many lengths: 1, 2, ..., most, denser where they are small."""
     steps = num - 1
     spread = {max(1, round(most ** (i / steps))) for i in range(num)} | {2, 3}
-    return ((sorted(spread) + [most]) * num)[-num:]
+    return ([*sorted(spread), most] * num)[-num:]
 
 
 def prompts_of(lengths: list[int], vocab_size: int) -> list[list[int]]:
