@@ -41,6 +41,10 @@ def _main(arguments: argparse.Namespace) -> int:
     from bench.gpu.kernel_cases import FULL, TINY, Cases
     from worker_proc.system.devices import choose_device
 
+    if arguments.device == "cpu":
+        from worker_proc.gpu.interpreter import accept_numpy_scalars
+
+        accept_numpy_scalars()
     device, sizes = choose_device(arguments.device), TINY if arguments.tiny else FULL
     read = ceilings.read_bytes_per_second(device, sizes.ceiling_bytes)
     rate = ceilings.flops_per_second(device, sizes.ceiling_width, sizes.dtype)
