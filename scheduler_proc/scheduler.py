@@ -211,7 +211,7 @@ class Scheduler:
         """Make the live feed for some seconds; 0: no longer."""
         if message.seconds > 0:
             self._feed = self._feed or StepFeed(self._args, self.lifecycle, self._detok)
-            self._feed.watch(message.seconds, message.is_new, self._clock())
+            self._feed.watch(message, self._clock())
         else:
             self._feed = None
         self.lifecycle.feed = self._feed

@@ -81,6 +81,7 @@ class Frontend:
         logs_refusals: bool = False,
         owners: RequestOwners | None = None,
         traces: RingTraces | None = None,
+        num_replicas: int = 1,
     ) -> None:
         self.traces = traces or RingTraces(TraceArgs(), NoExporter())
         self._owners = owners or RequestOwners(TenantArgs())
@@ -95,7 +96,9 @@ class Frontend:
             preparation, guard, scheduler, self.clients, replaces, self._owners, self.traces
         )
         usage = ProcessUsage(os.getppid())
-        self._viewers = Viewers(scheduler, self.clients, usage, lambda: self.intake.num_open)
+        self._viewers = Viewers(
+            scheduler, self.clients, usage, lambda: self.intake.num_open, num_replicas
+        )
         self.ended = asyncio.Event()
 
     def open(self, port: AsyncPort) -> None:
@@ -200,9 +203,13 @@ class Frontend:
         """
         client, payload, delivered_frame = frames
         if not client and payload:
-            self._viewers.show(payload)
+            self.show(payload)
             return
         self.deliver(client, payload, _decode_delivered(delivered_frame) if client else Delivered())
+
+    def show(self, frame: bytes, replica: int = 0) -> None:
+        """Pass a message of a replica's live feed on to the clients that watch it."""
+        self._viewers.show(frame, replica)
 
     def deliver(self, client: bytes, payload: bytes, delivered: Delivered) -> None:
         """Pass a result on to its client. An empty address stands for Drained."""

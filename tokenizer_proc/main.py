@@ -150,6 +150,7 @@ def _make_frontend(
         logs_refusals=RequestLogLevel.of(child.config.launch).logs_all,
         owners=owners,
         traces=RingTraces(traces, make_exporter(traces, child.config.model.shown_name)),
+        num_replicas=child.config.replicas.dp,
     )
 
 

@@ -68,14 +68,16 @@ class PageViewer:
 
 
 class LiveHub:
-    """The viewers of one gateway.
+    """The viewers of one replica.
 
     Args:
         ring: the client; it watches only while there are viewers.
+        replica: number of the replica.
     """
 
-    def __init__(self, ring: AsyncClient) -> None:
+    def __init__(self, ring: AsyncClient, replica: int = 0) -> None:
         self._ring = ring
+        self._replica = replica
         self._viewers: set[PageViewer] = set()
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -138,7 +140,7 @@ class LiveHub:
         """Take in the feed. A ring that fails is asked again, as long as there are viewers."""
         while True:
             try:
-                async with aclosing(self._ring.watch()) as messages:
+                async with aclosing(self._ring.watch(self._replica)) as messages:
                     async for message in messages:
                         self._take(message)
             except QuadrigaError as error:

@@ -15,7 +15,7 @@ import msgspec
 
 from quadriga.cli.notes import note
 from quadriga.cli.server_api import ServerApi
-from quadriga.cli.top.feeds import gateway_messages
+from quadriga.cli.top.feeds import add_replica, gateway_messages
 from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.tracing.live_recording import LiveRecording
 
@@ -31,6 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--live", type=seconds, metavar="10s", help="record all requests and steps for so long"
     )
+    add_replica(parser)
     parser.add_argument(
         "-o", "--output", type=Path, metavar="trace.json", help="(default: standard output)"
     )
@@ -62,20 +63,21 @@ def run(arguments: argparse.Namespace) -> None:
         num_spans = sum(event["ph"] == "X" for event in trace["traceEvents"])
         _write(trace, f"{num_spans} spans", arguments.output)
         return
-    recording = asyncio.run(_record(arguments.url, arguments.api_key, arguments.live))
+    recording = asyncio.run(_record(arguments))
     what = f"{recording.num_steps} steps"
     if recording.num_lost:
         what += f", without {recording.num_lost} messages that were lost on the way,"
     _write(msgspec.to_builtins(recording.trace()), what, arguments.output)
 
 
-async def _record(url: str, key: str, for_s: float) -> LiveRecording:
+async def _record(arguments: argparse.Namespace) -> LiveRecording:
     """Record the live feed for some seconds, counted from its first message."""
     recording, ends_at = LiveRecording(), 0.0
-    async with aclosing(gateway_messages(url, key)) as messages:
+    feed = gateway_messages(arguments.url, arguments.api_key, arguments.replica)
+    async with aclosing(feed) as messages:
         async for message in messages:
             now = time.monotonic()
-            ends_at = ends_at or now + for_s
+            ends_at = ends_at or now + arguments.live
             recording.add(message)
             if now >= ends_at or recording.is_full:
                 break

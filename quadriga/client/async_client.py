@@ -10,7 +10,7 @@ from quadriga.client.arguments import check_options, checked_params, params_of_e
 from quadriga.client.connection import CLOSED_BY_CALLER, Connection, ConnectionEvents
 from quadriga.client.http_port import check_endpoint
 from quadriga.client.inflight import InflightRequests
-from quadriga.client.live.subscription import LiveSubscription
+from quadriga.client.live.subscription import LiveSubscriptions
 from quadriga.client.request_handle import AcceptedSink, RequestHandle, Sink
 from quadriga.client.types import NO_CHAT_OPTIONS as NO_CHAT_OPTIONS
 from quadriga.client.types import (
@@ -100,7 +100,7 @@ class AsyncClient:
         self._inflight = InflightRequests(
             lambda message: self._connection.send(message), reconnect_timeout
         )
-        self._live = LiveSubscription(lambda message: self._connection.send(message))
+        self._live = LiveSubscriptions(lambda message: self._connection.send(message))
         events = ConnectionEvents(
             on_message=self._on_message,
             on_interrupt=self._inflight.interrupt,
@@ -458,7 +458,7 @@ class AsyncClient:
         )
         return answer.traces
 
-    async def watch(self) -> AsyncGenerator[LiveMessage, None]:
+    async def watch(self, replica: int = 0) -> AsyncGenerator[LiveMessage, None]:
         """Yield what the server does: a LiveStep for each step, a LiveServer each second.
 
         The server makes these messages only while a client watches. A caller that is too slow
@@ -467,13 +467,17 @@ class AsyncClient:
             async for message in client.watch():
                 print(message)
 
+        Args:
+            replica: number of the replica whose steps are watched, of a server with --dp.
+
         Raises:
-            InvalidRequest: this client may not see the requests of others.
+            InvalidRequest: this client may not see the requests of others, or there is no such
+                replica.
             QueueFull: too many clients watch.
             ServerUnreachable: no server answers at the endpoint, or the connection was lost.
         """
         await self.connect()
-        with self._live.iterator() as iterator:
+        with self._live.iterator(replica) as iterator:
             while True:
                 yield await iterator.next()
 

@@ -191,7 +191,7 @@ class Client:
         """
         return self._loop.run(lambda: self._async.flush_cache(timeout))
 
-    def watch(self) -> Iterator[LiveMessage]:
+    def watch(self, replica: int = 0) -> Iterator[LiveMessage]:
         """Yield what the server does: a LiveStep for each step, a LiveServer each second.
 
         A caller that is too slow loses messages: the `number` of the next LiveStep has a gap then.
@@ -199,10 +199,13 @@ class Client:
             for message in client.watch():
                 print(message)
 
+        Args:
+            replica: number of the replica whose steps are watched, of a server with --dp.
+
         Raises:
             QuadrigaError: as `AsyncClient.watch`.
         """
-        messages = self._async.watch()
+        messages = self._async.watch(replica)
 
         async def next_message() -> LiveMessage:
             return await anext(messages)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quadriga.config.flags import check_positive, flag
+from quadriga.errors import InvalidRequest
 
 BY_CACHE, BY_LOAD, IN_TURN = LOAD_BALANCE_METHODS = ("cache-aware", "least-loaded", "round-robin")
 
@@ -46,3 +47,10 @@ class ReplicaPlace(NamedTuple):
 
 
 ONLY_REPLICA = ReplicaPlace()
+
+
+def check_replica(number: int, num_replicas: int) -> None:
+    """Raise InvalidRequest if a server of so many replicas has none of this number."""
+    if not 0 <= number < num_replicas:
+        there = "the only one is 0" if num_replicas == 1 else f"0 to {num_replicas - 1} are there"
+        raise InvalidRequest(f"replica is {number}: {there}", "replica")

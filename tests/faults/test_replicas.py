@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from quadriga.client import AsyncClient, Client, Completion
+from quadriga.tracing.context import started, traceparent_of
+from quadriga.wire.messages.live import LiveStep
 from tests.faults.test_restarts import STREAMS, run_streams, run_streams_with_a_kill, same
 from tests.server import Server, running_server, settle, wait_until
 
@@ -138,3 +140,33 @@ def test_requests_of_both_replicas_can_be_aborted(replicas: Server) -> None:
     assert settle(replicas.endpoint)["running"] == 0
     with Client(replicas.endpoint) as client:
         assert client.info()["open_requests"] == 0
+
+
+def test_each_replica_can_be_watched_and_its_requests_have_traces(replicas: Server) -> None:
+    seen: list[set[str]] = [set(), set()]
+    arrived = [asyncio.Event(), asyncio.Event()]
+
+    async def watch(client: AsyncClient, replica: int) -> None:
+        async for message in client.watch(replica):
+            if isinstance(message, LiveStep):
+                assert message.replica == replica
+                seen[replica] |= {request.request_id for request in message.requests}
+                arrived[replica].set()
+
+    async def run() -> None:
+        async with AsyncClient(replicas.endpoint) as client:
+            watching = [asyncio.create_task(watch(client, replica)) for replica in (0, 1)]
+            await asyncio.gather(*(event.wait() for event in arrived))
+            parent = traceparent_of(started(sampled=True))
+            prompts = [[5 + number] * 20 for number in range(8)]
+            answers = await asyncio.gather(
+                *(client.generate(prompt, traceparent=parent) for prompt in prompts)
+            )
+            for task in watching:
+                task.cancel()
+            names = {answer.request_id for answer in answers}
+            assert names <= seen[0] | seen[1]
+            assert seen[0] & names and seen[1] & names
+            assert {trace.request_id for trace in await client.traces(list(names))} == names
+
+    asyncio.run(asyncio.wait_for(run(), 60))

@@ -72,6 +72,7 @@ class ScriptedRing:
         self.tenants: list[str] = []
         self.live: asyncio.Queue[LiveMessage] = asyncio.Queue()
         self.num_watches = 0
+        self.watched: list[int] = []
         self.submitted: list[tuple[Any, Any, dict[str, Any]]] = []
 
     def submit(
@@ -132,8 +133,9 @@ class ScriptedRing:
         self.questions.append(request_ids)
         return [self.progress_of_each] * len(request_ids)
 
-    async def watch(self) -> AsyncGenerator[LiveMessage, None]:
+    async def watch(self, replica: int = 0) -> AsyncGenerator[LiveMessage, None]:
         self.num_watches += 1
+        self.watched.append(replica)
         if self.error is not None:
             raise self.error
         while True:

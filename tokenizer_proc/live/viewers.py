@@ -7,9 +7,10 @@ viewer renews its subscription, and a client that is gone does not.
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from quadriga.clock import now
+from quadriga.config.replica_args import check_replica
 from quadriga.errors import InvalidRequest, QueueFull
 from quadriga.wire.messages.live import MAX_WATCH_S, LiveServer
 from quadriga.wire.messages.public import Watch
@@ -21,6 +22,7 @@ from tokenizer_proc.open_requests import SchedulerLink
 
 MAX_VIEWERS = 64
 SERVER_INTERVAL_S = 1.0
+Watched = tuple[bytes, int]  # a client, and the number of a replica
 
 
 class Viewers:
@@ -33,6 +35,7 @@ class Viewers:
         clients: sends messages to clients.
         usage: reads what the processes use.
         num_open: returns the number of open requests.
+        num_replicas: number of replicas, of which each makes a feed.
         clock: in seconds.
     """
 
@@ -42,14 +45,16 @@ class Viewers:
         clients: Clients,
         usage: ProcessUsage,
         num_open: Callable[[], int],
+        num_replicas: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
         self._clients = clients
         self._usage = usage
         self._num_open = num_open
+        self._num_replicas = num_replicas
         self._clock = clock
-        self._until: dict[bytes, float] = {}
+        self._until: dict[Watched, float] = {}
         self._reporting: asyncio.Task[None] | None = None
         self._num_dropped = 0
 
@@ -57,7 +62,7 @@ class Viewers:
         """Begin, renew or end a subscription.
 
         Raises:
-            InvalidRequest: the time is not one, or there are several replicas.
+            InvalidRequest: the time is out of range, or there is no such replica.
             QueueFull: too many clients watch.
         """
         seconds = message.seconds
@@ -67,31 +72,45 @@ class Viewers:
                 " to watch for longer",
                 "seconds",
             )
+        check_replica(message.replica, self._num_replicas)
         self._expire()
+        watched = client, message.replica
         if seconds == 0:
-            self.forget(client)
+            self._end(watched)
             return
-        is_new = client not in self._until
+        is_new = watched not in self._until
         if is_new and len(self._until) >= MAX_VIEWERS:
             raise QueueFull(
                 f"{MAX_VIEWERS} clients watch, and no more may; try again in {MAX_WATCH_S:g} s, or"
                 " watch by the web gateway, whose viewers count once",
                 MAX_WATCH_S,
             )
-        self._scheduler.send(WatchSteps(seconds, is_new))
-        self._until[client] = self._clock() + seconds
+        self._scheduler.send(WatchSteps(seconds, is_new, message.replica))
+        self._until[watched] = self._clock() + seconds
         if self._reporting is None:
             self._reporting = asyncio.get_running_loop().create_task(self._report())
 
     def forget(self, client: bytes) -> None:
-        """End the subscription of a client, if it has one."""
-        if self._until.pop(client, None) is not None and not self._until:
-            self._scheduler.send(WatchSteps(0.0))
+        """End the subscriptions of a client."""
+        for watched in [watched for watched in self._until if watched[0] == client]:
+            self._end(watched)
 
-    def show(self, frame: bytes) -> None:
-        """Send an encoded message to every viewer that has room for it."""
+    def _end(self, watched: Watched) -> None:
+        replica = watched[1]
+        if self._until.pop(watched, None) is not None and replica not in self._watched_replicas:
+            self._scheduler.send(WatchSteps(0.0, replica=replica))
+
+    @property
+    def _watched_replicas(self) -> set[int]:
+        return {replica for _, replica in self._until}
+
+    def show(self, frame: bytes, replica: int = 0) -> None:
+        """Send an encoded message to every viewer of a replica that has room for it."""
         self._expire()
-        for client in list(self._until):
+        self._offer(frame, [client for client, number in self._until if number == replica])
+
+    def _offer(self, frame: bytes, clients: Iterable[bytes]) -> None:
+        for client in clients:
             self._num_dropped += not self._clients.offer(client, frame)
 
     def close(self) -> None:
@@ -102,8 +121,8 @@ class Viewers:
 
     def _expire(self) -> None:
         now_s = self._clock()
-        for client in [client for client, until in self._until.items() if until <= now_s]:
-            self.forget(client)
+        for watched in [watched for watched, until in self._until.items() if until <= now_s]:
+            self._end(watched)
 
     async def _report(self) -> None:
         """Send what the processes use, at the interval, as long as clients watch."""
@@ -111,18 +130,17 @@ class Viewers:
         try:
             while self._until:
                 processes = await loop.run_in_executor(None, self._usage.read)
-                self.show(
-                    encode(
-                        LiveServer(
-                            time=now(),
-                            processes=processes,
-                            refused=self._clients.num_refused,
-                            open_requests=self._num_open(),
-                            viewers=len(self._until),
-                            dropped=self._num_dropped,
-                        )
-                    )
+                clients = {client for client, _ in self._until}
+                report = LiveServer(
+                    time=now(),
+                    processes=processes,
+                    refused=self._clients.num_refused,
+                    open_requests=self._num_open(),
+                    viewers=len(clients),
+                    dropped=self._num_dropped,
+                    num_replicas=self._num_replicas,
                 )
+                self._offer(encode(report), clients)
                 await asyncio.sleep(SERVER_INTERVAL_S)
                 self._expire()
         finally:

@@ -35,9 +35,15 @@ from tokenizer_proc.replicas.router import Router
 MAX_ENDED = 4096
 Deliver = Callable[[bytes, bytes, Delivered], None]
 OnRecalled = Callable[[int], None]
+Show = Callable[[int, bytes], None]
+
+
+class LiveMark(msgspec.Struct, tag="live_step", array_like=True):
+    """A LiveStep, of which nothing is read."""
+
 
 _decode_news = msgspec.msgpack.Decoder(StepNews).decode
-_decode_handed_back = msgspec.msgpack.Decoder(HandedBack).decode
+_decode_addressless = msgspec.msgpack.Decoder(HandedBack | LiveMark).decode
 _decode_delivered = msgspec.msgpack.Decoder(ReplicaDelivered).decode
 
 
@@ -85,6 +91,7 @@ class Replicas:
         deliver: called with address, message and Delivered of each result for a client. An empty
             address stands for Drained.
         on_recalled: called with the number of a replica that has given its requests back.
+        show: called with a replica's number and its message of the live feed, encoded.
     """
 
     def __init__(
@@ -94,11 +101,13 @@ class Replicas:
         block_tokens: int,
         deliver: Deliver,
         on_recalled: OnRecalled,
+        show: Show,
     ) -> None:
         self._router = router
         self._block_tokens = block_tokens
         self._deliver = deliver
         self._on_recalled = on_recalled
+        self._show = show
         self._replicas = [ReplicaState(outbox) for outbox in outboxes]
         self._placed = ClientRequests[PlacedRequest]()
         self._waiting: dict[Name, PlacedRequest] = {}
@@ -120,10 +129,7 @@ class Replicas:
             case InfoRequest() | ProgressRequest():
                 self._ask(message)
             case WatchSteps():
-                raise InvalidRequest(
-                    f"this server has {len(self._replicas)} replicas (--dp), and the live feed is"
-                    " made of one: watch a server that is started without --dp"
-                )
+                self._watch(message)
             case Drain():
                 self._is_draining = True
                 self._send_drain()
@@ -140,6 +146,21 @@ class Replicas:
             question = msgspec.structs.replace(question, values=values)
         self._questions.ask(question, (n for n, r in self._live() if not r.dead))
         self._broadcast(question)
+
+    def _watch(self, message: WatchSteps) -> None:
+        """Let a replica make the live feed, or end it.
+
+        Raises:
+            InvalidRequest: the replica is lost.
+        """
+        replica = self._replicas[message.replica]
+        if not replica.is_lost:
+            replica.outbox.send(message)
+        elif message.seconds > 0:
+            raise InvalidRequest(
+                f"replica {message.replica} is lost: watch another one, or start the server again",
+                "replica",
+            )
 
     def renew(self) -> None:
         """Send everything to new schedulers."""
@@ -216,7 +237,11 @@ class Replicas:
         elif delivered_frame:
             self._on_news(number, _decode_news(delivered_frame))
         elif payload:
-            self._on_handed_back(number, _decode_handed_back(payload))
+            message = _decode_addressless(payload)
+            if isinstance(message, HandedBack):
+                self._on_handed_back(number, message)
+            else:
+                self._show(number, payload)
         else:
             replica.has_drained = True
             self._report_drained()
@@ -242,7 +267,11 @@ class Replicas:
             replica.outbox.send(EndsDelivered(delivered.settled))
         waiting = sum(replica.num_waiting for _, replica in self._live())
         passed_on = Delivered(
-            delivered.ended, waiting, generated=delivered.generated, wait_s=self._wait_s()
+            delivered.ended,
+            waiting,
+            generated=delivered.generated,
+            wait_s=self._wait_s(),
+            traces=delivered.traces,
         )
         self._deliver(client, payload, passed_on)
 

@@ -43,11 +43,15 @@ class Ring:
         def on_recalled(number: int) -> None:
             child.control.report("recalled", replica=number)
 
-        return Replicas(outboxes, router, block_tokens, self._deliver, on_recalled)
+        return Replicas(outboxes, router, block_tokens, self._deliver, on_recalled, self._show)
 
     def _deliver(self, client: bytes, payload: bytes, delivered: Delivered) -> None:
         assert self._frontend is not None
         self._frontend.deliver(client, payload, delivered)
+
+    def _show(self, replica: int, frame: bytes) -> None:
+        assert self._frontend is not None
+        self._frontend.show(frame, replica)
 
     def open(self, frontend: Frontend) -> None:
         """Give results to the frontend from now on."""

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from quadriga.cli.flags import add_server
-from quadriga.cli.top.feeds import gateway_messages, ring_messages
+from quadriga.cli.top.feeds import add_replica, gateway_messages, ring_messages
 from quadriga.cli.top.picture import Picture
 from quadriga.cli.top.screen import Style, screen
 from quadriga.cli.top.terminal import FullScreen, full_screen, read_key
@@ -40,6 +40,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="for an endpoint http://… that needs one (default: QUADRIGA_API_KEY)",
     )
+    add_replica(parser)
     parser.add_argument("--once", action="store_true", help="print one frame and end")
     parser.add_argument("--json", action="store_true", help="print each message as a line of JSON")
     parser.add_argument(
@@ -70,8 +71,8 @@ async def _run(arguments: argparse.Namespace) -> None:
 
 def _messages(arguments: argparse.Namespace) -> AsyncGenerator[LiveMessage, None]:
     if arguments.endpoint.startswith(("http://", "https://")):
-        return gateway_messages(arguments.endpoint, arguments.api_key)
-    return ring_messages(arguments.endpoint, arguments.curve_dir)
+        return gateway_messages(arguments.endpoint, arguments.api_key, arguments.replica)
+    return ring_messages(arguments.endpoint, arguments.curve_dir, arguments.replica)
 
 
 # --- without a terminal ---------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Where the messages of `quadriga top` come from: the public socket, or the web gateway."""
 
+import argparse
 import asyncio
 import http.client
 import json
@@ -19,14 +20,23 @@ from quadriga.wire.messages.live import LiveMessage
 TIMEOUT_S = 30.0  # the gateway sends an event each second
 
 
-async def ring_messages(endpoint: str, curve_dir: str | None) -> AsyncGenerator[LiveMessage, None]:
+def add_replica(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that chooses the replica."""
+    parser.add_argument(
+        "--replica", type=int, default=0, metavar="N", help="which one, of a server with --dp"
+    )
+
+
+async def ring_messages(
+    endpoint: str, curve_dir: str | None, replica: int
+) -> AsyncGenerator[LiveMessage, None]:
     """Yield the messages of a server's public socket."""
     async with AsyncClient(endpoint, curve_dir=curve_dir) as client:
-        async for message in client.watch():
+        async for message in client.watch(replica):
             yield message
 
 
-async def gateway_messages(url: str, key: str) -> AsyncGenerator[LiveMessage, None]:
+async def gateway_messages(url: str, key: str, replica: int) -> AsyncGenerator[LiveMessage, None]:
     """Yield the messages of GET /v1/live.
 
     Raises:
@@ -35,7 +45,7 @@ async def gateway_messages(url: str, key: str) -> AsyncGenerator[LiveMessage, No
     """
     connection = _connection(url)
     try:
-        response = await asyncio.to_thread(_open, connection, url, key)
+        response = await asyncio.to_thread(_open, connection, url, key, replica)
         name = ""
         while line := await asyncio.to_thread(response.readline):
             field, _, value = line.decode().rstrip("\n").partition(": ")
@@ -69,11 +79,13 @@ def _connection(url: str) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(parts.netloc, timeout=TIMEOUT_S)
 
 
-def _open(connection: http.client.HTTPConnection, url: str, key: str) -> http.client.HTTPResponse:
+def _open(
+    connection: http.client.HTTPConnection, url: str, key: str, replica: int
+) -> http.client.HTTPResponse:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     path = urlsplit(url).path.rstrip("/").removesuffix("/v1")
     try:
-        connection.request("GET", f"{path}/v1/live", headers=headers)
+        connection.request("GET", f"{path}/v1/live?replica={replica}", headers=headers)
         response = connection.getresponse()
     except OSError as error:
         raise ServerUnreachable(f"no server answers at {url}: {error}") from None

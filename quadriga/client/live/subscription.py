@@ -1,19 +1,22 @@
-"""The live feed at the client: one subscription, for any number of iterators."""
+"""The live feed at the client: a subscription for each replica, for any number of iterators."""
 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import msgspec
 
-from quadriga.wire.messages.live import LiveMessage
+from quadriga.wire.messages.live import LiveMessage, LiveStep
 from quadriga.wire.messages.public import PROTOCOL_VERSION, ErrorInfo, Refused, Watch
 
 WATCH_S = 10.0
 RENEW_INTERVAL_S = 3.0
 # An iterator that is further behind loses the oldest messages.
 MAX_BEHIND = 1024
+
+
+Send = Callable[[msgspec.Struct], bool]
 
 
 class LiveIterator:
@@ -50,10 +53,12 @@ class LiveSubscription:
     Args:
         send: sends a message; returns False if it cannot be sent now. A renewal that is lost is
             made up for by the next one.
+        replica: number of the replica that is watched.
     """
 
-    def __init__(self, send: Callable[[msgspec.Struct], bool]) -> None:
+    def __init__(self, send: Send, replica: int = 0) -> None:
         self._send = send
+        self._replica = replica
         self._iterators: set[LiveIterator] = set()
         self._renewal: asyncio.Task[None] | None = None
         self._name = ""
@@ -75,18 +80,18 @@ class LiveSubscription:
 
     def _begin(self) -> None:
         self._num_subscriptions += 1
-        self._name = f"watch-{self._num_subscriptions}"
+        self._name = f"watch-{self._replica}-{self._num_subscriptions}"
         self._renewal = asyncio.get_running_loop().create_task(self._renew())
 
     def _end(self) -> None:
         if self._renewal is not None:
             self._renewal.cancel()
             self._renewal = None
-            self._send(Watch(PROTOCOL_VERSION, self._name, 0.0))
+            self._send(Watch(PROTOCOL_VERSION, self._name, 0.0, self._replica))
 
     async def _renew(self) -> None:
         while True:
-            self._send(Watch(PROTOCOL_VERSION, self._name, WATCH_S))
+            self._send(Watch(PROTOCOL_VERSION, self._name, WATCH_S, self._replica))
             await asyncio.sleep(RENEW_INTERVAL_S)
 
     def on_message(self, message: LiveMessage) -> None:
@@ -106,3 +111,33 @@ class LiveSubscription:
         if self._renewal is not None:
             self._renewal.cancel()
             self._renewal = None
+
+
+class LiveSubscriptions:
+    """The subscriptions of a client, by the number of the replica. send: as in LiveSubscription."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._of_replica: dict[int, LiveSubscription] = {}
+
+    def iterator(self, replica: int) -> AbstractContextManager[LiveIterator]:
+        """Watch a replica in a `with` block."""
+        if replica not in self._of_replica:
+            self._of_replica[replica] = LiveSubscription(self._send, replica)
+        return self._of_replica[replica].iterator()
+
+    def on_message(self, message: LiveMessage) -> None:
+        """Pass a message on: a step to those who watch its replica."""
+        for replica, subscription in self._of_replica.items():
+            if not isinstance(message, LiveStep) or message.replica == replica:
+                subscription.on_message(message)
+
+    def on_refused(self, message: Refused) -> None:
+        """End the subscription that was refused, if one was."""
+        for subscription in self._of_replica.values():
+            subscription.on_refused(message)
+
+    def fail(self, error: ErrorInfo) -> None:
+        """End all subscriptions: their iterators raise the error."""
+        for subscription in self._of_replica.values():
+            subscription.fail(error)

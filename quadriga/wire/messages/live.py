@@ -167,6 +167,7 @@ class LiveStep(msgspec.Struct, tag="live_step", array_like=True, frozen=True):
         events: events since the message before.
         ended_steps: steps that ended since then.
         began_at, ended_at: the worker's times of each of them, Unix seconds.
+        replica: number of the scheduler's replica.
     """
 
     number: int
@@ -186,6 +187,7 @@ class LiveStep(msgspec.Struct, tag="live_step", array_like=True, frozen=True):
     ended_at: list[float]
     gauges: LiveGauges
     tree: LiveTree | None = None
+    replica: int = 0
 
 
 class LiveProcess(msgspec.Struct, array_like=True, frozen=True):
@@ -213,6 +215,7 @@ class LiveServer(msgspec.Struct, tag="live_server", array_like=True, frozen=True
         open_requests: requests that have not ended.
         viewers: clients that watch.
         dropped: messages of the feed that viewers were too slow for.
+        num_replicas: number of replicas, of which each has a feed of its own.
     """
 
     time: float
@@ -221,6 +224,7 @@ class LiveServer(msgspec.Struct, tag="live_server", array_like=True, frozen=True
     open_requests: int
     viewers: int
     dropped: int
+    num_replicas: int = 1
 
 
 LiveMessage = LiveStep | LiveServer

@@ -182,11 +182,13 @@ class Watch(msgspec.Struct, tag="watch", array_like=True, frozen=True):
 
     Attributes:
         seconds: time from now on, at most MAX_WATCH_S; 0: stop.
+        replica: number of the replica whose steps are watched.
     """
 
     version: int
     request_id: str
     seconds: float = 10.0
+    replica: int = 0
 
 
 ClientMessage = (

@@ -175,10 +175,12 @@ class WatchSteps(msgspec.Struct, tag="watch_steps", array_like=True, frozen=True
 
     Attributes:
         is_new: there is a new viewer, and the next message must be a whole one.
+        replica: number of the replica that makes the feed.
     """
 
     seconds: float
     is_new: bool = False
+    replica: int = 0
 
 
 class Drain(msgspec.Struct, tag="drain", array_like=True, frozen=True):

@@ -23,6 +23,7 @@ from quadriga.wire.messages.live import (
     RowKind,
 )
 from quadriga.wire.messages.to_detok import LiveFrame
+from quadriga.wire.messages.to_scheduler import WatchSteps
 from quadriga.wire.messages.worker import StepResult
 from scheduler_proc.lifecycle import RequestLifecycle
 from scheduler_proc.observe.feed.skipped import skipped_requests
@@ -51,16 +52,18 @@ class StepFeed:
         self._lifecycle = lifecycle
         self._detok = detok
         self._until = 0.0
+        self._replica = 0
         self._number = 0
         self._whole_at = 0.0
         self._described: set[int] = set()
         self._events: list[LiveEvent] = []
         self._ended: list[StepResult] = []
 
-    def watch(self, seconds: float, is_new: bool, now: float) -> None:
+    def watch(self, message: WatchSteps, now: float) -> None:
         """Go on for some seconds; the next message is a whole one if there is a new viewer."""
-        self._until = max(self._until, now + min(seconds, MAX_WATCH_S))
-        if is_new:
+        self._until = max(self._until, now + min(message.seconds, MAX_WATCH_S))
+        self._replica = message.replica
+        if message.is_new:
             self._whole_at = 0.0
 
     def is_over(self, now: float) -> bool:
@@ -133,6 +136,7 @@ class StepFeed:
             ended_at=[result.ended for result in ended],
             gauges=self._gauges(),
             tree=live_tree(lifecycle.core.kv.tree) if is_whole else None,
+            replica=self._replica,
         )
         self._detok.send(LiveFrame(_encode(message)))
         self._number += 1

@@ -1,5 +1,6 @@
 """The live view in a browser: lanes of 200 requests, reasons, keys, widths, a ring that fails."""
 
+import asyncio
 import random
 
 import msgspec
@@ -114,6 +115,24 @@ def test_the_live_view_is_not_wider_than_the_window(chromium: str, width: int) -
         assert await page.evaluate(widest) <= width
 
     in_browser(chromium, live_ring(), test, at="/#/live")
+
+
+def test_another_replica_can_be_chosen(chromium: str) -> None:
+    ring = ScriptedRing([], num_replicas=2)
+
+    async def test(page: Page) -> None:
+        ring.live.put_nowait(LiveServer(1001.0, [], 0, 0, 1, 0, num_replicas=2))
+        await page.until("document.querySelector('.live-head select')?.options.length === 2")
+        await page.evaluate(
+            "(() => { const one = document.querySelector('.live-head select'); one.value = '1';"
+            " one.dispatchEvent(new Event('change', { bubbles: true })) })()"
+        )
+        await page.until("location.hash === '#/live/1'")
+        while ring.watched != [0, 1]:
+            await asyncio.sleep(0.01)
+        assert await page.evaluate("document.querySelector('.live-head select').value") == "1"
+
+    in_browser(chromium, ring, test, at="/#/live")
 
 
 def test_a_ring_that_fails_is_shown_and_the_view_goes_on_when_it_is_back(chromium: str) -> None:

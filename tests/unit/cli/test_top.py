@@ -152,7 +152,7 @@ def test_the_messages_of_a_gateway_are_those_of_the_ring() -> None:
         ring = ScriptedRing([])
         async with gateway_before(ring) as (url, _):
             put_some(ring)
-            messages = gateway_messages(url, "")
+            messages = gateway_messages(url, "", 0)
             first, second = await anext(messages), await anext(messages)
             await messages.aclose()
         assert first == make_step(0, {1: RowKind.DECODE}, {}, [make_request(1)], is_whole=True)
@@ -165,9 +165,9 @@ def test_a_missing_key_and_a_missing_server_are_errors_with_the_reason() -> None
     async def test() -> None:
         async with gateway_before(ScriptedRing([]), api_key="secret") as (url, _):
             with pytest.raises(RequestFailed, match="401: no valid API key"):
-                await anext(gateway_messages(url, "wrong"))
+                await anext(gateway_messages(url, "wrong", 0))
         with pytest.raises(ServerUnreachable, match="no server answers"):
-            await anext(gateway_messages(url, "wrong"))
+            await anext(gateway_messages(url, "wrong", 0))
 
     asyncio.run(asyncio.wait_for(test(), 60))
 
@@ -192,7 +192,7 @@ def test_once_prints_a_frame_or_lines_of_json_and_ends(
 
     monkeypatch.setattr(command, "ring_messages", messages)
     values = {"endpoint": "tcp://x", "curve_dir": None, "api_key": "", "once": True, "json": False}
-    command.run(argparse.Namespace(**values | flags, interval=0.25))
+    command.run(argparse.Namespace(**values | flags, interval=0.25, replica=0))
     printed = capsys.readouterr().out
     if flags:
         assert [json.loads(line)["type"] for line in printed.splitlines()] == ["step", "server"]

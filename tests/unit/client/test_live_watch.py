@@ -13,11 +13,13 @@ from quadriga.client.live.subscription import (
     RENEW_INTERVAL_S,
     WATCH_S,
     LiveSubscription,
+    LiveSubscriptions,
 )
 from quadriga.errors import QueueFull, ServerUnreachable
-from quadriga.wire.messages.live import LiveServer
+from quadriga.wire.messages.live import LiveServer, RowKind
 from quadriga.wire.messages.public import RefusalInfo, Refused, Watch
 from tests.unit import virtual_time
+from tests.unit.live_messages import make_step
 
 
 class Sent:
@@ -92,6 +94,22 @@ def test_a_refusal_is_raised_to_every_reader_and_nothing_is_renewed() -> None:
                 await iterator.next()
             await asyncio.sleep(5 * RENEW_INTERVAL_S)
         assert sent.seconds == [WATCH_S]
+
+    play(test)
+
+
+def test_a_reader_of_a_replica_gets_its_steps_and_every_reader_the_processes() -> None:
+    async def test(sent: Sent) -> None:
+        subscriptions = LiveSubscriptions(sent.send)
+        step = msgspec.structs.replace(make_step(0, {1: RowKind.DECODE}), replica=1)
+        with subscriptions.iterator(0) as first, subscriptions.iterator(1) as second:
+            await asyncio.sleep(0)
+            subscriptions.on_message(step)
+            subscriptions.on_message(server(1))
+            assert await first.next() == server(1)
+            assert [await second.next(), await second.next()] == [step, server(1)]
+        watched = [(m.replica, m.seconds) for m in sent.messages if isinstance(m, Watch)]
+        assert sorted(watched) == [(0, 0.0), (0, WATCH_S), (1, 0.0), (1, WATCH_S)]
 
     play(test)
 

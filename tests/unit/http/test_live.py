@@ -130,6 +130,25 @@ def test_a_view_too_many_is_refused_with_the_limit(monkeypatch: pytest.MonkeyPat
     run_at_gateway(ScriptedRing([]), test)
 
 
+def test_a_view_chooses_its_replica_and_one_that_is_not_there_is_refused() -> None:
+    ring = ScriptedRing([], num_replicas=2)
+
+    async def test(gateway: Gateway) -> None:
+        async with aiohttp.ClientSession() as session:
+            for text, part in (("2", "0 to 1 are there"), ("one", "it must be a number"),
+                               ("-1", "it must be a number")):  # fmt: skip
+                async with session.get(f"{gateway.args.url}/v1/live?replica={text}") as refused:
+                    assert refused.status == 400
+                    assert part in await refused.text()
+            async with session.get(f"{gateway.args.url}/v1/live?replica=1") as response:
+                page = Page(response)
+                ring.live.put_nowait(step(replica=1))
+                assert (await page.until("live"))["steps"][0]["replica"] == 1
+        assert ring.watched == [1]
+
+    run_at_gateway(ring, test)
+
+
 def test_a_key_is_needed_as_for_the_api_and_one_of_a_tenant_does_not_suffice(
     tmp_path: Path,
 ) -> None:

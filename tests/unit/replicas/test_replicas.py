@@ -5,10 +5,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
+import pytest
 
 from quadriga.config.replica_args import IN_TURN
+from quadriga.errors import InvalidRequest
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.live import RowKind
 from quadriga.wire.messages.public import (
     Info,
     ProgressAnswer,
@@ -29,8 +32,11 @@ from quadriga.wire.messages.to_scheduler import (
     ProgressRequest,
     Recall,
     Submit,
+    WatchSteps,
 )
+from quadriga.wire.messages.trace import RequestTrace, TraceContext
 from quadriga.wire.sockets import Outbox, encode
+from tests.unit.live_messages import make_step
 from tokenizer_proc.replicas.placed import Name
 from tokenizer_proc.replicas.replicas import Replicas
 from tokenizer_proc.replicas.router import Router
@@ -68,6 +74,7 @@ class World:
         self.outboxes = [FakeOutbox() for _ in range(num_replicas)]
         self.delivered: list[tuple[bytes, bytes, Delivered]] = []
         self.recalled: list[int] = []
+        self.shown: list[tuple[int, bytes]] = []
         router = Router[Name](IN_TURN, num_replicas, BLOCK, PAGE, 100)
         self.replicas = Replicas(
             cast("list[Outbox]", self.outboxes),
@@ -75,6 +82,7 @@ class World:
             BLOCK,
             lambda *it: self.delivered.append(it),
             lambda number: self.recalled.append(number),
+            lambda *it: self.shown.append(it),
         )
         self.router = router
         for number in range(num_replicas if is_known else 0):
@@ -328,3 +336,25 @@ def test_the_requests_of_the_only_replica_that_runs_stay_there() -> None:
     world.replicas.recall(home)
     assert world.recalled == [home]
     assert moved(world.outboxes[home].take()) == []
+
+
+def test_each_replica_has_a_live_feed_of_its_own() -> None:
+    world = World()
+    world.replicas.send(WatchSteps(10.0, is_new=True, replica=1))
+    assert [outbox.take() for outbox in world.outboxes] == [[], [WatchSteps(10.0, True, 1)]]
+    frame = encode(make_step(3, {1: RowKind.DECODE}))
+    world.replicas.on_delivery(1, [b"", frame, b""])
+    assert world.shown == [(1, frame)]
+    world.replicas.on_lost(1)
+    with pytest.raises(InvalidRequest, match="replica 1 is lost"):
+        world.replicas.send(WatchSteps(10.0, replica=1))
+    world.replicas.send(WatchSteps(0.0, replica=1))  # a viewer that leaves
+
+
+def test_the_traces_of_a_replica_are_passed_on() -> None:
+    world = World()
+    home = world.submit("a")
+    trace = RequestTrace(TraceContext("1" * 32, "2" * 16), "llm_request", "a", 0, [])
+    delivered = ReplicaDelivered(ended=["a"], indexes=[0], traces=[trace])
+    world.replicas.on_delivery(home, [b"c", b"text", encode(delivered)])
+    assert [one.traces for _, _, one in world.delivered] == [[trace]]

@@ -48,19 +48,22 @@ class Link:
 def run(
     test: Callable[[Viewers, Link], Awaitable[None]],
     clock: Callable[[], float] = time.monotonic,
+    num_replicas: int = 1,
 ) -> None:
     async def main() -> None:
         link = Link()
         usage = ProcessUsage(os.getpid())
-        viewers = Viewers(cast(Outbox, link), cast(Clients, link), usage, lambda: 3, clock)
+        viewers = Viewers(
+            cast(Outbox, link), cast(Clients, link), usage, lambda: 3, num_replicas, clock
+        )
         await test(viewers, link)
         viewers.close()
 
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
-def watch(seconds: float = 10.0) -> Watch:
-    return Watch(1, "watch-1", seconds)
+def watch(seconds: float = 10.0, replica: int = 0) -> Watch:
+    return Watch(1, "watch-1", seconds, replica)
 
 
 def test_the_scheduler_learns_of_new_viewers_and_of_the_end_of_the_last_one() -> None:
@@ -107,6 +110,35 @@ def test_the_processes_are_reported_with_what_slow_viewers_have_lost() -> None:
         assert os.getpid() in [process.pid for process in report.processes]
 
     run(test)
+
+
+def test_a_client_that_watches_a_replica_gets_the_frames_of_that_one() -> None:
+    async def test(viewers: Viewers, link: Link) -> None:
+        for client, replica in ((b"a", 0), (b"a", 1), (b"b", 1)):
+            viewers.watch(client, watch(replica=replica))
+        viewers.show(b"0", 0)
+        viewers.show(b"1", 1)
+        assert sorted(link.offered) == [(b"a", b"0"), (b"a", b"1"), (b"b", b"1")]
+        link.sent.clear()
+        viewers.forget(b"a")
+        assert link.sent == [WatchSteps(0.0, replica=0)]
+
+    run(test, num_replicas=2)
+
+
+@pytest.mark.parametrize(
+    ("replica", "num_replicas", "there"),
+    [(1, 1, "the only one is 0"), (2, 2, "0 to 1 are there"), (-1, 2, "0 to 1 are there")],
+)
+def test_a_replica_that_does_not_exist_is_refused(
+    replica: int, num_replicas: int, there: str
+) -> None:
+    async def test(viewers: Viewers, link: Link) -> None:
+        with pytest.raises(InvalidRequest, match=f"replica is {replica}: {there}"):
+            viewers.watch(b"a", watch(replica=replica))
+        assert not link.sent
+
+    run(test, num_replicas=num_replicas)
 
 
 @pytest.mark.parametrize("seconds", [-1.0, 31.0, float("nan"), float("inf")])

@@ -13,12 +13,12 @@ import { Picture } from "./picture.js";
 const DRAW_INTERVAL_MS = 100;
 const RETRY_MS = 1000;
 
-/** Read the feed until the view is left. `state`: a signal, with what the user must know. */
-async function watch(server, picture, state, changed, signal) {
+/** Read a replica's feed until it is left. `state`: a signal, with what the user must know. */
+async function watch(server, replica, picture, state, changed, signal) {
   while (!signal.aborted) {
     try {
       state.value = { text: "connecting", isBad: false };
-      await server.events("v1/live", {
+      await server.events(`v1/live?replica=${replica}`, {
         signal,
         onEvent(event) {
           if (event.event === "error") {
@@ -34,14 +34,15 @@ async function watch(server, picture, state, changed, signal) {
     } catch (error) {
       if (error.name === "AbortError") return;
       state.value = { text: error.message, isBad: true };
-      if (error.status === 401 || error.status === 403) return;
+      if ([400, 401, 403].includes(error.status)) return;
     }
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
     picture.current = new Picture(); // what was known is old
   }
 }
 
-function Live({ page }) {
+function Live({ path, page }) {
+  const replica = Number(path[0] ?? 0) || 0;
   const picture = useRef(new Picture());
   const isPaused = useRef(false);
   const [paused, setPaused] = useState(false);
@@ -59,12 +60,13 @@ function Live({ page }) {
     const changed = () => {
       timer ||= setTimeout(redraw, DRAW_INTERVAL_MS);
     };
-    watch(page.server, picture, state, changed, leaving.signal);
+    watch(page.server, replica, picture, state, changed, leaving.signal);
     return () => {
       leaving.abort();
       clearTimeout(timer);
+      picture.current = new Picture();
     };
-  }, []);
+  }, [replica]);
 
   function pause() {
     isPaused.current = !isPaused.current;
@@ -77,6 +79,7 @@ function Live({ page }) {
     <div class="live">
       <header class="live-head">
         <h1>Live</h1>
+        <ReplicaChoice picture={picture.current} replica={replica} page={page} tick={tick.value} />
         <Figures picture={picture.current} tick={tick.value} />
         <button class="button" onClick={pause} aria-pressed={paused}>{paused ? "Continue" : "Pause"}</button>
       </header>
@@ -91,6 +94,17 @@ function Live({ page }) {
         <Events {...shown} />
       </div>
     </div>
+  );
+}
+
+/** Which replica is shown, of a server that has several. */
+function ReplicaChoice({ picture, replica, page }) {
+  const count = Math.max(picture.server?.num_replicas ?? 1, replica + 1);
+  if (count === 1) return null;
+  return (
+    <select aria-label="Replica" value={replica} onChange={(event) => page.go("live", event.currentTarget.value)}>
+      {Array.from({ length: count }, (_, number) => <option key={number} value={number}>replica {number}</option>)}
+    </select>
   );
 }
 
