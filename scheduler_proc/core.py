@@ -11,6 +11,7 @@ from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.worker import StepResult
 from scheduler_proc.planning.admission import Admission
+from scheduler_proc.planning.guess_policy import make_guess_policy
 from scheduler_proc.planning.quarantine import Quarantine, is_quarantined
 from scheduler_proc.policies import make_queue
 from scheduler_proc.state.batch import RunningBatch, ScheduleBatch
@@ -49,6 +50,7 @@ class SchedulerCore:
         self.admission = Admission(args, self.kv)
         self.waiting = make_queue(args, self.kv.match_prefix, capacity.page_size)
         self.quarantine = Quarantine()
+        self.guesses = make_guess_policy(args, capacity.step_costs)
         self.num_retractions = num_retractions
         self._running = RunningBatch(args.batch_concurrency_beside)
         self._width = args.max_batch_size
@@ -134,6 +136,8 @@ class SchedulerCore:
         self._last_step_prefilled = batch.num_decodes < batch.batch_size
         if batch.num_decodes and not plan.has_retracted:
             self.admission.ratio.decay()
+        if self.guesses is not None and batch.num_decodes == batch.batch_size:
+            self.guesses.plan(batch, self.kv)
         return plan
 
     def _compose(self, plan: Plan, now: float) -> None:
@@ -317,6 +321,8 @@ class SchedulerCore:
         self.admission.admit(request, now)
         plan.admitted.append(request)
         plan.batch.new.append(request.new_slot())
+        if self.guesses is not None:
+            plan.batch.groups.append(self.guesses.group_of(request))
         return self._add_prefill(request, limit, plan)
 
     def _can_admit(self, request: Request, expected: int, plan: Plan) -> bool:
@@ -433,12 +439,16 @@ class SchedulerCore:
             request.in_flight -= 1
         token_ids = unpack_ids(result.token_ids)
         self._take_tokens(zip(requests, token_ids, strict=True), result.ended, update)
+        for guessed in result.guessed:
+            further = unpack_ids(guessed.token_ids)
+            requests[guessed.row].extend_guessed(len(further))
+            self._take_further(requests[guessed.row], further, result.ended, update)
         for row in result.forced:
-            request, forced = requests[row.row], unpack_ids(row.token_ids)
-            request.extend_forced(len(forced))
-            if request.num_remaining_tokens <= 0 and request in self._running:
-                self._stop_decoding(request)
-            self._take_tokens(zip(repeat(request), forced), result.ended, update)
+            forced = unpack_ids(row.token_ids)
+            requests[row.row].extend_forced(len(forced))
+            self._take_further(requests[row.row], forced, result.ended, update)
+        if self.guesses is not None:
+            self.guesses.observe(batch, result)
         for request in requests:
             if request.in_flight == 0 and request.status >= RequestStatus.RETRACTED:
                 if request.status is RequestStatus.RETRACTED:
@@ -446,6 +456,14 @@ class SchedulerCore:
                 else:
                     self._release(request)
         return update
+
+    def _take_further(
+        self, request: Request, token_ids: Iterable[int], time: float, update: StepUpdate
+    ) -> None:
+        """Append tokens that follow the one that a row sampled."""
+        if request.num_remaining_tokens <= 0 and request in self._running:
+            self._stop_decoding(request)
+        self._take_tokens(zip(repeat(request), token_ids), time, update)
 
     def _take_tokens(
         self, tokens: Iterable[tuple[Request, int]], time: float, update: StepUpdate

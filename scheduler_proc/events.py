@@ -1,5 +1,6 @@
 """The record of what happened in one step, from which detokenizer and journal are fed."""
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from msgspec.structs import asdict
@@ -57,9 +58,11 @@ class StepEvents:
 
     def add_logprobs(self, sampled: SampledLogprobs, requests: list[Request]) -> None:
         """Take in the logprobs of the step that `requests` ran, after its tokens."""
-        places = {seq: place for place, seq in enumerate(self.seqs)}
+        places: dict[int, deque[int]] = {}  # of each request, whose tokens are in order
+        for place, seq in enumerate(self.seqs):
+            places.setdefault(seq, deque()).append(place)
         rows = unpack_ids(sampled.rows).tolist()
-        kept = [places.get(requests[row].seq, -1) for row in rows]
+        kept = [left.popleft() if (left := places.get(requests[row].seq)) else -1 for row in rows]
         self.logprobs = SampledLogprobs(pack_ids(kept), sampled.block)
         for index, row in enumerate(rows):
             if kept[index] >= 0:

@@ -19,6 +19,7 @@ from scheduler_proc.durability.journal import NoJournal
 from scheduler_proc.durability.journal_recovery import RecoveredRequest
 from scheduler_proc.events import StepEvents
 from scheduler_proc.grammar_queue import GrammarQueue
+from scheduler_proc.observe.guess_stats import GuessStats
 from scheduler_proc.observe.recent_ends import RecentEnds
 from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.observe.request_log import RequestLog
@@ -84,6 +85,8 @@ class RequestLifecycle:
         self.table = RequestTable(eos_ids)
         self.outbox = DetokOutbox(detok)
         self.stats = SchedulerStats()
+        if args.speculative_method != "none":
+            self.stats.guesses = GuessStats(args.num_speculative_tokens)
         self.recent_ends = RecentEnds()
         self.events = StepEvents()
         self.queue_wait_s: float | None = None
@@ -179,7 +182,9 @@ class RequestLifecycle:
             "worker process %d is ready: %d pages of %d tokens; %d requests are open",
             ready.pid, ready.num_pages, ready.page_size, len(self.table),
         )  # fmt: skip
-        capacity = Capacity(ready.num_pages, ready.page_size, ready.prefill_tokens, ready.window)
+        capacity = Capacity(
+            ready.num_pages, ready.page_size, ready.prefill_tokens, ready.window, ready.step_costs
+        )
         self.grammars.forget_all()
         self.core = make_core(self._args, capacity, self.core.num_retractions)
         if self.report is not None:

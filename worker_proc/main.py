@@ -128,6 +128,7 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
     files = resolve_model(child.config.model)
     from worker_proc.loading.sharding import TPRank
     from worker_proc.startup.build import make_runner
+    from worker_proc.startup.guess_costs import prepare_guesses
     from worker_proc.startup.prefill_tuning import tune_prefill_size
     from worker_proc.system.devices import take_cores
 
@@ -140,6 +141,9 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
     prefill_tokens = (
         tune_prefill_size(runner, part.count) if child.config.scheduler.measures_chunks else 0
     )
+    if child.config.scheduler.speculative_method != "none":
+        clock.begin("measure guesses")
+    step_costs = prepare_guesses(runner, child.config, part.count)
     clock.end()
     table = runner.table
     ready = WorkerReady(
@@ -153,6 +157,7 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
         prefill_tokens=prefill_tokens,
         session=new_session(),
         window=runner.window,
+        step_costs=step_costs,
     )
     child.ready(
         dtype=ready.dtype,

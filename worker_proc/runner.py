@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from quadriga.wire.messages.worker import StepPlan, StepResult
+from quadriga.wire.messages.worker import GuessingPlan, StepPlan, StepResult
+from worker_proc.speculation.guesser import Guesser
 from worker_proc.startup.dummy_plans import decode_plan, prefill_plan, release_plan
 from worker_proc.step.engine_base import Engine
 from worker_proc.step.outputs import EngineOutput, PendingStep
@@ -21,6 +22,7 @@ class Runner:
         dtype: Of the weights.
         window: Tokens that every layer's attention is limited to; 0 if a layer sees all that a
             slot can hold.
+        guesser: Guesses tokens where plans ask for it; None: there are no guesses.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class Runner:
         self.table = table
         self.dtype = dtype
         self.window = window if window < table.context_length else 0
+        self.guesser: Guesser | None = None
         self._start_clock = step_clock(table.device)
 
     @torch.inference_mode()
@@ -49,7 +52,7 @@ class Runner:
             ValueError: The plan contradicts the slots.
         """
         clock = self._start_clock()
-        self.table.apply(plan)
+        self._apply(plan)
         pending = self.engine.execute(plan, self.table, clock) if plan.slots else NO_ROWS
         times = clock.stop()
 
@@ -66,6 +69,7 @@ class Runner:
                 failed=output.failed,
                 session=plan.session,
                 forced=output.forced,
+                guessed=output.guessed,
             )
 
         if pending.blocks_next:
@@ -73,12 +77,22 @@ class Runner:
             return lambda: result
         return finish
 
+    def _apply(self, plan: StepPlan) -> None:
+        """Apply a plan to the slots, and guess the next tokens of its rows."""
+        guesser = self.guesser
+        if guesser is None or not isinstance(plan, GuessingPlan):
+            self.table.apply(plan)
+            return
+        guesser.begin(plan)
+        self.table.apply(plan)
+        guesser.guess(plan)
+
     def warm_up(self) -> None:
         """Run a short prefill and, if there is room, a decode step, and leave nothing behind."""
         table = self.table
         num_tokens = min(table.page_size, max(table.context_length - 1, 1), 8)
         self.run(prefill_plan(num_tokens, table.page_size))
         if num_tokens < min(table.num_pages * table.page_size, table.context_length):
-            self.run(decode_plan(new_page=1 if num_tokens == table.page_size else None))
+            self.run(decode_plan([1] if num_tokens == table.page_size else ()))
         self.run(release_plan())
         self.engine.capture_graphs(table)

@@ -85,6 +85,13 @@ COUNTERS = {
         "Seconds that the worker spent in forward and sampling",
     ),
 }
+# Only of a server that guesses tokens.
+SPECULATION_COUNTERS = {
+    "spec_decode_num_drafts": "Number of rows of steps in which tokens were guessed",
+    "spec_decode_num_draft_tokens": "Number of guessed tokens",
+    "spec_decode_num_accepted_tokens": "Number of guessed tokens that were right",
+}
+SPECULATION_BY_PLACE = "spec_decode_num_accepted_tokens_per_pos"
 # Counters with a label: (metric name, help text, label, key of the ring's info).
 LABELED_COUNTERS = (
     (
@@ -197,6 +204,8 @@ class Collector:
             yield self._gauge(name, text, derived[name] if not key else info[key])
         for name, (key, text) in COUNTERS.items():
             yield self._counter(name, text, info[key])
+        if SPECULATION_BY_PLACE in info:
+            yield from self._speculation(info)
         for name, text, label, key in LABELED_COUNTERS:
             yield self._labeled_counter(name, text, label, info[key])
         for index, (name, text) in enumerate(TENANT_COUNTERS if info.get("tenants") else ()):
@@ -216,6 +225,14 @@ class Collector:
         )
         pool.add_metric([self._model, *(str(info[key]) for key in POOL_LABELS.values())], 1)
         yield pool
+
+    def _speculation(self, info: dict[str, Any]) -> Iterator[Metric]:
+        """Yield the metrics of guessed tokens."""
+        for name, text in SPECULATION_COUNTERS.items():
+            yield self._counter(name, text, info[f"{name}_total"])
+        text = "Number of guessed tokens that were right, by their place in the row"
+        places = info[SPECULATION_BY_PLACE]
+        yield self._labeled_counter(SPECULATION_BY_PLACE, text, "position", places)
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])

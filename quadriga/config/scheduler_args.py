@@ -8,6 +8,7 @@ from quadriga.errors import ConfigError
 BATCH_MODES = ("prefill-first", "mixed", "decode-first", "alternate")
 # A step may compute so many tokens of a single prompt even if fewer keep the worker busy.
 MIN_SINGLE_CHUNK_TOKENS = 256
+MAX_SPECULATIVE_TOKENS = 63
 POLICIES = ("fcfs", "lpm", "dfs-weight", "pack", "priority", "shortest")
 
 
@@ -75,6 +76,15 @@ class SchedulerArgs:
     plan_at_once: bool = flag(
         False, "plan each step as early as possible, instead of as late as the worker allows"
     )
+    speculative_method: str = flag(
+        "none",
+        "guess tokens from the request's own text and from recent answers, and verify them: ngram"
+        " guesses wherever text repeats, auto only as far as it makes answers faster",
+        ("none", "ngram", "auto"),
+    )
+    num_speculative_tokens: int = flag(
+        15, "largest number of tokens that are guessed for a request in one step", unit="TOKENS"
+    )
     journal: str = flag(
         "",
         "directory of the journal, from which a restarted scheduler recovers all requests; a"
@@ -91,6 +101,11 @@ class SchedulerArgs:
         check_positive(self, "max_running_requests")
         check_positive(self, "max_queued_requests", "max_requests_per_client")
         check_positive(self, "pack_lookahead", "pack_fifo_every", "priority_preemption_threshold")
+        if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"num_speculative_tokens is {self.num_speculative_tokens}: it must be 1 to"
+                f" {MAX_SPECULATIVE_TOKENS}; --speculative-method none guesses nothing"
+            )
         if self.batch_concurrency_beside < 0:
             raise ConfigError(
                 f"batch_concurrency_beside is {self.batch_concurrency_beside}: it must be 0 or more"

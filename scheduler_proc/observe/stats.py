@@ -8,6 +8,7 @@ from quadriga.histogram import SECONDS, Histogram
 from quadriga.wire.messages.public import InfoValues
 from quadriga.wire.messages.to_scheduler import CLIENT, CLIENT_LOST, SERVER_STOPPING
 from quadriga.wire.messages.worker import StepResult
+from scheduler_proc.observe.guess_stats import GuessStats
 from scheduler_proc.observe.tenant_stats import TenantStats
 from scheduler_proc.state.batch import ForwardMode, ScheduleBatch
 from scheduler_proc.state.plan import StepUpdate
@@ -31,6 +32,7 @@ class SchedulerStats:
         step_tokens: tokens in a step.
         stages: seconds that a request spent in each stage that it came to.
         tenants: what each tenant has used.
+        guesses: guessed tokens; None where none are guessed.
     """
 
     steps: int = 0
@@ -50,6 +52,7 @@ class SchedulerStats:
         default_factory=lambda: {stage: Histogram(SECONDS) for stage in STAGES}
     )
     tenants: TenantStats = field(default_factory=TenantStats)
+    guesses: GuessStats | None = None
     # Worker idle time between two steps, the second already planned.
     _gaps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     _last_ended: float = 0.0
@@ -66,6 +69,8 @@ class SchedulerStats:
             self.late_plans += 1
         self._last_ended = result.ended
         self.generation_tokens += len(update.seqs)
+        if self.guesses is not None:
+            self.guesses.on_step(result)
         for request in update.started:
             self.prompt_tokens += request.num_prompt
             self.cached_tokens += request.cached_tokens
@@ -99,6 +104,8 @@ class SchedulerStats:
             "step_tokens": self.step_tokens.as_map(),
             "stage_seconds": {stage: times.as_map() for stage, times in self.stages.items()},
         }
+        if self.guesses is not None:
+            values |= self.guesses.info()
         tenants = self.tenants.info()
         return values | {"tenants": tenants} if tenants else values
 

@@ -5,9 +5,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
+import msgspec
+
 from quadriga.wire.messages import worker
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.worker import NewSlot, StepPlan
+from quadriga.wire.messages.worker import GuessingPlan, NewSlot, StepPlan
 from scheduler_proc.state.request import Request
 
 
@@ -29,6 +31,10 @@ class ScheduleBatch:
         grown: slot, page, slot, page, … of page tables that become longer.
         num_decodes: number of decode rows.
         planned_at: time at which the plan was sent.
+        cut_rows: decode rows that sample nothing, as their pages end among forced tokens.
+        num_guesses: number of tokens that the worker may guess in each row; None: in no row.
+        groups: for each of `new`, the requests from whose answers it may be guessed; empty: nothing
+            is guessed.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -38,6 +44,9 @@ class ScheduleBatch:
     num_decodes: int = 0
     step: int = -1
     planned_at: float = 0.0
+    cut_rows: set[int] = field(default_factory=set)
+    num_guesses: list[int] | None = None
+    groups: list[bytes] = field(default_factory=list)
 
     @property
     def batch_size(self) -> int:
@@ -70,6 +79,8 @@ class ScheduleBatch:
             request.num_computed_tokens = computed = computed + count
             if computed == known:
                 request.num_known_tokens = known + 1
+            else:
+                self.cut_rows.add(len(rows))
             request.in_flight += 1
             rows.append(request)
             num_tokens.append(count)
@@ -87,7 +98,7 @@ class ScheduleBatch:
 
     def to_plan(self, released: list[int], session: int) -> StepPlan:
         """Return the message for the worker of this session, which first forgets `released`."""
-        return StepPlan(
+        plan = StepPlan(
             step=self.step,
             forward_mode=self.mode,
             slots=pack_ids([r.slot for r in self.requests]),
@@ -96,6 +107,13 @@ class ScheduleBatch:
             released=pack_ids(released),
             grown=pack_ids(self.grown),
             session=session,
+        )
+        if self.num_guesses is None and not self.groups:
+            return plan
+        return GuessingPlan(
+            **msgspec.structs.asdict(plan),
+            num_guesses=pack_ids(self.num_guesses or ()),
+            groups=self.groups,
         )
 
 

@@ -1,9 +1,11 @@
 """What goes into the scheduler core, and what comes out of it."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from quadriga.wire.messages.worker import StepCost
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.request import Request, RequestFailure, RetractReason, WaitReason
 
@@ -14,12 +16,14 @@ class Capacity(NamedTuple):
     Attributes:
         prefill_tokens: prompt tokens of one step that keep the worker busy.
         window: number of tokens, itself included, that a token sees in every layer; 0: all.
+        step_costs: of decode steps; empty: the worker does not guess tokens.
     """
 
     num_pages: int = 0
     page_size: int = 1
     prefill_tokens: int = 0
     window: int = 0
+    step_costs: Sequence[StepCost] = ()
 
 
 class BatchMode(str, enum.Enum):

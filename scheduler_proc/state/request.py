@@ -14,6 +14,7 @@ from quadriga.wire.messages.logprobs import LogprobBlock
 from quadriga.wire.messages.public import ErrorInfo
 from quadriga.wire.messages.to_scheduler import Submit
 from quadriga.wire.messages.worker import NewSlot, SlotSamplingParams
+from scheduler_proc.state.guess_record import GuessRecord
 from scheduler_proc.state.prefix_tree import Node
 from scheduler_proc.state.slot_params import ResolvedSampling, slot_sampling_params
 from scheduler_proc.state.span_recorder import SpanRecorder
@@ -101,6 +102,7 @@ class Request:
         num_retractions: number of times that the request lost its pages to others.
         worker_crashes: consecutive worker crashes while the request was in a step.
         cleared_at: number of tokens at which worker_crashes is reset (see quarantine.py).
+        guess_record: how good its guessed tokens were; None before the first ones.
         trace: recorder of its spans; None: it is not traced.
     """
 
@@ -148,6 +150,7 @@ class Request:
     num_retractions: int = 0
     worker_crashes: int = 0
     cleared_at: int = 0
+    guess_record: GuessRecord | None = None
     trace: SpanRecorder | None = None
 
     @classmethod
@@ -258,6 +261,14 @@ class Request:
         known = self.num_known_tokens - 1 + count
         self.num_computed_tokens = min(known, self.page_capacity)
         self.num_known_tokens = known + (self.num_computed_tokens == known)
+
+    def extend_guessed(self, count: int) -> None:
+        """Take in `count` tokens that were sampled after right guesses.
+
+        All but the last are computed, so that a step in flight computes the last one.
+        """
+        self.num_known_tokens += count
+        self.num_computed_tokens += count
 
     # --- counts -----------------------------------------------------------------------------------
 

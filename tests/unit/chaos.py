@@ -1,13 +1,13 @@
 """A scheduler under random load, with a check of every answer: for property tests and long runs.
 
-python -m tests.unit.chaos --steps 1000000 [--seed 0] [--window 0]
+python -m tests.unit.chaos --steps 1000000 [--seed 0] [--window 0] [--speculative-method none]
 """
 
 import argparse
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quadriga.config.scheduler_args import BATCH_MODES, POLICIES, SchedulerArgs
@@ -141,7 +141,11 @@ def random_args(source: random.Random) -> SchedulerArgs:
 
 
 def random_life(
-    source: random.Random, steps: int, observe: Observe | None = None, window: int = 0
+    source: random.Random,
+    steps: int,
+    observe: Observe | None = None,
+    window: int = 0,
+    **flags: Any,
 ) -> Chaos:
     """Run a random load on a random server, for at least so many steps and then until it is idle.
 
@@ -150,8 +154,9 @@ def random_life(
         steps: minimum number of steps.
         observe: gets every message that the scheduler sends.
         window: number of tokens that a token sees in every layer; 0: all.
+        flags: of the server, beside the random ones.
     """
-    args, num_pages = random_args(source), source.randint(2, 16)
+    args, num_pages = replace(random_args(source), **flags), source.randint(2, 16)
     chaos = Chaos(args, num_pages, source.choice([1, 2, 3, 4, 8]), observe, window)
     rate = source.choice([0.1, 0.5, 1.5])
     crash_rate = source.choice([0.0, 0.0, 0.01, 0.1])
@@ -193,13 +198,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--window", type=int, default=0, help="of every layer; 0: none")
+    parser.add_argument("--speculative-method", default="none")
     arguments = parser.parse_args()
     began, steps, seed = time.monotonic(), 0, arguments.seed
     counts: Counter[str] = Counter()
     while steps < arguments.steps:
         source = random.Random(seed)
         try:
-            chaos = random_life(source, 100, window=arguments.window)
+            chaos = random_life(
+                source,
+                100,
+                window=arguments.window,
+                speculative_method=arguments.speculative_method,
+            )
         except BaseException:
             print(f"seed {seed}: {random_args(random.Random(seed))}")
             raise
@@ -209,6 +220,7 @@ def main() -> None:
         counts["worker crashes"] += chaos.world.num_crashes
         counts["retractions"] += info["retractions"]
         counts["cached tokens"] += info["cached_tokens_total"]
+        counts["right guesses"] += info.get("spec_decode_num_accepted_tokens_total", 0)
         seed += 1
     print(
         f"{steps} steps, {seed - arguments.seed} servers, {dict(counts)},"

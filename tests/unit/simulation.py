@@ -18,8 +18,11 @@ from quadriga.wire.messages.to_scheduler import (
 )
 from quadriga.wire.messages.worker import (
     ForcedRow,
+    GuessedRow,
+    GuessingPlan,
     NewSlot,
     ResultMessage,
+    StepCost,
     StepPlan,
     StepResult,
     WorkerReady,
@@ -133,6 +136,7 @@ class SimulatedWorker:
         for slot, count in zip(slots, counts, strict=True):
             self._write_row(slot, count, written)
         tokens = [self._read_row(slot, start) for slot, start in zip(slots, starts, strict=True)]
+        guessed = self._guess_rows(plan, tokens)
         forced = [
             ForcedRow(row, pack_ids(ids))
             for row, slot in enumerate(slots)
@@ -144,8 +148,9 @@ class SimulatedWorker:
         self.now = self.free_at = done_at
         began, session = done_at - STEP_S, self.session
         return StepResult(
-            plan.step, pack_ids(tokens), began, done_at, session=session, forced=forced
-        )
+            plan.step, pack_ids(tokens), began, done_at, session=session, forced=forced,
+            guessed=guessed,
+        )  # fmt: skip
 
     def meets_poison(self) -> bool:
         """Return whether the oldest plan computes a slot that has a token of `poison`."""
@@ -209,6 +214,39 @@ class SimulatedWorker:
             return -1
         self._append(slot, token_of(states[-1], len(known)))
         return known[-1]
+
+    def _guess_rows(self, plan: StepPlan, tokens: list[int]) -> list[GuessedRow]:
+        """Guess in the rows that sampled; some guesses are right, and wrong ones leave their KV."""
+        if not isinstance(plan, GuessingPlan) or not plan.num_guesses:
+            return []
+        rows = zip(unpack_ids(plan.slots), unpack_ids(plan.num_guesses), strict=True)
+        return [
+            GuessedRow(row, count, pack_ids(self._guess(slot, count)))
+            for row, (slot, most) in enumerate(rows)
+            if tokens[row] >= 0 and (count := min(most, self._room_for_guesses(slot))) > 0
+        ]
+
+    def _room_for_guesses(self, slot: int) -> int:
+        reach = len(self.pages[slot]) * self.page_size - 1
+        return reach - self.computed[slot]
+
+    def _guess(self, slot: int, count: int) -> list[int]:
+        """Return the tokens that follow right guesses, and spoil the places of wrong ones."""
+        states, start = self.states[slot], self.computed[slot]
+        num_right = (states[-1] // 7) % (count + 1)
+        if self.known[slot][0] == JUMPING:
+            num_right = 0  # what its grammar forces comes instead
+        further = []
+        for position in range(start, start + count):
+            location = self._location(slot, position)
+            if position >= start + num_right:
+                self.kv[location] = -1
+                continue
+            self.kv[location] = states[position]
+            self._append(slot, token_of(states[-1], len(self.known[slot])))
+            self.computed[slot] = position + 1
+            further.append(self.known[slot][-1])
+        return further
 
     def _location(self, slot: int, position: int) -> tuple[int, int]:
         page, offset = divmod(position, self.page_size)
@@ -321,6 +359,7 @@ class World:
             "cpu",
             prefill_tokens=prefill_tokens,
             window=window,
+            step_costs=[StepCost(1, 0.01), StepCost(64, 0.011)],
         )
         self.wake_at: float | None = None
         self.schedule([], [self._ready])

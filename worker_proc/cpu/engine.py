@@ -96,7 +96,8 @@ class NativeEngine(Engine):
         self._pools.start_prefaulting(cpus)
 
     def execute(self, plan: StepPlan, table: SlotTable, clock: RunningStep) -> PendingStep:
-        if plan.forward_mode == DECODE and (token_ids := self.decode(plan, table)) is not None:
+        decodes = plan.forward_mode == DECODE and not table.has_guesses
+        if decodes and (token_ids := self.decode(plan, table)) is not None:
             return PendingStep(partial(EngineOutput, token_ids))
         return super().execute(plan, table, clock)
 
@@ -127,7 +128,7 @@ class NativeEngine(Engine):
         if len(plan.num_tokens) != len(plan.slots):
             return None
         count = len(plan.slots) // 4
-        self._prepare(self._whole, count, count, table)
+        self._prepare(self._whole, count, count, count, table)
         token_ids = ctypes.create_string_buffer(4 * count)
         arguments = (ctypes.byref(self._slots), plan.slots, plan.num_tokens, token_ids)
         decoded = self._call(self._library.quadriga_decode, self._whole, count, None, *arguments)
@@ -211,7 +212,7 @@ class NativeEngine(Engine):
     def _forward(self, recorded: Recorded, inputs: StepInputs, sampled: Tensor | None) -> Tensor:
         """Run a step and return its hidden states `[tokens, hidden]`; `sampled` as in `_call`."""
         layout, tokens, count = inputs.layout, inputs.num_tokens, len(inputs.layout.slots)
-        self._prepare(recorded, tokens, count, inputs.table)
+        self._prepare(recorded, tokens, count, len(inputs.samples), inputs.table)
         # The kernels read copies, as passing the addresses of three arrays takes longer.
         self._rows.slots[:count] = layout.slots
         self._rows.computed[:count] = layout.num_computed
@@ -219,14 +220,16 @@ class NativeEngine(Engine):
         self._call(self._library.quadriga_run, recorded, tokens, sampled)
         return self._buffers[Buffer.RESIDUAL][:tokens, : recorded.widths[Buffer.RESIDUAL]]
 
-    def _prepare(self, recorded: Recorded, tokens: int, rows: int, table: SlotTable) -> None:
+    def _prepare(
+        self, recorded: Recorded, tokens: int, rows: int, samples: int, table: SlotTable
+    ) -> None:
         """Make room for a step of a table."""
         self._reserve(recorded, tokens)
         if table is not self._table:
             self._set_table(table)
         self._pools.reach(table.num_pages_used)
-        if rows > len(self._rows.slots):
-            self._set_rows(StepRows.of(round_up(rows, 64)))
+        if max(rows, samples) > len(self._rows.slots):
+            self._set_rows(StepRows.of(round_up(max(rows, samples), 64)))
         self._step.row_count = rows
 
     def _set_table(self, table: SlotTable) -> None:

@@ -52,6 +52,7 @@ class TritonEngine(Engine):
     name = "triton"
     stores_tokens = True
     supports_jump_forward = False  # a row of several tokens keeps a step out of its graph
+    supports_guesses = False  # for the same reason
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -46,6 +47,14 @@ class SlotConstraint(ABC):
     @abstractmethod
     def take_forced(self, max_tokens: int) -> list[int]:
         """Accept and return the tokens that must follow, at most `max_tokens`."""
+
+    @abstractmethod
+    def copy(self) -> "SlotConstraint":
+        """Return the same state, which can go on by itself: to see what follows a guess."""
+
+    @abstractmethod
+    def ends_with(self, token: int) -> bool:
+        """Return whether the token ends the request, so that nothing follows it."""
 
 
 class SlotGrammar(SlotConstraint):
@@ -102,6 +111,16 @@ class SlotGrammar(SlotConstraint):
         token_ids = list(takewhile(lambda token: token not in self._stop_set, forced))
         self._matcher.consume_tokens(token_ids)
         return token_ids
+
+    def copy(self) -> "SlotGrammar":
+        """Return the same state, with a matcher of its own."""
+        other = copy(self)
+        other._matcher = self._matcher.deep_copy()
+        return other
+
+    def ends_with(self, token: int) -> bool:
+        """Return whether it is a stop token."""
+        return token in self._stop_set
 
 
 def barred_error(reason: str = "") -> str:

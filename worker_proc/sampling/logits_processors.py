@@ -37,6 +37,7 @@ class SlotLogits:
             no logprobs.
         logprob_ids: Ids whose logprobs are returned beside them.
         grammar: The slot's grammar, or the reasoning before it, if it has one.
+        after_guesses: The state of the grammar after each guess of the running step.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class SlotLogits:
     ) -> None:
         self.params = params
         self.grammar = grammar
+        self.after_guesses: list[SlotConstraint] = []
         self.penalises_generated = params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
         self.penalises = self.penalises_generated or params.repetition_penalty != 1.0
         self.bias_ids = _ids(params.bias_ids, device)
@@ -70,19 +72,27 @@ class SlotLogits:
         """Whether the logits are taken as they are, and no logprobs are returned."""
         return not (self._always_changes_logits or self.grammar) and self.num_top_logprobs is None
 
-    @property
-    def changes_logits(self) -> bool:
-        """Whether the processors change the logits of the next token."""
-        grammar = self.grammar
+    def changes_logits(self, grammar: SlotConstraint | None) -> bool:
+        """Return whether the processors, in this state of the grammar, change the logits."""
         return self._always_changes_logits or (grammar is not None and grammar.masks)
 
 
 class RowLogits(NamedTuple):
-    """A sampling row of a step, its slot and the slot's logits processors."""
+    """A sampling row of a step, its slot and the slot's logits processors.
+
+    Attributes:
+        grammar: The state of the slot's grammar at the token to be sampled, if it has one.
+    """
 
     row: int
     slot: int
     rules: SlotLogits
+    grammar: SlotConstraint | None = None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the processors change the row's logits."""
+        return self.rules.changes_logits(self.grammar)
 
 
 def apply_logits_processors(
@@ -154,8 +164,8 @@ def constrained(rows: Sequence[RowLogits]) -> list[Constrained]:
     """Return the rows that have a grammar, or a reasoning that is not over."""
     return [
         Constrained(row, grammar)
-        for row, _, rules in rows
-        if (grammar := rules.grammar) is not None and not grammar.is_over
+        for row, _, _, grammar in rows
+        if grammar is not None and not grammar.is_over
     ]
 
 

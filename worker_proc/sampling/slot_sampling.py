@@ -108,11 +108,42 @@ class SamplingState:
         )
 
     def row_logits(self, slots: Ints) -> list[RowLogits]:
-        """Return the rows that have logits processors or logprobs."""
+        """Return the rows that have logits processors or logprobs.
+
+        Args:
+            slots: [rows] of a slot with guesses, those after them follow the first one.
+        """
         if not self._logits:
             return []
-        return [
-            RowLogits(row, slot, rules)
-            for row, slot in enumerate(slots.tolist())
-            if (rules := self._logits.get(slot))
-        ]
+        rows = []
+        before, place = -1, 0
+        for row, slot in enumerate(slots.tolist()):
+            place = place + 1 if slot == before else 0
+            before = slot
+            if rules := self._logits.get(slot):
+                after = rules.after_guesses
+                grammar = after[place - 1] if place and after else rules.grammar
+                rows.append(RowLogits(row, slot, rules, grammar))
+        return rows
+
+    def grammar_of(self, slot: int) -> SlotConstraint | None:
+        """Return the state of a slot's grammar, or of the reasoning before it."""
+        rules = self._logits.get(slot)
+        return None if rules is None else rules.grammar
+
+    def follow_guesses(self, slot: int, token_ids: Sequence[int]) -> list[int]:
+        """Note the states of a slot's grammar after guesses, for one step.
+
+        Returns:
+            The guesses as far as the grammar allows them, and before a token that ends the request.
+        """
+        rules = self._logits.get(slot)
+        if rules is None or rules.grammar is None:
+            return list(token_ids)
+        state, rules.after_guesses = rules.grammar, []
+        for token in token_ids:
+            state = state.copy()
+            if state.ends_with(token) or state.advance(token):
+                break
+            rules.after_guesses.append(state)
+        return list(token_ids[: len(rules.after_guesses)])

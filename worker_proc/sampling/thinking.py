@@ -1,5 +1,6 @@
 """Close the reasoning of an answer after its budget, and begin the grammar after it."""
 
+from copy import copy
 from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -206,6 +207,16 @@ class GrammarAfterThinking(SlotConstraint):
         if self._phase is Phase.ANSWER and self._grammar is not None and len(forced) < max_tokens:
             forced += self._grammar.take_forced(max_tokens - len(forced))
         return forced
+
+    def copy(self) -> "GrammarAfterThinking":
+        """Return the same state, with a grammar of its own."""
+        other = copy(self)
+        other._grammar = self._grammar and self._grammar.copy()
+        return other
+
+    def ends_with(self, token: int) -> bool:
+        """Return whether it is a stop token."""
+        return token in self._stop_set
 
     def _advance_free_start(self, token: int) -> str:
         """Accept the first tokens of an answer without a grammar."""

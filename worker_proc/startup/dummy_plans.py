@@ -1,5 +1,7 @@
 """Plans with token 0 everywhere, by which a worker warms up and measures itself."""
 
+from collections.abc import Iterable
+
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.worker import DECODE, EXTEND, NewSlot, StepPlan
 
@@ -35,9 +37,9 @@ def prefill_plan(
     return _plan(EXTEND, num_rows, num_tokens, new=new)
 
 
-def decode_plan(new_page: int | None = None) -> StepPlan:
-    """Return a plan that decodes one token of slot 0, whose table may get a page before."""
-    return _plan(DECODE, 1, 1, grown=b"" if new_page is None else pack_ids([0, new_page]))
+def decode_plan(new_pages: Iterable[int] = ()) -> StepPlan:
+    """Return a plan that decodes one token of slot 0, whose table may get pages before."""
+    return _plan(DECODE, 1, 1, grown=pack_ids(i for page in new_pages for i in (0, page)))
 
 
 def release_plan(num_slots: int = 1) -> StepPlan:

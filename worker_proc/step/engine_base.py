@@ -8,9 +8,10 @@ from torch import Tensor
 
 from quadriga.runtime.cpu_affinity import Cpus
 from quadriga.wire.messages.logprobs import PromptPiece
-from quadriga.wire.messages.worker import StepPlan
+from quadriga.wire.messages.worker import GuessedRow, StepPlan
 from worker_proc.sampling.logits_processors import apply_logits_processors, constrained
 from worker_proc.sampling.sampler import SamplingRows, sample
+from worker_proc.speculation.verification import verify_guesses
 from worker_proc.step.inputs import StepInputs, make_inputs
 from worker_proc.step.logprobs import prompt_logprobs, prompt_spans, row_logprobs, sampled_logprobs
 from worker_proc.step.outputs import NO_TOKENS, PendingStep, SampledTokens, pending_step
@@ -36,6 +37,7 @@ class Engine(ABC):
             a graph.
         supports_jump_forward: A row with a few more tokens hardly makes a step longer, so that the
             tokens that a grammar forces are computed together with the sampled one.
+        supports_guesses: Rows of several tokens can sample after each of them.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Engine(ABC):
     stores_tokens = False
     last_replay: Callable[[], None] | None = None
     supports_jump_forward = True
+    supports_guesses = True
 
     def execute(self, plan: StepPlan, table: SlotTable, clock: RunningStep) -> PendingStep:
         """Compute the rows of a plan, sample, and add the tokens to the slots.
@@ -65,6 +68,9 @@ class Engine(ABC):
         else:
             sampled = self.forward_and_sample(inputs)
         table.num_computed[inputs.layout.slots] = inputs.num_computed_after
+        guessed: list[GuessedRow] = []
+        if table.has_guesses:
+            inputs, sampled, guessed = verify_guesses(inputs, sampled)
         if len(inputs.samples):
             slots, positions = inputs.sampled_slots, inputs.sample_positions
             if self.ranks is not None:
@@ -72,7 +78,7 @@ class Engine(ABC):
             if not sampled.stored:
                 table.write_tokens(slots, positions, sampled.token_ids)
             table.num_known[slots] = positions + 1
-        return pending_step(inputs, sampled, prompt_pieces, self.supports_jump_forward)
+        return pending_step(inputs, sampled, prompt_pieces, self.supports_jump_forward, guessed)
 
     @abstractmethod
     def forward(self, inputs: StepInputs) -> Tensor:
@@ -110,7 +116,7 @@ class Engine(ABC):
         logits = self.logits(hidden)
         rules = table.sampling.row_logits(slots)
         asked = row_logprobs(logits, rules)
-        changing = [row for row in rules if row.rules.changes_logits]
+        changing = [row for row in rules if row.changes_logits]
         if changing:
             logits = apply_logits_processors(logits, changing, positions, table.tokens)
         token_ids = self.sample_slots(logits, inputs)

@@ -45,7 +45,8 @@ class StepInputs:
         num_computed_after: `[rows]` computed tokens of each row's slot after the step.
         plan_rows: `[rows]` the row's number in the plan.
         token_slots, token_positions: `[tokens]` where each token of the step belongs.
-        samples: `[samples]` the rows that sample.
+        samples: `[samples]` the row of each sample. A row with guesses has one more than guesses,
+            one after the other.
         sampled_slots, sampled_rows: `[samples]` their slots, and their numbers in the plan.
         sample_positions: `[samples]` the position of the token to be sampled in its request.
     """
@@ -74,11 +75,13 @@ class StepInputs:
 
     @LazyAttribute
     def last_tokens(self) -> Tensor | None:
-        """`[samples]` the last token of each sampling row; None: every token is one, in order."""
+        """`[samples]` the token before each sample; None: every token is one, in order."""
         if self.decodes_only:
             return None
-        last = np.cumsum(self.layout.num_tokens)[self.samples] - 1
-        return send(last, self.table.device)
+        first = (
+            np.cumsum(self.layout.num_tokens) - self.layout.num_tokens - self.layout.num_computed
+        )
+        return send(first[self.samples] + self.sample_positions - 1, self.table.device)
 
     def of_samples(self, values: Tensor) -> Tensor:
         """Return the rows `[samples, …]` of `[tokens, …]` after which a token is sampled."""
@@ -92,7 +95,7 @@ class StepInputs:
 
     @property
     def decodes_only(self) -> bool:
-        """True if every row has one token, and samples."""
+        """True if a token is sampled after every one; without guesses, each row has one."""
         return len(self.samples) == self.num_tokens
 
 
@@ -111,6 +114,8 @@ def make_inputs(plan: StepPlan, table: SlotTable, clock: RunningStep | None = No
         _explain_reach(slots, num_computed + num_tokens, num_known, reach)
     if has_forced.any():
         num_tokens = np.where(has_forced, reach - num_computed, num_tokens)
+    if table.has_guesses:
+        num_tokens = num_tokens + table.num_guesses[slots]
     several = num_tokens > 1
     all_single = not several.any()  # as in most steps, for which the general way takes too long
     order = (
@@ -126,7 +131,11 @@ def make_inputs(plan: StepPlan, table: SlotTable, clock: RunningStep | None = No
         token_slots = np.repeat(slots, num_tokens)
         starts = np.repeat(num_computed - ends + num_tokens, num_tokens)
         token_positions = starts + np.arange(ends[-1])
-    samples = (num_computed_after == num_known).nonzero()[0]
+    if table.has_guesses:
+        samples, sample_positions = _guessing_samples(num_computed_after, num_known, slots, table)
+    else:
+        samples = (num_computed_after == num_known).nonzero()[0]
+        sample_positions = num_known[samples]
     return StepInputs(
         table=table,
         clock=HostStep() if clock is None else clock,
@@ -138,8 +147,21 @@ def make_inputs(plan: StepPlan, table: SlotTable, clock: RunningStep | None = No
         samples=samples,
         sampled_slots=slots[samples],
         sampled_rows=order[samples],
-        sample_positions=num_known[samples],
+        sample_positions=sample_positions,
     )
+
+
+def _guessing_samples(
+    num_computed_after: Ints, num_known: Ints, slots: Ints, table: SlotTable
+) -> tuple[Ints, Ints]:
+    """Return row and position of each sample: after the last known token, and after each guess."""
+    num_guesses = table.num_guesses[slots]
+    rows = (num_computed_after == num_known + num_guesses).nonzero()[0]
+    counts = num_guesses[rows] + 1
+    samples = np.repeat(rows, counts)
+    ends = np.cumsum(counts)
+    places = np.arange(len(samples)) - np.repeat(ends - counts, counts)
+    return samples, num_known[samples] + places
 
 
 def _check_rows(slots: list[int], num_tokens: list[int], table: SlotTable) -> None:

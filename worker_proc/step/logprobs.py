@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -77,6 +78,25 @@ def sampled_logprobs(asked: RowLogprobs, sampled: Tensor, plan_rows: Ints) -> Sa
     else:
         block = _block([(asked.logprobs, sampled[index])], max(asked.num_top))
     return SampledLogprobs(plan_rows[asked.rows].astype("<i4").tobytes(), block)
+
+
+def keep_samples(
+    sampled: SampledLogprobs, plan_rows: Ints, kept: npt.NDArray[np.bool_]
+) -> SampledLogprobs:
+    """Return the logprobs of the samples that are kept.
+
+    Args:
+        sampled: Logprobs of all samples of the rows that asked for them.
+        plan_rows: `[samples]` the number of each sample's row in the plan.
+        kept: `[samples]`.
+    """
+    rows, block = np.frombuffer(sampled.rows, dtype="<i4"), sampled.block
+    chosen = kept[np.isin(plan_rows, rows)]
+    values, ids, top = (
+        np.frombuffer(part, dtype="<i4").reshape(len(rows), -1)[chosen].tobytes()
+        for part in (block.values, block.top_ids, block.top_values)
+    )
+    return SampledLogprobs(rows[chosen].tobytes(), LogprobBlock(values, block.width, ids, top))
 
 
 def prompt_spans(inputs: StepInputs) -> list[PromptSpan]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.logprobs import PromptPiece, SampledLogprobs
-from quadriga.wire.messages.worker import FailedRow, ForcedRow
+from quadriga.wire.messages.worker import FailedRow, ForcedRow, GuessedRow
 from worker_proc.sampling.grammar_mask import Constrained, advance
 from worker_proc.step.inputs import StepInputs
 from worker_proc.system.transfer import TokenIds
@@ -41,6 +41,7 @@ class EngineOutput(msgspec.Struct):
     prompt_logprobs: list[PromptPiece] = []
     failed: list[FailedRow] = []
     forced: list[ForcedRow] = []
+    guessed: list[GuessedRow] = []
 
 
 class PendingStep(msgspec.Struct, frozen=True):
@@ -61,6 +62,7 @@ def pending_step(
     sampled: SampledTokens,
     prompt_logprobs: list[PromptPiece],
     jump_forward: bool,
+    guessed: list[GuessedRow],
 ) -> PendingStep:
     """Start to copy the sampled tokens to the host.
 
@@ -69,14 +71,22 @@ def pending_step(
         sampled: The tokens of its sampling rows.
         prompt_logprobs: Logprobs of its prompt tokens.
         jump_forward: Append the tokens that grammars force to the slots.
+        guessed: Its rows with guesses, which may have several tokens.
     """
     fetch = inputs.table.copier.begin(sampled.token_ids)
 
     def wait() -> EngineOutput:
         token_ids = np.empty(len(inputs.layout.slots), dtype="<i4")
         token_ids.fill(-1)
-        token_ids[inputs.sampled_rows] = on_host = fetch()
-        output = EngineOutput(token_ids.tobytes(), sampled.logprobs, prompt_logprobs)
+        on_host, rows = fetch(), inputs.sampled_rows
+        if guessed:  # the first token of each row; `guessed` has those after it
+            is_first = np.diff(inputs.samples, prepend=-1) != 0
+            token_ids[rows[is_first]] = on_host[is_first]
+        else:
+            token_ids[rows] = on_host
+        output = EngineOutput(
+            token_ids.tobytes(), sampled.logprobs, prompt_logprobs, guessed=guessed
+        )
         if sampled.constrained:
             output.failed = advance(sampled.constrained, on_host, inputs.sampled_rows)
             if jump_forward:
@@ -92,8 +102,11 @@ def _append_forced(constrained: Sequence[Constrained], inputs: StepInputs) -> li
     The next step of the slot computes them together with the sampled token.
     """
     table, forced = inputs.table, []
+    last_of_slots = {int(inputs.sampled_slots[row]): row for row, _ in constrained}
     for row, grammar in constrained:
         slot = int(inputs.sampled_slots[row])
+        if row != last_of_slots[slot]:
+            continue  # a token of the row follows
         room = table.context_length - int(table.num_known[slot])
         token_ids = grammar.take_forced(min(room, MAX_FORCED_TOKENS))
         if token_ids:

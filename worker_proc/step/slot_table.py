@@ -24,6 +24,9 @@ class SlotTable:
         num_pages_of: `[slots]` on the host: pages in the slot's row.
         has_forced: `[slots]` on the host: the slot's grammar has forced tokens, so that a row
             computes all that is known of it.
+        num_guesses: `[slots]` on the host: tokens that the next step of the slot computes after the
+            known ones, as a guess. They are written behind those in `tokens`.
+        has_guesses: Whether a slot has guesses.
         held: The slots in use.
         num_pages_used: Every page that a slot ever had has a lower number.
         copier: Copies what a step samples to the host.
@@ -51,6 +54,8 @@ class SlotTable:
         self.num_computed = np.zeros(num_slots, dtype=np.int64)
         self.num_pages_of = np.zeros(num_slots, dtype=np.int64)
         self.has_forced = np.zeros(num_slots, dtype=np.bool_)
+        self.num_guesses = np.zeros(num_slots, dtype=np.int64)
+        self.has_guesses = False
         self.held: set[int] = set()
         self.num_pages_used = 0
         self.copier = DeviceToHostCopier(device)
@@ -123,6 +128,11 @@ class SlotTable:
         device_slots, device_positions = send_all(self.device, slots, positions)
         return self.tokens[device_slots, device_positions]
 
+    def known_tokens(self, slot: int, begin: int) -> list[int]:
+        """Return the known tokens of a slot from position `begin` on; the host waits for them."""
+        token_ids: list[int] = self.tokens[slot, begin : int(self.num_known[slot])].tolist()
+        return token_ids
+
     def write_tokens(self, slots: Ints, positions: Ints, token_ids: TokenIds) -> None:
         """Write a token `[n]` at a position of each slot; `num_known` stays as it is."""
         if self._host_tokens is not None:
@@ -139,6 +149,28 @@ class SlotTable:
         self.tokens[slot, begin:end] = torch.tensor(token_ids, dtype=torch.int32)
         self.num_known[slot] = end
         self.has_forced[slot] = True
+
+    def room_for_guesses(self, slot: int) -> int:
+        """Return how many tokens may be guessed after the known ones of a slot.
+
+        One more has a page then, as the scheduler counts on it for a step that it has planned.
+        """
+        reach = int(self.num_pages_of[slot]) * self.page_size - 1
+        return min(reach, self.context_length - 1) - int(self.num_known[slot])
+
+    def guess(self, slot: int, token_ids: list[int]) -> None:
+        """Let the next step of a slot compute guesses after its known tokens."""
+        begin = int(self.num_known[slot])
+        self.tokens[slot, begin : begin + len(token_ids)] = torch.tensor(
+            token_ids, dtype=torch.int32
+        )
+        self.num_guesses[slot] = len(token_ids)
+        self.has_guesses = True
+
+    def forget_guesses(self) -> None:
+        """Forget the guesses of all slots, after the step that computed them."""
+        self.num_guesses[:] = 0
+        self.has_guesses = False
 
     def require_held(self, slots: list[int], verb: str) -> None:
         """Raise ValueError for a slot that is not held; `verb` says what the plan does to it."""

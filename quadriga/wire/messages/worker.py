@@ -107,6 +107,22 @@ class StepPlan(msgspec.Struct, tag="plan", array_like=True, frozen=True):
     session: int = 0
 
 
+class GuessingPlan(StepPlan, tag="plan", array_like=True, frozen=True):
+    """A step in which the worker may guess tokens, and the form in which each plan is read.
+
+    In a row that reaches the last known token of its slot, the worker may guess up to
+    num_guesses[i] further tokens. The row computes them, too, and samples after each of them.
+
+    Attributes:
+        num_guesses: int32 bytes, one per row; empty: none in every row.
+        groups: for each of `new`, the name of the requests from whose answers it may be guessed;
+            empty: nothing is guessed in them.
+    """
+
+    num_guesses: bytes = b""
+    groups: list[bytes] = []
+
+
 class CompileGrammar(msgspec.Struct, tag="compile", array_like=True, frozen=True):
     """Compile a grammar in parallel to the steps, keep it, and answer with GrammarReady."""
 
@@ -127,10 +143,17 @@ class StopWorker(msgspec.Struct, tag="stop", array_like=True, frozen=True):
     """Exit; no message follows."""
 
 
-WorkerMessage = StepPlan | CompileGrammar | ForgetGrammar | ResetWorker | StopWorker
+WorkerMessage = GuessingPlan | CompileGrammar | ForgetGrammar | ResetWorker | StopWorker
 
 
 # --- worker_proc -> scheduler_proc ----------------------------------------------------------------
+
+
+class StepCost(msgspec.Struct, array_like=True, frozen=True):
+    """Seconds of a decode step that computes so many tokens."""
+
+    num_tokens: int
+    seconds: float
 
 
 class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
@@ -140,6 +163,8 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
         prefill_tokens: number of prompt tokens in one step beyond which the rate does not rise.
         session: drawn by the worker when its slots are empty; messages of another one are stale.
         window: number of tokens, itself included, that a token sees in every layer; 0: all.
+        step_costs: measured where tokens may be guessed, by ascending numbers of tokens; empty:
+            the worker does not guess.
     """
 
     num_pages: int
@@ -152,6 +177,7 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     prefill_tokens: int = 256
     session: int = 0
     window: int = 0
+    step_costs: list[StepCost] = []
 
 
 class GrammarReady(msgspec.Struct, tag="grammar", array_like=True, frozen=True):
@@ -179,15 +205,35 @@ class ForcedRow(msgspec.Struct, array_like=True, frozen=True):
     token_ids: bytes
 
 
+class GuessedRow(msgspec.Struct, array_like=True, frozen=True):
+    """A row of a plan in which the worker guessed tokens.
+
+    A guess is right if it equals the token that was sampled in its place. What was sampled after a
+    wrong guess does not count, and its keys and values are overwritten by the slot's next row.
+
+    Attributes:
+        num_guesses: number of guesses; at most that of the plan, and so that at least one token
+            more has a page.
+        token_ids: int32 bytes: a token for each right guess, sampled after it. They follow the
+            row's own token, and are known tokens of the slot. All but the last are computed.
+    """
+
+    row: int
+    num_guesses: int
+    token_ids: bytes
+
+
 class StepResult(msgspec.Struct, tag="result", array_like=True, frozen=True):
     """Result of a step.
 
     Attributes:
         token_ids: int32 bytes, one per row of the plan; -1 for a row that did not sample.
         began, ended: Unix seconds around forward and sampling.
-        logprobs, prompt_logprobs: log-probabilities that slots request.
+        logprobs, prompt_logprobs: log-probabilities that slots request; those of a row's further
+            tokens follow in order.
         failed: rows whose grammar allows no token.
         forced: rows whose grammar forces further tokens.
+        guessed: rows with guesses, whose further tokens come before the forced ones.
     """
 
     step: int
@@ -199,6 +245,7 @@ class StepResult(msgspec.Struct, tag="result", array_like=True, frozen=True):
     failed: list[FailedRow] = []
     session: int = 0
     forced: list[ForcedRow] = []
+    guessed: list[GuessedRow] = []
 
 
 ResultMessage = WorkerReady | GrammarReady | StepResult

@@ -113,6 +113,17 @@ TestScheduler.settings = settings(
 )
 
 
+@pytest.mark.parametrize("method", ["ngram", "auto"])
+@pytest.mark.parametrize("window", [0, 3])
+def test_lives_of_random_servers_that_guess(method: str, window: int) -> None:
+    num_right = 0
+    for number in range(25):
+        source = random.Random(f"{method}/{number}")
+        chaos = random_life(source, 100, window=window, speculative_method=method)
+        num_right += chaos.world.scheduler.info()["spec_decode_num_accepted_tokens_total"]
+    assert num_right > 100
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_lives_of_random_servers(seed: int) -> None:
     for number in range(25):

@@ -1,0 +1,150 @@
+"""How many tokens the worker may guess in each row of a decode step.
+
+A guess costs what a step takes longer with one more token, which the worker has measured, and
+brings a token if it and all guesses of its row before it are right, for which the request's recent
+guesses stand. So the guesses that are most likely to be right come first, as long as they raise the
+tokens per second of the step. With many rows a further token costs as much as it brings, and
+nothing is guessed.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.wire.messages.worker import StepCost, StepResult
+from scheduler_proc.state.batch import ScheduleBatch
+from scheduler_proc.state.guess_record import GuessRecord
+from scheduler_proc.state.kv_cache import KVCache
+from scheduler_proc.state.request import Request
+
+MAX_GUESSING_ROWS = 32  # in a larger step a further token costs its full share of the time
+MIN_GAIN = 1.05  # tokens per second with guesses, over those without
+SCALE_WEIGHT, SIZE_WEIGHT = 0.1, 0.02  # of a step, in what is known of all and of its size
+MAX_CHANGE = 2.0  # a step that took longer than that was disturbed
+MIN_RATE = 0.05  # share of right guesses below which none is planned
+
+
+class StepCosts:
+    """Seconds of a decode step by its number of tokens, interpolated.
+
+    They begin with what the worker has measured when it started, and follow the steps that it runs.
+    """
+
+    def __init__(self, costs: Sequence[StepCost]) -> None:
+        self._sizes = [cost.num_tokens for cost in costs]
+        self._seconds: list[float] = []
+        for cost in costs:  # a larger step is never faster: a measurement may be disturbed
+            self._seconds.append(max([cost.seconds, *self._seconds[-1:]]))
+        self._scale = 1.0  # of all sizes: contexts become longer, and the machine busier
+
+    def seconds(self, num_tokens: int) -> float:
+        """Return the seconds of a step, in proportion to those of other sizes."""
+        sizes, seconds = self._sizes, self._seconds
+        end = min(max(bisect_left(sizes, num_tokens), 1), len(sizes) - 1)
+        slope = (seconds[end] - seconds[end - 1]) / (sizes[end] - sizes[end - 1])
+        return seconds[end] + slope * (num_tokens - sizes[end])
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Take in the seconds of a step; what is unusual for its size alone changes that size."""
+        index = bisect_left(self._sizes, num_tokens)
+        if index == len(self._sizes) or seconds <= 0.0:
+            return
+        ratio = seconds / self.seconds(num_tokens)
+        self._scale += SCALE_WEIGHT * (ratio - self._scale)
+        change = min(max(ratio / self._scale, 1 / MAX_CHANGE), MAX_CHANGE)
+        lowest = self._seconds[index - 1] if index else 0.0
+        highest = self._seconds[index + 1] if index + 1 < len(self._sizes) else math.inf
+        changed = self._seconds[index] * (1 + SIZE_WEIGHT * (change - 1))
+        self._seconds[index] = min(max(changed, lowest), highest)
+
+
+class GuessPolicy:
+    """Plan guesses: as many as the flags allow (ngram), or as many as pay (auto)."""
+
+    def __init__(self, args: SchedulerArgs, costs: Sequence[StepCost]) -> None:
+        self._most = args.num_speculative_tokens
+        self._costs = StepCosts(costs) if args.speculative_method == "auto" else None
+
+    def group_of(self, request: Request) -> bytes:
+        """Return the name of the requests from whose answers this one's may be guessed."""
+        return request.tenant.encode() + b"\0" + request.cache_salt
+
+    def plan(self, batch: ScheduleBatch, kv: KVCache) -> None:
+        """Add guesses to the rows of a step that only decodes, and the pages that they need."""
+        # A row that is cut must not get pages either, as it computes all that they hold.
+        limits = {
+            row: min(self._most, most)
+            for row, request in enumerate(batch.requests)
+            if (most := _most_guesses(request)) > 0 and row not in batch.cut_rows
+        }
+        if not limits:
+            return
+        if self._costs is not None:
+            limits = self._that_pay(self._costs, batch, limits)
+        if any(limits.values()):
+            batch.num_guesses = [limits.get(row, 0) for row in range(batch.batch_size)]
+            _add_pages(batch, batch.num_guesses, kv)
+
+    def observe(self, batch: ScheduleBatch, result: StepResult) -> None:
+        """Take in which guesses of a step were right, and how long it took."""
+        num_tokens = sum(batch.num_tokens)
+        for row in result.guessed:
+            _record(batch.requests[row.row]).observe(row.num_guesses, len(row.token_ids) // 4)
+            num_tokens += row.num_guesses
+        if self._costs is not None and batch.num_decodes == batch.batch_size:
+            self._costs.observe(num_tokens, result.ended - result.began)
+
+    def _that_pay(
+        self, costs: StepCosts, batch: ScheduleBatch, limits: dict[int, int]
+    ) -> dict[int, int]:
+        """Return the numbers of guesses that raise the tokens per second most."""
+        num_tokens = sum(batch.num_tokens)
+        if num_tokens > MAX_GUESSING_ROWS:
+            return {}
+        records = {row: _record(batch.requests[row]) for row in limits}
+        expected, best = float(batch.batch_size), 0
+        rate = best_rate = MIN_GAIN * expected / costs.seconds(num_tokens)
+        guesses = sorted(
+            ((chance**place, row) for row, most in limits.items()
+             if (chance := records[row].rate) > MIN_RATE for place in range(1, most + 1)),
+            reverse=True,
+        )  # fmt: skip
+        for count, (chance, _row) in enumerate(guesses, 1):
+            expected += chance
+            rate = expected / costs.seconds(num_tokens + count)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        numbers = dict.fromkeys(limits, 0)
+        for _chance, row in guesses[:best]:
+            numbers[row] += 1
+        for row in limits:
+            if not numbers[row] and batch.batch_size <= MAX_GUESSING_ROWS // 4:
+                numbers[row] = int(records[row].may_try())
+        return numbers
+
+
+def _record(request: Request) -> GuessRecord:
+    if request.guess_record is None:
+        request.guess_record = GuessRecord()
+    return request.guess_record
+
+
+def _most_guesses(request: Request) -> int:
+    """Return how many tokens the request may still generate after the one that its row samples."""
+    return 0 if request.finished else request.num_remaining_tokens
+
+
+def _add_pages(batch: ScheduleBatch, num_guesses: list[int], kv: KVCache) -> None:
+    """Give rows the pages of their guesses and of a token more, while others need none of them."""
+    for request, count in zip(batch.requests, num_guesses, strict=True):
+        wanted = min(request.num_computed_tokens + count + 1, request.max_total_tokens)
+        while count and request.page_capacity < wanted and kv.num_available > batch.batch_size:
+            batch.grown += (request.slot, kv.append_page(request))
+
+
+def make_guess_policy(args: SchedulerArgs, costs: Sequence[StepCost]) -> GuessPolicy | None:
+    """Return the policy of --speculative-method; None for none, or if the worker cannot guess."""
+    if args.speculative_method == "none" or len(costs) < 2:
+        return None
+    return GuessPolicy(args, costs)

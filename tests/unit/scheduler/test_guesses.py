@@ -1,0 +1,186 @@
+"""How many tokens are guessed: as many as pay, and none where a step has many rows."""
+
+import random
+from typing import Any
+
+import pytest
+
+from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.errors import ConfigError
+from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.logprobs import LogprobBlock, SampledLogprobs
+from quadriga.wire.messages.worker import GuessedRow, StepCost, StepResult
+from scheduler_proc.events import StepEvents
+from scheduler_proc.observe.guess_stats import GuessStats
+from scheduler_proc.planning.guess_policy import GuessPolicy, StepCosts, make_guess_policy
+from scheduler_proc.state.batch import ScheduleBatch
+from scheduler_proc.state.guess_record import FIRST_PAUSE, MAX_PAUSE, GuessRecord
+from scheduler_proc.state.kv_cache import KVCache
+from scheduler_proc.state.plan import StepUpdate
+from scheduler_proc.state.request import Request
+from tests.unit.simulation import World, reference, submit
+
+CHEAP = [StepCost(1, 1.0), StepCost(64, 1.1)]  # a further token costs next to nothing
+DEAR = [StepCost(1, 1.0), StepCost(64, 64.0)]  # and here as much as a step of its own
+PROMPT = [5, 6, 7]
+
+
+def request_of(number: int, max_new_tokens: int = 100) -> Request:
+    message = submit(f"r{number}", PROMPT, max_new_tokens)
+    request = Request.from_submit(number, message, frozenset())
+    request.slot, request.num_computed_tokens = number, len(PROMPT)
+    request.num_known_tokens = len(PROMPT) + 1
+    return request
+
+
+def batch_of(requests: list[Request], kv: KVCache) -> ScheduleBatch:
+    for request in requests:
+        kv.append_page(request)
+    batch = ScheduleBatch()
+    batch.add_decodes(requests)
+    return batch
+
+
+def planned(
+    policy: GuessPolicy, requests: list[Request], kv: KVCache | None = None
+) -> list[int] | None:
+    kv = kv or KVCache(1000, 16)
+    batch = batch_of(requests, kv)
+    policy.plan(batch, kv)
+    return batch.num_guesses
+
+
+def policy_of(costs: list[StepCost], **flags: Any) -> GuessPolicy:
+    policy = make_guess_policy(SchedulerArgs(**{"speculative_method": "auto", **flags}), costs)
+    assert policy is not None
+    return policy
+
+
+def observe(policy: GuessPolicy, request: Request, num_guesses: int, num_right: int) -> None:
+    batch = ScheduleBatch(requests=[request], num_tokens=[1], num_decodes=1)
+    row = GuessedRow(0, num_guesses, pack_ids([1] * num_right))
+    policy.observe(batch, StepResult(0, b"", 1.0, 1.0, guessed=[row]))
+
+
+@pytest.mark.parametrize("number", [0, 64])
+def test_a_number_of_guesses_that_cannot_work_is_refused(number: int) -> None:
+    with pytest.raises(ConfigError, match=r"it must be 1 to 63; --speculative-method none"):
+        SchedulerArgs(num_speculative_tokens=number).validate()
+
+
+def test_nothing_is_guessed_without_the_flag_or_a_worker_that_can() -> None:
+    assert make_guess_policy(SchedulerArgs(), CHEAP) is None
+    assert make_guess_policy(SchedulerArgs(speculative_method="ngram"), []) is None
+
+
+def test_right_guesses_raise_the_number_and_wrong_ones_end_them() -> None:
+    policy, good, bad = policy_of(CHEAP), request_of(0), request_of(1)
+    for _ in range(20):
+        observe(policy, good, 4, 4)
+        observe(policy, bad, 4, 0)
+    numbers = planned(policy, [good, bad])
+    assert numbers is not None
+    assert numbers[0] == SchedulerArgs().num_speculative_tokens
+    assert numbers[1] <= 1
+
+
+def test_nothing_is_guessed_where_a_token_costs_a_step() -> None:
+    policy, request = policy_of(DEAR), request_of(0)
+    observe(policy, request, 8, 8)
+    assert planned(policy, [request]) == [1], "one try"
+    for _ in range(FIRST_PAUSE):
+        request.num_computed_tokens, request.num_known_tokens = 3, 4
+        assert planned(policy, [request]) is None
+
+
+def test_nothing_is_guessed_under_load() -> None:
+    requests = [request_of(number) for number in range(33)]
+    assert planned(policy_of(CHEAP), requests) is None
+    by_flag = planned(policy_of(CHEAP, speculative_method="ngram"), requests)
+    assert by_flag == [15] * 33
+
+
+def test_no_more_is_guessed_than_the_request_may_generate() -> None:
+    policy = policy_of(CHEAP, speculative_method="ngram", num_speculative_tokens=5)
+    assert planned(policy, [request_of(0, 4), request_of(1, 20), request_of(2, 2)]) == [2, 5, 0]
+
+
+def test_guesses_take_no_page_that_others_may_need() -> None:
+    policy = policy_of(CHEAP, speculative_method="ngram", num_speculative_tokens=20)
+    for num_pages, expected in ((9, 7), (3, 2)):
+        kv, requests = KVCache(num_pages, 4), [request_of(0)]
+        assert planned(policy, requests, kv) == [20]
+        assert len(requests[0].pages) == expected
+
+
+def test_tries_become_rare_and_frequent_again() -> None:
+    record, waits = GuessRecord(), []
+    for _ in range(6):
+        steps = 0
+        while not record.may_try():
+            steps += 1
+        waits.append(steps)
+    assert waits == [0, 16, 32, 64, 128, MAX_PAUSE]
+    record.observe(1, 1)
+    assert record.pause == FIRST_PAUSE
+
+
+def test_the_rate_of_right_guesses_follows_the_last_ones() -> None:
+    record = GuessRecord()
+    for _ in range(30):
+        record.observe(5, 0)
+    assert record.rate < 0.1
+    for _ in range(10):
+        record.observe(5, 5)
+    assert record.rate > 0.9
+
+
+def test_costs_are_interpolated_and_follow_the_steps_that_ran() -> None:
+    costs = StepCosts([StepCost(1, 1.0), StepCost(4, 0.9), StepCost(8, 2.0)])
+    assert costs.seconds(1) == costs.seconds(3) == 1.0  # a larger step is never faster
+    assert costs.seconds(6) == pytest.approx(1.5)
+    assert costs.seconds(12) == pytest.approx(3.0)
+    source = random.Random(0)
+    for _ in range(2000):
+        size = source.choice([1, 8])
+        costs.observe(size, 10 * (1.0 if size == 1 else 1.2) * source.uniform(0.9, 1.1))
+    assert costs.seconds(8) / costs.seconds(1) == pytest.approx(1.2, rel=0.1)
+
+
+def test_counters_have_the_names_of_vllm() -> None:
+    stats = GuessStats(3)
+    guessed = [GuessedRow(0, 3, pack_ids([1, 2])), GuessedRow(2, 1, b"")]
+    stats.on_step(StepResult(0, b"", 0.0, 1.0, guessed=guessed))
+    assert stats.info() == {
+        "spec_decode_num_drafts_total": 2,
+        "spec_decode_num_draft_tokens_total": 4,
+        "spec_decode_num_accepted_tokens_total": 2,
+        "spec_decode_num_accepted_tokens_per_pos": {"0": 1, "1": 1, "2": 0},
+    }
+
+
+def test_logprobs_belong_to_the_tokens_of_a_row_in_order() -> None:
+    message = submit("a", PROMPT, 9)
+    with_logprobs = SamplingParams(max_new_tokens=9, seed=0, logprobs=0)
+    message = type(message)(**{
+        name: getattr(message, name) for name in message.__struct_fields__
+    } | {"params": with_logprobs})  # fmt: skip
+    request = Request.from_submit(7, message, frozenset())
+    events = StepEvents()
+    events.add_update(StepUpdate(seqs=[3, 7, 4, 7], token_ids=[1, 2, 3, 4]), 1.0)
+    block = LogprobBlock(pack_ids([10, 20, 30]), 0, b"", b"")
+    events.add_logprobs(SampledLogprobs(pack_ids([0, 0, 0]), block), [request])
+    assert events.logprobs is not None
+    assert events.logprobs.rows == pack_ids([1, 3, -1]), "the third token came after the end"
+    assert [one.values for one in request.logprobs] == [pack_ids([10]), pack_ids([20])]
+
+
+def test_an_answer_takes_fewer_steps_with_guesses() -> None:
+    steps = {}
+    for method in ("none", "ngram"):
+        world = World(SchedulerArgs(speculative_method=method))
+        world.send(submit("a", PROMPT, 40, ignore_eos=True))
+        steps[method] = world.run()
+        assert world.detok.tokens["a"] == reference(PROMPT, 40, True)
+    assert steps["ngram"] < steps["none"] / 2

@@ -1,0 +1,268 @@
+"""Guessed tokens: what is guessed, and that answers are the same with guesses and without."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quadriga.sampling.grammar import to_library_form
+from quadriga.sampling.params import Grammar
+from quadriga.wire.messages.arrays import pack_ids, unpack_ids
+from quadriga.wire.messages.grammar import GrammarForm
+from quadriga.wire.messages.worker import (
+    DECODE,
+    EXTEND,
+    GuessingPlan,
+    NewSlot,
+    SlotSamplingParams,
+    StepResult,
+)
+from tests.unit.tiny_vocabulary import tiny_vocabulary
+from tests.unit.worker_driver import prompts_of, runner_of
+from worker_proc.runner import Runner
+from worker_proc.sampling.compiled_grammar import compile_form
+from worker_proc.speculation.guesser import Guesser
+from worker_proc.speculation.recent_answers import MAX_GROUPS, MAX_TOKENS, RecentAnswers
+from worker_proc.speculation.text_index import MAX_MATCH, Match, TextIndex
+
+NUM_TOKENS = 40
+PAGES_OF_SLOT = 20  # of 4 tokens
+Answer = tuple[list[int], bytes]
+
+
+class FixedGuesser(Guesser):
+    """Guesses a known answer, in which some tokens are wrong."""
+
+    def __init__(self, runner: Runner, answers: dict[int, list[int]], wrong_every: int) -> None:
+        super().__init__(runner.table)
+        self.answers = answers
+        self.wrong_every = wrong_every
+
+    def _guess_slot(self, slot: int, most: int) -> None:
+        table = self._table
+        known = int(table.num_known[slot])
+        most = min(most, table.room_for_guesses(slot))
+        token_ids = [
+            (token + (place % self.wrong_every == 0)) % 400
+            for place, token in enumerate(self.answers[slot])
+        ][known : known + max(most, 0)]
+        if token_ids := table.sampling.follow_guesses(slot, token_ids):
+            table.guess(slot, token_ids)
+
+
+def rows_of(
+    prompts: list[list[int]], rules: Callable[[int], SlotSamplingParams | None], temperature: float
+) -> list[NewSlot]:
+    return [
+        NewSlot(
+            slot,
+            pack_ids(prompt),
+            0,
+            pack_ids(range(slot * PAGES_OF_SLOT, (slot + 1) * PAGES_OF_SLOT)),
+            temperature,
+            -1,
+            0.9,
+            slot,
+            rules(len(prompt)),
+        )
+        for slot, prompt in enumerate(prompts)
+    ]
+
+
+def generate(runner: Runner, new: list[NewSlot], num_guesses: int) -> tuple[list[Answer], int]:
+    """Return tokens and logprobs of every slot, and the number of steps."""
+    runner.table.release_all()
+    slots = [one.slot for one in new]
+    tokens: dict[int, list[int]] = {slot: [] for slot in slots}
+    logprobs: dict[int, bytes] = dict.fromkeys(slots, b"")
+    counts = [len(one.token_ids) // 4 for one in new]
+    plan = GuessingPlan(0, EXTEND, pack_ids(slots), pack_ids(counts), new, b"")
+    num_steps = 0
+    while plan.slots:
+        take_in(runner.run(plan), list(unpack_ids(plan.slots)), tokens, logprobs)
+        num_steps += 1
+        going_on = [slot for slot in slots if len(tokens[slot]) < NUM_TOKENS]
+        ones = pack_ids([1] * len(going_on))
+        guesses = pack_ids([num_guesses] * len(going_on)) if num_guesses else b""
+        plan = GuessingPlan(
+            num_steps, DECODE, pack_ids(going_on), ones, [], b"", num_guesses=guesses
+        )
+    return [
+        (tokens[slot][:NUM_TOKENS], logprobs[slot][: 4 * NUM_TOKENS]) for slot in slots
+    ], num_steps
+
+
+def take_in(
+    result: StepResult,
+    slots: list[int],
+    tokens: dict[int, list[int]],
+    logprobs: dict[int, bytes],
+) -> None:
+    assert result.failed == []
+    for slot, token in zip(slots, unpack_ids(result.token_ids), strict=True):
+        tokens[slot].append(token)
+    for guessed in result.guessed:
+        assert len(guessed.token_ids) // 4 <= guessed.num_guesses
+        tokens[slots[guessed.row]] += unpack_ids(guessed.token_ids)
+    for forced in result.forced:
+        tokens[slots[forced.row]] += unpack_ids(forced.token_ids)
+    if result.logprobs is not None:
+        values = np.frombuffer(result.logprobs.block.values, dtype="<i4").reshape(-1, 1)
+        for row, value in zip(unpack_ids(result.logprobs.rows), values, strict=True):
+            logprobs[slots[row]] += value.tobytes()
+
+
+def no_rules(num_prompt: int) -> None:
+    return None
+
+
+def penalties(num_prompt: int) -> SlotSamplingParams:
+    return SlotSamplingParams(
+        num_prompt, repetition_penalty=1.3, frequency_penalty=0.5, bad_words=[pack_ids([5, 6])]
+    )
+
+
+def with_logprobs(num_prompt: int) -> SlotSamplingParams:
+    return SlotSamplingParams(num_prompt, logprobs=2)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize("rules", [no_rules, penalties, with_logprobs])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_are_the_same_with_right_and_wrong_guesses(
+    llama_dir: Path,
+    kernels: str,
+    rules: Callable[[int], SlotSamplingParams | None],
+    temperature: float,
+) -> None:
+    runner = runner_of(llama_dir, attention_backend=kernels)
+    prompts = prompts_of([5, 9, 1])
+    new = rows_of(prompts, rules, temperature)
+    expected, num_steps = generate(runner, new, 0)
+    answers = {slot: prompts[slot] + tokens for slot, (tokens, _) in enumerate(expected)}
+    for wrong_every in (3, 7, 1000):
+        runner.guesser = FixedGuesser(runner, answers, wrong_every)
+        got, num_guessed_steps = generate(runner, new, 4)
+        assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
+        for (_, values), (_, expected_values) in zip(got, expected, strict=True):
+            np.testing.assert_allclose(
+                np.frombuffer(values, "<f4"), np.frombuffer(expected_values, "<f4"), atol=1e-4
+            )
+        assert num_guessed_steps < num_steps
+
+
+@pytest.mark.parametrize("jumps", [True, False])
+def test_a_grammar_gives_the_same_answer_with_guesses(llama_dir: Path, jumps: bool) -> None:
+    vocabulary = tiny_vocabulary(llama_dir, 512)
+    grammar = to_library_form(Grammar("regex", "([A-D] quick brown fox )+"), vocabulary)
+    form = GrammarForm.of(grammar, None)
+    runner = runner_of(llama_dir)
+    runner.table.sampling.compiled = {form.key: compile_form(vocabulary, form)}
+    prompts = prompts_of([5, 9])
+
+    def rules(num_prompt: int) -> SlotSamplingParams:
+        return SlotSamplingParams(num_prompt, stop_ids=pack_ids([2]), grammar=form.key, jumps=jumps)
+
+    new = rows_of(prompts, rules, 1.0)
+    expected, _ = generate(runner, new, 0)
+    answers = {slot: prompts[slot] + tokens for slot, (tokens, _) in enumerate(expected)}
+    for wrong_every in (4, 1000):
+        runner.guesser = FixedGuesser(runner, answers, wrong_every)
+        assert generate(runner, new, 5)[0] == expected
+
+
+def test_a_guess_leaves_room_for_a_step_that_is_planned_already(llama_dir: Path) -> None:
+    runner = runner_of(llama_dir)
+    prompts = prompts_of([6])
+    new = rows_of(prompts, no_rules, 0.0)
+    (expected, _), *_ = generate(runner, new, 0)[0]
+    runner.guesser = FixedGuesser(runner, {0: prompts[0] + expected}, 1000)
+    runner.table.release_all()
+    small = [NewSlot(0, pack_ids(prompts[0]), 0, pack_ids([3, 1, 2]), 0.0, -1, 1.0, 0)]
+    runner.run(GuessingPlan(0, EXTEND, pack_ids([0]), pack_ids([6]), small, b""))
+
+    def decode() -> StepResult:
+        nine = pack_ids([9])
+        return runner.run(
+            GuessingPlan(1, DECODE, pack_ids([0]), pack_ids([1]), [], b"", num_guesses=nine)
+        )
+
+    result = decode()
+    (guessed,) = result.guessed
+    assert guessed.num_guesses == len(guessed.token_ids) // 4 == 12 - 1 - 7
+    assert runner.table.num_computed[0] == 11
+    result = decode()
+    assert result.guessed == []
+    assert runner.table.num_computed[0] == 12
+
+
+# --- what is guessed ------------------------------------------------------------------------------
+
+
+def test_the_longer_match_is_found_first_and_the_own_end_is_none() -> None:
+    text = TextIndex([1, 2, 3, 4, 9, 3, 4, 8, 1, 2, 3, 4])
+    assert text.find(text.tokens) == Match(4, 4)
+    assert text.find([7, 3, 4]) == Match(7, 2)
+    assert text.find([4, 3]) is None
+    assert text.find([3]) is None
+    assert TextIndex([5] * 40).find([5] * 40) == Match(39, MAX_MATCH)
+
+
+def test_a_text_is_found_however_it_grew() -> None:
+    tokens = [1, 2, 3, 4, 5, 1, 2, 3, 4]
+    for cut in range(len(tokens)):
+        text = TextIndex(tokens[:cut])
+        text.extend(tokens[cut:])
+        assert text.find(text.tokens) == Match(4, 4)
+        assert text.after(4, 3, repeats=False) == [5, 1, 2]
+
+
+def test_guesses_repeat_a_period_and_end_with_a_text() -> None:
+    text = TextIndex([1, 2, 1, 2])
+    assert text.after(2, 5, repeats=True) == [1, 2, 1, 2, 1]
+    assert TextIndex([1, 2, -1, 3]).after(0, 9, repeats=False) == [1, 2]
+
+
+def test_recent_answers_are_bounded_and_belong_to_their_group() -> None:
+    recent = RecentAnswers()
+    recent.add(b"a", list(range(10, 30)))
+    recent.add(b"b", [1, 2, 3])  # too short to be of use
+    found = recent.of(b"a")
+    assert found is not None
+    assert found.find([12, 13, 14, 15]) == Match(6, 4)
+    assert recent.of(b"b") is None
+    for number in range(20):
+        recent.add(b"long", [number] * 3000)
+    longest = recent.of(b"long")
+    assert longest is not None
+    assert len(longest.tokens) <= MAX_TOKENS
+    for number in range(2 * MAX_GROUPS):
+        recent.add(b"%d" % number, list(range(20)))
+    assert recent.of(b"a") is None
+
+
+def run_prompt(runner: Runner, prompt: Sequence[int], group: bytes, num_steps: int) -> list[int]:
+    """Generate greedily with guesses, release the slot, and return the guesses of each step."""
+    new = rows_of([list(prompt)], no_rules, 0.0)
+    plan = GuessingPlan(0, EXTEND, pack_ids([0]), pack_ids([len(prompt)]), new, b"", groups=[group])
+    counts = []
+    for step in range(num_steps):
+        result = runner.run(plan)
+        counts += [row.num_guesses for row in result.guessed]
+        plan = GuessingPlan(
+            step, DECODE, pack_ids([0]), pack_ids([1]), [], b"", num_guesses=pack_ids([4])
+        )
+    runner.run(GuessingPlan(0, DECODE, b"", b"", [], pack_ids([0])))
+    return counts
+
+
+def test_an_answer_is_guessed_from_the_last_one_of_its_group_only(llama_dir: Path) -> None:
+    runner = runner_of(llama_dir)
+    runner.guesser = Guesser(runner.table)
+    prompt = prompts_of([3])[0]
+    first = sum(run_prompt(runner, prompt, b"a", 30))
+    again = sum(run_prompt(runner, prompt, b"b", 30))
+    same_group = sum(run_prompt(runner, prompt, b"a", 8))
+    assert again == first, "another group's answer was used"
+    assert same_group > 0

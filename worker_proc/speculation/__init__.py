@@ -1,0 +1,1 @@
+"""Guessed tokens: where guesses come from, and which of them were right."""

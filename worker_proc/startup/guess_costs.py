@@ -1,0 +1,81 @@
+"""Measures what a step costs that computes guesses, for the scheduler's choice of their number."""
+
+import logging
+import math
+import time
+from typing import TYPE_CHECKING
+
+from quadriga.config.server_config import ServerConfig
+from quadriga.wire.messages.worker import StepCost
+from worker_proc.speculation.guesser import Guesser
+from worker_proc.startup.dummy_plans import decode_plan, prefill_plan, release_plan
+
+if TYPE_CHECKING:
+    from worker_proc.runner import Runner
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)  # tokens of a step
+NUM_TRIES = 5  # the fastest one of a size counts
+MAX_MEASURING_S = 0.5  # no further try of the sizes begins after that
+
+
+def prepare_guesses(runner: "Runner", config: ServerConfig, num_ranks: int) -> list[StepCost]:
+    """Let the runner guess tokens, if the flags ask for it and the engine can.
+
+    Returns:
+        The seconds of decode steps by their number of tokens; none if nothing will be guessed.
+    """
+    method = config.scheduler.speculative_method
+    if method == "none":
+        return []
+    if reason := _refusal(runner, num_ranks):
+        logging.warning("speculative_method %s has no effect: %s", method, reason)
+        return []
+    costs = _measure(runner)
+    if len(costs) < 2:
+        logging.warning(
+            "speculative_method %s has no effect: the KV pool or the context is too small", method
+        )
+        return []
+    runner.guesser = Guesser(runner.table)
+    logging.debug("ms of a step by its tokens: %s", {c.num_tokens: 1000 * c.seconds for c in costs})
+    return costs
+
+
+def _refusal(runner: "Runner", num_ranks: int) -> str:
+    """Return why the runner cannot guess, or an empty string."""
+    engine = runner.engine
+    if not engine.supports_guesses:
+        return f"the engine {engine.name} computes one token of a request in each decode step"
+    if runner.table.device.type != "cpu":
+        return f"tokens are guessed on a CPU only, the device is {runner.table.device}"
+    return f"tokens are guessed with one process only, tp is {num_ranks}" if num_ranks > 1 else ""
+
+
+def _measure(runner: "Runner") -> list[StepCost]:
+    """Return the seconds of a row that decodes a token and computes guesses after it."""
+    table = runner.table
+    max_tokens = min(table.num_pages * table.page_size, table.context_length) - 2
+    sizes = [size for size in SIZES if size <= max_tokens]
+    seconds = dict.fromkeys(sizes, math.inf)
+    started_at = time.perf_counter()
+    for _ in range(NUM_TRIES):
+        for size in sizes:
+            seconds[size] = min(seconds[size], _step_s(runner, size - 1))
+        if time.perf_counter() - started_at > MAX_MEASURING_S:
+            break
+    return [StepCost(size, seconds[size]) for size in sizes]
+
+
+def _step_s(runner: "Runner", num_guesses: int) -> float:
+    """Return the seconds of a decode step with guesses after a prompt of a token, both released."""
+    table = runner.table
+    runner.run(prefill_plan(1, table.page_size))
+    num_pages = -(-(num_guesses + 3) // table.page_size)
+    plan = decode_plan(range(1, num_pages))
+    started_at = time.perf_counter()
+    if num_guesses:
+        table.guess(0, [0] * num_guesses)
+    runner.run(plan)
+    took_s = time.perf_counter() - started_at
+    runner.run(release_plan())
+    return took_s
