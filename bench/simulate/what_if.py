@@ -42,7 +42,7 @@ MAX_FITS, FIT_TOLERANCE = 8, 0.02
 TITLE_CHARS, MIN_COLUMN_CHARS = 24, 10
 
 
-class Variant(NamedTuple):
+class FlagVariant(NamedTuple):
     """A column of the table."""
 
     name: str
@@ -58,12 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compare(words: list[str]) -> int:
     """Print the figures of all variants beside the measured ones."""
     arguments = arguments_of(words)
-    variants = [Variant("as it was", arguments)]
+    variants = [FlagVariant("as it was", arguments)]
     for text in arguments.vary:
         name, flags = named_flags(text)
         if name in (variant.name for variant in variants):
             raise ConfigError(f"two columns have the name {name!r}: give each its own")
-        variants.append(Variant(name, arguments_of([*words, *flags])))
+        variants.append(FlagVariant(name, arguments_of([*words, *flags])))
     if arguments.last is not None and not arguments.last > 0:
         raise ConfigError(f"--last is {arguments.last}: give seconds, such as 600")
     requests = read_server_log(arguments.log, arguments.last)
