@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.wire.messages.arrays import num_ids
 from quadriga.wire.messages.worker import StepCost, StepResult
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.guess_record import GuessRecord
@@ -90,7 +91,7 @@ class GuessPolicy:
         """Take in which guesses of a step were right, and how long it took."""
         num_tokens = sum(batch.num_tokens)
         for row in result.guessed:
-            _record(batch.requests[row.row]).observe(row.num_guesses, len(row.token_ids) // 4)
+            _record(batch.requests[row.row]).observe(row.num_guesses, num_ids(row.token_ids))
             num_tokens += row.num_guesses
         if self._costs is not None and batch.num_decodes == batch.batch_size:
             self._costs.observe(num_tokens, result.ended - result.began)
@@ -104,7 +105,7 @@ class GuessPolicy:
             return {}
         records = {row: _record(batch.requests[row]) for row in limits}
         expected, best = float(batch.batch_size), 0
-        rate = best_rate = MIN_GAIN * expected / costs.seconds(num_tokens)
+        best_rate = MIN_GAIN * expected / costs.seconds(num_tokens)
         guesses = sorted(
             ((chance**place, row) for row, most in limits.items()
              if (chance := records[row].rate) > MIN_RATE for place in range(1, most + 1)),
