@@ -75,6 +75,9 @@ def _remembering(numpy_type_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
 if DEVICE.type == "cpu":
     from triton.runtime import interpreter
 
+    from worker_proc.gpu.interpreter import accept_numpy_scalars
+
+    accept_numpy_scalars()
     interpreter.np = _Numpy()
     interpreter.inspect = _Inspect()
     interpreter._get_np_dtype = _remembering(interpreter._get_np_dtype)

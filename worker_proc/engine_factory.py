@@ -135,6 +135,10 @@ def _use_triton(args: WorkerArgs, device: torch.device) -> bool:
             f"attention_backend {backend} needs a CUDA device, but the device is {device}"
             " (to check the kernels on a cpu, slowly, set TRITON_INTERPRET=1)"
         )
+    if interpreted:
+        from worker_proc.gpu.interpreter import accept_numpy_scalars
+
+        accept_numpy_scalars()
     return True
 
 

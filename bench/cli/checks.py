@@ -134,6 +134,8 @@ def _check_numbers(arguments: Namespace) -> None:
         value = getattr(arguments, name)
         if not 0 <= value < math.inf:
             raise ConfigError(f"{name} must be 0 or more (it is {value})")
+    if arguments.top_p is not None and not 0 < arguments.top_p <= 1:
+        raise ConfigError(f"top_p must be above 0, and at most 1 (it is {arguments.top_p})")
     if not 0 <= arguments.seed <= MAX_SEED:
         raise ConfigError(f"seed must be from 0 to {MAX_SEED} (it is {arguments.seed})")
 

@@ -154,6 +154,7 @@ def _add_load(group: Any) -> None:
     add_load_flags(group, ("num_requests", "max_new_tokens"))
     _add_switch(group, "--no-stop-on-eos", "generate all --max-new-tokens of every request")
     group.add_argument("--temperature", type=float, default=0.0, help="(default: 0, greedy)")
+    group.add_argument("--top-p", type=float, help="(default: the server's)")
     group.add_argument("--seed", type=int, default=0, help="seed of sampling and of random prompts")
 
 

@@ -186,6 +186,7 @@ def _load(arguments: Namespace, target: TargetOptions) -> LoadOptions:
         _check_openai_supports(arguments, workload)
     params = SamplingParams(
         temperature=arguments.temperature,
+        top_p=arguments.top_p,
         seed=arguments.seed,
         ignore_eos=arguments.no_stop_on_eos,
     )

@@ -157,6 +157,7 @@ class OpenAIClient:
             "model": self._model,
             "max_tokens": params.max_new_tokens,
             "temperature": params.temperature,
+            "top_p": params.top_p,
             "stream": True,
             "stream_options": {"include_usage": True},
             "ignore_eos": params.ignore_eos,

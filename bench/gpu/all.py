@@ -17,6 +17,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from bench.command import EXIT_FAILED, EXIT_OK, command_parser, run_command
@@ -30,6 +32,7 @@ from bench.gpu.stages.report import (
 )
 from bench.gpu.stages.stages import Setup, Stage, stages_of
 from quadriga.errors import ConfigError
+from quadriga.runtime.parent_death import signal_at_parents_death
 
 STOP_TIMEOUT_S = 20.0  # from SIGTERM to SIGKILL: a load stops the server that it started
 
@@ -120,6 +123,7 @@ def run_stage(stage: Stage, out: Path) -> StageResult:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=partial(signal_at_parents_death, signal.SIGTERM),
         )
         outcome = _wait(process, stage.limit_s)
     return StageResult(stage, outcome, time.monotonic() - began, log, read_figures(figures))
@@ -140,12 +144,12 @@ def _wait(process: "subprocess.Popen[bytes]", limit_s: float) -> StageOutcome:
 
 def stop_group(process: "subprocess.Popen[bytes]") -> None:
     """Stop a process and its group: by SIGTERM, and by SIGKILL what is left."""
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
+    with suppress(ProcessLookupError):  # nothing is left
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.wait()
 
 
 if __name__ == "__main__":

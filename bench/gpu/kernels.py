@@ -4,9 +4,10 @@
     python -m bench.gpu.kernels --device cpu --tiny       # in Triton's interpreter
 
 Sizes are those of Llama 3.1 8B. A kernel's floor is its bytes at the measured read speed, or its
-operations at the measured rate, whichever takes longer. On a GPU a kernel is replayed as a graph,
-so the host's launches are no part of its time. Beside ours: torch's scaled_dot_product_attention
-over keys in one piece, cuBLAS, and FlashInfer for decode rows where it is installed.
+operations at the measured rate, whichever takes longer; what fits a GPU's cache is read faster. On
+a GPU a kernel is replayed as a graph, so the host's launches are no part of its time. Beside ours:
+torch's scaled_dot_product_attention over keys in one piece, cuBLAS, and FlashInfer for decode rows
+where it is installed.
 """
 
 import argparse
@@ -41,6 +42,10 @@ def _main(arguments: argparse.Namespace) -> int:
     from bench.gpu.kernel_cases import FULL, TINY, Cases
     from worker_proc.system.devices import choose_device
 
+    if arguments.device == "cpu":
+        from worker_proc.gpu.interpreter import accept_numpy_scalars
+
+        accept_numpy_scalars()
     device, sizes = choose_device(arguments.device), TINY if arguments.tiny else FULL
     read = ceilings.read_bytes_per_second(device, sizes.ceiling_bytes)
     rate = ceilings.flops_per_second(device, sizes.ceiling_width, sizes.dtype)

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from bench.gpu.prepare import TOKENIZER_FILES
+from bench.models.files import write_filled_tokenizer
 
 
 def write_weights(source: Path, directory: Path) -> None:
@@ -20,3 +21,6 @@ def write_weights(source: Path, directory: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copy(source / name, directory)
+    write_filled_tokenizer(
+        source / "tokenizer.json", config.to_dict(), directory / "tokenizer.json"
+    )

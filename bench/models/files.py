@@ -5,7 +5,7 @@ Every server gets the same weights at the same precision. The files are kept in 
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,17 +90,19 @@ def _kind(name: str, tensor: Array, weights: Weights) -> str:
 def _write_directory(checkpoint: Checkpoint, directory: Path) -> None:
     for name in ("tokenizer_config.json", "generation_config.json"):
         shutil.copy(checkpoint.tokenizer_dir / name, directory)
-    _write_tokenizer(checkpoint, directory / "tokenizer.json")
+    source = checkpoint.tokenizer_dir / "tokenizer.json"
+    write_filled_tokenizer(source, checkpoint.config, directory / "tokenizer.json")
     config = {**checkpoint.config, "dtype": "bfloat16"}
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     _write_safetensors(dict(_hf_tensors(checkpoint)), directory / "model.safetensors")
 
 
-def _write_tokenizer(checkpoint: Checkpoint, path: Path) -> None:
-    tokenizer = json.loads((checkpoint.tokenizer_dir / "tokenizer.json").read_text())
+def write_filled_tokenizer(source: Path, config: Mapping[str, Any], path: Path) -> None:
+    """Write a tokenizer.json with a token for every id of a model's vocabulary."""
+    tokenizer = json.loads(source.read_text())
     vocabulary = tokenizer["model"]["vocab"]
     known = len(vocabulary)
-    for token_id, token in enumerate(filler_tokens(checkpoint.config, known), known):
+    for token_id, token in enumerate(filler_tokens(config, known), known):
         vocabulary[token] = token_id
     path.write_text(json.dumps(tokenizer, ensure_ascii=False))
 

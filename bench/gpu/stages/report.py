@@ -4,6 +4,7 @@ import json
 import shlex
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
@@ -43,14 +44,20 @@ class StageResult:
 
 
 def read_figures(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file: JSON lines, or one object; none if it was not written."""
+    """Return the objects of a file: JSON lines, or one object; none if it was not written.
+
+    The last line of a stage that was stopped may be incomplete, and is left out.
+    """
     if not path.is_file():
         return []
-    text = path.read_text()
+    text, figures = path.read_text(), []
     try:
         return [json.loads(text)]
     except json.JSONDecodeError:
-        return [json.loads(line) for line in text.splitlines()]
+        for line in text.splitlines():
+            with suppress(json.JSONDecodeError):
+                figures.append(json.loads(line))
+    return figures
 
 
 def append_line(path: Path, result: StageResult) -> None:

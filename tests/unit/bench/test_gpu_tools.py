@@ -10,7 +10,14 @@ import pytest
 
 from bench.gpu import all as run_all
 from bench.gpu import kernels, peers, prefill, prepare, profile
-from bench.gpu.stages.report import StageOutcome, StageResult, append_line, write_report
+from bench.gpu.random_weights import write_weights
+from bench.gpu.stages.report import (
+    StageOutcome,
+    StageResult,
+    append_line,
+    read_figures,
+    write_report,
+)
 from bench.gpu.stages.stages import FIRST_LIMIT_S, Setup, Stage, stages_of
 from bench.gpu.timeline import Kernel, Timeline, longest
 from bench.roofline.roofline_model import Product, Work
@@ -138,6 +145,15 @@ def test_children_of_a_stage_end_with_it() -> None:
         assert int(output.readline()) > 0
         run_all.stop_group(process)
         assert output.read() == b"", "the child has the pipe open as long as it lives"
+
+
+def test_figures_of_a_stopped_stage_are_its_complete_lines(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    assert read_figures(path) == []
+    path.write_text('{"a": 1}\n{"a": 2}\n{"a"')
+    assert read_figures(path) == [{"a": 1}, {"a": 2}]
+    path.write_text('{\n "a": 3\n}')
+    assert read_figures(path) == [{"a": 3}]
 
 
 def test_figures_of_a_stage_are_tables_of_the_report(tmp_path: Path) -> None:
@@ -279,3 +295,15 @@ def test_peers_are_found_in_environments_and_serve_the_same_model(tmp_path: Path
         command = peer.command(Start(peer.install(), 8123, workload, "bf16"))
         assert command[0] == str(tmp_path / "bin" / one.program)
         assert "/models/gpt2" in command and "8123" in command
+
+
+def test_all_servers_load_the_same_weights_and_know_every_id(tmp_path: Path) -> None:
+    source = tiny_llama(tmp_path / "source", vocab_size=600)
+    (source / "model.safetensors").unlink()
+    write_weights(source, tmp_path / "model")
+    write_weights(source, tmp_path / "again")
+    weights = [tmp_path / name / "model.safetensors" for name in ("model", "again")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    tokenizer = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
+    assert len(tokenizer["model"]["vocab"]) == 600
+    assert resolve.resolve_model(ModelArgs(model=str(tmp_path / "model"))).vocab_size == 600

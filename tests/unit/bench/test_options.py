@@ -134,6 +134,12 @@ def test_a_trace_is_read_and_says_all_but_the_sampling(tmp_path: Path) -> None:
     assert options.flags["trace"] == str(tmp_path / "t")
 
 
+def test_requests_are_drawn_with_temperature_and_top_p() -> None:
+    params = parse(["--temperature", "0.8", "--top-p", "0.9"]).load.send.params
+    assert (params.temperature, params.top_p) == (0.8, 0.9)
+    assert parse([]).load.send.params.top_p is None
+
+
 def test_limits_make_a_goodput() -> None:
     options = parse(["--goodput", "ttft:200", "e2el:5000"])
     assert options.output.slo == Slo(ttft_ms=200.0, e2el_ms=5000.0)
@@ -147,6 +153,8 @@ def test_limits_make_a_goodput() -> None:
         ("--max-new-tokens -1", "max_new_tokens must be positive"),
         ("--max-batch-size 0", "max_batch_size must be positive"),
         ("--prefill-max-batch-size 0", "prefill_max_batch_size must be positive"),
+        ("--top-p 0", "top_p must be above 0, and at most 1"),
+        ("--top-p 1.5", "top_p must be above 0, and at most 1"),
         ("--submit-interval-ms -1", "submit_interval_ms must be 0 or more"),
         ("--submit-interval-ms nan", "submit_interval_ms must be 0 or more"),
         ("--num-clients 0", "num_clients must be positive"),

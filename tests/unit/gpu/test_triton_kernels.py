@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,6 +36,15 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 TOLERANCE = {FLOAT32: 1e-5, BFLOAT16: 1e-2}
 """Of the norm: sums are added in another order, and bfloat16 keeps 8 bits."""
 SLOTS, CONTEXT = 5, 128
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="is about the interpreter on a CPU")
+def test_the_interpreter_counts_up_to_an_array_of_one_element() -> None:
+    from triton.runtime import interpreter
+
+    tensor = type("FakeTensor", (), {"handle": SimpleNamespace(data=np.array([7]))})
+    interpreter._patch_lang_tensor(tensor, SimpleNamespace(set_attr=setattr))
+    assert list(range(5, tensor())) == [5, 6]
 
 
 def close(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
