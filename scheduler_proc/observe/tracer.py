@@ -132,8 +132,10 @@ class Tracer:
         """Take in a step after the core has."""
         token_ids = unpack_ids(result.token_ids)
         further: Counter[int] = Counter()  # tokens of a row beyond the sampled one
-        for part in (*result.guessed, *result.forced):
-            further[part.row] += num_ids(part.token_ids)
+        for guessed in result.guessed:
+            further[guessed.row] += num_ids(guessed.token_ids)
+        for forced in result.forced:
+            further[forced.row] += num_ids(forced.token_ids)
         for row, request in enumerate(batch.requests):
             trace = request.trace
             if trace is None or trace.phase is None:

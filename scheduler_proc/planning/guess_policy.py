@@ -4,7 +4,8 @@ A guess costs what a step takes longer with one more token, which the worker has
 brings a token if it and all guesses of its row before it are right, for which the request's recent
 guesses stand. So the guesses that are most likely to be right come first, as long as they raise the
 tokens per second of the step. With many rows a further token costs as much as it brings, and
-nothing is guessed.
+nothing is guessed. What steps with guesses really bring is compared with those without
+(guess_trial.py).
 """
 
 import math
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.wire.messages.arrays import num_ids
 from quadriga.wire.messages.worker import StepCost, StepResult
+from scheduler_proc.planning.guess_trial import GuessTrial
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.guess_record import GuessRecord
 from scheduler_proc.state.kv_cache import KVCache
@@ -66,6 +68,7 @@ class GuessPolicy:
     def __init__(self, args: SchedulerArgs, costs: Sequence[StepCost]) -> None:
         self._most = args.num_speculative_tokens
         self._costs = StepCosts(costs) if args.speculative_method == "auto" else None
+        self._trials: dict[int, GuessTrial] = {}  # by the binary digits of the number of rows
 
     def group_of(self, request: Request) -> bytes:
         """Return the name of the requests from whose answers this one's may be guessed."""
@@ -82,6 +85,8 @@ class GuessPolicy:
         if not limits:
             return
         if self._costs is not None:
+            if not self._trial_of(batch).may_guess():
+                return
             limits = self._that_pay(self._costs, batch, limits)
         if any(limits.values()):
             batch.num_guesses = [limits.get(row, 0) for row in range(batch.batch_size)]
@@ -94,7 +99,14 @@ class GuessPolicy:
             _record(batch.requests[row.row]).observe(row.num_guesses, num_ids(row.token_ids))
             num_tokens += row.num_guesses
         if self._costs is not None and batch.num_decodes == batch.batch_size:
-            self._costs.observe(num_tokens, result.ended - result.began)
+            seconds = result.ended - result.began
+            self._costs.observe(num_tokens, seconds)
+            further = sum(num_ids(row.token_ids) for row in result.guessed)
+            trial = self._trial_of(batch)
+            trial.observe(bool(result.guessed), batch.batch_size + further, seconds)
+
+    def _trial_of(self, batch: ScheduleBatch) -> GuessTrial:
+        return self._trials.setdefault(batch.batch_size.bit_length(), GuessTrial())
 
     def _that_pay(
         self, costs: StepCosts, batch: ScheduleBatch, limits: dict[int, int]
