@@ -32,15 +32,15 @@ from quadriga.runtime.child import (
     EXIT_START_FAILED,
     EXIT_USAGE,
     Command,
-    replica_of,
 )
 from quadriga.runtime.logs import JSON, set_up_logging
 from quadriga.runtime.open_files import MAX_OPEN_FILES, allow_open_files
 from quadriga.supervisor import first_screen
-from quadriga.supervisor.child_process import EXIT_GRACE_S, ChildProcess, RecalledReport
+from quadriga.supervisor.child_process import EXIT_GRACE_S, ChildProcess, ReplicaChange
+from quadriga.supervisor.cluster_replicas import ClusterReplicas
 from quadriga.supervisor.owner import OwnerChannel
 from quadriga.supervisor.replicas import ReplicaProcesses
-from quadriga.supervisor.supervisor import Death, Supervisor, SupervisorEvent, say
+from quadriga.supervisor.supervisor import Death, ReadyAgain, Supervisor, SupervisorEvent, say
 from quadriga.tenants.key_file import check_key_file
 from quadriga.wire.endpoints import Endpoints
 
@@ -69,15 +69,15 @@ class Launcher:
         location = {**model.location_flags, "served_model_name": config.model.shown_name}
         hides_status = config.launch.no_status_line or config.launch.log_format == JSON
         self._quiet = hides_status or not terminal.is_foreground()
-        has_line = not self._quiet and config.replicas.dp == 1
+        has_line = not (self._quiet or config.replicas.has_router)
         self._flags = config.replace(**location, no_status_line=not has_line).to_argv()
-        self._replicas = ReplicaProcesses(config)
+        in_cluster = config.replicas.in_cluster
+        self._replicas = ClusterReplicas(config) if in_cluster else ReplicaProcesses(config)
         self._supervisor = Supervisor(
             self._flags,
             programs.command_of,
             config.launch,
             no_restart=self._replicas.no_restart,
-            notify_on_restart=FRONTEND,
         )
 
     def run(self) -> int:
@@ -91,6 +91,22 @@ class Launcher:
         finally:
             self._supervisor.clean_up()
 
+    def _next_event(self, timeout: Countdown | None) -> Death | SupervisorEvent | None:
+        """Wait for the next event; None after what only the frontend or the replicas have to know.
+
+        Args:
+            timeout: as in `Supervisor.next_event`.
+        """
+        event = self._supervisor.next_event(timeout)
+        match event:
+            case ReadyAgain():
+                self._supervisor[FRONTEND].send(Command.RESTARTED, event.name)
+            case ReplicaChange():
+                self._replicas.on_report(event, self._supervisor)
+            case _:
+                return event
+        return None
+
     # --- start ------------------------------------------------------------------------------------
 
     def _wait_until_ready(self) -> int:
@@ -99,11 +115,13 @@ class Launcher:
         line = first_screen.PhaseLine(shown=not self._quiet)
         while self._supervisor.not_ready:
             line.show(self._supervisor, time.monotonic())
-            event = self._supervisor.next_event(timeout)
+            event = self._next_event(timeout)
             match event:
                 case Death():
                     if not self._restart(event):
                         return self._fail_start(_start_error(event), event.error_code)
+                case SupervisorEvent.RESTARTED:
+                    self._replicas.report_lost(self._supervisor[FRONTEND])
                 case SupervisorEvent.STOP:
                     if not self._owner.is_gone:
                         say("stopped while starting")
@@ -152,7 +170,7 @@ class Launcher:
 
     def _serve(self) -> int:
         while True:
-            event = self._supervisor.next_event(None)
+            event = self._next_event(None)
             match event:
                 case Death():
                     if not self._survives(event):
@@ -164,8 +182,6 @@ class Launcher:
                 case SupervisorEvent.RELOAD:
                     say(f"reloading: {self._replicas.reload_note}")
                     self._replicas.begin_reload()
-                case RecalledReport():
-                    self._replicas.on_recalled(event, self._supervisor)
             self._replicas.reload_next(self._supervisor)
 
     def _survives(self, death: Death) -> bool:
@@ -186,8 +202,7 @@ class Launcher:
             event="process_died", child=death.name, reason=death.reason,
             restart_delay_s=death.restart_delay_s,
         )  # fmt: skip
-        if replica_of(death.name) is not None:
-            self._supervisor[FRONTEND].send(Command.DIED, death.name)
+        self._replicas.on_restart(death.name, self._supervisor)
         self._supervisor.start_later(death.name, death.restart_delay_s)
         return True
 
@@ -250,7 +265,7 @@ class Launcher:
         return outcome
 
     def _send_drain(self) -> None:
-        for child in self._client_facing():
+        for child in (*self._client_facing(), *self._replicas.drained(self._supervisor)):
             child.send(Command.DRAIN)
 
     def _wait_for_exits(self, timeout: float) -> int | None:
@@ -258,7 +273,7 @@ class Launcher:
         countdown, grace = Countdown(timeout), None
         while not self._supervisor.all_exited:
             grace = self._exit_grace(grace)
-            event = self._supervisor.next_event(countdown)
+            event = self._next_event(countdown)
             match event:
                 case Death() if event.is_clean or event.name == GATEWAY:
                     continue  # the streams of a gateway that died are broken; no new ones may come

@@ -49,8 +49,9 @@ def body(child: Child) -> None:
     tokenizer = load_tokenizer(resolve_model(child.config.model).tokenizer_dir)
     detokenizer = Detokenizer(tokenizer, child.config.detok.stream_interval)
     child.phase("load tokenizer", time.perf_counter() - began_at)
-    delivery = Outbox(child.endpoints.delivery)
-    scheduler = Outbox(child.endpoints.scheduler)
+    prepare = child.endpoints.links.prepare_connect
+    delivery = Outbox(child.endpoints.delivery, prepare)
+    scheduler = Outbox(child.endpoints.scheduler, prepare)
     child.ready()
     serve(child.control, inbox, detokenizer, delivery, scheduler)
 

@@ -44,7 +44,9 @@ def main() -> None:
 
 def serve(child: Child) -> None:
     """Run the scheduler until it stops."""
-    inbox: Inbox[SchedulerMessage] = Inbox(child.endpoints.scheduler, READ_SCHEDULER_MESSAGE)
+    inbox: Inbox[SchedulerMessage] = Inbox(
+        child.endpoints.scheduler, READ_SCHEDULER_MESSAGE, child.endpoints.links.prepare_bind
+    )
     results: Inbox[ResultMessage] = Inbox(child.endpoints.results, ResultMessage)
     model, run_dir = resolve_model(child.config.model), child.endpoints.run_dir
     header = make_header(run_dir, child.config.model.shown_name, model)
@@ -93,7 +95,7 @@ def serve(child: Child) -> None:
 def _add_observers(child: Child, lifecycle: RequestLifecycle) -> None:
     """Add what the flags ask for to be noted or reported of requests."""
     log_level = RequestLogLevel.of(child.config.launch)
-    if child.replica.num_replicas > 1:
+    if child.config.replicas.has_router:
         lifecycle.report = ReplicaReport()
     if not log_level.is_off:
         lifecycle.request_log = RequestLog(log_level)

@@ -197,6 +197,8 @@ class Scheduler:
                 self._watch_steps(message)
             case to_scheduler.Drain():
                 lifecycle.drain()
+            case to_scheduler.LinkRestored():
+                self._detok.send(to_detok.SchedulerRestarted())
             case to_scheduler.Recall():
                 lifecycle.hand_back(message.number)
             case to_scheduler.AbortAll():

@@ -15,7 +15,12 @@ from tests.gateway import running_gateway
 from tests.server import Server, running_server
 
 TESTS = Path(__file__).parent
-MARKERS = {"integration": ["slow"], "faults": ["slow", "faults"], "gpu": ["slow", "gpu"]}
+MARKERS = {
+    "integration": ["slow"],
+    "cluster": ["slow"],
+    "faults": ["slow", "faults"],
+    "gpu": ["slow", "gpu"],
+}
 """The markers of the tests in each directory below this one."""
 MINUTES_S = 600
 """Tests with a time limit of so many seconds or more run for minutes."""

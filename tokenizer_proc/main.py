@@ -42,7 +42,9 @@ from tokenizer_proc.traces import RingTraces
 
 # When the server ends, a client that takes no message for this time gets none of the others.
 STALL_TIMEOUT_S = 3.0
-RING_COMMANDS = (Command.RESTARTED, Command.DIED, Command.LOST, Command.RECALL)
+RING_COMMANDS = (
+    Command.RESTARTED, Command.DIED, Command.LOST, Command.RECALL, Command.JOINED,
+)  # fmt: skip
 # Time in which the sockets may send what they have taken.
 FLUSH_TIMEOUT_S = 1.0
 

@@ -143,7 +143,7 @@ class FrontendArgs:
                 f"endpoint is {self.endpoint!r}: it must be tcp://ADDRESS:PORT with a port from 1"
                 f" to 65535, for example {DEFAULT_ENDPOINT}"
             )
-        if not (self.curve_dir or self.insecure or _is_loopback(self.endpoint)):
+        if not (self.curve_dir or self.insecure or is_loopback(_host_of(self.endpoint))):
             raise ConfigError(
                 f"endpoint is {self.endpoint}, which other machines may reach, and there are no"
                 " keys: make some with quadriga keygen DIR and add --curve-dir DIR, or add"
@@ -151,8 +151,12 @@ class FrontendArgs:
             )
 
 
-def _is_loopback(endpoint: str) -> bool:
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+def _host_of(endpoint: str) -> str:
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches an address, or a name, of a host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -244,11 +248,17 @@ class ServerConfig:
         for group in self.groups():
             group.validate()
         replicas = self.replicas
-        by_cache = replicas.dp > 1 and replicas.load_balance_method == BY_CACHE
+        by_cache = replicas.has_router and replicas.load_balance_method == BY_CACHE
         if by_cache and self.scheduler.disable_radix_cache:
             raise ConfigError(
                 "--load-balance-method cache-aware chooses by cached prefixes: leave"
                 " --disable-radix-cache out, or add --load-balance-method least-loaded"
+            )
+
+        if replicas.in_cluster and (self.scheduler.journal or self.scheduler.resume):
+            raise ConfigError(
+                "--journal is a directory of one machine, and with --cluster the requests of a lost"
+                " machine go on from what the frontend has: leave --journal and --resume out"
             )
 
     @property

@@ -88,6 +88,9 @@ class ServerFlags(TypedDict, total=False):
     # Replicas (launcher.py, tokenizer_proc)
     dp: int
     load_balance_method: Literal["cache-aware", "least-loaded", "round-robin"]
+    cluster: Literal["none", "ray"]
+    ray_address: str
+    replica_cpus: float
     # Traces (tokenizer_proc, http_proc)
     otlp_endpoint: str
     trace_sampling_ratio: float | None

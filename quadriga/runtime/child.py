@@ -34,6 +34,7 @@ from quadriga.runtime.cpu_affinity import pin_to, plan_cpus
 from quadriga.runtime.logs import log_exception, set_up_logging
 from quadriga.runtime.terminal import drop_unwritten
 from quadriga.wire.endpoints import Endpoints, replica_dir
+from quadriga.wire.node_links import NodeLinks
 from quadriga.wire.sockets import close_all
 
 # Exit codes of the launcher and its children, documented in README.md.
@@ -71,6 +72,9 @@ class Command(enum.Enum):
         LOST: the replica of the argument's number has ended for good; its processes are dead.
         RECALL: move the requests of the replica of the argument's number to the others; answered
             with the report `recalled`.
+        JOINED: the replica of the argument's number has joined; the addresses of its scheduler and
+            of its results follow the number.
+        RELOAD: restart the worker, of the replica of the argument's number where there are several.
     """
 
     DRAIN = "drain"
@@ -81,6 +85,8 @@ class Command(enum.Enum):
     DIED = "died"
     LOST = "lost"
     RECALL = "recall"
+    JOINED = "joined"
+    RELOAD = "reload"
 
 
 class ControlChannel:
@@ -90,7 +96,7 @@ class ControlChannel:
 
     Args:
         connection: the inherited socket; None: the process was started by hand.
-        run_dir: directory to remove when the launcher dies.
+        run_dir: directory of the server, to remove when the launcher dies.
     """
 
     def __init__(self, connection: socket.socket | None, run_dir: Path) -> None:
@@ -143,9 +149,15 @@ class ControlChannel:
             return
         try:
             with self._sending:
-                self._connection.sendall(json.dumps({"report": kind, **values}).encode() + b"\n")
+                self._connection.sendall(_report_line(kind, values))
         except OSError:
             self._exit_without_launcher()
+
+    @staticmethod
+    def report_to(connection: socket.socket, kind: str, **values: Any) -> None:
+        """Send a report by a channel that nothing reads commands from."""
+        with suppress(OSError):
+            connection.sendall(_report_line(kind, values))
 
     def _read(self) -> None:
         assert self._connection is not None
@@ -170,6 +182,10 @@ class ControlChannel:
     def _exit_without_launcher(self) -> None:
         shutil.rmtree(self._run_dir, ignore_errors=True)
         os._exit(EXIT_LAUNCHER_DIED)
+
+
+def _report_line(kind: str, values: dict[str, Any]) -> bytes:
+    return json.dumps({"report": kind, **values}).encode() + b"\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,12 +257,14 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
         clock.use_offset(arguments.clock_offset)
     descriptor = arguments.control_fd
     connection = None if descriptor is None else socket.socket(fileno=descriptor)
-    control = ControlChannel(connection, Path(arguments.run_dir))
+    run_dir = Path(arguments.run_dir)
+    server_dir = run_dir if arguments.replica is None else run_dir.parent
+    control = ControlChannel(connection, server_dir)
     try:
         config = configuration.from_namespace(arguments)
         if arguments.replica is not None:
             name = f"{name}/{arguments.replica}"
-        replica = ReplicaPlace(arguments.replica or 0, config.replicas.dp)
+        replica = config.replicas.place_of(arguments.replica or 0)
         set_up_logging(name, config.launch.log_level, config.launch.log_format)
         if connection is not None:
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -256,7 +274,10 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
             pin_to(plan_cpus(config.worker, replica).others)
         _call_hook(name)
         logging.debug("starting as process %d%s", os.getpid(), _in_place_of(arguments))
-        endpoints = Endpoints(Path(arguments.run_dir))
+        links = NodeLinks(
+            arguments.scheduler_address, arguments.delivery_address, config.frontend.curve_dir
+        )
+        endpoints = Endpoints(run_dir, links)
         body(Child(config, endpoints, control, arguments.is_restart, replica))
         logging.debug("stopped")
     except KeyboardInterrupt:
@@ -311,6 +332,8 @@ def _parse(name: str) -> argparse.Namespace:
         "--clock-offset", type=float, help="offset of the server's clock, in seconds"
     )
     parser.add_argument("--replica", type=int, help="number of its replica, among several")
+    parser.add_argument("--scheduler-address", default="", help="if it is not in the run directory")
+    parser.add_argument("--delivery-address", default="", help="if it is not in the run directory")
     parser.add_argument("--is-restart", action="store_true", help="the process before it died")
     configuration.add_flags(parser)
     return parser.parse_args()

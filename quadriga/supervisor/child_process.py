@@ -49,10 +49,18 @@ class StuckReport(NamedTuple):
     reason: str
 
 
-class RecalledReport(NamedTuple):
-    """The frontend reports that a replica has no requests any more."""
+class ReplicaChange(NamedTuple):
+    """The frontend or the driver of a cluster reports that a replica has changed.
+
+    Attributes:
+        state: `recalled` (it has no requests any more), or of a cluster `joined`, `died` and
+            `restarted` (one of its processes), `lost`.
+        argument: what belongs to it: addresses, the name of the process, or the reason.
+    """
 
     replica: int
+    state: str
+    argument: str = ""
 
 
 class Exit(NamedTuple):
@@ -115,7 +123,7 @@ class ChildProcess:
         """Whether its exit has been handled."""
         return self.state is ChildState.EXITED
 
-    def receive(self) -> list[StuckReport | RecalledReport] | None:
+    def receive(self) -> list[StuckReport | ReplicaChange] | None:
         """Process its reports; return those that are not about itself.
 
         Returns:
@@ -129,7 +137,7 @@ class ChildProcess:
         reports = [self._on_report(json.loads(line)) for line in lines]
         return [report for report in reports if report is not None] if data else None
 
-    def _on_report(self, report: dict[str, Any]) -> StuckReport | RecalledReport | None:
+    def _on_report(self, report: dict[str, Any]) -> StuckReport | ReplicaChange | None:
         match report.pop("report"):
             case "ready":
                 self.info = report
@@ -148,8 +156,8 @@ class ChildProcess:
                 self.phases.append(f"{report['what']} {report['seconds']:.1f} s")
             case "stuck":
                 return StuckReport(report["process"], report["why"])
-            case "recalled":
-                return RecalledReport(report["replica"])
+            case "replica":
+                return ReplicaChange(**report)
         return None
 
     def send(self, command: Command, argument: str = "") -> None:

@@ -9,11 +9,12 @@ from quadriga.config.replica_args import journal_dir
 from quadriga.config.server_config import ServerConfig
 from quadriga.runtime.child import Command, replica_of
 from quadriga.runtime.cpu_affinity import num_usable_cores
-from quadriga.supervisor.child_process import ChildProcess, RecalledReport
+from quadriga.supervisor.child_process import ChildProcess, ReplicaChange
 from quadriga.supervisor.supervisor import Death, Supervisor, say
 
 WORKER, SCHEDULER, DETOK = RING = ("worker_proc", "scheduler_proc", "detok_proc")
 FRONTEND = "tokenizer_proc"
+RECALLED = "recalled"  # state of a ReplicaChange
 # The journal of a lost replica, whose requests are in the journals of others.
 JOURNAL, MOVED_JOURNAL = "journal", "journal.moved"
 
@@ -59,7 +60,7 @@ class ReplicaProcesses:
 
         With several replicas the frontend has what a scheduler without a journal loses.
         """
-        is_lost = self._config.scheduler.no_journal and self._count == 1
+        is_lost = self._config.scheduler.no_journal and not self._config.replicas.has_router
         return self.schedulers if is_lost else []
 
     def cores_note(self, worker: dict[str, Any]) -> str:
@@ -74,6 +75,15 @@ class ReplicaProcesses:
             return ""
         plural = "" if threads == 1 else "s"
         return f"  {num_workers} workers share {num_cores} cores, {threads} thread{plural} each"
+
+    def drained(self, supervisor: Supervisor) -> list[ChildProcess]:  # noqa: ARG002
+        """Return the processes that a drain begins with, but for those that have clients."""
+        return []
+
+    def on_restart(self, name: str, supervisor: Supervisor) -> None:
+        """Say to the frontend that a process has died, and is about to be restarted."""
+        if replica_of(name) is not None:
+            supervisor[FRONTEND].send(Command.DIED, name)
 
     # --- losses -----------------------------------------------------------------------------------
 
@@ -142,8 +152,8 @@ class ReplicaProcesses:
             else:
                 supervisor[FRONTEND].send(Command.RECALL, str(self._recalling))
 
-    def on_recalled(self, report: RecalledReport, supervisor: Supervisor) -> None:
+    def on_report(self, report: ReplicaChange, supervisor: Supervisor) -> None:
         """Restart the worker of a replica whose requests go on at the others."""
-        if report.replica == self._recalling:
+        if report.state == RECALLED and report.replica == self._recalling:
             self._recalling = None
             supervisor[self._reloading].stop_for_reload()

@@ -15,19 +15,19 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quadriga.clock import Countdown
 from quadriga.config.server_config import LaunchArgs
 from quadriga.errors import ConfigError, ServerFailed
-from quadriga.runtime.child import EXIT_OK, Command, replica_of
+from quadriga.runtime.child import EXIT_OK, replica_of
 from quadriga.runtime.logs import is_json, log_fields
 from quadriga.runtime.terminal import line_start
 from quadriga.supervisor.child_process import (
     ChildProcess,
     ChildState,
     Exit,
-    RecalledReport,
+    ReplicaChange,
     start_child,
 )
 from quadriga.supervisor.restart import RestartPolicy, Watchdog
@@ -41,12 +41,14 @@ class SupervisorEvent(enum.Enum):
     Attributes:
         RESTARTED: a process that had died runs again, but is not ready yet.
         STOP, RELOAD: the launcher received a signal.
+        COMMAND: the descriptor of `watch` is readable.
         TIMEOUT: the timeout of `next_event` is over.
     """
 
     RESTARTED = enum.auto()
     STOP = enum.auto()
     RELOAD = enum.auto()
+    COMMAND = enum.auto()
     TIMEOUT = enum.auto()
 
 
@@ -69,6 +71,12 @@ class Death:
     error_code: str = ServerFailed.code
 
 
+class ReadyAgain(NamedTuple):
+    """A process that had died serves again."""
+
+    name: str
+
+
 class Supervisor:
     """Starts processes, watches them and reports events. Iterates over all started processes.
 
@@ -77,7 +85,6 @@ class Supervisor:
         program_of: returns the command that runs a process, before its flags.
         args: limits of restarts and of the watchdog.
         no_restart: processes that are not restarted, since their state cannot be rebuilt.
-        notify_on_restart: process that is notified when another one was restarted.
     """
 
     def __init__(
@@ -86,15 +93,13 @@ class Supervisor:
         program_of: Callable[[str], list[str]],
         args: LaunchArgs,
         no_restart: list[str],
-        notify_on_restart: str,
     ) -> None:
         self._flags = flags
         self._program_of = program_of
         self._no_restart = no_restart
-        self._notify_on_restart = notify_on_restart
         self._children: dict[str, ChildProcess] = {}
         self._restart_at: dict[str, float] = {}
-        self._recalled: deque[RecalledReport] = deque()
+        self._reported: deque[ReadyAgain | ReplicaChange] = deque()
         self._policy = RestartPolicy(args.max_restarts)
         self._watchdog = Watchdog(args.watchdog_timeout)
         self._selector = selectors.DefaultSelector()
@@ -136,6 +141,10 @@ class Supervisor:
         """Whether every process has exited and none is to be restarted."""
         return not self._restart_at and all(child.has_exited for child in self)
 
+    def watch(self, descriptor: int) -> None:
+        """Report in `next_event` whenever a descriptor is readable."""
+        self._selector.register(descriptor, selectors.EVENT_READ, SupervisorEvent.COMMAND)
+
     def start(self, name: str) -> None:
         """Start a process, or restart one that has exited. Raise OSError if the system cannot."""
         is_restart = name in self._children
@@ -171,7 +180,7 @@ class Supervisor:
 
     def next_event(
         self, timeout: Countdown | None
-    ) -> Death | SupervisorEvent | RecalledReport | None:
+    ) -> Death | SupervisorEvent | ReadyAgain | ReplicaChange | None:
         """Wait for the next event, at most until the timeout.
 
         Returns:
@@ -180,8 +189,8 @@ class Supervisor:
         """
         if timeout is not None and not timeout.left():
             return SupervisorEvent.TIMEOUT
-        if self._recalled:
-            return self._recalled.popleft()
+        if self._reported:
+            return self._reported.popleft()
         now = time.monotonic()
         for name, restart_at in self._restart_at.items():
             if now >= restart_at:
@@ -189,6 +198,8 @@ class Supervisor:
         for child in self._watchdog.check(child for child in self if child.is_running):
             self._kill_hung(child, "it does not answer")
         for key, _ in self._selector.select(self._seconds_to_wait(timeout, now)):
+            if isinstance(key.data, SupervisorEvent):
+                return key.data
             if key.data is None:
                 return self._on_signal()
             return self._on_reports(key.data)
@@ -234,10 +245,10 @@ class Supervisor:
                 f"{child.name} is ready again after {seconds:.1f} s",
                 event="process_restarted", child=child.name, seconds=round(seconds, 3),
             )  # fmt: skip
-            self._children[self._notify_on_restart].send(Command.RESTARTED, child.name)
+            self._reported.append(ReadyAgain(child.name))
         for report in reports:
-            if isinstance(report, RecalledReport):
-                self._recalled.append(report)
+            if isinstance(report, ReplicaChange):
+                self._reported.append(report)
                 continue
             _, slash, replica = child.name.partition("/")
             other = self._children[report.process + slash + replica]

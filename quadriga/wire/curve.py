@@ -3,6 +3,7 @@
 A server's directory, made by `quadriga keygen DIR NAME…`:
 
     server.key_secret, server.key    the server's key pair; the second is public
+    inner.key_secret, inner.key      key pair of links between the server's machines; both secret
     clients/NAME.key                 public key of a client that may connect; removing the file
                                      revokes it
     hand-out/NAME/                   directory for that client: client.key_secret and server.key
@@ -23,9 +24,11 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from quadriga.errors import ConfigError
 from quadriga.wire.sockets import AsyncPort
 
-SERVER, CLIENT = "server", "client"
+SERVER, CLIENT, INNER = "server", "client", "inner"
 PUBLIC, SECRET = ".key", ".key_secret"
 ALLOWED, HAND_OUT = "clients", "hand-out"
+# ZAP domain of the links between the server's machines, where only the inner key may connect.
+INNER_DOMAIN = "inner"
 # An unknown key triggers a new look at the files at most this often.
 RECHECK_INTERVAL_S = 1.0
 
@@ -44,6 +47,9 @@ def make_server_keys(directory: Path) -> bool:
     """Make the server's directory and key pair; return False if the pair exists."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     (directory / ALLOWED).mkdir(mode=0o700, exist_ok=True)
+    if not (directory / (INNER + SECRET)).exists():
+        _make_pair(directory, INNER)
+        os.chmod(directory / (INNER + PUBLIC), 0o600)
     if (directory / (SERVER + SECRET)).exists():
         return False
     _make_pair(directory, SERVER)
@@ -202,6 +208,7 @@ class Guard:
         self._authenticator = AsyncioAuthenticator(zmq.Context.instance())
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", self)
+        self._authenticator.configure_curve_callback(INNER_DOMAIN, _InnerKey(directory))
 
     def callback(self, domain: str, key: bytes) -> bool:  # noqa: ARG002
         """Return whether a key may connect; called by zmq.auth."""
@@ -230,6 +237,17 @@ class Guard:
     def close(self) -> None:
         """Stop authenticating."""
         self._authenticator.stop()
+
+
+class _InnerKey:
+    """Authentication on the links between the server's machines."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def callback(self, domain: str, key: bytes) -> bool:  # noqa: ARG002
+        """Return whether a key may connect; called by zmq.auth."""
+        return key == _public_key(str(self._directory / (INNER + PUBLIC)))
 
 
 class _CheckedPort(AsyncPort):

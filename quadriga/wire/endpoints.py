@@ -3,12 +3,15 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from quadriga.wire.node_links import ON_THIS_MACHINE, NodeLinks
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
     """Addresses of a run's inner links: ipc sockets in its private directory.
 
-    Several replicas have all links but `public` once each.
+    Several replicas have all links but `public` once each. Where a replica is on another machine,
+    `links` has the addresses of `scheduler` and `delivery`.
 
     | link       | binds          | connects                      | carries            |
     |------------|----------------|-------------------------------|--------------------|
@@ -21,6 +24,7 @@ class Endpoints:
     """
 
     run_dir: Path
+    links: NodeLinks = ON_THIS_MACHINE
 
     def of_replica(self, number: int) -> "Endpoints":
         """Return the addresses of one replica among several, which has a directory of its own."""
@@ -32,7 +36,7 @@ class Endpoints:
     @property
     def scheduler(self) -> str:
         """Address of the scheduler's messages."""
-        return self._ipc("scheduler")
+        return self.links.scheduler or self._ipc("scheduler")
 
     @property
     def worker(self) -> str:
@@ -56,7 +60,7 @@ class Endpoints:
     @property
     def delivery(self) -> str:
         """Address of messages to clients, at the frontend."""
-        return self._ipc("delivery")
+        return self.links.delivery or self._ipc("delivery")
 
     @property
     def public(self) -> str:

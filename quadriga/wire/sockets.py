@@ -39,12 +39,16 @@ encode = _encoder.encode
 
 
 class Inbox(Generic[MessageT]):
-    """A bound PULL socket that decodes what it receives."""
+    """A bound PULL socket that decodes what it receives.
 
-    def __init__(self, address: str, message_type: Any) -> None:
-        self.socket = _socket(zmq.PULL)
-        self.socket.rcvhwm = 0
-        _bind(self.socket, address)
+    Args:
+        address: its address.
+        message_type: type of the messages.
+        prepare: called with the socket before it is bound.
+    """
+
+    def __init__(self, address: str, message_type: Any, prepare: Prepare = lambda _: None) -> None:
+        self.socket = bind_frames(address, prepare)
         self._decode = msgspec.msgpack.Decoder(message_type).decode
 
     def receive(self) -> MessageT:
@@ -61,14 +65,21 @@ class Inbox(Generic[MessageT]):
 
 
 class Outbox:
-    """A connected PUSH socket. Sending never blocks."""
+    """A connected PUSH socket. Sending never blocks.
 
-    def __init__(self, address: str) -> None:
+    Args:
+        address: address of the peer.
+        prepare: called with the socket before it connects.
+    """
+
+    def __init__(self, address: str, prepare: Prepare = lambda _: None) -> None:
         self._address = address
+        self._prepare = prepare
         self.socket = self._connected()
 
     def _connected(self) -> "zmq.Socket[bytes]":
         socket = _socket(zmq.PUSH)
+        self._prepare(socket)
         socket.sndhwm = 0
         socket.reconnect_ivl = RECONNECT_MS
         socket.connect(self._address)
@@ -79,6 +90,10 @@ class Outbox:
         self.socket.close(linger=0)
         self.socket = self._connected()
 
+    def close(self) -> None:
+        """Close the socket; what is unsent is discarded."""
+        self.socket.close(linger=0)
+
     def send(self, message: msgspec.Struct) -> None:
         """Encode a message and send it."""
         self.socket.send(encode(message))
@@ -88,9 +103,15 @@ class Outbox:
         self.socket.send_multipart(frames)
 
 
-def bind_frames(address: str) -> "zmq.Socket[bytes]":
-    """Bind a PULL socket for multipart messages that are passed on without decoding."""
+def bind_frames(address: str, prepare: Prepare = lambda _: None) -> "zmq.Socket[bytes]":
+    """Bind a PULL socket for multipart messages that are passed on without decoding.
+
+    Args:
+        address: its address.
+        prepare: called with the socket before it is bound.
+    """
     socket = _socket(zmq.PULL)
+    prepare(socket)
     socket.rcvhwm = 0
     _bind(socket, address)
     return socket

@@ -22,7 +22,7 @@ PROGRAMS = "quadriga/_programs/"
 LAB = ("roofline", "quality", "simulate", "capacity", "peers", "gpu")
 PAGE_SOURCE = ROOT / "http_proc" / "ui" / "source"  # of which npm makes the bundle
 PACKAGES = ("quadriga", "tokenizer_proc", "scheduler_proc", "worker_proc", "detok_proc",
-            "http_proc", "bench")  # fmt: skip
+            "http_proc", "cluster_proc", "bench")  # fmt: skip
 SOURCES = (*PACKAGES, "launcher.py", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 SHADOW = 'raise RuntimeError("the user\'s file was imported")\n'

@@ -10,7 +10,8 @@ import pytest
 from tests.unit.imported_names import imported_names
 
 ROOT = Path(__file__).resolve().parents[2]
-PROCESSES = ("tokenizer_proc", "scheduler_proc", "worker_proc", "detok_proc", "http_proc")
+PROCESSES = ("tokenizer_proc", "scheduler_proc", "worker_proc", "detok_proc", "http_proc",
+             "cluster_proc")  # fmt: skip
 HEAVY = {"torch", "transformers"}
 BENCHES_OF_THE_WORKER = {
     "ceilings.py",
@@ -52,7 +53,8 @@ def test_quadriga_imports_no_process_and_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    "folder", ["tokenizer_proc", "scheduler_proc", "detok_proc", "http_proc", "bench"]
+    "folder",
+    ["tokenizer_proc", "scheduler_proc", "detok_proc", "http_proc", "cluster_proc", "bench"],
 )
 def test_torch_and_transformers_live_in_the_worker_only(folder: str) -> None:
     for path in [*files(folder), ROOT / "launcher.py"]:
@@ -68,7 +70,7 @@ def test_the_scheduler_sees_no_text_library() -> None:
 def test_only_sockets_their_watch_and_their_keys_import_zmq() -> None:
     for folder in (*PROCESSES, "quadriga", "bench"):
         for path in files(folder):
-            if path.name not in ("sockets.py", "connection_watch.py", "curve.py"):
+            if path.name not in ("sockets.py", "connection_watch.py", "curve.py", "node_links.py"):
                 assert "zmq" not in roots_of(path), path
 
 
@@ -127,7 +129,8 @@ def test_no_modules_of_quadriga_import_each_other() -> None:
 @pytest.mark.parametrize(
     "module",
     ["launcher", "quadriga.client", "scheduler_proc.main", "tokenizer_proc.main",
-     "worker_proc.main", "detok_proc.main", "http_proc.main", "bench.serving"],
+     "worker_proc.main", "detok_proc.main", "http_proc.main", "cluster_proc.main",
+     "cluster_proc.crew", "bench.serving"],
 )  # fmt: skip
 def test_importing_it_loads_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit(any(m in sys.modules for m in {sorted(HEAVY)}))"

@@ -70,6 +70,9 @@ class Ledger(Generic[KeyT]):
         entry = self._entries.get(key)
         if entry is None or index in entry.started or index in entry.ended:
             return False
+        # A new frontend may know of fewer choices than there are.
+        if len(entry.started) >= entry.num_open:
+            return False
         is_first = not entry.started
         entry.started.add(index)
         num_prefill_tokens, entry.num_prefill_tokens = entry.num_prefill_tokens, 0

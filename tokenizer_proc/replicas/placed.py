@@ -37,6 +37,7 @@ class PlacedRequest:
         ended: indexes of choices whose ends were passed on.
         aborted_by: as in AbortRequest; "" if it was not aborted.
         num_losses: number of replicas that were lost while they had it.
+        is_moving: it was at a replica before.
     """
 
     name: Name
@@ -46,6 +47,7 @@ class PlacedRequest:
     ended: set[int] = field(default_factory=set)
     aborted_by: str = ""
     num_losses: int = 0
+    is_moving: bool = False
 
     def choice(self, index: int) -> PlacedChoice:
         """Return what is known of a choice."""
@@ -69,6 +71,17 @@ class PlacedRequest:
             hashes = block_hashes(submit.prompt_ids, block_tokens, submit.cache_salt.encode())
         num_generated = sum(len(choice.token_ids) for choice in self.choices.values())
         return Prompt(num_ids(submit.prompt_ids) + num_generated, hashes, num_open)
+
+    def leave_replica(self) -> None:
+        """Take in that its replica has it no more."""
+        self.replica, self.is_moving = None, True
+        for choice in self.choices.values():
+            choice.seq = -1
+
+    def next_submit(self) -> Submit:
+        """Return the request as its next replica gets it."""
+        assert self.submit is not None
+        return self.moved() if self.is_moving else self.submit
 
     def moved(self) -> MovedSubmit:
         """Return the request as it goes on at another scheduler.

@@ -7,7 +7,6 @@ from the tokens that are noted here (placed.py).
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -20,6 +19,7 @@ from quadriga.wire.messages.to_scheduler import (
     Drain,
     EndsDelivered,
     InfoRequest,
+    LinkRestored,
     ProgressRequest,
     Recall,
     Submit,
@@ -27,9 +27,10 @@ from quadriga.wire.messages.to_scheduler import (
 )
 from quadriga.wire.sockets import Outbox, encode
 from tokenizer_proc.open_requests import ClientRequests
-from tokenizer_proc.replicas.placed import Name, PlacedChoice, PlacedRequest
+from tokenizer_proc.replicas.placed import Name, PlacedRequest
 from tokenizer_proc.replicas.questions import MergedAnswer, Questions
 from tokenizer_proc.replicas.router import Router
+from tokenizer_proc.replicas.state import ReplicaState
 
 # Ended requests of each replica whose place is remembered, for clients that ask for them again.
 MAX_ENDED = 4096
@@ -47,45 +48,11 @@ _decode_addressless = msgspec.msgpack.Decoder(HandedBack | LiveMark).decode
 _decode_delivered = msgspec.msgpack.Decoder(ReplicaDelivered).decode
 
 
-@dataclass(slots=True)
-class ReplicaState:
-    """What is known of a replica.
-
-    Attributes:
-        outbox: to its scheduler.
-        dead: its processes that are being restarted.
-        is_lost: it has ended for good.
-        is_known: it has said which requests it holds, since this frontend began.
-        is_held: it gets no new requests until it has been restarted.
-        recall: number of the recall that it has not answered; 0: none.
-        has_drained: it has nothing left after the last Drain.
-        num_waiting: length of its waiting queue, as it was last reported.
-        wait_s: expected wait of one more request there; None while its queue is far from full.
-        choices: open choices by the scheduler's numbers.
-    """
-
-    outbox: Outbox
-    dead: set[str] = field(default_factory=set)
-    is_lost: bool = False
-    is_known: bool = False
-    is_held: bool = False
-    recall: int = 0
-    has_drained: bool = False
-    num_waiting: int = 0
-    wait_s: float | None = None
-    choices: dict[int, PlacedChoice] = field(default_factory=dict)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether all of its processes run, and none is about to be restarted."""
-        return not (self.dead or self.is_held)
-
-
 class Replicas:
     """Send requests to their replicas, and pass on what these deliver.
 
     Args:
-        outboxes: to the schedulers, in the order of the replicas.
+        num_replicas: number of replicas, each of which joins before it gets requests.
         router: chooses the replicas.
         block_tokens: tokens of a block of the router's index.
         deliver: called with address, message and Delivered of each result for a client. An empty
@@ -96,7 +63,7 @@ class Replicas:
 
     def __init__(
         self,
-        outboxes: list[Outbox],
+        num_replicas: int,
         router: Router[Name],
         block_tokens: int,
         deliver: Deliver,
@@ -107,14 +74,16 @@ class Replicas:
         self._block_tokens = block_tokens
         self._deliver = deliver
         self._on_recalled = on_recalled
+        self._num_replicas = num_replicas
+        self._replicas: dict[int, ReplicaState] = {}
         self._show = show
-        self._replicas = [ReplicaState(outbox) for outbox in outboxes]
         self._placed = ClientRequests[PlacedRequest]()
         self._waiting: dict[Name, PlacedRequest] = {}
         self._ended: OrderedDict[Name, int] = OrderedDict()
         self._questions = Questions()
         self._is_draining = False
         self._num_recalls = 0
+        self._set_up()
         self.num_moved = 0
 
     # --- to the schedulers ------------------------------------------------------------------------
@@ -140,7 +109,7 @@ class Replicas:
         if isinstance(question, InfoRequest):
             values = {
                 **question.values,
-                "num_replicas": len(self._replicas),
+                "num_replicas": self._num_replicas,
                 "requests_moved": self.num_moved,
             }
             question = msgspec.structs.replace(question, values=values)
@@ -153,8 +122,8 @@ class Replicas:
         Raises:
             InvalidRequest: the replica is lost.
         """
-        replica = self._replicas[message.replica]
-        if not replica.is_lost:
+        replica = self._replicas.get(message.replica)
+        if replica is not None and not replica.is_lost:
             replica.outbox.send(message)
         elif message.seconds > 0:
             raise InvalidRequest(
@@ -168,7 +137,7 @@ class Replicas:
             self._resend(number)
 
     def _live(self) -> Iterator[tuple[int, ReplicaState]]:
-        return ((n, replica) for n, replica in enumerate(self._replicas) if not replica.is_lost)
+        return ((n, replica) for n, replica in self._replicas.items() if not replica.is_lost)
 
     def _broadcast(self, message: msgspec.Struct) -> None:
         for _, replica in self._live():
@@ -188,16 +157,23 @@ class Replicas:
         elif submit.client_retry and not self._all_known:
             self._waiting[name] = placed
         else:
-            self._place(placed, submit)
+            self._place(placed)
 
     @property
     def _all_known(self) -> bool:
         return all(replica.is_known for _, replica in self._live())
 
-    def _place(self, placed: PlacedRequest, submit: Submit) -> None:
-        """Send a request to a replica: where it has ended before, or to the router's choice."""
+    def _place(self, placed: PlacedRequest) -> None:
+        """Send a request to a replica: where it has ended before, or to the router's choice.
+
+        It waits while there is no replica.
+        """
+        if not self._router.has_replica:
+            self._waiting[placed.name] = placed
+            return
+        submit = placed.next_submit()
         prompt, earlier = placed.prompt(self._block_tokens), self._ended.get(placed.name)
-        if submit.client_retry and earlier is not None and not self._replicas[earlier].is_lost:
+        if submit.client_retry and earlier is not None:
             self._router.count(placed.name, earlier, prompt)
             placed.replica = earlier
         else:
@@ -232,10 +208,12 @@ class Replicas:
         client, payload, delivered_frame = frames
         if replica.is_lost:
             return
-        if client:
-            self._on_result(number, client, payload, _decode_delivered(delivered_frame))
-        elif delivered_frame:
+        if not client and delivered_frame:
             self._on_news(number, _decode_news(delivered_frame))
+        elif replica.is_cut:
+            return
+        elif client:
+            self._on_result(number, client, payload, _decode_delivered(delivered_frame))
         elif payload:
             message = _decode_addressless(payload)
             if isinstance(message, HandedBack):
@@ -247,7 +225,8 @@ class Replicas:
             self._report_drained()
 
     def _report_drained(self) -> None:
-        if self._is_draining and all(replica.has_drained for _, replica in self._live()):
+        has_drained = all(replica.has_drained for _, replica in self._live())
+        if self._is_draining and has_drained and not self._waiting:
             self._deliver(b"", b"", Delivered())
 
     def _on_result(
@@ -304,7 +283,7 @@ class Replicas:
     def _remember_ended(self, name: Name, number: int) -> None:
         self._ended.pop(name, None)
         self._ended[name] = number
-        while len(self._ended) > MAX_ENDED * len(self._replicas):
+        while len(self._ended) > MAX_ENDED * self._num_replicas:
             self._ended.popitem(last=False)
 
     # --- what a replica reports -------------------------------------------------------------------
@@ -312,6 +291,9 @@ class Replicas:
     def _on_news(self, number: int, step: StepNews) -> None:
         """Note the tokens of a step, whose texts follow."""
         replica, news = self._replicas[number], step.news
+        if replica.is_cut and not news.restates:
+            return
+        replica.is_cut = False
         self._router.on_news(number, news)
         if news.restates:
             replica.choices.clear()
@@ -351,17 +333,41 @@ class Replicas:
 
     def _place_waiting(self) -> None:
         """Send the requests that have waited, once every replica has said what it holds."""
-        if not self._all_known:
+        if not (self._all_known and self._router.has_replica):
             return
         waiting, self._waiting = self._waiting, {}
         for placed in waiting.values():
-            assert placed.submit is not None
             if placed.replica is None:
-                self._place(placed, placed.submit)
+                self._place(placed)
             else:
+                assert placed.submit is not None
                 self._replicas[placed.replica].outbox.send(placed.submit)
         if waiting:
             self._send_drain()
+
+    # --- joins and broken links -------------------------------------------------------------------
+
+    def join(self, number: int, outbox: Outbox) -> None:
+        """Give requests to a replica from now on.
+
+        Args:
+            number: of the replica, of which an earlier run may be lost.
+            outbox: to its scheduler.
+        """
+        self._replicas[number] = ReplicaState(outbox)
+        self._set_up()
+        self._send_drain()
+
+    def on_link_broken(self, number: int) -> None:
+        """Make a replica send everything again: what was on the link may be lost.
+
+        A replica on another machine gets it first of all: it may have had another frontend.
+        """
+        replica = self._replicas[number]
+        if not replica.is_lost:
+            replica.is_cut = True
+            self._give_up_answers(number)
+            self._resend(number, LinkRestored())
 
     # --- deaths -----------------------------------------------------------------------------------
 
@@ -379,31 +385,39 @@ class Replicas:
         self._set_up()
         if process == "scheduler_proc":
             self._resend(number)
-        if replica.recall:  # the answer may be lost with what died
+        elif replica.recall:  # the answer may be lost with what died
             self._recall(number)
 
-    def _resend(self, number: int) -> None:
-        """Send everything of a replica to its new scheduler, which knows what it had journaled."""
+    def _resend(self, number: int, *first: msgspec.Struct) -> None:
+        """Send everything of a replica to its new scheduler, which knows what it had journaled.
+
+        Args:
+            number: the replica.
+            first: messages that go before.
+        """
         replica = self._replicas[number]
         replica.outbox.renew()
         replica.choices.clear()
+        for message in first:
+            replica.outbox.send(message)
         for placed in self._of_replica(number):
             replica.outbox.send(placed.moved())
             if placed.aborted_by:
                 replica.outbox.send(AbortRequest(*placed.name, placed.aborted_by))
+        if replica.recall:  # the answer may be lost with what died
+            self._recall(number)
         self._send_drain()
 
     def on_lost(self, number: int) -> None:
         """Move the requests of a replica that has ended for good to the others."""
-        replica = self._replicas[number]
-        if replica.is_lost:
+        replica = self._replicas.get(number)
+        if replica is None or replica.is_lost:
             return
         replica.is_lost = True
-        replica.outbox.socket.close(linger=0)
+        replica.outbox.close()
         self._set_up()
         self._give_up_answers(number)
-        if not self._router.has_replica:
-            return  # the server ends
+        self._ended = OrderedDict((n, at) for n, at in self._ended.items() if at != number)
         for placed in self._of_replica(number):
             placed.num_losses += 1
         num_moved = self._move_all(number)
@@ -455,16 +469,19 @@ class Replicas:
 
     def _move(self, placed: PlacedRequest) -> None:
         self.num_moved += 1
-        for choice in placed.choices.values():
-            choice.seq = -1
-        self._place(placed, placed.moved())
+        placed.leave_replica()
+        self._router.forget(placed.name)
+        self._place(placed)
 
     def _set_up(self) -> None:
         """Give new requests to the replicas that run; without any, to those that come back."""
         has_running = any(replica.is_running for _, replica in self._live())
-        for number, replica in enumerate(self._replicas):
-            is_up = not replica.is_lost and (replica.is_running or not has_running)
-            self._router.set_up(number, is_up)
+        for number in range(self._num_replicas):
+            replica = self._replicas.get(number)
+            if replica is None or replica.is_lost:
+                self._router.set_up(number, False)
+            else:
+                self._router.set_up(number, replica.is_running or not has_running)
 
     def _give_up_answers(self, number: int) -> None:
         for answer in list(self._questions.give_up(number)):

@@ -5,9 +5,11 @@ from functools import partial
 from quadriga.prefix_blocks import pages_per_block
 from quadriga.runtime.child import Child, Command
 from quadriga.wire.messages.to_detok import Delivered
+from quadriga.wire.node_links import NodeLinks
 from quadriga.wire.sockets import AsyncPort, Outbox, bind_frames
 from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.open_requests import SchedulerLink
+from tokenizer_proc.replicas.node_link import NodeLink
 from tokenizer_proc.replicas.placed import Name
 from tokenizer_proc.replicas.replicas import Replicas
 from tokenizer_proc.replicas.router import Router
@@ -16,34 +18,42 @@ from tokenizer_proc.replicas.router import Router
 class Ring:
     """The links to schedulers and from detokenizers.
 
+    Replicas of a cluster join when the launcher says where they are.
+
     Attributes:
         scheduler: the way to the scheduler, or to those of all replicas.
     """
 
     def __init__(self, child: Child) -> None:
-        count = child.config.replicas.dp
+        replicas = child.config.replicas
         ends = [child.endpoints]
-        if count > 1:
+        if replicas.has_router:
+            count = 0 if replicas.in_cluster else replicas.dp
             ends = [child.endpoints.of_replica(number) for number in range(count)]
+        self._key_dir = child.config.frontend.curve_dir
         self._sockets = [bind_frames(end.delivery) for end in ends]
         self._ports: list[AsyncPort] = []
+        self._node_links: dict[int, NodeLink] = {}
         self._frontend: Frontend | None = None
         outboxes = [Outbox(end.scheduler) for end in ends]
-        self._replicas = self._make_replicas(child, outboxes) if count > 1 else None
+        self._replicas = self._make_replicas(child, outboxes) if replicas.has_router else None
         self.scheduler: SchedulerLink = self._replicas or outboxes[0]
 
     def _make_replicas(self, child: Child, outboxes: list[Outbox]) -> Replicas:
         page_size, limits = child.config.worker.page_size, child.config.scheduler
         block_tokens = page_size * pages_per_block(page_size)
-        method = child.config.replicas.load_balance_method
+        args = child.config.replicas
         router = Router[Name](
-            method, len(outboxes), block_tokens, page_size, limits.max_queued_requests
+            args.load_balance_method, args.dp, block_tokens, page_size, limits.max_queued_requests
         )
 
         def on_recalled(number: int) -> None:
-            child.control.report("recalled", replica=number)
+            child.control.report("replica", replica=number, state="recalled")
 
-        return Replicas(outboxes, router, block_tokens, self._deliver, on_recalled, self._show)
+        replicas = Replicas(args.dp, router, block_tokens, self._deliver, on_recalled, self._show)
+        for number, outbox in enumerate(outboxes):
+            replicas.join(number, outbox)
+        return replicas
 
     def _deliver(self, client: bytes, payload: bytes, delivered: Delivered) -> None:
         assert self._frontend is not None
@@ -66,14 +76,17 @@ class Ring:
             ]
 
     def on_process(self, command: Command, argument: str, frontend: Frontend) -> None:
-        """Take in a RESTARTED, DIED, LOST or RECALL of the launcher."""
+        """Take in what the launcher says of the processes and replicas."""
         name, _, number = argument.partition("/")
         replicas = self._replicas
         if replicas is None:
             if command is Command.RESTARTED and name == "scheduler_proc":
                 frontend.intake.on_scheduler_restarted()
+        elif command is Command.JOINED:
+            self._join(replicas, *argument.split())
         elif command is Command.LOST:
             replicas.on_lost(int(argument))
+            self._close_node_link(int(argument))
         elif command is Command.RECALL:
             replicas.recall(int(argument))
         elif number and command is Command.DIED:
@@ -81,7 +94,30 @@ class Ring:
         elif number:
             replicas.on_restarted(int(number), name)
 
+    def _join(self, replicas: Replicas, number_text: str, scheduler: str, delivery: str) -> None:
+        """Connect to a replica of the cluster, unless that was done before."""
+        number, links = int(number_text), NodeLinks(scheduler, delivery, self._key_dir)
+        known = self._node_links.get(number)
+        if known is not None and known.links == links:
+            return
+        replicas.on_lost(number)
+        self._close_node_link(number)
+        link = self._node_links[number] = NodeLink(
+            links,
+            partial(replicas.on_delivery, number),
+            partial(replicas.on_link_broken, number),
+        )
+        replicas.join(number, link.outbox)
+        replicas.on_link_broken(number)
+
+    def _close_node_link(self, number: int) -> None:
+        link = self._node_links.pop(number, None)
+        if link is not None:
+            link.close()
+
     def close(self) -> None:
         """Close the sockets of results."""
         for port in self._ports:
             port.close()
+        for link in self._node_links.values():
+            link.close()

@@ -193,7 +193,10 @@ class LiveFrame(msgspec.Struct, tag="live", array_like=True, frozen=True):
 
 
 class SchedulerRestarted(msgspec.Struct, tag="scheduler", array_like=True, frozen=True):
-    """Forget every text, and answer with a DetokReady of a new session."""
+    """Forget every text, and answer with a DetokReady of a new session.
+
+    It follows the start of a scheduler, or a broken link to the frontend.
+    """
 
 
 class Drained(msgspec.Struct, tag="all_told", array_like=True, frozen=True):

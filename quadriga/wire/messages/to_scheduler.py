@@ -144,6 +144,13 @@ class FrontendRestarted(msgspec.Struct, tag="front_door", array_like=True, froze
     """The frontend was restarted; ends that its predecessor had received may be lost."""
 
 
+class LinkRestored(msgspec.Struct, tag="link_restored", array_like=True, frozen=True):
+    """A link between frontend and replica had broken; what was on it may be lost.
+
+    The detokenizer begins a new session, so that every stream and every end is sent again.
+    """
+
+
 class InfoRequest(msgspec.Struct, tag="inspect", array_like=True, frozen=True):
     """A client's GetInfo on its way through the processes, each of which adds its values.
 
@@ -221,6 +228,7 @@ SchedulerMessage = (
     | Shutdown
     | AbortAll
     | Recall
+    | LinkRestored
 )
 
 # The type that is decoded, of which a Submit has all fields.

@@ -1,7 +1,6 @@
 """Requests at several replicas: sent, aborted, moved with their tokens, and drained."""
 
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -28,6 +27,7 @@ from quadriga.wire.messages.to_scheduler import (
     Drain,
     EndsDelivered,
     InfoRequest,
+    LinkRestored,
     MovedSubmit,
     ProgressRequest,
     Recall,
@@ -54,10 +54,13 @@ class FakeOutbox:
 
     sent: list[msgspec.Struct] = field(default_factory=list)
     num_renewals: int = 0
-    socket: Any = field(default_factory=lambda: SimpleNamespace(close=lambda linger: None))
+    is_closed: bool = False
 
     def send(self, message: msgspec.Struct) -> None:
         self.sent.append(message)
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def renew(self) -> None:
         self.num_renewals += 1
@@ -77,7 +80,7 @@ class World:
         self.shown: list[tuple[int, bytes]] = []
         router = Router[Name](IN_TURN, num_replicas, BLOCK, PAGE, 100)
         self.replicas = Replicas(
-            cast("list[Outbox]", self.outboxes),
+            num_replicas,
             router,
             BLOCK,
             lambda *it: self.delivered.append(it),
@@ -85,6 +88,9 @@ class World:
             lambda *it: self.shown.append(it),
         )
         self.router = router
+        for number, outbox in enumerate(self.outboxes):
+            self.replicas.join(number, cast("Outbox", outbox))
+            outbox.take()
         for number in range(num_replicas if is_known else 0):
             self.news(number, restates=True)
 
@@ -336,6 +342,49 @@ def test_the_requests_of_the_only_replica_that_runs_stay_there() -> None:
     world.replicas.recall(home)
     assert world.recalled == [home]
     assert moved(world.outboxes[home].take()) == []
+
+
+def test_requests_wait_while_there_is_no_replica_and_go_to_the_first_that_joins() -> None:
+    world = World(num_replicas=1)
+    assert world.submit("a") == 0
+    world.news(0, [(7, "a", 0)], {7: 11})
+    world.replicas.on_lost(0)
+    assert world.submit("new") == -1
+    world.replicas.send(Drain())
+    assert world.delivered == []
+    outbox = FakeOutbox()
+    world.outboxes = [outbox]
+    world.replicas.join(0, cast("Outbox", outbox))
+    world.news(0, restates=True)
+    sent = {m.request_id: m for m in outbox.take() if isinstance(m, Submit)}
+    assert sent.keys() == {"a", "new"}
+    assert not isinstance(sent["new"], MovedSubmit)
+    (message,) = moved([sent["a"]])
+    assert message.progress == [ChoiceProgress(0, pack_ids([11]), 5.0)]
+
+
+def test_a_request_that_ended_at_a_lost_replica_runs_again_if_its_client_asks() -> None:
+    world = World()
+    home = world.submit("a")
+    world.end(home, "a")
+    world.replicas.on_lost(home)
+    assert world.submit("a", retry=True) == 1 - home
+
+
+def test_nothing_of_a_cut_replica_counts_until_it_has_restated_everything() -> None:
+    world = World(num_replicas=1)
+    world.submit("a")
+    world.news(0, [(7, "a", 0)], {7: 11})
+    world.replicas.on_link_broken(0)
+    sent = world.outboxes[0].take()
+    assert sent[0] == LinkRestored()
+    assert [m.request_id for m in moved(sent)] == ["a"]
+    world.news(0, None, {7: 13})  # 12 was on the link
+    world.end(0, "a")
+    assert world.delivered == []
+    world.news(0, restates=True, held=[HeldChoice(7, b"c", "a", 0, pack_ids([11, 12, 13]), 5.0)])
+    world.end(0, "a")
+    assert [client for client, _, _ in world.delivered] == [b"c"]
 
 
 def test_each_replica_has_a_live_feed_of_its_own() -> None:

@@ -215,6 +215,14 @@ def test_whatever_happens_an_idle_router_counts_nothing(
         assert (load.num_open, load.num_waiting, load.num_prefill_tokens) == (0, 0, 0)
 
 
+def test_a_choice_that_was_not_counted_when_its_request_was_opened_changes_nothing() -> None:
+    ledger = Ledger[str](1, 100)
+    ledger.open("a", 0, 200, 1)
+    assert ledger.start("a", 0)
+    assert not ledger.start("a", 1)
+    assert ledger.loads[0].num_waiting == 0
+
+
 def test_a_request_of_several_choices_is_open_until_the_last_one_has_ended() -> None:
     ledger = Ledger[str](1, 100)
     ledger.open("a", 0, 200, 3)

@@ -1,0 +1,1 @@
+"""The driver of a cluster: places replicas on machines, and starts lost ones again."""

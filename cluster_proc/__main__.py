@@ -1,0 +1,5 @@
+"""Entry point of `python -m cluster_proc`."""
+
+from cluster_proc.main import main
+
+main()

@@ -1,0 +1,143 @@
+"""A crew: keeps the processes of one replica on its machine, as the launcher does on its own.
+
+    python -m cluster_proc.crew --replica 2 --node-host 10.0.0.7 --delivery-address tcp://… [flags]
+
+It is the child of an actor (ray_crews.py), whose control channel has the commands and reports of
+every child process (quadriga/runtime/child.py). At the end of the channel the crew leaves, and its
+processes with it.
+
+| report | fields |
+|---|---|
+| `joined` | `address` of the scheduler, `version` of quadriga, `info` of the worker: it serves |
+| `died`, `restarted` | `process`, while the crew restarts it |
+| `lost` | `reason`: a process has died for good |
+| `left` | every process has finished its work |
+"""
+
+import argparse
+import socket
+import sys
+
+from quadriga import __version__, programs
+from quadriga.config import server_config as configuration
+from quadriga.config.server_config import ServerConfig
+from quadriga.errors import QuadrigaError
+from quadriga.model_files.resolve import resolve_model
+from quadriga.model_files.servable import check_servable
+from quadriga.runtime.child import EXIT_OK, EXIT_START_FAILED, Command, ControlChannel
+from quadriga.runtime.open_files import MAX_OPEN_FILES, allow_open_files
+from quadriga.runtime.parent_death import continue_at_parents_death
+from quadriga.supervisor.replicas import RING
+from quadriga.supervisor.supervisor import Death, ReadyAgain, Supervisor, SupervisorEvent
+from quadriga.wire.node_links import ReservedPort
+
+
+class Crew:
+    """The processes of one replica.
+
+    Args:
+        config: the server's flags.
+        number: the replica.
+        links: flags with the addresses of the links that leave this machine.
+        address: where the scheduler receives.
+        connection: the crew's end of its control channel.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        number: int,
+        links: list[str],
+        address: str,
+        connection: socket.socket,
+    ) -> None:
+        self._address = address
+        self._names = [f"{program}/{number}" for program in RING]
+        self._worker, self._scheduler, _ = self._names
+        self._has_joined = False
+        self._supervisor = Supervisor(
+            [*config.to_argv(), *links], programs.command_of, config.launch, no_restart=[]
+        )
+        self._control = ControlChannel(connection, self._supervisor.run_dir)
+        self._supervisor.watch(self._control.fileno())
+
+    def run(self) -> int:
+        """Keep the processes until they have finished, or one has died for good."""
+        try:
+            for name in self._names:
+                self._supervisor.start(name)
+            while True:
+                event = self._supervisor.next_event(None)
+                if event is SupervisorEvent.STOP:
+                    return EXIT_OK
+                if isinstance(event, Death) and not self._survives(event):
+                    return EXIT_OK
+                self._take_in(event)
+        finally:
+            self._supervisor.clean_up()
+
+    def _take_in(self, event: object) -> None:
+        if isinstance(event, ReadyAgain):
+            self._control.report("restarted", process=event.name)
+        elif event is SupervisorEvent.COMMAND:
+            for command, argument in self._control.read_commands():
+                self._obey(command, argument)
+        if not self._has_joined and not self._supervisor.not_ready:
+            self._has_joined = True
+            # What the driver reports in its own name, when it is ready.
+            info = {k: v for k, v in self._supervisor[self._worker].info.items() if k != "pid"}
+            self._control.report("joined", address=self._address, version=__version__, info=info)
+
+    def _obey(self, command: Command, argument: str) -> None:
+        if command is Command.ABORT:
+            self._supervisor[self._scheduler].send(Command.ABORT, argument)
+        elif command is Command.RELOAD:
+            self._supervisor[self._worker].stop_for_reload()
+
+    def _survives(self, death: Death) -> bool:
+        """Restart a process that died; return False if the replica ends with it."""
+        if death.is_clean:
+            if self._supervisor.all_exited:
+                self._control.report("left")
+            return not self._supervisor.all_exited
+        if death.restart_delay_s is None:
+            self._control.report("lost", reason=f"{death.name} died ({death.reason})")
+            return False
+        self._control.report("died", process=death.name, reason=death.reason)
+        self._supervisor.start_later(death.name, death.restart_delay_s)
+        return True
+
+
+def main() -> None:
+    """Run `python -m cluster_proc.crew`."""
+    parser = argparse.ArgumentParser("python -m cluster_proc.crew")
+    parser.add_argument("--control-fd", type=int, required=True, help="socket to the actor")
+    parser.add_argument("--replica", type=int, required=True, help="number of the replica")
+    parser.add_argument("--node-host", required=True, help="address of this machine")
+    parser.add_argument("--delivery-address", required=True, help="where the frontend receives")
+    configuration.add_flags(parser)
+    arguments = parser.parse_args()
+    continue_at_parents_death()
+    connection = socket.socket(fileno=arguments.control_fd)
+    allow_open_files(MAX_OPEN_FILES)
+    port = ReservedPort(arguments.node_host)
+    links = ["--scheduler-address", port.address, "--delivery-address", arguments.delivery_address]
+    try:
+        config = configuration.from_namespace(arguments)
+        model = resolve_model(config.model, show_progress=False)
+        check_servable(model, config.worker.quantization)
+        config = config.replace(
+            **model.location_flags,
+            served_model_name=config.model.shown_name,
+            no_status_line=True,
+        )
+        crew = Crew(config, arguments.replica, links, port.address, connection)
+        code = crew.run()
+    except QuadrigaError as error:
+        ControlChannel.report_to(connection, "lost", reason=f"{type(error).__name__}: {error}")
+        code = EXIT_START_FAILED
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""The driver process: one task for each replica places it, watches it, and places it again.
+
+It is the only process that knows the cluster. It carries no request: frontend and replicas are
+connected directly.
+"""
+
+import asyncio
+import logging
+from contextlib import suppress
+
+from cluster_proc.contract import Crews, PlacedCrew, Report
+from cluster_proc.ray_crews import Bundle, RayCrews
+from quadriga import __version__
+from quadriga.config.server_config import ServerConfig, is_loopback
+from quadriga.errors import ConfigError, ServerFailed
+from quadriga.runtime.child import Child, Command, run_child
+from quadriga.runtime.cpu_affinity import runs_on_gpu
+from quadriga.supervisor.cluster_replicas import DIED, JOINED, LOST, RESTARTED
+from quadriga.wire.node_links import ReservedPort
+
+# After this time without a place, the log says what is wanted and what there is.
+NO_PLACE_S = 10.0
+# Between the loss of a replica and its next start; twice as long after each start that fails.
+MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
+
+
+def main() -> None:
+    """Run `python -m cluster_proc`."""
+    run_child("cluster_proc", _run, low_priority=True)
+
+
+def _run(child: Child) -> None:
+    config = child.config
+    num_gpus = config.worker.tp if runs_on_gpu(config.worker) else 0
+    crews = RayCrews(config.replicas, Bundle(config.replicas.replica_cpus, num_gpus))
+    check_keys(config, crews.host)
+    asyncio.run(_drive(child, crews))
+
+
+async def _drive(child: Child, crews: Crews) -> None:
+    driver, control = Driver(child, crews), child.control
+
+    def obey() -> None:
+        for command, argument in control.read_commands():
+            driver.obey(command, argument)
+
+    control.answer_in_loop()
+    asyncio.get_running_loop().add_reader(control.fileno(), obey)
+    await driver.keep_all()
+
+
+class Driver:
+    """Keeps the replicas of a cluster until the server has drained.
+
+    Args:
+        child: the flags and the channel to the launcher.
+        crews: starts crews on the machines of the cluster.
+    """
+
+    def __init__(self, child: Child, crews: Crews) -> None:
+        self._child = child
+        self._crews = crews
+        self._keepers: list[asyncio.Task[None]] = []
+        self._running: dict[int, PlacedCrew] = {}
+        self._joined: set[int] = set()
+        self._is_ready = False
+        self._is_draining = False
+
+    async def keep_all(self) -> None:
+        """Keep all replicas; end when the last one has left.
+
+        Raises:
+            ServerFailed: a replica cannot start, and the server has not served yet.
+        """
+        self._keepers = [
+            asyncio.create_task(self._keep(number))
+            for number in range(self._child.config.replicas.dp)
+        ]
+        try:
+            await asyncio.gather(*self._keepers)
+        finally:
+            for keeper in self._keepers:
+                keeper.cancel()
+            await asyncio.gather(*self._keepers, return_exceptions=True)
+            self._crews.close()
+
+    def obey(self, command: Command, argument: str) -> None:
+        """Carry out a command of the launcher."""
+        if command is Command.DRAIN:
+            self._is_draining = True
+            for number, keeper in enumerate(self._keepers):
+                if number not in self._joined:
+                    keeper.cancel()
+        elif command is Command.ABORT:
+            for crew in self._running.values():
+                crew.send(f"{command.value} {argument}")
+        elif command is Command.RELOAD and int(argument) in self._running:
+            self._running[int(argument)].send(command.value)
+
+    # --- one replica ------------------------------------------------------------------------------
+
+    async def _keep(self, number: int) -> None:
+        """Run a replica, again and again, until the server drains."""
+        num_failures = 0
+        with suppress(asyncio.CancelledError):  # it has no requests yet, and the server drains
+            while not self._is_draining:
+                reason = await self._run_once(number)
+                num_failures = 0 if number in self._joined else num_failures + 1
+                self._joined.discard(number)
+                if reason is None:
+                    return
+                if not self._is_ready:
+                    raise ServerFailed(f"replica {number} cannot start: {reason}")
+                self._report(number, LOST, reason)
+                await asyncio.sleep(min(MAX_PAUSE_S, MIN_PAUSE_S * 2**num_failures))
+
+    async def _run_once(self, number: int) -> str | None:
+        """Run a replica from its place to its end. Return why it is lost; None if it has left."""
+        port = ReservedPort(self._crews.host)
+        arguments = ["--replica", str(number), "--delivery-address", port.address]
+        crew = self._crews.new_crew([*arguments, *self._child.config.to_argv()])
+        try:
+            await self._place(number, crew)
+            self._running[number] = crew
+            async for report in crew.reports():
+                if report["report"] == "left":
+                    return None
+                if report["report"] == LOST:
+                    return str(report["reason"])
+                self._pass_on(number, report, port.address)
+            return "its crew has ended"
+        finally:
+            self._running.pop(number, None)
+            await crew.close()
+            port.close()
+
+    async def _place(self, number: int, crew: PlacedCrew) -> None:
+        """Wait for a machine with room; say in the log what is wanted if that takes long."""
+        placing = asyncio.create_task(crew.place())
+        try:
+            done, _ = await asyncio.wait({placing}, timeout=NO_PLACE_S)
+            if not done:
+                logging.warning(
+                    "replica %d waits for a machine with %s free; the cluster has %s. Stop other"
+                    " work there, add a machine, or start with less --dp or --replica-cpus",
+                    number, self._crews.bundle, "; ".join(self._crews.machines),
+                )  # fmt: skip
+            await placing
+        finally:
+            placing.cancel()
+
+    def _pass_on(self, number: int, report: Report, delivery: str) -> None:
+        """Pass a report of a crew on to the launcher."""
+        kind = report["report"]
+        if kind == JOINED:
+            if report["version"] != __version__:
+                raise ServerFailed(
+                    f"replica {number} runs quadriga {report['version']} at {report['address']},"
+                    f" and this machine {__version__}: install the same version on all machines"
+                )
+            self._joined.add(number)
+            self._report(number, JOINED, f"{report['address']} {delivery}")
+            self._report_ready(report)
+        elif kind in (DIED, RESTARTED):
+            self._report(number, kind, report["process"])
+
+    def _report_ready(self, report: Report) -> None:
+        """Report that the server serves, once all replicas have joined for the first time."""
+        if not self._is_ready and len(self._joined) == self._child.config.replicas.dp:
+            self._is_ready = True
+            self._child.ready(**report["info"])
+
+    def _report(self, number: int, state: str, argument: str) -> None:
+        self._child.control.report("replica", replica=number, state=state, argument=argument)
+
+
+def check_keys(config: ServerConfig, host: str) -> None:
+    """Raise ConfigError where strangers could reach the links between the machines."""
+    args = config.frontend
+    if not (args.curve_dir or args.insecure or is_loopback(host)):
+        raise ConfigError(
+            f"the links between the machines of the cluster use {host}, which other machines may"
+            " reach, and there are no keys: make some with quadriga keygen DIR, copy DIR to every"
+            " machine and add --curve-dir DIR, or add --insecure if every machine there may connect"
+        )

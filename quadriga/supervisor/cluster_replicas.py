@@ -1,0 +1,127 @@
+"""The replicas of a cluster, as the launcher sees them: one process that drives them, and its news.
+
+The driver (cluster_proc) reports each change; here it is kept, for a frontend that is restarted,
+and passed on.
+"""
+
+from collections import deque
+from typing import Any
+
+from quadriga.config.server_config import ServerConfig
+from quadriga.runtime.child import Command
+from quadriga.supervisor.child_process import ChildProcess, ReplicaChange
+from quadriga.supervisor.replicas import FRONTEND, WORKER, ReplicaProcesses
+from quadriga.supervisor.supervisor import Supervisor, say
+
+DRIVER = "cluster_proc"
+# Further states of a ReplicaChange.
+JOINED, DIED, RESTARTED, LOST = "joined", "died", "restarted", "lost"
+
+
+class ClusterReplicas(ReplicaProcesses):
+    """Which replicas of a cluster have joined."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        super().__init__(config)
+        self._joined: dict[int, str] = {}
+        self._dead: set[str] = set()
+        self._reloads: deque[int] = deque()
+        self._in_reload: int | None = None
+
+    @property
+    def processes(self) -> list[str]:
+        """Names of the processes on this machine."""
+        return [DRIVER]
+
+    @property
+    def workers(self) -> list[str]:
+        """The process that reports what a worker has reported."""
+        return [DRIVER]
+
+    @property
+    def schedulers(self) -> list[str]:
+        """None on this machine: the driver passes on what concerns them."""
+        return [DRIVER]
+
+    def drained(self, supervisor: Supervisor) -> list[ChildProcess]:
+        """Return the driver, which must not start lost replicas again."""
+        return [supervisor[DRIVER]]
+
+    def cores_note(self, worker: dict[str, Any]) -> str:  # noqa: ARG002
+        """Return "": each worker has the cores of its own machine."""
+        return ""
+
+    # --- changes ----------------------------------------------------------------------------------
+
+    def on_report(self, report: ReplicaChange, supervisor: Supervisor) -> None:
+        """Keep a change, and pass it on to the frontend."""
+        number, frontend = report.replica, supervisor[FRONTEND]
+        match report.state:
+            case "joined":
+                self._joined[number] = report.argument
+                if number in self._lost:
+                    self._lost.discard(number)
+                    say(
+                        f"replica {number} has joined again: {len(self._joined)} of {self._count}"
+                        " replicas serve",
+                        event="replica_joined", replica=number,
+                    )  # fmt: skip
+                frontend.send(Command.JOINED, f"{number} {report.argument}")
+            case "lost":
+                self._on_lost(number, report.argument, frontend)
+            case "died":
+                self._dead.add(report.argument)
+                frontend.send(Command.DIED, report.argument)
+            case "restarted":
+                self._dead.discard(report.argument)
+                frontend.send(Command.RESTARTED, report.argument)
+                self._end_reload(number, report.argument)
+            case "recalled" if number == self._in_reload:
+                supervisor[DRIVER].send(Command.RELOAD, str(number))
+
+    def _on_lost(self, number: int, reason: str, frontend: ChildProcess) -> None:
+        if self._joined.pop(number, None) is None:
+            return
+        self._dead = {name for name in self._dead if not name.endswith(f"/{number}")}
+        self._lost.add(number)
+        frontend.send(Command.LOST, str(number))
+        self._end_reload(number)
+        fate = "go on at the others" if self._joined else "wait for a replica"
+        say(
+            f"error: replica {number} is lost: {reason}. Its requests {fate}, {len(self._joined)}"
+            f" of {self._count} replicas serve; it is started again where the cluster has room",
+            event="replica_lost", replica=number, reason=reason,
+        )  # fmt: skip
+
+    def on_restart(self, name: str, supervisor: Supervisor) -> None:
+        """Take in that a process of this machine has died: all replicas end with the driver."""
+        if name == DRIVER:
+            for number in list(self._joined):
+                self._on_lost(number, "the driver of the cluster has died", supervisor[FRONTEND])
+
+    def report_lost(self, frontend: ChildProcess) -> None:
+        """Say to the frontend, which may be a new one, which replicas there are."""
+        for number, addresses in self._joined.items():
+            frontend.send(Command.JOINED, f"{number} {addresses}")
+        for name in self._dead:
+            frontend.send(Command.DIED, name)
+        if self._in_reload is not None:
+            frontend.send(Command.RECALL, str(self._in_reload))
+
+    # --- reloads ----------------------------------------------------------------------------------
+
+    def begin_reload(self) -> None:
+        """Restart the workers, one after the other, each after its requests have moved."""
+        self._reloads = deque(sorted(self._joined))
+
+    def reload_next(self, supervisor: Supervisor) -> None:
+        """Recall the next replica of a reload, once the one before it has its new worker."""
+        if self._in_reload is None and self._reloads:
+            number = self._reloads.popleft()
+            if number in self._joined:
+                self._in_reload = number
+                supervisor[FRONTEND].send(Command.RECALL, str(number))
+
+    def _end_reload(self, number: int, process: str = "") -> None:
+        if number == self._in_reload and process in ("", f"{WORKER}/{number}"):
+            self._in_reload = None

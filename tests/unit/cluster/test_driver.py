@@ -1,0 +1,217 @@
+"""The driver keeps the replicas of a cluster, here one without machines."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster_proc.contract import Report
+from cluster_proc.main import Driver, check_keys
+from quadriga import __version__
+from quadriga.clock import Countdown
+from quadriga.config.server_config import FrontendArgs, ServerConfig
+from quadriga.errors import ConfigError, ServerFailed
+from quadriga.runtime.child import Child, Command
+from quadriga.wire.endpoints import Endpoints
+
+TIMEOUT_S = 20.0
+
+
+class FakeControl:
+    """The channel to the launcher."""
+
+    def __init__(self) -> None:
+        self.reports: list[dict[str, Any]] = []
+        self._commands: list[tuple[Command, str]] = []
+        self._on_command: Callable[[], None] = lambda: None
+
+    def answer_in_loop(self) -> None: ...
+
+    def report(self, kind: str, **values: Any) -> None:
+        self.reports.append({"report": kind, **values})
+
+    def take(self, state: str) -> list[tuple[int, str]]:
+        return [(r["replica"], r["argument"]) for r in self.reports if r.get("state") == state]
+
+
+@dataclass
+class FakeCrew:
+    """A crew whose reports a test makes."""
+
+    arguments: list[str]
+    has_place: asyncio.Event
+    queue: "asyncio.Queue[Report]" = field(default_factory=asyncio.Queue)
+    sent: list[str] = field(default_factory=list)
+    is_closed: bool = False
+
+    async def place(self) -> None:
+        await self.has_place.wait()
+
+    async def reports(self) -> AsyncIterator[Report]:
+        while True:
+            yield await self.queue.get()
+
+    def send(self, line: str) -> None:
+        self.sent.append(line)
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+    @property
+    def delivery(self) -> str:
+        return self.arguments[self.arguments.index("--delivery-address") + 1]
+
+    def join(self, version: str = __version__) -> None:
+        self.queue.put_nowait(
+            {"report": "joined", "address": "tcp://127.0.0.1:9", "version": version,
+             "info": {"dtype": "float32"}}
+        )  # fmt: skip
+
+
+class FakeCrews:
+    host = "127.0.0.1"
+    bundle = "1 CPU"
+    machines = ("127.0.0.1: 2 CPU, 0 GPU",)
+
+    def __init__(self) -> None:
+        self.crews: list[FakeCrew] = []
+        self.has_place = asyncio.Event()
+        self.has_place.set()
+        self.is_closed = False
+
+    def new_crew(self, arguments: list[str]) -> FakeCrew:
+        self.crews.append(FakeCrew(arguments, self.has_place))
+        return self.crews[-1]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class World:
+    """A driver of two replicas."""
+
+    def __init__(self) -> None:
+        self.control, self.crews = FakeControl(), FakeCrews()
+        config = ServerConfig().replace(cluster="ray", dp=2)
+        child = Child(config, Endpoints(Path("/nowhere")), self.control)  # type: ignore[arg-type]
+        self.driver = Driver(child, self.crews)  # type: ignore[arg-type]
+        self.task = asyncio.create_task(self.driver.keep_all())
+
+    async def until(self, is_true: Callable[[], bool]) -> None:
+        countdown = Countdown(TIMEOUT_S)
+        while not is_true():
+            assert not self.task.done(), self.task
+            assert countdown.left()
+            await asyncio.sleep(0.001)
+
+    async def serve(self) -> None:
+        await self.until(lambda: len(self.crews.crews) == 2)
+        for crew in self.crews.crews:
+            crew.join()
+        await self.until(lambda: self.control.reports[-1:] != [] and self.is_ready)
+
+    @property
+    def is_ready(self) -> bool:
+        return any(report["report"] == "ready" for report in self.control.reports)
+
+    async def stop(self) -> None:
+        self.driver.obey(Command.DRAIN, "")
+        for crew in self.crews.crews:
+            crew.queue.put_nowait({"report": "left"})
+        await asyncio.wait_for(self.task, TIMEOUT_S)
+
+
+def test_it_is_ready_when_all_replicas_have_joined_and_ends_when_all_have_left() -> None:
+    async def run() -> None:
+        world = World()
+        await world.until(lambda: len(world.crews.crews) == 2)
+        first, second = world.crews.crews
+        first.join()
+        await world.until(lambda: len(world.control.take("joined")) == 1)
+        assert not world.is_ready
+        second.join()
+        await world.until(lambda: world.is_ready)
+        addresses = [f"tcp://127.0.0.1:9 {crew.delivery}" for crew in (first, second)]
+        assert world.control.take("joined") == list(enumerate(addresses))
+        assert first.delivery != second.delivery
+        await world.stop()
+        assert first.is_closed and second.is_closed and world.crews.is_closed
+
+    asyncio.run(run())
+
+
+def test_a_lost_replica_is_placed_again_with_another_address_of_results() -> None:
+    async def run() -> None:
+        world = World()
+        await world.serve()
+        lost = world.crews.crews[1]
+        lost.queue.put_nowait({"report": "lost", "reason": "its machine is gone"})
+        await world.until(lambda: len(world.crews.crews) == 3)
+        assert world.control.take("lost") == [(1, "its machine is gone")]
+        again = world.crews.crews[2]
+        assert lost.is_closed and again.arguments[:2] == ["--replica", "1"]
+        again.join()
+        await world.until(lambda: len(world.control.take("joined")) == 3)
+        assert [report["report"] for report in world.control.reports].count("ready") == 1
+        await world.stop()
+
+    asyncio.run(run())
+
+
+def test_a_drain_gives_up_a_replica_that_waits_for_its_place() -> None:
+    async def run() -> None:
+        world = World()
+        await world.serve()
+        world.crews.has_place.clear()
+        world.crews.crews[0].queue.put_nowait({"report": "lost", "reason": "x"})
+        await world.until(lambda: len(world.crews.crews) == 3)
+        await world.stop()
+        assert world.crews.crews[2].is_closed
+
+    asyncio.run(run())
+
+
+def test_commands_of_the_launcher_reach_the_crews_that_they_concern() -> None:
+    async def run() -> None:
+        world = World()
+        await world.serve()
+        world.driver.obey(Command.RELOAD, "1")
+        world.driver.obey(Command.ABORT, "it is late")
+        assert [crew.sent for crew in world.crews.crews] == [
+            ["abort it is late"], ["reload", "abort it is late"],
+        ]  # fmt: skip
+        world.crews.crews[0].queue.put_nowait({"report": "died", "process": "detok_proc/0"})
+        await world.until(lambda: world.control.take("died") == [(0, "detok_proc/0")])
+        await world.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("report", "message"),
+    [
+        ({"report": "lost", "reason": "no such model"}, "replica 0 cannot start: no such model"),
+        ({"report": "joined", "address": "a", "version": "0.0.1", "info": {}}, "quadriga 0.0.1"),
+    ],
+)
+def test_a_replica_that_cannot_start_ends_the_start(report: Report, message: str) -> None:
+    async def run() -> None:
+        world = World()
+        await world.until(lambda: len(world.crews.crews) == 2)
+        world.crews.crews[0].queue.put_nowait(report)
+        with pytest.raises(ServerFailed, match=message):
+            await asyncio.wait_for(world.task, TIMEOUT_S)
+        assert all(crew.is_closed for crew in world.crews.crews)
+
+    asyncio.run(run())
+
+
+def test_links_that_other_machines_reach_need_keys() -> None:
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.7.*quadriga keygen DIR"):
+        check_keys(ServerConfig(), "10.0.0.7")
+    check_keys(ServerConfig(), "127.0.0.1")
+    check_keys(ServerConfig(frontend=FrontendArgs(insecure=True)), "10.0.0.7")
+    check_keys(ServerConfig(frontend=FrontendArgs(curve_dir="keys")), "10.0.0.7")
