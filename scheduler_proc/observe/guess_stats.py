@@ -1,5 +1,6 @@
 """Counters of guessed tokens, by vLLM's names."""
 
+from quadriga.wire.messages.arrays import num_ids
 from quadriga.wire.messages.public import InfoValues
 from quadriga.wire.messages.worker import StepResult
 
@@ -18,7 +19,7 @@ class GuessStats:
         for row in result.guessed:
             self._num_rows += 1
             self._num_guesses += row.num_guesses
-            for place in range(len(row.token_ids) // 4):
+            for place in range(num_ids(row.token_ids)):
                 self._num_right[place] += 1
 
     def info(self) -> InfoValues:

@@ -3,11 +3,11 @@
 It costs the other requests nothing: its methods are called only while a request is traced.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from quadriga.wire.messages.arrays import unpack_ids
+from quadriga.wire.messages.arrays import num_ids, unpack_ids
 from quadriga.wire.messages.trace import Attributes
 from quadriga.wire.messages.worker import StepResult
 from scheduler_proc.state.batch import ScheduleBatch
@@ -131,13 +131,17 @@ class Tracer:
     def on_step(self, batch: ScheduleBatch, result: StepResult) -> None:
         """Take in a step after the core has."""
         token_ids = unpack_ids(result.token_ids)
-        forced = {row.row: len(unpack_ids(row.token_ids)) for row in result.forced}
+        further: Counter[int] = Counter()  # tokens of a row beyond the sampled one
+        for guessed in result.guessed:
+            further[guessed.row] += num_ids(guessed.token_ids)
+        for forced in result.forced:
+            further[forced.row] += num_ids(forced.token_ids)
         for row, request in enumerate(batch.requests):
             trace = request.trace
             if trace is None or trace.phase is None:
                 continue
             if row < batch.num_decodes:
-                num_tokens = (token_ids[row] >= 0) + forced.get(row, 0)
+                num_tokens = (token_ids[row] >= 0) + further[row]
                 trace.on_decode(result.began, result.ended, num_tokens)
             else:
                 trace.on_chunk(

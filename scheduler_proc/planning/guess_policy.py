@@ -4,7 +4,8 @@ A guess costs what a step takes longer with one more token, which the worker has
 brings a token if it and all guesses of its row before it are right, for which the request's recent
 guesses stand. So the guesses that are most likely to be right come first, as long as they raise the
 tokens per second of the step. With many rows a further token costs as much as it brings, and
-nothing is guessed.
+nothing is guessed. What steps with guesses really bring is compared with those without
+(guess_trial.py).
 """
 
 import math
@@ -12,7 +13,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.wire.messages.arrays import num_ids
 from quadriga.wire.messages.worker import StepCost, StepResult
+from scheduler_proc.planning.guess_trial import GuessTrial
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.guess_record import GuessRecord
 from scheduler_proc.state.kv_cache import KVCache
@@ -65,6 +68,7 @@ class GuessPolicy:
     def __init__(self, args: SchedulerArgs, costs: Sequence[StepCost]) -> None:
         self._most = args.num_speculative_tokens
         self._costs = StepCosts(costs) if args.speculative_method == "auto" else None
+        self._trials: dict[int, GuessTrial] = {}  # by the binary digits of the number of rows
 
     def group_of(self, request: Request) -> bytes:
         """Return the name of the requests from whose answers this one's may be guessed."""
@@ -81,6 +85,8 @@ class GuessPolicy:
         if not limits:
             return
         if self._costs is not None:
+            if not self._trial_of(batch).may_guess():
+                return
             limits = self._that_pay(self._costs, batch, limits)
         if any(limits.values()):
             batch.num_guesses = [limits.get(row, 0) for row in range(batch.batch_size)]
@@ -90,10 +96,17 @@ class GuessPolicy:
         """Take in which guesses of a step were right, and how long it took."""
         num_tokens = sum(batch.num_tokens)
         for row in result.guessed:
-            _record(batch.requests[row.row]).observe(row.num_guesses, len(row.token_ids) // 4)
+            _record(batch.requests[row.row]).observe(row.num_guesses, num_ids(row.token_ids))
             num_tokens += row.num_guesses
         if self._costs is not None and batch.num_decodes == batch.batch_size:
-            self._costs.observe(num_tokens, result.ended - result.began)
+            seconds = result.ended - result.began
+            self._costs.observe(num_tokens, seconds)
+            further = sum(num_ids(row.token_ids) for row in result.guessed)
+            trial = self._trial_of(batch)
+            trial.observe(bool(result.guessed), batch.batch_size + further, seconds)
+
+    def _trial_of(self, batch: ScheduleBatch) -> GuessTrial:
+        return self._trials.setdefault(batch.batch_size.bit_length(), GuessTrial())
 
     def _that_pay(
         self, costs: StepCosts, batch: ScheduleBatch, limits: dict[int, int]
@@ -104,7 +117,7 @@ class GuessPolicy:
             return {}
         records = {row: _record(batch.requests[row]) for row in limits}
         expected, best = float(batch.batch_size), 0
-        rate = best_rate = MIN_GAIN * expected / costs.seconds(num_tokens)
+        best_rate = MIN_GAIN * expected / costs.seconds(num_tokens)
         guesses = sorted(
             ((chance**place, row) for row, most in limits.items()
              if (chance := records[row].rate) > MIN_RATE for place in range(1, most + 1)),

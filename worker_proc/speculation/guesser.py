@@ -8,6 +8,7 @@ the tokens, so that every rank of a worker makes the same ones.
 
 from dataclasses import dataclass
 
+from quadriga.wire.messages.arrays import num_ids
 from quadriga.wire.messages.worker import GuessingPlan
 from worker_proc.speculation.recent_answers import RecentAnswers
 from worker_proc.speculation.text_index import TextIndex
@@ -57,7 +58,7 @@ class Guesser:
     def guess(self, plan: GuessingPlan) -> None:
         """Write guesses into the table for the rows of a plan, which is applied."""
         for new, group in zip(plan.new, plan.groups, strict=False):
-            self._slots[new.slot] = SlotText(group, len(new.token_ids) // 4)
+            self._slots[new.slot] = SlotText(group, num_ids(new.token_ids))
         if not plan.num_guesses:
             return
         rows = (ints_of(plan.slots), ints_of(plan.num_tokens), ints_of(plan.num_guesses))

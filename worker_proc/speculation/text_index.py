@@ -1,11 +1,17 @@
 """Find where the last tokens of a text occurred before, in time that does not grow with it."""
 
 from collections.abc import Sequence
+from operator import mul
 from typing import NamedTuple
+
+import numpy as np
 
 NGRAM_SIZES = (4, 2)  # tokens that must match; the longer ones are looked for first
 MAX_MATCH = 16  # tokens that are compared to tell how good a match is
 END = -1  # stands between texts, and never matches
+# A sequence is found by the sum of its tokens times these, which fits into 63 bits.
+FACTORS = (0x4F1BBCDCBF, 0x35D54D6137, 0x2545F4914F, 0x61C8864681)
+MIN_ARRAY_TOKENS = 32  # for fewer, numpy takes longer than Python
 
 
 class Match(NamedTuple):
@@ -29,7 +35,7 @@ class TextIndex:
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self.tokens: list[int] = []
-        self._places: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in NGRAM_SIZES)
+        self._places: tuple[dict[int, int], ...] = tuple({} for _ in NGRAM_SIZES)
         self.extend(tokens)
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -38,8 +44,9 @@ class TextIndex:
         self.tokens += token_ids
         tokens = self.tokens
         for size, places in zip(NGRAM_SIZES, self._places, strict=True):
-            for position in range(max(begin, size), len(tokens)):
-                places[tuple(tokens[position - size : position])] = position
+            first = max(begin, size)
+            keys = _keys(tokens[first - size : -1], size)
+            places.update(zip(keys, range(first, len(tokens)), strict=True))
 
     def find(self, text: Sequence[int]) -> Match | None:
         """Return the last place where this text goes on after the end of another one.
@@ -48,9 +55,12 @@ class TextIndex:
             text: The other text, or this one, whose own end is no match.
         """
         for size, places in zip(NGRAM_SIZES, self._places, strict=True):
-            position = places.get(tuple(text[-size:])) if len(text) >= size else None
-            if position is not None:
-                return Match(position, self._match_length(position, text))
+            position = places.get(_key(text[-size:])) if len(text) >= size else None
+            if position is None:
+                continue
+            length = self._match_length(position, text)
+            if length >= size:
+                return Match(position, length)
         return None
 
     def after(self, position: int, count: int, repeats: bool) -> list[int]:
@@ -72,3 +82,18 @@ class TextIndex:
             if tokens[position - 1 - length] != text[-1 - length]:
                 return length
         return most
+
+
+def _key(token_ids: Sequence[int]) -> int:
+    return sum(map(mul, token_ids, FACTORS))
+
+
+def _keys(token_ids: Sequence[int], size: int) -> list[int]:
+    """Return the keys of all sequences of `size` tokens, in order."""
+    count = len(token_ids) - size + 1
+    if count < MIN_ARRAY_TOKENS:
+        return [_key(token_ids[begin : begin + size]) for begin in range(count)]
+    tokens = np.array(token_ids, dtype=np.int64)
+    sums = sum(tokens[i : i + count] * FACTORS[i] for i in range(size))
+    keys: list[int] = np.asarray(sums).tolist()
+    return keys

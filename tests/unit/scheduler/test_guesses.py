@@ -14,6 +14,7 @@ from quadriga.wire.messages.worker import GuessedRow, StepCost, StepResult
 from scheduler_proc.events import StepEvents
 from scheduler_proc.observe.guess_stats import GuessStats
 from scheduler_proc.planning.guess_policy import GuessPolicy, StepCosts, make_guess_policy
+from scheduler_proc.planning.guess_trial import GuessTrial
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.guess_record import FIRST_PAUSE, MAX_PAUSE, GuessRecord
 from scheduler_proc.state.kv_cache import KVCache
@@ -146,6 +147,18 @@ def test_costs_are_interpolated_and_follow_the_steps_that_ran() -> None:
         size = source.choice([1, 8])
         costs.observe(size, 10 * (1.0 if size == 1 else 1.2) * source.uniform(0.9, 1.1))
     assert costs.seconds(8) / costs.seconds(1) == pytest.approx(1.2, rel=0.1)
+
+
+@pytest.mark.parametrize(("seconds", "share"), [(1.0, 0.9), (2.5, 0.1)])
+def test_guesses_that_do_not_pay_end_whatever_was_measured_before(
+    seconds: float, share: float
+) -> None:
+    trial, num_guessing = GuessTrial(), 0
+    for _ in range(4000):
+        guesses = trial.may_guess()
+        num_guessing += guesses
+        trial.observe(guesses, 2 if guesses else 1, seconds if guesses else 1.0)
+    assert abs(num_guessing / 4000 - share) < 0.1
 
 
 def test_counters_have_the_names_of_vllm() -> None:

@@ -80,6 +80,15 @@ def test_a_request_is_tokenized_queued_computed_and_decoded() -> None:
     assert attributes["gen_ai.response.finish_reason"] == "length"
 
 
+def test_the_decode_counts_tokens_that_were_guessed() -> None:
+    world = World(SchedulerArgs(speculative_method="ngram"))
+    submit_traced(world, "a", 4, 40)
+    world.run()
+    decode = phases_of(world, "a")[-1]
+    assert decode.attributes["tokens"] == 39, "those after the first one"
+    assert int(decode.attributes["steps"]) < 30
+
+
 def test_other_requests_have_no_recorder_and_no_trace() -> None:
     world = World(SchedulerArgs())
     world.send(submit("a", [3] * 4, 4))

@@ -218,6 +218,15 @@ def test_a_text_is_found_however_it_grew() -> None:
         assert text.after(4, 3, repeats=False) == [5, 1, 2]
 
 
+def test_a_long_text_is_indexed_as_a_short_one() -> None:
+    tokens = prompts_of([500], vocab_size=40)[0]
+    whole, by_token = TextIndex(tokens), TextIndex()
+    for token in tokens:
+        by_token.extend([token])
+    for end in range(2, 500):
+        assert whole.find(tokens[:end]) == by_token.find(tokens[:end])
+
+
 def test_guesses_repeat_a_period_and_end_with_a_text() -> None:
     text = TextIndex([1, 2, 1, 2])
     assert text.after(2, 5, repeats=True) == [1, 2, 1, 2, 1]
