@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def simulate(arguments: argparse.Namespace) -> int:
     """Simulate, print and write the figures, and return the exit code."""
-    config, model = _config(arguments), cost_model.load(arguments.cost_model)
+    config, model = config_of(arguments), cost_model.load(arguments.cost_model)
     slo = Slo.parse(arguments.goodput)
     draw_plot = _plotter(arguments.plot)
     measured = None if arguments.compare is None else read_runs(arguments.compare)
@@ -78,7 +78,7 @@ def simulate(arguments: argparse.Namespace) -> int:
         world = World(
             config,
             model,
-            _num_pages(arguments, config, model),
+            num_pages_of(arguments, config, model),
             arguments.replicas,
             arguments.load_balance_method,
             arguments.seed,
@@ -89,14 +89,14 @@ def simulate(arguments: argparse.Namespace) -> int:
         world.run(arrivals)
         wall = time.perf_counter() - began
     run = figures(world, model.delays_ms.delivery, slo, wall)
-    print(block(run, arguments.replicas, _source(arguments.cost_model, model)))
+    print(block(run, arguments.replicas, source_of(arguments.cost_model, model)))
     if measured is not None:
         print(comparison(run, [one["summary"] for one in measured]))
     if arguments.json is not None:
         flags = {name: str(value) for name, value in vars(arguments).items()}
         document = {"flags": flags, "summary": dataclasses.asdict(run)}
         arguments.json.write_text(json.dumps(document, indent=2) + "\n")
-    title = ("simulated", _source(arguments.cost_model, model), _load_text(arguments, run))
+    title = ("simulated", source_of(arguments.cost_model, model), _load_text(arguments, run))
     draw_plot(world, (*title, now()[:10]), slo)
     return 1 if run.failed else 0
 
@@ -123,7 +123,7 @@ def _arrivals(arguments: argparse.Namespace) -> tuple[int, Iterable[tuple[int, T
     return spec.num_requests, enumerate(generate(spec))
 
 
-def _num_pages(arguments: argparse.Namespace, config: ServerConfig, model: CostModel) -> int:
+def num_pages_of(arguments: argparse.Namespace, config: ServerConfig, model: CostModel) -> int:
     """Return --num-pages, or the pages of --max-total-tokens or of the measured machine."""
     if arguments.num_pages is None:
         tokens = config.worker.max_total_tokens or model.measured_on.max_total_tokens
@@ -163,13 +163,14 @@ def _plotter(path: Path | None) -> Callable[[World, Sequence[str], Slo], None]:
     )
 
 
-def _source(path: Path, model: CostModel) -> str:
+def source_of(path: Path, model: CostModel) -> str:
+    """Return where a cost model is from, in a line."""
     on = model.measured_on
     threads = f", {on.threads} threads" if on.device == "cpu" else ""
     return f"{path.stem} ({on.model}, {on.dtype}, {on.device}{threads}, {on.date})"
 
 
-def _config(arguments: argparse.Namespace) -> ServerConfig:
+def config_of(arguments: argparse.Namespace) -> ServerConfig:
     """Return the server's configuration, or raise ConfigError."""
     if arguments.replicas <= 0:
         raise ConfigError(f"replicas must be positive (it is {arguments.replicas})")
@@ -178,7 +179,11 @@ def _config(arguments: argparse.Namespace) -> ServerConfig:
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
     """Parse the command line, or raise ConfigError."""
-    parser = _parser()
+    return parsed(_parser(), argv)
+
+
+def parsed(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """Parse a command line, or raise ConfigError; a server's flag without effect is one."""
     arguments, unknown = parser.parse_known_args(argv)
     fields = (f.name for group in ServerConfig().groups() for f in dataclasses.fields(group))
     known = {flag_name(name) for name in fields}
@@ -205,13 +210,14 @@ def _parser() -> argparse.ArgumentParser:
     add_trace(load)
     load.add_argument("--seed", type=int, default=0, help="seed of the load")
     add_load_flags(load, defaults=DEFAULTS)
-    _add_world(parser.add_argument_group("server"))
+    add_world(parser.add_argument_group("server"))
     _add_output(parser.add_argument_group("output"))
     server_flags.add_flags(parser, only=SERVER_FLAGS)
     return parser
 
 
-def _add_world(group: Any) -> None:
+def add_world(group: Any) -> None:
+    """Add the flags of replicas, their memory and the cost model."""
     add = group.add_argument
     add("--replicas", type=int, default=1, metavar="R", help="number of servers")
     add(
