@@ -138,6 +138,7 @@ def chosen_attention(capability: int) -> Iterator[Compiled]:
             yield attend(64, 1, one_query, NUMBERS, NUMBERS, True, capability, **special)
             yield attend(128, 4, one_query, FLOATS, FLOATS, False, capability)
             yield attend(256, 4, one_query, NUMBERS, NUMBERS, False, capability)
+            yield attend(256, 1, one_query, FLOATS, FLOATS, False, capability)
     if capability >= 89:
         yield attend(128, 4, False, NUMBERS, FP8, False, capability)
 

@@ -109,6 +109,6 @@ LOADS: dict[str, Callable[[random.Random, int], GuessTask]] = {
 
 
 def tasks_of(load: str, count: int, seed: int, max_tokens: int) -> list[GuessTask]:
-    """Return tasks that differ from those of another seed."""
-    draw = random.Random(f"{load}/{seed}")
+    """Return tasks that differ from those of another seed or number."""
+    draw = random.Random(f"{load}/{count}/{seed}")
     return [LOADS[load](draw, max_tokens) for _ in range(count)]

@@ -37,6 +37,8 @@ from quadriga.wire.messages.public import (
 # A search without an answer for so long continues through a new socket, in case the reconnecting of
 # the old one is stuck.
 MAX_SOCKET_SILENCE_S = 5.0
+# The same where there are several endpoints: the search continues at the next one.
+MAX_ENDPOINT_SILENCE_S = 1.0
 # A listener that does not answer a first ping for so long is asked whether it is a web server.
 HTTP_PROBE_DELAY_S = 0.5
 
@@ -77,7 +79,7 @@ class Connection:
     """Sends messages to a server and passes on its messages.
 
     Args:
-        endpoint: the server's public socket.
+        endpoint: the server's public socket, or several with commas between them.
         identity: name of this client at the server.
         events: callbacks.
         reconnect_timeout: seconds within which a server must answer after its connection broke.
@@ -225,7 +227,7 @@ class Connection:
     async def _probe_http(self) -> None:
         """End the attempt if the endpoint does not answer soon, and is that of a web server."""
         await asyncio.sleep(HTTP_PROBE_DELAY_S)
-        reason = await describe_http_port(self.endpoint)
+        reason = await describe_http_port(self._link.endpoint)
         if reason and self._state is ConnectionState.CONNECTING:
             self._shut(linger_s=0)
             self._end_attempt(_unreachable(reason))
@@ -278,13 +280,17 @@ class Connection:
     # --- the search -------------------------------------------------------------------------------
 
     def _start_search(self, timeout: float) -> None:
-        self._renew_at = _now() + MAX_SOCKET_SILENCE_S
+        self._renew_at = _now() + self._max_silence_s
         self._search.start(timeout)
+
+    @property
+    def _max_silence_s(self) -> float:
+        return MAX_ENDPOINT_SILENCE_S if self._link.has_others else MAX_SOCKET_SILENCE_S
 
     def _ping(self) -> None:
         if _now() >= self._renew_at:
-            self._link.close(linger_s=0)
-            self._renew_at = _now() + MAX_SOCKET_SILENCE_S
+            self._link.try_next()
+            self._renew_at = _now() + self._max_silence_s
         try:
             self._link.open()
             if not self._link.send(sockets.encode(Ping(PROTOCOL_VERSION))):

@@ -15,7 +15,7 @@ _REQUEST = b"GET /server_info HTTP/1.0\r\nHost: localhost\r\n\r\n"
 
 def check_endpoint(endpoint: str) -> None:
     """Raise ConfigError for the address of a web server."""
-    if endpoint.startswith(("http://", "https://")):
+    if any(part.strip().startswith(("http://", "https://")) for part in endpoint.split(",")):
         raise ConfigError(
             f"endpoint is {endpoint!r}, a web address, which OpenAI clients use: this client needs"
             f" the ZeroMQ endpoint, the `zmq` address of the server's start line"

@@ -23,20 +23,39 @@ class LinkEvents(NamedTuple):
 class ServerLink:
     """One socket to the server, which ZeroMQ reconnects when its connection breaks.
 
+    Args:
+        endpoint: address of the server, or several with commas between them.
+        identity: name of this client at the server.
+        curve_dir: directory of the keys; None: no keys.
+        events: callbacks.
+
     Attributes:
+        has_others: whether there are several addresses.
         is_up: whether the TCP connection is established.
     """
 
     def __init__(
         self, endpoint: str, identity: uuid.UUID, curve_dir: Path | None, events: LinkEvents
     ) -> None:
-        self._endpoint = endpoint
+        self._endpoints = [part.strip() for part in endpoint.split(",")]
+        self._turn = 0
+        self.has_others = len(self._endpoints) > 1
         self._identity = identity
         self._curve_dir = curve_dir
         self._events = events
         self._port: sockets.AsyncPort | None = None
         self._watch: ConnectionWatch | None = None
         self.is_up = False
+
+    @property
+    def endpoint(self) -> str:
+        """The address that it connects to."""
+        return self._endpoints[self._turn]
+
+    def try_next(self) -> None:
+        """Close the socket; the next one connects to the next address."""
+        self.close(linger_s=0)
+        self._turn = (self._turn + 1) % len(self._endpoints)
 
     def open(self) -> None:
         """Make a socket and start to connect, unless there is one.
@@ -48,10 +67,10 @@ class ServerLink:
         if self._port is not None:
             return
         try:
-            socket = sockets.connect_public(self._endpoint, self._identity.bytes, self._prepare)
+            socket = sockets.connect_public(self.endpoint, self._identity.bytes, self._prepare)
         except sockets.SocketError as error:
             self.close(linger_s=0)
-            raise ServerUnreachable(f"cannot open a socket to {self._endpoint}: {error}") from None
+            raise ServerUnreachable(f"cannot open a socket to {self.endpoint}: {error}") from None
         except QuadrigaError:
             self.close(linger_s=0)
             raise

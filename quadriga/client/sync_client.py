@@ -27,7 +27,8 @@ class Client:
             print(client.generate("The capital of France is").text)
 
     Args:
-        endpoint: the server's public socket, the `zmq` address of its start line.
+        endpoint: the server's public socket, the `zmq` address of its start line. Several with
+            commas between them are tried in turn, a second each, until one answers.
         connect_timeout: seconds until ServerUnreachable if no server answers.
         reconnect_timeout: seconds until ServerUnreachable if the server stops answering.
         curve_dir: directory of this client's keys, if the server requires keys.

@@ -25,6 +25,7 @@ from quadriga.wire.messages.public import (
     Pong,
     RefusalInfo,
     Refused,
+    Replay,
 )
 from tests.unit.public_messages import make_chunk, make_end
 
@@ -96,7 +97,8 @@ class FakeServer(threading.Thread):
             return Refused(request.request_id, RefusalInfo("queue_full", "no room"))
         moment = now()
         end = make_end(2, "length", num_prompt_tokens=4, at=moment)
-        return Chunks([make_chunk(request.request_id, 0, "ab", [1, 2], end, at=moment)])
+        chunks = [make_chunk(request.request_id, 0, "ab", [1, 2], end, at=moment)]
+        return Replay(chunks) if request.resent else Chunks(chunks)
 
 
 @contextmanager

@@ -20,12 +20,14 @@ from bench.gpu.stages.report import (
 )
 from bench.gpu.stages.stages import FIRST_LIMIT_S, Setup, Stage, stages_of
 from bench.gpu.timeline import Kernel, Timeline, longest
+from bench.peers import comparison
 from bench.roofline.roofline_model import Product, Work
 from bench.worker_steps import MAX_TOKEN_ID, Row
 from quadriga.config.server_config import ModelArgs, ServerConfig
 from quadriga.errors import ConfigError
 from quadriga.model_files import resolve
 from tests.tiny_models import tiny_llama
+from tests.unit.bench.test_peers import SERVER, Vocabulary, fake
 
 CPU_FLAGS = ["--load-format", "dummy", "--device", "cpu", "--attention-backend", "torch"]
 
@@ -295,6 +297,32 @@ def test_peers_are_found_in_environments_and_serve_the_same_model(tmp_path: Path
         command = peer.command(Start(peer.install(), 8123, workload, "bf16"))
         assert command[0] == str(tmp_path / "bin" / one.program)
         assert "/models/gpt2" in command and "8123" in command
+
+
+@pytest.mark.timeout(60)
+def test_a_server_of_an_environment_takes_turns_with_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, program = tmp_path / "lib/python3.12/site-packages/vllm", tmp_path / "bin/vllm"
+    for path in (package / "__init__.py", program):
+        path.parent.mkdir(parents=True)
+        path.touch(0o755)
+    port = "import sys\nsys.argv[1:] = [sys.argv[sys.argv.index('--port') + 1], 'whole']\n"
+    program.write_text(f"#!{sys.executable}\n{port}{SERVER}")
+    monkeypatch.setattr(
+        comparison,
+        "_own_launch",
+        lambda weights, settings: comparison._peer_launch(fake("whole"), weights, settings),
+    )
+    monkeypatch.setattr("bench.preparation.tokenizer_of", lambda *_: Vocabulary())
+    flags = ["--model", str(tiny_llama(tmp_path / "model")), "--vllm", str(tmp_path)]
+    load = ["--num-requests", "2", "--input-len", "4", "--output-len", "2", "--repeat-runs", "1"]
+    none = ["--sglang", str(package), "--transformers", str(package), "--warmup-runs", "0"]
+    file = tmp_path / "peers.json"
+    assert peers.main([*flags, *load, *none, "--device", "cpu", "--json", str(file)]) == 0
+    (row,) = read_lines(file)
+    assert row["peer"] == "vllm"
+    assert float(str(row["tok/s, ours"])) > 0 and float(str(row["tok/s, theirs"])) > 0
 
 
 def test_all_servers_load_the_same_weights_and_know_every_id(tmp_path: Path) -> None:

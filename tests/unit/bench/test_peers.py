@@ -83,7 +83,14 @@ def compare(
         return bench_contest._peer_launch(fake("whole"), weights, settings)
 
     async def collect() -> list[Outcome | NotMeasured]:
-        settings = Settings("zmq", (), warmup_runs=1, repeat_runs=2, logs=tmp_path)
+        settings = Settings(
+            "zmq",
+            (),
+            warmup_runs=1,
+            repeat_runs=2,
+            logs=tmp_path,
+            directory_of=lambda model: tmp_path / model,
+        )
         return [found async for found in contest(peer, "bf16", workloads, settings)]
 
     monkeypatch.setattr(bench_contest, "_own_launch", own_launch)

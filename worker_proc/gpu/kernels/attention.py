@@ -177,7 +177,8 @@ def tile_of(
     min_rows = max(MIN_ROWS, int(triton.next_power_of_2(group)))
     if dtype == torch.float32:
         rows = min_rows if one_query else max(min_rows, 32)
-        return AttentionTile(rows, 32, stages=1, warps=4 if head_dim <= 64 else 8)
+        keys = 32 if head_dim <= 128 else 16
+        return AttentionTile(rows, keys, stages=1, warps=4 if head_dim <= 64 else 8)
     rows = min_rows if one_query else max(min_rows, 64)
     if head_dim > 128:
         return AttentionTile(rows, 32, stages=2, warps=4)
