@@ -7,6 +7,7 @@ gone. Everything else goes over this server's own sockets.
 import asyncio
 import json
 import logging
+import socket
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from quadriga.config.replica_args import ReplicaArgs
 from quadriga.errors import ConfigError
 
 INSTALL = "ray"
+CONNECT_TIMEOUT_S = 5.0
 # Of a crew that is not needed any more, on a machine that may be gone.
 STOP_TIMEOUT_S = 12.0
 
@@ -70,6 +72,7 @@ class RayCrews:
         self._ray = import_ray()
         self.bundle = bundle
         try:
+            check_port(args.ray_address)
             self._ray.init(args.ray_address, logging_level=logging.WARNING, configure_logging=False)
         except Exception as error:
             raise ConfigError(
@@ -100,6 +103,17 @@ class RayCrews:
     def close(self) -> None:
         """End all crews of this driver."""
         self._ray.shutdown()
+
+
+def check_port(address: str) -> None:
+    """Raise OSError if nothing listens at HOST:PORT: Ray itself tries for minutes.
+
+    Args:
+        address: as of ray.init; one without a port, such as `auto`, is left to Ray.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
 
 
 class RayCrew:
