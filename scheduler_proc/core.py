@@ -13,7 +13,7 @@ from quadriga.wire.messages.worker import StepResult
 from scheduler_proc.planning.admission import Admission
 from scheduler_proc.planning.guess_policy import make_guess_policy
 from scheduler_proc.planning.quarantine import Quarantine, is_quarantined
-from scheduler_proc.policies import make_queue
+from scheduler_proc.policies import make_queue, make_turns
 from scheduler_proc.state.batch import RunningBatch, ScheduleBatch
 from scheduler_proc.state.plan import BatchMode, Capacity, Plan, Room, StepUpdate
 from scheduler_proc.state.request import (
@@ -52,7 +52,7 @@ class SchedulerCore:
         self.quarantine = Quarantine()
         self.guesses = make_guess_policy(args, capacity.step_costs)
         self.num_retractions = num_retractions
-        self._running = RunningBatch(args.batch_concurrency_beside)
+        self._running = RunningBatch(args.batch_concurrency_beside, make_turns(args))
         self._width = args.max_batch_size
         self._prefill_width = args.prefill_width
         by_priority = args.schedule_policy == "priority"

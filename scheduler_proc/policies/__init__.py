@@ -1,4 +1,4 @@
-"""The waiting queue that the flags ask for."""
+"""The waiting queue and the decode turns that the flags ask for."""
 
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.tenants.tenant import parent_name
@@ -6,6 +6,8 @@ from scheduler_proc.policies.base import REGISTRY, MatchPrefix, PolicyContext, W
 from scheduler_proc.policies.fair import FairClients
 from scheduler_proc.policies.prefix import WINDOW
 from scheduler_proc.policies.tenants import FairTenants
+from scheduler_proc.policies.weighted_turns import WeightedTurns
+from scheduler_proc.state.batch import NextRows, take_turns
 
 # Of each client: a step that serves 16 clients then looks at as many requests as without fairness.
 FAIR_WINDOW = 8
@@ -37,3 +39,8 @@ def make_queue(args: SchedulerArgs, match_prefix: MatchPrefix, page_size: int) -
             lambda request: request.weight,
         )
     return FairClients(make_one) if args.fair_clients else make_one()
+
+
+def make_turns(args: SchedulerArgs) -> NextRows:
+    """Return how decode rows are given: equally, or with --fair-tenants by weight."""
+    return WeightedTurns().next_rows if args.fair_tenants else take_turns

@@ -1,7 +1,7 @@
 """The rows of one step (ScheduleBatch), and the requests that decode (RunningBatch)."""
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
@@ -11,6 +11,9 @@ from quadriga.wire.messages import worker
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.worker import GuessingPlan, NewSlot, StepPlan
 from scheduler_proc.state.request import Request
+
+# Returns the requests that have the next so many rows, and moves them to the end.
+NextRows = Callable[[dict[int, Request], int], list[Request]]
 
 
 class ForwardMode(enum.IntEnum):
@@ -117,21 +120,38 @@ class ScheduleBatch:
         )
 
 
+def take_turns(requests: dict[int, Request], count: int) -> list[Request]:
+    """Return the first `count` requests, and move them to the end if there are others."""
+    if len(requests) <= count:
+        return list(requests.values())
+    group = list(islice(requests.values(), count))
+    move_to_end(requests, group)
+    return group
+
+
+def move_to_end(requests: dict[int, Request], group: Iterable[Request]) -> None:
+    """Put some of the requests, by number, behind the others."""
+    for request in group:
+        requests[request.seq] = requests.pop(request.seq)
+
+
 class RunningBatch:
-    """The prefilled requests that still need decode steps, in round-robin order.
+    """The prefilled requests that still need decode steps, in the order of their turns.
 
     Requests of the smallest priority, such as the lines of a batch, are in the background: beside
     others, only a few of them have rows.
 
     Args:
         num_beside: number of requests in the background that run beside others.
+        next_rows: which of the others have rows, as take_turns.
 
     Attributes:
         chunked: the request, beside them, of whose prompt only a part is computed.
     """
 
-    def __init__(self, num_beside: int = 0) -> None:
+    def __init__(self, num_beside: int = 0, next_rows: NextRows = take_turns) -> None:
         self._num_beside = num_beside
+        self._next_rows = next_rows
         self._foreground: dict[int, Request] = {}
         self._background: dict[int, Request] = {}
         self.chunked: Request | None = None
@@ -174,19 +194,9 @@ class RunningBatch:
             self.chunked = None
 
     def next_group(self, width: int) -> list[Request]:
-        """Return the next `width` requests in round-robin order, and move them to the end."""
-        group = _rotate(self._foreground, width)
+        """Return the next `width` requests, and move them to the end."""
+        group = self._next_rows(self._foreground, width)
         if self._background:
             room = min(width - len(group), self._num_active_in_background)
-            group += _rotate(self._background, room)
+            group += take_turns(self._background, room)
         return group
-
-
-def _rotate(requests: dict[int, Request], count: int) -> list[Request]:
-    """Return the first `count` requests, and move them to the end if there are others."""
-    if len(requests) <= count:
-        return list(requests.values())
-    group = list(islice(requests.values(), count))
-    for request in group:
-        requests[request.seq] = requests.pop(request.seq)
-    return group

@@ -17,6 +17,7 @@ from scheduler_proc.observe.usage_log import UsageLog
 from scheduler_proc.policies import make_queue
 from scheduler_proc.policies.base import FirstComeFirstServed
 from scheduler_proc.policies.tenants import FairTenants
+from scheduler_proc.policies.weighted_turns import WeightedTurns
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.request import FinishReason, Request
 from tests.unit.scheduler.test_policies import make_request
@@ -197,9 +198,9 @@ def job(name: str, tenant: str, prompt: list[int], new: int, weight: float = 1.0
     return msgspec.structs.replace(message, tenant=tenant, weight=weight)
 
 
-def fair_world() -> World:
-    args = SchedulerArgs(fair_tenants=True, max_running_requests=8, max_batch_size=8)
-    world = World(args, num_pages=400)
+def fair_world(num_running: int = 8, num_pages: int = 400) -> World:
+    args = SchedulerArgs(fair_tenants=True, max_running_requests=num_running, max_batch_size=8)
+    world = World(args, num_pages)
     world.checked = False
     return world
 
@@ -220,6 +221,42 @@ def test_shares_in_the_scheduler_follow_the_weights_under_overload() -> None:
     ended = Counter(name[0] for name in world.detok.closed)
     assert min(ended.values()) > 50
     assert jain([tokens[name] / weight for name, weight in weights.items()]) >= 0.98
+
+
+def test_requests_that_run_have_rows_by_the_weights_of_their_tenants() -> None:
+    """More run than a step has rows, and none waits."""
+    world, weights = fair_world(64, 10_000), {"a": 1.0, "b": 2.0, "c": 4.0}
+    for number in range(12):
+        for tenant, weight in weights.items():
+            world.schedule([job(f"{tenant}{number}", tenant, [number + 3], 1000, weight)])
+    for _ in range(400):
+        world.step()
+    assert world.scheduler.num_queued == 0
+    tokens: Counter[str] = Counter()
+    for name, generated in world.detok.tokens.items():
+        tokens[name[0]] += len(generated)
+    assert jain([tokens[name] / weight for name, weight in weights.items()]) >= 0.999
+    of_a = [len(ids) for name, ids in world.detok.tokens.items() if name[0] == "a"]
+    assert max(of_a) - min(of_a) <= 6  # they were not admitted in the same step
+
+
+def test_rows_that_a_tenant_cannot_use_go_to_others_and_are_not_saved_up() -> None:
+    turns = WeightedTurns()
+    requests = {0: of(0, "a", weight=100.0)} | {seq: of(seq, "b") for seq in range(1, 9)}
+    for _ in range(20):
+        rows = turns.next_rows(requests, 4)
+        assert requests[0] in rows
+        assert len(rows) == 4
+    requests |= {seq: of(seq, "a") for seq in range(9, 12)}
+    del requests[0]
+    names = [request.tenant for _ in range(10) for request in turns.next_rows(requests, 4)]
+    assert abs(names.count("a") - names.count("b")) <= 2
+
+
+def test_with_a_row_for_each_all_have_one() -> None:
+    turns = WeightedTurns()
+    requests = {seq: of(seq, "ab"[seq % 2]) for seq in range(6)}
+    assert turns.next_rows(requests, 6) == list(requests.values())
 
 
 @pytest.mark.parametrize("has_tenants", [True, False])
