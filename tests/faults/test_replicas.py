@@ -125,8 +125,12 @@ def test_a_reload_moves_the_requests_of_each_replica_to_the_other(
         now = [replicas.pid_of(f"worker_proc/{number}") for number in range(2)]
         return 0 not in now and not set(now) & set(before)
 
+    def both_serve() -> bool:
+        return [one["replica"] for one in settle(replicas.endpoint, 60)["replicas"]] == [0, 1]
+
     wait_until(both_are_new, 60)
-    assert settle(replicas.endpoint, 60)["requests_moved"] >= num_moved + STREAMS // 4
+    wait_until(both_serve, 60)
+    assert settle(replicas.endpoint)["requests_moved"] >= num_moved + STREAMS // 4
 
 
 def test_requests_of_both_replicas_can_be_aborted(replicas: Server) -> None:
