@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import uvloop
 
-from quadriga.client.connection_watch import ConnectionWatch
 from quadriga.errors import ServerFailed
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from quadriga.model_files.servable import check_tokenizer
@@ -20,6 +19,7 @@ from quadriga.runtime.malloc import map_large_blocks
 from quadriga.runtime.open_files import FileWatch
 from quadriga.runtime.request_line import RequestLogLevel
 from quadriga.tracing.exporter import make_exporter
+from quadriga.wire.connection_watch import ConnectionWatch
 from quadriga.wire.curve import Guard
 from quadriga.wire.messages.public import InfoValues
 from quadriga.wire.sockets import AsyncPort, bind_public
