@@ -26,7 +26,7 @@ from bench.cli.load_flags import (
     add_trace,
     trace_spec,
 )
-from bench.command import EXIT_USAGE, CommandParser, run_command
+from bench.command import EXIT_USAGE, run_command, strict_parser
 from bench.load.mooncake import read_requests
 from bench.load.synthetic import generate
 from bench.load.trace import TraceRequest
@@ -199,13 +199,7 @@ def parsed(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespa
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        "python -m bench.simulate",
-        usage="%(prog)s [FLAGS]",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = strict_parser("bench.simulate", "[FLAGS]", __doc__)
     load = parser.add_argument_group("load")
     add_trace(load)
     load.add_argument("--seed", type=int, default=0, help="seed of the load")
