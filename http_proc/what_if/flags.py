@@ -132,6 +132,8 @@ def simulator_flags(config: ServerConfig) -> list[str]:
         request_timeout=frontend.request_timeout,
     )
     words = simulated.to_argv()
+    if config.http.what_if_cost_model:
+        words += ["--cost-model", config.http.what_if_cost_model]
     if replicas.dp > 1:
         method = flag_name("load_balance_method")
         words += ["--replicas", str(replicas.dp), method, replicas.load_balance_method]

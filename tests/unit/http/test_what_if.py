@@ -188,6 +188,24 @@ def test_a_tenants_key_may_not_see_the_load_of_all(tmp_path: Path) -> None:
     run_at_gateway(MeasuredRing(), test, api_key="operator", keys=str(file))
 
 
+def test_a_cost_model_that_is_not_there_is_an_error_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="there is no such file"):
+        ServerConfig().replace(what_if_cost_model="/none.json").validate()
+
+
+def test_a_cost_model_that_cannot_be_read_is_an_error_of_the_request(tmp_path: Path) -> None:
+    file = tmp_path / "model.json"
+    file.write_text("{}")
+
+    async def test(gateway: Gateway) -> None:
+        await answer(gateway, 1)
+        status, found = await call(gateway, {})
+        assert status == 400
+        assert str(file) in found["error"]["message"]
+
+    run_at_gateway(MeasuredRing(), test, what_if_cost_model=str(file))
+
+
 def test_the_load_is_bounded_and_has_the_last_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
     choices = RecentChoices()
     for at in (30.0, 10.0, 20.0):
@@ -203,7 +221,7 @@ def test_the_load_is_bounded_and_has_the_last_arrivals(monkeypatch: pytest.Monke
     assert len(choices._choices) == recent.MAX_CHOICES
 
 
-def test_the_simulated_server_has_the_values_that_the_real_one_has_found() -> None:
+def test_the_simulated_server_has_the_values_that_the_real_one_has_found(tmp_path: Path) -> None:
     config = ServerConfig().replace(
         schedule_policy="pack", pack_lookahead=64, fair_tenants=True, journal="/tmp/j", dp=2,
         speculative_method="ngram", queue_timeout=3.0,
@@ -222,6 +240,12 @@ def test_the_simulated_server_has_the_values_that_the_real_one_has_found() -> No
         assert part in words
     for part in ("--journal ", "--speculative", "--fair-tenants"):
         assert part not in words
+    assert "--cost-model" not in words
+    file = tmp_path / "model.json"
+    file.write_text("{}")
+    assert f"--cost-model {file}" in " ".join(
+        simulator_flags(was.replace(what_if_cost_model=str(file)))
+    )
     other = simulator_flags(with_flags(was, {"--schedule-policy": "fcfs", "dp": 1}))
     assert "--pack-lookahead" not in other and "--replicas" not in other
     with pytest.raises(ConfigError, match="no flag that can be simulated"):

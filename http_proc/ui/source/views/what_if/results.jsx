@@ -23,7 +23,7 @@ export function Results({ answer, changes, page }) {
       </p>
       {far.length > 0 && (
         <p class="error-text">
-          The simulator is more than 25 % off what was measured ({far.join(", ")}): read the columns as a tendency, or measure the steps of this model with <code>bench.simulate.fit_cost_model</code>.
+          The simulator is more than 25 % off what was measured ({far.join(", ")}): read the columns as a tendency, or measure the steps of this model (<code>--what-if-cost-model</code>).
         </p>
       )}
       <ul class="what-if-legend">
