@@ -67,6 +67,9 @@ class Inbox(Generic[MessageT]):
 class Outbox:
     """A connected PUSH socket. Sending never blocks.
 
+    ZeroMQ gives a connection up for good where one side has keys and the other none, or a key that
+    may not connect; a blocking send would then wait for ever.
+
     Args:
         address: address of the peer.
         prepare: called with the socket before it connects.
@@ -95,12 +98,24 @@ class Outbox:
         self.socket.close(linger=0)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Encode a message and send it."""
-        self.socket.send(encode(message))
+        """Encode a message and send it. Raise ConfigError where the peer refuses the connection."""
+        try:
+            self.socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            self._refuse()
 
     def send_frames(self, *frames: bytes) -> None:
-        """Send a multipart message."""
-        self.socket.send_multipart(frames)
+        """Send a multipart message. Raise ConfigError as in `send`."""
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        raise ConfigError(
+            f"{self._address} refuses the keys of this machine: copy the server's --curve-dir, with"
+            " its inner key, to every machine"
+        )
 
 
 def bind_frames(address: str, prepare: Prepare = lambda _: None) -> "zmq.Socket[bytes]":
