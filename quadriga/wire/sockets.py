@@ -8,7 +8,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 import zmq
@@ -29,9 +29,10 @@ NO_LIMIT = 1 << 30
 # A plain int: comparing with the enum member runs Python code.
 POLLIN = int(zmq.POLLIN)
 
-# ZeroMQ's exception, for modules that do not import zmq.
+# ZeroMQ's socket and exception, for modules that do not import zmq.
+LinkSocket: TypeAlias = "zmq.Socket[bytes]"
 SocketError = zmq.ZMQError
-Prepare = Callable[["zmq.Socket[bytes]"], None]
+Prepare = Callable[[LinkSocket], None]
 
 MessageT = TypeVar("MessageT")
 _encoder = msgspec.msgpack.Encoder()

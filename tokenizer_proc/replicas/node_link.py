@@ -3,11 +3,9 @@
 import logging
 from collections.abc import Callable
 
-import zmq
-
 from quadriga.client.connection_watch import ConnectionWatch
 from quadriga.wire.node_links import NodeLinks
-from quadriga.wire.sockets import AsyncPort, Outbox, bind_frames
+from quadriga.wire.sockets import AsyncPort, LinkSocket, Outbox, bind_frames
 
 
 class RefusalLog:
@@ -41,7 +39,7 @@ class WatchedOutbox(Outbox):
         self._refusals = refusals
         super().__init__(links.scheduler, self._prepare_watched)
 
-    def _prepare_watched(self, link: "zmq.Socket[bytes]") -> None:
+    def _prepare_watched(self, link: LinkSocket) -> None:
         """Prepare a socket, and watch it before its first connection, which may be refused."""
         self._links.prepare_connect(link)
         self._watch = ConnectionWatch(link, self._on_loss, on_refusal=self._refusals.note)
