@@ -81,7 +81,8 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
         clamp_max_new_tokens: if the context leaves less than max_new_tokens, generate that number
             instead of failing.
         resent: the client has sent the request before, over a connection that was lost. A known
-            request continues; a Replay precedes its other messages, empty if it starts again from its first token.
+            request continues; a Replay precedes its other messages, empty if the request starts
+            again from its first token.
         acknowledge: send an Accepted before all other messages of the request.
         tenant: owner of a gateway's request; ignored from other clients.
         keep_s: seconds for which the request goes on while its client is gone. None: it is aborted
