@@ -10,6 +10,8 @@ from quadriga.errors import ConfigError, InvalidRequest
 BY_CACHE, BY_LOAD, IN_TURN = LOAD_BALANCE_METHODS = ("cache-aware", "least-loaded", "round-robin")
 ONE_MACHINE, RAY = CLUSTERS = ("none", "ray")
 NEEDS_CLUSTER = "works with --cluster ray only"
+# Of the number of replicas that follows the load.
+TARGET_REQUESTS, UP_AFTER_S, DOWN_AFTER_S = 32, 5.0, 300.0
 
 # Of the directories in --journal.
 REPLICA_PREFIX = "replica-"
