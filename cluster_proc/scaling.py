@@ -1,6 +1,6 @@
 """How many replicas a load needs. Without clock and sockets, so that the simulator has it.
 
-The load is the number of open choices, which the frontend counts exactly, and not a rate: rates of
+The load is the number of open requests, which the frontend counts exactly, and not a rate: rates of
 prompts and tokens depend on what runs beside them, and say nothing about a server without load.
 
     more replicas:   open > target * replicas,                           for up_after_s
@@ -22,7 +22,7 @@ class ScalingLimits:
 
     Attributes:
         min_replicas, max_replicas: bounds of the number.
-        target: open choices for each replica.
+        target: open requests for each replica.
         up_after_s: seconds of too much load before replicas are added.
         down_after_s: seconds of too little load before each replica that leaves.
     """
@@ -53,7 +53,7 @@ class Scaling:
         self.num_replicas = num_replicas
 
     def on_load(self, num_open: int, now: float) -> None:
-        """Take in the number of open choices, which holds until the next call."""
+        """Take in the number of open requests, which holds until the next call."""
         self._num_open = num_open
         self._too_many_since = _since(self._too_many_since, self._is_too_many, now)
         self._too_few_since = _since(self._too_few_since, self._is_too_few, now)
