@@ -129,11 +129,12 @@ class ClusterReplicas(ReplicaProcesses):
         frontend.send(Command.LOST, str(number))
         self._end_reload(number)
         fate = "go on at the others" if self._joined else "wait for a replica"
-        again = "it was about to leave" if number in self._leaving else "it is started again where"
-        again += "" if number in self._leaving else " the cluster has room"
+        next_step = "it is started again where the cluster has room"
+        if number in self._leaving:
+            next_step = "it was about to leave"
         say(
             f"error: replica {number} is lost: {reason}. Its requests {fate}, {self._serving};"
-            f" {again}",
+            f" {next_step}",
             event="replica_lost", replica=number, reason=reason,
         )  # fmt: skip
 
@@ -150,9 +151,9 @@ class ClusterReplicas(ReplicaProcesses):
             frontend.send(Command.JOINED, f"{number} {addresses}")
         for name in self._dead:
             frontend.send(Command.DIED, name)
-        recalled = self._leaving | ({self._in_reload} if self._in_reload is not None else set())
-        for number in sorted(recalled):
-            frontend.send(Command.RECALL, str(number))
+        for number in self._joined:
+            if number in self._leaving or number == self._in_reload:
+                frontend.send(Command.RECALL, str(number))
 
     # --- reloads ----------------------------------------------------------------------------------
 
