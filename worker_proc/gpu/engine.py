@@ -150,6 +150,9 @@ class TritonEngine(Engine):
             return SampledTokens(computed.token_ids, stored=True)
         return self.sample_rows(inputs, computed.hidden)
 
+    def kv_parts(self) -> Sequence[Tensor]:
+        return [part for layer in self._pages.layers for part in layer.unbind()]
+
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.compute_logits(self._ops(), Hidden(hidden)).x
 
