@@ -64,6 +64,7 @@ class PageMover:
         self._removed: list[bytes] = []
         self._copying = -1  # page
         self._is_busy = False
+        self._is_beginning = False  # a session
         # Of the thread.
         self._added: list[bytes] = []
         self._num_reported = 0
@@ -80,8 +81,9 @@ class PageMover:
         with self._changed:
             self._stores.clear()
             self._loads.clear()
-            self._session = session
+            self._session, self._is_beginning = session, True
             self._changed.wait_for(lambda: not self._is_busy)
+            self._is_beginning = False
             self._removed.clear()
             self._added.clear()
             return b"".join(dict.fromkeys(name for tier in self._tiers for name in tier.names()))
@@ -139,8 +141,8 @@ class PageMover:
                 self._store(page, name)
             with self._changed:
                 self._is_busy = False
-                is_last = not self._stores or len(self._added) >= MAX_UNREPORTED
-                report = self._report() if is_last else None
+                is_due = not self._stores or len(self._added) >= MAX_UNREPORTED
+                report = self._report() if is_due and not self._is_beginning else None
                 self._changed.notify_all()
             if report is not None:
                 send(report)
