@@ -20,6 +20,7 @@ from http_proc.protocol.errors import ApiError, from_ring
 from http_proc.request_group import RequestGroup
 from http_proc.resumption import current_resumption
 from http_proc.streams.stream_rows import StreamRows
+from http_proc.what_if.recent import RecentChoices
 from quadriga.client.async_client import AsyncClient
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError, ServerStopping
@@ -69,6 +70,7 @@ class Gateway:
             before and after this one.
         stream_rows: what is kept of resumable requests.
         log_level: which requests are logged.
+        recent: what is known of the choices that have ended lately.
         traces: decides which requests are traced, and keeps their traces.
         body_bytes: bytes of request bodies that are being received.
     """
@@ -81,6 +83,7 @@ class Gateway:
         lasting_ring: AsyncClient | None = None,
         stream_rows: StreamRows | None = None,
     ) -> None:
+        self.config = config
         self.args = config.http
         self.data_dir = config.data_dir
         self.run_dir = run_dir
@@ -92,6 +95,7 @@ class Gateway:
         self.lasting_ring = lasting_ring or ring
         self.stream_rows = stream_rows or StreamRows()
         self.metrics = RequestMetrics()
+        self.recent = RecentChoices()
         interval_s = config.http.sse_ping_interval
         self.progress = ProgressPoller(ring, interval_s)
         self._lasting_progress = ProgressPoller(self.lasting_ring, interval_s)

@@ -179,9 +179,12 @@ def other_kernels() -> Iterator[Compiled]:
     scalars = {"residual": FLOATS, "epsilon": "fp32", "offset": "fp32", "factor": "fp32"}
     for width, centred in product((768, 8192), (True, False)):
         sizes = {"WIDTH": width, "BLOCK": triton.next_power_of_2(width)}
+        warps = {"num_warps": rows.num_warps_of(sizes["BLOCK"])}
         yield Compiled(f"add and norm, {width} wide, centred {centred}", rows._add_norm,
-                       {**sizes, "HAS_ADDED": True, "CENTRED": centred}, scalars)  # fmt: skip
-    yield Compiled("norm and add", rows._norm_add, wide, scalars)
+                       {**sizes, "HAS_ADDED": True, "CENTRED": centred}, scalars,
+                       warps)  # fmt: skip
+        if centred:
+            yield Compiled(f"norm and add, {width} wide", rows._norm_add, sizes, scalars, warps)
     for activation in Activation:
         function = {"ACTIVATION": activation.value, "BLOCK": activations.BLOCK}
         yield Compiled(f"gate, {activation.value}", activations._gate,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quadriga.wire.messages.worker import FailedRow
 from worker_proc.attention.base import Ints
+from worker_proc.system.transfer import send_all
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -147,10 +148,26 @@ def mask_by_grammar(scores: Tensor, rows: Sequence[Constrained]) -> None:
     masks = np.empty((len(rows), -(-vocab_size // 32) * 4), dtype=np.uint8)
     for mask, constrained in zip(masks, rows, strict=True):
         constrained.grammar.fill(mask)
+    numbers = np.array([constrained.row for constrained in rows])
+    if scores.device.type != "cpu":
+        mask_packed(scores, *send_all(scores.device, numbers, masks))
+        return
     bits = np.unpackbits(~masks, axis=1, count=vocab_size, bitorder="little")
-    forbidden = torch.from_numpy(bits.view(np.bool_)).to(scores.device)
-    for index, constrained in enumerate(rows):
-        scores[constrained.row].masked_fill_(forbidden[index], MASKED)
+    for row, forbidden in zip(numbers.tolist(), torch.from_numpy(bits.view(np.bool_)), strict=True):
+        scores[row].masked_fill_(forbidden, MASKED)
+
+
+def mask_packed(scores: Tensor, rows: Tensor, masks: Tensor) -> None:
+    """Mask on the device what has no bit, so that an eighth of the bytes go there.
+
+    Args:
+        scores: `[…, vocab_size]`.
+        rows: `[rows]` of the scores.
+        masks: `[rows, bytes]` uint8, see SlotConstraint.fill.
+    """
+    bits = masks.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=masks.device)
+    forbidden = (bits & 1).flatten(1)[:, : scores.shape[1]] == 0
+    scores[rows] = scores[rows].masked_fill_(forbidden, MASKED)
 
 
 def advance(rows: Sequence[Constrained], token_ids: Ints, plan_rows: Ints) -> list[FailedRow]:

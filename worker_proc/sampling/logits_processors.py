@@ -21,6 +21,7 @@ from worker_proc.sampling.grammar_mask import (
     SlotConstraint,
     mask_by_grammar,
 )
+from worker_proc.system.transfer import send
 
 ANY_TOKEN = -1  # pads the prefix of a bad word
 NO_TOKEN = -2
@@ -52,7 +53,7 @@ class SlotLogits:
         self.penalises_generated = params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
         self.penalises = self.penalises_generated or params.repetition_penalty != 1.0
         self.bias_ids = _ids(params.bias_ids, device)
-        self.bias = torch.from_numpy(np.frombuffer(params.bias, dtype="<f4").copy()).to(device)
+        self.bias = send(np.frombuffer(params.bias, dtype="<f4").copy(), device)
         self.allowed_ids = _ids(params.allowed_ids, device)
         self.stop_ids = _ids(params.stop_ids, device)
         wanted = params.logprobs
@@ -133,11 +134,10 @@ def _penalise(scores: Tensor, rows: Sequence[RowLogits], positions: Ints, tokens
     if not rows:
         return
     device = scores.device
-    known = np.array([positions[row.row] for row in rows])
-    slots = torch.tensor([row.slot for row in rows], device=device).unsqueeze(1)
-    score_rows = torch.tensor([row.row for row in rows], device=device).unsqueeze(1)
-    indices = torch.arange(int(known.max()), device=device)
-    is_known = indices < torch.from_numpy(known).to(device).unsqueeze(1)
+    places = np.array([(row.slot, row.row, positions[row.row]) for row in rows])
+    slots, score_rows, ends = send(places, device).T.unsqueeze(-1)
+    indices = torch.arange(int(places[:, 2].max()), device=device)
+    is_known = indices < ends
     seen = tokens[slots, torch.where(is_known, indices, 0)].long()
     seen_scores = scores[score_rows, seen]
     factor = _column(rows, "repetition_penalty", device)
@@ -156,7 +156,7 @@ def _mask_all_but_allowed(scores: Tensor, rows: Sequence[RowLogits]) -> None:
         ids = [row.rules.allowed_ids for row in rows]
         forbidden = torch.ones(len(rows), scores.shape[1], dtype=torch.bool, device=scores.device)
         forbidden[_repeated(range(len(rows)), ids), torch.cat(ids)] = False
-        index = torch.tensor([row.row for row in rows], device=scores.device)
+        index = send(np.array([row.row for row in rows]), scores.device)
         scores[index] = scores[index].masked_fill_(forbidden, MASKED)
 
 
@@ -207,17 +207,19 @@ def _row_of_each(rows: Sequence[RowLogits], ids: Sequence[Tensor]) -> Tensor:
 def _repeated(values: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
     """Repeat values[i] for each element of parts[i]. Return [elements of all parts]."""
     counts = [len(part) for part in parts]
-    return torch.from_numpy(np.repeat(np.array(values, dtype=np.int64), counts)).to(parts[0].device)
+    return send(np.repeat(np.array(values, dtype=np.int64), counts), parts[0].device)
 
 
 def _column(rows: Sequence[RowLogits], name: str, device: torch.device) -> Tensor:
     """Return a parameter of each row, [rows, 1]."""
-    values = [getattr(row.rules.params, name) for row in rows]
-    return torch.tensor(values, device=device).unsqueeze(1)
+    values = np.array([getattr(row.rules.params, name) for row in rows])
+    if values.dtype == np.float64:
+        values = values.astype(np.float32)
+    return send(values, device).unsqueeze(1)
 
 
 def _ids(packed: bytes, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.frombuffer(packed, dtype="<i4").astype(np.int64)).to(device)
+    return send(np.frombuffer(packed, dtype="<i4").astype(np.int64), device)
 
 
 def _bad_words(words: Sequence[bytes], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -227,4 +229,4 @@ def _bad_words(words: Sequence[bytes], device: torch.device) -> tuple[Tensor, Te
     for row, word in enumerate(ids):
         prefixes[row, longest - len(word) + 1 :] = word[:-1]
     ends = np.array([word[-1] for word in ids], dtype=np.int64)
-    return torch.from_numpy(prefixes).to(device), torch.from_numpy(ends).to(device)
+    return send(prefixes, device), send(ends, device)

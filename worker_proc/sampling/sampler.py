@@ -64,15 +64,6 @@ def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
     return torch.where(rows.greedy, argmax(logits), drawn) if rows.greedy.any() else drawn
 
 
-def draw(
-    logits: Tensor, greedy: Tensor, temperature: Tensor, seed: Tensor, position: Tensor
-) -> Tensor:
-    """Sample rows without filters as `sample` does, without synchronising with the device."""
-    scores = _scaled(logits, greedy, temperature)
-    drawn = _invert(scores, uniform(seed, position)).clamp_(max=logits.shape[1] - 1)
-    return torch.where(greedy, argmax(logits), drawn)
-
-
 def _scaled(logits: Tensor, greedy: Tensor, temperature: Tensor) -> Tensor:
     """Divide by the temperature. Return float32 scores, padded with -inf to a multiple of BLOCK."""
     vocab_size = logits.shape[1]

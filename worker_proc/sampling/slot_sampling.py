@@ -12,7 +12,7 @@ from worker_proc.sampling.compiled_grammar import CompiledGrammar
 from worker_proc.sampling.grammar_mask import SlotConstraint
 from worker_proc.sampling.logits_processors import RowLogits, SlotLogits
 from worker_proc.sampling.sampler import SamplingRows
-from worker_proc.system.transfer import send, send_all
+from worker_proc.system.transfer import send_all
 
 
 class SamplingState:
@@ -61,15 +61,18 @@ class SamplingState:
                 if rules.prompt_logprobs is not None:
                     self.prompt_logprobs[slot] = rules
         temperatures = [0.0 if self.greedy[one.slot] else one.temperature for one in new]
-        slots = send(np.array([request.slot for request in new], dtype=np.int64), self._device)
-        for table, values, dtype in (
-            (self.temperature, temperatures, np.float32),
-            (self.top_k, [max(request.top_k, 0) for request in new], np.int64),
-            (self.top_p, [request.top_p for request in new], np.float32),
-            (self.min_p, [r.rules.min_p if r.rules else 0.0 for r in new], np.float32),
-            (self.seed, [request.seed for request in new], np.int64),
-        ):
-            table[slots] = send(np.array(values, dtype=dtype), self._device)
+        slots, *values = send_all(
+            self._device,
+            np.array([request.slot for request in new], dtype=np.int64),
+            np.array(temperatures, dtype=np.float32),
+            np.array([max(request.top_k, 0) for request in new], dtype=np.int64),
+            np.array([request.top_p for request in new], dtype=np.float32),
+            np.array([r.rules.min_p if r.rules else 0.0 for r in new], dtype=np.float32),
+            np.array([request.seed for request in new], dtype=np.int64),
+        )
+        tables = (self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+        for table, of_slots in zip(tables, values, strict=True):
+            table[slots] = of_slots
 
     def _grammar(self, request: NewSlot, rules: SlotSamplingParams) -> SlotConstraint:
         if rules.grammar not in self.compiled:
@@ -96,9 +99,11 @@ class SamplingState:
         greedy = self.greedy[slots]
         if greedy.all():
             return None
-        device_slots, device_positions = send_all(self._device, slots, positions)
+        device_slots, device_positions, device_greedy = send_all(
+            self._device, slots, positions, greedy
+        )
         return SamplingRows(
-            greedy=send(greedy, self._device),
+            greedy=device_greedy,
             temperature=self.temperature[device_slots],
             top_k=self.top_k[device_slots],
             top_p=self.top_p[device_slots],

@@ -6,6 +6,7 @@ have sampled: drawn, with penalties, or masked by a grammar, as well as greedy.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +70,9 @@ def _only(inputs: StepInputs, kept: Flags) -> StepInputs:
 def _only_tokens(inputs: StepInputs, sampled: SampledTokens, kept: Flags) -> SampledTokens:
     """Return the kept samples. A grammar's own state then has to accept each token of its slot."""
     table, numbers = inputs.table, np.cumsum(kept) - 1
-    logprobs = sampled.logprobs and keep_samples(sampled.logprobs, inputs.sampled_rows, kept)
+    logprobs = sampled.logprobs and partial(
+        keep_samples, sampled.logprobs(), inputs.sampled_rows, kept
+    )
     constrained = [
         Constrained(int(numbers[row]), grammar)
         for row, _ in sampled.constrained

@@ -60,10 +60,10 @@ class Engine(ABC):
         """
         inputs = make_inputs(plan, table, clock)
         clock.start()
-        prompt_pieces: list[PromptPiece] = []
+        prompt_pieces: list[Callable[[], PromptPiece]] = []
         if spans := prompt_spans(inputs):
             hidden = self.forward(inputs)
-            prompt_pieces = prompt_logprobs(spans, hidden, self.logits)
+            prompt_pieces = prompt_logprobs(spans, hidden, self.logits, table.copier)
             sampled = self.sample_rows(inputs, inputs.of_samples(hidden))
         else:
             sampled = self.forward_and_sample(inputs)
@@ -120,7 +120,7 @@ class Engine(ABC):
         if changing:
             logits = apply_logits_processors(logits, changing, positions, table.tokens)
         token_ids = self.sample_slots(logits, inputs)
-        logprobs = asked and sampled_logprobs(asked, token_ids, inputs.sampled_rows)
+        logprobs = asked and sampled_logprobs(asked, token_ids, inputs.sampled_rows, table.copier)
         return SampledTokens(token_ids, logprobs, constrained(rules), self.stores_tokens)
 
     def sample_slots(self, logits: Tensor, inputs: StepInputs) -> Tensor:

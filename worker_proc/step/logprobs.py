@@ -4,6 +4,7 @@ Prompts are computed in blocks of rows, as a row is a whole vocabulary in float3
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from quadriga.wire.messages.logprobs import LogprobBlock, PromptPiece, SampledLo
 from worker_proc.attention.base import Ints
 from worker_proc.sampling.logits_processors import RowLogits
 from worker_proc.step.inputs import StepInputs
+from worker_proc.system.transfer import DeviceToHostCopier, Fetch, send
 
 BLOCK_ROWS = 64
 NO_TOKEN = -1
@@ -58,26 +60,30 @@ def row_logprobs(logits: Tensor, rows: Sequence[RowLogits]) -> RowLogprobs | Non
     if not asking:
         return None
     numbers = [row.row for row in asking]
-    index = torch.tensor(numbers, device=logits.device)
+    index = send(np.array(numbers), logits.device)
     logprobs = logits.index_select(0, index).float().log_softmax(-1)
     num_top = [row.rules.num_top_logprobs or 0 for row in asking]
     return RowLogprobs(logprobs, numbers, num_top, [row.rules.logprob_ids for row in asking])
 
 
-def sampled_logprobs(asked: RowLogprobs, sampled: Tensor, plan_rows: Ints) -> SampledLogprobs:
-    """Return the logprobs of the sampled tokens.
+def sampled_logprobs(
+    asked: RowLogprobs, sampled: Tensor, plan_rows: Ints, copier: DeviceToHostCopier
+) -> Callable[[], SampledLogprobs]:
+    """Start to copy the logprobs of the sampled tokens; return a function that waits for them.
 
     Args:
         asked: The rows that asked for them.
         sampled: `[samples]` token ids, on the device.
         plan_rows: `[samples]` the number of each sampling row in its plan.
+        copier: Copies them to the host.
     """
-    index = torch.tensor(asked.rows, device=sampled.device)
+    tokens = sampled[send(np.array(asked.rows), sampled.device)]
     if any(map(len, asked.chosen)):
-        block = _block_with_chosen(asked, sampled[index])
+        picked = _pick_with_chosen(asked, tokens)
     else:
-        block = _block([(asked.logprobs, sampled[index])], max(asked.num_top))
-    return SampledLogprobs(plan_rows[asked.rows].astype("<i4").tobytes(), block)
+        picked = _pick(asked.logprobs, tokens, max(asked.num_top))
+    fetch, rows = copier.begin(picked), plan_rows[asked.rows].astype("<i4").tobytes()
+    return lambda: SampledLogprobs(rows, _block(fetch()))
 
 
 def keep_samples(
@@ -120,28 +126,41 @@ def prompt_spans(inputs: StepInputs) -> list[PromptSpan]:
 
 
 def prompt_logprobs(
-    spans: Iterable[PromptSpan], hidden: Tensor, logits: Callable[[Tensor], Tensor]
-) -> list[PromptPiece]:
-    """Compute the logprobs of prompt tokens.
+    spans: Iterable[PromptSpan],
+    hidden: Tensor,
+    logits: Callable[[Tensor], Tensor],
+    copier: DeviceToHostCopier,
+) -> list[Callable[[], PromptPiece]]:
+    """Compute the logprobs of prompt tokens; return functions that wait for them.
 
     Args:
         spans: The tokens.
         hidden: `[tokens, hidden]` of the whole step.
         logits: Computes the model's logits of hidden states.
+        copier: Copies them to the host.
     """
-    pieces = []
+    pieces: list[Callable[[], PromptPiece]] = []
     for span in spans:
         states = hidden[span.begin : span.begin + len(span.tokens)].split(BLOCK_ROWS)
-        parts = (
-            (logits(block).float().log_softmax(-1), tokens)
+        picked = [
+            _pick(logits(block).float().log_softmax(-1), tokens, span.width)
             for block, tokens in zip(states, span.tokens.split(BLOCK_ROWS), strict=True)
-        )
-        pieces.append(PromptPiece(span.row, _block(parts, span.width)))
+        ]
+        fetch = copier.begin(torch.cat(picked))
+        pieces.append(partial(_piece, span.row, fetch))
     return pieces
 
 
-def _block_with_chosen(asked: RowLogprobs, tokens: Tensor) -> LogprobBlock:
-    """Pick the logprobs of tokens `[rows]`, then each row's most likely and chosen ones."""
+def _piece(row: int, fetch: Fetch) -> PromptPiece:
+    return PromptPiece(row, _block(fetch()))
+
+
+def _pick_with_chosen(asked: RowLogprobs, tokens: Tensor) -> Tensor:
+    """Pick the logprobs of tokens `[rows]`, then each row's most likely and chosen ones.
+
+    Returns:
+        See `_packed`.
+    """
     logprobs = asked.logprobs
     top = logprobs.topk(min(max(asked.num_top), logprobs.shape[1]), -1).indices
     pieces = zip(asked.num_top, asked.chosen, strict=True)
@@ -152,25 +171,40 @@ def _block_with_chosen(asked: RowLogprobs, tokens: Tensor) -> LogprobBlock:
         ids[row, : len(likeliest)] = likeliest
         ids[row, num_top : num_top + len(chosen)] = chosen
     values = logprobs.gather(1, ids.clamp(min=0)).masked_fill_(ids == NO_TOKEN, float("nan"))
-    own = logprobs.gather(1, tokens.unsqueeze(1))
-    return LogprobBlock(_bytes([own]), width, _bytes([ids.int()]), _bytes([values]))
+    return _packed(logprobs.gather(1, tokens.unsqueeze(1)), ids, values)
 
 
-def _block(parts: Iterable[tuple[Tensor, Tensor]], width: int) -> LogprobBlock:
+def _pick(logprobs: Tensor, tokens: Tensor, width: int) -> Tensor:
     """Pick the logprobs of tokens, and of the most likely ones.
 
     Args:
-        parts: Logprobs `[tokens, vocab_size]` with the token ids `[tokens]`.
+        logprobs: `[tokens, vocab_size]`.
+        tokens: `[tokens]` ids.
         width: Number of the most likely tokens.
+
+    Returns:
+        See `_packed`.
     """
-    values, top_ids, top_values = [], [], []
-    for logprobs, tokens in parts:
-        values.append(logprobs.gather(1, tokens.unsqueeze(1)))
-        top = logprobs.topk(min(width, logprobs.shape[1]), -1)
-        top_ids.append(top.indices.int())
-        top_values.append(top.values)
-    return LogprobBlock(_bytes(values), top_ids[0].shape[1], _bytes(top_ids), _bytes(top_values))
+    top = logprobs.topk(min(width, logprobs.shape[1]), -1)
+    return _packed(logprobs.gather(1, tokens.unsqueeze(1)), top.indices, top.values)
 
 
-def _bytes(parts: Sequence[Tensor]) -> bytes:
-    return bytes(torch.cat(list(parts)).cpu().numpy().tobytes())
+def _packed(own: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+    """Join what one copy takes to the host.
+
+    Args:
+        own: `[tokens, 1]` float32 logprobs of the tokens.
+        ids: `[tokens, width]` of other tokens.
+        values: `[tokens, width]` float32 logprobs of those.
+
+    Returns:
+        `[tokens, 1 + 2 * width]` int32, with the bits of the logprobs.
+    """
+    return torch.cat((own.view(torch.int32), ids.int(), values.view(torch.int32)), 1)
+
+
+def _block(packed: npt.NDArray[np.int32]) -> LogprobBlock:
+    """Return the message for what `_packed` has joined."""
+    width = packed.shape[1] // 2
+    own, ids, values = np.split(packed, [1, 1 + width], axis=1)
+    return LogprobBlock(own.tobytes(), width, ids.tobytes(), values.tobytes())

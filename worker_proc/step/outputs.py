@@ -22,13 +22,13 @@ class SampledTokens(NamedTuple):
 
     Attributes:
         token_ids: `[samples]`.
-        logprobs: Logprobs of the rows that asked for them.
+        logprobs: Waits for the logprobs of the rows that asked for them.
         constrained: Rows with a grammar, which has not accepted its token yet.
         stored: True if the engine has written the tokens to the slot table.
     """
 
     token_ids: TokenIds
-    logprobs: SampledLogprobs | None = None
+    logprobs: Callable[[], SampledLogprobs] | None = None
     constrained: Sequence[Constrained] = ()
     stored: bool = False
 
@@ -60,7 +60,7 @@ class PendingStep(msgspec.Struct, frozen=True):
 def pending_step(
     inputs: StepInputs,
     sampled: SampledTokens,
-    prompt_logprobs: list[PromptPiece],
+    prompt_logprobs: Sequence[Callable[[], PromptPiece]],
     jump_forward: bool,
     guessed: list[GuessedRow],
 ) -> PendingStep:
@@ -69,7 +69,7 @@ def pending_step(
     Args:
         inputs: The step.
         sampled: The tokens of its sampling rows.
-        prompt_logprobs: Logprobs of its prompt tokens.
+        prompt_logprobs: Wait for the logprobs of its prompt tokens.
         jump_forward: Append the tokens that grammars force to the slots.
         guessed: Its rows with guesses, which may have several tokens.
     """
@@ -85,7 +85,10 @@ def pending_step(
         else:
             token_ids[rows] = on_host
         output = EngineOutput(
-            token_ids.tobytes(), sampled.logprobs, prompt_logprobs, guessed=guessed
+            token_ids.tobytes(),
+            sampled.logprobs and sampled.logprobs(),
+            [piece() for piece in prompt_logprobs],
+            guessed=guessed,
         )
         if sampled.constrained:
             output.failed = advance(sampled.constrained, on_host, inputs.sampled_rows)

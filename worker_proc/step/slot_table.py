@@ -9,7 +9,7 @@ from torch import Tensor
 from quadriga.wire.messages.worker import NewSlot, StepPlan
 from worker_proc.attention.base import Ints
 from worker_proc.sampling.slot_sampling import SamplingState
-from worker_proc.system.transfer import DeviceToHostCopier, TokenIds, send, send_all
+from worker_proc.system.transfer import DeviceToHostCopier, TokenIds, send_all
 
 
 class SlotTable:
@@ -96,9 +96,12 @@ class SlotTable:
             self.num_computed[slot.slot] = slot.computed
             self.num_pages_of[slot.slot] = len(slot_pages)
         slots = np.array([slot.slot for slot in new], dtype=np.int64)
-        self._write_rows(self.tokens, slots, token_ids)
-        self.pages[send(slots, self.device)] = self.num_pages
-        self._write_rows(self.pages, slots, pages)
+        places = (*_places(slots, token_ids), *_places(slots, pages))
+        device_slots, *places_on_device = send_all(self.device, slots, *places)
+        self.pages[device_slots] = self.num_pages
+        for table, at in ((self.tokens, places_on_device[:3]), (self.pages, places_on_device[3:])):
+            rows, columns, values = at
+            table[rows, columns] = values.to(table.dtype)
         self.sampling.admit(new)
 
     def grow(self, slots: Ints, pages: Ints) -> None:
@@ -198,15 +201,12 @@ class SlotTable:
             raise ValueError(f"{owner}: pages {pages.tolist()} must be 0 to {self.num_pages - 1}")
         self.num_pages_used = max(self.num_pages_used, highest + 1)
 
-    def _write_rows(self, table: Tensor, slots: Ints, rows: list[Ints]) -> None:
-        """Write rows of different length to the beginnings of these rows of a table."""
-        lengths = np.array([len(row) for row in rows])
-        columns = np.concatenate([np.arange(length) for length in lengths])
-        values = np.concatenate(rows).astype(np.int64)
-        device_slots, device_columns, device_values = send_all(
-            self.device, np.repeat(slots, lengths), columns, values
-        )
-        table[device_slots, device_columns] = device_values.to(table.dtype)
+
+def _places(slots: Ints, rows: list[Ints]) -> tuple[Ints, Ints, Ints]:
+    """Return slot, column and value of each element of the slots' rows, which begin at column 0."""
+    lengths = np.array([len(row) for row in rows])
+    columns = np.concatenate([np.arange(length) for length in lengths])
+    return np.repeat(slots, lengths), columns, np.concatenate(rows)
 
 
 def ints_of(packed: bytes) -> Ints:

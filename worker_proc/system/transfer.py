@@ -13,6 +13,7 @@ Fetch = Callable[[], npt.NDArray[Any]]
 # [rows]; a tensor on a GPU. On a CPU an array is faster for a few numbers, as torch's code would
 # have to be loaded into the caches again in every step.
 TokenIds = Tensor | npt.NDArray[np.int64]
+ALIGNMENT = 8  # bytes; where each array begins that is copied together with others
 
 
 def send(values: npt.NDArray[Any], device: torch.device) -> Tensor:
@@ -40,13 +41,24 @@ def send_into(
     place.copy_(on_host, non_blocking=True)
 
 
-def send_all(device: torch.device, *arrays: npt.NDArray[np.int64]) -> list[Tensor]:
-    """Copy several arrays to the device, to a GPU in one copy."""
-    if device.type != "cuda":
+def send_all(device: torch.device, *arrays: npt.NDArray[Any]) -> list[Tensor]:
+    """Copy arrays of any types to the device in one copy; on a CPU, share their memory."""
+    if device.type == "cpu":
         return [send(values, device) for values in arrays]
-    joined = send(np.concatenate([values.ravel() for values in arrays]), device)
-    parts = joined.split([values.size for values in arrays])
-    return [part.view(values.shape) for part, values in zip(parts, arrays, strict=True)]
+    begins = np.cumsum([0, *(-(-values.nbytes // ALIGNMENT) * ALIGNMENT for values in arrays)])
+    joined = np.zeros(begins[-1], dtype=np.uint8)
+    for begin, values in zip(begins.tolist(), arrays, strict=False):
+        joined[begin : begin + values.nbytes] = values.ravel().view(np.uint8)
+    on_device = send(joined, device)
+    return [
+        on_device[begin : begin + values.nbytes].view(torch_dtype(values)).view(values.shape)
+        for begin, values in zip(begins.tolist(), arrays, strict=False)
+    ]
+
+
+def torch_dtype(values: npt.NDArray[Any]) -> torch.dtype:
+    """Return the dtype of a tensor that shares the array's memory."""
+    return torch.from_numpy(np.empty(0, dtype=values.dtype)).dtype
 
 
 class DeviceToHostCopier:

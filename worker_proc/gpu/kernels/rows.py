@@ -8,6 +8,8 @@ from torch import Tensor
 from worker_proc.models.layers import Embedding, LayerNorm, RMSNorm
 
 BLOCK = 1024
+MIN_WARPS, MAX_WARPS = 4, 16
+COLUMNS_OF_WARP = 512  # 16 numbers a thread
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
@@ -80,6 +82,11 @@ def _add_norm(
     tl.store(out + place, x.to(out.dtype.element_ty), mask=exists)
 
 
+def num_warps_of(block: int) -> int:
+    """Return the warps of a program for a row of so many columns: wide rows have more of them."""
+    return min(MAX_WARPS, max(MIN_WARPS, block // COLUMNS_OF_WARP))
+
+
 def add_and_norm(
     residual: Tensor, added: Tensor | None, norm: LayerNorm | RMSNorm, factor: float = 1.0
 ) -> Tensor:
@@ -95,14 +102,15 @@ def add_and_norm(
         The norm, in the dtype of its weight.
     """
     rows, width = residual.shape
+    block = triton.next_power_of_2(width)
     out = torch.empty(rows, width, dtype=norm.weight.dtype, device=residual.device)
     centred = isinstance(norm, LayerNorm)
     _add_norm[(rows,)](
         residual, residual if added is None else added, norm.weight,
         norm.bias if isinstance(norm, LayerNorm) else norm.weight, out, norm.epsilon,
         norm.offset if isinstance(norm, RMSNorm) else 0.0, factor,
-        WIDTH=width, BLOCK=triton.next_power_of_2(width), HAS_ADDED=added is not None,
-        CENTRED=centred,
+        WIDTH=width, BLOCK=block, HAS_ADDED=added is not None, CENTRED=centred,
+        num_warps=num_warps_of(block),
     )  # fmt: skip
     return out
 
@@ -131,7 +139,8 @@ def norm_and_add(residual: Tensor, norm: RMSNorm, x: Tensor) -> None:
         x: `[rows, hidden]`, of any dtype.
     """
     rows, width = residual.shape
+    block = triton.next_power_of_2(width)
     _norm_add[(rows,)](
-        residual, x, norm.weight, norm.epsilon, norm.offset, WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
+        residual, x, norm.weight, norm.epsilon, norm.offset, WIDTH=width, BLOCK=block,
+        num_warps=num_warps_of(block),
     )  # fmt: skip
