@@ -1,21 +1,25 @@
 """Open the tiers that the flags ask for when a worker starts."""
 
 import logging
+import os
 from pathlib import Path
 
 from quadriga.config.replica_args import REPLICA_PREFIX, ReplicaPlace
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
 from quadriga.model_files.resolve import ModelFiles
+from quadriga.runtime.logs import log_exception
+from quadriga.wire.sockets import Outbox
 from worker_proc.kv_offload.host_pages import HostPages
 from worker_proc.kv_offload.namespace import namespace_of
 from worker_proc.kv_offload.page_files import PageFiles
-from worker_proc.kv_offload.page_mover import PageMover, outbox_maker
+from worker_proc.kv_offload.page_mover import PageMover
 from worker_proc.kv_offload.pool_pages import PoolPages
 from worker_proc.kv_offload.tier import Tier
 from worker_proc.runner import Runner
 
 GIB = 2**30
+EXIT_FAILED = 1
 
 
 def open_tiers(
@@ -43,7 +47,13 @@ def open_tiers(
         tiers.append(HostPages(_num_pages("kv_offloading_size", num_bytes, pages.page_bytes)))
     if args.kv_cache_dir:
         tiers.append(_page_files(args, files, runner, replica, pages.page_bytes))
-    return PageMover(pages, args.page_size, tiers, outbox_maker(results))
+    return PageMover(pages, args.page_size, tiers, lambda: Outbox(results).send, _die)
+
+
+def _die() -> None:
+    """End the worker, so that another one takes its place."""
+    log_exception()
+    os._exit(EXIT_FAILED)
 
 
 def _page_files(

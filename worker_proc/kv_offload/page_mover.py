@@ -21,7 +21,6 @@ from quadriga.wire.messages.worker import (
     StoredPages,
     StorePages,
 )
-from quadriga.wire.sockets import Outbox
 from worker_proc.kv_offload.pool_pages import PoolPages
 from worker_proc.kv_offload.tier import Tier
 from worker_proc.step.slot_table import ints_of
@@ -42,6 +41,7 @@ class PageMover:
         page_size: int,
         tiers: Sequence[Tier],
         make_sender: Callable[[], Callable[[Report], object]],
+        on_error: Callable[[], object],
     ) -> None:
         """Start the thread.
 
@@ -50,11 +50,13 @@ class PageMover:
             page_size: Tokens of a page.
             tiers: The fastest one first.
             make_sender: Called in the thread: makes what sends its reports to the scheduler.
+            on_error: Called in the thread where it cannot go on, while the exception is handled.
         """
         self._pages = pages
         self._page_size = page_size
         self._tiers = tiers
         self._make_sender = make_sender
+        self._on_error = on_error
         self._session = 0
         self._staging = np.empty(pages.page_bytes, dtype=np.uint8)
         # All of these are guarded by the condition.
@@ -132,23 +134,31 @@ class PageMover:
     def _run(self) -> None:
         if sys.platform == "linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        send = self._make_sender()
-        while True:
-            load, page, name = self._next()
-            if load is not None:
-                self._load(load, send)
-            else:
-                self._store(page, name)
-            with self._changed:
-                self._is_busy = False
-                is_due = not self._stores or len(self._added) >= MAX_UNREPORTED
-                report = self._report() if is_due and not self._is_beginning else None
-                self._changed.notify_all()
-            if report is not None:
-                send(report)
+        try:
+            send = self._make_sender()
+            while True:
+                self._move(send)
+        except BaseException:  # requests would wait for their pages for ever
+            self._on_error()
+            raise
+
+    def _move(self, send: Callable[[Report], object]) -> None:
+        """Wait for something to do, do it, and report it."""
+        load, page, name = self._next()
+        if load is not None:
+            self._load(load, send)
+        else:
+            self._store(page, name)
+        with self._changed:
+            self._is_busy = False
+            is_due = not self._stores or len(self._added) >= MAX_UNREPORTED
+            report = self._report() if is_due and not self._is_beginning else None
+            self._changed.notify_all()
+        if report is not None:
+            send(report)
 
     def _next(self) -> tuple[LoadPages | None, int, bytes]:
-        """Wait for something to do: a load, or a page with its name to store."""
+        """Return the next load, or the next page with its name to store."""
         with self._changed:
             self._changed.wait_for(lambda: self._loads or self._stores)
             self._is_busy = True
@@ -203,8 +213,3 @@ class PageMover:
         self._num_reported = num_damaged
         self._added, self._removed = [], []
         return report
-
-
-def outbox_maker(address: str) -> Callable[[], Callable[[Report], object]]:
-    """Return what makes, in a thread, the function that sends reports to this address."""
-    return lambda: Outbox(address).send

@@ -216,7 +216,10 @@ class Moved:
     def __init__(self, tier: HostPages) -> None:
         self.pool = torch.from_numpy(np.stack([page_of(n) for n in range(10)]))
         self.reports: SimpleQueue[StoredPages | PagesLoaded] = SimpleQueue()
-        self.mover = PageMover(PoolPages([self.pool]), 4, [tier], lambda: self.reports.put)
+        self.failed = threading.Event()
+        self.mover = PageMover(
+            PoolPages([self.pool]), 4, [tier], lambda: self.reports.put, self.failed.set
+        )
         self.mover.begin_session(1)
 
     def store(self, *pages: int) -> None:
@@ -269,8 +272,21 @@ def test_a_new_scheduler_hears_of_what_is_stored_and_of_nothing_that_an_earlier_
     tier.allowed.release(9)
     assert moved.mover.begin_session(2).startswith(name_of(1))
     moved.store(6)
-    reports = iter(moved.report, None)
-    assert next(r for r in reports if r.session == 2) == StoredPages(name_of(6), b"", 2)
+    report = moved.report()
+    while report.session == 1:
+        report = moved.report()
+    assert report == StoredPages(name_of(6), b"", 2)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_cannot_go_on_says_so_before_requests_wait_for_ever() -> None:
+    class Broken(HostPages):
+        def write(self, name: bytes, page: Bytes) -> list[bytes]:
+            raise RuntimeError("a mistake")
+
+    moved = Moved(Broken(100))
+    moved.store(1)
+    assert moved.failed.wait(TIMEOUT_S)
 
 
 # --- engines --------------------------------------------------------------------------------------
