@@ -1,6 +1,7 @@
 """A crew: keeps the processes of one replica on its machine, as the launcher does on its own.
 
-    python -m cluster_proc.crew --replica 2 --node-host 10.0.0.7 --delivery-address tcp://… [flags]
+    python -m cluster_proc.crew --replica 2 --node-host 10.0.0.7 --delivery-address tcp://…
+        --inner-key-id … [flags]
 
 It is the child of an actor (ray_crews.py), whose control channel has the commands and reports of
 every child process (quadriga/runtime/child.py). At the end of the channel the crew leaves, and its
@@ -17,11 +18,13 @@ processes with it.
 import argparse
 import socket
 import sys
+from collections.abc import Callable
+from functools import partial
 
 from quadriga import __version__, programs
 from quadriga.config import server_config as configuration
 from quadriga.config.server_config import ServerConfig
-from quadriga.errors import QuadrigaError
+from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.model_files.resolve import resolve_model
 from quadriga.model_files.servable import check_servable
 from quadriga.runtime.child import EXIT_OK, EXIT_START_FAILED, Command, ControlChannel
@@ -29,6 +32,7 @@ from quadriga.runtime.open_files import MAX_OPEN_FILES, allow_open_files
 from quadriga.runtime.parent_death import continue_at_parents_death
 from quadriga.supervisor.replicas import RING
 from quadriga.supervisor.supervisor import Death, ReadyAgain, Supervisor, SupervisorEvent
+from quadriga.wire.curve import inner_key_id
 from quadriga.wire.node_links import ReservedPort
 
 
@@ -40,6 +44,7 @@ class Crew:
         number: the replica.
         links: flags with the addresses of the links that leave this machine.
         address: where the scheduler receives.
+        check_keys: raises ConfigError where this machine has other keys than the server's.
         connection: the crew's end of its control channel.
     """
 
@@ -49,9 +54,11 @@ class Crew:
         number: int,
         links: list[str],
         address: str,
+        check_keys: Callable[[], None],
         connection: socket.socket,
     ) -> None:
         self._address = address
+        self._check_keys = check_keys
         self._names = [f"{program}/{number}" for program in RING]
         self._worker, self._scheduler, _ = self._names
         self._has_joined = False
@@ -62,8 +69,13 @@ class Crew:
         self._supervisor.watch(self._control.fileno())
 
     def run(self) -> int:
-        """Keep the processes until they have finished, or one has died for good."""
+        """Keep the processes until they have finished, or one has died for good.
+
+        Raises:
+            ConfigError: the keys of this machine are not the server's, at the start or a restart.
+        """
         try:
+            self._check_keys()
             for name in self._names:
                 self._supervisor.start(name)
             while True:
@@ -103,9 +115,25 @@ class Crew:
         if death.restart_delay_s is None:
             self._control.report("lost", reason=f"{death.name} died ({death.reason})")
             return False
+        self._check_keys()
         self._control.report("died", process=death.name, reason=death.reason)
         self._supervisor.start_later(death.name, death.restart_delay_s)
         return True
+
+
+def check_inner_key(directory: str, expected: str, host: str) -> None:
+    """Raise ConfigError where a directory's inner key is not that of the server.
+
+    Args:
+        directory: of the keys; "": the links have none.
+        expected: id of the server's inner key.
+        host: this machine.
+    """
+    if inner_key_id(directory) != expected:
+        raise ConfigError(
+            f"the inner key in {directory} on {host} is another one than the server's: copy the"
+            f" server's {directory} to this machine"
+        )
 
 
 def main() -> None:
@@ -115,6 +143,7 @@ def main() -> None:
     parser.add_argument("--replica", type=int, required=True, help="number of the replica")
     parser.add_argument("--node-host", required=True, help="address of this machine")
     parser.add_argument("--delivery-address", required=True, help="where the frontend receives")
+    parser.add_argument("--inner-key-id", required=True, help="of the inner key at the server")
     configuration.add_flags(parser)
     arguments = parser.parse_args()
     continue_at_parents_death()
@@ -131,10 +160,13 @@ def main() -> None:
             served_model_name=config.model.shown_name,
             no_status_line=True,
         )
-        crew = Crew(config, arguments.replica, links, port.address, connection)
+        key = config.frontend.curve_dir, arguments.inner_key_id, arguments.node_host
+        check_keys = partial(check_inner_key, *key)
+        crew = Crew(config, arguments.replica, links, port.address, check_keys, connection)
         code = crew.run()
     except QuadrigaError as error:
-        ControlChannel.report_to(connection, "lost", reason=f"{type(error).__name__}: {error}")
+        reason = f"machine {arguments.node_host}: {type(error).__name__}: {error}"
+        ControlChannel.report_to(connection, "lost", reason=reason)
         code = EXIT_START_FAILED
     sys.exit(code)
 

@@ -16,6 +16,7 @@ from quadriga.errors import ConfigError, ServerFailed
 from quadriga.runtime.child import Child, Command, run_child
 from quadriga.runtime.cpu_affinity import runs_on_gpu
 from quadriga.supervisor.cluster_replicas import DIED, JOINED, LOST, RESTARTED
+from quadriga.wire.curve import inner_key_id
 from quadriga.wire.node_links import ReservedPort
 
 # After this time without a place, the log says what is wanted and what there is.
@@ -60,6 +61,7 @@ class Driver:
     def __init__(self, child: Child, crews: Crews) -> None:
         self._child = child
         self._crews = crews
+        self._key_id = inner_key_id(child.config.frontend.curve_dir)
         self._keepers: list[asyncio.Task[None]] = []
         self._running: dict[int, PlacedCrew] = {}
         self._joined: set[int] = set()
@@ -111,6 +113,8 @@ class Driver:
                     return
                 if not self._is_ready:
                     raise ServerFailed(f"replica {number} cannot start: {reason}")
+                if num_failures:
+                    logging.warning("replica %d cannot start again: %s", number, reason)
                 self._report(number, LOST, reason)
                 await asyncio.sleep(min(MAX_PAUSE_S, MIN_PAUSE_S * 2**num_failures))
 
@@ -118,6 +122,7 @@ class Driver:
         """Run a replica from its place to its end. Return why it is lost; None if it has left."""
         port = ReservedPort(self._crews.host)
         arguments = ["--replica", str(number), "--delivery-address", port.address]
+        arguments += ["--inner-key-id", self._key_id]
         crew = self._crews.new_crew([*arguments, *self._child.config.to_argv()])
         try:
             await self._place(number, crew)
@@ -127,6 +132,11 @@ class Driver:
                     return None
                 if report["report"] == LOST:
                     return str(report["reason"])
+                if report["report"] == JOINED and report["version"] != __version__:
+                    return (
+                        f"it runs quadriga {report['version']} at {report['address']}, and this"
+                        f" machine {__version__}: install the same version on all machines"
+                    )
                 self._pass_on(number, report, port.address)
             return "its crew has ended"
         finally:
@@ -153,11 +163,6 @@ class Driver:
         """Pass a report of a crew on to the launcher."""
         kind = report["report"]
         if kind == JOINED:
-            if report["version"] != __version__:
-                raise ServerFailed(
-                    f"replica {number} runs quadriga {report['version']} at {report['address']},"
-                    f" and this machine {__version__}: install the same version on all machines"
-                )
             self._joined.add(number)
             self._report(number, JOINED, f"{report['address']} {delivery}")
             self._report_ready(report)

@@ -12,6 +12,7 @@ from quadriga.clock import now
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.public import End, ErrorInfo, PlainChunk, StageTimes, Usage
 from quadriga.wire.messages.to_detok import StepOutput, StreamEnd, StreamReplay, StreamStart
+from quadriga.wire.messages.to_scheduler import CLIENT_LOST
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -28,12 +29,14 @@ class Deliveries(NamedTuple):
         stop_found: numbers of the requests that the scheduler should end; each is named once.
         replays: chunks that start a text from its first token on; they are sent first.
         ended: numbers of the requests whose end is among the chunks.
+        lost: ends that no client gets: the requests were aborted because their clients were lost.
     """
 
     by_client: ChunksByClient
     stop_found: list[int]
     replays: ChunksByClient
     ended: list[int]
+    lost: ChunksByClient
 
 
 class Detokenizer:
@@ -61,7 +64,7 @@ class Detokenizer:
 
     def process(self, output: StepOutput) -> Deliveries:
         """Take in one step: its replays, new requests, tokens and ends, in this order."""
-        deliveries = Deliveries({}, [], {}, [])
+        deliveries = Deliveries({}, [], {}, [], {})
         for replay in output.replayed:  # its searches are not charged twice
             self._budgets.pop((replay.opening.client, replay.opening.request_id), None)
         for replay in output.replayed:
@@ -71,7 +74,7 @@ class Detokenizer:
         touched = self._push_tokens(output, deliveries.stop_found)
         for closing in output.closed:
             touched.pop(closing.seq, None)
-            self._close(closing, deliveries.by_client, deliveries.ended)
+            self._close(closing, deliveries.by_client, deliveries)
         for stream in touched.values():
             if stream.is_due(self._interval):
                 deliveries.by_client.setdefault(stream.client, []).append(stream.take())
@@ -105,7 +108,7 @@ class Detokenizer:
                 is_stop = position == len(ids) and token_id == stop_id
                 stream.push(token_id, time, is_stop, next(logprobs, None))
         if closing is not None:
-            self._close(closing, deliveries.replays, deliveries.ended)
+            self._close(closing, deliveries.replays, deliveries)
             return
         if stream.is_over:
             deliveries.stop_found.append(replay.opening.seq)
@@ -130,7 +133,8 @@ class Detokenizer:
                 stop_found.append(seq)
         return touched
 
-    def _close(self, closing: StreamEnd, by_client: ChunksByClient, ended: list[int]) -> None:
+    def _close(self, closing: StreamEnd, by_client: ChunksByClient, deliveries: Deliveries) -> None:
+        """End a stream: `by_client` gets its last chunk, unless its client was lost."""
         stream = self._streams.pop(closing.seq, None)
         if stream is None:
             end = _make_end(closing, self._clock())
@@ -141,8 +145,10 @@ class Detokenizer:
                 closing, self._clock(), stream.num_tokens, stream.matched_stop, stream.error
             )
             chunk = stream.take(end)
+        if closing.error is not None and closing.error.code == CLIENT_LOST:
+            by_client = deliveries.lost
         by_client.setdefault(closing.client, []).append(chunk)
-        ended.append(closing.seq)
+        deliveries.ended.append(closing.seq)
 
 
 def _stop_tokens(output: StepOutput) -> dict[int, tuple[int, int]]:

@@ -17,7 +17,7 @@ from detok_proc.traces import close_traces, open_traces
 from quadriga.model_files.resolve import resolve_model
 from quadriga.model_files.tokenizer import load_tokenizer
 from quadriga.runtime.child import Child, ControlChannel, run_child
-from quadriga.wire.messages.public import Chunk, Info, SentChunks, SentReplay
+from quadriga.wire.messages.public import Chunk, Info, PlainChunk, SentChunks, SentReplay
 from quadriga.wire.messages.to_detok import (
     READ_DETOK_MESSAGE,
     Delivered,
@@ -124,19 +124,21 @@ def deliver(
 ) -> None:
     """Send the results of one step: one message per client, and the stops for the scheduler.
 
-    The last message lists all ends of the step, because only then all of them are on their way.
+    The last message lists all ends of the step, because only then all of them are on their way. Of
+    the ends of lost clients the frontend gets the Delivered alone.
     """
     deliveries = detokenizer.process(output)
     news = output.news if isinstance(output, ReplicaOutput) else None
     if news is not None:
         delivery.send_frames(b"", b"", encode(step_news(output, news)))
     traces = open_traces(output) if deliveries.ended else {}
-    messages: list[tuple[bytes, SentReplay | SentChunks]] = [
-        *((client, SentReplay(chunks)) for client, chunks in deliveries.replays.items()),
-        *((client, SentChunks(chunks)) for client, chunks in deliveries.by_client.items()),
+    messages: list[tuple[bytes, SentReplay | SentChunks | None, list[PlainChunk]]] = [
+        *((client, SentReplay(chunks), chunks) for client, chunks in deliveries.replays.items()),
+        *((client, SentChunks(chunks), chunks) for client, chunks in deliveries.by_client.items()),
+        *((client, None, chunks) for client, chunks in deliveries.lost.items()),
     ]
-    for number, (client, message) in enumerate(messages, start=1):
-        ended = [chunk for chunk in message.chunks if chunk.end is not None]
+    for number, (client, message, chunks) in enumerate(messages, start=1):
+        ended = [chunk for chunk in chunks if chunk.end is not None]
         ended_seqs = deliveries.ended if number == len(messages) else []
         delivered = Delivered(
             ended=[chunk.request_id for chunk in ended],
@@ -144,11 +146,13 @@ def deliver(
             settled=ended_seqs,
             generated=[chunk.end.usage.completion_tokens for chunk in ended if chunk.end],
             wait_s=output.wait_s,
-            traces=close_traces(traces, client, message.chunks) if traces else [],
+            traces=close_traces(traces, client, chunks) if traces else [],
+            lost=message is None,
         )
         if news is not None:
             indexes = [chunk.index if isinstance(chunk, Chunk) else 0 for chunk in ended]
             delivered = ReplicaDelivered(**msgspec.structs.asdict(delivered), indexes=indexes)
-        delivery.send_frames(client, encode(message), encode(delivered))
+        payload = b"" if message is None else encode(message)
+        delivery.send_frames(client, payload, encode(delivered))
     if deliveries.stop_found:
         scheduler.send(StopFound(deliveries.stop_found))

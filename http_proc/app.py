@@ -15,6 +15,7 @@ from http_proc.middleware.request_scope import ERROR_BODIES, request_scope
 from http_proc.middleware.tracing import add_header, trace_requests
 from http_proc.streams.earlier_streams import stream_lifetime
 from http_proc.ui.page import serve_page
+from http_proc.what_if.endpoint import add_what_if
 
 
 def make_app(gateway: Gateway) -> web.Application:
@@ -35,6 +36,7 @@ def make_app(gateway: Gateway) -> web.Application:
     app.cleanup_ctx.append(batch_lifetime)
     app.cleanup_ctx.append(stream_lifetime)
     add_live(app)
+    add_what_if(app)
     app.on_response_prepare.append(auth.response_hook(args))
     app.on_response_prepare.append(add_header)
     routes = {"get": web.get, "post": web.post, "delete": web.delete}

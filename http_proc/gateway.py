@@ -20,7 +20,9 @@ from http_proc.protocol.errors import ApiError, from_ring
 from http_proc.request_group import RequestGroup
 from http_proc.resumption import current_resumption
 from http_proc.streams.stream_rows import StreamRows
+from http_proc.what_if.recent import RecentChoices
 from quadriga.client.async_client import AsyncClient
+from quadriga.client.types import Completion
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError, ServerStopping
 from quadriga.runtime.request_line import RequestLogLevel
@@ -61,6 +63,7 @@ class Gateway:
     """State of one web server. `ring` must be connected before the first request arrives.
 
     Attributes:
+        config: the flags of the server.
         data_dir: directory of what is kept for clients; None: nothing is kept.
         run_dir: private directory for sockets; None: one below the directory for temporary files.
         max_batch_size: requests in one decode step.
@@ -69,6 +72,7 @@ class Gateway:
             before and after this one.
         stream_rows: what is kept of resumable requests.
         log_level: which requests are logged.
+        recent: what is known of the choices that have ended lately.
         traces: decides which requests are traced, and keeps their traces.
         body_bytes: bytes of request bodies that are being received.
     """
@@ -81,6 +85,7 @@ class Gateway:
         lasting_ring: AsyncClient | None = None,
         stream_rows: StreamRows | None = None,
     ) -> None:
+        self.config = config
         self.args = config.http
         self.data_dir = config.data_dir
         self.run_dir = run_dir
@@ -92,6 +97,7 @@ class Gateway:
         self.lasting_ring = lasting_ring or ring
         self.stream_rows = stream_rows or StreamRows()
         self.metrics = RequestMetrics()
+        self.recent = RecentChoices()
         interval_s = config.http.sse_ping_interval
         self.progress = ProgressPoller(ring, interval_s)
         self._lasting_progress = ProgressPoller(self.lasting_ring, interval_s)
@@ -155,6 +161,11 @@ class Gateway:
             del self._groups[rid]
             if not self._groups:
                 self._idle.set()
+
+    def count_completion(self, group: RequestGroup, completion: Completion) -> None:
+        """Count a completion of a group for the metrics, and keep what a simulation needs."""
+        self.metrics.count_completion(completion)
+        self.recent.add(completion, group.priority, group.tenant)
 
     def progress_of(self, group: RequestGroup) -> ProgressPoller:
         """Return the poller of the streams of a group that wait."""

@@ -26,6 +26,7 @@ class RequestGroup:
 
     Attributes:
         tenant: name of the tenant that the requests belong to; "" without tenants.
+        priority: of the requests.
         resumption: makes the requests the same again; None: they are not resumable. The chunks of
             a resumable group have one token each, in an order that only the tokens decide.
         finished: set when the ring sends nothing more for this group.
@@ -39,6 +40,7 @@ class RequestGroup:
         resumption: Resumption | None = None,
     ) -> None:
         self.tenant = tenant
+        self.priority = 0
         self.resumption = resumption
         self._ring = ring
         self._metrics = metrics
@@ -112,6 +114,7 @@ class RequestGroup:
         if self.resumption is not None:
             params = self.resumption.params(params, prompt_index)
             kept = self.resumption.kept_request(prompt_index)
+        self.priority = options.get("priority", 0)
         handle = self._ring.submit(
             prompt,
             params,

@@ -197,7 +197,7 @@ class EventStream:
         for choice, chunk in chunks:
             pieces.append(self._renderer.render(choice, chunk))
             if chunk.completion is not None:
-                record(self._request, chunk.completion)
+                record(self._request, self._group, chunk.completion)
         return b"".join(pieces)
 
 
@@ -205,11 +205,11 @@ async def collect(request: web.Request, group: RequestGroup) -> list[Completion]
     """Return the completion of every choice, in order. Raises the first error."""
     completions = await group.completions()
     for completion in completions:
-        record(request, completion)
+        record(request, group, completion)
     return completions
 
 
-def record(request: web.Request, completion: Completion) -> None:
-    """Count a completion, and note it for the request log."""
-    request.app[GATEWAY].metrics.count_completion(completion)
+def record(request: web.Request, group: RequestGroup, completion: Completion) -> None:
+    """Count a completion of a group, and note it for the request log and the simulation."""
+    request.app[GATEWAY].count_completion(group, completion)
     request[RECORD].completions.append(completion)

@@ -9,6 +9,7 @@ Child processes run this file as a script, with which Python leaves the working 
 sys.path. Before `main`, it may import nothing but Python's own modules.
 """
 
+import gc
 import runpy
 import sys
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from pathlib import Path
 _PACKAGE = Path(__file__).resolve().parent
 _IN_WHEEL = _PACKAGE / "_programs"
 IS_CHECKOUT = not _IN_WHEEL.is_dir()
+# Of the names of a server's processes.
+_PROCESS_SUFFIX = "_proc"
 PROGRAMS_DIR = _PACKAGE.parent if IS_CHECKOUT else _IN_WHEEL
 
 
@@ -46,6 +49,8 @@ def main() -> None:
         )
     if sys.path[0] == str(_PACKAGE):  # of a script: it would make quadriga/errors.py `errors`
         del sys.path[0]
+    if sys.argv[1].endswith(_PROCESS_SUFFIX):
+        gc.disable()  # until run_child of quadriga/runtime/child.py; imports leave little garbage
     _search_programs_first()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

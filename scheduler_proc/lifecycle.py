@@ -219,6 +219,8 @@ class RequestLifecycle:
     def abort(self, request: Request, by: str, error: ErrorInfo | None = None) -> None:
         """End a request that `by` (CLIENT, CLIENT_LOST, SERVER_STOPPING) gives up."""
         self.stats.aborts[by] += 1
+        if by == to_scheduler.CLIENT_LOST:
+            error = ErrorInfo(by, "the connection of its client was lost")
         self.finish(request, FinishReason.ABORT, error)
 
     def abort_all(self, reason: str) -> None:

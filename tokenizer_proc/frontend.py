@@ -218,7 +218,7 @@ class Frontend:
             return
         if delivered.waiting is not None:
             self._guard.update_queue(delivered.waiting, delivered.wait_s)
-        if delivered.ended:
+        if delivered.ended and not delivered.lost:
             self.intake.count_ends(client, delivered.ended, delivered.generated)
         if delivered.traces:
             self.traces.take(client, delivered.traces)
@@ -226,7 +226,8 @@ class Frontend:
             self._scheduler.send(EndsDelivered(delivered.settled))
         if delivered.inspected:
             self._info_requests.end(client)
-        self.clients.deliver(client, payload)
+        if not delivered.lost:
+            self.clients.deliver(client, payload)
 
     def _end_if_drained(self) -> None:
         """Handle Drained, unless it answers the Drain of a predecessor.

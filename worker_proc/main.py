@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from quadriga.model_files.model_impl.choice import choose_model_impl
 from quadriga.model_files.resolve import resolve_model
 from quadriga.runtime.child import EXIT_START_FAILED, Child, run_child
 from quadriga.runtime.cpu_affinity import format_cpus
@@ -23,6 +24,7 @@ from quadriga.wire.sockets import Inbox, Outbox
 from worker_proc.distributed.tp_leader import TPLeader
 from worker_proc.result_sender import AsyncResultSender, ResultSender
 from worker_proc.sampling.grammar_compiler import GrammarCompiler
+from worker_proc.startup.torch_import import import_torch
 
 if TYPE_CHECKING:
     from worker_proc.runner import Runner
@@ -126,6 +128,7 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
     clock = _PhaseClock(child)
     clock.begin("import torch")
     files = resolve_model(child.config.model)
+    import_torch(child.config.worker, choose_model_impl(files))
     from worker_proc.loading.sharding import TPRank
     from worker_proc.startup.build import make_runner
     from worker_proc.startup.guess_costs import prepare_guesses

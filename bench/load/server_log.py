@@ -17,8 +17,8 @@ SHARED_SEGMENT = 0  # the text of all cached prefixes
 class LogLine(msgspec.Struct):
     """A line of docs/logs.md, as far as it is used here."""
 
-    time: str
-    process: str
+    time: str = ""
+    process: str = ""
     event: str = ""
     client: str = ""
     seconds: float = 0.0

@@ -58,7 +58,7 @@ async def collect_chat(
                 answers[choice] = _CollectedAnswer(prepared.reader.parser(accepted.prompt_end))
             answers[choice].add(chunk)
             if chunk.completion is not None:
-                record(request, chunk.completion)
+                record(request, group, chunk.completion)
     return [answers[choice].answer(prepared.reader) for choice in sorted(answers)]
 
 

@@ -28,6 +28,7 @@ from http_proc.endpoints.traces import TRACE_ENDPOINTS
 from http_proc.live.endpoint import live
 from http_proc.protocol import sampling
 from http_proc.streams.endpoints import STREAM_ENDPOINTS
+from http_proc.what_if.endpoint import WHAT_IF_ENDPOINTS
 from quadriga.sampling.limits import LIMITS
 from quadriga.sampling.params import SamplingParams
 
@@ -158,6 +159,7 @@ ENDPOINTS = [
     *BATCH_ENDPOINTS,
     *STREAM_ENDPOINTS,
     *TRACE_ENDPOINTS,
+    *WHAT_IF_ENDPOINTS,
     Endpoint("/v1/models", service.models, "The model that is served", service.ModelList),
     Endpoint("/v1/models/{name}", service.model, "One model", service.ModelCard),
     post("/generate", sglang_generate.generate, "Complete prompts, in SGLang's format",

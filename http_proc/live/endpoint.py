@@ -4,10 +4,10 @@ import re
 
 from aiohttp import web
 
-from http_proc.caller import current_caller
+from http_proc.endpoints.operator import check_operator
 from http_proc.gateway import GATEWAY
 from http_proc.live.hub import LiveHub
-from http_proc.protocol.errors import ApiError, from_ring
+from http_proc.protocol.errors import from_ring
 from http_proc.responses import HEADERS, SERVER_SENT_EVENTS
 from quadriga.config.replica_args import check_replica
 from quadriga.errors import InvalidRequest, QueueFull
@@ -29,14 +29,7 @@ def add_live(app: web.Application) -> None:
 
 async def live(request: web.Request) -> web.StreamResponse:
     """Send what the server does, for as long as the client reads."""
-    if request.app[GATEWAY].tenant_args.keys and current_caller().tenant:
-        raise ApiError(
-            403,
-            "the live feed shows requests of all tenants, and this key is one tenant's: use a key"
-            " of --api-key",
-            "permission_error",
-            code="not_allowed",
-        )
+    check_operator(request, "the live feed shows requests of")
     try:
         with (await _hub(request)).viewer() as viewer:
             content_type = {"Content-Type": SERVER_SENT_EVENTS.content_type}

@@ -4,6 +4,7 @@ import math
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from quadriga.config.flags import check_positive, flag
 from quadriga.errors import ConfigError
@@ -89,6 +90,13 @@ class HttpArgs:
     batch_concurrency: int = flag(
         16, "lines of batches that run at one time while no other request is open"
     )
+    what_if_cost_model: str = flag(
+        "",
+        "durations of this model's steps for the what-if view of the page, as python -m"
+        " bench.simulate.fit_cost_model writes them (default: those of smollm2-135m on a CPU,"
+        " stretched)",
+        unit="FILE",
+    )
     ssl_certfile: str = flag("", "certificate chain (PEM): serve HTTPS", unit="PATH")
     ssl_keyfile: str = flag("", "private key (PEM), unless --ssl-certfile holds it", unit="PATH")
 
@@ -116,6 +124,11 @@ class HttpArgs:
             raise ConfigError(f"port is {self.port}: it must be from 1 to 65535")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile")
+        if self.what_if_cost_model and not Path(self.what_if_cost_model).is_file():
+            raise ConfigError(
+                f"what_if_cost_model is {self.what_if_cost_model!r}: there is no such file; python"
+                " -m bench.simulate.fit_cost_model --out FILE writes one"
+            )
         for origin in self.origins:
             if origin != "*" and not re.fullmatch(r"https?://[^/]+", origin):
                 raise ConfigError(

@@ -9,6 +9,7 @@ and exits. A child that was stopped by a signal is continued for that (parent_de
 import argparse
 import enum
 import faulthandler
+import gc
 import json
 import logging
 import os
@@ -252,6 +253,8 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
         low_priority: leave a core to the worker if both need it.
     """
     log_stacks_on_signals()
+    gc.freeze()  # what was imported stays, and no search for garbage looks at it
+    gc.enable()
     arguments = _parse(name)
     if arguments.clock_offset is not None:
         clock.use_offset(arguments.clock_offset)
@@ -290,6 +293,8 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
         _fatal(control, f"{type(error).__name__}: {error}")
     close_all()
     drop_unwritten()
+    # Python would free every object one by one, which takes a third of a second with torch.
+    os._exit(EXIT_OK)
 
 
 def log_stacks_on_signals() -> None:

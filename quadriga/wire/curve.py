@@ -9,6 +9,7 @@ A server's directory, made by `quadriga keygen DIR NAME…`:
     hand-out/NAME/                   directory for that client: client.key_secret and server.key
 """
 
+import hashlib
 import math
 import os
 import shutil
@@ -91,6 +92,18 @@ def load_pair(directory: Path, name: str) -> KeyPair:
     if secret is None:
         raise ConfigError(f"{path} has no secret key")
     return KeyPair(public, secret)
+
+
+def inner_key_id(directory: str) -> str:
+    """Return a name of a directory's inner key that does not give it away; "" without a directory.
+
+    Raises:
+        ConfigError: the directory has no inner key.
+    """
+    if not directory:
+        return ""
+    public = load_pair(Path(directory), INNER).public
+    return hashlib.blake2b(public, digest_size=16, person=b"quadriga-inner").hexdigest()
 
 
 class AllowList:

@@ -8,7 +8,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 import zmq
@@ -29,9 +29,10 @@ NO_LIMIT = 1 << 30
 # A plain int: comparing with the enum member runs Python code.
 POLLIN = int(zmq.POLLIN)
 
-# ZeroMQ's exception, for modules that do not import zmq.
+# ZeroMQ's socket and exception, for modules that do not import zmq.
+LinkSocket: TypeAlias = "zmq.Socket[bytes]"
 SocketError = zmq.ZMQError
-Prepare = Callable[["zmq.Socket[bytes]"], None]
+Prepare = Callable[[LinkSocket], None]
 
 MessageT = TypeVar("MessageT")
 _encoder = msgspec.msgpack.Encoder()
@@ -67,6 +68,9 @@ class Inbox(Generic[MessageT]):
 class Outbox:
     """A connected PUSH socket. Sending never blocks.
 
+    ZeroMQ gives a connection up for good where one side has keys and the other none, or a key that
+    may not connect; a blocking send would then wait for ever.
+
     Args:
         address: address of the peer.
         prepare: called with the socket before it connects.
@@ -95,12 +99,24 @@ class Outbox:
         self.socket.close(linger=0)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Encode a message and send it."""
-        self.socket.send(encode(message))
+        """Encode a message and send it. Raise ConfigError where the peer refuses the connection."""
+        try:
+            self.socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            self._refuse()
 
     def send_frames(self, *frames: bytes) -> None:
-        """Send a multipart message."""
-        self.socket.send_multipart(frames)
+        """Send a multipart message. Raise ConfigError as in `send`."""
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        raise ConfigError(
+            f"{self._address} refuses the keys of this machine: copy the server's --curve-dir, with"
+            " its inner key, to every machine"
+        )
 
 
 def bind_frames(address: str, prepare: Prepare = lambda _: None) -> "zmq.Socket[bytes]":

@@ -5,22 +5,52 @@ from collections.abc import Callable
 
 from quadriga.client.connection_watch import ConnectionWatch
 from quadriga.wire.node_links import NodeLinks
-from quadriga.wire.sockets import AsyncPort, Outbox, bind_frames
+from quadriga.wire.sockets import AsyncPort, LinkSocket, Outbox, bind_frames
+
+
+class RefusalLog:
+    """Logs that a machine refuses a link, or is refused: once, as it goes on trying."""
+
+    def __init__(self, links: NodeLinks) -> None:
+        self._links = links
+        self._is_logged = False
+
+    def note(self, reason: str) -> None:
+        """Log a refusal, if it is the first one."""
+        severity = logging.DEBUG if self._is_logged else logging.ERROR
+        self._is_logged = True
+        logging.log(
+            severity,
+            "a link to the replica at %s is refused (%s): copy this server's --curve-dir, with its"
+            " inner key, to that machine",
+            self._links.scheduler, reason,
+        )  # fmt: skip
 
 
 class WatchedOutbox(Outbox):
-    """An outbox that calls back when its connection is lost. Needs a running event loop."""
+    """An outbox that calls back when its connection is lost. Needs a running event loop.
 
-    def __init__(self, links: NodeLinks, on_loss: Callable[[], None]) -> None:
+    What is sent to a peer that refuses the connection is lost, like all that was on a lost one.
+    """
+
+    def __init__(self, links: NodeLinks, on_loss: Callable[[], None], refusals: RefusalLog) -> None:
+        self._links = links
         self._on_loss = on_loss
-        super().__init__(links.scheduler, links.prepare_connect)
-        self._watch = ConnectionWatch(self.socket, on_loss, on_refusal=_log_refusal)
+        self._refusals = refusals
+        super().__init__(links.scheduler, self._prepare_watched)
+
+    def _prepare_watched(self, link: LinkSocket) -> None:
+        """Prepare a socket, and watch it before its first connection, which may be refused."""
+        self._links.prepare_connect(link)
+        self._watch = ConnectionWatch(link, self._on_loss, on_refusal=self._refusals.note)
+
+    def _refuse(self) -> None:
+        self._refusals.note("its connection has ended")
 
     def renew(self) -> None:
         """Reconnect; unsent messages are discarded."""
         self._watch.close()
         super().renew()
-        self._watch = ConnectionWatch(self.socket, self._on_loss, on_refusal=_log_refusal)
 
     def close(self) -> None:
         """Close the socket; what is unsent is discarded."""
@@ -47,9 +77,10 @@ class NodeLink:
         on_loss: Callable[[], None],
     ) -> None:
         self.links = links
-        self.outbox = WatchedOutbox(links, on_loss)
+        refusals = RefusalLog(links)
+        self.outbox = WatchedOutbox(links, on_loss, refusals)
         results = bind_frames(links.delivery, links.prepare_bind)
-        self._watch = ConnectionWatch(results, on_loss, on_refusal=_log_refusal)
+        self._watch = ConnectionWatch(results, on_loss, on_refusal=refusals.note)
 
         def receive(frames: list[bytes]) -> None:
             self._watch.process()
@@ -61,11 +92,3 @@ class NodeLink:
         """Stop receiving. A replica that was only cut off reaches nothing any more."""
         self._watch.close()
         self._port.close(linger_s=0)
-
-
-def _log_refusal(reason: str) -> None:
-    logging.error(
-        "a link to a replica on another machine is refused (%s): copy the same --curve-dir, with"
-        " its inner key, to every machine",
-        reason,
-    )

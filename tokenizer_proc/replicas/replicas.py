@@ -149,9 +149,8 @@ class Replicas:
         if placed is None:
             placed = PlacedRequest(name)
             self._placed.put(*name, placed)
-        placed.submit = submit
-        if submit.client_retry:
-            placed.ended.clear()  # all choices end once more
+        placed.submit, placed.aborted_by = submit, ""
+        placed.ended.clear()  # all choices of a retry end once more
         if placed.replica is not None:
             self._replicas[placed.replica].outbox.send(submit)
         elif submit.client_retry and not self._all_known:
@@ -241,7 +240,7 @@ class Replicas:
         if delivered.waiting is not None:
             replica.num_waiting, replica.wait_s = delivered.waiting, delivered.wait_s
         for request_id, index in zip(delivered.ended, delivered.indexes, strict=True):
-            self._on_end(number, (client, request_id), index)
+            self._on_end(number, (client, request_id), index, delivered.lost)
         if delivered.settled:
             replica.outbox.send(EndsDelivered(delivered.settled))
         waiting = sum(replica.num_waiting for _, replica in self._live())
@@ -251,6 +250,7 @@ class Replicas:
             generated=delivered.generated,
             wait_s=self._wait_s(),
             traces=delivered.traces,
+            lost=delivered.lost,
         )
         self._deliver(client, payload, passed_on)
 
@@ -263,10 +263,12 @@ class Replicas:
     def _deliver_answer(self, answer: MergedAnswer) -> None:
         self._deliver(answer.client, encode(answer.message), Delivered(inspected=True))
 
-    def _on_end(self, number: int, name: Name, index: int) -> None:
+    def _on_end(self, number: int, name: Name, index: int, is_lost: bool) -> None:
         placed = self._placed.find(*name)
         if placed is None or placed.replica != number:
             return
+        if is_lost and not placed.aborted_by:
+            return  # the client is back and has sent the request again
         placed.ended.add(index)
         self._router.on_end(name, index)
         choice = placed.choices.pop(index, None)
@@ -324,6 +326,7 @@ class Replicas:
         if placed.replica != number or held.index in placed.ended:
             return
         choice = placed.choice(held.index)
+        self._replicas[number].choices.pop(choice.seq, None)
         choice.seq = held.seq
         choice.token_ids = unpack_ids(held.token_ids)
         choice.first_token_at = choice.first_token_at or held.first_token_at

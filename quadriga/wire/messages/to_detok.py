@@ -234,6 +234,8 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
         generated: number of tokens of each choice in `ended`.
         wait_s: as in ForecastStepOutput.
         traces: of choices in `ended` that are traced.
+        lost: the message is empty. `ended` are choices that were aborted because their client was
+            lost: if it is back, and has sent the requests again, these ends are not theirs.
     """
 
     ended: list[str] = []
@@ -243,6 +245,7 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
     generated: list[int] = []
     wait_s: float | None = None
     traces: list[RequestTrace] = []
+    lost: bool = False
 
 
 class StepNews(msgspec.Struct, array_like=True, frozen=True):

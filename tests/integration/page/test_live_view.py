@@ -6,13 +6,22 @@ import random
 import msgspec
 import pytest
 
+from http_proc.live import hub
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import RequestFailed
-from quadriga.wire.messages.live import LiveProcess, LiveServer, LiveStep
+from quadriga.wire.messages.live import (
+    EventKind,
+    LiveEvent,
+    LiveProcess,
+    LiveServer,
+    LiveStep,
+    RowKind,
+)
 from quadriga.wire.messages.to_detok import LiveFrame
 from quadriga.wire.messages.to_scheduler import WatchSteps
 from tests.browser import Page
 from tests.integration.page.page_session import in_browser
+from tests.unit.live_messages import make_request, make_step
 from tests.unit.scripted_ring import ScriptedRing
 from tests.unit.simulation import World, submit
 
@@ -144,5 +153,55 @@ def test_a_ring_that_fails_is_shown_and_the_view_goes_on_when_it_is_back(chromiu
         ring.error = None
         await until_live(page)
         await page.until("!document.querySelector('.live-state')")
+
+    in_browser(chromium, ring, test, at="/#/live")
+
+
+NUM_BATCHES, BATCH_S = 12, 300  # an hour
+MAX_HEAP_GROWTH = 0.1
+
+
+def one_second(second: int, resident_bytes: int) -> list[LiveStep | LiveServer]:
+    """Return the messages of a second, in which one of 20 requests ends and another begins."""
+    seqs = range(second, second + 20)
+    rows = dict.fromkeys(seqs, RowKind.DECODE)
+    requests = [make_request(seq, request_id=f"request-{seq}") for seq in seqs]
+    ended = LiveEvent(EventKind.FINISHED, second, "length")
+    whole = make_step(2 * second, rows, requests=requests, is_whole=True, time=float(second))
+    last = make_step(2 * second + 1, rows, events=[ended], time=second + 0.5)
+    process = LiveProcess("worker_proc", 42, 0.5 * second, resident_bytes, 1.0)
+    return [whole, last, LiveServer(float(second), [process], 0, 20, 1, 0)]
+
+
+async def usage(page: Page) -> tuple[int, int]:
+    """Return the bytes of the page's heap, and the number of its nodes."""
+    await page.send("HeapProfiler.collectGarbage")
+    heap = await page.send("Runtime.getHeapUsage")
+    counters = await page.send("Memory.getDOMCounters")
+    return heap["usedSize"], counters["nodes"]
+
+
+def test_a_page_that_is_open_for_an_hour_does_not_grow(
+    chromium: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "FLUSH_S", 0.005)
+    ring = ScriptedRing([])
+
+    async def test(page: Page) -> None:
+        sizes = []
+        for batch in range(NUM_BATCHES):
+            shown = 100 + batch
+            for second in range(batch * BATCH_S, (batch + 1) * BATCH_S):
+                for message in one_second(second, shown << 20):
+                    ring.live.put_nowait(message)
+            cell = "document.querySelector('.processes')"
+            await page.until(f"{cell}?.innerText.includes('{shown} MiB')")
+            if batch in (NUM_BATCHES // 2, NUM_BATCHES - 1):
+                sizes.append(await usage(page))
+        (half_bytes, half_nodes), (all_bytes, all_nodes) = sizes
+        assert all_bytes < (1 + MAX_HEAP_GROWTH) * half_bytes, sizes
+        assert all_nodes <= half_nodes + 50, sizes
+        rows = await page.evaluate("document.querySelector('.lanes-space').offsetHeight")
+        assert rows < 18 * 400
 
     in_browser(chromium, ring, test, at="/#/live")

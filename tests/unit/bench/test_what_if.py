@@ -10,8 +10,11 @@ import pytest
 
 from bench.load.server_log import load_of, measured, read_server_log
 from bench.load.trace import TraceRequest
-from bench.simulate import what_if
-from bench.simulate.what_if import fit_slowdown, main, simulate
+from bench.simulate.what_if.beside_server import answer
+from bench.simulate.what_if.command import main
+from bench.simulate.what_if.replay import fit_slowdown, model_of, replay, world_arguments
+from quadriga.errors import ConfigError
+from quadriga.what_if import FlagVariant, MeasuredChoice, WhatIfJob
 
 BEGAN_AT = 1_800_000_000.0
 FLAGS = ["--max-running-requests", "2", "--num-pages", "512"]
@@ -59,12 +62,12 @@ def test_a_log_is_read_by_arrival_and_other_lines_are_left_out(tmp_path: Path) -
 def test_the_steps_are_stretched_until_a_token_takes_as_long_as_measured(tmp_path: Path) -> None:
     log = write(tmp_path / "log", [line(0.1 * number) for number in range(20)])
     requests = read_server_log(log)
-    arguments = what_if.arguments_of([str(log), *FLAGS])
-    happened, load = measured(requests), load_of(requests)
-    slower = simulate(arguments, load, 3.0)
-    slowdown = fit_slowdown(arguments, load, happened._replace(tpot=slower.tpot))
-    assert slowdown == pytest.approx(3.0, rel=0.1)
-    assert fit_slowdown(arguments, load, happened._replace(tpot=None)) == 1.0
+    arguments = world_arguments(FLAGS)
+    happened, load, model = measured(requests), load_of(requests), model_of(arguments)
+    slower = happened._replace(tpot=replay(arguments, load, 3.0, model).figures.tpot)
+    assert fit_slowdown(arguments, load, slower, model) == pytest.approx(3.0, rel=0.1)
+    unknown = happened._replace(tpot=None)
+    assert fit_slowdown(arguments, load, unknown, model) == 1.0
 
 
 def test_each_variant_is_a_column_beside_what_was_measured(
@@ -108,3 +111,37 @@ def test_a_log_without_requests_says_how_to_get_one(
     assert "--log-format json and --log-requests" in capsys.readouterr().err
     assert main([str(tmp_path / "none")]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_the_job_of_a_server_has_the_columns_and_the_requests_in_flight() -> None:
+    choices = [
+        MeasuredChoice(at, at, at + 1, at + 1.1, at + 1.5, at + 1.5, 64, 32, 5, 0, "")
+        for at in (100.0, 100.5, 101.0)
+    ]
+    one = FlagVariant("one", ["--max-running-requests", "1"])
+    found = answer(WhatIfJob(choices, ["--max-running-requests", "8"], [one], 512, "cpu"))
+    assert [column.name for column in found.columns] == ["measured", "as it was", "one"]
+    measured_column = found.columns[0]
+    assert found.duration_s == pytest.approx(2.5)
+    assert max(measured_column.waiting) == 2 and max(measured_column.running) == 1
+    assert measured_column.waiting[-1] == measured_column.running[-1] == 0
+    assert found.columns[1].tpot is not None
+    assert found.columns[1].tpot.p50 == pytest.approx(100, rel=0.3)
+
+
+def test_flags_that_do_not_go_together_are_an_error_of_the_job() -> None:
+    choices = [MeasuredChoice(1.0, 1.0, 1.0, 2.0, 3.0, 3.0, 8, 0, 4, 0, "")]
+    wrong = FlagVariant("x", ["--fair-clients", "--fair-tenants"])
+    with pytest.raises(ConfigError, match="leave --fair-clients out"):
+        answer(WhatIfJob(choices, [], [wrong], 512, "cpu"))
+
+
+def test_a_fit_ends_also_where_a_longer_step_makes_tokens_much_slower(tmp_path: Path) -> None:
+    log = write(tmp_path / "log", [line(0.05 * number) for number in range(60)])
+    requests = read_server_log(log)
+    arguments = world_arguments(FLAGS)
+    happened, load, model = measured(requests), load_of(requests), model_of(arguments)
+    slowdown = fit_slowdown(arguments, load, happened, model)
+    tpot = replay(arguments, load, slowdown, model).figures.tpot
+    assert tpot is not None and happened.tpot is not None
+    assert tpot.p50 == pytest.approx(happened.tpot.p50, rel=0.1)

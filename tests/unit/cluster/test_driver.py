@@ -194,7 +194,10 @@ def test_commands_of_the_launcher_reach_the_crews_that_they_concern() -> None:
     ("report", "message"),
     [
         ({"report": "lost", "reason": "no such model"}, "replica 0 cannot start: no such model"),
-        ({"report": "joined", "address": "a", "version": "0.0.1", "info": {}}, "quadriga 0.0.1"),
+        (
+            {"report": "joined", "address": "a", "version": "0.0.1", "info": {}},
+            "replica 0 cannot start: it runs quadriga 0.0.1 at a",
+        ),
     ],
 )
 def test_a_replica_that_cannot_start_ends_the_start(report: Report, message: str) -> None:
@@ -205,6 +208,25 @@ def test_a_replica_that_cannot_start_ends_the_start(report: Report, message: str
         with pytest.raises(ServerFailed, match=message):
             await asyncio.wait_for(world.task, TIMEOUT_S)
         assert all(crew.is_closed for crew in world.crews.crews)
+
+    asyncio.run(run())
+
+
+def test_a_machine_that_cannot_replace_a_lost_one_is_named_and_the_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def run() -> None:
+        world = World()
+        await world.serve()
+        world.crews.crews[1].queue.put_nowait({"report": "lost", "reason": "x"})
+        await world.until(lambda: len(world.crews.crews) == 3)
+        world.crews.crews[2].join("0.0.1")
+        await world.until(lambda: "replica 1 cannot start again: it runs" in caplog.text)
+        assert "quadriga 0.0.1 at tcp://127.0.0.1:9" in caplog.text
+        assert world.crews.crews[2].is_closed and not world.crews.crews[0].is_closed
+        world.driver.obey(Command.DRAIN, "")
+        world.crews.crews[0].queue.put_nowait({"report": "left"})
+        await asyncio.wait_for(world.task, TIMEOUT_S)
 
     asyncio.run(run())
 

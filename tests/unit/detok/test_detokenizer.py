@@ -14,6 +14,7 @@ from detok_proc.detokenizer import Deliveries, Detokenizer
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.public import End, ErrorInfo, PlainChunk, StageTimes, Usage
 from quadriga.wire.messages.to_detok import StepOutput, StreamEnd, StreamReplay, StreamStart
+from quadriga.wire.messages.to_scheduler import CLIENT_LOST
 
 ALICE, BOB = b"alice", b"bob"
 NOW = 1000.0
@@ -161,6 +162,17 @@ def test_a_request_that_never_opened_gets_exactly_one_end(reason: str) -> None:
     assert (chunk.request_id, chunk.text, chunk.token_ids) == ("r9", "", b"")
     assert (end_of(chunk).finish_reason, end_of(chunk).error) == (reason, error)
     assert end_of(chunk).usage == Usage(7, 0, 3)
+
+
+def test_a_lost_client_gets_no_end() -> None:
+    core, lost = detokenizer(), ErrorInfo(CLIENT_LOST, "why")
+    core.process(step([opening()], [(1, ids("x")[0])]))
+    deliveries = core.process(step(closed=[closing(reason="abort", error=lost)]))
+    assert deliveries.by_client == {}
+    assert [(c.request_id, end_of(c).usage) for c in deliveries.lost[ALICE]] == [
+        ("r1", Usage(7, 1, 3))
+    ]
+    assert (deliveries.ended, core.num_open) == ([1], 0)
 
 
 def test_each_client_gets_its_own_chunks_in_one_list() -> None:

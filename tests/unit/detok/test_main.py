@@ -14,6 +14,7 @@ import zmq
 from quadriga.wire.endpoints import Endpoints
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.public import (
+    ErrorInfo,
     Info,
     ProgressAnswer,
     RequestProgress,
@@ -31,7 +32,7 @@ from quadriga.wire.messages.to_detok import (
     StreamEnd,
     StreamStart,
 )
-from quadriga.wire.messages.to_scheduler import DetokReady, SchedulerMessage, StopFound
+from quadriga.wire.messages.to_scheduler import CLIENT_LOST, DetokReady, SchedulerMessage, StopFound
 from quadriga.wire.sockets import encode
 from tests.unit.tiny_gguf import TOKENS, write_tiny_gguf
 
@@ -92,6 +93,9 @@ def test_a_request_a_stop_string_an_info_and_the_end(ring: Ring) -> None:
         StreamStart(2, b"you", "b", True, True, []),
     ]
     close = StreamEnd(1, b"me", "a", "stop", None, None, 5, 0, 1.0, 1.0, 1.0, 1.0)
+    lost = StreamEnd(
+        3, b"gone", "c", "abort", None, ErrorInfo(CLIENT_LOST, "why"), 5, 0, 1.0, 1.0, 1.0, 1.0
+    )
     info = Info("i", {"running": 1})
     progress = ProgressAnswer("p", [RequestProgress(RequestState.QUEUED, 7, 12.5)])
     for message in (
@@ -99,6 +103,7 @@ def test_a_request_a_stop_string_an_info_and_the_end(ring: Ring) -> None:
         StepOutput(1.0, opened, [1, 2], ids("a", "Ġab"), [], session=session),
         StepOutput(2.0, [], [1], ids("ab"), [], session=session),
         StepOutput(3.0, [], [], b"", [close], session=session),
+        StepOutput(3.0, [], [], b"", [lost], session=session),
         InfoReply(b"me", info),
         ProgressReply(b"me", progress),
         Drained(),
@@ -120,6 +125,10 @@ def test_a_request_a_stop_string_an_info_and_the_end(ring: Ring) -> None:
     assert settled == [1]
     end = third.chunks[0].end
     assert (end.finish_reason, end.matched_stop) == ("stop", "b")
+    client, nothing, delivered = delivery.recv_multipart()
+    assert (client, nothing) == (b"gone", b"")
+    facts = msgspec.msgpack.decode(delivered, type=Delivered)
+    assert (facts.ended, facts.settled, facts.lost) == (["c"], [3], True)
     assert receive(delivery) == (b"me", info)
     assert receive(delivery) == (b"me", progress)
     assert delivery.recv_multipart() == [b"", b"", b""]

@@ -238,3 +238,45 @@ def test_nothing_is_kept_and_the_ring_is_left_when_the_last_viewer_leaves() -> N
         assert ring.num_watches == 2
 
     asyncio.run(test())
+
+
+def test_a_hundred_pages_that_read_nothing_take_bounded_memory_and_delay_no_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hub_module, "FLUSH_S", 0.0)  # an event for each message
+    hubs: list[LiveHub] = []
+    begin = LiveHub.__init__
+
+    def note(self: LiveHub, *args: Any) -> None:
+        begin(self, *args)
+        hubs.append(self)
+
+    monkeypatch.setattr(LiveHub, "__init__", note)
+    ring = ScriptedRing(["answer"])
+    requests = [make_request(seq, request_id="x" * 900) for seq in range(60)]
+    large = make_step(0, requests=requests, is_whole=True)  # more than 60 kB
+
+    async def test(gateway: Gateway) -> None:
+        url = gateway.args.url
+        host, port = url.removeprefix("http://").split(":")
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(100)]
+        for _, writer in silent:
+            writer.write(b"GET /v1/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/live") as response:
+            page = Page(response)
+            await page.until("history")
+            for number in range(4 * MAX_BEHIND):
+                ring.live.put_nowait(msgspec.structs.replace(large, number=number, step=number))
+                assert (await page.until("live"))["steps"][0]["number"] == number
+            async with session.post(f"{url}/v1/completions", json={"prompt": "a"}) as answer:
+                assert answer.status == 200
+        (hub,) = hubs
+        behind = [len(viewer._events) for viewer in hub._viewers]
+        assert len(behind) >= 100
+        assert max(behind) <= MAX_BEHIND + 1
+        assert all(viewer.num_dropped for viewer in hub._viewers if viewer._events)
+        assert max(behind) > 1, "the pages have read all"
+        for _, writer in silent:
+            writer.close()
+
+    run_at_gateway(ring, test)

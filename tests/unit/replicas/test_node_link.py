@@ -1,10 +1,13 @@
 """The frontend notices a broken link before it receives what a later connection brings."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
+import zmq
 
 from quadriga.clock import Countdown
+from quadriga.wire.curve import make_server_keys
 from quadriga.wire.messages.to_scheduler import Drain
 from quadriga.wire.node_links import NodeLinks, ReservedPort
 from quadriga.wire.sockets import Inbox, Outbox, bind_frames
@@ -32,12 +35,46 @@ def test_a_loss_of_results_comes_before_the_messages_of_the_next_connection() ->
         first.send_frames(b"1")
         await until(events, ["1"])
         first.close()
+        # The event loop does not run until both wait to be received.
+        assert link._watch._port.socket.poll(int(1000 * TIMEOUT_S))
         second = Outbox(links.delivery, links.prepare_connect)
         second.send_frames(b"2")
-        await until(events, ["1", "lost", "2"])
+        assert link._port.socket.poll(int(1000 * TIMEOUT_S))
+        link._port.receive()
+        assert events == ["1", "lost", "2"]
         second.close()
         link.outbox.close()
         link.close()
+        for port in ports:
+            port.close()
+
+    asyncio.run(run())
+
+
+def test_a_refused_replica_is_named_once_and_blocks_no_send(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        make_server_keys(tmp_path)
+        ports = [ReservedPort("127.0.0.1") for _ in range(2)]
+        addresses = [port.address for port in ports]
+        losses: list[str] = []
+        links = NodeLinks(addresses[0], addresses[1], str(tmp_path))
+        link = NodeLink(links, lambda _: None, lambda: losses.append("lost"))
+        link.outbox.send(Drain())
+        without_keys = bind_frames(addresses[0])
+        await until(losses, ["lost"])
+        countdown = Countdown(TIMEOUT_S)
+        while link.outbox.socket.poll(0, zmq.POLLOUT):  # until it has given up the connection
+            assert countdown.left()
+            await asyncio.sleep(0.001)
+        link.outbox.send(Drain())
+        link.outbox.send(Drain())
+        (record,) = [r for r in caplog.records if r.levelname == "ERROR"]
+        assert addresses[0] in record.getMessage() and "--curve-dir" in record.getMessage()
+        link.outbox.close()
+        link.close()
+        without_keys.close(linger=0)
         for port in ports:
             port.close()
 

@@ -125,8 +125,12 @@ class World:
         step = StepNews(ReplicaNews(**fields), choices, seqs, pack_ids((tokens or {}).values()))
         self.replicas.on_delivery(number, [b"", b"", encode(step)])
 
-    def end(self, number: int, request_id: str, index: int = 0, settled: int = 0) -> None:
-        delivered = ReplicaDelivered([request_id], 3, [settled], False, [2], indexes=[index])
+    def end(
+        self, number: int, request_id: str, index: int = 0, settled: int = 0, lost: bool = False
+    ) -> None:
+        delivered = ReplicaDelivered(
+            [request_id], 3, [settled], False, [2], lost=lost, indexes=[index]
+        )
         self.replicas.on_delivery(number, [b"c", b"text", encode(delivered)])
 
     def hand_back(self, number: int, recall: int) -> None:
@@ -194,6 +198,34 @@ def test_an_abort_follows_its_request() -> None:
     assert AbortRequest(b"c", "a", CLIENT) in world.outboxes[other].take()
     world.replicas.send(AbortRequest(b"c", "", CLIENT_LOST))
     assert world.outboxes[other].take() == [AbortRequest(b"c", "", CLIENT_LOST)]
+
+
+def test_a_request_that_is_sent_again_outlives_the_abort_of_its_lost_client() -> None:
+    world = World()
+    home = world.submit("a")
+    world.news(home, [(7, "a", 0)], {7: 1})
+    world.replicas.send(AbortRequest(b"c", "", CLIENT_LOST))
+    assert world.submit("a", retry=True) == home
+    world.end(home, "a", lost=True)
+    world.news(home, [(8, "a", 0)], {8: 1})
+    world.replicas.on_died(home, "scheduler_proc")
+    world.replicas.on_restarted(home, "scheduler_proc")
+    sent = world.outboxes[home].take()
+    assert [message.progress for message in moved(sent)] == [
+        [ChoiceProgress(0, pack_ids([1]), 5.0)]
+    ]
+    assert not any(isinstance(message, AbortRequest) for message in sent)
+    world.end(home, "a")
+    assert world.router.ledger.costs == [0.0, 0.0]
+
+
+def test_the_end_of_a_lost_request_takes_it_off_its_replica() -> None:
+    world = World()
+    home = world.submit("a")
+    world.replicas.send(AbortRequest(b"c", "", CLIENT_LOST))
+    world.end(home, "a", lost=True)
+    assert world.router.ledger.costs == [0.0, 0.0]
+    assert world.delivered[-1][2].lost
 
 
 def test_a_new_scheduler_is_sent_what_its_replica_has() -> None:

@@ -180,8 +180,9 @@ class FrontendWorld:
         ended: tuple[str, ...] = (),
         waiting: int = 0,
         settled: tuple[int, ...] = (),
+        lost: bool = False,
     ) -> None:
-        delivered = encode(Delivered(list(ended), waiting, list(settled)))
+        delivered = encode(Delivered(list(ended), waiting, list(settled), lost=lost))
         self.frontend.on_delivery([client, encode(SentChunks([])), delivered])
 
     @property
@@ -221,6 +222,20 @@ def test_a_request_that_was_accepted_is_never_refused_when_it_is_sent_again() ->
     assert world.submitted == ["a", "a"]
     assert isinstance(world.scheduler.sent[1], Drain)
     assert world.scheduler.sent[2].client_retry
+
+
+def test_the_end_of_a_lost_client_does_not_end_a_request_that_it_has_sent_again() -> None:
+    world = FrontendWorld()
+    world.ask("a")
+    world.lose()
+    world.ask("a", resent=True)
+    num_sent = len(world.port.sent)
+    world.deliver(ended=("a",), settled=(7,), lost=True)
+    assert len(world.port.sent) == num_sent
+    assert world.frontend.intake.num_open == 1
+    assert world.scheduler.sent[-1] == EndsDelivered([7])
+    world.deliver(ended=("a",))
+    assert world.frontend.intake.num_open == 0
 
 
 def test_a_request_is_acknowledged_each_time_before_the_scheduler_has_it() -> None:

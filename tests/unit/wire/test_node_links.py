@@ -11,7 +11,14 @@ import zmq
 
 from quadriga.clock import Countdown
 from quadriga.errors import AddressInUse, ConfigError
-from quadriga.wire.curve import INNER, SERVER, Guard, load_pair, make_server_keys
+from quadriga.wire.curve import (
+    INNER,
+    SERVER,
+    Guard,
+    inner_key_id,
+    load_pair,
+    make_server_keys,
+)
 from quadriga.wire.endpoints import Endpoints
 from quadriga.wire.messages.to_scheduler import AbortRequest, SchedulerMessage
 from quadriga.wire.node_links import ON_THIS_MACHINE, NodeLinks, ReservedPort
@@ -76,6 +83,30 @@ def test_a_stranger_cannot_connect(port: ReservedPort, tmp_path: Path, has_key: 
     outbox.close()
     results.disable_monitor()
     results.close(linger=0)
+
+
+def test_a_send_to_a_peer_that_refuses_the_keys_fails_and_does_not_block(
+    port: ReservedPort, tmp_path: Path
+) -> None:
+    links = NodeLinks(scheduler=port.address, key_dir=keys(tmp_path))
+    outbox = Outbox(links.scheduler, links.prepare_connect)
+    outbox.send(MESSAGE)
+    without_keys = bind_frames(port.address)
+    wait_until(lambda: not outbox.socket.poll(0, zmq.POLLOUT), 20)
+    with pytest.raises(ConfigError, match=rf"{port.address} refuses.*--curve-dir"):
+        outbox.send(MESSAGE)
+    with pytest.raises(ConfigError, match="refuses"):
+        outbox.send_frames(b"", b"")
+    outbox.close()
+    without_keys.close(linger=0)
+
+
+def test_an_inner_key_has_a_name_that_does_not_give_it_away(tmp_path: Path) -> None:
+    ours, theirs = keys(tmp_path / "ours"), keys(tmp_path / "theirs")
+    assert inner_key_id(ours) == inner_key_id(keys(tmp_path / "ours"))
+    assert inner_key_id(ours) != inner_key_id(theirs)
+    assert load_pair(Path(ours), INNER).public.decode() not in inner_key_id(ours)
+    assert inner_key_id("") == ""
 
 
 def test_nothing_is_in_clear_between_the_machines(port: ReservedPort, tmp_path: Path) -> None:

@@ -26,5 +26,6 @@
 import { chatView } from "./chat/chat.jsx";
 import { liveView } from "./live/live.jsx";
 import { requestView } from "./request/request.jsx";
+import { whatIfView } from "./what_if/what_if.jsx";
 
-export const VIEWS = [chatView, liveView, requestView];
+export const VIEWS = [chatView, liveView, requestView, whatIfView];

@@ -11,38 +11,29 @@ a simulation, 2 bad flags.
 
 import argparse
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from bench.command import EXIT_FAILED, EXIT_OK, EXIT_USAGE, CommandParser, named_flags, run_command
 from bench.load.server_log import MeasuredLoad, load_of, measured, read_server_log
-from bench.load.trace import TraceRequest
-from bench.metrics.slo import Slo
-from bench.simulate import cost_model
-from bench.simulate.report import Figures, figures
-from bench.simulate.run import World
-from bench.simulate.simulator import (
-    SERVER_FLAGS,
-    add_world,
-    config_of,
-    num_pages_of,
-    parsed,
-    source_of,
+from bench.simulate.report import Figures
+from bench.simulate.simulator import parsed, source_of
+from bench.simulate.what_if.replay import (
+    AS_IT_WAS,
+    add_flags_of_world,
+    fit_slowdown,
+    model_of,
+    replay,
 )
-from quadriga.config import server_config as server_flags
 from quadriga.errors import ConfigError
 
 SPREADS = {"queue_wait": "queue wait", "ttft": "TTFT", "tpot": "TPOT", "latency": "latency"}
 SHARES = ("p50", "p95", "p99")
-MAX_FITS, FIT_TOLERANCE = 8, 0.02
 TITLE_CHARS, MIN_COLUMN_CHARS = 24, 10
 
 
-class FlagVariant(NamedTuple):
+class LogVariant(NamedTuple):
     """A column of the table."""
 
     name: str
@@ -58,19 +49,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compare(words: list[str]) -> int:
     """Print the figures of all variants beside the measured ones."""
     arguments = arguments_of(words)
-    variants = [FlagVariant("as it was", arguments)]
+    variants = [LogVariant(AS_IT_WAS, arguments)]
     for text in arguments.vary:
         name, flags = named_flags(text)
         if name in (variant.name for variant in variants):
             raise ConfigError(f"two columns have the name {name!r}: give each its own")
-        variants.append(FlagVariant(name, arguments_of([*words, *flags])))
+        variants.append(LogVariant(name, arguments_of([*words, *flags])))
     if arguments.last is not None and not arguments.last > 0:
         raise ConfigError(f"--last is {arguments.last}: give seconds, such as 600")
     requests = read_server_log(arguments.log, arguments.last)
     load, happened = load_of(requests), measured(requests)
-    slowdown = fit_slowdown(arguments, load, happened)
-    runs = {one.name: simulate(one.arguments, load, slowdown) for one in variants}
-    model = cost_model.load(arguments.cost_model)
+    model = model_of(arguments)
+    slowdown = fit_slowdown(arguments, load, happened, model)
+    runs = {
+        one.name: replay(one.arguments, load, slowdown, model_of(one.arguments)).figures
+        for one in variants
+    }
     print(
         f"Cost model: {source_of(arguments.cost_model, model)}, steps {slowdown:.2f} times as long"
     )
@@ -82,38 +76,6 @@ def compare(words: list[str]) -> int:
 def arguments_of(words: list[str]) -> argparse.Namespace:
     """Parse a command line, or raise ConfigError."""
     return parsed(_parser(), words)
-
-
-def fit_slowdown(
-    arguments: argparse.Namespace, load: list[TraceRequest], happened: MeasuredLoad
-) -> float:
-    """Return the factor of the steps with which the median time per token is the measured one."""
-    slowdown = 1.0
-    for _ in range(MAX_FITS):
-        run = simulate(arguments, load, slowdown)
-        if happened.tpot is None or run.tpot is None or not run.tpot.p50:
-            break  # requests of one token say nothing about it
-        ratio = happened.tpot.p50 / run.tpot.p50
-        slowdown *= ratio
-        if abs(ratio - 1) < FIT_TOLERANCE:
-            break
-    return slowdown
-
-
-def simulate(arguments: argparse.Namespace, load: list[TraceRequest], slowdown: float) -> Figures:
-    """Return the figures of a load with these flags, and steps that are longer by a factor."""
-    config, model = config_of(arguments), cost_model.load(arguments.cost_model)
-    model = msgspec.structs.replace(model, slowdown=model.slowdown * slowdown)
-    world = World(
-        config,
-        model,
-        num_pages_of(arguments, config, model),
-        arguments.replicas,
-        arguments.load_balance_method,
-    )
-    began = time.perf_counter()
-    world.run(enumerate(load))
-    return figures(world, model.delays_ms.delivery, Slo(), time.perf_counter() - began)
 
 
 def table(happened: MeasuredLoad, runs: dict[str, Figures]) -> Iterable[str]:
@@ -161,10 +123,5 @@ def _parser() -> argparse.ArgumentParser:
         metavar='"NAME: FLAGS"',
         help="another column, with these flags, too",
     )
-    add_world(parser.add_argument_group("server"))
-    server_flags.add_flags(parser, only=SERVER_FLAGS)
+    add_flags_of_world(parser)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What if: the load of a server with other flags, beside what happened."""

@@ -1,0 +1,61 @@
+"""The view "what if" in a browser: variants, figures beside what happened, errors, widths."""
+
+from tests.browser import Page
+from tests.integration.page.chat_page import text_of, until_text
+from tests.integration.page.page_session import in_browser
+from tests.unit.http.test_what_if import MeasuredRing
+
+AT = "/#/what-if"
+SIMULATE = ".what-if-head .button.primary"
+ASK = """Promise.all([1, 2, 3].map(() => fetch('v1/completions', {method: 'POST',
+    headers: {'Content-Type': 'application/json'}, body: '{"prompt": "a"}'}).then((r) => r.text())))
+    .then(() => true)"""
+
+
+async def focus(page: Page, label: str) -> None:
+    await page.until(f"document.querySelector('[aria-label=\"{label}\"]')?.focus() ?? true")
+
+
+async def simulate(page: Page) -> None:
+    """Have requests answered, set two variants by keys, and simulate."""
+    await page.evaluate(ASK)
+    await page.until(f"document.querySelector({SIMULATE!r})?.disabled === false")
+    await focus(page, "max_running_requests of variant A")
+    await page.type("1")
+    await page.click(".what-if-table thead .button")
+    await focus(page, "dp of variant B")
+    await page.type("2")
+    await page.click(SIMULATE)
+    await page.until("document.querySelector('.what-if-results')")
+
+
+def test_variants_are_simulated_beside_what_happened_also_on_a_phone(chromium: str) -> None:
+    async def test(page: Page) -> None:
+        await until_text(page, ".what-if-about", "No request by HTTP has been answered yet")
+        await simulate(page)
+        heads = await text_of(page, ".what-if-results thead")
+        for name in ("measured", "as it was", "variant A", "--max-running-requests 1", "--dp 2"):
+            assert name in heads
+        rows = await text_of(page, ".what-if-results tbody")
+        assert "Time to first token, median" in rows and "1.01 s" in rows
+        await page.evaluate("location.hash = '#/live'")
+        await page.until("document.querySelector('.live')")
+        await page.evaluate("location.hash = '#/what-if'")
+        await page.until("document.querySelector('.what-if-results')")  # it is still there
+        await page.resize(320, 700, is_phone=True)
+        widest = "Math.max(document.documentElement.scrollWidth, document.querySelector('.what-if').scrollWidth)"  # noqa: E501
+        assert await page.evaluate(widest) <= 320
+
+    in_browser(chromium, MeasuredRing(), test, at=AT)
+
+
+def test_a_value_that_cannot_be_is_an_error_in_the_page(chromium: str) -> None:
+    async def test(page: Page) -> None:
+        await page.evaluate(ASK)
+        await page.until(f"document.querySelector({SIMULATE!r})?.disabled === false")
+        await focus(page, "dp of variant A")
+        await page.type("1000")
+        await page.click(SIMULATE)
+        await until_text(page, "[role=alert]", "a simulation takes at most 64")
+
+    in_browser(chromium, MeasuredRing(), test, at=AT, may_complain=True)
