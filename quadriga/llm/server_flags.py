@@ -94,6 +94,11 @@ class ServerFlags(TypedDict, total=False):
     cluster: Literal["none", "ray"]
     ray_address: str
     replica_cpus: float
+    min_replicas: int | None
+    max_replicas: int | None
+    target_ongoing_requests: int
+    scale_up_after: float
+    scale_down_after: float
     # Traces (tokenizer_proc, http_proc)
     otlp_endpoint: str
     trace_sampling_ratio: float | None

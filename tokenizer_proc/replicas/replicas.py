@@ -59,6 +59,9 @@ class Replicas:
             address stands for Drained.
         on_recalled: called with the number of a replica that has given its requests back.
         show: called with a replica's number and its message of the live feed, encoded.
+
+    Attributes:
+        on_load: called when the number of open requests has changed.
     """
 
     def __init__(
@@ -85,6 +88,12 @@ class Replicas:
         self._num_recalls = 0
         self._set_up()
         self.num_moved = 0
+        self.on_load: Callable[[], None] = lambda: None
+
+    @property
+    def num_open(self) -> int:
+        """Number of open requests."""
+        return len(self._placed)
 
     # --- to the schedulers ------------------------------------------------------------------------
 
@@ -149,6 +158,7 @@ class Replicas:
         if placed is None:
             placed = PlacedRequest(name)
             self._placed.put(*name, placed)
+            self.on_load()
         placed.submit, placed.aborted_by = submit, ""
         placed.ended.clear()  # all choices of a retry end once more
         if placed.replica is not None:
@@ -281,6 +291,7 @@ class Replicas:
     def _forget(self, placed: PlacedRequest) -> None:
         self._router.forget(placed.name)
         self._placed.remove(*placed.name)
+        self.on_load()
 
     def _remember_ended(self, name: Name, number: int) -> None:
         self._ended.pop(name, None)
@@ -413,21 +424,35 @@ class Replicas:
 
     def on_lost(self, number: int) -> None:
         """Move the requests of a replica that has ended for good to the others."""
-        replica = self._replicas.get(number)
-        if replica is None or replica.is_lost:
+        if not self._is_live(number):
             return
+        for placed in self._of_replica(number):
+            placed.num_losses += 1
+        num_moved = self._end(number)
+        logging.warning("replica %d is lost: %d requests go on at others", number, num_moved)
+
+    def on_left(self, number: int) -> None:
+        """Take in that a replica has ended, which had given its requests back."""
+        if self._is_live(number):
+            self._end(number)
+
+    def _is_live(self, number: int) -> bool:
+        replica = self._replicas.get(number)
+        return replica is not None and not replica.is_lost
+
+    def _end(self, number: int) -> int:
+        """Move what a replica has that is there no more. Return the number of requests."""
+        replica = self._replicas[number]
         replica.is_lost = True
         replica.outbox.close()
         self._set_up()
         self._give_up_answers(number)
         self._ended = OrderedDict((n, at) for n, at in self._ended.items() if at != number)
-        for placed in self._of_replica(number):
-            placed.num_losses += 1
         num_moved = self._move_all(number)
-        logging.warning("replica %d is lost: %d requests go on at others", number, num_moved)
         self._place_waiting()
         self._send_drain()
         self._report_drained()
+        return num_moved
 
     # --- recalls ----------------------------------------------------------------------------------
 
