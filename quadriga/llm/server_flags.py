@@ -76,6 +76,9 @@ class ServerFlags(TypedDict, total=False):
     enable_deterministic_inference: bool
     quantization: Literal["none", "int8", "int4", "gguf"]
     kv_cache_dtype: Literal["auto", "int8", "fp8"]
+    kv_cache_dir: str
+    kv_cache_dir_size: float
+    kv_offloading_size: float
     tp: int
     worker_threads: int | None
     no_affinity: bool
