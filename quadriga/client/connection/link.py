@@ -75,9 +75,7 @@ class ServerLink:
         except QuadrigaError:
             self.close(linger_s=0)
             raise
-        self._port = AsyncPort(
-            socket, self._events.on_frames, before_receive=self.process_events
-        )
+        self._port = AsyncPort(socket, self._events.on_frames, before_receive=self.process_events)
 
     def close(self, linger_s: float) -> None:
         """Close the socket; unsent messages have `linger_s` seconds."""
