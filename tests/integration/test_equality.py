@@ -25,13 +25,13 @@ from quadriga.config.server_config import BUILTIN_MODEL, ModelArgs
 from quadriga.model_files.builtin.catalog import BUILTINS
 from quadriga.model_files.builtin.fetch import cached_builtin_weights
 from quadriga.model_files.resolve import resolve_model
+from tests.everything import EVERYTHING
 from tests.faults.inject import fault_environment
 from tests.server import running_server, settle
 from tests.tiny_experts import EXPERTS
 from tests.tiny_models import FAMILIES
 
 NEW_TOKENS = 12
-EVERYTHING = bool(os.environ.get("QUADRIGA_TEST_EVERYTHING"))
 NUM_PROMPTS = 32
 NUM_PROMPTS_AT_TRUE_SIZE = NUM_PROMPTS if EVERYTHING else 8
 # One for each kind of block; tests/unit/worker/test_families.py has all.
