@@ -30,6 +30,23 @@ def command_parser(module: str, text: str | None, epilog: str = "") -> argparse.
     )
 
 
+def strict_parser(module: str, usage: str, text: str | None) -> CommandParser:
+    """Return the parser of `python -m MODULE` that raises ConfigError and takes no abbreviations.
+
+    Args:
+        module: its name.
+        usage: what follows the command in the first line of the help.
+        text: shown line by line.
+    """
+    return CommandParser(
+        f"python -m {module}",
+        usage=f"%(prog)s {usage}",
+        description=text,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def named_flags(variant: str) -> tuple[str, list[str]]:
     """Return the name and the flags of "NAME: FLAGS", or raise ConfigError."""
     name, colon, flags = variant.partition(":")

@@ -1,5 +1,7 @@
 """The driver process: one task for each replica places it, watches it, and places it again.
 
+Where the number of replicas follows the load, tasks come and go.
+
 It is the only process that knows the cluster. It carries no request: frontend and replicas are
 connected directly.
 """
@@ -7,7 +9,9 @@ connected directly.
 import asyncio
 import logging
 from contextlib import suppress
+from itertools import count, islice
 
+from cluster_proc.autoscaler import Autoscaler
 from cluster_proc.contract import Crews, PlacedCrew, Report
 from cluster_proc.ray_crews import Bundle, RayCrews
 from quadriga import __version__
@@ -15,7 +19,14 @@ from quadriga.config.server_config import ServerConfig, is_loopback
 from quadriga.errors import ConfigError, ServerFailed
 from quadriga.runtime.child import Child, Command, run_child
 from quadriga.runtime.cpu_affinity import runs_on_gpu
-from quadriga.supervisor.cluster_replicas import DIED, JOINED, LOST, RESTARTED
+from quadriga.supervisor.cluster_replicas import (
+    DIED,
+    JOINED,
+    LEAVING,
+    LEFT,
+    LOST,
+    RESTARTED,
+)
 from quadriga.wire.curve import inner_key_id
 from quadriga.wire.node_links import ReservedPort
 
@@ -62,9 +73,14 @@ class Driver:
         self._child = child
         self._crews = crews
         self._key_id = inner_key_id(child.config.frontend.curve_dir)
-        self._keepers: list[asyncio.Task[None]] = []
+        self._keepers: dict[int, asyncio.Task[None]] = {}
+        self._ended: asyncio.Queue[int] = asyncio.Queue()
         self._running: dict[int, PlacedCrew] = {}
         self._joined: set[int] = set()
+        self._leaving: set[int] = set()
+        self._given_up: set[int] = set()
+        replicas = child.config.replicas
+        self._autoscaler = Autoscaler(replicas, self.resize) if replicas.follows_load else None
         self._is_ready = False
         self._is_draining = False
 
@@ -74,25 +90,59 @@ class Driver:
         Raises:
             ServerFailed: a replica cannot start, and the server has not served yet.
         """
-        self._keepers = [
-            asyncio.create_task(self._keep(number))
-            for number in range(self._child.config.replicas.dp)
-        ]
+        for number in range(self._child.config.replicas.num_at_start):
+            self._start(number)
         try:
-            await asyncio.gather(*self._keepers)
+            while self._keepers:
+                number = await self._ended.get()
+                self._given_up.discard(number)
+                await self._keepers.pop(number)
         finally:
-            for keeper in self._keepers:
+            for keeper in self._keepers.values():
                 keeper.cancel()
-            await asyncio.gather(*self._keepers, return_exceptions=True)
+            await asyncio.gather(*self._keepers.values(), return_exceptions=True)
             self._crews.close()
+
+    def _start(self, number: int) -> None:
+        keeper = self._keepers[number] = asyncio.create_task(self._keep(number))
+        keeper.add_done_callback(lambda _: self._ended.put_nowait(number))
+
+    def resize(self, wanted: int) -> None:
+        """Add replicas, or let some leave, until there are as many.
+
+        Those leave first that have not joined yet; the others give their requests back before.
+        """
+        if self._is_draining:
+            return
+        staying = [number for number in self._keepers if number not in self._leaving]
+        free = (number for number in count() if number not in self._keepers)
+        for number in list(islice(free, max(0, wanted - len(staying)))):
+            self._start(number)
+        staying.sort(key=lambda number: (number not in self._joined, number))
+        for number in staying[wanted:]:
+            self._leaving.add(number)
+            if number in self._joined:
+                self._report(number, LEAVING, "")
+            else:
+                self._give_up(number)
+
+    def _give_up(self, number: int) -> None:
+        """End a replica without requests. A second cancellation would interrupt its end."""
+        if number not in self._given_up:
+            self._given_up.add(number)
+            self._keepers[number].cancel()
 
     def obey(self, command: Command, argument: str) -> None:
         """Carry out a command of the launcher."""
         if command is Command.DRAIN:
             self._is_draining = True
-            for number, keeper in enumerate(self._keepers):
+            for number in self._keepers:
                 if number not in self._joined:
-                    keeper.cancel()
+                    self._give_up(number)
+        elif command is Command.LOAD and self._autoscaler is not None and self._is_ready:
+            self._autoscaler.on_load(int(argument))
+        elif command is Command.REMOVE and int(argument) in self._leaving:
+            self._give_up(int(argument))
         elif command is Command.ABORT:
             for crew in self._running.values():
                 crew.send(f"{command.value} {argument}")
@@ -102,21 +152,28 @@ class Driver:
     # --- one replica ------------------------------------------------------------------------------
 
     async def _keep(self, number: int) -> None:
-        """Run a replica, again and again, until the server drains."""
+        """Run a replica, again and again, until the server drains or the replica leaves."""
+        with suppress(asyncio.CancelledError):  # it has no requests, and is not needed any more
+            await self._run_again_and_again(number)
+        self._joined.discard(number)
+        if number in self._leaving:
+            self._leaving.discard(number)
+            self._report(number, LEFT, "")
+
+    async def _run_again_and_again(self, number: int) -> None:
         num_failures = 0
-        with suppress(asyncio.CancelledError):  # it has no requests yet, and the server drains
-            while not self._is_draining:
-                reason = await self._run_once(number)
-                num_failures = 0 if number in self._joined else num_failures + 1
-                self._joined.discard(number)
-                if reason is None:
-                    return
-                if not self._is_ready:
-                    raise ServerFailed(f"replica {number} cannot start: {reason}")
-                if num_failures:
-                    logging.warning("replica %d cannot start again: %s", number, reason)
-                self._report(number, LOST, reason)
-                await asyncio.sleep(min(MAX_PAUSE_S, MIN_PAUSE_S * 2**num_failures))
+        while not (self._is_draining or number in self._leaving):
+            reason = await self._run_once(number)
+            num_failures = 0 if number in self._joined else num_failures + 1
+            self._joined.discard(number)
+            if reason is None:
+                return
+            if not self._is_ready:
+                raise ServerFailed(f"replica {number} cannot start: {reason}")
+            if num_failures:
+                logging.warning("replica %d cannot start again: %s", number, reason)
+            self._report(number, LOST, reason)
+            await asyncio.sleep(min(MAX_PAUSE_S, MIN_PAUSE_S * 2**num_failures))
 
     async def _run_once(self, number: int) -> str | None:
         """Run a replica from its place to its end. Return why it is lost; None if it has left."""
@@ -171,7 +228,7 @@ class Driver:
 
     def _report_ready(self, report: Report) -> None:
         """Report that the server serves, once all replicas have joined for the first time."""
-        if not self._is_ready and len(self._joined) == self._child.config.replicas.dp:
+        if not self._is_ready and len(self._joined) == self._child.config.replicas.num_at_start:
             self._is_ready = True
             self._child.ready(**report["info"])
 

@@ -22,6 +22,7 @@ from http_proc.resumption import current_resumption
 from http_proc.streams.stream_rows import StreamRows
 from http_proc.what_if.recent import RecentChoices
 from quadriga.client.async_client import AsyncClient
+from quadriga.client.types import Completion
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError, ServerStopping
 from quadriga.runtime.request_line import RequestLogLevel
@@ -62,6 +63,7 @@ class Gateway:
     """State of one web server. `ring` must be connected before the first request arrives.
 
     Attributes:
+        config: the flags of the server.
         data_dir: directory of what is kept for clients; None: nothing is kept.
         run_dir: private directory for sockets; None: one below the directory for temporary files.
         max_batch_size: requests in one decode step.
@@ -159,6 +161,11 @@ class Gateway:
             del self._groups[rid]
             if not self._groups:
                 self._idle.set()
+
+    def count_completion(self, group: RequestGroup, completion: Completion) -> None:
+        """Count a completion of a group for the metrics, and keep what a simulation needs."""
+        self.metrics.count_completion(completion)
+        self.recent.add(completion, group.priority, group.tenant)
 
     def progress_of(self, group: RequestGroup) -> ProgressPoller:
         """Return the poller of the streams of a group that wait."""

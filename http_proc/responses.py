@@ -211,7 +211,5 @@ async def collect(request: web.Request, group: RequestGroup) -> list[Completion]
 
 def record(request: web.Request, group: RequestGroup, completion: Completion) -> None:
     """Count a completion of a group, and note it for the request log and the simulation."""
-    gateway = request.app[GATEWAY]
-    gateway.metrics.count_completion(completion)
-    gateway.recent.add(completion, group.priority, group.tenant)
+    request.app[GATEWAY].count_completion(group, completion)
     request[RECORD].completions.append(completion)

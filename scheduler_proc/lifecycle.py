@@ -19,6 +19,8 @@ from scheduler_proc.durability.journal import NoJournal
 from scheduler_proc.durability.journal_recovery import RecoveredRequest
 from scheduler_proc.events import StepEvents
 from scheduler_proc.grammar_queue import GrammarQueue
+from scheduler_proc.kv_offload.kv_offload import KVOffload
+from scheduler_proc.kv_offload.offload_stats import OffloadStats
 from scheduler_proc.observe.guess_stats import GuessStats
 from scheduler_proc.observe.recent_ends import RecentEnds
 from scheduler_proc.observe.replica_report import ReplicaReport
@@ -50,6 +52,7 @@ class RequestLifecycle:
         table: every request that has not ended.
         outbox: the ends that the frontend has not acknowledged, and replays.
         stats: the counters of requests and steps.
+        offload_stats: those of the KV pages beyond the pool, if there are any.
         recent_ends: what the last requests say about the lengths of others.
         grammars: the requests whose grammar the worker compiles.
         events: what happened since the last publication.
@@ -87,6 +90,7 @@ class RequestLifecycle:
         self.stats = SchedulerStats()
         if args.speculative_method != "none":
             self.stats.guesses = GuessStats(args.num_speculative_tokens)
+        self.offload_stats = OffloadStats()
         self.recent_ends = RecentEnds()
         self.events = StepEvents()
         self.queue_wait_s: float | None = None
@@ -115,11 +119,15 @@ class RequestLifecycle:
     # --- accept and queue -------------------------------------------------------------------------
 
     def submit(self, message: to_scheduler.Submit) -> None:
-        """Accept a request, unless it is known. A refused one ends at once."""
-        if self._is_known(message):
+        """Accept a request, or its choices that are not known. A refused one ends at once."""
+        missing = self._missing(message)
+        if not missing:
             return
         num_waiting, num_open = self.num_waiting, self.table.num_ids_of(message.client)
-        self.outbox.forget_name(message.client, message.request_id)
+        if len(missing) < message.params.n and not to_scheduler.progress_of(message):
+            message = message.of_choices(missing)
+        else:
+            self.outbox.forget_name(message.client, message.request_id)
         requests = self.table.add(message)
         self.events.accepted.append((message, requests))
         if message.trace is not None:
@@ -141,17 +149,23 @@ class RequestLifecycle:
             else:
                 self._enqueue(request)
 
-    def _is_known(self, message: to_scheduler.Submit) -> bool:
-        """Return whether a request was accepted before; a client that retries it gets a replay."""
-        name = (message.client, message.request_id)
+    def _missing(self, message: to_scheduler.Submit) -> list[int]:
+        """Return the indexes of the choices that were not accepted before.
+
+        A client that retries the request gets a replay of the others. Some are missing where the
+        others had ended when the client was lost, or on a replica that is lost.
+        """
+        name, indexes = (message.client, message.request_id), list(range(message.params.n))
         live = self.table.of_client(*name)
         if not message.client_retry:
-            return bool(live) or (
+            is_known = bool(live) or (
                 message.frontend_retry and self.outbox.has_ended(*name, message.received_at)
             )
-        ended = self.outbox.ended_seqs(*name)
-        self._replay(live, ended)
-        return bool(live or ended)
+            return [] if is_known else indexes
+        ended = self.outbox.ended_choices(*name)
+        self._replay(live, list(ended.values()))
+        known = ended.keys() | {request.index for request in live}
+        return [index for index in indexes if index not in known]
 
     def _enqueue(self, request: Request) -> None:
         """Queue a request, at once or when the worker has compiled its grammar."""
@@ -189,6 +203,8 @@ class RequestLifecycle:
         self.core = make_core(self._args, capacity, self.core.num_retractions)
         if self.report is not None:
             self.report.watch(self.core.kv)
+        if ready.stored is not None:
+            self.core.offload = KVOffload(self.core.kv, ready.stored, self.offload_stats)
         for request in self.table:
             request.reset_for_new_worker()
         if poison is not None:

@@ -30,6 +30,9 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+EVERYTHING = bool(os.environ.get("QUADRIGA_TEST_EVERYTHING"))
+"""Tests with many cases run all of them, not only a choice."""
+
 keep_to_own_share()
 os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
 if not _has_cuda():

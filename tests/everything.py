@@ -1,11 +1,10 @@
 """QUADRIGA_TEST_EVERYTHING=1 adds cases that differ little from those that always run."""
 
-import os
 from typing import Any
 
 import pytest
 
-EVERYTHING = bool(os.environ.get("QUADRIGA_TEST_EVERYTHING"))
+from tests import EVERYTHING
 
 
 def more(*values: Any) -> Any:

@@ -131,14 +131,14 @@ def attend(
 def chosen_attention(capability: int) -> Iterator[Compiled]:
     """Return the shapes that have needed the most, and the most common ones."""
     special = {"WINDOW": 100, "CAPPED": True, "HAS_SINKS": True}
-    is_small = SHARED_BYTES[capability] == min(SHARED_BYTES.values())
-    for one_query in (True, False):
-        yield attend(128, 4, one_query, NUMBERS, NUMBERS, False, capability)
-        if is_small:  # where the others have the least room
-            yield attend(64, 1, one_query, NUMBERS, NUMBERS, True, capability, **special)
-            yield attend(128, 4, one_query, FLOATS, FLOATS, False, capability)
-            yield attend(256, 4, one_query, NUMBERS, NUMBERS, False, capability)
-            yield attend(256, 1, one_query, FLOATS, FLOATS, False, capability)
+    yield attend(128, 4, True, NUMBERS, NUMBERS, False, capability)
+    yield attend(128, 4, False, NUMBERS, NUMBERS, False, capability)
+    if SHARED_BYTES[capability] == min(SHARED_BYTES.values()):
+        # The others have the least room there.
+        yield attend(64, 1, False, NUMBERS, NUMBERS, True, capability, **special)
+        yield attend(128, 4, False, FLOATS, FLOATS, False, capability)
+        yield attend(256, 4, False, NUMBERS, NUMBERS, False, capability)
+        yield attend(256, 1, False, FLOATS, FLOATS, False, capability)
     if capability >= 89:
         yield attend(128, 4, False, NUMBERS, FP8, False, capability)
 
@@ -152,6 +152,12 @@ def all_attention(capability: int) -> Iterator[Compiled]:
             yield attend(head_dim, group, one_query, NUMBERS, FP8, False, capability)
 
 
+def one_of_each_kernel() -> Iterator[Compiled]:
+    """Return every kernel but attention once, with the last of its shapes."""
+    kernels = {one.kernel: one for one in other_kernels()}
+    yield from kernels.values()
+
+
 def other_kernels() -> Iterator[Compiled]:
     combining = {"HEADS": 9, "DIM": 64, "BLOCK_DIM": 64, "MAX_SPLITS": attention.MAX_SPLITS}
     yield Compiled("combine", attention._combine, combining,
@@ -161,11 +167,11 @@ def other_kernels() -> Iterator[Compiled]:
     half = {"HALF": 32, "BLOCK_HALF": 32, "BLOCK_REST": 0}
     quarter = {"HALF": 8, "BLOCK_HALF": 8, "BLOCK_REST": 64}
     for rotated, normed, whole, part in (
-        (True, False, False, half),
-        (True, True, False, quarter),
-        (True, True, True, half),
-        (False, True, False, half),
         (False, False, False, half),
+        (False, True, False, half),
+        (True, False, False, half),
+        (True, True, True, half),
+        (True, True, False, quarter),
     ):
         options = {"ROTATED": rotated, "NORMED": normed, "WHOLE": whole}
         types = {**paged, "qkv_stride": "i32", "cosines": FLOATS, "sines": FLOATS}
@@ -244,7 +250,7 @@ def main() -> int:
         for one in attending(capability):
             wrong += compile_for(one, capability)
         if arguments.matrix or capability == 90:
-            for one in other_kernels():
+            for one in other_kernels() if arguments.matrix else one_of_each_kernel():
                 wrong += compile_for(one, capability)
     print("\n".join(wrong))
     return 1 if wrong else 0

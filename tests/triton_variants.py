@@ -1,13 +1,14 @@
 """Serve on a GPU that does not exist, and print the kernels that would be compiled meanwhile.
 
-    python -m tests.triton_variants llama
-    python -m tests.triton_variants gpt2 --disable-cuda-graph
+    python -m tests.triton_variants
+    python -m tests.triton_variants --models llama --deterministic
 
-The worker runs its real steps on a CPU. Triton's launches compute nothing; each is noted with the
-variant of the kernel that it would need: types, alignments and constants of the arguments. A
-variant that is first met after the start would be compiled while requests wait, so there must be
-none. A process of its own, as it replaces Triton's driver. Prints also the operations of torch in
-one decode step with top_p, and those that ask the device for a value.
+Each model is served with CUDA graphs and without. The worker runs its real steps on a CPU. Triton's
+launches compute nothing; each is noted with the variant of the kernel that it would need: types,
+alignments and constants of the arguments. A variant that is first met after the start would be
+compiled while requests wait, so there must be none. A process of its own, as it replaces Triton's
+driver. Prints also the operations of torch in one decode step with top_p, and those that ask the
+device for a value.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import os
 import random
 import sys
 from collections import Counter
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +38,7 @@ from worker_proc.runner import Runner
 from worker_proc.step.slot_table import SlotTable
 
 CPU = torch.device("cpu")
-MAX_ROWS, NUM_SLOTS, CONTEXT, PAGE_SIZE, NUM_PAGES = 64, 128, 16_384, 16, 20_000
+MAX_ROWS, NUM_SLOTS, CONTEXT, PAGE_SIZE, NUM_PAGES = 32, 64, 16_384, 16, 20_000
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
         "model_type": "llama", "hidden_act": "silu", "hidden_size": 128,
@@ -191,26 +193,33 @@ def decode_operations(runner: Runner) -> Counter[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--disable-cuda-graph", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    launches = pretend_gpu()
-    runner = build_runner(
-        arguments.model, not arguments.disable_cuda_graph, arguments.deterministic
-    )
+    launches, num_met = pretend_gpu(), 0
+    for model, with_graphs in product(arguments.models, (True, False)):
+        launches.variants.clear()
+        runner = build_runner(model, with_graphs, arguments.deterministic)
+        num_met += serve(f"{model} {'with' if with_graphs else 'without'} graphs:", runner,
+                         launches, arguments.steps)  # fmt: skip
+    return 1 if num_met else 0
+
+
+def serve(label: str, runner: Runner, launches: Launches, num_steps: int) -> int:
+    """Start and serve; print what was launched, and return the variants met while serving."""
     runner.warm_up()
     at_start = set(launches.variants)
-    print(f"{len(at_start)} variants of kernels at the start")
+    print(label, len(at_start), "variants of kernels at the start")
     operations = decode_operations(runner)
     questions = sum(operations[name] for name in QUESTIONS)
-    print(f"a decode step with top_p: {sum(operations.values())} operations, {questions} questions")
-    Load(runner).serve(arguments.steps)
-    met = [name for name, _ in launches.variants if (name, _) not in at_start]
-    print(f"{len(met)} variants first met while serving {dict(Counter(met))}")
-    return 1 if met else 0
+    print(label, f"a decode step with top_p: {sum(operations.values())} operations,"
+          f" {questions} questions")  # fmt: skip
+    Load(runner).serve(num_steps)
+    met = [variant[0] for variant in launches.variants if variant not in at_start]
+    print(label, len(met), "variants first met while serving", dict(Counter(met)))
+    return len(met)
 
 
 if __name__ == "__main__":

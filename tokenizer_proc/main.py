@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import uvloop
 
-from quadriga.client.connection_watch import ConnectionWatch
 from quadriga.errors import ServerFailed
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from quadriga.model_files.servable import check_tokenizer
@@ -20,6 +19,7 @@ from quadriga.runtime.malloc import map_large_blocks
 from quadriga.runtime.open_files import FileWatch
 from quadriga.runtime.request_line import RequestLogLevel
 from quadriga.tracing.exporter import make_exporter
+from quadriga.wire.connection_watch import ConnectionWatch
 from quadriga.wire.curve import Guard
 from quadriga.wire.messages.public import InfoValues
 from quadriga.wire.sockets import AsyncPort, bind_public
@@ -43,7 +43,7 @@ from tokenizer_proc.traces import RingTraces
 # When the server ends, a client that takes no message for this time gets none of the others.
 STALL_TIMEOUT_S = 3.0
 RING_COMMANDS = (
-    Command.RESTARTED, Command.DIED, Command.LOST, Command.RECALL, Command.JOINED,
+    Command.RESTARTED, Command.DIED, Command.LOST, Command.RECALL, Command.JOINED, Command.LEFT,
 )  # fmt: skip
 # Time in which the sockets may send what they have taken.
 FLUSH_TIMEOUT_S = 1.0
@@ -141,7 +141,7 @@ def _make_frontend(
     key_names = None if keys is None else keys.key_names
     owners = RequestOwners(child.config.tenants, child.config.model.shown_name, key_names)
     limits, traces = child.config.scheduler, child.config.traces
-    max_queued = limits.max_queued_requests * child.config.replicas.dp
+    max_queued = limits.max_queued_requests * child.config.replicas.num_slots
     guard = OverloadGuard(max_queued, limits.max_requests_per_client)
     return Frontend(
         preparation,
@@ -152,7 +152,7 @@ def _make_frontend(
         logs_refusals=RequestLogLevel.of(child.config.launch).logs_all,
         owners=owners,
         traces=RingTraces(traces, make_exporter(traces, child.config.model.shown_name)),
-        num_replicas=child.config.replicas.dp,
+        num_replicas=child.config.replicas.num_slots,
     )
 
 

@@ -19,7 +19,7 @@ from bench.capacity.planner import LOAD_DEFAULTS_HERE, WORKLOAD_FLAGS, CapacityR
 from bench.capacity.targets import LatencyTarget
 from bench.cli.checks import PLOT_SUFFIXES
 from bench.cli.load_flags import add_load_flags
-from bench.command import EXIT_FAILED, EXIT_OK, CommandParser, run_command, run_until_signal
+from bench.command import EXIT_FAILED, EXIT_OK, run_command, run_until_signal, strict_parser
 from quadriga.config import server_config as server_flags
 from quadriga.errors import ConfigError
 from quadriga.programs import install_command
@@ -83,13 +83,7 @@ def _plotter(path: Path | None) -> Callable[[Answer], None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        "python -m bench.capacity",
-        usage="%(prog)s --slo NAME_PERCENTILE:MS [FLAGS]",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = strict_parser("bench.capacity", "--slo NAME_PERCENTILE:MS [FLAGS]", __doc__)
     parser.add_argument(
         "--slo",
         action="append",

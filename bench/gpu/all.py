@@ -6,7 +6,7 @@
     python -m bench.gpu.all gpu-files --device cpu         # every stage with tiny constants
 
 Each stage is a process with a time limit of its own; a stage that fails or takes too long does not
-end the others. After each, results.jsonl has a further line, and report.md is written anew.
+end the others. After each, results.jsonl has a further line, and report.md is written again.
 Exit codes: 0 all stages passed, 1 one failed or was stopped, 2 bad flags.
 """
 

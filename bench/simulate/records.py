@@ -73,6 +73,7 @@ class Records:
         """Record one token of each of these requests."""
         last = self["last_token"]
         before = last[indexes]
+        self["first_token"][indexes[before == 0]] = when
         self.gaps.extend((when - before)[before > 0])
         last[indexes] = when
         self["completion_tokens"][indexes] += 1
@@ -103,10 +104,19 @@ class ExpectedWait:
 
 @dataclass(frozen=True, slots=True)
 class RecordSample:
-    """Totals of all replicas at one moment: requests, and KV pages held and cached."""
+    """Totals of all replicas at one moment: requests, and KV pages held and cached.
+
+    Attributes:
+        replicas: number of replicas that serve.
+        uneven_rows, uneven_queues: 99th percentile over mean of the replicas' running requests, and
+            of their prompt tokens that wait for their computation; 1.0: all have the same.
+    """
 
     time: float
     running: int
     waiting: int
     pages_held: int
     pages_cached: int
+    replicas: int = 1
+    uneven_rows: float = 1.0
+    uneven_queues: float = 1.0

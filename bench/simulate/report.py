@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from bench.metrics.percentiles import MS, Percentiles, spread_text
 from bench.metrics.slo import Goodput, Slo
-from bench.simulate.dispatch import Routing
+from bench.simulate.fleet.dispatch import Routing
+from bench.simulate.fleet.report import FleetReport, fleet_report, replica_seconds
 from bench.simulate.records import Records
 from bench.simulate.run import World
 
@@ -68,6 +69,7 @@ class Figures:
     pages_cached: float
     wall: float
     routing: Routing | None = None
+    fleet: FleetReport | None = None
 
 
 def spread(seconds: npt.NDArray[Any]) -> Percentiles | None:
@@ -81,7 +83,7 @@ def spread(seconds: npt.NDArray[Any]) -> Percentiles | None:
 
 def figures(world: World, delivery_ms: float, slo: Slo, wall: float) -> Figures:
     """Return the figures of a finished run."""
-    records, replicas = world.records, world.replicas
+    records, replicas = world.records, [*world.replicas, *world.fleet.gone]
     done = np.ones(records.length, dtype=bool)
     done[list(records.errors)] = False
     column = {name: records[name][done] for name in (*Records.TIMES, *Records.TOKENS)}
@@ -99,7 +101,11 @@ def figures(world: World, delivery_ms: float, slo: Slo, wall: float) -> Figures:
     kept = _within(ttft, slo.ttft_ms) & _within(tpot, slo.tpot_ms) & _within(latency, slo.e2el_ms)
     good = int(kept.sum())
     steps, samples = sum(r.worker.steps for r in replicas), world.samples
-    pages = sum(r.num_pages for r in replicas)
+    pages = max(sample.replicas for sample in samples) * replicas[0].num_pages
+    end = float(records["finished"].max())
+    lifetime = max(duration * len(world.replicas), 1e-9)
+    if world.fleet.gone:
+        lifetime = replica_seconds(world, end)
     return Figures(
         requests=records.length,
         failed=len(records.errors),
@@ -122,7 +128,7 @@ def figures(world: World, delivery_ms: float, slo: Slo, wall: float) -> Figures:
         else None,
         steps=steps,
         rows=sum(r.worker.rows for r in replicas) / max(steps, 1),
-        busy=sum(r.worker.busy for r in replicas) / (duration * len(replicas)) if duration else 0.0,
+        busy=sum(r.worker.busy for r in replicas) / lifetime,
         retractions=sum(r.info["retractions"] for r in replicas),
         pages_total=pages,
         pages_held=statistics.fmean(s.pages_held for s in samples) / pages,
@@ -130,6 +136,7 @@ def figures(world: World, delivery_ms: float, slo: Slo, wall: float) -> Figures:
         pages_cached=statistics.fmean(s.pages_cached for s in samples) / pages,
         wall=wall,
         routing=None if world.dispatcher is None else world.dispatcher.figures(),
+        fleet=None if world.dispatcher is None else fleet_report(world, end),
     )
 
 
@@ -155,7 +162,8 @@ def block(run: Figures, replicas: int, source: str) -> str:
             f" of {run.pages_total}, cached {run.pages_cached:.1%}",
             f"Retractions: {run.retractions}",
             f"Worker busy: {run.busy:.1%} ({run.steps} steps of {run.rows:.1f} rows)",
-            *([] if run.routing is None else [run.routing.line]),
+            *([] if run.routing is None else run.routing.lines(run.duration)),
+            *([] if run.fleet is None else run.fleet.lines()),
             f"Failed requests: {run.failed}" + (f" ({errors})" if errors else ""),
             f"Simulated in: {run.wall:.1f} s ({run.requests / max(run.wall, 1e-9):.0f} requests/s,"
             f" {run.steps / max(run.wall, 1e-9):.0f} steps/s)",

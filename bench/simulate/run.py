@@ -10,21 +10,22 @@ import numpy as np
 from bench.load import trace
 from bench.load.trace import TraceRequest
 from bench.metrics.percentiles import MS
+from bench.simulate.clock import START, Clock
 from bench.simulate.cost_model import CostModel
-from bench.simulate.dispatch import Dispatcher
+from bench.simulate.fleet.dispatch import Dispatcher
+from bench.simulate.fleet.fleet import Fleet, Loss
 from bench.simulate.records import ExpectedWait, Records, RecordSample
-from bench.simulate.server import START, Clock, Replica, SimulatedFrontend, draw_ids
+from bench.simulate.server import Replica, SimulatedFrontend
+from bench.simulate.worker import draw_ids
 from quadriga.config.replica_args import IN_TURN
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
 from quadriga.wire.messages.public import RequestState
-from quadriga.wire.messages.to_detok import ReplicaOutput, StreamEnd
+from quadriga.wire.messages.to_detok import StreamEnd
 from quadriga.wire.messages.to_scheduler import ProgressRequest
 
 # Samples of pages and queues over time; their interval grows with the run.
 MAX_SAMPLES = 1024
-# The fields of RecordSample, as the scheduler's info names them.
-SAMPLED_FIELDS = ("running", "waiting", "pages_held", "pages_cached")
 
 
 class Sent(msgspec.Struct, frozen=True, array_like=True):
@@ -38,9 +39,10 @@ class Sent(msgspec.Struct, frozen=True, array_like=True):
 class World:
     """Clients and replicas, each with `num_pages` KV pages.
 
-    `load_balance_method` chooses the replica of a request, with the router of the frontend.
-    `on_end` is called once for each request that has ended. With `ask_after_s`, the estimated wait
-    of each request that is queued so many seconds after its arrival is recorded.
+    `load_balance_method` chooses the replica of a request, with the router of the frontend. There
+    are `replicas` at first, and `max_replicas`, if given, at most. `on_end` is called once for each
+    request that has ended. With `ask_after_s`, the estimated wait of each request that is queued so
+    many seconds after its arrival is recorded.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class World:
         seed: int = 0,
         on_end: Callable[[], object] = lambda: None,
         ask_after_s: float | None = None,
+        max_replicas: int | None = None,
     ) -> None:
         self.records = Records()
         self.samples: list[RecordSample] = []
@@ -68,16 +71,37 @@ class World:
         self._arrivals: Iterator[tuple[int, TraceRequest]] = iter(())
         self._followers: dict[int, list[Sent]] = {}
         self._continued: dict[int, array[int]] = {}
+        num_numbers = max_replicas or replicas
         self.dispatcher: Dispatcher | None = None
-        if replicas > 1:
-            self.dispatcher = Dispatcher(config, load_balance_method, replicas)
-        self.replicas = [
-            Replica(
+        if num_numbers > 1:
+            self.dispatcher = Dispatcher(config, load_balance_method, num_numbers)
+
+        def make_replica(number: int, fleet: Fleet) -> Replica:
+            return Replica(
                 config, model, num_pages, clock, self.records.take_tokens, self._close,
-                partial(self._report, number) if replicas > 1 else None,
-            )
-            for number in range(replicas)
-        ]  # fmt: skip
+                number, fleet if num_numbers > 1 else None,
+            )  # fmt: skip
+
+        self.fleet = Fleet(
+            replicas, make_replica, self.dispatcher, self.records, clock, self._delivery_delay,
+            self._frontend.vocab_size,
+        )  # fmt: skip
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """The replicas that are there."""
+        return self.fleet.serving
+
+    def lose(self, loss: Loss, return_after_s: float | None) -> None:
+        """Lose replicas at a time, and let them come back some seconds later, if at all."""
+        self._clock.at(START + loss.at, partial(self._lose, return_after_s), loss.count)
+
+    def _lose(self, return_after_s: float | None, count: int) -> None:
+        numbers = self.fleet.serving_numbers[-count:]
+        self.fleet.lose(numbers)
+        if return_after_s is not None:
+            for number in numbers:
+                self._clock.at(self._clock.now + return_after_s, self.fleet.add, number)
 
     def run(self, arrivals: Iterable[tuple[int, TraceRequest]]) -> None:
         """Run until every request of `arrivals`, with their indexes, has ended.
@@ -114,10 +138,8 @@ class World:
             return
         if any(follower.request.continues for follower in self._followers.get(index, ())):
             self._continued[index] = ids
-        number = 0 if self.dispatcher is None else self.dispatcher.place(message)
-        replica = self.replicas[number]
-        self._clock.at(message.tokenized_at, replica.take_message, message)
-        if self._ask_after_s is not None:
+        replica = self.fleet.send(message)
+        if self._ask_after_s is not None and replica is not None:
             question = ProgressRequest(message.client, "", [message.request_id])
             asked_at = message.tokenized_at + self._ask_after_s
             self._clock.at(asked_at, partial(self._ask, replica), question)
@@ -129,12 +151,6 @@ class World:
             index = int(question.request_ids[0])
             self.records.expected_waits[index] = ExpectedWait(self._clock.now, value.wait_s)
 
-    def _report(self, replica: int, output: ReplicaOutput) -> None:
-        """Give the router what a replica reports, as late as the frontend has it."""
-        assert self.dispatcher is not None
-        take = self.dispatcher.take_output
-        self._clock.at(output.time + self._delivery_delay, partial(take, replica), output)
-
     def _fail(self, index: int, code: str) -> None:
         now = self._clock.now
         self.records.fail(index, code, now)
@@ -144,6 +160,7 @@ class World:
         """Record the terminal message of a request."""
         index, delivered = int(closed.request_id), when + self._delivery_delay
         self.records.end(index, closed, delivered)
+        self.fleet.end(closed.request_id)
         self._ended(index, delivered)
 
     def _ended(self, index: int, delivered: float) -> None:
@@ -164,9 +181,19 @@ class World:
             self._clock.at(delivered + sent.request.at, self._submit, sent)
 
     def _sample(self) -> None:
-        infos = [replica.info for replica in self.replicas]
-        amounts = [sum(info[name] for info in infos) for name in SAMPLED_FIELDS]
-        self.samples.append(RecordSample(self._clock.now, *amounts))
+        pools = [replica.load for replica in self.replicas]
+        uneven_rows, uneven_queues = self.fleet.imbalance([pool.running for pool in pools])
+        sample = RecordSample(
+            time=self._clock.now,
+            running=sum(pool.running for pool in pools),
+            waiting=sum(pool.waiting for pool in pools),
+            pages_held=sum(pool.pages_held for pool in pools),
+            pages_cached=sum(pool.pages_cached for pool in pools),
+            replicas=len(pools),
+            uneven_rows=uneven_rows,
+            uneven_queues=uneven_queues,
+        )
+        self.samples.append(sample)
         if len(self.samples) > MAX_SAMPLES:
             del self.samples[1::2]
             self._sample_interval *= 2

@@ -7,75 +7,29 @@ come from a hash. The time of messages between the processes is in the model's d
 import math
 from array import array
 from collections.abc import Callable
-from heapq import heappop, heappush
-from itertools import count
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bench.load.trace import MIN_TOKEN_ID, TraceRequest
-from bench.metrics.percentiles import MS
-from bench.simulate.cost_model import CostModel, features_of
+from bench.load.trace import TraceRequest
+from bench.simulate.clock import Clock
+from bench.simulate.cost_model import CostModel
 from bench.simulate.records import Growing
+from bench.simulate.worker import SimulatedWorker, tune_prefill_size
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import PromptTooLong
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.to_detok import ReplicaOutput, StepOutput, StreamEnd
+from quadriga.wire.messages.to_detok import HandedBack, ReplicaOutput, StepOutput, StreamEnd
 from quadriga.wire.messages.to_scheduler import SchedulerMessage, Submit
-from quadriga.wire.messages.worker import StepPlan, StepResult, WorkerReady
+from quadriga.wire.messages.worker import StepResult, WorkerReady
 from scheduler_proc.main import MAX_MESSAGES_PER_STEP
 from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.scheduler import Scheduler
-from worker_proc.startup.prefill_tuning import (
-    CANDIDATE_SIZES,
-    GPU_PREFILL_TOKENS,
-    smallest_good_size,
-)
 
 Ints = npt.NDArray[np.int64]
-
-# Simulated seconds at which a run begins; a time of 0.0 means never.
-START = 1000.0
-
-
-class Clock:
-    """Simulated Unix seconds, and a queue of calls by time."""
-
-    def __init__(self) -> None:
-        self.now = START
-        self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
-        self._order = count()
-        self._after: dict[Callable[[], None], None] = {}
-
-    def __call__(self) -> float:
-        """Return the time."""
-        return self.now
-
-    def at(self, when: float, act: Callable[[Any], None], subject: Any) -> None:
-        """Call `act(subject)` at a time."""
-        heappush(self._heap, (when, next(self._order), act, subject))
-
-    def after_this(self, act: Callable[[], None]) -> None:
-        """Call `act` once, after all other calls of this moment."""
-        self._after[act] = None
-
-    def advance(self) -> bool:
-        """Advance to the next moment with a call; return False if there is none."""
-        heap = self._heap
-        if not heap:
-            return False
-        now = self.now = heap[0][0]
-        while heap and heap[0][0] == now:
-            _, _, act, subject = heappop(heap)
-            act(subject)
-        after, self._after = self._after, {}
-        for last in after:
-            last()
-        return True
-
 
 # --- the frontend ---------------------------------------------------------------------------------
 
@@ -116,97 +70,37 @@ class SimulatedFrontend:
         )
 
 
-# --- the worker -----------------------------------------------------------------------------------
-
-
-def draw_ids(seeds: Ints, positions: Ints, vocab_size: int) -> Ints:
-    """Return the tokens of the simulated model at positions, different for each seed."""
-    mixed = (seeds * 1_000_003 + positions) * 2_654_435_761 & 0x7FFF_FFFF_FFFF
-    return MIN_TOKEN_ID + (mixed >> 13) % (vocab_size - MIN_TOKEN_ID)
-
-
-class SimulatedWorker:
-    """A worker without a model; of each slot it counts the known and the computed tokens.
-
-    `deliver` is called with the time at which the scheduler has a result, and the result.
-    """
-
-    def __init__(
-        self,
-        model: CostModel,
-        num_slots: int,
-        clock: Clock,
-        deliver: Callable[[float, StepResult], None],
-    ) -> None:
-        self._prices = model.prices
-        self._plan_delay = model.delays_ms.plan / MS
-        self._gap = model.delays_ms.gap / MS
-        self._result_delay = model.delays_ms.result / MS
-        self._vocab_size = model.measured_on.vocab_size
-        self._window = model.measured_on.window
-        self._clock = clock
-        self._deliver = deliver
-        self._known = np.zeros(num_slots, np.int64)
-        self._computed = np.zeros(num_slots, np.int64)
-        self._seeds = np.zeros(num_slots, np.int64)
-        self._free_at = 0.0
-        self.steps = 0
-        self.rows = 0
-        self.busy = 0.0
-
-    def send(self, message: msgspec.Struct) -> None:
-        """Receive the scheduler's message to the worker."""
-        if not isinstance(message, StepPlan):
-            return
-        for new in message.new:
-            self._known[new.slot] = len(new.token_ids) // 4
-            self._computed[new.slot] = new.computed
-            self._seeds[new.slot] = new.seed
-        slots = np.frombuffer(message.slots, "<i4")
-        num_tokens = np.frombuffer(message.num_tokens, "<i4").astype(np.int64)
-        began = max(self._clock.now + self._plan_delay, self._free_at + self._gap)
-        token_ids, seconds = self._run(slots, num_tokens)
-        self._free_at = ended = began + seconds
-        self.steps += 1
-        self.rows += len(slots)
-        self.busy += seconds
-        self._deliver(ended + self._result_delay, StepResult(message.step, token_ids, began, ended))
-
-    def _run(self, slots: npt.NDArray[np.int32], num_tokens: Ints) -> tuple[bytes, float]:
-        before, known = self._computed[slots], self._known[slots]
-        after = before + num_tokens
-        samples = after == known
-        assert (after <= known).all(), "a token is computed that is not known"
-        self._computed[slots] = after
-        self._known[slots] = known + samples
-        tokens = np.where(samples, draw_ids(self._seeds[slots], known, self._vocab_size), -1)
-        features = features_of(num_tokens, before, int(samples.sum()), self._window)
-        prices = zip(self._prices, msgspec.structs.astuple(features), strict=True)
-        return tokens.astype("<i4").tobytes(), sum(price * amount for price, amount in prices)
-
-
-def tune_prefill_size(model: CostModel) -> int:
-    """Return the prefill size that the worker would choose at its start."""
-    if model.measured_on.device != "cpu":
-        return GPU_PREFILL_TOKENS
-
-    def seconds_of(tokens: int) -> float:
-        window = model.measured_on.window
-        features = features_of(np.array([tokens]), np.zeros(1, np.int64), 1, window)
-        return model.step_ms(features) / MS
-
-    return smallest_good_size(list(CANDIDATE_SIZES), seconds_of)
-
-
 # --- the scheduler process ------------------------------------------------------------------------
+
+
+class PoolState(NamedTuple):
+    """Requests and pages of a replica at one moment."""
+
+    running: int
+    waiting: int
+    pages_held: int
+    pages_cached: int
+
+
+class ReplicaWatcher(Protocol):
+    """Is given what a replica reports to the frontend."""
+
+    def take_output(self, replica: "Replica", output: ReplicaOutput) -> None:
+        """Take in what it reports with a step."""
+
+    def take_back(self, replica: "Replica") -> None:
+        """Take its requests back: it has answered a Recall."""
 
 
 class Replica:
     """A scheduler with its worker, and the loop of the scheduler's process.
 
     `on_tokens` is called with the indexes of the requests that got a token in a step, `on_close`
-    with the terminal message of each request, and both with the time. With `on_output`, which is
-    called with each output, the scheduler reports as one replica among several does.
+    with the terminal message of each request, and both with the time.
+
+    Attributes:
+        watcher: is given what one replica among several reports.
+        ended_at: when it was lost or left; infinity before. Nothing happens in it after that.
     """
 
     def __init__(
@@ -217,10 +111,13 @@ class Replica:
         clock: Clock,
         on_tokens: Callable[[Ints, float], None],
         on_close: Callable[[StreamEnd, float], None],
-        on_output: Callable[[ReplicaOutput], None] | None = None,
+        number: int = 0,
+        watcher: ReplicaWatcher | None = None,
     ) -> None:
+        self.number = number
         self.num_pages = num_pages
-        self._on_output = on_output
+        self.began_at, self.ended_at = clock.now, math.inf
+        self._watcher = watcher
         self._clock = clock
         self._on_tokens = on_tokens
         self._on_close = on_close
@@ -235,7 +132,7 @@ class Replica:
         self.scheduler = Scheduler(
             config.scheduler, frozenset(), self.worker, detok=self, clock=clock
         )
-        if on_output is not None:
+        if watcher is not None:
             self.scheduler.lifecycle.report = ReplicaReport()
         on, page_size = model.measured_on, config.worker.page_size
         ready = WorkerReady(num_pages, page_size, slots, on.dtype, on.device, window=on.window)
@@ -254,6 +151,8 @@ class Replica:
 
     def round(self) -> None:
         """Run one iteration of the process's loop."""
+        if self.ended_at != math.inf:
+            return
         messages, self._messages = self._messages, []
         results, self._results = self._results, []
         wake_at = self.scheduler.step(messages[:MAX_MESSAGES_PER_STEP], results)
@@ -274,18 +173,29 @@ class Replica:
 
     def send(self, message: msgspec.Struct) -> None:
         """Receive the scheduler's message to the detokenizer."""
+        if isinstance(message, HandedBack) and self._watcher is not None:
+            self._watcher.take_back(self)
         if not isinstance(message, StepOutput):
             return
-        if self._on_output is not None and isinstance(message, ReplicaOutput):
-            self._on_output(message)
-        for opened in message.opened:
+        if isinstance(message, ReplicaOutput) and self._watcher is not None:
+            self._watcher.take_output(self, message)
+        starts = [*message.opened, *(replay.opening for replay in message.replayed)]
+        for opened in starts:
             self._index_of.reserve(opened.seq + 1)
             self._index_of.buffer[opened.seq] = int(opened.request_id)
         if message.seqs:
             self._on_tokens(self._index_of.buffer[message.seqs], message.time)
-        for closed in message.closed:
+        ends = [replay.closing for replay in message.replayed if replay.closing is not None]
+        for closed in (*message.closed, *ends):
             self._on_close(closed, message.time)
-        self.scheduler.lifecycle.outbox.acknowledge([closed.seq for closed in message.closed])
+            self.scheduler.lifecycle.outbox.acknowledge([closed.seq])
+
+    @property
+    def load(self) -> PoolState:
+        """Its requests and pages, without the cost of `info`."""
+        lifecycle = self.scheduler.lifecycle
+        waiting, kv = lifecycle.num_waiting, lifecycle.core.kv
+        return PoolState(len(lifecycle.table) - waiting, waiting, kv.num_held, kv.num_cached)
 
     @property
     def info(self) -> dict[str, Any]:

@@ -26,17 +26,18 @@ from bench.cli.load_flags import (
     add_trace,
     trace_spec,
 )
-from bench.command import EXIT_USAGE, CommandParser, run_command
+from bench.command import EXIT_USAGE, run_command, strict_parser
 from bench.load.mooncake import read_requests
 from bench.load.synthetic import generate
 from bench.load.trace import TraceRequest
 from bench.metrics.slo import Slo
 from bench.report.report_files import now, read_runs
 from bench.simulate import cost_model
+from bench.simulate.clock import START
 from bench.simulate.cost_model import CostModel
+from bench.simulate.fleet.flags import FleetChanges, add_fleet_changes
 from bench.simulate.report import Figures, block, comparison, figures
 from bench.simulate.run import World
-from bench.simulate.server import START
 from quadriga.config import server_config as server_flags
 from quadriga.config.flags import flag_name
 from quadriga.config.replica_args import IN_TURN, LOAD_BALANCE_METHODS
@@ -74,6 +75,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     draw_plot = _plotter(arguments.plot)
     measured = None if arguments.compare is None else read_runs(arguments.compare)
     num_requests, arrivals = _arrivals(arguments)
+    changes = FleetChanges.of(arguments)
     with tqdm(total=num_requests, desc="simulate", unit="req", leave=False, disable=None) as bar:
         world = World(
             config,
@@ -83,7 +85,9 @@ def simulate(arguments: argparse.Namespace) -> int:
             arguments.load_balance_method,
             arguments.seed,
             on_end=bar.update,
+            max_replicas=None if changes.scaling is None else changes.scaling.max_replicas,
         )
+        changes.apply(world)
         began = time.perf_counter()
         gc.freeze()
         world.run(arrivals)
@@ -199,18 +203,13 @@ def parsed(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespa
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        "python -m bench.simulate",
-        usage="%(prog)s [FLAGS]",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = strict_parser("bench.simulate", "[FLAGS]", __doc__)
     load = parser.add_argument_group("load")
     add_trace(load)
     load.add_argument("--seed", type=int, default=0, help="seed of the load")
     add_load_flags(load, defaults=DEFAULTS)
     add_world(parser.add_argument_group("server"))
+    add_fleet_changes(parser.add_argument_group("replicas that come and go"))
     _add_output(parser.add_argument_group("output"))
     server_flags.add_flags(parser, only=SERVER_FLAGS)
     return parser

@@ -48,8 +48,8 @@ class WhatIfRequest(RequestBody):
 class WhatIfLoad(msgspec.Struct):
     """What can be simulated.
 
-    num_choices: choices that have ended. seconds: since the first of them arrived. flags: those
-    that a variant may change.
+    num_choices: choices that have ended. seconds: since the first of them arrived. max_choices,
+    max_generated_tokens: the bounds of a simulation. flags: those that a variant may change.
     """
 
     num_choices: int

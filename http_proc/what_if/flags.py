@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from quadriga.config.flags import flag_name
+from quadriga.config.flags import flag_name, value_type
 from quadriga.config.server_config import ServerConfig, help_text
 from quadriga.errors import ConfigError
 
@@ -70,10 +70,8 @@ def offered_flags(config: ServerConfig) -> list[WhatIfFlag]:
     found = []
     for name in OFFERED:
         group, field = _field(config, name)
-        kind = str(field.type).split(" |", maxsplit=1)[0]
-        kind = getattr(field.type, "__name__", kind)
-        text, choices = help_text(field), list(field.metadata["choices"])
-        found.append(WhatIfFlag(name, text, kind, getattr(group, name), choices))
+        kind, choices = value_type(field.type).__name__, list(field.metadata["choices"])
+        found.append(WhatIfFlag(name, help_text(field), kind, getattr(group, name), choices))
     return found
 
 

@@ -1,23 +1,16 @@
 """AsyncClient: one connection to a server, any number of requests at once."""
 
 import asyncio
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from quadriga.client.arguments import check_options, checked_params, params_of_each
-from quadriga.client.connection import CLOSED_BY_CALLER, Connection, ConnectionEvents
-from quadriga.client.http_port import check_endpoint
-from quadriga.client.inflight import InflightRequests
-from quadriga.client.live.subscription import LiveSubscriptions
+from quadriga.client.questions import ServerQuestions
 from quadriga.client.request_handle import AcceptedSink, RequestHandle, Sink
-from quadriga.client.types import NO_CHAT_OPTIONS as NO_CHAT_OPTIONS
 from quadriga.client.types import (
     Completion,
     KeptRequest,
     Prompt,
-    RenderedPrompt,
     StreamChunk,
     check_is_one_prompt,
     is_list_of_prompts,
@@ -25,47 +18,14 @@ from quadriga.client.types import (
     wire_prompt,
 )
 from quadriga.client.types import RequestOptions as RequestOptions
-from quadriga.config.server_config import DEFAULT_ENDPOINT
-from quadriga.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
-    QuadrigaError,
-    ServerFailed,
-    ServerStopping,
-)
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.arrays import unpack_ids
-from quadriga.wire.messages.live import LiveMessage, LiveServer, LiveStep
-from quadriga.wire.messages.public import (
-    PROTOCOL_VERSION,
-    Abort,
-    ChatOptions,
-    ClientMessage,
-    Detokenize,
-    ErrorInfo,
-    FlushCache,
-    Generate,
-    GetInfo,
-    GetProgress,
-    GetTraces,
-    Info,
-    ProgressAnswer,
-    Refused,
-    RequestProgress,
-    ServerGone,
-    ServerMessage,
-    Text,
-    Tokenize,
-    Tokens,
-    Traces,
-)
-from quadriga.wire.messages.trace import RequestTrace
+from quadriga.wire.messages.public import PROTOCOL_VERSION, Generate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class AsyncClient:
+class AsyncClient(ServerQuestions):
     """One connection to a server; any number of requests at once. Use it on one event loop.
 
     A connection that breaks is re-established, and open requests continue where they stood.
@@ -84,100 +44,6 @@ class AsyncClient:
     Raises:
         ConfigError: the endpoint is the address of a web server.
     """
-
-    def __init__(
-        self,
-        endpoint: str = DEFAULT_ENDPOINT,
-        connect_timeout: float = 5.0,
-        reconnect_timeout: float = 30.0,
-        curve_dir: str | Path | None = None,
-        identity: uuid.UUID | None = None,
-    ) -> None:
-        check_endpoint(endpoint)
-        self.endpoint = endpoint
-        self._connect_timeout = connect_timeout
-        self._identity = identity or uuid.uuid4()
-        self._counter = 0
-        self._inflight = InflightRequests(
-            lambda message: self._connection.send(message), reconnect_timeout
-        )
-        self._live = LiveSubscriptions(lambda message: self._connection.send(message))
-        events = ConnectionEvents(
-            on_message=self._on_message,
-            on_interrupt=self._inflight.interrupt,
-            on_reconnect=self._inflight.resend,
-            on_lost=self._fail_all,
-        )
-        keys = Path(curve_dir) if curve_dir else None
-        self._connection = Connection(endpoint, self._identity, events, reconnect_timeout, keys)
-
-    async def __aenter__(self) -> "AsyncClient":
-        await self.connect()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def connect(self) -> None:
-        """Connect to the server; every call does so first. Concurrent calls share one attempt.
-
-            client = AsyncClient()
-            await client.connect()
-
-        Raises:
-            ServerUnreachable: no answer within connect_timeout, or the connection was lost and the
-                server is not back.
-            RequestAborted: the client was closed meanwhile.
-        """
-        await self._connection.open(self._connect_timeout)
-
-    async def _connect_within(self, timeout: float | None) -> None:
-        """Connect, or raise DeadlineExceeded at the timeout of the call that needs it."""
-        if self._connection.is_open or not is_time_limit(timeout):
-            await self.connect()
-            return
-        try:
-            await asyncio.wait_for(self.connect(), timeout)
-        except asyncio.TimeoutError:
-            raise DeadlineExceeded(
-                f"not connected to {self.endpoint} within {timeout} s, the timeout of this call"
-            ) from None
-
-    async def close(self) -> None:
-        """Abort all requests and disconnect: every open call raises RequestAborted.
-
-        The next call connects again.
-
-            await client.close()
-        """
-        if self._inflight.has_requests:
-            self._connection.send(Abort(PROTOCOL_VERSION, ""))
-        self._fail_all(CLOSED_BY_CALLER)
-        await self._connection.close(linger_s=1)
-
-    def leave_requests(self) -> None:
-        """Leave every open request to a client of the same identity that comes after this one.
-
-        They are not aborted, and nothing more comes of them here.
-
-            client.leave_requests()
-        """
-        self._inflight.forget_all()
-
-    async def give_up(self, error: QuadrigaError) -> None:
-        """Fail every open and later call: the caller knows that the server has ended.
-
-        A reason that the server has given itself is kept.
-
-            await client.give_up(ServerFailed("the machine of the server was shut down"))
-
-        Args:
-            error: what the calls raise.
-        """
-        if not self._connection.is_lost:
-            reason = ErrorInfo.of(error)
-            self._connection.give_up(reason)
-            self._fail_all(reason)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -376,229 +242,6 @@ class AsyncClient:
         """
         await self.connect()
         self._inflight.abort(request_id)
-
-    async def info(self, timeout: float = 10.0) -> dict[str, Any]:
-        """Return gauges and counters of the server, collected from all of its processes.
-
-            num_running = (await client.info())["running"]
-
-        Args:
-            timeout: seconds until DeadlineExceeded, connecting included.
-
-        Returns:
-            Values by name; docs/protocol.md lists them.
-
-        Raises:
-            DeadlineExceeded: no answer within the timeout.
-            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
-        """
-        info: Info = await self._ask(lambda name: GetInfo(PROTOCOL_VERSION, name), timeout)
-        return info.values
-
-    async def flush_cache(self, timeout: float = 10.0) -> int:
-        """Drop cached prefixes that no request uses; return the number of pages that this freed.
-
-            num_pages = await client.flush_cache()
-
-        Args:
-            timeout: seconds until DeadlineExceeded, connecting included.
-
-        Raises:
-            DeadlineExceeded: no answer within the timeout.
-            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
-        """
-        info: Info = await self._ask(lambda name: FlushCache(PROTOCOL_VERSION, name), timeout)
-        pages = info.values["flushed_pages"]
-        assert isinstance(pages, int)
-        return pages
-
-    async def progress(
-        self, request_ids: list[str], timeout: float = 10.0
-    ) -> list[RequestProgress]:
-        """Return how far requests of this client are: queued, in prefill, or decoding.
-
-            (progress,) = await client.progress([handle.request_id])
-
-        Args:
-            request_ids: `request_id` of handles or chunks, at most 64.
-            timeout: seconds until DeadlineExceeded, connecting included.
-
-        Returns:
-            A value for each request, in order; its state is UNKNOWN for one that has ended.
-
-        Raises:
-            InvalidRequest: there are too many ids.
-            QueueFull: too many questions are not answered yet.
-            DeadlineExceeded: no answer within the timeout.
-            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
-        """
-        answer: ProgressAnswer = await self._ask(
-            lambda name: GetProgress(PROTOCOL_VERSION, name, request_ids), timeout
-        )
-        return answer.values
-
-    async def traces(self, request_ids: list[str], timeout: float = 10.0) -> list[RequestTrace]:
-        """Return the traces of requests of this client that have ended, as far as they are kept.
-
-            (trace,) = await client.traces([completion.request_id])
-
-        Args:
-            request_ids: `request_id` of handles or completions, at most 64.
-            timeout: seconds until DeadlineExceeded, connecting included.
-
-        Returns:
-            A trace for each choice of each request that was traced.
-
-        Raises:
-            InvalidRequest: there are too many ids.
-            DeadlineExceeded: no answer within the timeout.
-            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
-        """
-        answer: Traces = await self._ask(
-            lambda name: GetTraces(PROTOCOL_VERSION, name, request_ids), timeout
-        )
-        return answer.traces
-
-    async def watch(self, replica: int = 0) -> AsyncGenerator[LiveMessage, None]:
-        """Yield what the server does: a LiveStep for each step, a LiveServer each second.
-
-        The server makes these messages only while a client watches. A caller that is too slow
-        loses messages: the `number` of the next LiveStep has a gap then.
-
-            async for message in client.watch():
-                print(message)
-
-        Args:
-            replica: number of the replica whose steps are watched, of a server with --dp.
-
-        Raises:
-            InvalidRequest: this client may not see the requests of others, or there is no such
-                replica.
-            QueueFull: too many clients watch.
-            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
-        """
-        await self.connect()
-        with self._live.iterator(replica) as iterator:
-            while True:
-                yield await iterator.next()
-
-    async def tokenize(
-        self, prompt: Prompt, chat: ChatOptions = NO_CHAT_OPTIONS, timeout: float = 60.0
-    ) -> list[int]:
-        """Return the token ids that `generate` would use for a text or a chat.
-
-            ids = await client.tokenize("Hello, world")
-
-        Args:
-            prompt: a text or a chat.
-            chat: tools and variables of the chat template, if the prompt is a chat.
-            timeout: seconds until DeadlineExceeded, connecting included.
-
-        Raises:
-            InvalidRequest: the prompt is neither a text nor a chat, or the model has no chat
-                template.
-            DeadlineExceeded: no answer within the timeout.
-            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
-        """
-        answer = await self._tokens("tokenize", prompt, chat, False, timeout)
-        return unpack_ids(answer.token_ids).tolist()
-
-    async def render(
-        self, prompt: Prompt, chat: ChatOptions = NO_CHAT_OPTIONS, timeout: float = 60.0
-    ) -> RenderedPrompt:
-        """Return the text and the token ids that `generate` would use for a text or a chat.
-
-            text, ids = await client.render([{"role": "user", "content": "Hello"}])
-
-        Args:
-            prompt: a text or a chat.
-            chat: tools and variables of the chat template, if the prompt is a chat.
-            timeout: seconds until DeadlineExceeded, connecting included.
-
-        Raises:
-            InvalidRequest: the prompt is neither a text nor a chat, or the model has no chat
-                template, or the template refuses the chat.
-            DeadlineExceeded: no answer within the timeout.
-            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
-        """
-        answer = await self._tokens("render", prompt, chat, True, timeout)
-        return RenderedPrompt(answer.text, unpack_ids(answer.token_ids).tolist())
-
-    async def _tokens(
-        self, call: str, prompt: Prompt, chat: ChatOptions, with_text: bool, timeout: float
-    ) -> Tokens:
-        check_is_one_prompt(prompt, call)
-        wire = wire_prompt(prompt)
-        if wire.token_ids is not None:
-            raise InvalidRequest("prompt is a list of token ids already", "prompt")
-        answer: Tokens = await self._ask(
-            lambda name: Tokenize(PROTOCOL_VERSION, name, wire.prompt, chat, with_text), timeout
-        )
-        return answer
-
-    async def detokenize(
-        self, token_ids: list[int], skip_special_tokens: bool = True, timeout: float = 60.0
-    ) -> str:
-        """Return the text of token ids.
-
-            text = await client.detokenize([504, 3575, 282])
-
-        Args:
-            token_ids: ids of the model's vocabulary.
-            skip_special_tokens: leave special tokens out of the text.
-            timeout: seconds until DeadlineExceeded, connecting included.
-
-        Raises:
-            InvalidRequest: it is no list of ids, or an id is not in the vocabulary.
-            DeadlineExceeded: no answer within the timeout.
-            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
-        """
-        packed = wire_prompt(token_ids).token_ids
-        if packed is None:
-            raise InvalidRequest("token_ids must be a list of integers", "token_ids")
-        answer: Text = await self._ask(
-            lambda name: Detokenize(PROTOCOL_VERSION, name, packed, skip_special_tokens), timeout
-        )
-        return answer.text
-
-    async def _ask(self, question: Callable[[str], ClientMessage], timeout: float) -> Any:
-        """Send a question and wait for its answer.
-
-        Args:
-            question: makes the question, given its name.
-            timeout: seconds until DeadlineExceeded, connecting included.
-        """
-        name = f"ask-{self._counter}"
-        self._counter += 1
-
-        async def connect_and_ask() -> Any:
-            await self.connect()
-            return await self._inflight.ask(name, question(name))
-
-        try:
-            return await asyncio.wait_for(connect_and_ask(), timeout)
-        except asyncio.TimeoutError:
-            raise DeadlineExceeded(f"no answer from {self.endpoint} within {timeout} s") from None
-
-    # --- messages ---------------------------------------------------------------------------------
-
-    def _on_message(self, message: ServerMessage) -> None:
-        if isinstance(message, LiveStep | LiveServer):
-            self._live.on_message(message)
-            return
-        if not isinstance(message, ServerGone):
-            if isinstance(message, Refused):
-                self._live.on_refused(message)
-            self._inflight.on_message(message)
-            return
-        if message.error.code in (ServerFailed.code, ServerStopping.code):
-            self._connection.give_up(message.error)
-        self._fail_all(message.error)
-
-    def _fail_all(self, error: ErrorInfo) -> None:
-        """End every open call with an error."""
-        self._inflight.fail_all(error)
-        self._live.fail(error)
 
 
 def _now() -> float:

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from quadriga.client.async_client import NO_CHAT_OPTIONS, AsyncClient, RequestOptions
+from quadriga.client.async_client import AsyncClient, RequestOptions
 from quadriga.client.loop_thread import LoopThread
-from quadriga.client.types import Completion, Prompt, StreamChunk
+from quadriga.client.types import NO_CHAT_OPTIONS, Completion, Prompt, StreamChunk
 from quadriga.config.server_config import DEFAULT_ENDPOINT
 from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import SamplingParams

@@ -76,6 +76,9 @@ class ServerFlags(TypedDict, total=False):
     enable_deterministic_inference: bool
     quantization: Literal["none", "int8", "int4", "gguf"]
     kv_cache_dtype: Literal["auto", "int8", "fp8"]
+    kv_cache_dir: str
+    kv_cache_dir_size: float
+    kv_offloading_size: float
     tp: int
     worker_threads: int | None
     no_affinity: bool
@@ -91,6 +94,11 @@ class ServerFlags(TypedDict, total=False):
     cluster: Literal["none", "ray"]
     ray_address: str
     replica_cpus: float
+    min_replicas: int | None
+    max_replicas: int | None
+    target_ongoing_requests: int
+    scale_up_after: float
+    scale_down_after: float
     # Traces (tokenizer_proc, http_proc)
     otlp_endpoint: str
     trace_sampling_ratio: float | None

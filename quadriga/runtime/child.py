@@ -75,6 +75,9 @@ class Command(enum.Enum):
             with the report `recalled`.
         JOINED: the replica of the argument's number has joined; the addresses of its scheduler and
             of its results follow the number.
+        LEFT: the replica of the argument's number has left; its processes have ended.
+        REMOVE: end the replica of the argument's number, whose requests have moved.
+        LOAD: the argument is the number of open requests.
         RELOAD: restart the worker, of the replica of the argument's number where there are several.
     """
 
@@ -87,6 +90,9 @@ class Command(enum.Enum):
     LOST = "lost"
     RECALL = "recall"
     JOINED = "joined"
+    LEFT = "left"
+    REMOVE = "remove"
+    LOAD = "load"
     RELOAD = "reload"
 
 

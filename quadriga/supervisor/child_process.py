@@ -54,8 +54,10 @@ class ReplicaChange(NamedTuple):
 
     Attributes:
         state: `recalled` (it has no requests any more), or of a cluster `joined`, `died` and
-            `restarted` (one of its processes), `lost`.
-        argument: what belongs to it: addresses, the name of the process, or the reason.
+            `restarted` (one of its processes), `lost`, `leaving` (its requests have to move),
+            `left`. Of no replica: `load`.
+        argument: what belongs to it: addresses, the name of the process, the reason, or the number
+            of open requests.
     """
 
     replica: int

@@ -16,6 +16,7 @@ from quadriga.supervisor.supervisor import Supervisor, say
 DRIVER = "cluster_proc"
 # Further states of a ReplicaChange.
 JOINED, DIED, RESTARTED, LOST = "joined", "died", "restarted", "lost"
+LEAVING, LEFT = "leaving", "left"
 
 
 class ClusterReplicas(ReplicaProcesses):
@@ -25,6 +26,8 @@ class ClusterReplicas(ReplicaProcesses):
         super().__init__(config)
         self._joined: dict[int, str] = {}
         self._dead: set[str] = set()
+        self._leaving: set[int] = set()
+        self._load = ""
         self._reloads: deque[int] = deque()
         self._in_reload: int | None = None
 
@@ -58,15 +61,15 @@ class ClusterReplicas(ReplicaProcesses):
         number, frontend = report.replica, supervisor[FRONTEND]
         match report.state:
             case "joined":
-                self._joined[number] = report.argument
-                if number in self._lost:
-                    self._lost.discard(number)
-                    say(
-                        f"replica {number} has joined again: {len(self._joined)} of {self._count}"
-                        " replicas serve",
-                        event="replica_joined", replica=number,
-                    )  # fmt: skip
-                frontend.send(Command.JOINED, f"{number} {report.argument}")
+                self._on_joined(number, report.argument, supervisor)
+            case "leaving":
+                self._leaving.add(number)
+                frontend.send(Command.RECALL, str(number))
+            case "left":
+                self._on_left(number, frontend)
+            case "load":
+                self._load = report.argument
+                supervisor[DRIVER].send(Command.LOAD, self._load)
             case "lost":
                 self._on_lost(number, report.argument, frontend)
             case "died":
@@ -76,26 +79,69 @@ class ClusterReplicas(ReplicaProcesses):
                 self._dead.discard(report.argument)
                 frontend.send(Command.RESTARTED, report.argument)
                 self._end_reload(number, report.argument)
+            case "recalled" if number in self._leaving:
+                supervisor[DRIVER].send(Command.REMOVE, str(number))
             case "recalled" if number == self._in_reload:
                 supervisor[DRIVER].send(Command.RELOAD, str(number))
+
+    def _on_joined(self, number: int, addresses: str, supervisor: Supervisor) -> None:
+        self._joined[number] = addresses
+        if number in self._lost or supervisor[DRIVER].is_ready:
+            again = " again" if number in self._lost else ""
+            self._lost.discard(number)
+            say(
+                f"replica {number} has joined{again}: {self._serving}",
+                event="replica_joined", replica=number,
+            )  # fmt: skip
+        supervisor[FRONTEND].send(Command.JOINED, f"{number} {addresses}")
+        if self._load:  # a driver that was restarted does not know it
+            supervisor[DRIVER].send(Command.LOAD, self._load)
+
+    def _on_left(self, number: int, frontend: ChildProcess) -> None:
+        self._leaving.discard(number)
+        self._lost.discard(number)
+        if self._joined.pop(number, None) is None:
+            return
+        self._forget_processes(number)
+        frontend.send(Command.LEFT, str(number))
+        self._end_reload(number)
+        say(
+            f"replica {number} has left, as there is little to do: {self._serving}",
+            event="replica_left", replica=number,
+        )  # fmt: skip
+
+    @property
+    def _serving(self) -> str:
+        """How many replicas serve."""
+        count = len(self._joined)
+        if self._config.replicas.follows_load:
+            return "1 replica serves" if count == 1 else f"{count} replicas serve"
+        return f"{count} of {self._count} replicas serve"
+
+    def _forget_processes(self, number: int) -> None:
+        self._dead = {name for name in self._dead if not name.endswith(f"/{number}")}
 
     def _on_lost(self, number: int, reason: str, frontend: ChildProcess) -> None:
         if self._joined.pop(number, None) is None:
             return
-        self._dead = {name for name in self._dead if not name.endswith(f"/{number}")}
+        self._forget_processes(number)
         self._lost.add(number)
         frontend.send(Command.LOST, str(number))
         self._end_reload(number)
         fate = "go on at the others" if self._joined else "wait for a replica"
+        next_step = "it is started again where the cluster has room"
+        if number in self._leaving:
+            next_step = "it was about to leave"
         say(
-            f"error: replica {number} is lost: {reason}. Its requests {fate}, {len(self._joined)}"
-            f" of {self._count} replicas serve; it is started again where the cluster has room",
+            f"error: replica {number} is lost: {reason}. Its requests {fate}, {self._serving};"
+            f" {next_step}",
             event="replica_lost", replica=number, reason=reason,
         )  # fmt: skip
 
     def on_restart(self, name: str, supervisor: Supervisor) -> None:
         """Take in that a process of this machine has died: all replicas end with the driver."""
         if name == DRIVER:
+            self._leaving.clear()
             for number in list(self._joined):
                 self._on_lost(number, "the driver of the cluster has died", supervisor[FRONTEND])
 
@@ -105,8 +151,9 @@ class ClusterReplicas(ReplicaProcesses):
             frontend.send(Command.JOINED, f"{number} {addresses}")
         for name in self._dead:
             frontend.send(Command.DIED, name)
-        if self._in_reload is not None:
-            frontend.send(Command.RECALL, str(self._in_reload))
+        for number in self._joined:
+            if number in self._leaving or number == self._in_reload:
+                frontend.send(Command.RECALL, str(number))
 
     # --- reloads ----------------------------------------------------------------------------------
 

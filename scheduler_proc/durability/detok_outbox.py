@@ -32,6 +32,7 @@ class AcknowledgedEnd(NamedTuple):
     """A request whose end was acknowledged: its replay is encoded, which takes less memory."""
 
     name: tuple[bytes, str]
+    choice: int
     received_at: float
     replay: bytes
 
@@ -46,7 +47,8 @@ class DetokOutbox:
         self._acknowledged: OrderedDict[int, AcknowledgedEnd] = OrderedDict()
         self._acknowledged_bytes = 0
         self._replaying: set[int] = set()
-        self._seqs_by_name: dict[tuple[bytes, str], list[int]] = {}
+        # Numbers of the ended choices of a request, by their indexes.
+        self._ended: dict[tuple[bytes, str], dict[int, int]] = {}
 
     def send(
         self,
@@ -72,7 +74,7 @@ class DetokOutbox:
         self._unacknowledged[request.seq] = request
         if _is_replayable(request):
             name = (request.client, request.request_id)
-            self._seqs_by_name.setdefault(name, []).append(request.seq)
+            self._ended.setdefault(name, {})[request.index] = request.seq
 
     def acknowledge(self, seqs: list[int]) -> None:
         """Take in that the frontend has these ends."""
@@ -85,7 +87,9 @@ class DetokOutbox:
     def _remember(self, request: Request) -> None:
         replay = _encode(stream_replay(request))
         name = (request.client, request.request_id)
-        self._acknowledged[request.seq] = AcknowledgedEnd(name, request.received_at, replay)
+        self._acknowledged[request.seq] = AcknowledgedEnd(
+            name, request.index, request.received_at, replay
+        )
         self._acknowledged_bytes += len(replay)
         while (
             len(self._acknowledged) > MAX_REMEMBERED
@@ -94,30 +98,31 @@ class DetokOutbox:
             seq, oldest = self._acknowledged.popitem(last=False)
             self._acknowledged_bytes -= len(oldest.replay)
             self._replaying.discard(seq)
-            if seq in (seqs := self._seqs_by_name.get(oldest.name, [])):
-                seqs.remove(seq)
-            if not seqs:
-                self._seqs_by_name.pop(oldest.name, None)
+            ended = self._ended.get(oldest.name, {})
+            if ended.get(oldest.choice) == seq:
+                del ended[oldest.choice]
+            if not ended:
+                self._ended.pop(oldest.name, None)
 
-    def ended_seqs(self, client: bytes, request_id: str) -> list[int]:
-        """Return the numbers of a request's ended choices, as far as they are kept."""
-        return list(self._seqs_by_name.get((client, request_id), ()))
+    def ended_choices(self, client: bytes, request_id: str) -> dict[int, int]:
+        """Return the numbers of a request's ended choices by index, as far as they are kept."""
+        return dict(self._ended.get((client, request_id), {}))
 
     @property
     def replayable_names(self) -> Iterable[tuple[bytes, str]]:
         """Client and id of the ended requests that are kept."""
-        return self._seqs_by_name.keys()
+        return self._ended.keys()
 
     def has_ended(self, client: bytes, request_id: str, received_at: float) -> bool:
         """Return whether a choice of the request that was received at this time has ended."""
         return any(
             (self._unacknowledged.get(seq) or self._acknowledged[seq]).received_at == received_at
-            for seq in self.ended_seqs(client, request_id)
+            for seq in self.ended_choices(client, request_id).values()
         )
 
     def forget_name(self, client: bytes, request_id: str) -> None:
         """Forget ended requests of this name: a new one begins."""
-        self._seqs_by_name.pop((client, request_id), None)
+        self._ended.pop((client, request_id), None)
 
     # --- replays ----------------------------------------------------------------------------------
 

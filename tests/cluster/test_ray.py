@@ -27,7 +27,10 @@ SEEDED = SamplingParams(temperature=1.0, seed=5, max_new_tokens=120, ignore_eos=
 
 
 async def run_streams(
-    endpoint: str, started: asyncio.Event, curve_dir: Path | None = None
+    endpoint: str,
+    started: asyncio.Event,
+    curve_dir: Path | None = None,
+    num_streams: int = STREAMS,
 ) -> list[tuple[str, ...]]:
     """Run many streams; set `started` when each has its first tokens."""
     streaming = 0
@@ -40,13 +43,13 @@ async def run_streams(
             async for chunk in client.stream([3 + number] * (5 + number), params):
                 streaming += not text
                 text += chunk.text or " "
-                if streaming == STREAMS:
+                if streaming == num_streams:
                     started.set()
             completion = chunk.completion
             assert isinstance(completion, Completion)
             return completion.text, str(completion.token_ids), completion.finish_reason
 
-        return list(await asyncio.gather(*(run_stream(number) for number in range(STREAMS))))
+        return list(await asyncio.gather(*(run_stream(number) for number in range(num_streams))))
 
 
 class ClusterServer:

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,8 +36,13 @@ class Restarts:
         self.server = Server(process, self._endpoint, log, self._directory, {})
         wait_until_ready(process, log)
 
-    def disturb_all(self, number: int) -> None:
-        """Send a signal to every process, and let the streams go on afterwards."""
+    def disturb_all(self, number: int, when_dead: Callable[[], None] = lambda: None) -> None:
+        """Send a signal to every process, and let the streams go on afterwards.
+
+        Args:
+            number: of the signal.
+            when_dead: called before the next server starts.
+        """
         launcher = self.server.process.pid
         pids = [launcher, *(child.pid for child in psutil.Process(launcher).children())]
         for pid in pids:
@@ -48,6 +53,7 @@ class Restarts:
                 os.kill(pid, signal.SIGCONT)
         else:
             self.server.process.wait()
+            when_dead()
             self._start("--resume")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 from collections import Counter
 from pathlib import Path
@@ -11,7 +12,8 @@ import openai
 import pytest
 
 from bench.client.server import free_port
-from tests.server import kill_tree, launch, running_server, wait_until, wait_until_ready
+from tests.faults.power_cuts import PowerCuts
+from tests.server import running_server, wait_until
 
 NUM_LINES = 200
 URL: Any = "/v1/completions"
@@ -86,21 +88,6 @@ def test_a_batch_survives_the_death_of_the_gateway(llama_dir: Path, tmp_path: Pa
         wait_for_every_line_once(client, batch_id)
 
 
-@pytest.mark.timeout(240)
-def test_a_batch_survives_the_death_of_everything(llama_dir: Path, tmp_path: Path) -> None:
-    port, data = free_port(), tmp_path / "data"
-    batch_id = ""
-    for share in (0.1, 0.5, 1.0):
-        log = tmp_path / f"log-{share}"
-        endpoint = f"tcp://127.0.0.1:{free_port()}"
-        process = launch(endpoint, *flags(llama_dir, data, port), log=log)
-        try:
-            wait_until_ready(process, log)
-            client = connect(port)
-            batch_id = batch_id or start(client, input_file(tmp_path / "in.jsonl"))
-            if share == 1.0:
-                wait_for_every_line_once(client, batch_id)
-            else:
-                wait_for_lines(client, batch_id, share * NUM_LINES)
-        finally:
-            kill_tree(process)
+@pytest.mark.timeout(300)
+def test_a_batch_and_streams_survive_power_cuts(llama_dir: Path, tmp_path: Path) -> None:
+    print(PowerCuts(tmp_path, llama_dir, NUM_LINES, 10).run(2, random.Random(0)))

@@ -39,7 +39,7 @@ def test_a_chat_goes_on_after_an_answer_that_has_no_room(server: Server) -> None
     assert done.returncode == 0, done.stderr
     assert "Or start over with /reset" in done.stderr
     answers = done.stdout.splitlines()
-    assert len(answers) >= 3 and answers[0] == answers[-1], "the same question, anew"
+    assert len(answers) >= 3 and answers[0] == answers[-1], "the same question again"
 
 
 def test_a_wrong_key_in_the_file_of_flags_stops_the_server_before_it_starts(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from quadriga.config.server_config import BUILTIN_MODEL, ModelArgs
 from quadriga.model_files.builtin.catalog import BUILTINS
 from quadriga.model_files.builtin.fetch import cached_builtin_weights
 from quadriga.model_files.resolve import resolve_model
-from tests.everything import EVERYTHING
+from tests import EVERYTHING
 from tests.faults.inject import fault_environment
 from tests.server import running_server, settle
 from tests.tiny_experts import EXPERTS

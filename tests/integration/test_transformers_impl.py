@@ -10,8 +10,8 @@ from quadriga.config.server_config import ModelArgs
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
 from quadriga.model_files.resolve import resolve_model
+from tests import EVERYTHING
 from tests.integration.test_equality import (
-    EVERYTHING,
     NEW_TOKENS,
     check,
     lengths_up_to,

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import pytest
 
-from quadriga.client import link
+from quadriga.client.connection import link
 
 MAX_LATENCY_S = 0.004
 MAX_CONNECT_S = 0.06
@@ -29,7 +29,7 @@ class Listener(Protocol):
 
 
 class Network:
-    """Stands for quadriga.wire.sockets and ConnectionWatch in quadriga.client.link."""
+    """Stands for quadriga.wire.sockets and ConnectionWatch in quadriga.client.connection.link."""
 
     SocketError = OSError
 

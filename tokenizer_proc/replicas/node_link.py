@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 
-from quadriga.client.connection_watch import ConnectionWatch
+from quadriga.wire.connection_watch import ConnectionWatch
 from quadriga.wire.node_links import NodeLinks
 from quadriga.wire.sockets import AsyncPort, LinkSocket, Outbox, bind_frames
 

@@ -5,8 +5,7 @@ from the tokens that are noted here (placed.py).
 """
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 
@@ -27,13 +26,12 @@ from quadriga.wire.messages.to_scheduler import (
 )
 from quadriga.wire.sockets import Outbox, encode
 from tokenizer_proc.open_requests import ClientRequests
+from tokenizer_proc.replicas.ended_requests import EndedRequests
 from tokenizer_proc.replicas.placed import Name, PlacedRequest
 from tokenizer_proc.replicas.questions import MergedAnswer, Questions
+from tokenizer_proc.replicas.replica_set import ReplicaSet
 from tokenizer_proc.replicas.router import Router
-from tokenizer_proc.replicas.state import ReplicaState
 
-# Ended requests of each replica whose place is remembered, for clients that ask for them again.
-MAX_ENDED = 4096
 Deliver = Callable[[bytes, bytes, Delivered], None]
 OnRecalled = Callable[[int], None]
 Show = Callable[[int, bytes], None]
@@ -59,6 +57,9 @@ class Replicas:
             address stands for Drained.
         on_recalled: called with the number of a replica that has given its requests back.
         show: called with a replica's number and its message of the live feed, encoded.
+
+    Attributes:
+        on_load: called when the number of open requests has changed.
     """
 
     def __init__(
@@ -74,17 +75,21 @@ class Replicas:
         self._block_tokens = block_tokens
         self._deliver = deliver
         self._on_recalled = on_recalled
-        self._num_replicas = num_replicas
-        self._replicas: dict[int, ReplicaState] = {}
+        self._replicas = ReplicaSet(num_replicas, router)
         self._show = show
         self._placed = ClientRequests[PlacedRequest]()
         self._waiting: dict[Name, PlacedRequest] = {}
-        self._ended: OrderedDict[Name, int] = OrderedDict()
+        self._ended = EndedRequests(num_replicas)
         self._questions = Questions()
         self._is_draining = False
         self._num_recalls = 0
-        self._set_up()
         self.num_moved = 0
+        self.on_load: Callable[[], None] = lambda: None
+
+    @property
+    def num_open(self) -> int:
+        """Number of open requests."""
+        return len(self._placed)
 
     # --- to the schedulers ------------------------------------------------------------------------
 
@@ -103,18 +108,18 @@ class Replicas:
                 self._is_draining = True
                 self._send_drain()
             case _:
-                self._broadcast(message)
+                self._replicas.broadcast(message)
 
     def _ask(self, question: InfoRequest | ProgressRequest) -> None:
         if isinstance(question, InfoRequest):
             values = {
                 **question.values,
-                "num_replicas": self._num_replicas,
+                "num_replicas": self._replicas.size,
                 "requests_moved": self.num_moved,
             }
             question = msgspec.structs.replace(question, values=values)
-        self._questions.ask(question, (n for n, r in self._live() if not r.dead))
-        self._broadcast(question)
+        self._questions.ask(question, (n for n, r in self._replicas.live() if not r.dead))
+        self._replicas.broadcast(question)
 
     def _watch(self, message: WatchSteps) -> None:
         """Let a replica make the live feed, or end it.
@@ -122,8 +127,8 @@ class Replicas:
         Raises:
             InvalidRequest: the replica is lost.
         """
-        replica = self._replicas.get(message.replica)
-        if replica is not None and not replica.is_lost:
+        replica = self._replicas.find_live(message.replica)
+        if replica is not None:
             replica.outbox.send(message)
         elif message.seconds > 0:
             raise InvalidRequest(
@@ -133,15 +138,8 @@ class Replicas:
 
     def renew(self) -> None:
         """Send everything to new schedulers."""
-        for number, _ in list(self._live()):
+        for number, _ in list(self._replicas.live()):
             self._resend(number)
-
-    def _live(self) -> Iterator[tuple[int, ReplicaState]]:
-        return ((n, replica) for n, replica in self._replicas.items() if not replica.is_lost)
-
-    def _broadcast(self, message: msgspec.Struct) -> None:
-        for _, replica in self._live():
-            replica.outbox.send(message)
 
     def _submit(self, submit: Submit) -> None:
         name = submit.client, submit.request_id
@@ -149,18 +147,15 @@ class Replicas:
         if placed is None:
             placed = PlacedRequest(name)
             self._placed.put(*name, placed)
+            self.on_load()
         placed.submit, placed.aborted_by = submit, ""
         placed.ended.clear()  # all choices of a retry end once more
         if placed.replica is not None:
             self._replicas[placed.replica].outbox.send(submit)
-        elif submit.client_retry and not self._all_known:
+        elif submit.client_retry and not self._replicas.all_known:
             self._waiting[name] = placed
         else:
             self._place(placed)
-
-    @property
-    def _all_known(self) -> bool:
-        return all(replica.is_known for _, replica in self._live())
 
     def _place(self, placed: PlacedRequest) -> None:
         """Send a request to a replica: where it has ended before, or to the router's choice.
@@ -171,7 +166,7 @@ class Replicas:
             self._waiting[placed.name] = placed
             return
         submit = placed.next_submit()
-        prompt, earlier = placed.prompt(self._block_tokens), self._ended.get(placed.name)
+        prompt, earlier = placed.prompt(self._block_tokens), self._ended.replica_of(placed.name)
         if submit.client_retry and earlier is not None:
             self._router.count(placed.name, earlier, prompt)
             placed.replica = earlier
@@ -190,12 +185,12 @@ class Replicas:
         if placed_one is not None and placed_one.replica is not None:
             self._replicas[placed_one.replica].outbox.send(message)
         else:
-            self._broadcast(message)
+            self._replicas.broadcast(message)
 
     def _send_drain(self) -> None:
         """Make every replica report when it has nothing left; it may have got more meanwhile."""
         if self._is_draining and not self._waiting:
-            for _, replica in self._live():
+            for _, replica in self._replicas.live():
                 replica.has_drained = False
                 replica.outbox.send(Drain())
 
@@ -224,8 +219,7 @@ class Replicas:
             self._report_drained()
 
     def _report_drained(self) -> None:
-        has_drained = all(replica.has_drained for _, replica in self._live())
-        if self._is_draining and has_drained and not self._waiting:
+        if self._is_draining and self._replicas.have_drained and not self._waiting:
             self._deliver(b"", b"", Delivered())
 
     def _on_result(
@@ -243,22 +237,15 @@ class Replicas:
             self._on_end(number, (client, request_id), index, delivered.lost)
         if delivered.settled:
             replica.outbox.send(EndsDelivered(delivered.settled))
-        waiting = sum(replica.num_waiting for _, replica in self._live())
         passed_on = Delivered(
             delivered.ended,
-            waiting,
+            self._replicas.num_waiting,
             generated=delivered.generated,
-            wait_s=self._wait_s(),
+            wait_s=self._replicas.wait_s,
             traces=delivered.traces,
             lost=delivered.lost,
         )
         self._deliver(client, payload, passed_on)
-
-    def _wait_s(self) -> float | None:
-        """Return the shortest expected wait; None while some queue is far from full."""
-        waits = [replica.wait_s for _, replica in self._live()]
-        known = [wait_s for wait_s in waits if wait_s is not None]
-        return min(known) if known and len(known) == len(waits) else None
 
     def _deliver_answer(self, answer: MergedAnswer) -> None:
         self._deliver(answer.client, encode(answer.message), Delivered(inspected=True))
@@ -276,17 +263,12 @@ class Replicas:
             self._replicas[number].choices.pop(choice.seq, None)
         if placed.has_ended:
             self._forget(placed)
-            self._remember_ended(name, number)
+            self._ended.note(name, number)
 
     def _forget(self, placed: PlacedRequest) -> None:
         self._router.forget(placed.name)
         self._placed.remove(*placed.name)
-
-    def _remember_ended(self, name: Name, number: int) -> None:
-        self._ended.pop(name, None)
-        self._ended[name] = number
-        while len(self._ended) > MAX_ENDED * self._num_replicas:
-            self._ended.popitem(last=False)
+        self.on_load()
 
     # --- what a replica reports -------------------------------------------------------------------
 
@@ -300,7 +282,7 @@ class Replicas:
         if news.restates:
             replica.choices.clear()
             for ended in news.ended:
-                self._remember_ended((ended.client, ended.request_id), number)
+                self._ended.note((ended.client, ended.request_id), number)
         for held in news.held:
             self._hold(number, held)
         for started in step.started:
@@ -336,7 +318,7 @@ class Replicas:
 
     def _place_waiting(self) -> None:
         """Send the requests that have waited, once every replica has said what it holds."""
-        if not (self._all_known and self._router.has_replica):
+        if not (self._replicas.all_known and self._router.has_replica):
             return
         waiting, self._waiting = self._waiting, {}
         for placed in waiting.values():
@@ -357,8 +339,7 @@ class Replicas:
             number: of the replica, of which an earlier run may be lost.
             outbox: to its scheduler.
         """
-        self._replicas[number] = ReplicaState(outbox)
-        self._set_up()
+        self._replicas.join(number, outbox)
         self._send_drain()
 
     def on_link_broken(self, number: int) -> None:
@@ -377,7 +358,7 @@ class Replicas:
     def on_died(self, number: int, process: str) -> None:
         """Take in that a process of a replica has died, and is being restarted."""
         self._replicas[number].dead.add(process)
-        self._set_up()
+        self._replicas.set_up()
         self._give_up_answers(number)
 
     def on_restarted(self, number: int, process: str) -> None:
@@ -385,7 +366,7 @@ class Replicas:
         replica = self._replicas[number]
         replica.dead.discard(process)
         replica.is_held = replica.is_held and process != "worker_proc"
-        self._set_up()
+        self._replicas.set_up()
         if process == "scheduler_proc":
             self._resend(number)
         elif replica.recall:  # the answer may be lost with what died
@@ -413,21 +394,31 @@ class Replicas:
 
     def on_lost(self, number: int) -> None:
         """Move the requests of a replica that has ended for good to the others."""
-        replica = self._replicas.get(number)
-        if replica is None or replica.is_lost:
+        if self._replicas.find_live(number) is None:
             return
-        replica.is_lost = True
-        replica.outbox.close()
-        self._set_up()
-        self._give_up_answers(number)
-        self._ended = OrderedDict((n, at) for n, at in self._ended.items() if at != number)
         for placed in self._of_replica(number):
             placed.num_losses += 1
-        num_moved = self._move_all(number)
+        num_moved = self._end(number)
         logging.warning("replica %d is lost: %d requests go on at others", number, num_moved)
+
+    def on_left(self, number: int) -> None:
+        """Take in that a replica has ended, which had given its requests back."""
+        if self._replicas.find_live(number) is not None:
+            self._end(number)
+
+    def _end(self, number: int) -> int:
+        """Move what a replica has that is there no more. Return the number of requests."""
+        replica = self._replicas[number]
+        replica.is_lost = True
+        replica.outbox.close()
+        self._replicas.set_up()
+        self._give_up_answers(number)
+        self._ended.forget_replica(number)
+        num_moved = self._move_all(number)
         self._place_waiting()
         self._send_drain()
         self._report_drained()
+        return num_moved
 
     # --- recalls ----------------------------------------------------------------------------------
 
@@ -437,7 +428,7 @@ class Replicas:
         They stay, and pause, where no other replica takes requests.
         """
         self._replicas[number].is_held = True
-        self._set_up()
+        self._replicas.set_up()
         if self._router.is_up(number):
             self._on_recalled(number)
         else:
@@ -475,16 +466,6 @@ class Replicas:
         placed.leave_replica()
         self._router.forget(placed.name)
         self._place(placed)
-
-    def _set_up(self) -> None:
-        """Give new requests to the replicas that run; without any, to those that come back."""
-        has_running = any(replica.is_running for _, replica in self._live())
-        for number in range(self._num_replicas):
-            replica = self._replicas.get(number)
-            if replica is None or replica.is_lost:
-                self._router.set_up(number, False)
-            else:
-                self._router.set_up(number, replica.is_running or not has_running)
 
     def _give_up_answers(self, number: int) -> None:
         for answer in list(self._questions.give_up(number)):

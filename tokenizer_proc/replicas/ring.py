@@ -9,6 +9,7 @@ from quadriga.wire.node_links import NodeLinks
 from quadriga.wire.sockets import AsyncPort, Outbox, bind_frames
 from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.open_requests import SchedulerLink
+from tokenizer_proc.replicas.load_report import LoadReport
 from tokenizer_proc.replicas.node_link import NodeLink
 from tokenizer_proc.replicas.placed import Name
 from tokenizer_proc.replicas.replicas import Replicas
@@ -43,14 +44,20 @@ class Ring:
         page_size, limits = child.config.worker.page_size, child.config.scheduler
         block_tokens = page_size * pages_per_block(page_size)
         args = child.config.replicas
+        count = args.num_slots
         router = Router[Name](
-            args.load_balance_method, args.dp, block_tokens, page_size, limits.max_queued_requests
+            args.load_balance_method, count, block_tokens, page_size, limits.max_queued_requests
         )
+
+        def report_load(num_open: int) -> None:
+            child.control.report("replica", replica=-1, state="load", argument=str(num_open))
 
         def on_recalled(number: int) -> None:
             child.control.report("replica", replica=number, state="recalled")
 
-        replicas = Replicas(args.dp, router, block_tokens, self._deliver, on_recalled, self._show)
+        replicas = Replicas(count, router, block_tokens, self._deliver, on_recalled, self._show)
+        if args.follows_load:
+            replicas.on_load = LoadReport(lambda: replicas.num_open, report_load).on_change
         for number, outbox in enumerate(outboxes):
             replicas.join(number, outbox)
         return replicas
@@ -86,6 +93,9 @@ class Ring:
             self._join(replicas, *argument.split())
         elif command is Command.LOST:
             replicas.on_lost(int(argument))
+            self._close_node_link(int(argument))
+        elif command is Command.LEFT:
+            replicas.on_left(int(argument))
             self._close_node_link(int(argument))
         elif command is Command.RECALL:
             replicas.recall(int(argument))

@@ -139,16 +139,26 @@ class TritonEngine(Engine):
     def forward(self, inputs: StepInputs) -> Tensor:
         if inputs.decodes_only and (computed := self._replay(inputs)) is not None:
             return computed.hidden
-        metadata = self._attention.plan_step(inputs)
-        return self.model.forward(self._ops(metadata)).settled()
+        return self._forward(self._attention.plan_step(inputs))
 
     def forward_and_sample(self, inputs: StepInputs) -> SampledTokens:
         computed = self._replay(inputs) if len(inputs.samples) else None
         if computed is None:
-            return super().forward_and_sample(inputs)
+            metadata, sampled = self._attention.plan_step(inputs), inputs.last_tokens
+            return self.sample_rows(inputs, self._forward(metadata, sampled))
         if inputs.table.sampling.unprocessed[inputs.sampled_slots].all():
             return SampledTokens(computed.token_ids, stored=True)
         return self.sample_rows(inputs, computed.hidden)
+
+    def kv_parts(self) -> Sequence[Tensor]:
+        return [part for layer in self._pages.layers for part in layer.unbind()]
+
+    def _forward(self, metadata: AttentionMetadata, sampled: Tensor | None = None) -> Tensor:
+        """Compute hidden states `[tokens, hidden]`, or `[samples, hidden]` of sampled tokens."""
+        are_fewer = sampled is not None and 0 < len(sampled) < len(metadata.slots)
+        ops = self._ops(metadata, sampled if are_fewer else None)
+        hidden = self.model.forward(ops).settled()
+        return hidden if sampled is None or are_fewer else hidden.index_select(0, sampled)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.compute_logits(self._ops(), Hidden(hidden)).x
@@ -161,10 +171,12 @@ class TritonEngine(Engine):
     def _sample(self, table: SlotTable, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         return sample_tokens(logits, slots, positions, table.sampling, table.tokens)
 
-    def _ops(self, metadata: AttentionMetadata | None = None) -> TritonOps:
+    def _ops(
+        self, metadata: AttentionMetadata | None = None, sampled: Tensor | None = None
+    ) -> TritonOps:
         """Return the operations of a step; without metadata, those of `compute_logits`."""
         return TritonOps(
-            self._pages, metadata, self._multiply, self.ranks, self._experts, self._heads
+            self._pages, metadata, self._multiply, self.ranks, self._experts, self._heads, sampled
         )
 
     def _replay(self, inputs: StepInputs) -> GraphOutput | None:
@@ -201,8 +213,7 @@ class TritonEngine(Engine):
     ) -> GraphOutput:
         """Compute a step with prompts, and store the sampled tokens."""
         metadata = attention.plan_blocks(table, inputs.slots, inputs.positions, inputs.blocks)
-        hidden = self.model.forward(self._ops(metadata)).settled()
-        hidden = hidden.index_select(0, inputs.sampled)
+        hidden = self._forward(metadata, inputs.sampled)
         token_ids = self._sample(
             table, self.logits(hidden), inputs.sampled_slots, inputs.sampled_positions
         )

@@ -54,6 +54,12 @@ class Hidden:
             self.added = None
         return self.x
 
+    def keep(self, rows: Tensor) -> None:
+        """Drop all rows but some."""
+        self.x = self.x.index_select(0, rows)
+        if self.added is not None:
+            self.added = self.added.index_select(0, rows)
+
 
 class PaddedHeads:
     """Heads whose number of outputs is a multiple of HEAD_MULTIPLE.
@@ -91,6 +97,8 @@ class TritonOps(Ops[Hidden]):
         tp_group: The ranks that have the other parts of the model, if there are several.
         experts: The mixtures of experts of the model.
         heads: The padded heads of the model.
+        sampled: `[samples]` the tokens that sample, fewer than all. What follows the last attention
+            is computed of them only, as no other token needs the rest. None: of all tokens.
     """
 
     def __init__(
@@ -101,6 +109,7 @@ class TritonOps(Ops[Hidden]):
         tp_group: "TPGroup | None" = None,
         experts: Mapping[Experts, GroupedExperts] | None = None,
         heads: PaddedHeads | None = None,
+        sampled: Tensor | None = None,
     ) -> None:
         self._pages = pages
         self._metadata = metadata
@@ -108,6 +117,8 @@ class TritonOps(Ops[Hidden]):
         self._tp_group = tp_group
         self._experts = experts or {}
         self._heads = heads or PaddedHeads()
+        self._sampled = sampled
+        self._has_attended = False  # in the last layer
 
     def embed(
         self, tokens: Embedding, positions: Embedding | None = None, scale: float = 1.0
@@ -117,10 +128,12 @@ class TritonOps(Ops[Hidden]):
         return Hidden(embed(step.known, step.slots, step.positions, tokens, positions, scale))
 
     def norm(self, norm: LayerNorm | RMSNorm, x: Hidden) -> Hidden:
+        self._keep_sampled(x)
         added, x.added = x.added, None
         return Hidden(add_and_norm(x.x, added, norm, x.factor))
 
     def norm_add(self, residual: Hidden, norm: RMSNorm, x: Hidden) -> Hidden:
+        self._keep_sampled(residual)
         norm_and_add(residual.settled(), norm, x.x)
         return residual
 
@@ -138,11 +151,13 @@ class TritonOps(Ops[Hidden]):
         return Hidden(gate_up(self.linear(proj, x).x, activation))
 
     def linear_add(self, residual: Hidden, proj: Linear, x: Hidden, scale: float = 1.0) -> Hidden:
+        self._keep_sampled(residual)
         return Hidden(residual.settled(), self.linear(proj, x).x, scale)
 
     def experts_add(
         self, residual: Hidden, experts: Experts, x: Hidden, scale: float = 1.0
     ) -> Hidden:
+        self._keep_sampled(residual)
         added = self._experts[experts].output(x.x, self.linear(experts.router, x).x)
         if self._tp_group is not None:
             added = self._tp_group.all_reduce(added)
@@ -151,7 +166,16 @@ class TritonOps(Ops[Hidden]):
     def attend(self, layer: int, qkv: Hidden, attention: Attention) -> Hidden:
         assert self._metadata is not None
         heads = qkv.x.unflatten(1, (-1, self._pages.shape.head_dim))
-        return Hidden(self._metadata.attend(self._pages.layers[layer], heads, attention))
+        attended = Hidden(self._metadata.attend(self._pages.layers[layer], heads, attention))
+        self._has_attended = layer == len(self._pages.layers) - 1
+        self._keep_sampled(attended)
+        return attended
+
+    def _keep_sampled(self, x: Hidden) -> None:
+        """After the last attention, drop the tokens that do not sample."""
+        sampled = self._sampled
+        if self._has_attended and sampled is not None and len(x.x) != len(sampled):
+            x.keep(sampled)
 
     def logits(
         self,

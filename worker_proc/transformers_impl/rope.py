@@ -1,7 +1,7 @@
 """Keep the rotary frequencies of a model of transformers the same in every step.
 
-With the scaling type `longrope`, transformers chooses the frequencies anew in each forward pass, by
-the largest position in it: here, by that of any request in the step. (`dynamic` changes them only
+With the scaling type `longrope`, transformers chooses the frequencies in each forward pass by the
+largest position in it: here, by that of any request in the step. (`dynamic` changes them only
 beyond `max_position_embeddings`, which a context never exceeds.)
 """
 

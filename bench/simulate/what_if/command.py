@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.command import EXIT_FAILED, EXIT_OK, EXIT_USAGE, CommandParser, named_flags, run_command
+from bench.command import EXIT_FAILED, EXIT_OK, EXIT_USAGE, named_flags, run_command, strict_parser
 from bench.load.server_log import MeasuredLoad, load_of, measured, read_server_log
 from bench.simulate.report import Figures
 from bench.simulate.simulator import parsed, source_of
@@ -105,13 +105,7 @@ def _ms(value: Any) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        "python -m bench.simulate.what_if",
-        usage="%(prog)s LOG [FLAGS]",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = strict_parser("bench.simulate.what_if", "LOG [FLAGS]", __doc__)
     parser.add_argument("log", type=Path, metavar="LOG", help="the server's log, in JSON")
     parser.add_argument(
         "--last", type=float, metavar="SECONDS", help="only the last ones (default: all requests)"

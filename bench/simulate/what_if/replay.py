@@ -15,11 +15,11 @@ from bench.load.server_log import LoggedRequest, MeasuredLoad
 from bench.load.trace import TraceRequest
 from bench.metrics.slo import Slo
 from bench.simulate import cost_model
+from bench.simulate.clock import START
 from bench.simulate.cost_model import CostModel
 from bench.simulate.records import Records
 from bench.simulate.report import Figures, figures
 from bench.simulate.run import World
-from bench.simulate.server import START
 from bench.simulate.simulator import SERVER_FLAGS, add_world, config_of, num_pages_of, parsed
 from quadriga.config import server_config as server_flags
 

@@ -81,7 +81,7 @@ class BatchService:
                     code="no_data_dir",
                 )
             try:
-                self._lock_fd = _lock(self._directory)
+                self._lock_fd = _lock(self._states)
                 self._read()
             except BlockingIOError:
                 raise _unavailable(f"another server uses {self._directory}") from None

@@ -58,7 +58,7 @@ async def _answer(
             is_rendered = saving.is_needed
             if is_rendered:
                 renderer.start(0)
-            on_completion = functools.partial(record, request)
+            on_completion = functools.partial(record, request, group)
             async for events, chunk in read_chat(group, plan.prepared, on_completion):
                 if is_rendered:
                     renderer.render(0, events, chunk)

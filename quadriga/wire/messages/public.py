@@ -81,7 +81,8 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
         clamp_max_new_tokens: if the context leaves less than max_new_tokens, generate that number
             instead of failing.
         resent: the client has sent the request before, over a connection that was lost. A known
-            request continues; a Replay precedes its other messages, empty if it starts anew.
+            request continues; a Replay precedes its other messages, empty if the request starts
+            again from its first token.
         acknowledge: send an Accepted before all other messages of the request.
         tenant: owner of a gateway's request; ignored from other clients.
         keep_s: seconds for which the request goes on while its client is gone. None: it is aborted
@@ -388,7 +389,7 @@ class Accepted(msgspec.Struct, tag="accepted", array_like=True, frozen=True):
 
 
 class Pong(msgspec.Struct, tag="pong", array_like=True, frozen=True):
-    """Answer to Ping. `instance` is drawn anew at each start of the server."""
+    """Answer to Ping. `instance` is another one after each start of the server."""
 
     version: int
     instance: str

@@ -65,6 +65,11 @@ class Submit(PlainSubmit, tag="submit", array_like=True, frozen=True):
         fields = PlainSubmit.__struct_fields__
         return cast("Submit", PlainSubmit(*(getattr(self, name) for name in fields)))
 
+    def of_choices(self, indexes: list[int]) -> "MovedSubmit":
+        """Return the request with these of its choices, from their first tokens on."""
+        fields = {name: getattr(self, name) for name in Submit.__struct_fields__}
+        return MovedSubmit(**fields, progress=[ChoiceProgress(index) for index in indexes])
+
 
 class ChoiceProgress(msgspec.Struct, array_like=True, frozen=True):
     """A choice of a request that moves to another scheduler.
@@ -83,8 +88,8 @@ class MovedSubmit(Submit, tag="submit", array_like=True, frozen=True):
     """A Submit in the form that is read.
 
     Attributes:
-        progress: the choices that go on, of a request that another scheduler had; the others have
-            ended. Empty for a request that begins.
+        progress: the choices that go on, or start again, of a request that a scheduler had; the
+            others have ended, or are open there. Empty for a request that begins.
         num_losses: number of replicas that were lost while they had it; it may be the reason.
     """
 

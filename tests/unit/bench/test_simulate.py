@@ -18,10 +18,11 @@ from bench.load.synthetic import Lengths, TraceSpec, generate
 from bench.load.trace import TraceRequest
 from bench.metrics.slo import Slo
 from bench.simulate import cost_model, simulator
+from bench.simulate.clock import START
 from bench.simulate.cost_model import CostModel, Delays
 from bench.simulate.report import Figures, figures
 from bench.simulate.run import MAX_SAMPLES, World
-from bench.simulate.server import START, draw_ids
+from bench.simulate.worker import draw_ids
 from bench.worker_steps import MeasuredOn
 from quadriga.config.replica_args import BY_LOAD, IN_TURN
 from quadriga.config.server_config import ServerConfig

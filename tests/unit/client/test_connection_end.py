@@ -7,7 +7,7 @@ import uuid
 
 import zmq
 
-from quadriga.client.connection import Connection, ConnectionEvents
+from quadriga.client.connection.connection import Connection, ConnectionEvents
 from quadriga.wire.messages.public import PROTOCOL_VERSION, Ping, Pong, Refused, ServerMessage
 from quadriga.wire.messages.public import RefusalInfo as Error
 from quadriga.wire.sockets import encode

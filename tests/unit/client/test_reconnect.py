@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from bench.client.server import free_port
-from quadriga.client import AsyncClient, Completion, connection
+from quadriga.client import AsyncClient, Completion
+from quadriga.client.connection import connection
 from quadriga.errors import AddressInUse, RequestFailed, ServerStopping, ServerUnreachable
 from quadriga.wire.messages.public import (
     MAX_FRAME_BYTES,

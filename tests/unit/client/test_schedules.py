@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from quadriga.client.async_client import AsyncClient
+from quadriga.client.connection.search import MAX_PAUSE_S
 from quadriga.client.request_handle import RequestHandle
-from quadriga.client.search import MAX_PAUSE_S
 from quadriga.client.types import Completion
 from quadriga.errors import DeadlineExceeded, QuadrigaError
 from quadriga.sampling.params import SamplingParams

@@ -93,9 +93,9 @@ class FakeCrews:
 class World:
     """A driver of two replicas."""
 
-    def __init__(self) -> None:
+    def __init__(self, **flags: Any) -> None:
         self.control, self.crews = FakeControl(), FakeCrews()
-        config = ServerConfig().replace(cluster="ray", dp=2)
+        config = ServerConfig().replace(cluster="ray", dp=2, **flags)
         child = Child(config, Endpoints(Path("/nowhere")), self.control)  # type: ignore[arg-type]
         self.driver = Driver(child, self.crews)  # type: ignore[arg-type]
         self.task = asyncio.create_task(self.driver.keep_all())
@@ -227,6 +227,63 @@ def test_a_machine_that_cannot_replace_a_lost_one_is_named_and_the_others_go_on(
         world.driver.obey(Command.DRAIN, "")
         world.crews.crews[0].queue.put_nowait({"report": "left"})
         await asyncio.wait_for(world.task, TIMEOUT_S)
+
+    asyncio.run(run())
+
+
+def test_replicas_are_added_under_a_load_and_leave_without_it() -> None:
+    async def run() -> None:
+        flags = {"target_ongoing_requests": 4, "scale_up_after": 0.0, "scale_down_after": 0.0}
+        world = World(max_replicas=3, **flags)
+        await world.serve()
+        world.driver.obey(Command.LOAD, "99")
+        await world.until(lambda: len(world.crews.crews) == 3)
+        third = world.crews.crews[2]
+        assert third.arguments[:2] == ["--replica", "2"]
+        third.join()
+        await world.until(lambda: len(world.control.take("joined")) == 3)
+        world.driver.obey(Command.LOAD, "6")
+        await world.until(lambda: world.control.take("leaving") == [(2, "")])
+        assert not third.is_closed
+        for _ in range(2):  # the answer comes again where the frontend was restarted
+            world.driver.obey(Command.REMOVE, "2")
+            await world.until(lambda: third.is_closed)
+        await world.until(lambda: world.control.take("left") == [(2, "")])
+        assert world.control.take("lost") == []
+        await world.stop()
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_has_no_place_yet_is_given_up_when_the_load_is_gone() -> None:
+    async def run() -> None:
+        flags = {"target_ongoing_requests": 4, "scale_up_after": 0.0, "scale_down_after": 0.0}
+        world = World(max_replicas=3, min_replicas=2, **flags)
+        await world.serve()
+        world.crews.has_place.clear()
+        world.driver.obey(Command.LOAD, "99")
+        await world.until(lambda: len(world.crews.crews) == 3)
+        world.driver.obey(Command.LOAD, "0")
+        await world.until(lambda: world.crews.crews[2].is_closed)
+        await world.until(lambda: world.control.take("left") == [(2, "")])
+        assert world.control.take("leaving") == []
+        await world.stop()
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_is_lost_while_it_leaves_does_not_come_back() -> None:
+    async def run() -> None:
+        flags = {"target_ongoing_requests": 4, "scale_up_after": 0.0, "scale_down_after": 0.0}
+        world = World(max_replicas=2, **flags)
+        await world.serve()
+        world.driver.obey(Command.LOAD, "0")
+        await world.until(lambda: world.control.take("leaving") == [(1, "")])
+        world.crews.crews[1].queue.put_nowait({"report": "lost", "reason": "x"})
+        await world.until(lambda: world.control.take("left") == [(1, "")])
+        assert world.control.take("lost") == [(1, "x")]
+        assert len(world.crews.crews) == 2
+        await world.stop()
 
     asyncio.run(run())
 

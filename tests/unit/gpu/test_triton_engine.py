@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
+from tests import EVERYTHING
 from tests.integration.test_equality import reference
 from tests.tiny_experts import tiny_gpt_oss, tiny_mixtral
 from tests.tiny_models import (
@@ -28,6 +30,7 @@ from tests.triton_device import DEVICE  # isort: skip (before what it has to pre
 
 from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of, runner_of
 from worker_proc.engine_factory import make_engine
+from worker_proc.gpu.engine import TritonEngine
 from worker_proc.gpu.ops import PaddedHeads
 from worker_proc.models.layers import Linear
 
@@ -43,16 +46,17 @@ def generated(
     return [request.output for request in requests]
 
 
+FEW_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
 # Together the families have every option of a decoder. Two layers where these differ.
 FAMILIES: list[tuple[Callable[..., Path], dict[str, Any]]] = [
-    (tiny_gpt2, {"n_layer": 1}),
+    (tiny_gpt2, {"n_layer": 1, "n_head": 2}),
     (tiny_qwen3, {"num_hidden_layers": 1}),
     (tiny_olmo2, {"num_hidden_layers": 1}),
     (tiny_granite, {"num_hidden_layers": 1}),
     (tiny_gemma2, {"num_hidden_layers": 2, "sliding_window": 11}),
     (tiny_exaone4, {"num_hidden_layers": 2, "sliding_window": 11}),
-    (tiny_gpt_neox, {"num_hidden_layers": 1}),
-    (tiny_opt, {"num_hidden_layers": 1}),
+    (tiny_gpt_neox, {"num_hidden_layers": 1, **FEW_HEADS}),
+    (tiny_opt, {"num_hidden_layers": 1, **FEW_HEADS}),
     (tiny_mixtral, {"num_hidden_layers": 1}),
     (tiny_gpt_oss, {"num_hidden_layers": 2}),
 ]
@@ -65,9 +69,9 @@ def test_greedy_tokens_equal_those_of_transformers(
     """Prompts in chunks beside rows that decode. Llama itself: tests/integration."""
     directory = build(tmp_path, **changes)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    lengths = [1, 20, 7]
-    expected = [reference(model, prompt)[:4] for prompt in prompts_of(lengths)]
-    assert generated(directory, lengths, 4, chunk=16, **TRITON) == expected
+    lengths, count, chunk = ([1, 20, 7], 4, 16) if EVERYTHING else ([1, 14, 2], 3, 9)
+    expected = [reference(model, prompt)[:count] for prompt in prompts_of(lengths)]
+    assert generated(directory, lengths, count, chunk, **TRITON) == expected
 
 
 def test_draws_equal_those_of_plain_torch(gpt2_dir: Path) -> None:
@@ -79,13 +83,31 @@ def test_draws_equal_those_of_plain_torch(gpt2_dir: Path) -> None:
             for seed, prompt in enumerate(prompts_of([3, 5]))
         ]
         requests.append(driver.add([1, 2], temperature=0.7, top_p=0.9, seed=9))
-        driver.generate(requests, 4)
+        driver.generate(requests, 3)
         outputs.append([request.output for request in requests])
     assert outputs[0] == outputs[1]
 
 
+def test_only_rows_that_sample_are_computed_after_the_last_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(tiny_llama(tmp_path, num_hidden_layers=2), **TRITON)
+    assert isinstance(runner.engine, TritonEngine)
+    rows: list[int] = []
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows.append(len(x))
+        return F.linear(x, weight, bias)
+
+    monkeypatch.setattr(runner.engine, "_multiply", multiply)
+    driver = Driver(runner)
+    driver.step(*((driver.add(prompt), len(prompt)) for prompt in prompts_of([5, 7])))
+    all_tokens, samples, head = [12] * 4, [2] * 3, [2]
+    assert rows == [*all_tokens, 12, *samples, *head]
+
+
 def logits_of(directory: Path, others: int, chunk: int) -> torch.Tensor:
-    """Return the logits `[rows, vocab_size]` of three tokens of a prompt, and of others beside."""
+    """Return the logits `[rows, vocab_size]` of two tokens after a prompt, and of others beside."""
     flags = {**TRITON, "dtype": "bfloat16", "enable_deterministic_inference": True}
     runner = runner_of(directory, **flags)
     compute, seen = runner.engine.logits, []
@@ -96,8 +118,8 @@ def logits_of(directory: Path, others: int, chunk: int) -> torch.Tensor:
 
     runner.engine.logits = watched  # type: ignore[method-assign]
     driver = Driver(runner)
-    prompts = [*prompts_of([24]), *prompts_of([1, 9][:others], seed=1)]
-    driver.generate([driver.add(prompt) for prompt in prompts], 3, chunk)
+    prompts = [*prompts_of([20]), *prompts_of([1, 5][:others], seed=1)]
+    driver.generate([driver.add(prompt) for prompt in prompts], 2, chunk)
     return torch.cat(seen)
 
 

@@ -56,7 +56,7 @@ def _project(layer: nn.Module, x: Tensor) -> Tensor:
     [
         (1, 2, False, {}),
         (7, 1, True, {"renormalize": False}),
-        (90, 3, True, {"activation": Activation.CLAMPED_SWIGLU}),
+        (50, 3, True, {"activation": Activation.CLAMPED_SWIGLU}),
     ],
 )
 def test_the_outputs_of_each_tokens_experts_are_added(
@@ -72,10 +72,10 @@ def test_the_outputs_of_each_tokens_experts_are_added(
 
 def test_a_tokens_output_does_not_depend_on_the_others() -> None:
     layer = grouped(2, True, torch.bfloat16)
-    x = draw(70, HIDDEN, dtype=torch.bfloat16, seed=50)
-    scores = draw(70, NUM_EXPERTS, dtype=torch.bfloat16, seed=51)
+    x = draw(40, HIDDEN, dtype=torch.bfloat16, seed=50)
+    scores = draw(40, NUM_EXPERTS, dtype=torch.bfloat16, seed=51)
     output = layer.output(x, scores)
-    for token in (0, 37, 69):
+    for token in (0, 17, 39):
         alone = layer.output(x[token : token + 1], scores[token : token + 1])
         assert alone.equal(output[token : token + 1])
 

@@ -1,7 +1,9 @@
 """Each Triton kernel against plain torch, over random shapes and pages."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +15,7 @@ from torch import Tensor
 from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
 
 from quadriga.model_files.config.rope_config import RopeScaling
+from tests import EVERYTHING
 from worker_proc.gpu.kernels.activations import activate_, gate_up
 from worker_proc.gpu.kernels.attention import attend_over_pages, queries_of_block
 from worker_proc.gpu.kernels.matmul import multiply
@@ -142,10 +145,23 @@ DECODE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("window", "dtype"), [(None, FLOAT32), (None, BFLOAT16), (1, FLOAT32), (30, BFLOAT16)]
-)
-@pytest.mark.parametrize("case", MIXED, ids=str)
+PROMPT_KINDS = [(FLOAT32, None), (BFLOAT16, None), (BFLOAT16, 30), (FLOAT32, 1)]
+DECODE_KINDS = [(BFLOAT16, 1, None), (FLOAT32, 4, None), (BFLOAT16, 4, 3), (FLOAT32, 1, 70),
+                (FLOAT32, 4, 70)]  # fmt: skip
+
+
+def paired(
+    cases: Sequence[object], kinds: Sequence[tuple[object, ...]]
+) -> list[tuple[object, ...]]:
+    """Return each case with every second kind, or with all kinds."""
+    return [
+        (case, *kind)
+        for (row, case), (column, kind) in product(enumerate(cases), enumerate(kinds))
+        if EVERYTHING or (row + column) % 2 == 0
+    ]
+
+
+@pytest.mark.parametrize(("case", "dtype", "window"), paired(MIXED, PROMPT_KINDS), ids=str)
 def test_prompts_chunks_and_decode_rows_attend_to_their_pages(
     case: Case, dtype: torch.dtype, window: int | None
 ) -> None:
@@ -157,10 +173,8 @@ def test_prompts_chunks_and_decode_rows_attend_to_their_pages(
 
 
 @pytest.mark.parametrize(
-    ("window", "splits", "dtype"),
-    [(None, 1, BFLOAT16), (None, 4, FLOAT32), (3, 4, BFLOAT16), (70, 1, FLOAT32), (70, 4, FLOAT32)],
+    ("case", "dtype", "splits", "window"), paired(DECODE, DECODE_KINDS), ids=str
 )
-@pytest.mark.parametrize("case", DECODE, ids=str)
 def test_decode_rows_attend_alike_however_their_keys_are_split(
     case: Case, dtype: torch.dtype, splits: int, window: int | None
 ) -> None:
@@ -189,26 +203,26 @@ def test_a_query_attends_alike_whatever_chunk_it_comes_in(window: int | None) ->
         assert chunk.equal(out[begin:end])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("rotated", [None, 0.5, 1.0])
-@pytest.mark.parametrize("normed", [None, "heads", "whole"])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 12), (6, 2, 16)])
+@pytest.mark.parametrize(
+    ("sizes", "rotated", "normed", "dtype"),
+    paired(
+        [(4, 4, 12), (6, 2, 16)],
+        list(product([None, 0.5, 1.0], [None, "heads", "whole"], TOLERANCE)),
+    ),
+    ids=str,
+)
 def test_positions_are_applied_and_keys_and_values_lie_in_their_pages(
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    rotated: float | None,
-    normed: str | None,
-    dtype: torch.dtype,
+    sizes: tuple[int, int, int], rotated: float | None, normed: str | None, dtype: torch.dtype
 ) -> None:
+    heads, kv_heads, dim = sizes
     case = Case(heads, kv_heads, dim, 4, [])
     slots, positions = ints([3, -1, 0, 3]), ints([17, 5, 0, 18])
     qkv, pool = draw(4, heads + 2 * kv_heads, dim, dtype=dtype), case.pool(dtype)
     expected, expected_pool = qkv.float().clone(), pool.clone()
     attention, turning = case.plain(), expected[:, : heads + kv_heads]
     if normed is not None:
-        sizes = (dim, dim) if normed == "heads" else (heads * dim, kv_heads * dim)
-        norms = QKNorms(*sizes, 1e-5, offset=0.5, whole=normed == "whole").to(DEVICE, dtype)
+        widths = (dim, dim) if normed == "heads" else (heads * dim, kv_heads * dim)
+        norms = QKNorms(*widths, 1e-5, offset=0.5, whole=normed == "whole").to(DEVICE, dtype)
         attention.norms = norms
         for part, norm in ((turning[:, :heads], norms.queries), (turning[:, heads:], norms.keys)):
             norm.weight.copy_(draw(len(norm.weight), seed=part.shape[1]))

@@ -9,6 +9,7 @@ from tests.triton_device import DEVICE  # isort: skip (before what it has to pre
 
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.worker import NewSlot, SlotSamplingParams
+from tests import EVERYTHING
 from worker_proc.gpu.kernels.sampling import sample_tokens
 from worker_proc.sampling.sampler import sample
 from worker_proc.sampling.slot_sampling import SamplingState
@@ -64,7 +65,7 @@ def test_tokens_are_those_of_plain_torch(
     state, rows = sampling_of(PARAMS), len(PARAMS)
     logits, known = draw(rows, vocab_size, spread, dtype), known_tokens()
     slots = np.arange(rows)
-    for position in (3, 17):
+    for position in (3, 17) if EVERYTHING else (17,):
         expected = sample(logits, state.sampling_rows(slots, np.full(rows, position)))
         places = ints([position - 1] * rows)
         token_ids = sample_tokens(logits, ints(slots.tolist()), places, state, known)
@@ -86,12 +87,12 @@ def test_a_row_has_the_token_that_it_has_alone() -> None:
 def test_drawn_tokens_have_the_shares_of_their_weights() -> None:
     state = sampling_of([{"temperature": 1.0}])
     weights = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05], device=DEVICE)
-    count = 150
+    count = 1000 if EVERYTHING else 100
     logits, slots = weights.log().repeat(count, 1), ints([0] * count)
     known = torch.zeros(1, count + 1, dtype=torch.int32, device=DEVICE)
     token_ids = sample_tokens(logits, slots, ints(list(range(count))), state, known)
     shares = torch.bincount(token_ids, minlength=5) / count
-    assert shares[1] == 0 and (shares - weights).abs().max() < 0.1
+    assert shares[1] == 0 and (shares - weights).abs().max() < 0.15
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])

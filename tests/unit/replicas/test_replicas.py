@@ -376,6 +376,31 @@ def test_the_requests_of_the_only_replica_that_runs_stay_there() -> None:
     assert moved(world.outboxes[home].take()) == []
 
 
+def test_a_replica_that_has_left_gets_no_requests_and_costs_none() -> None:
+    world = World()
+    home = world.submit("a")
+    world.news(home, [(7, "a", 0)], {7: 11})
+    world.replicas.recall(home)
+    world.hand_back(home, 1)
+    world.replicas.on_left(home)
+    assert world.outboxes[home].is_closed
+    (message,) = moved(world.outboxes[1 - home].take())
+    assert message.num_losses == 0
+    assert [world.submit(f"{n}") for n in range(3)] == [1 - home] * 3
+    world.replicas.on_left(home)
+
+
+def test_the_load_is_the_number_of_open_requests() -> None:
+    world = World()
+    changes: list[int] = []
+    world.replicas.on_load = lambda: changes.append(world.replicas.num_open)
+    for name in "abc":
+        world.submit(name)
+    world.end(0, "a")
+    world.end(1, "a")
+    assert changes == [1, 2, 3, 2]
+
+
 def test_requests_wait_while_there_is_no_replica_and_go_to_the_first_that_joins() -> None:
     world = World(num_replicas=1)
     assert world.submit("a") == 0

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from http_proc import listener
-from quadriga.client.connection_watch import ConnectionWatch
 from quadriga.runtime import open_files
 from quadriga.runtime.open_files import WARN_EVERY_S, FileWatch
 from quadriga.wire import sockets
+from quadriga.wire.connection_watch import ConnectionWatch
 from tests.server import ROOT
 
 RAISE = """

@@ -12,7 +12,7 @@ from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.arrays import pack_floats, pack_ids, unpack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock, PromptPiece, SampledLogprobs
 from quadriga.wire.messages.to_detok import PlainStreamStart, StepOutput
-from quadriga.wire.messages.to_scheduler import Submit
+from quadriga.wire.messages.to_scheduler import CLIENT_LOST, AbortRequest, Submit
 from quadriga.wire.messages.worker import StepPlan, StepResult, WantedLogprobs, WorkerReady
 from scheduler_proc.events import StepEvents
 from scheduler_proc.scheduler import Scheduler
@@ -42,9 +42,11 @@ class Bench:
         )
         self.scheduler.step([], [WorkerReady(64, 4, 16, "float32", "cpu")])
 
-    def submit(self, **fields: Any) -> None:
+    def submit(self, client_retry: bool = False, **fields: Any) -> None:
         params = SamplingParams(**{"max_new_tokens": 2, "seed": 7, **fields})
-        message = Submit(b"c", "r", pack_ids(PROMPT), params, True, 1.0, 1.0)
+        message = Submit(
+            b"c", "r", pack_ids(PROMPT), params, True, 1.0, 1.0, client_retry=client_retry
+        )
         self.scheduler.step([message], [])
 
     def plan(self) -> StepPlan:
@@ -81,6 +83,30 @@ def test_each_choice_ends_once_and_an_abort_ends_all() -> None:
     bench.scheduler.step([abort("r")], [])
     closed = [close for output in bench.detok.sent for close in output.closed]
     assert [(close.request_id, close.index) for close in closed] == [("r", 0), ("r", 1), ("r", 2)]
+
+
+def test_a_lost_client_that_comes_back_gets_all_choices_also_where_one_had_ended() -> None:
+    bench = Bench()
+    bench.submit(n=2)
+    bench.answer(bench.plan(), [50, 51])
+    first, second = bench.scheduler.lifecycle.table.of_client(b"c", "r")
+    bench.scheduler.lifecycle.finish(first, FinishReason.STOP)
+    bench.scheduler.step([AbortRequest(b"c", "", CLIENT_LOST)], [])
+    bench.worker.sent.clear()
+    bench.detok.sent.clear()
+    bench.submit(n=2, client_retry=True)
+    replays = [replay for output in bench.detok.sent for replay in output.replayed]
+    assert [(it.opening.index, unpack_ids(it.token_ids).tolist()) for it in replays] == [
+        (0, [50]),
+        (1, []),
+    ]
+    assert [it.closing is not None for it in replays] == [True, False]
+    (choice,) = bench.scheduler.lifecycle.table.of_client(b"c", "r")
+    assert (choice.index, choice.sampling.seed) == (1, second.sampling.seed)
+    bench.detok.sent.clear()
+    bench.submit(n=2, client_retry=True)  # both are known now
+    assert len(bench.scheduler.lifecycle.table) == 1
+    assert [len(output.replayed) for output in bench.detok.sent] == [2]
 
 
 @pytest.mark.parametrize(("n", "refused"), [(4, False), (5, True)])

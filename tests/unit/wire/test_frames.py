@@ -31,7 +31,7 @@ def test_fields_that_are_left_out_have_the_same_defaults(link: str) -> None:
 
 
 def test_fields_have_their_names_and_places() -> None:
-    """A new name alone changes no byte: write the file anew and see that no frame differs."""
+    """A new name alone changes no byte: write the file again and see that no frame differs."""
     for link, tag, frames in listed(KNOWN):
         assert list(field_names(messages(link)[tag])) == frames["fields"], f"{link}: {tag}"
 

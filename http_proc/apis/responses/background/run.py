@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from functools import partial
 
 from http_proc.apis.responses.answer import ResponseAnswer
 from http_proc.apis.responses.background.job import BackgroundJob
@@ -135,7 +136,7 @@ class BackgroundRun:
             plan.submit(group)
             await group.accepted()
             self._write(stream.start(0))
-            on_completion = gateway.metrics.count_completion
+            on_completion = partial(gateway.count_completion, group)
             async for events, chunk in read_chat(group, plan.prepared, on_completion):
                 self._write(stream.render(0, events, chunk))
         self._write(stream.finish())

@@ -1,7 +1,9 @@
 """Files and batches by HTTP, before a scripted ring."""
 
 import asyncio
+import fcntl
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -343,6 +345,18 @@ def test_lines_run_as_the_load_allows(
 
     flags = {"batch_concurrency": 3, "batch_concurrency_beside": beside}
     run(test, scripted, data_dir=str(tmp_path), **flags)
+
+
+def test_the_directory_may_be_that_of_the_journal_too(tmp_path: Path) -> None:
+    async def test(http: Http) -> None:
+        assert (await http.call("get", "/v1/batches"))[0] == 200
+
+    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(fd, fcntl.LOCK_EX)  # as the scheduler locks the directory of its journal
+    try:
+        run(test, ring(), data_dir=str(tmp_path))
+    finally:
+        os.close(fd)
 
 
 def test_a_second_gateway_of_a_directory_is_refused_until_the_first_is_gone(

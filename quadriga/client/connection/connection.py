@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from quadriga.client.http_port import describe_http_port
-from quadriga.client.link import LinkEvents, ServerLink
-from quadriga.client.search import Search
+from quadriga.client.connection.http_port import describe_http_port
+from quadriga.client.connection.link import LinkEvents, ServerLink
+from quadriga.client.connection.search import Search
 from quadriga.errors import InvalidRequest, QuadrigaError, RequestAborted, ServerUnreachable
 from quadriga.wire import sockets
 from quadriga.wire.messages.public import (

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quadriga.client.connection_watch import ConnectionWatch
 from quadriga.errors import QuadrigaError, ServerUnreachable
 from quadriga.wire import sockets
+from quadriga.wire.connection_watch import ConnectionWatch
 from quadriga.wire.sockets import NO_LIMIT
 
 

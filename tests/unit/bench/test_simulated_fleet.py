@@ -1,0 +1,98 @@
+"""Replicas of a simulation that are lost, come back, and follow the load."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.load.trace import TraceRequest
+from bench.metrics.slo import Slo
+from bench.simulate import cost_model, simulator
+from bench.simulate.fleet.fleet import Loss
+from bench.simulate.report import Figures, figures
+from bench.simulate.run import World
+from cluster_proc.scaling import Scaling, ScalingLimits
+from quadriga.config.replica_args import BY_CACHE
+from quadriga.config.server_config import ServerConfig
+from quadriga.errors import ConfigError
+from tests.unit.bench.test_simulate import MODEL, PAGE, request, requests
+
+
+def world_of(replicas: int, **flags: Any) -> World:
+    config = ServerConfig().replace(page_size=PAGE, max_batch_size=8)
+    return World(config, MODEL, 1000, replicas, BY_CACHE, **flags)
+
+
+def run(world: World, sent: list[TraceRequest]) -> Figures:
+    world.run(enumerate(sent))
+    for replica in world.replicas:
+        replica.scheduler.check()
+        assert replica.load.pages_held == 0
+    loads = world.dispatcher.router.ledger.loads if world.dispatcher else []
+    assert all(load.num_open == load.num_prefill_tokens == 0 for load in loads)
+    found = figures(world, MODEL.delays_ms.delivery, Slo(), wall=1.0)
+    assert found.failed == 0
+    assert found.completion_tokens == sum(one.max_new_tokens for one in sent)
+    return found
+
+
+@pytest.mark.parametrize("return_after", [None, 0.5])
+def test_no_token_is_lost_or_doubled_with_lost_replicas(return_after: float | None) -> None:
+    world = world_of(4)
+    world.lose(Loss(2, 1.0), return_after)
+    found = run(world, requests(300, request_rate=60.0))
+    assert found.fleet is not None
+    assert found.fleet.num_lost == 2
+    assert found.fleet.num_moved > 0 and found.fleet.num_computed_again > 0
+    assert len(world.replicas) == (2 if return_after is None else 4)
+    assert found.fleet.replicas_min == 2
+
+
+def test_requests_wait_for_a_replica_where_there_is_none() -> None:
+    world = world_of(2)
+    world.lose(Loss(2, 1.0), 5.0)
+    found = run(world, requests(60, request_rate=20.0))
+    assert found.ttft is not None and found.ttft.max > 4000
+
+
+def test_replicas_come_under_a_load_and_leave_after_it() -> None:
+    world = world_of(1, max_replicas=3)
+    world.fleet.follow_load(Scaling(ScalingLimits(1, 3, 4, 1.0, 5.0), 1), start_s=2.0)
+    burst = [request(at=n / 20, output=20, segment=n) for n in range(400)]
+    found = run(world, [*burst, request(at=60.0, segment=400)])
+    assert found.fleet is not None
+    assert (found.fleet.replicas_min, found.fleet.replicas_max) == (1, 3)
+    assert found.fleet.num_left >= 2 and found.fleet.num_lost == 0
+    assert len(world.replicas) == 1
+
+
+def test_the_ideal_cache_is_a_bound_of_the_hits() -> None:
+    found = run(world_of(4), requests(200, prefix_groups=8, prefix_len=64, request_rate=30.0))
+    assert found.routing is not None
+    assert 0 < found.cached_tokens <= found.routing.ideal_cached_tokens + 200 * 64
+    assert found.routing.ideal_cached_tokens <= 200 * 64
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--replicas 4 --lose 4@1", "one has to stay"),
+        ("--replicas 4 --lose some", "--lose is 'some': give COUNT@SECONDS"),
+        ("--replicas 4 --lose 0@1", "--lose is '0@1'"),
+        ("--replicas 4 --return-after 5", "--return-after works with --lose only"),
+        ("--scale 3:2", "--scale is '3:2': give MIN:MAX"),
+        ("--replicas 9 --scale 1:2", "--replicas 9 is not within --scale 1:2"),
+    ],
+)
+def test_flags_that_cannot_work_are_named(
+    flags: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cost_model.save(tmp_path / "model.json", MODEL)
+    assert simulator.main(["--cost-model", str(tmp_path / "model.json"), *flags.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_loss_is_read() -> None:
+    assert Loss.parse("100@20") == Loss(100, 20.0)
+    with pytest.raises(ConfigError):
+        Loss.parse("1@nan")

@@ -1,0 +1,29 @@
+"""The load is reported when it has changed, and not more often than it has to be."""
+
+import asyncio
+
+import pytest
+
+from tokenizer_proc.replicas import load_report
+from tokenizer_proc.replicas.load_report import LoadReport
+
+
+def test_many_changes_are_one_report_and_the_same_load_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(load_report, "LOAD_INTERVAL_S", 0.0)
+    reports: list[int] = []
+    loads = iter((3, 0, 0, 5))
+
+    async def run() -> None:
+        report = LoadReport(lambda: next(loads), reports.append)
+        for _ in range(4):
+            for _ in range(100):
+                report.on_change()
+            await asyncio.sleep(0)
+            while report._timer is not None:
+                await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert reports == [3, 0, 5]
+    assert next(loads, None) is None

@@ -1,0 +1,81 @@
+"""The replicas that have joined: which of them live, and what they report together."""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from quadriga.wire.sockets import Outbox
+from tokenizer_proc.replicas.placed import Name
+from tokenizer_proc.replicas.router import Router
+from tokenizer_proc.replicas.state import ReplicaState
+
+
+class ReplicaSet:
+    """Replicas by their numbers.
+
+    Args:
+        size: largest number of replicas, each of which joins before it gets requests.
+        router: is kept informed of which of them take requests.
+
+    Attributes:
+        size: largest number of replicas.
+    """
+
+    def __init__(self, size: int, router: Router[Name]) -> None:
+        self.size = size
+        self._router = router
+        self._states: dict[int, ReplicaState] = {}
+        self.set_up()
+
+    def __getitem__(self, number: int) -> ReplicaState:
+        """Return a replica that has joined, also one that is lost."""
+        return self._states[number]
+
+    def find_live(self, number: int) -> ReplicaState | None:
+        """Return a replica that has joined and is not lost, or None."""
+        state = self._states.get(number)
+        return None if state is None or state.is_lost else state
+
+    def live(self) -> Iterator[tuple[int, ReplicaState]]:
+        """Yield the numbers and states of the replicas that are not lost."""
+        return ((n, state) for n, state in self._states.items() if not state.is_lost)
+
+    def join(self, number: int, outbox: Outbox) -> None:
+        """Add a replica, of which an earlier run may be lost. outbox: to its scheduler."""
+        self._states[number] = ReplicaState(outbox)
+        self.set_up()
+
+    def broadcast(self, message: msgspec.Struct) -> None:
+        """Send a message to every scheduler."""
+        for _, state in self.live():
+            state.outbox.send(message)
+
+    def set_up(self) -> None:
+        """Give new requests to the replicas that run; without any, to those that come back."""
+        has_running = any(state.is_running for _, state in self.live())
+        for number in range(self.size):
+            state = self.find_live(number)
+            is_up = state is not None and (state.is_running or not has_running)
+            self._router.set_up(number, is_up)
+
+    @property
+    def all_known(self) -> bool:
+        """Whether each has said which requests it holds."""
+        return all(state.is_known for _, state in self.live())
+
+    @property
+    def have_drained(self) -> bool:
+        """Whether none has anything left after the last Drain."""
+        return all(state.has_drained for _, state in self.live())
+
+    @property
+    def num_waiting(self) -> int:
+        """Length of all waiting queues together, as they were last reported."""
+        return sum(state.num_waiting for _, state in self.live())
+
+    @property
+    def wait_s(self) -> float | None:
+        """The shortest expected wait; None while some queue is far from full."""
+        waits = [state.wait_s for _, state in self.live()]
+        known = [wait_s for wait_s in waits if wait_s is not None]
+        return min(known) if known and len(known) == len(waits) else None
