@@ -150,6 +150,7 @@ def test_tensors_that_are_not_quantized_have_the_numbers_of_the_package(
     entry = {"type": kind, "shape": [4, 32], "offset": 0, "bytes": stored.nbytes}
     (index := tmp_path / "tensors.json").write_text(json.dumps({"output.weight": entry}))
     (read,) = dict(from_gguf(file, index, {"model_type": "gpt2"})).values()
+    assert isinstance(read, Tensor)
     assert torch.equal(read, torch.from_numpy(dequantize(data, Kind[kind])))
 
 
