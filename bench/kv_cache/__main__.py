@@ -157,6 +157,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--worker-threads", type=int, help="of each server (default: its own)")
     parser.add_argument("--tokens", type=int, default=8000, help="of the prefix")
     parser.add_argument("--turns", type=int, default=1, help="of the restart; 0: none")
     parser.add_argument("--streams", type=int, default=64, help="of the crash; 0: none")
@@ -166,6 +167,7 @@ def main() -> None:
     args = parser.parse_args()
     flags: dict[str, Any] = {"max_total_tokens": 32_768, "dtype": args.dtype}
     flags |= {"quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
+    flags |= {"worker_threads": args.worker_threads} if args.worker_threads else {}
     ratios, is_equal = [args.min_ratio], True
     if args.turns:
         print(f"first request on a prefix of {args.tokens} tokens, in seconds\n")

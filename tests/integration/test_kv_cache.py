@@ -48,7 +48,8 @@ def test_evicted_restarted_and_damaged_pages_give_the_tokens_of_transformers(
     flags = ["--model", str(llama_dir), "--worker-threads", "1", "--dtype", "float32"]
     flags += ["--page-size", "4", "--chunked-prefill-size", "64", "--max-total-tokens", "1024"]
     flags += ["--kv-cache-dir", str(directory), "--max-running-requests", "8"]
-    with running_server(tmp_path / "log", *flags) as server:
+    memory = ["--kv-offloading-size", "0.001"]
+    with running_server(tmp_path / "log", *flags, *memory) as server:
         assert asyncio.run(serve_all(server.endpoint, prompts)) == expected
         assert asyncio.run(serve_all(server.endpoint, prompts)) == expected
         assert counters(server)["loaded_tokens"] > 0, "the pool holds a part of the prompts"
