@@ -9,6 +9,7 @@ from hashlib import blake2b
 
 MIN_BLOCK_TOKENS = 64
 HASH_BYTES = 8
+PAGE_HASH_BYTES = 16  # of the name of a page's content, which must not be that of another one
 TOKEN_BYTES = 4
 
 
@@ -27,6 +28,11 @@ def block_hash(parent: bytes, tokens: bytes) -> bytes:
     return blake2b(parent + tokens, digest_size=HASH_BYTES).digest()
 
 
+def page_hash(parent: bytes, tokens: bytes) -> bytes:
+    """Return the name of the content of a page: as block_hash, but long enough to be unique."""
+    return blake2b(parent + tokens, digest_size=PAGE_HASH_BYTES).digest()
+
+
 def block_hashes(token_ids: bytes, block_tokens: int, salt: bytes = b"") -> list[bytes]:
     """Return the hashes of the whole blocks of a prompt that may come from a cache.
 
@@ -42,7 +48,7 @@ def block_hashes(token_ids: bytes, block_tokens: int, salt: bytes = b"") -> list
     return hashes
 
 
-def split_hashes(joined: bytes) -> Iterator[bytes]:
-    """Yield the hashes of a message."""
-    for start in range(0, len(joined), HASH_BYTES):
-        yield joined[start : start + HASH_BYTES]
+def split_hashes(joined: bytes, size: int = HASH_BYTES) -> Iterator[bytes]:
+    """Yield the hashes of a message, each of `size` bytes."""
+    for start in range(0, len(joined), size):
+        yield joined[start : start + size]

@@ -10,11 +10,13 @@ from itertools import repeat
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.worker import StepResult
+from scheduler_proc.kv_offload.kv_offload import KVOffload
 from scheduler_proc.planning.admission import Admission
 from scheduler_proc.planning.guess_policy import make_guess_policy
 from scheduler_proc.planning.quarantine import Quarantine, is_quarantined
 from scheduler_proc.policies import make_queue, make_turns
 from scheduler_proc.state.batch import RunningBatch, ScheduleBatch
+from scheduler_proc.state.kv_cache import PageHolder
 from scheduler_proc.state.plan import BatchMode, Capacity, Plan, Room, StepUpdate
 from scheduler_proc.state.request import (
     FinishReason,
@@ -32,7 +34,11 @@ DEFAULT_PREEMPTION_THRESHOLD = 10
 
 
 class SchedulerCore:
-    """Waiting queue, running batch and KV pages."""
+    """Waiting queue, running batch and KV pages.
+
+    Attributes:
+        offload: the KV pages beyond the pool; None: there are none.
+    """
 
     def __init__(self, args: SchedulerArgs, capacity: Capacity, num_retractions: int = 0) -> None:
         self._mode = BatchMode(args.mode)
@@ -52,6 +58,7 @@ class SchedulerCore:
         self.quarantine = Quarantine()
         self.guesses = make_guess_policy(args, capacity.step_costs)
         self.num_retractions = num_retractions
+        self.offload: KVOffload | None = None
         self._running = RunningBatch(args.batch_concurrency_beside, make_turns(args))
         self._width = args.max_batch_size
         self._prefill_width = args.prefill_width
@@ -115,6 +122,17 @@ class SchedulerCore:
             return False
         running = self._running
         return len(running) > 0 or running.chunked is not None or self.num_waiting > 0
+
+    @property
+    def page_holders(self) -> list[PageHolder]:
+        """All that hold pages: requests with a slot, and loads of pages."""
+        loads = [] if self.offload is None else self.offload.loads
+        return [*self.admission.holders.values(), *loads]
+
+    @property
+    def num_loads(self) -> int:
+        """Number of loads of pages under way, which hold them."""
+        return 0 if self.offload is None else len(self.offload.loads)
 
     @property
     def has_room(self) -> bool:
@@ -288,16 +306,23 @@ class SchedulerCore:
         lacked = None
         expected = self.admission.expected_tokens()
         lookahead = self.waiting.lookahead
-        candidates = self.waiting.first(num_admissible + lookahead, budget)
+        num_candidates = num_admissible + lookahead + self.num_loads
+        candidates = self.waiting.first(num_candidates, budget)
         if len(candidates) == len(self.waiting):
             budget = self._stretched(budget, sum(r.num_uncomputed_tokens for r in candidates))
         for request in candidates:
+            if self.offload is not None and self.offload.awaits(request):
+                lacked = WaitReason.PAGES
+                continue
             count = self._num_tokens_for(request, plan.batch, budget)
             if count == 0 or not self._can_admit(request, expected, plan):
                 lacked = self._lack_of(count)
                 lookahead -= 1
                 if lookahead < 0:
                     return lacked
+                continue
+            if self.offload is not None and self.offload.begin_load(request):
+                lacked = WaitReason.PAGES
                 continue
             self.waiting.take(request)
             expected += self.kv.growth([request], request.num_remaining_tokens)
@@ -380,7 +405,7 @@ class SchedulerCore:
                 if victim is request:
                     return Room.WAIT
             elif not self.kv.free_duplicates(request):
-                return Room.WAIT if plan.in_flight else Room.POOL_FULL
+                return Room.WAIT if plan.in_flight or self.num_loads else Room.POOL_FULL
         return Room.FREE
 
     def _release_held_back(self) -> bool:
@@ -425,6 +450,7 @@ class SchedulerCore:
             return
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
+        request.may_load = True
         request.forget_prompt_logprobs()
         self._push(request)
 

@@ -19,6 +19,8 @@ from scheduler_proc.durability.journal import NoJournal
 from scheduler_proc.durability.journal_recovery import RecoveredRequest
 from scheduler_proc.events import StepEvents
 from scheduler_proc.grammar_queue import GrammarQueue
+from scheduler_proc.kv_offload.kv_offload import KVOffload
+from scheduler_proc.kv_offload.offload_stats import OffloadStats
 from scheduler_proc.observe.guess_stats import GuessStats
 from scheduler_proc.observe.recent_ends import RecentEnds
 from scheduler_proc.observe.replica_report import ReplicaReport
@@ -50,6 +52,7 @@ class RequestLifecycle:
         table: every request that has not ended.
         outbox: the ends that the frontend has not acknowledged, and replays.
         stats: the counters of requests and steps.
+        offload_stats: those of the KV pages beyond the pool, if there are any.
         recent_ends: what the last requests say about the lengths of others.
         grammars: the requests whose grammar the worker compiles.
         events: what happened since the last publication.
@@ -87,6 +90,7 @@ class RequestLifecycle:
         self.stats = SchedulerStats()
         if args.speculative_method != "none":
             self.stats.guesses = GuessStats(args.num_speculative_tokens)
+        self.offload_stats = OffloadStats()
         self.recent_ends = RecentEnds()
         self.events = StepEvents()
         self.queue_wait_s: float | None = None
@@ -199,6 +203,8 @@ class RequestLifecycle:
         self.core = make_core(self._args, capacity, self.core.num_retractions)
         if self.report is not None:
             self.report.watch(self.core.kv)
+        if ready.stored is not None:
+            self.core.offload = KVOffload(self.core.kv, ready.stored, self.offload_stats)
         for request in self.table:
             request.reset_for_new_worker()
         if poison is not None:

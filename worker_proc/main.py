@@ -27,6 +27,7 @@ from worker_proc.sampling.grammar_compiler import GrammarCompiler
 from worker_proc.startup.torch_import import import_torch
 
 if TYPE_CHECKING:
+    from worker_proc.kv_offload.page_mover import PageMover
     from worker_proc.runner import Runner
 
 # How often an OpenMP thread on a CPU polls for its team before it sleeps. libgomp's own 300,000 let
@@ -50,7 +51,7 @@ def body(child: Child) -> None:
     inbox = Inbox[WorkerMessage](child.endpoints.worker, WorkerMessage)
     results = Outbox(child.endpoints.results)
     leader = _start_ranks(child)
-    runner, ready = start(child, None if leader is None else leader.store)
+    runner, mover, ready = start(child, None if leader is None else leader.store)
     results.send(ready)
     grammars = GrammarCompiler(resolve_model(child.config.model), child.endpoints.results)
     runner.table.sampling.compiled = grammars.compiled
@@ -60,7 +61,11 @@ def body(child: Child) -> None:
     from worker_proc.rank import Rank
 
     rank = Rank(
-        runner, grammars, lambda grammar: grammars.compile(grammar, ready.session), sender.send
+        runner,
+        grammars,
+        lambda grammar: grammars.compile(grammar, ready.session),
+        sender.send,
+        mover,
     )
     receive, handle = inbox.receive, rank.handle
     with inference_mode():
@@ -71,9 +76,11 @@ def body(child: Child) -> None:
                 leader.relay(message)
             handle(message)
             if isinstance(message, ResetWorker):
-                ready = new_ready = msgspec.structs.replace(ready, session=new_session())
+                ready = new_ready = _begin_session(ready, mover)
                 sender.send(lambda new_ready=new_ready: new_ready)  # type: ignore[misc]
     sender.close()
+    if mover is not None:
+        mover.close()
     if leader is not None:
         leader.relay(message)
         leader.close()
@@ -115,7 +122,14 @@ def new_session() -> int:
     return time.monotonic_ns()
 
 
-def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
+def _begin_session(ready: WorkerReady, mover: "PageMover | None") -> WorkerReady:
+    """Return the message for a scheduler that knows nothing of this worker."""
+    session = new_session()
+    stored = None if mover is None else mover.begin_session(session)
+    return msgspec.structs.replace(ready, session=session, stored=stored)
+
+
+def start(child: Child, store: Path | None) -> "tuple[Runner, PageMover | None, WorkerReady]":
     """Load the model, warm up, and report to the launcher that this process is ready.
 
     Args:
@@ -123,12 +137,13 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
         store: File by which the ranks find each other; None for a single rank.
 
     Returns:
-        The runner, and the message for the scheduler.
+        The runner, what moves pages to and from the tiers, and the message for the scheduler.
     """
     clock = _PhaseClock(child)
     clock.begin("import torch")
     files = resolve_model(child.config.model)
     import_torch(child.config.worker, choose_model_impl(files))
+    from worker_proc.kv_offload.opening import open_tiers
     from worker_proc.loading.sharding import TPRank
     from worker_proc.startup.build import make_runner
     from worker_proc.startup.guess_costs import prepare_guesses
@@ -138,6 +153,7 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
     cores = take_cores(child.config.worker, child.replica)
     part = TPRank(0, child.config.worker.tp)
     runner = make_runner(child.config, files, part, store, clock.begin, child.replica)
+    mover = open_tiers(child.config.worker, files, runner, child.replica, child.endpoints.results)
     clock.begin("warm up")
     runner.warm_up()
     clock.begin("find the size of a prefill")
@@ -158,10 +174,10 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
         pid=os.getpid(),
         backend=runner.engine.name,
         prefill_tokens=prefill_tokens,
-        session=new_session(),
         window=runner.window,
         step_costs=step_costs,
     )
+    ready = _begin_session(ready, mover)
     child.ready(
         dtype=ready.dtype,
         device=ready.device,
@@ -171,7 +187,7 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, WorkerReady]":
         backend=ready.backend,
     )
     runner.engine.prefault_pages(cores.others)
-    return runner, ready
+    return runner, mover, ready
 
 
 class _PhaseClock:

@@ -7,10 +7,13 @@ from quadriga.wire.messages.grammar import GrammarForm
 from quadriga.wire.messages.worker import (
     CompileGrammar,
     ForgetGrammar,
+    LoadPages,
     ResetWorker,
     StepPlan,
+    StorePages,
     WorkerMessage,
 )
+from worker_proc.kv_offload.page_mover import PageMover
 from worker_proc.result_sender import Wait
 from worker_proc.runner import Runner
 from worker_proc.sampling.grammar_compiler import GrammarCompiler
@@ -26,21 +29,34 @@ class Rank:
         compile_grammar: Compiles one: rank 0 in a thread, as the scheduler waits for its answer;
             the others at once, since a plan may need the grammar as soon as rank 0 has answered.
         send: Takes the function that waits for a launched step.
+        mover: Moves pages between the pool and the tiers beyond it; None without tiers.
     """
 
     runner: Runner
     grammars: GrammarCompiler
     compile_grammar: Callable[[GrammarForm], object]
     send: Callable[[Wait], None]
+    mover: PageMover | None = None
 
     def handle(self, message: WorkerMessage) -> None:
         """Do what a message asks for; StopWorker is left to the caller."""
         match message:
             case StepPlan():
+                if self.mover is not None:
+                    self.mover.before_step(message)
                 self.send(self.runner.launch(message))
             case CompileGrammar():
                 self.compile_grammar(message.grammar)
             case ForgetGrammar():
                 self.grammars.forget(message.key)
+            case StorePages():
+                self._tiers.store(message)
+            case LoadPages():
+                self._tiers.load(message)
             case ResetWorker():
                 self.runner.table.release_all()
+
+    @property
+    def _tiers(self) -> PageMover:
+        assert self.mover is not None, "pages are moved only where a worker has said that it can"
+        return self.mover

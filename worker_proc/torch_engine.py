@@ -1,5 +1,6 @@
 """The engine in plain torch, for every device; the kernels are tested against it."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -57,6 +58,9 @@ class TorchEngine(Engine):
 
     def forward(self, inputs: StepInputs) -> Tensor:
         return self.model.forward(TorchOps(self._packed, inputs, self._attention, self.ranks))
+
+    def kv_parts(self) -> Sequence[Tensor]:
+        return self._attention.layers
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.compute_logits(TorchOps(self._packed), hidden)

@@ -92,6 +92,34 @@ SPECULATION_COUNTERS = {
     "spec_decode_num_accepted_tokens": "Number of guessed tokens that were right",
 }
 SPECULATION_BY_PLACE = "spec_decode_num_accepted_tokens_per_pos"
+# Only of a server with KV pages beyond the pool: (key of the ring's info, help text).
+OFFLOAD_GAUGES = {
+    "kv_offload_pages": "Number of KV pages in the tiers beyond the pool, or on their way there",
+    "kv_offload_disk_failed": "1 while no KV pages can be written to --kv-cache-dir, else 0",
+}
+OFFLOAD_COUNTERS = {
+    "external_prefix_cache_hits": (
+        "kv_offload_loaded_tokens_total",
+        "Number of tokens whose keys and values were loaded from the tiers beyond the pool",
+    ),
+    "kv_offload_loads": ("kv_offload_loads_total", "Number of loads of KV pages into the pool"),
+    "kv_offload_load_seconds": (
+        "kv_offload_load_seconds_total",
+        "Seconds that loads of KV pages took",
+    ),
+    "kv_offload_stored_pages": (
+        "kv_offload_stored_pages_total",
+        "Number of KV pages that the tiers beyond the pool have taken in",
+    ),
+    "kv_offload_missed_pages": (
+        "kv_offload_missed_pages_total",
+        "Number of loads that ended early, because a KV page was not there any more",
+    ),
+    "kv_offload_damaged_pages": (
+        "kv_offload_damaged_pages_total",
+        "Number of files of KV pages that were not what was written",
+    ),
+}
 # Counters with a label: (metric name, help text, label, key of the ring's info).
 LABELED_COUNTERS = (
     (
@@ -206,6 +234,8 @@ class Collector:
             yield self._counter(name, text, info[key])
         if SPECULATION_BY_PLACE in info:
             yield from self._speculation(info)
+        if "kv_offload_pages" in info:
+            yield from self._offload(info)
         for name, text, label, key in LABELED_COUNTERS:
             yield self._labeled_counter(name, text, label, info[key])
         for index, (name, text) in enumerate(TENANT_COUNTERS if info.get("tenants") else ()):
@@ -233,6 +263,13 @@ class Collector:
         text = "Number of guessed tokens that were right, by their place in the row"
         places = info[SPECULATION_BY_PLACE]
         yield self._labeled_counter(SPECULATION_BY_PLACE, text, "position", places)
+
+    def _offload(self, info: dict[str, Any]) -> Iterator[Metric]:
+        """Yield the metrics of KV pages beyond the pool."""
+        for name, text in OFFLOAD_GAUGES.items():
+            yield self._gauge(name, text, info[name])
+        for name, (key, text) in OFFLOAD_COUNTERS.items():
+            yield self._counter(name, text, info[key])
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])

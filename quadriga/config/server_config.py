@@ -254,7 +254,16 @@ class ServerConfig:
                 "--load-balance-method cache-aware chooses by cached prefixes: leave"
                 " --disable-radix-cache out, or add --load-balance-method least-loaded"
             )
-
+        if self.worker.has_offload and self.scheduler.disable_radix_cache:
+            raise ConfigError(
+                f"{self.worker.offload_flags} keeps cached prefixes: leave --disable-radix-cache"
+                " out"
+            )
+        if replicas.in_cluster and self.worker.kv_cache_dir:
+            raise ConfigError(
+                "--kv-cache-dir is a directory of one machine: leave it out with --cluster;"
+                " --kv-offloading-size works"
+            )
         if replicas.in_cluster and (self.scheduler.journal or self.scheduler.resume):
             raise ConfigError(
                 "--journal is a directory of one machine, and with --cluster the requests of a lost"

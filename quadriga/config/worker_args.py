@@ -58,6 +58,21 @@ class WorkerArgs:
         " CUDA)",
         ("auto", "int8", "fp8"),
     )
+    kv_cache_dir: str = flag(
+        "",
+        "directory for KV pages on disk, so that prompts that were computed before a restart are"
+        " not computed again: see docs/kv-cache.md",
+        unit="DIR",
+    )
+    kv_cache_dir_size: float = flag(
+        10.0, "size of all files in --kv-cache-dir; the least recently used go first", unit="GIB"
+    )
+    kv_offloading_size: float = flag(
+        0.0,
+        "memory of the computer for KV pages that the pool has no room for, beyond the pool"
+        " (vLLM's name; SGLang's is --hicache-size)",
+        unit="GIB",
+    )
     tp: int = flag(
         1,
         "tensor parallelism: processes that share each layer, one device each",
@@ -75,6 +90,7 @@ class WorkerArgs:
         check_positive(self, "page_size", "max_total_tokens", "worker_threads")
         check_positive(self, "cuda_graph_max_bs", "tp")
         self._validate_tp()
+        self._validate_offload()
         fraction = self.mem_fraction_static
         if fraction is not None and not 0 < fraction < 1:
             raise ConfigError(f"mem_fraction_static is {fraction}: it must be between 0 and 1")
@@ -102,6 +118,27 @@ class WorkerArgs:
             (f"quantization {self.quantization}", self.quantization != "none"),
             ("kv_cache_dtype int8", self.kv_cache_dtype == "int8"),
             ("enable_deterministic_inference", self.enable_deterministic_inference),
+            (self.offload_flags, self.has_offload),
         ):
             if is_set:
                 raise ConfigError(f"tp is {self.tp}: {feature} works with one process only")
+
+    @property
+    def has_offload(self) -> bool:
+        """Whether there are KV pages beyond the pool."""
+        return bool(self.kv_cache_dir) or self.kv_offloading_size > 0
+
+    @property
+    def offload_flags(self) -> str:
+        """Names of the given flags of KV pages beyond the pool, for an error."""
+        directory = "kv_cache_dir" if self.kv_cache_dir else ""
+        memory = "kv_offloading_size" if self.kv_offloading_size else ""
+        return " and ".join(filter(None, (directory, memory)))
+
+    def _validate_offload(self) -> None:
+        check_positive(self, "kv_cache_dir_size")
+        if not self.kv_offloading_size >= 0:
+            raise ConfigError(
+                f"kv_offloading_size is {self.kv_offloading_size}: it must be 0 (no memory beyond"
+                " the pool) or more"
+            )

@@ -17,8 +17,8 @@ from quadriga.keywords import check_keywords
 class ServerFlags(TypedDict, total=False):
     """Flags of the server, without those of the endpoint and the web gateway.
 
-    docs/configuration.md describes them: `max_batch_size=8` is `--max-batch-size 8`. A test holds
-    this list equal to the server's.
+    docs/configuration.md describes them: `max_batch_size=8` is `--max-batch-size 8`. A test
+    compares this list with the server's flags.
     """
 
     # Model
@@ -76,6 +76,9 @@ class ServerFlags(TypedDict, total=False):
     enable_deterministic_inference: bool
     quantization: Literal["none", "int8", "int4", "gguf"]
     kv_cache_dtype: Literal["auto", "int8", "fp8"]
+    kv_cache_dir: str
+    kv_cache_dir_size: float
+    kv_offloading_size: float
     tp: int
     worker_threads: int | None
     no_affinity: bool

@@ -11,6 +11,9 @@ from quadriga.errors import ModelError
 # The last bytes of each weights file: two trainings of one model differ there.
 TAIL_BYTES = 4096
 DIGITS = 16
+# Pieces of each weights file, evenly spread, whose bytes tell models apart that differ in few
+# tensors, such as one and its fine-tune.
+NUM_PIECES, PIECE_BYTES = 512, 1024
 
 
 def fingerprint(config: dict[str, Any], tokenizer_dir: Path, weights: Path | None) -> str:
@@ -32,6 +35,26 @@ def fingerprint(config: dict[str, Any], tokenizer_dir: Path, weights: Path | Non
     except OSError as error:
         raise ModelError(f"cannot read {error.filename}: {error.strerror}") from None
     return digest.hexdigest()[:DIGITS]
+
+
+def weights_digest(weights: Path | None) -> str:
+    """Return a hash of many pieces of all weights files, to which changed tensors give another.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        for file in _weight_files(weights):
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}".encode())
+            with file.open("rb", buffering=0) as opened:
+                for piece in range(NUM_PIECES):
+                    opened.seek(piece * max(0, size - PIECE_BYTES) // (NUM_PIECES - 1))
+                    digest.update(opened.read(PIECE_BYTES))
+    except OSError as error:
+        raise ModelError(f"cannot read {error.filename}: {error.strerror}") from None
+    return digest.hexdigest()
 
 
 def _weight_files(weights: Path | None) -> list[Path]:

@@ -22,7 +22,8 @@ class ReplicaReport:
 
     def watch(self, kv: KVCache) -> None:
         """Report the pages of a new, empty pool from now on."""
-        self._changes = kv.tree.observer = PageChanges(kv.page_size)
+        self._changes = PageChanges(kv.page_size)
+        kv.tree.observers.append(self._changes)
         self.restates = True
 
     def restate(self) -> None:

@@ -5,10 +5,27 @@ Free + cached + held = all, always. Cached pages are the unlocked ones of the pr
 as good as free, and evicted when they are needed.
 """
 
+from array import array
 from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 from scheduler_proc.state.prefix_tree import Node, PrefixTree
 from scheduler_proc.state.request import Request
+
+
+class PageHolder(Protocol):
+    """What holds pages: a request, or a transfer of the pages of its tokens.
+
+    The attributes mean what they mean in Request.
+    """
+
+    tokens: "array[int]"
+    cache_salt: bytes
+    num_computed_tokens: int
+    pages: list[int]
+    first_page: int
+    page_capacity: int
+    prefix_path: list[Node]
 
 
 class KVCache:
@@ -83,7 +100,7 @@ class KVCache:
         if self._prefix_cache and not request.wants_prompt_logprobs:
             max_depth = (request.num_known_tokens - 1) // self.page_size
             while node.depth < max_depth:
-                key = self._key(request, node.depth)
+                key = self.page_key(request, node.depth)
                 child = node.children.get(key)
                 if child is None:
                     request.prefix_miss = key
@@ -111,13 +128,17 @@ class KVCache:
         They must be available: see `pages_needed`.
         """
         path = self.match_prefix(request).path()
+        self.hold(request, path, self.pages_for(request.num_known_tokens))
+
+    def hold(self, holder: PageHolder, path: list[Node], num_pages: int) -> None:
+        """Give `num_pages` pages to a holder: those of a path, which it locks, and then others."""
         for node in path:
             self.tree.lock(node)
-        request.prefix_path = path
-        request.num_computed_tokens = len(path) * self.page_size
-        request.pages = [node.page for node in path]
-        request.pages += self._take(self.pages_for(request.num_known_tokens) - len(path))
-        request.page_capacity = len(request.pages) * self.page_size
+        holder.prefix_path = path
+        holder.num_computed_tokens = len(path) * self.page_size
+        holder.pages = [node.page for node in path]
+        holder.pages += self._take(num_pages - len(path))
+        holder.page_capacity = len(holder.pages) * self.page_size
 
     def append_page(self, request: Request) -> int:
         """Append one page to the request and return its number. A page must be available."""
@@ -127,7 +148,7 @@ class KVCache:
         request.page_capacity += self.page_size
         return page
 
-    def cache_computed(self, request: Request) -> None:
+    def cache_computed(self, request: PageHolder) -> None:
         """Put the request's full pages into the tree, as far as their tokens are computed.
 
         Planned counts as computed, if the tokens are known: plans run in order, so a request that
@@ -142,7 +163,7 @@ class KVCache:
         num_full = min(request.num_computed_tokens, len(request.tokens)) // self.page_size
         for index in range(len(path), num_full):
             parent = path[-1] if path else tree.root
-            key = self._key(request, index)
+            key = self.page_key(request, index)
             node = parent.children.get(key)
             if node is None:
                 node = tree.add(parent, key, request.pages[index])
@@ -152,7 +173,7 @@ class KVCache:
                 tree.lock(node)
             path.append(node)
 
-    def release(self, request: Request) -> None:
+    def release(self, request: PageHolder) -> None:
         """Take the request's pages back. What it has computed stays cached."""
         self.cache_computed(request)
         self._give_back(request, request.first_page, len(request.pages))
@@ -179,7 +200,7 @@ class KVCache:
         self._free += self.tree.evict(count)
         return count
 
-    def _give_back(self, request: Request, first: int, end: int) -> None:
+    def _give_back(self, request: PageHolder, first: int, end: int) -> None:
         """Unlock the nodes of pages `first` to `end` - 1 of a request, free those not in them."""
         pages, path = request.pages[first:end], request.prefix_path[first:end]
         self._free += (page for page, node in zip(pages, path) if page != node.page)  # noqa: B905
@@ -191,7 +212,7 @@ class KVCache:
         self._free.append(node.page)
         node.page = page
 
-    def _key(self, request: Request, index: int) -> bytes:
+    def page_key(self, request: PageHolder, index: int) -> bytes:
         """Return the key of a page; that of the first one begins with the request's salt."""
         start = index * self.page_size
         key = request.tokens[start : start + self.page_size].tobytes()
@@ -207,7 +228,7 @@ class KVCache:
         del self._free[-count:]
         return taken
 
-    def check(self, holders: Iterable[Request]) -> None:
+    def check(self, holders: Iterable[PageHolder]) -> None:
         """Raise AssertionError where a page is lost or used twice. holders: all that hold pages."""
         self.tree.check()
         pages = list(self._free)
@@ -225,7 +246,7 @@ class KVCache:
         )
 
 
-def _held_twice(request: Request) -> Iterator[tuple[Node, int]]:
+def _held_twice(request: PageHolder) -> Iterator[tuple[Node, int]]:
     """Yield the nodes that a request holds beside a page of its own with the same tokens."""
     first = request.first_page
     for node, page in zip(request.prefix_path[first:], request.pages[first:]):  # noqa: B905

@@ -62,11 +62,11 @@ class PrefixTree:
     """Nodes by their tokens. It only knows the numbers of pages; evicted ones are the caller's.
 
     Attributes:
-        observer: hears of every change, unless it is None.
+        observers: hear of every change.
     """
 
     def __init__(self) -> None:
-        self.observer: TreeObserver | None = None
+        self.observers: list[TreeObserver] = []
         self.root = Node(None, b"", -1)
         self._unlocked: OrderedDict[Node, None] = OrderedDict()
 
@@ -79,8 +79,8 @@ class PrefixTree:
         """Add a node, locked by the request that computes the page, and return it."""
         node = parent.children[key] = Node(parent, key, page)
         node.ref_count = 1
-        if self.observer is not None:
-            self.observer.add(node)
+        for observer in self.observers:
+            observer.add(node)
         return node
 
     def lock(self, node: Node) -> None:
@@ -105,9 +105,9 @@ class PrefixTree:
             assert not node.children, "only leaves are evicted"
             del node.parent.children[node.key]
             node.parent = None
-            if self.observer is not None:
-                self.observer.evict(node)
-                self.observer.forget(node)
+            for observer in self.observers:
+                observer.evict(node)
+                observer.forget(node)
             pages.append(node.page)
         return pages
 

@@ -93,6 +93,7 @@ class Request:
             pages.
         prefix_node: deepest node found while the request waited.
         prefix_miss: key of the page below prefix_node that was not in the tree, if looked for.
+        may_load: whether pages that are not in the tree may still be loaded before the admission.
         slot_params: what the slot needs beyond temperature, top_k, top_p and seed.
         cached_tokens: prompt tokens that came from the prefix cache at the first admission.
         prompt_logprobs: logprobs of the prompt, as far as they are computed.
@@ -138,6 +139,7 @@ class Request:
     prefix_path: list[Node] = field(default_factory=list)
     prefix_node: Node | None = None
     prefix_miss: bytes = b""
+    may_load: bool = True
     cached_tokens: int = 0
     admitted_at: float = 0.0
     first_token_at: float = 0.0
@@ -242,6 +244,7 @@ class Request:
         self.num_computed_tokens = self.in_flight = self.page_capacity = self.first_page = 0
         self.slot = -1
         self.pages, self.prefix_path, self.prefix_node = [], [], None
+        self.may_load = True
         self.forget_prompt_logprobs()
 
     def forget_prompt_logprobs(self) -> None:

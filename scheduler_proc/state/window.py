@@ -59,8 +59,8 @@ class WindowedTree(PrefixTree):
         node.page = page
         self._unlocked[node] = None
         self._usable.clear()
-        if self.observer is not None:
-            self.observer.add(node)
+        for observer in self.observers:
+            observer.add(node)
 
     def evict(self, count: int) -> list[int]:
         """Take the pages of the `count` least recently used nodes, and return them."""
@@ -69,13 +69,13 @@ class WindowedTree(PrefixTree):
             node, _none = self._unlocked.popitem(last=False)
             pages.append(node.page)
             node.page = NO_PAGE
-            if self.observer is not None:
-                self.observer.evict(node)
+            for observer in self.observers:
+                observer.evict(node)
             while node.page == NO_PAGE and not node.children and node.parent is not None:
                 parent, node.parent = node.parent, None
                 del parent.children[node.key]
-                if self.observer is not None:
-                    self.observer.forget(node)
+                for observer in self.observers:
+                    observer.forget(node)
                 node = parent
         self._usable.clear()
         return pages

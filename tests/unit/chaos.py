@@ -42,8 +42,9 @@ class Chaos:
         page_size: int,
         observe: Observe | None = None,
         window: int = 0,
+        world_class: type[World] = World,
     ) -> None:
-        self.world = World(args, num_pages, page_size, observe=observe, window=window)
+        self.world = world_class(args, num_pages, page_size, observe=observe, window=window)
         self.pool_tokens = num_pages * page_size
         self.num_pages = num_pages
         # With the page of the next token, a request needs those of its window, and no fewer than
@@ -145,6 +146,7 @@ def random_life(
     steps: int,
     observe: Observe | None = None,
     window: int = 0,
+    world_class: type[World] = World,
     **flags: Any,
 ) -> Chaos:
     """Run a random load on a random server, for at least so many steps and then until it is idle.
@@ -154,10 +156,11 @@ def random_life(
         steps: minimum number of steps.
         observe: gets every message that the scheduler sends.
         window: number of tokens that a token sees in every layer; 0: all.
+        world_class: of scheduler and worker.
         flags: of the server, beside the random ones.
     """
     args, num_pages = replace(random_args(source), **flags), source.randint(2, 16)
-    chaos = Chaos(args, num_pages, source.choice([1, 2, 3, 4, 8]), observe, window)
+    chaos = Chaos(args, num_pages, source.choice([1, 2, 3, 4, 8]), observe, window, world_class)
     rate = source.choice([0.1, 0.5, 1.5])
     crash_rate = source.choice([0.0, 0.0, 0.01, 0.1])
     retraction_rate = source.choice([0.0, 0.0, 0.0, 0.2, 1.0])

@@ -111,6 +111,10 @@ class SimulatedWorker:
         else:
             self.stopped = True
 
+    def stored_names(self) -> bytes | None:
+        """Return the names of all pages in tiers beyond the pool; None without tiers."""
+        return None
+
     @property
     def done_at(self) -> float | None:
         """Time at which the oldest plan is finished; None without one."""
@@ -333,6 +337,8 @@ class ObservedLink:
 class World:
     """Scheduler, simulated worker and detokenizer in one."""
 
+    worker_class = SimulatedWorker
+
     def __init__(
         self,
         args: SchedulerArgs,
@@ -343,7 +349,7 @@ class World:
         window: int = 0,
     ) -> None:
         self.checked = True
-        self.worker = SimulatedWorker(page_size, window)
+        self.worker = self.worker_class(page_size, window)
         self.detok = Detok()
         worker: SimulatedWorker | ObservedLink = self.worker
         detok: Detok | ObservedLink = self.detok
@@ -360,6 +366,7 @@ class World:
             prefill_tokens=prefill_tokens,
             window=window,
             step_costs=[StepCost(1, 0.01), StepCost(64, 0.011)],
+            stored=self.worker.stored_names(),
         )
         self.wake_at: float | None = None
         self.schedule([], [self._ready])
@@ -426,7 +433,9 @@ class World:
         self.num_crashes += 1
         late_result = self.worker.run_one() if self.num_crashes % 2 else None
         self.worker.restart()
-        ready = msgspec.structs.replace(self._ready, session=self.worker.session)
+        ready = msgspec.structs.replace(
+            self._ready, session=self.worker.session, stored=self.worker.stored_names()
+        )
         self.schedule([], [ready] if late_result is None else [ready, late_result])
         self._check()
 

@@ -57,6 +57,9 @@ class TorchAttention:
 
     A layer is `[pages + 1, 2 (keys, values), kv_heads, page_size, head_dim]`, so that the part of
     one head in one page is contiguous and is copied as a whole.
+
+    Attributes:
+        layers: The layers.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class TorchAttention:
         self.dtype = dtype
         self.device = device
         size = (num_pages + 1, 2, shape.kv_heads, page_size, shape.head_dim)
-        self._layers = [_zeros(size, dtype, device) for _ in range(shape.layers)]
+        self.layers = [_zeros(size, dtype, device) for _ in range(shape.layers)]
         self._buffer = torch.empty(0, dtype=dtype, device=device)
         whole = shape.head_dim * dtype.itemsize % torch.int64.itemsize == 0
         self._copy_dtype = torch.int64 if whole else dtype  # large elements are indexed faster
@@ -103,7 +106,7 @@ class TorchAttention:
 
     def write(self, layer: int, places: Tensor, kv: Tensor) -> None:
         """Write `[tokens, 2, kv_heads, head_dim]` to places `[tokens, 2 * kv_heads]`."""
-        flat = self._layers[layer].view(-1, self.shape.head_dim).view(self._copy_dtype)
+        flat = self.layers[layer].view(-1, self.shape.head_dim).view(self._copy_dtype)
         flat[places] = kv.view(self._copy_dtype).flatten(1, 2)
 
     def gather(self, layer: int, group: _Group) -> Tensor:
@@ -114,7 +117,7 @@ class TorchAttention:
         if self._buffer.numel() < size:
             self._buffer = torch.empty(size, dtype=self.dtype, device=self.device)
         gathered = self._buffer[:size].view(-1, part)
-        torch.index_select(self._layers[layer].view(-1, part), 0, group.gather, out=gathered)
+        torch.index_select(self.layers[layer].view(-1, part), 0, group.gather, out=gathered)
         return gathered.view(2, group.rows, self.shape.kv_heads, group.keys, self.shape.head_dim)
 
     def _write_places(self, layout: BatchLayout, first_tokens: Ints) -> Tensor:

@@ -1,7 +1,7 @@
 """The engine of the CPU kernels: a model is recorded as a list of operations, run at each step."""
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -94,6 +94,9 @@ class NativeEngine(Engine):
 
     def prefault_pages(self, cpus: Cpus) -> None:
         self._pools.start_prefaulting(cpus)
+
+    def kv_parts(self) -> Sequence[Tensor]:
+        return self._pools.layers
 
     def execute(self, plan: StepPlan, table: SlotTable, clock: RunningStep) -> PendingStep:
         decodes = plan.forward_mode == DECODE and not table.has_guesses

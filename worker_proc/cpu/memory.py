@@ -67,7 +67,9 @@ class KVPools:
     """
 
     def __init__(self, layers: int, num_pages: int, page_bytes: int) -> None:
-        self.layers: list[Tensor] = [allocate(num_pages * page_bytes) for _ in range(layers)]
+        self.layers: list[Tensor] = [
+            allocate(num_pages * page_bytes).view(num_pages, page_bytes) for _ in range(layers)
+        ]
         self._page_bytes = page_bytes
         self._layer_bytes = num_pages * page_bytes
         self._num_used = 0

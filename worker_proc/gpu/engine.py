@@ -150,6 +150,9 @@ class TritonEngine(Engine):
             return SampledTokens(computed.token_ids, stored=True)
         return self.sample_rows(inputs, computed.hidden)
 
+    def kv_parts(self) -> Sequence[Tensor]:
+        return [part for layer in self._pages.layers for part in layer.unbind()]
+
     def _forward(self, metadata: AttentionMetadata, sampled: Tensor | None = None) -> Tensor:
         """Compute hidden states `[tokens, hidden]`, or `[samples, hidden]` of sampled tokens."""
         are_fewer = sampled is not None and 0 < len(sampled) < len(metadata.slots)

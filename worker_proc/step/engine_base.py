@@ -1,7 +1,7 @@
 """The contract of an engine, and the path through a step that every engine can take."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -134,6 +134,15 @@ class Engine(ABC):
 
     def capture_graphs(self, table: SlotTable) -> None:  # noqa: B027 (most engines have none)
         """Prepare for steps on a table, before the first one that counts."""
+
+    def kv_parts(self) -> Sequence[Tensor]:
+        """Return the memory of the KV pages.
+
+        Returns:
+            Contiguous tensors `[pages, …]`. The rows of a page in all of them are what it holds; a
+            copy of them in the rows of another page means the same.
+        """
+        raise NotImplementedError
 
     def prefault_pages(self, cpus: Cpus) -> None:  # noqa: B027 (most engines have written to all)
         """Let a thread write to the KV pages before steps do.

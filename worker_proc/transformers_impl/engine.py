@@ -1,5 +1,7 @@
 """The engine of a model of transformers: its attention goes over KV pages in plain torch."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,6 +31,9 @@ class TransformersEngine(Engine):
             self._attention.shape.head_dim,
         )
         return self.model.hidden_states(inputs.token_ids, inputs.positions, step)
+
+    def kv_parts(self) -> Sequence[Tensor]:
+        return self._attention.layers
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden)

@@ -17,11 +17,12 @@ class NoSender:
         """Do nothing."""
 
 
-def info_of(ready: bool = True) -> dict[str, Any]:
+def info_of(ready: bool = True, stored: bytes | None = None) -> dict[str, Any]:
     """Return what a scheduler reports."""
     scheduler = Scheduler(SchedulerArgs(), frozenset(), NoSender(), NoSender(), lambda: 1.0)
     if ready:
-        scheduler.step([], [WorkerReady(10, 16, 4, "float32", "cpu", prefill_tokens=64)])
+        worker = WorkerReady(10, 16, 4, "float32", "cpu", prefill_tokens=64, stored=stored)
+        scheduler.step([], [worker])
     return dict(scheduler.info())
 
 
@@ -52,3 +53,11 @@ def test_a_replica_without_a_worker_is_not_up_and_one_alone_has_no_label() -> No
     text = text_of({**info_of(), "replicas": replicas, "num_replicas": 2, "requests_moved": 0})
     assert 'quadriga:replica_up{model_name="m",replica="1"} 0.0' in text
     assert not any('replica="' in line for line in text_of(info_of()))
+
+
+def test_pages_beyond_the_pool_have_metrics_where_there_are_any() -> None:
+    tiered = text_of(info_of(stored=bytes(16)))
+    assert 'quadriga:kv_offload_pages{model_name="m"} 1.0' in tiered
+    assert 'quadriga:kv_offload_disk_failed{model_name="m"} 0.0' in tiered
+    assert 'quadriga:external_prefix_cache_hits_total{model_name="m"} 0.0' in tiered
+    assert not any("kv_offload" in line or "external" in line for line in text_of(info_of()))

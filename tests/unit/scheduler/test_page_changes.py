@@ -15,7 +15,8 @@ BLOCK = PAGE * pages_per_block(PAGE)
 
 
 def watched(kv: KVCache) -> PageChanges:
-    changes = kv.tree.observer = PageChanges(PAGE)
+    changes = PageChanges(PAGE)
+    kv.tree.observers.append(changes)
     return changes
 
 

@@ -1,0 +1,1 @@
+"""What KV pages on disk save after a restart, and after a crash of the worker."""

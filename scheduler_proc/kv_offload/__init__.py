@@ -1,0 +1,1 @@
+"""KV pages beyond the pool: which are stored, which are loaded, and who waits for them."""

@@ -1,0 +1,124 @@
+"""Pages beyond the pool: which are stored and loaded, and that requests get their own tokens.
+
+The simulated worker checks that each token sees the KV of its own text, so that a page which was
+loaded to the wrong place, too late, or not at all is noticed.
+"""
+
+import random
+
+import pytest
+
+from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.prefix_blocks import page_hash
+from quadriga.wire.messages.to_scheduler import Submit
+from tests.unit.chaos import random_life
+from tests.unit.simulated_tiers import TieredWorker, TieredWorld
+from tests.unit.simulation import abort, reference, submit
+
+PROMPT = [3 + i % 90 for i in range(41)]  # ten pages of four tokens, and a token
+
+
+class LosslessWorker(TieredWorker):
+    """Loses no page."""
+
+    def __init__(self, page_size: int, window: int = 0) -> None:
+        super().__init__(page_size, window)
+        self.source.random = lambda: 0.99  # type: ignore[method-assign]
+
+
+class LosslessWorld(TieredWorld):
+    worker_class = LosslessWorker
+
+
+def finish(world: TieredWorld, request: Submit) -> int:
+    """Run a request to its end, check its tokens, and return how many of its prompt were cached."""
+    world.send(request)
+    world.run()
+    assert request.params.max_new_tokens is not None
+    name, prompt = request.request_id, list(memoryview(request.prompt_ids).cast("i"))
+    expected = reference(prompt, request.params.max_new_tokens, request.params.ignore_eos)
+    assert world.detok.tokens[name] == expected
+    return world.detok.closed[name].cached_tokens
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_lives_of_random_servers_with_a_tier(number: int) -> None:
+    method = ("none", "ngram")[number % 2]
+    source = random.Random(f"tier/{number}")
+    random_life(source, 120, world_class=TieredWorld, speculative_method=method)
+
+
+def test_a_prompt_is_loaded_after_its_pages_were_evicted() -> None:
+    world = LosslessWorld(SchedulerArgs(), num_pages=12)
+    assert finish(world, submit("first", PROMPT, 2)) == 0
+    assert finish(world, submit("other", [7] * 45, 2)) == 0
+    assert finish(world, submit("again", PROMPT, 2)) == 40
+    info = world.scheduler.info()
+    assert info["kv_offload_loaded_tokens_total"] == 4 * world.worker.num_loaded > 0
+    assert info["kv_offload_missed_pages_total"] == 0
+
+
+def test_a_new_worker_loads_what_the_tier_still_has() -> None:
+    world = LosslessWorld(SchedulerArgs())
+    finish(world, submit("first", PROMPT, 2))
+    world.restart_worker()
+    assert finish(world, submit("again", [*PROMPT, 5, 6], 2)) == 40
+
+
+def test_requests_with_one_prefix_share_a_load() -> None:
+    world = LosslessWorld(SchedulerArgs(), num_pages=40)
+    finish(world, submit("first", PROMPT, 2))
+    world.restart_worker()
+    world.send(*(submit(f"r{i}", [*PROMPT, 5 + i], 2) for i in range(4)))
+    world.run()
+    assert [world.detok.closed[f"r{i}"].cached_tokens for i in range(4)] == [40] * 4
+    assert world.worker.num_loaded == 10
+
+
+def test_other_requests_run_while_one_waits_for_its_pages() -> None:
+    world = LosslessWorld(SchedulerArgs())
+    finish(world, submit("first", PROMPT, 2))
+    world.restart_worker()
+    world.send(submit("again", PROMPT, 2))
+    world.send(submit("other", [9, 9, 9], 2, ignore_eos=True))
+    while world.worker.done_at is not None or world.scheduler.pipeline.idle:
+        super(TieredWorld, world).step()  # without transfers
+        if "other" in world.detok.closed:
+            break
+    assert "again" not in world.detok.tokens
+    world.run()
+    assert world.detok.closed["again"].cached_tokens == 40
+
+
+def test_a_request_that_is_aborted_while_it_waits_leaves_its_pages_to_the_next_one() -> None:
+    world = LosslessWorld(SchedulerArgs())
+    finish(world, submit("first", PROMPT, 2))
+    world.restart_worker()
+    world.send(submit("gone", PROMPT, 2))
+    world.pass_batch_delay()
+    assert world.scheduler.lifecycle.core.num_loads == 1
+    world.send(abort("gone"))
+    assert finish(world, submit("again", PROMPT, 2)) == 40
+    assert world.worker.num_loaded == 10
+
+
+def test_pages_of_other_salts_are_not_loaded() -> None:
+    world = LosslessWorld(SchedulerArgs())
+    finish(world, submit("first", PROMPT, 2, cache_salt="a"))  # type: ignore[arg-type]
+    world.restart_worker()
+    assert finish(world, submit("other", PROMPT, 2, cache_salt="b")) == 0  # type: ignore[arg-type]
+    assert finish(world, submit("same", PROMPT, 2, cache_salt="a")) == 40  # type: ignore[arg-type]
+
+
+def test_a_load_ends_at_the_first_page_that_is_gone() -> None:
+    world = LosslessWorld(SchedulerArgs())
+    finish(world, submit("first", PROMPT, 2))
+    world.restart_worker()
+    name = b""
+    for index in range(5):
+        tokens = memoryview(submit("", PROMPT).prompt_ids)[16 * index : 16 * index + 16]
+        name = page_hash(name, bytes(tokens))
+    del world.worker.tier[name]  # the fifth page, which the scheduler was told of
+    assert finish(world, submit("again", PROMPT, 2)) == 16
+    assert world.scheduler.info()["kv_offload_missed_pages_total"] == 1
+    assert name in world.worker.tier, "it was computed again, and stored"

@@ -1,0 +1,1 @@
+"""KV pages beyond the pool: in the computer's memory, and on its disk."""

@@ -1,0 +1,31 @@
+"""The bytes of the pages of a KV pool, whatever an engine keeps in them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Bytes = NDArray[np.uint8]
+
+
+class PoolPages:
+    """Access to the pages of a pool in the computer's memory.
+
+    Attributes:
+        page_bytes: Size of a page, in all layers together.
+    """
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        """Take what `Engine.kv_parts` returns."""
+        self._parts: list[Bytes] = [part.flatten(1).view(torch.uint8).numpy() for part in parts]
+        self.page_bytes = sum(part.shape[1] for part in self._parts)
+
+    def buffers(self, page: int) -> list[Bytes]:
+        """Return the memory of a page, in pieces."""
+        return [part[page] for part in self._parts]
+
+    def copy_out(self, page: int, out: Bytes) -> None:
+        """Copy a page to `out`, of `page_bytes`."""
+        np.concatenate(self.buffers(page), out=out)
