@@ -80,6 +80,12 @@ def test_the_ideal_cache_is_a_bound_of_the_hits() -> None:
         ("--replicas 4 --lose some", "--lose is 'some': give COUNT@SECONDS"),
         ("--replicas 4 --lose 0@1", "--lose is '0@1'"),
         ("--replicas 4 --return-after 5", "--return-after works with --lose only"),
+        (
+            "--replicas 4 --lose 1@1 --return-after -1",
+            "--return-after must be 0 or more (it is -1.0)",
+        ),
+        ("--scale 1:2 --target-ongoing-requests 0", "target_ongoing_requests must be positive"),
+        ("--scale 1:2 --replica-start nan", "--replica-start must be 0 or more (it is nan)"),
         ("--scale 3:2", "--scale is '3:2': give MIN:MAX"),
         ("--replicas 9 --scale 1:2", "--replicas 9 is not within --scale 1:2"),
     ],
