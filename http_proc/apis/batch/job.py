@@ -1,6 +1,7 @@
 """BatchJob: run one batch from where it stands to its end."""
 
 import asyncio
+import copy
 import logging
 import uuid
 from collections import Counter
@@ -225,12 +226,14 @@ class BatchJob:
         await _until_written(self._log.sync)
         self._log.close()
         self.update_counts()
-        batch, stored = self._batch, self._stored
+        stored, batch = self._stored, copy.copy(self._batch)
         batch.output_file_id = await self._publish(stored.answers_id, "output")
         batch.error_file_id = await self._publish(stored.failures_id, "error")
         batch.errors = LineErrors(errors) if errors else None
         batch.enter(status)
-        await self._save()
+        ended = msgspec.structs.replace(stored, batch=batch)
+        await _until_written(lambda: self._tools.save(ended))
+        self._batch = stored.batch = batch  # nobody sees an end that a crash could undo
         counts = batch.request_counts
         logging.info("batch %s %s: %d of %d lines answered, %d failed", batch.id, status.value,
                      counts.completed, counts.total, counts.failed)  # fmt: skip
