@@ -11,7 +11,7 @@ from setuptools import find_packages, setup
 
 PROGRAMS = ["*_proc", "*_proc.*", "bench", "bench.*"]
 # Developer tools: they measure this checkout, other servers, or one machine.
-LAB = ["roofline", "quality", "capacity", "peers", "gpu"]
+LAB = ["roofline", "quality", "capacity", "peers", "start", "gpu"]
 
 packages = find_packages(include=["quadriga", "quadriga.*"])
 if "editable_wheel" in sys.argv:

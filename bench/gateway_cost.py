@@ -24,6 +24,7 @@ from bench.client.server import free_port
 from quadriga.answer_format import to_info
 from quadriga.clock import now
 from quadriga.known_formats import KNOWN_FORMATS
+from quadriga.wire.async_port import AsyncPort
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.public import (
     MAX_FRAME_BYTES,
@@ -41,7 +42,7 @@ from quadriga.wire.messages.public import (
     StageTimes,
     Usage,
 )
-from quadriga.wire.sockets import AsyncPort, bind_public
+from quadriga.wire.sockets import bind_public
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_STREAMS, NUM_TOKENS, NUM_REPETITIONS = 32, 250, 5

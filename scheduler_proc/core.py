@@ -13,7 +13,9 @@ from quadriga.wire.messages.worker import StepResult
 from scheduler_proc.kv_offload.kv_offload import KVOffload
 from scheduler_proc.planning.admission import Admission
 from scheduler_proc.planning.guess_policy import make_guess_policy
-from scheduler_proc.planning.quarantine import Quarantine, is_quarantined
+from scheduler_proc.planning.prefill_budget import PrefillBudget
+from scheduler_proc.planning.quarantine import Quarantine, push
+from scheduler_proc.planning.retraction import Retraction
 from scheduler_proc.policies import make_queue, make_turns
 from scheduler_proc.state.batch import RunningBatch, ScheduleBatch
 from scheduler_proc.state.kv_cache import PageHolder
@@ -25,12 +27,8 @@ from scheduler_proc.state.request import (
     RequestStatus,
     RetractReason,
     WaitReason,
-    priority_retraction_key,
-    retraction_key,
 )
 from scheduler_proc.state.window import make_kv_cache
-
-DEFAULT_PREEMPTION_THRESHOLD = 10
 
 
 class SchedulerCore:
@@ -42,31 +40,31 @@ class SchedulerCore:
 
     def __init__(self, args: SchedulerArgs, capacity: Capacity, num_retractions: int = 0) -> None:
         self._mode = BatchMode(args.mode)
-        self._budget = args.prefill_budget(capacity.prefill_tokens)
-        self._slack = args.prefill_slack(capacity.prefill_tokens)
-        self._chunk = args.longest_chunk(capacity.prefill_tokens)
-        self._cuts_prompts = args.chunk_size(capacity.prefill_tokens) is not None
+        self._budget = PrefillBudget(args, capacity)
         self.kv = make_kv_cache(
             capacity.num_pages,
             capacity.page_size,
             capacity.window,
-            max(self._budget + self._slack, self._chunk) if self._cuts_prompts else 0,
+            self._budget.longest,
             prefix_cache=not args.disable_radix_cache,
         )
         self.admission = Admission(args, self.kv)
         self.waiting = make_queue(args, self.kv.match_prefix, capacity.page_size)
         self.quarantine = Quarantine()
         self.guesses = make_guess_policy(args, capacity.step_costs)
-        self.num_retractions = num_retractions
         self.offload: KVOffload | None = None
         self._running = RunningBatch(args.batch_concurrency_beside, make_turns(args))
         self._width = args.max_batch_size
         self._prefill_width = args.prefill_width
-        by_priority = args.schedule_policy == "priority"
-        self._retraction_key = priority_retraction_key if by_priority else retraction_key
-        # Fair turns would give the slot back to the request that was preempted, over and over.
-        self._preempts = by_priority and not args.is_fair
-        self._threshold = args.priority_preemption_threshold or DEFAULT_PREEMPTION_THRESHOLD
+        self.retraction = Retraction(
+            args,
+            self.kv,
+            self.admission,
+            self._running,
+            self.waiting,
+            self.quarantine,
+            num_retractions,
+        )
         self._last_step_prefilled = False
         # What the last step that left requests waiting lacked, and when that was.
         self._lacked = WaitReason.BUDGET
@@ -78,7 +76,7 @@ class SchedulerCore:
         """Queue a request. Return its error where it can never run."""
         if self.kv.num_pages and self.admission.never_fits(request):
             return request, self.admission.prompt_too_long(request)
-        self._push(request)
+        push(request, self.waiting, self.quarantine)
         return None
 
     def remove(self, request: Request) -> None:
@@ -90,9 +88,6 @@ class SchedulerCore:
         self._running.remove(request)
         if request.in_flight == 0:
             self._release(request)
-
-    def _push(self, request: Request) -> None:
-        (self.quarantine if is_quarantined(request) else self.waiting).push(request)
 
     def _release(self, request: Request) -> None:
         """Release slot and pages of a request that has no step in flight."""
@@ -106,6 +101,11 @@ class SchedulerCore:
         return len(self.waiting) + len(self.quarantine)
 
     @property
+    def num_retractions(self) -> int:
+        """Number of retractions since the scheduler has started."""
+        return self.retraction.num_retractions
+
+    @property
     def width(self) -> int:
         """Largest number of decode rows of a step."""
         return self._width
@@ -113,7 +113,7 @@ class SchedulerCore:
     @property
     def prefill_budget(self) -> int:
         """Number of prompt tokens that a step computes."""
-        return self._budget
+        return self._budget.tokens
 
     @property
     def has_work(self) -> bool:
@@ -139,7 +139,7 @@ class SchedulerCore:
         """Whether nothing runs, and the next prefill step has slots and token budget to spare."""
         if self._running.all_requests or len(self.quarantine):
             return False
-        num_admissible, budget = self._num_admissible(), self._budget + self._slack
+        num_admissible, budget = self._num_admissible(), self._budget.stretched_tokens
         first = self.waiting.first(num_admissible, budget)
         return len(first) < num_admissible and sum(map(self._num_uncached, first)) < budget
 
@@ -185,15 +185,15 @@ class SchedulerCore:
         """Add a row of one request alone, so that it is known whose step crashes the worker."""
         if request.slot >= 0:
             if self._running.chunked is request:
-                self._add_prefill(request, self._chunk, plan)
+                self._add_prefill(request, self._budget.chunk, plan)
             else:
                 self._add_decodes(plan)
             return
         self._release_held_back()
         for other in self._running.all_requests:
-            self._retract(other, RetractReason.QUARANTINE, plan)
+            self.retraction.retract(other, RetractReason.QUARANTINE, plan)
         if not plan.in_flight and self.admission.can_admit(request, 0):
-            self._admit(request, self._chunk, plan, now)
+            self._admit(request, self._budget.chunk, plan, now)
 
     # --- decode -----------------------------------------------------------------------------------
 
@@ -224,7 +224,9 @@ class SchedulerCore:
 
     def _append_page(self, request: Request, plan: Plan) -> bool:
         """Append a page to a running request, retracting others if needed. Return whether it is."""
-        room = self._ensure_page(request, plan)
+        room = self.retraction.ensure_page(
+            request, plan, self.num_loads > 0, self._release_held_back
+        )
         if room is Room.FREE:
             self.kv.append_page(request)
         elif room is Room.POOL_FULL:
@@ -240,11 +242,11 @@ class SchedulerCore:
     # --- prefill ----------------------------------------------------------------------------------
 
     def _add_prefills(self, plan: Plan, now: float) -> None:
-        budget = self._budget
-        if self._running.chunked is not None and self._preempts:
-            self._preempt_chunked(self.waiting.first(1, budget), plan)
+        budget = self._budget.tokens
+        if self._running.chunked is not None and self.retraction.preempts:
+            self.retraction.preempt_chunked(self.waiting.first(1, budget), plan)
         if self._running.chunked is not None:
-            budget -= self._add_prefill(self._running.chunked, self._chunk, plan)
+            budget -= self._add_prefill(self._running.chunked, self._budget.chunk, plan)
         if self._running.chunked is not None or plan.has_retracted:
             lacked: WaitReason | None = (
                 WaitReason.PAGES if plan.has_retracted else WaitReason.BUDGET
@@ -263,7 +265,7 @@ class SchedulerCore:
         It is 0 where the request waits for a page.
         """
         count = request.num_uncomputed_tokens
-        if self._cuts_prompts:
+        if self._budget.cuts_prompts:
             count = min(count, limit)
         count = self._num_with_pages(request, count, plan)
         if count == 0:
@@ -309,12 +311,15 @@ class SchedulerCore:
         num_candidates = num_admissible + lookahead + self.num_loads
         candidates = self.waiting.first(num_candidates, budget)
         if len(candidates) == len(self.waiting):
-            budget = self._stretched(budget, sum(r.num_uncomputed_tokens for r in candidates))
+            wanted = sum(r.num_uncomputed_tokens for r in candidates)
+            budget = self._budget.stretched(budget, wanted)
         for request in candidates:
             if self.offload is not None and self.offload.awaits(request):
                 lacked = WaitReason.PAGES
                 continue
-            count = self._num_tokens_for(request, plan.batch, budget)
+            count = self._budget.num_tokens_for(
+                self._num_uncached(request), budget, plan.batch.batch_size > plan.batch.num_decodes
+            )
             if count == 0 or not self._can_admit(request, expected, plan):
                 lacked = self._lack_of(count)
                 lookahead -= 1
@@ -353,8 +358,8 @@ class SchedulerCore:
     def _can_admit(self, request: Request, expected: int, plan: Plan) -> bool:
         if self.admission.can_admit(request, expected):
             return True
-        if self._preempts and not self.admission.pending_release:
-            self._preempt_for(request, plan)
+        if self.retraction.preempts and not self.admission.pending_release:
+            self.retraction.preempt_for(request, plan)
         return False
 
     def _num_admissible(self) -> int:
@@ -362,97 +367,17 @@ class SchedulerCore:
 
         Without a free slot one is considered for which another may be preempted.
         """
-        return min(self._prefill_width, self.admission.num_free_slots or int(self._preempts))
-
-    def _num_tokens_for(self, request: Request, batch: ScheduleBatch, budget: int) -> int:
-        """Return how many tokens of a waiting prompt this step can take; 0 for none.
-
-        The first prompt of a step is cut to the longest chunk, or goes alone where prompts are not
-        cut; later ones are cut where a page ends.
-        """
-        count = self._num_uncached(request)
-        if count <= budget:
-            return count
-        if batch.batch_size == batch.num_decodes:
-            return min(count, self._chunk) if self._cuts_prompts else count
-        return budget // self.kv.page_size * self.kv.page_size if self._cuts_prompts else 0
+        num_preempted = int(self.retraction.preempts)
+        return min(self._prefill_width, self.admission.num_free_slots or num_preempted)
 
     def _num_uncached(self, request: Request) -> int:
         """Return how many tokens of a waiting request are not cached."""
         depth = self.kv.match_prefix(request).depth
         return request.num_known_tokens - depth * self.kv.page_size
 
-    def _stretched(self, budget: int, wanted: int) -> int:
-        """Return a budget for all that is wanted, where that is little more than the budget."""
-        return wanted if budget < wanted <= budget + self._slack else budget
-
-    # --- retraction -------------------------------------------------------------------------------
-
-    def _ensure_page(self, request: Request, plan: Plan) -> Room:
-        """See that a page is available for a running request, retracting others if needed.
-
-        The pages of a retracted request come back when its steps in flight are answered.
-        """
-        while self.kv.num_available == 0:
-            if self.admission.pending_release:
-                return Room.WAIT
-            if self._release_held_back():
-                continue
-            running = self._running.all_requests
-            if len(running) > 1:
-                victim = min(running, key=self._retraction_key)
-                self._retract(victim, RetractReason.PAGES, plan)
-                if victim is request:
-                    return Room.WAIT
-            elif not self.kv.free_duplicates(request):
-                return Room.WAIT if plan.in_flight or self.num_loads else Room.POOL_FULL
-        return Room.FREE
-
     def _release_held_back(self) -> bool:
         """Release pages that requests hold which need no step. Return whether there were any."""
         return False
-
-    def _preempt_for(self, request: Request, plan: Plan) -> None:
-        """Retract the decoding request of the lowest priority for a much more urgent one."""
-        victim = min(self._running, key=priority_retraction_key, default=None)
-        if victim is not None and request.priority - victim.priority >= self._threshold:
-            self._retract(victim, RetractReason.PRIORITY, plan)
-
-    def _preempt_chunked(self, first: list[Request], plan: Plan) -> None:
-        """Retract a partially prefilled request, which takes up whole steps, for an urgent one."""
-        chunked = self._running.chunked
-        if chunked is not None and any(
-            request.priority - chunked.priority >= self._threshold for request in first
-        ):
-            self._retract(chunked, RetractReason.PRIORITY, plan)
-
-    def _retract(self, request: Request, reason: RetractReason, plan: Plan) -> None:
-        """Take a running request's pages for others: it waits again.
-
-        What is not cached any more by then is computed again; its stream goes on unchanged.
-        """
-        self._running.remove(request)
-        self.num_retractions += 1
-        request.num_retractions += 1
-        plan.has_retracted = True
-        plan.retracted.append((request, reason))
-        self.admission.ratio.on_retract(list(self._running))
-        request.status = RequestStatus.RETRACTED
-        self.admission.pending_release.add(request.seq)
-        if request.in_flight == 0:
-            self._requeue(request, plan.failed)
-
-    def _requeue(self, request: Request, failed: list[RequestFailure]) -> None:
-        """Queue a retracted request of which no step is in flight any more."""
-        self.admission.release(request)
-        if self.admission.never_fits(request):
-            failed.append((request, self.admission.pool_is_full(request)))
-            return
-        request.status = RequestStatus.WAITING
-        request.num_computed_tokens = 0
-        request.may_load = True
-        request.forget_prompt_logprobs()
-        self._push(request)
 
     # --- complete ---------------------------------------------------------------------------------
 
@@ -478,7 +403,7 @@ class SchedulerCore:
         for request in requests:
             if request.in_flight == 0 and request.status >= RequestStatus.RETRACTED:
                 if request.status is RequestStatus.RETRACTED:
-                    self._requeue(request, update.failed)
+                    self.retraction.requeue(request, update.failed)
                 else:
                     self._release(request)
         return update

@@ -68,7 +68,7 @@ def serve(child: Child) -> None:
         scheduler.announce_restart()
     child.ready()
     child.control.answer_in_loop()
-    # The scheduler makes no reference cycles (a test holds that), so reference counting frees
+    # The scheduler makes no reference cycles (a test checks that), so reference counting frees
     # everything; a search for cycles among 10,000 requests would cost a step 20 ms.
     gc.disable()
     poller = Poller(inbox, results, child.control)

@@ -140,7 +140,7 @@ def chosen_attention(capability: int) -> Iterator[Compiled]:
         yield attend(256, 4, False, NUMBERS, NUMBERS, False, capability)
         yield attend(256, 1, False, FLOATS, FLOATS, False, capability)
     if capability >= 89:
-        yield attend(128, 4, False, NUMBERS, FP8, False, capability)
+        yield attend(256, 1, False, NUMBERS, FP8, False, capability)
 
 
 def all_attention(capability: int) -> Iterator[Compiled]:
@@ -242,7 +242,7 @@ def main() -> int:
     parser.add_argument("--matrix", action="store_true", help="every shape for every GPU")
     parser.add_argument("--capabilities", type=int, nargs="+", choices=SHARED_BYTES)
     arguments = parser.parse_args()
-    everywhere = list(SHARED_BYTES) if arguments.matrix else [86, 90]
+    everywhere = list(SHARED_BYTES) if arguments.matrix else [89, 90]
     print(f"Triton {triton.__version__}")
     wrong: list[str] = []
     for capability in arguments.capabilities or everywhere:

@@ -17,6 +17,7 @@ from quadriga.config.tenant_args import TenantArgs
 from quadriga.config.trace_args import TraceArgs
 from quadriga.errors import InvalidRequest, QuadrigaError, ServerStopping
 from quadriga.tracing.exporter import NoExporter
+from quadriga.wire.async_port import AsyncPort
 from quadriga.wire.messages.public import (
     MAX_FRAME_BYTES,
     MAX_PROGRESS_IDS,
@@ -41,7 +42,6 @@ from quadriga.wire.messages.to_scheduler import (
     ProgressRequest,
     Shutdown,
 )
-from quadriga.wire.sockets import AsyncPort
 from tokenizer_proc.clients import Clients
 from tokenizer_proc.info import InfoRequests
 from tokenizer_proc.intake import RequestIntake, RequestPreparation

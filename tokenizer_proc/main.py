@@ -19,10 +19,11 @@ from quadriga.runtime.malloc import map_large_blocks
 from quadriga.runtime.open_files import FileWatch
 from quadriga.runtime.request_line import RequestLogLevel
 from quadriga.tracing.exporter import make_exporter
+from quadriga.wire.async_port import AsyncPort
 from quadriga.wire.connection_watch import ConnectionWatch
 from quadriga.wire.curve import Guard
 from quadriga.wire.messages.public import InfoValues
-from quadriga.wire.sockets import AsyncPort, bind_public
+from quadriga.wire.sockets import bind_public
 from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.grammars.validator import GrammarValidator
 from tokenizer_proc.info import static_server_info

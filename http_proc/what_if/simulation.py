@@ -1,6 +1,7 @@
 """Run a simulation in a process of its own, off the way of requests."""
 
 import asyncio
+import os
 from contextlib import suppress
 
 import msgspec
@@ -13,6 +14,8 @@ MODULE = "bench.simulate.what_if.beside_server"
 TIMEOUT_S = 300.0  # it has the lowest priority, so that a busy machine makes it slow
 RETRY_S = 5.0
 USAGE_ERROR = 2
+# Each further thread of numpy's library takes address space, which is bounded.
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 
 
 class SimulationProcess:
@@ -53,7 +56,7 @@ class SimulationProcess:
     async def _run(self, job: bytes) -> bytes:
         pipe = asyncio.subprocess.PIPE
         process = self._process = await asyncio.create_subprocess_exec(
-            *command_of(MODULE), stdin=pipe, stdout=pipe, stderr=pipe
+            *command_of(MODULE), stdin=pipe, stdout=pipe, stderr=pipe, env=os.environ | ONE_THREAD
         )
         timer = asyncio.get_running_loop().call_later(TIMEOUT_S, self.end)
         try:

@@ -17,8 +17,8 @@ from quadriga.keywords import check_keywords
 class ServerFlags(TypedDict, total=False):
     """Flags of the server, without those of the endpoint and the web gateway.
 
-    docs/configuration.md describes them: `max_batch_size=8` is `--max-batch-size 8`. A test holds
-    this list equal to the server's.
+    docs/configuration.md describes them: `max_batch_size=8` is `--max-batch-size 8`. A test
+    compares this list with the server's flags.
     """
 
     # Model

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from quadriga.wire.sockets import AsyncPort
+from quadriga.wire.async_port import AsyncPort
 
 _REFUSALS = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the server does not know this client's key",

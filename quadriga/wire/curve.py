@@ -23,7 +23,7 @@ import zmq.auth
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from quadriga.errors import ConfigError
-from quadriga.wire.sockets import AsyncPort
+from quadriga.wire.async_port import AsyncPort
 
 SERVER, CLIENT, INNER = "server", "client", "inner"
 PUBLIC, SECRET = ".key", ".key_secret"

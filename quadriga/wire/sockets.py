@@ -4,9 +4,7 @@ Inner links are PUSH/PULL without a high-water mark: admission bounds the messag
 socket gets its linger at creation, so that closing never hangs on unsent data.
 """
 
-import asyncio
 import math
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -21,8 +19,6 @@ MAX_CLIENT_MESSAGES = 4096
 # Messages of one client in the ROUTER, in each direction. libzmq bounds their number, not their
 # bytes: further ones wait in tokenizer_proc/clients.py, which bounds the bytes, or at the client.
 MAX_ROUTER_MESSAGES = 64
-# Time for receiving before the event loop runs its other callbacks.
-RECEIVE_BUDGET_S = 0.005
 HEARTBEAT_MS = 5000
 RECONNECT_MS = 20
 NO_LIMIT = 1 << 30
@@ -60,7 +56,7 @@ class Inbox(Generic[MessageT]):
     def drain(self, max_messages: int = NO_LIMIT) -> Iterator[MessageT]:
         """Yield the messages that have arrived, without blocking."""
         for _ in range(max_messages):
-            if not _is_readable(self.socket):
+            if not is_readable(self.socket):
                 return
             yield self._decode(self.socket.recv(zmq.NOBLOCK))
 
@@ -184,7 +180,7 @@ def connect_public(
     return socket
 
 
-def _is_readable(socket: "zmq.Socket[bytes]") -> bool:
+def is_readable(socket: "zmq.Socket[bytes]") -> bool:
     """Return whether a message can be received.
 
     Trying to receive raises an exception instead, which takes 100 us in a process that runs once
@@ -227,95 +223,6 @@ class Poller:
             timeout: seconds, rounded up to milliseconds; None: no timeout.
         """
         return bool(self._poller.poll(None if timeout is None else math.ceil(timeout * 1000)))
-
-
-class AsyncPort:
-    """Multipart send and receive of one socket on an asyncio loop, without a task per message.
-
-    ZeroMQ's file descriptor is edge-triggered and shared by both directions, so that every send
-    must be followed by a check for received messages; `_pump` is scheduled for that.
-
-    Args:
-        socket: the socket.
-        on_frames: called with the frames of each message.
-        before_receive: called before messages are received.
-    """
-
-    def __init__(
-        self,
-        socket: "zmq.Socket[bytes]",
-        on_frames: Callable[[list[bytes]], None],
-        before_receive: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.socket = socket
-        self._on_frames = on_frames
-        self._before_receive = before_receive
-        self._loop = asyncio.get_running_loop()
-        self._scheduled = False
-        self._file_descriptor = int(socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._file_descriptor, self._pump)
-        self._schedule()
-
-    def send(self, *frames: bytes) -> bool:
-        """Send a message; return False if the peer's queue is full.
-
-        Raises:
-            Unreachable: the peer of a ROUTER is not connected.
-        """
-        try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
-            return True
-        except zmq.Again:
-            return False
-        except zmq.ZMQError as error:
-            if error.errno == zmq.EHOSTUNREACH:
-                raise Unreachable from None
-            raise
-        finally:
-            self._schedule()
-
-    def close(self, linger_s: float | None = None) -> None:
-        """Close the socket; unsent messages have `linger_s` seconds, or LINGER_MS if None."""
-        if not self.socket.closed:
-            self._loop.remove_reader(self._file_descriptor)
-            self.socket.close(linger=None if linger_s is None else int(linger_s * 1000))
-
-    def _schedule(self) -> None:
-        if not self._scheduled:
-            self._scheduled = True
-            self._loop.call_soon(self._pump)
-
-    def _pump(self) -> None:
-        self._scheduled = False
-        self._before_receive()
-        self.receive(budget_s=RECEIVE_BUDGET_S)
-
-    def receive(self, max_messages: int = 64, budget_s: float = math.inf) -> None:
-        """Process received messages within these bounds; the rest follows in the next iteration."""
-        started_at = time.monotonic()
-        for _ in range(max_messages):
-            if time.monotonic() - started_at > budget_s:
-                break
-            if self.socket.closed or not _is_readable(self.socket):
-                return
-            if frames := self._next():
-                self._process(frames)
-        self._schedule()
-
-    def _process(self, frames: list[bytes]) -> None:
-        try:
-            self._on_frames(frames)
-        except BaseException:
-            self._schedule()  # further messages trigger no event of their own
-            raise
-
-    def _next(self) -> list[bytes]:
-        """Receive a message; return no frames if it must be dropped."""
-        return self.socket.recv_multipart(zmq.NOBLOCK)
-
-
-class Unreachable(Exception):
-    """The peer of a ROUTER's send is not connected."""
 
 
 def close_all() -> None:

@@ -205,5 +205,5 @@ def retract_one(scheduler: "Scheduler", number: int) -> None:
     core = scheduler.lifecycle.core
     running, plan = list(core._running), Plan(in_flight=False)
     if running and core.quarantine.current is None:
-        core._retract(running[number % len(running)], RetractReason.PAGES, plan)
+        core.retraction.retract(running[number % len(running)], RetractReason.PAGES, plan)
     scheduler.lifecycle.fail_all(plan.failed)

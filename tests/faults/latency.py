@@ -66,6 +66,7 @@ INPUTS: dict[str, tuple[int, Callable[[], list[Any]]]] = {
         500,
         lambda: ["generate", 1, "", "x", {**PARAMS, "stop_regex": [REGEX] * 4}],
     ),
+    "get_info, 10,000 times": (10_000, lambda: ["get_info", 1, ""]),
     "get_info, 50,000 times": (50_000, lambda: ["get_info", 1, ""]),
     "flush_cache, 50,000 times": (50_000, lambda: ["flush_cache", 1, ""]),
     "junk of 16 MiB": (16, lambda: [WORDS]),

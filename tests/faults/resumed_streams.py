@@ -19,7 +19,7 @@ RETRY_S = 0.05
 # Longer than the watchdog of the tests: a gateway that stands still is replaced.
 SILENCE_S = 20.0
 # What a gateway answers that is not ready, or cannot reach the ring now.
-BUSY = (429, 502, 503)
+BUSY = (429, 502, 503, 504)
 # What differs between two runs of one request: times, ids made of the answer's, and the last digits
 # of log-probabilities, which depend on the batch.
 _DIFFERENCES = re.compile(

@@ -13,6 +13,7 @@ from bench.client.server import free_port
 from quadriga.client import Client, SamplingParams
 from quadriga.errors import QuadrigaError, ServerFailed, ServerStopping, ServerUnreachable
 from quadriga.runtime.child import EXIT_CHILD_DIED, EXIT_FORCED, EXIT_OK
+from tests.everything import more
 from tests.server import Server, running_server, stop, wait_until
 
 LONG = SamplingParams(temperature=0, max_new_tokens=240, ignore_eos=True)
@@ -61,8 +62,19 @@ def own_server(llama_dir: Path, tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
-@pytest.mark.parametrize("name", ["worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("worker_proc", signal.SIGKILL),
+        ("worker_proc", signal.SIGSEGV),
+        ("scheduler_proc", signal.SIGKILL),
+        ("detok_proc", signal.SIGKILL),
+        ("tokenizer_proc", signal.SIGKILL),
+        more("scheduler_proc", signal.SIGSEGV),
+        more("detok_proc", signal.SIGSEGV),
+        more("tokenizer_proc", signal.SIGSEGV),
+    ],
+)
 def test_a_child_that_dies_under_load_is_named_to_every_client_within_two_seconds(
     own_server: Server, name: str, number: signal.Signals
 ) -> None:

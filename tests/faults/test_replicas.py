@@ -11,6 +11,7 @@ import pytest
 from quadriga.client import AsyncClient, Client, Completion
 from quadriga.tracing.context import started, traceparent_of
 from quadriga.wire.messages.live import LiveStep
+from tests.everything import more
 from tests.faults.test_restarts import STREAMS, run_streams, run_streams_with_a_kill, same
 from tests.server import Server, running_server, settle, wait_until
 
@@ -19,11 +20,9 @@ LOAD_FLAGS = ["--watchdog-timeout", "20", "--load-balance-method", "least-loaded
 
 
 @pytest.fixture(scope="module")
-def undisturbed(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Completion]:
+def undisturbed(server: Server) -> list[Completion]:
     """Return the answers of a server of one replica."""
-    log = tmp_path_factory.mktemp("one") / "log"
-    with running_server(log, "--model", str(llama_dir), *FLAGS) as server:
-        return asyncio.run(run_streams(server.endpoint, asyncio.Event()))
+    return asyncio.run(run_streams(server.endpoint, asyncio.Event()))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +73,7 @@ def test_all_processes_of_a_replica_may_die_at_once(
     settle(replicas.endpoint, 60)
 
 
-@pytest.mark.parametrize("name", ["worker_proc/0", "scheduler_proc/1", "detok_proc/1"])
+@pytest.mark.parametrize("name", ["worker_proc/0", "scheduler_proc/1", more("detok_proc/1")])
 def test_the_requests_of_a_lost_replica_go_on_at_the_other(
     llama_dir: Path, tmp_path: Path, undisturbed: list[Completion], name: str
 ) -> None:

@@ -29,7 +29,7 @@ class Listener(Protocol):
 
 
 class Network:
-    """Stands for quadriga.wire.sockets and ConnectionWatch in quadriga.client.connection.link."""
+    """Stands for what quadriga.client.connection.link imports of quadriga.wire."""
 
     SocketError = OSError
 
@@ -37,10 +37,10 @@ class Network:
         self.chosen = chosen
         self.door: Listener | None = None
         self._sockets: list[Socket] = []
-        self.AsyncPort = Port
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(link, "sockets", self)
+        patch.setattr(link, "AsyncPort", Port)
         patch.setattr(link, "ConnectionWatch", Watch)
 
     def connect_public(

@@ -29,6 +29,7 @@ BENCHES_OF_THE_WORKER = {
     "worker_steps.py",
 }
 """They compute beside the worker's own code, in one process, or write its checkpoints."""
+SOCKET_FILES = ("sockets.py", "async_port.py", "connection_watch.py", "curve.py", "node_links.py")
 
 
 def roots_of(path: Path) -> set[str]:
@@ -67,10 +68,10 @@ def test_the_scheduler_sees_no_text_library() -> None:
         assert not roots_of(path) & {"tokenizers", "jinja2", "numpy"}, path
 
 
-def test_only_sockets_their_watch_and_their_keys_import_zmq() -> None:
+def test_only_the_files_of_sockets_import_zmq() -> None:
     for folder in (*PROCESSES, "quadriga", "bench"):
         for path in files(folder):
-            if path.name not in ("sockets.py", "connection_watch.py", "curve.py", "node_links.py"):
+            if path.name not in SOCKET_FILES:
                 assert "zmq" not in roots_of(path), path
 
 

@@ -3,9 +3,10 @@
 import logging
 from collections.abc import Callable
 
+from quadriga.wire.async_port import AsyncPort
 from quadriga.wire.connection_watch import ConnectionWatch
 from quadriga.wire.node_links import NodeLinks
-from quadriga.wire.sockets import AsyncPort, LinkSocket, Outbox, bind_frames
+from quadriga.wire.sockets import LinkSocket, Outbox, bind_frames
 
 
 class RefusalLog:

@@ -4,9 +4,10 @@ from functools import partial
 
 from quadriga.prefix_blocks import pages_per_block
 from quadriga.runtime.child import Child, Command
+from quadriga.wire.async_port import AsyncPort
 from quadriga.wire.messages.to_detok import Delivered
 from quadriga.wire.node_links import NodeLinks
-from quadriga.wire.sockets import AsyncPort, Outbox, bind_frames
+from quadriga.wire.sockets import Outbox, bind_frames
 from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.open_requests import SchedulerLink
 from tokenizer_proc.replicas.load_report import LoadReport

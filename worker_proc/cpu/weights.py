@@ -165,8 +165,7 @@ def to_panels(weight: Tensor) -> Tensor:
     """
     inputs_per_unit = UNIT_BYTES // weight.dtype.itemsize
     outputs, inputs = weight.shape
-    padding = (0, -inputs % inputs_per_unit, 0, -outputs % LANES)
-    weight = F.pad(weight, padding).contiguous()
+    weight = _padded(weight, (0, -inputs % inputs_per_unit, 0, -outputs % LANES)).contiguous()
     units = weight.view(torch.int32).view(-1, LANES, weight.shape[1] // inputs_per_unit)
     panels = allocate(units.numel() * UNIT_BYTES).view(torch.int32)
     panels = panels.view(units.shape[0], units.shape[2], LANES)
@@ -179,7 +178,12 @@ def interleave(weight: Tensor) -> Tensor:
     Gate and up are padded with zeros to a multiple of 16 rows.
     """
     size = len(weight) // 2
-    padding = [0, 0] * (weight.dim() - 1) + [0, -size % LANES]
-    gate, up = (F.pad(part, padding) for part in weight.split(size))
+    padding = (*[0, 0] * (weight.dim() - 1), 0, -size % LANES)
+    gate, up = (_padded(part, padding) for part in weight.split(size))
     pairs = torch.stack((gate.unflatten(0, (-1, LANES)), up.unflatten(0, (-1, LANES))), 1)
     return pairs.flatten(0, 2)
+
+
+def _padded(weight: Tensor, padding: tuple[int, ...]) -> Tensor:
+    """Return a tensor with zeros at its ends, which `F.pad` copies even where there are none."""
+    return F.pad(weight, padding) if any(padding) else weight

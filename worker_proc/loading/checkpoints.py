@@ -105,7 +105,9 @@ def from_gguf(
 
 def _dequantize(rows: Any, kind: str, what: str) -> Tensor:
     """Return the values [rows, weights of a row] of bytes [rows, bytes of a row] in float32."""
-    from gguf import GGMLQuantizationType
+    if kind in _PLAIN_TYPES:
+        return torch.from_numpy(rows).view(_PLAIN_TYPES[kind]).float()
+    from gguf import GGMLQuantizationType  # takes longer to import than most models' norms to read
     from gguf.quants import dequantize
 
     try:
@@ -147,6 +149,7 @@ def _deinterleave_heads(name: str, rows: Tensor, config: dict[str, Any]) -> Tens
     return pairs.transpose(1, 2).reshape(rows.shape)
 
 
+_PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LLAMA_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",

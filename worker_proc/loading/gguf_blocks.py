@@ -103,8 +103,10 @@ class PackedRows:
     def dense(self) -> Tensor:
         """Return the values [rows, weights of a row] in float32."""
         rows, width = self.shape
-        values = torch.empty(rows, width)
         step = max(1, CHUNK_WEIGHTS // max(1, width))
+        if rows <= step:
+            return self.unpack().dense()
+        values = torch.empty(rows, width)
         for first in range(0, rows, step):
             part = PackedRows(self.kind, self.data[first : first + step])
             values[first : first + step] = part.unpack().dense()
@@ -123,8 +125,8 @@ def _half(block: Tensor, at: int) -> Tensor:
 
 def _bits(packed: Tensor, shifts: range, bits: int) -> Tensor:
     """Split [..., bytes] into [..., shifts, bytes] numbers of `bits` bits."""
-    shift = torch.tensor(list(shifts), dtype=torch.uint8).unsqueeze(-1)
-    return (packed.unsqueeze(-2) >> shift) & ((1 << bits) - 1)
+    # A shift by a tensor of numbers is not vectorized, and takes ten times as long.
+    return torch.stack([(packed >> shift) & ((1 << bits) - 1) for shift in shifts], -2)
 
 
 def _nibbles(packed: Tensor, run: int) -> Tensor:

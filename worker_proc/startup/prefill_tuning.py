@@ -47,6 +47,8 @@ def smallest_good_size(sizes: list[int], measure_s: Callable[[int], float]) -> i
     for size in (size for size in sizes for _ in range(NUM_TRIES)):
         if spent_s >= MAX_TUNING_S:
             break
+        if len(seconds) == 1 and size in seconds and spent_s + seconds[size] >= MAX_TUNING_S:
+            break  # a second try would leave no time for a size to compare it with
         took_s = measure_s(size)
         spent_s += took_s
         seconds[size] = min(took_s, seconds.get(size, took_s))

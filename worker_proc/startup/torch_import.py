@@ -19,8 +19,8 @@ from types import ModuleType
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.model_files.model_impl.choice import ModelImpl
 
-# Releases whose import works with DEFERRED, which a test holds for the installed one; others are
-# imported whole.
+# Releases whose import works with DEFERRED; a test checks the installed one. Others are imported
+# whole.
 TESTED_RELEASES = ("2.13",)
 DEFERRED = frozenset({"torch._meta_registrations", "torch.export"})
 NVIDIA_DRIVER = "/dev/nvidiactl"

@@ -7,6 +7,7 @@ from typing import Any
 from bench.simulate.fleet.fleet import Loss
 from bench.simulate.run import World
 from cluster_proc.scaling import Scaling, ScalingLimits
+from quadriga.config.flags import check_positive, flag_name
 from quadriga.config.replica_args import DOWN_AFTER_S, TARGET_REQUESTS, UP_AFTER_S
 from quadriga.errors import ConfigError
 
@@ -55,6 +56,11 @@ class FleetChanges:
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> "FleetChanges":
         """Read the flags, or raise ConfigError."""
+        check_positive(arguments, "target_ongoing_requests")
+        for name in ("return_after", "scale_up_after", "scale_down_after", "replica_start"):
+            value = getattr(arguments, name)
+            if value is not None and not value >= 0:
+                raise ConfigError(f"{flag_name(name)} must be 0 or more (it is {value})")
         losses = [Loss.parse(text) for text in arguments.lose]
         num_lost = max((loss.count for loss in losses), default=0)
         if losses and num_lost >= arguments.replicas:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from quadriga.errors import QuadrigaError, ServerUnreachable
 from quadriga.wire import sockets
+from quadriga.wire.async_port import AsyncPort
 from quadriga.wire.connection_watch import ConnectionWatch
 from quadriga.wire.sockets import NO_LIMIT
 
@@ -43,7 +44,7 @@ class ServerLink:
         self._identity = identity
         self._curve_dir = curve_dir
         self._events = events
-        self._port: sockets.AsyncPort | None = None
+        self._port: AsyncPort | None = None
         self._watch: ConnectionWatch | None = None
         self.is_up = False
 
@@ -74,9 +75,7 @@ class ServerLink:
         except QuadrigaError:
             self.close(linger_s=0)
             raise
-        self._port = sockets.AsyncPort(
-            socket, self._events.on_frames, before_receive=self.process_events
-        )
+        self._port = AsyncPort(socket, self._events.on_frames, before_receive=self.process_events)
 
     def close(self, linger_s: float) -> None:
         """Close the socket; unsent messages have `linger_s` seconds."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.unit.imported_names import imported_names
 
 ROOT = Path(__file__).resolve().parents[3]
-DEVELOPER_TOOLS = {"roofline", "quality", "capacity", "peers", "gpu"}
+DEVELOPER_TOOLS = {"roofline", "quality", "capacity", "peers", "start", "gpu"}
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for path in (ROOT / "bench").rglob("*.py")

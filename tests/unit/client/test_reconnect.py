@@ -13,6 +13,7 @@ from bench.client.server import free_port
 from quadriga.client import AsyncClient, Completion
 from quadriga.client.connection import connection
 from quadriga.errors import AddressInUse, RequestFailed, ServerStopping, ServerUnreachable
+from quadriga.wire.async_port import AsyncPort
 from quadriga.wire.messages.public import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
@@ -28,7 +29,7 @@ from quadriga.wire.messages.public import (
     Replay,
     ServerGone,
 )
-from quadriga.wire.sockets import AsyncPort, bind_public, encode
+from quadriga.wire.sockets import bind_public, encode
 from tests.unit.public_messages import make_chunk, make_end
 
 PATIENCE = 20.0

@@ -14,6 +14,7 @@ from http_proc.protocol.errors import from_ring
 from quadriga.config.server_config import FrontendArgs
 from quadriga.errors import InvalidRequest, QueueFull
 from quadriga.sampling.params import Grammar, SamplingParams
+from quadriga.wire.async_port import Unreachable
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.public import (
     MAX_PROGRESS_IDS,
@@ -40,7 +41,7 @@ from quadriga.wire.messages.to_scheduler import (
     Shutdown,
     Submit,
 )
-from quadriga.wire.sockets import Unreachable, encode
+from quadriga.wire.sockets import encode
 from tests.unit.tokenizer.test_validation import Recorder, model
 from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.grammars.validator import GrammarValidator

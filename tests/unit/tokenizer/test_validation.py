@@ -18,10 +18,11 @@ from quadriga.errors import InvalidRequest, PromptTooLong
 from quadriga.model_files.resolve import ModelFiles
 from quadriga.sampling.params import SamplingParams
 from quadriga.sampling.validation import validate_params
+from quadriga.wire.async_port import AsyncPort
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.public import MAX_FRAME_BYTES, Generate, Ping, Refused
 from quadriga.wire.messages.to_scheduler import Submit
-from quadriga.wire.sockets import AsyncPort, Outbox, encode
+from quadriga.wire.sockets import Outbox, encode
 from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.grammars.validator import GrammarValidator
 from tokenizer_proc.intake import RequestPreparation

@@ -11,6 +11,7 @@ import zmq
 
 from quadriga.clock import Countdown
 from quadriga.errors import AddressInUse, ConfigError
+from quadriga.wire.async_port import AsyncPort
 from quadriga.wire.curve import (
     INNER,
     SERVER,
@@ -22,7 +23,7 @@ from quadriga.wire.curve import (
 from quadriga.wire.endpoints import Endpoints
 from quadriga.wire.messages.to_scheduler import AbortRequest, SchedulerMessage
 from quadriga.wire.node_links import ON_THIS_MACHINE, NodeLinks, ReservedPort
-from quadriga.wire.sockets import AsyncPort, Inbox, Outbox, bind_frames
+from quadriga.wire.sockets import Inbox, Outbox, bind_frames
 from tests.waiting import wait_until
 
 TIMEOUT_MS = 20_000

@@ -140,6 +140,20 @@ def test_positions_that_are_added_and_never_multiplied_are_not_kept_packed(tmp_p
     assert torch.equal(wpe, torch.from_numpy(expected))
 
 
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_tensors_that_are_not_quantized_have_the_numbers_of_the_package(
+    tmp_path: Path, kind: str
+) -> None:
+    data = quantize(np.random.default_rng(3).normal(size=(4, 32)).astype(np.float32), Kind[kind])
+    stored = data.view(np.uint8)
+    (file := tmp_path / "model.gguf").write_bytes(stored.tobytes())
+    entry = {"type": kind, "shape": [4, 32], "offset": 0, "bytes": stored.nbytes}
+    (index := tmp_path / "tensors.json").write_text(json.dumps({"output.weight": entry}))
+    (read,) = dict(from_gguf(file, index, {"model_type": "gpt2"})).values()
+    assert isinstance(read, Tensor)
+    assert torch.equal(read, torch.from_numpy(dequantize(data, Kind[kind])))
+
+
 def test_a_packed_tensor_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
     files = gguf_of(llama(tmp_path))
     files = dataclasses.replace(files, config={**files.config, "intermediate_size": 192})

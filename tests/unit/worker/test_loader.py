@@ -248,6 +248,16 @@ def test_bfloat16_is_the_default_where_the_kernels_compute() -> None:
     assert choose_dtype("float32", CPU, native=True) == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)]
+)
+def test_the_default_on_a_gpu_is_what_its_tensor_cores_multiply(
+    capability: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert choose_dtype("auto", torch.device("cuda")) == dtype
+
+
 def test_the_thread_flag_wins_over_the_number_of_cores() -> None:
     before = torch.get_num_threads()
     try:

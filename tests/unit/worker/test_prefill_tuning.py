@@ -28,7 +28,7 @@ def test_a_slow_machine_tries_few_sizes() -> None:
         return size / 256 * MAX_TUNING_S
 
     assert smallest_good_size(list(CANDIDATE_SIZES), seconds_of) == 128
-    assert asked == [128, 128]
+    assert asked == [128]  # a second try would leave no time to compare it with another size
 
 
 def chosen(*seconds: float) -> int:

@@ -181,7 +181,7 @@ def tile_of(
         return AttentionTile(rows, keys, stages=1, warps=4 if head_dim <= 64 else 8)
     rows = min_rows if one_query else max(min_rows, 64)
     if head_dim > 128:
-        return AttentionTile(rows, 32, stages=2, warps=4)
+        return AttentionTile(rows, 32, stages=2, warps=4 if one_query else 8)
     stages = 3 if shared_bytes >= LARGE_SHARED_BYTES else 2
     return AttentionTile(rows, 64, stages, warps=4)
 

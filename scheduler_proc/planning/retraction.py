@@ -1,0 +1,132 @@
+"""Take the pages of running requests for others; what was taken waits, and goes on later."""
+
+from collections.abc import Callable
+
+from quadriga.config.scheduler_args import SchedulerArgs
+from scheduler_proc.planning.admission import Admission
+from scheduler_proc.planning.quarantine import Quarantine, push
+from scheduler_proc.policies.base import WaitingQueue
+from scheduler_proc.state.batch import RunningBatch
+from scheduler_proc.state.kv_cache import KVCache
+from scheduler_proc.state.plan import Plan, Room
+from scheduler_proc.state.request import (
+    Request,
+    RequestFailure,
+    RequestStatus,
+    RetractReason,
+    priority_retraction_key,
+    retraction_key,
+)
+
+DEFAULT_PREEMPTION_THRESHOLD = 10
+
+
+class Retraction:
+    """Chooses and retracts running requests, for want of pages or for more urgent ones.
+
+    Args:
+        args: the scheduler's flags.
+        kv: the pages.
+        admission: the slots and the holders of pages.
+        running: the requests that may be retracted.
+        waiting: gets the requests that were retracted, but for those of the quarantine.
+        quarantine: the requests that run alone.
+        num_retractions: those before.
+
+    Attributes:
+        num_retractions: number of retractions.
+        preempts: urgent requests take the slots of others.
+    """
+
+    def __init__(
+        self,
+        args: SchedulerArgs,
+        kv: KVCache,
+        admission: Admission,
+        running: RunningBatch,
+        waiting: WaitingQueue,
+        quarantine: Quarantine,
+        num_retractions: int,
+    ) -> None:
+        self._kv = kv
+        self._admission = admission
+        self._running = running
+        self._waiting = waiting
+        self._quarantine = quarantine
+        self.num_retractions = num_retractions
+        by_priority = args.schedule_policy == "priority"
+        self._retraction_key = priority_retraction_key if by_priority else retraction_key
+        # Fair turns would give the slot back to the request that was preempted, over and over.
+        self.preempts = by_priority and not args.is_fair
+        self._threshold = args.priority_preemption_threshold or DEFAULT_PREEMPTION_THRESHOLD
+
+    def ensure_page(
+        self, request: Request, plan: Plan, has_loads: bool, release_held_back: Callable[[], bool]
+    ) -> Room:
+        """See that a page is available for a running request, retracting others if needed.
+
+        The pages of a retracted request come back when its steps in flight are answered.
+
+        Args:
+            request: needs the page.
+            plan: the step that is planned.
+            has_loads: loads are under way, whose pages come back when they are done.
+            release_held_back: releases pages that requests hold which need no step, and returns
+                whether there were any.
+        """
+        while self._kv.num_available == 0:
+            if self._admission.pending_release:
+                return Room.WAIT
+            if release_held_back():
+                continue
+            running = self._running.all_requests
+            if len(running) > 1:
+                victim = min(running, key=self._retraction_key)
+                self.retract(victim, RetractReason.PAGES, plan)
+                if victim is request:
+                    return Room.WAIT
+            elif not self._kv.free_duplicates(request):
+                return Room.WAIT if plan.in_flight or has_loads else Room.POOL_FULL
+        return Room.FREE
+
+    def preempt_for(self, request: Request, plan: Plan) -> None:
+        """Retract the decoding request of the lowest priority for a much more urgent one."""
+        victim = min(self._running, key=priority_retraction_key, default=None)
+        if victim is not None and request.priority - victim.priority >= self._threshold:
+            self.retract(victim, RetractReason.PRIORITY, plan)
+
+    def preempt_chunked(self, first: list[Request], plan: Plan) -> None:
+        """Retract a partially prefilled request, which takes up whole steps, for an urgent one."""
+        chunked = self._running.chunked
+        if chunked is not None and any(
+            request.priority - chunked.priority >= self._threshold for request in first
+        ):
+            self.retract(chunked, RetractReason.PRIORITY, plan)
+
+    def retract(self, request: Request, reason: RetractReason, plan: Plan) -> None:
+        """Take a running request's pages for others: it waits again.
+
+        What is not cached any more by then is computed again; its stream goes on unchanged.
+        """
+        self._running.remove(request)
+        self.num_retractions += 1
+        request.num_retractions += 1
+        plan.has_retracted = True
+        plan.retracted.append((request, reason))
+        self._admission.ratio.on_retract(list(self._running))
+        request.status = RequestStatus.RETRACTED
+        self._admission.pending_release.add(request.seq)
+        if request.in_flight == 0:
+            self.requeue(request, plan.failed)
+
+    def requeue(self, request: Request, failed: list[RequestFailure]) -> None:
+        """Queue a retracted request of which no step is in flight any more."""
+        self._admission.release(request)
+        if self._admission.never_fits(request):
+            failed.append((request, self._admission.pool_is_full(request)))
+            return
+        request.status = RequestStatus.WAITING
+        request.num_computed_tokens = 0
+        request.may_load = True
+        request.forget_prompt_logprobs()
+        push(request, self._waiting, self._quarantine)
