@@ -233,7 +233,7 @@ class BatchJob:
         batch.enter(status)
         ended = msgspec.structs.replace(stored, batch=batch)
         await _until_written(lambda: self._tools.save(ended))
-        self._batch = stored.batch = batch  # nobody sees an end that a crash could undo
+        self._batch = stored.batch = batch  # shown only now: a crash cannot undo it
         counts = batch.request_counts
         logging.info("batch %s %s: %d of %d lines answered, %d failed", batch.id, status.value,
                      counts.completed, counts.total, counts.failed)  # fmt: skip
