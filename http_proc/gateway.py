@@ -246,10 +246,11 @@ class Gateway:
         return await asyncio.shield(task)
 
     async def until_ready(self) -> None:
-        """Wait until the ring reports that it can serve."""
+        """Wait until the ring is connected and has reported that it can serve."""
         while True:
             with suppress(QuadrigaError):
-                if (await self.info())["ready"]:
+                await self.lasting_ring.connect()
+                if (await self.static_info())["ready"]:
                     return
             await asyncio.sleep(READY_POLL_S)
 

@@ -22,6 +22,8 @@ def answer_of(request: web.Request, handler: Handler, is_resent: bool = False) -
         gateway, row = request.app[GATEWAY], stream.row
         set_resumption(Resumption(row.key, row.created, gateway.args.resume_window, is_resent))
         request[SINK] = stream.log
+        if is_resent:  # a ring that answers late must not end a stream that has begun
+            await gateway.until_ready()
         await gateway.lasting_ring.connect()
         await handler(request)
 

@@ -14,6 +14,7 @@ from http_proc.gateway import Gateway
 from http_proc.listener import bind, listen, make_runner, tls_context
 from http_proc.streams.stream_rows import FILE_NAME, StreamRow, StreamRows
 from quadriga.config.server_config import ServerConfig
+from quadriga.errors import DeadlineExceeded
 from tests.unit.http.streams.test_resumable import (
     BODIES,
     PIECES,
@@ -39,6 +40,18 @@ class MergedRing(ScriptedRing):
         whole.token_times = [0.0] * len(self.pieces)
         whole.text_lengths = [len(piece) for piece in self.pieces]
         asyncio.get_running_loop().call_soon(sink, whole)
+
+
+class LateRing(MergedRing):
+    """A ring that answers no question at first, as one that is starting on a busy machine."""
+
+    num_silent = 3
+
+    async def info(self, timeout: float) -> dict[str, Any]:
+        if self.num_silent:
+            self.num_silent -= 1
+            raise DeadlineExceeded("no answer")
+        return await super().info(timeout)
 
 
 @asynccontextmanager
@@ -97,6 +110,25 @@ def test_every_rest_of_a_stream_is_the_same_at_the_next_gateway(tmp_path: Path, 
         assert first[1].seed is not None
         assert first[2]["kept"].request_id == again[2]["kept"].request_id
         assert (first[2]["kept"].is_resent, again[2]["kept"].is_resent) == (False, True)
+
+    run(check())
+
+
+def test_a_stream_goes_on_at_a_ring_that_answers_late(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with (
+            gateway_on(tmp_path, OpenRing(PIECES)) as gateway,
+            streaming(gateway, "/v1/chat/completions", MINE) as response,
+        ):
+            name, before = response.headers["X-Stream-Id"], await events_of(response, 2)
+        late = LateRing(PIECES)
+        async with (
+            gateway_on(tmp_path, late) as gateway,
+            reading(gateway, name, headers=MINE) as response,
+        ):
+            assert response.status == 200
+            assert (await events_of(response))[: len(before)] == before
+        assert late.num_silent == 0
 
     run(check())
 
