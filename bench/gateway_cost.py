@@ -26,16 +26,18 @@ from quadriga.clock import now
 from quadriga.known_formats import KNOWN_FORMATS
 from quadriga.wire.async_port import AsyncPort
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.public import (
+from quadriga.wire.messages.from_client import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
-    Accepted,
     ClientMessage,
-    End,
     Generate,
     GetInfo,
-    Info,
     Ping,
+)
+from quadriga.wire.messages.to_client import (
+    Accepted,
+    End,
+    Info,
     PlainChunk,
     Pong,
     SentChunks,

@@ -23,7 +23,7 @@ from http_proc.apis.responses.stored.response_store import StoredResponses
 from http_proc.apis.responses.stream import ResponseStream
 from quadriga.client.types import Completion, StreamChunk, Timings
 from quadriga.clock import now
-from quadriga.wire.messages.public import Usage
+from quadriga.wire.messages.to_client import Usage
 
 MEBIBYTE = 1024 * 1024
 WORDS = ("the", "of", "and", "to", "in", "is", "it", "that", "was", "for", "on", "are", "with")

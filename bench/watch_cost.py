@@ -28,7 +28,7 @@ from quadriga.clock import now
 from quadriga.config.server_config import ServerConfig
 from quadriga.sampling.params import SamplingParams
 from quadriga.tracing.context import started, traceparent_of
-from quadriga.wire.messages.public import MAX_TRACE_IDS
+from quadriga.wire.messages.from_client import MAX_TRACE_IDS
 
 PROMPT = "Write down everything that you know about the sea and the ships on it."
 NUM_TOKENS = 32

@@ -10,7 +10,7 @@ from detok_proc.stop_regexes import RequestBudget
 from detok_proc.text_stream import TextStream, make_chunk
 from quadriga.clock import now
 from quadriga.wire.messages.arrays import unpack_ids
-from quadriga.wire.messages.public import End, ErrorInfo, PlainChunk, StageTimes, Usage
+from quadriga.wire.messages.to_client import End, ErrorInfo, PlainChunk, StageTimes, Usage
 from quadriga.wire.messages.to_detok import StepOutput, StreamEnd, StreamReplay, StreamStart
 from quadriga.wire.messages.to_scheduler import CLIENT_LOST
 

@@ -7,7 +7,7 @@ from detok_proc.logprobs import LogprobCollector, TokenLogprobs, prompt_logprobs
 from detok_proc.stop_regexes import RequestBudget, SearchTooSlow
 from detok_proc.stop_strings import StopStrings
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.public import Chunk, End, ErrorInfo, PlainChunk, RichChunk
+from quadriga.wire.messages.to_client import Chunk, End, ErrorInfo, PlainChunk, RichChunk
 from quadriga.wire.messages.to_detok import StreamStart
 
 

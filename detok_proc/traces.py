@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from quadriga.wire.messages.public import Chunk, PlainChunk
+from quadriga.wire.messages.to_client import Chunk, PlainChunk
 from quadriga.wire.messages.to_detok import StepOutput
 from quadriga.wire.messages.trace import RequestTrace, Span
 

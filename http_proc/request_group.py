@@ -14,7 +14,7 @@ from quadriga.client.request_handle import RequestHandle, Sink
 from quadriga.client.types import Completion, Prompt, StreamChunk
 from quadriga.errors import QuadrigaError, RequestFailed
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.public import Accepted
+from quadriga.wire.messages.to_client import Accepted
 
 
 class RequestGroup:

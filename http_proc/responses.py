@@ -16,7 +16,7 @@ from http_proc.protocol.timings import SERVER_TIMING, server_timing
 from http_proc.request_group import RequestGroup
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.errors import QuadrigaError
-from quadriga.wire.messages.public import Accepted
+from quadriga.wire.messages.to_client import Accepted
 
 END_OF_EVENT = b"\n\n"
 DONE = b"data: [DONE]" + END_OF_EVENT

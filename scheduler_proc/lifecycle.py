@@ -12,7 +12,7 @@ from typing import Protocol
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import QuadrigaError, RequestFailed
 from quadriga.wire.messages import to_detok, to_scheduler
-from quadriga.wire.messages.public import ErrorInfo
+from quadriga.wire.messages.to_client import ErrorInfo
 from quadriga.wire.messages.worker import GrammarReady, WorkerReady
 from scheduler_proc.durability.detok_outbox import DetokOutbox
 from scheduler_proc.durability.journal import NoJournal

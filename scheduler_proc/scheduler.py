@@ -13,7 +13,7 @@ from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import InvalidRequest
 from quadriga.wire.messages import to_detok, to_scheduler
 from quadriga.wire.messages import worker as to_worker
-from quadriga.wire.messages.public import InfoValues
+from quadriga.wire.messages.to_client import InfoValues
 from scheduler_proc.durability.journal import NoJournal
 from scheduler_proc.lifecycle import RequestLifecycle
 from scheduler_proc.observe.feed.feed import StepFeed

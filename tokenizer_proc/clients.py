@@ -12,7 +12,7 @@ from quadriga.runtime.logs import log_fields
 from quadriga.runtime.request_line import MAX_REASON_CHARS, in_a_line
 from quadriga.wire.async_port import AsyncPort, Unreachable
 from quadriga.wire.client_address import is_gateway, short_address
-from quadriga.wire.messages.public import ErrorInfo, Probe, Refused, ServerGone
+from quadriga.wire.messages.to_client import ErrorInfo, Probe, Refused, ServerGone
 from quadriga.wire.sockets import encode
 
 # The bounds of one client, beside the few messages that its socket takes. A single message may be

@@ -18,7 +18,7 @@ from quadriga.config.trace_args import TraceArgs
 from quadriga.errors import InvalidRequest, QuadrigaError, ServerStopping
 from quadriga.tracing.exporter import NoExporter
 from quadriga.wire.async_port import AsyncPort
-from quadriga.wire.messages.public import (
+from quadriga.wire.messages.from_client import (
     MAX_FRAME_BYTES,
     MAX_PROGRESS_IDS,
     PROTOCOL_VERSION,
@@ -29,12 +29,11 @@ from quadriga.wire.messages.public import (
     GetInfo,
     GetProgress,
     GetTraces,
-    InfoValues,
     Ping,
-    Pong,
     Tokenize,
     Watch,
 )
+from quadriga.wire.messages.to_client import InfoValues, Pong
 from quadriga.wire.messages.to_detok import Delivered
 from quadriga.wire.messages.to_scheduler import (
     EndsDelivered,

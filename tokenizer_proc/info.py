@@ -9,7 +9,8 @@ from quadriga.config.server_config import ServerConfig
 from quadriga.fill_format import FillFormat, fill_format_to_info
 from quadriga.model_details import details_to_info
 from quadriga.model_files.resolve import ModelFiles
-from quadriga.wire.messages.public import MAX_FRAME_BYTES, PROTOCOL_VERSION, InfoValues
+from quadriga.wire.messages.from_client import MAX_FRAME_BYTES, PROTOCOL_VERSION
+from quadriga.wire.messages.to_client import InfoValues
 from tokenizer_proc.model_details import model_details
 from tokenizer_proc.overload import check_room
 

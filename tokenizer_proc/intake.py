@@ -12,8 +12,9 @@ from quadriga import clock
 from quadriga.errors import QuadrigaError, ServerStopping
 from quadriga.sampling.limits import MAX_CHOICES
 from quadriga.wire.messages.arrays import num_ids
+from quadriga.wire.messages.from_client import Generate
 from quadriga.wire.messages.grammar import GrammarForm
-from quadriga.wire.messages.public import Accepted, Generate, Refused
+from quadriga.wire.messages.to_client import Accepted, Refused
 from quadriga.wire.messages.to_scheduler import (
     CLIENT,
     CLIENT_LOST,

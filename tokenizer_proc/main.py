@@ -22,7 +22,7 @@ from quadriga.tracing.exporter import make_exporter
 from quadriga.wire.async_port import AsyncPort
 from quadriga.wire.connection_watch import ConnectionWatch
 from quadriga.wire.curve import Guard
-from quadriga.wire.messages.public import InfoValues
+from quadriga.wire.messages.to_client import InfoValues
 from quadriga.wire.sockets import bind_public
 from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.grammars.validator import GrammarValidator

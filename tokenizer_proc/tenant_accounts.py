@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from quadriga.tenants.tenant import parent_name
-from quadriga.wire.messages.public import Generate
+from quadriga.wire.messages.from_client import Generate
 from tokenizer_proc.open_requests import OpenRequest
 from tokenizer_proc.quotas import Quotas
 from tokenizer_proc.tenants import Owner, RequestOwners

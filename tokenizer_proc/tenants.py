@@ -12,7 +12,7 @@ from quadriga.errors import InvalidRequest
 from quadriga.tenants.key_file import TenantFile
 from quadriga.tenants.tenant import MIN_PRIORITY, Tenant
 from quadriga.wire.client_address import is_gateway
-from quadriga.wire.messages.public import Generate
+from quadriga.wire.messages.from_client import Generate
 
 NUM_SHOWN_CHARS = 12
 

@@ -10,7 +10,8 @@ from quadriga.errors import InvalidRequest
 from quadriga.tracing.context import HeadSampling
 from quadriga.tracing.exporter import NoExporter
 from quadriga.wire.client_address import is_gateway
-from quadriga.wire.messages.public import MAX_TRACE_IDS, Generate, GetTraces, InfoValues, Traces
+from quadriga.wire.messages.from_client import MAX_TRACE_IDS, Generate, GetTraces
+from quadriga.wire.messages.to_client import InfoValues, Traces
 from quadriga.wire.messages.trace import RequestTrace, Span, SpanEvent, TraceContext
 
 MAX_KEPT_BYTES = 32 * 1024 * 1024

@@ -29,7 +29,8 @@ from quadriga.client.request_handle import RequestHandle
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.public import MAX_PROGRESS_IDS, RequestState
+from quadriga.wire.messages.from_client import MAX_PROGRESS_IDS
+from quadriga.wire.messages.to_client import RequestState
 
 MIN_WAIT_S = 1.0
 ASK_INTERVAL_S = 0.25

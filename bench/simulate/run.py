@@ -20,7 +20,7 @@ from bench.simulate.worker import draw_ids
 from quadriga.config.replica_args import IN_TURN
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
-from quadriga.wire.messages.public import RequestState
+from quadriga.wire.messages.to_client import RequestState
 from quadriga.wire.messages.to_detok import StreamEnd
 from quadriga.wire.messages.to_scheduler import ProgressRequest
 

@@ -14,7 +14,7 @@ from http_proc.protocol.errors import ApiError
 from http_proc.request_group import RequestGroup
 from http_proc.responses import StreamFraming, record, stream_events
 from quadriga.client.types import Completion, StreamChunk
-from quadriga.wire.messages.public import Accepted
+from quadriga.wire.messages.to_client import Accepted
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ from quadriga.answer_format import (
 )
 from quadriga.client.async_client import RequestOptions
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.public import ChatOptions
+from quadriga.wire.messages.from_client import ChatOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from quadriga.config.trace_args import TraceArgs
 from quadriga.tenants.tenant import parent_name
 from quadriga.tracing.context import HeadSampling, traceparent_of
 from quadriga.tracing.exporter import NoExporter
-from quadriga.wire.messages.public import MAX_TRACE_IDS
+from quadriga.wire.messages.from_client import MAX_TRACE_IDS
 from quadriga.wire.messages.trace import Attributes, RequestTrace, Span, TraceContext
 
 PROCESS = "http_proc"

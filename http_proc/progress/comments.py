@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from quadriga.wire.messages.public import RequestProgress, RequestState
+from quadriga.wire.messages.to_client import RequestProgress, RequestState
 
 NO_ANSWER = b": waiting for the server\n\n"
 

@@ -14,7 +14,8 @@ from http_proc.request_group import RequestGroup
 from quadriga.client.async_client import AsyncClient
 from quadriga.client.types import StreamChunk
 from quadriga.errors import QuadrigaError
-from quadriga.wire.messages.public import MAX_PROGRESS_IDS, RequestProgress, RequestState
+from quadriga.wire.messages.from_client import MAX_PROGRESS_IDS
+from quadriga.wire.messages.to_client import RequestProgress, RequestState
 
 # The headers of a stream are sent after this time, admitted or not, or after the interval of pings
 # where that is shorter.

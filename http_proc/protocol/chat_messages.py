@@ -17,7 +17,7 @@ from quadriga.wire.chat_limits import (
     check_num_tools,
     check_num_turns,
 )
-from quadriga.wire.messages.public import ChatOptions
+from quadriga.wire.messages.from_client import ChatOptions
 
 # The request's name of each field of the ring.
 NAMES = {"prompt": "messages", "template_args": "chat_template_kwargs"}

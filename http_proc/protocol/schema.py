@@ -10,7 +10,7 @@ import msgspec
 
 from http_proc.protocol.timings import TimingsBody
 from quadriga.sampling.limits import LIMITS
-from quadriga.wire.messages.public import Usage
+from quadriga.wire.messages.to_client import Usage
 
 Top = Annotated[int, msgspec.Meta(ge=LIMITS["logprobs"].minimum, le=LIMITS["logprobs"].maximum)]
 Priority = Annotated[

@@ -9,7 +9,7 @@ import msgspec
 from quadriga.errors import InvalidRequest
 from quadriga.keywords import check_keywords
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.public import ChatMessage
+from quadriga.wire.messages.from_client import ChatMessage
 
 # Chat templates may know further roles, so that only a misspelt one of these is refused.
 COMMON_ROLES = ("system", "developer", "user", "assistant", "tool", "function")

@@ -19,7 +19,7 @@ from quadriga.client.types import (
 )
 from quadriga.client.types import RequestOptions as RequestOptions
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.public import PROTOCOL_VERSION, Generate
+from quadriga.wire.messages.from_client import PROTOCOL_VERSION, Generate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

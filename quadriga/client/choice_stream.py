@@ -3,7 +3,7 @@
 from quadriga.client.logprobs import TokenLogprob, read_logprobs, read_prompt_logprobs
 from quadriga.client.types import Completion, StreamChunk, Timings
 from quadriga.wire.messages.arrays import unpack_ids
-from quadriga.wire.messages.public import Chunk, End
+from quadriga.wire.messages.to_client import Chunk, End
 
 
 class ChunkGap(Exception):

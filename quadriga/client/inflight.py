@@ -10,13 +10,11 @@ from quadriga.client.choice_stream import ChunkGap
 from quadriga.client.request_handle import RequestHandle
 from quadriga.clock import now
 from quadriga.errors import InvalidRequest
-from quadriga.wire.messages.public import (
-    PROTOCOL_VERSION,
-    Abort,
+from quadriga.wire.messages.from_client import PROTOCOL_VERSION, Abort, ClientMessage
+from quadriga.wire.messages.to_client import (
     Accepted,
     Chunk,
     Chunks,
-    ClientMessage,
     ErrorInfo,
     Info,
     ProgressAnswer,

@@ -13,8 +13,7 @@ from quadriga.client.types import (
 )
 from quadriga.errors import InvalidRequest
 from quadriga.wire.messages.arrays import unpack_ids
-from quadriga.wire.messages.live import LiveMessage
-from quadriga.wire.messages.public import (
+from quadriga.wire.messages.from_client import (
     PROTOCOL_VERSION,
     ChatOptions,
     Detokenize,
@@ -22,11 +21,14 @@ from quadriga.wire.messages.public import (
     GetInfo,
     GetProgress,
     GetTraces,
+    Tokenize,
+)
+from quadriga.wire.messages.live import LiveMessage
+from quadriga.wire.messages.to_client import (
     Info,
     ProgressAnswer,
     RequestProgress,
     Text,
-    Tokenize,
     Tokens,
     Traces,
 )

@@ -13,7 +13,8 @@ from quadriga.errors import (
     RequestAborted,
     RequestFailed,
 )
-from quadriga.wire.messages.public import Accepted, Chunk, ErrorInfo, Generate
+from quadriga.wire.messages.from_client import Generate
+from quadriga.wire.messages.to_client import Accepted, Chunk, ErrorInfo
 
 # Called with each chunk of a request when it arrives, or with the error that ends it.
 Sink = Callable[[StreamChunk | QuadrigaError], None]

@@ -13,16 +13,9 @@ from quadriga.client.live.subscription import LiveSubscriptions
 from quadriga.client.types import is_time_limit
 from quadriga.config.server_config import DEFAULT_ENDPOINT
 from quadriga.errors import DeadlineExceeded, QuadrigaError, ServerFailed, ServerStopping
+from quadriga.wire.messages.from_client import PROTOCOL_VERSION, Abort, ClientMessage
 from quadriga.wire.messages.live import LiveServer, LiveStep
-from quadriga.wire.messages.public import (
-    PROTOCOL_VERSION,
-    Abort,
-    ClientMessage,
-    ErrorInfo,
-    Refused,
-    ServerGone,
-    ServerMessage,
-)
+from quadriga.wire.messages.to_client import ErrorInfo, Refused, ServerGone, ServerMessage
 
 if TYPE_CHECKING:
     from typing_extensions import Self

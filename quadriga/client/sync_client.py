@@ -10,8 +10,8 @@ from quadriga.client.types import NO_CHAT_OPTIONS, Completion, Prompt, StreamChu
 from quadriga.config.server_config import DEFAULT_ENDPOINT
 from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.from_client import ChatOptions
 from quadriga.wire.messages.live import LiveMessage
-from quadriga.wire.messages.public import ChatOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -8,7 +8,8 @@ from quadriga.client.arguments import checked_chat, shown
 from quadriga.client.logprobs import TokenLogprob
 from quadriga.errors import InvalidRequest
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.public import ChatMessage, ChatOptions, Usage
+from quadriga.wire.messages.from_client import ChatMessage, ChatOptions
+from quadriga.wire.messages.to_client import Usage
 
 Chat = list[dict[str, str]]
 # A text, its token ids, or a chat of {role, content} maps.

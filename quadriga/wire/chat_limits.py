@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from quadriga.errors import InvalidRequest
-from quadriga.wire.messages.public import (
+from quadriga.wire.messages.from_client import (
     MAX_NAME_CHARS,
     MAX_ROLE_CHARS,
     MAX_TEMPLATE_ARGS,

@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from quadriga.errors import AddressInUse, ConfigError
-from quadriga.wire.messages.public import MAX_FRAME_BYTES
+from quadriga.wire.messages.from_client import MAX_FRAME_BYTES
 
 LINGER_MS = 2000
 MAX_CLIENT_MESSAGES = 4096

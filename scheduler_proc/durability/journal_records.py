@@ -21,7 +21,7 @@ from typing import BinaryIO
 import msgspec
 
 from quadriga.wire.messages.logprobs import LogprobBlock
-from quadriga.wire.messages.public import ErrorInfo
+from quadriga.wire.messages.to_client import ErrorInfo
 from quadriga.wire.messages.to_scheduler import MovedSubmit
 from scheduler_proc.state.request import Request
 

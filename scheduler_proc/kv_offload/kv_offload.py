@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from quadriga.prefix_blocks import PAGE_HASH_BYTES, page_hash, split_hashes
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.public import InfoValues
+from quadriga.wire.messages.to_client import InfoValues
 from quadriga.wire.messages.worker import LoadPages, PagesLoaded, StoredPages, StorePages
 from scheduler_proc.kv_offload.offload_stats import OffloadStats
 from scheduler_proc.state.kv_cache import KVCache

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quadriga.wire.messages.public import InfoValues
+from quadriga.wire.messages.to_client import InfoValues
 
 
 @dataclass(slots=True)

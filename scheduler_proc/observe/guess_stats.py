@@ -1,7 +1,7 @@
 """Counters of guessed tokens, by vLLM's names."""
 
 from quadriga.wire.messages.arrays import num_ids
-from quadriga.wire.messages.public import InfoValues
+from quadriga.wire.messages.to_client import InfoValues
 from quadriga.wire.messages.worker import StepResult
 
 

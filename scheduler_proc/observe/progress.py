@@ -6,7 +6,7 @@ at most once in MAX_AGE_S, however many questions come.
 
 from typing import NamedTuple
 
-from quadriga.wire.messages.public import ProgressAnswer, RequestProgress, RequestState
+from quadriga.wire.messages.to_client import ProgressAnswer, RequestProgress, RequestState
 from quadriga.wire.messages.to_detok import ProgressReply
 from quadriga.wire.messages.to_scheduler import ProgressRequest
 from scheduler_proc.lifecycle import RequestLifecycle

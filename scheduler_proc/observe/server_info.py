@@ -3,7 +3,7 @@
 import os
 
 from quadriga.config.scheduler_args import SchedulerArgs
-from quadriga.wire.messages.public import Info, InfoValues
+from quadriga.wire.messages.to_client import Info, InfoValues
 from quadriga.wire.messages.to_detok import InfoReply
 from quadriga.wire.messages.to_scheduler import InfoRequest
 from quadriga.wire.messages.worker import WorkerReady

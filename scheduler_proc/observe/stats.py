@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from quadriga.histogram import SECONDS, Histogram
-from quadriga.wire.messages.public import InfoValues
+from quadriga.wire.messages.to_client import InfoValues
 from quadriga.wire.messages.to_scheduler import CLIENT, CLIENT_LOST, SERVER_STOPPING
 from quadriga.wire.messages.worker import StepResult
 from scheduler_proc.observe.guess_stats import GuessStats

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quadriga.runtime.logs import log_fields
-from quadriga.wire.messages.public import InfoValues
+from quadriga.wire.messages.to_client import InfoValues
 from scheduler_proc.observe.status_line import StatusValues, status_values
 
 

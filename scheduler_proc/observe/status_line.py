@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from quadriga.runtime.terminal import TransientLine
-from quadriga.wire.messages.public import InfoValues
+from quadriga.wire.messages.to_client import InfoValues
 
 INTERVAL_S = 1.0  # shortest time between two lines
 

@@ -11,7 +11,7 @@ from quadriga.sampling.limits import LIMITS
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.grammar import GrammarForm
 from quadriga.wire.messages.logprobs import LogprobBlock
-from quadriga.wire.messages.public import ErrorInfo
+from quadriga.wire.messages.to_client import ErrorInfo
 from quadriga.wire.messages.to_scheduler import Submit
 from quadriga.wire.messages.worker import NewSlot, SlotSamplingParams
 from scheduler_proc.state.guess_record import GuessRecord

@@ -21,7 +21,8 @@ import psutil
 
 from quadriga.client import Client, SamplingParams
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.public import Chunk, Chunks, ClientMessage, ServerMessage
+from quadriga.wire.messages.from_client import ClientMessage
+from quadriga.wire.messages.to_client import Chunk, Chunks, ServerMessage
 from quadriga.wire.messages.to_detok import (
     Delivered,
     DetokMessage,

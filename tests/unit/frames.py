@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from quadriga.wire.messages.public import ClientMessage, SentChunks, SentReplay, ServerMessage
+from quadriga.wire.messages.from_client import ClientMessage
+from quadriga.wire.messages.to_client import SentChunks, SentReplay, ServerMessage
 from quadriga.wire.messages.to_detok import (
     Delivered,
     DetokMessage,

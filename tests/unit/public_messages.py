@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.public import Chunk, End, ErrorInfo, StageTimes, Usage
+from quadriga.wire.messages.to_client import Chunk, End, ErrorInfo, StageTimes, Usage
 
 
 def make_chunk(

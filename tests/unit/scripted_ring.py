@@ -15,7 +15,7 @@ from quadriga.clock import now
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
 from quadriga.wire.messages.live import LiveMessage
-from quadriga.wire.messages.public import Accepted, RequestProgress, RequestState, Usage
+from quadriga.wire.messages.to_client import Accepted, RequestProgress, RequestState, Usage
 
 HERMES = CallFormat(
     style=CallStyle.JSON, call_open="<tool_call>\n", call_close="\n</tool_call>", separator="\n"

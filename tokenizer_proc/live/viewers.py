@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from quadriga.clock import now
 from quadriga.config.replica_args import check_replica
 from quadriga.errors import InvalidRequest, QueueFull
+from quadriga.wire.messages.from_client import Watch
 from quadriga.wire.messages.live import MAX_WATCH_S, LiveServer
-from quadriga.wire.messages.public import Watch
 from quadriga.wire.messages.to_scheduler import WatchSteps
 from quadriga.wire.sockets import encode
 from tokenizer_proc.clients import Clients

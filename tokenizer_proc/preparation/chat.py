@@ -12,7 +12,7 @@ from quadriga.config.answer_parsers import AUTO
 from quadriga.errors import InvalidRequest
 from quadriga.known_formats import KNOWN_FORMATS
 from quadriga.model_files.tokenizer import template_source, tool_template_source
-from quadriga.wire.messages.public import ChatMessage, ChatOptions
+from quadriga.wire.messages.from_client import ChatMessage, ChatOptions
 from tokenizer_proc.preparation.templates.derive import GENERIC, derive_format
 from tokenizer_proc.preparation.templates.environment import compile_template
 from tokenizer_proc.preparation.templates.needs import TemplateNeeds, find_needs

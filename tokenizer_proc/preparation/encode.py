@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from quadriga.errors import InvalidRequest
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.public import ChatMessage, ChatOptions
+from quadriga.wire.messages.from_client import ChatMessage, ChatOptions
 from tokenizer_proc.preparation.chat import ChatTemplate
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quadriga.errors import RequestFailed
-from quadriga.wire.messages.public import Refused
+from quadriga.wire.messages.to_client import Refused
 from quadriga.wire.sockets import encode
 from tokenizer_proc.overload import check_room
 from tokenizer_proc.preparation.pool_worker import LENGTH, LONG_FRAME_BYTES, MAX_CPU_S, ForkServer

@@ -26,17 +26,15 @@ from quadriga.sampling.stop_regex import compile_stop_regex
 from quadriga.sampling.validation import validate_params
 from quadriga.wire.chat_limits import check_chat, check_chat_options
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.grammar import ThinkingForm
-from quadriga.wire.messages.public import (
+from quadriga.wire.messages.from_client import (
     ChatMessage,
     ChatOptions,
     Detokenize,
     Generate,
-    Refused,
-    Text,
     Tokenize,
-    Tokens,
 )
+from quadriga.wire.messages.grammar import ThinkingForm
+from quadriga.wire.messages.to_client import Refused, Text, Tokens
 from quadriga.wire.sockets import encode
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.encode import Encoder

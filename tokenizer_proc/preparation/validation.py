@@ -11,7 +11,12 @@ from quadriga.model_files.resolve import ModelFiles
 from quadriga.sampling.params import SamplingParams
 from quadriga.sampling.validation import check_number, check_token_ids
 from quadriga.wire.messages.arrays import unpack_ids
-from quadriga.wire.messages.public import MAX_FRAME_BYTES, PROTOCOL_VERSION, ClientMessage, Generate
+from quadriga.wire.messages.from_client import (
+    MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    ClientMessage,
+    Generate,
+)
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_TIMEOUT_S = 7 * 24 * 3600

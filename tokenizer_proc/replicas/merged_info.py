@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quadriga.wire.messages.public import InfoValues
+from quadriga.wire.messages.to_client import InfoValues
 
 # Values that are the same for all, or of which the largest says most; all other numbers are added.
 LARGEST = frozenset(

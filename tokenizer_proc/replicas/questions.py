@@ -7,12 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from quadriga.wire.messages.public import (
-    Info,
-    ProgressAnswer,
-    RequestProgress,
-    RequestState,
-)
+from quadriga.wire.messages.to_client import Info, ProgressAnswer, RequestProgress, RequestState
 from quadriga.wire.messages.to_scheduler import InfoRequest, ProgressRequest
 from tokenizer_proc.replicas.merged_info import merged_info
 from tokenizer_proc.replicas.placed import Name

@@ -7,7 +7,7 @@ import msgspec
 from http_proc.apis.anthropic.blocks import OutputBlock
 from http_proc.protocol.timings import TimingsBody
 from quadriga.client.types import Completion
-from quadriga.wire.messages.public import Usage
+from quadriga.wire.messages.to_client import Usage
 
 
 class MessageUsage(msgspec.Struct):

@@ -17,7 +17,7 @@ from http_proc.protocol.errors import ApiError, from_ring, invalid
 from quadriga.client.types import Chat
 from quadriga.errors import InvalidRequest
 from quadriga.wire.chat_limits import check_chat
-from quadriga.wire.messages.public import ChatMessage
+from quadriga.wire.messages.from_client import ChatMessage
 
 # Claude Code puts it before its system prompt, with a value that differs in each request, so that
 # no request would have a cached prefix.

@@ -10,7 +10,7 @@ from http_proc.protocol.errors import ApiError
 from http_proc.responses import SERVER_SENT_EVENTS, event
 from quadriga.client.types import Completion, StreamChunk, Timings
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.public import Accepted, Usage
+from quadriga.wire.messages.to_client import Accepted, Usage
 
 _encode = msgspec.json.encode
 

@@ -35,7 +35,7 @@ from quadriga.client.async_client import RequestOptions
 from quadriga.client.types import Completion, Prompt, StreamChunk
 from quadriga.fill_format import FillFormat
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.public import Accepted
+from quadriga.wire.messages.to_client import Accepted
 
 # OpenAI documents it, vLLM has it, and clients of this endpoint rely on it.
 DEFAULT_MAX_TOKENS = 16

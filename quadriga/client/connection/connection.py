@@ -25,14 +25,8 @@ from quadriga.client.connection.link import LinkEvents, ServerLink
 from quadriga.client.connection.search import Search
 from quadriga.errors import InvalidRequest, QuadrigaError, RequestAborted, ServerUnreachable
 from quadriga.wire import sockets
-from quadriga.wire.messages.public import (
-    MAX_FRAME_BYTES,
-    PROTOCOL_VERSION,
-    ErrorInfo,
-    Ping,
-    Pong,
-    ServerMessage,
-)
+from quadriga.wire.messages.from_client import MAX_FRAME_BYTES, PROTOCOL_VERSION, Ping
+from quadriga.wire.messages.to_client import ErrorInfo, Pong, ServerMessage
 
 # A search without an answer for so long continues through a new socket, in case the reconnecting of
 # the old one is stuck.

@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, contextmanager
 
 import msgspec
 
+from quadriga.wire.messages.from_client import PROTOCOL_VERSION, Watch
 from quadriga.wire.messages.live import LiveMessage, LiveStep
-from quadriga.wire.messages.public import PROTOCOL_VERSION, ErrorInfo, Refused, Watch
+from quadriga.wire.messages.to_client import ErrorInfo, Refused
 
 WATCH_S = 10.0
 RENEW_INTERVAL_S = 3.0

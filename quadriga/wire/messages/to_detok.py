@@ -12,8 +12,8 @@ from typing import Any, cast, get_args
 import msgspec
 
 from quadriga.wire.messages.logprobs import LogprobBlock, SampledLogprobs
-from quadriga.wire.messages.public import ErrorInfo, Info, ProgressAnswer
 from quadriga.wire.messages.replica_news import HeldChoice, ReplicaNews
+from quadriga.wire.messages.to_client import ErrorInfo, Info, ProgressAnswer
 from quadriga.wire.messages.trace import RequestTrace
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.grammar import GrammarForm
-from quadriga.wire.messages.public import InfoValues
+from quadriga.wire.messages.to_client import InfoValues
 from quadriga.wire.messages.trace import TraceContext
 
 

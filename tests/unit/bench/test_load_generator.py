@@ -12,7 +12,7 @@ from bench.load.workload import PlannedRequest, Prompt
 from quadriga.client import Completion, StreamChunk, Timings
 from quadriga.errors import QueueFull, RequestFailed
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.public import Usage
+from quadriga.wire.messages.to_client import Usage
 
 PARAMS = SamplingParams(temperature=0.5)
 

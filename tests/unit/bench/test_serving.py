@@ -26,7 +26,7 @@ from bench.serving import as_sent, main
 from quadriga.programs import install_command
 from quadriga.wire.curve import make_client_keys, make_server_keys
 from quadriga.wire.messages.arrays import unpack_ids
-from quadriga.wire.messages.public import Generate
+from quadriga.wire.messages.from_client import Generate
 from tests.unit.fake_server import FakeServer, running_fake_server
 from tests.waiting import wait_until
 

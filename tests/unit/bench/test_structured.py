@@ -10,7 +10,7 @@ from bench import structured
 from bench.load.schemas import complaint, schemas
 from bench.structured import Measured, TimedTurn
 from quadriga.client import Completion, SamplingParams, Timings
-from quadriga.wire.messages.public import Usage
+from quadriga.wire.messages.to_client import Usage
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 

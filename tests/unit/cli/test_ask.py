@@ -11,7 +11,7 @@ from quadriga.cli.main import main
 from quadriga.cli.notes import speed, timing_line
 from quadriga.client.types import Completion, Timings
 from quadriga.errors import InvalidRequest
-from quadriga.wire.messages.public import Usage
+from quadriga.wire.messages.to_client import Usage
 
 COMPLETION = Completion(
     "id", "ab", [1, 2], "length", Usage(4, 11, 3),

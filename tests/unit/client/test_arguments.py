@@ -16,7 +16,7 @@ from quadriga import AsyncClient, Client, SamplingParams
 from quadriga.client.arguments import check_is_chat, params_of_each
 from quadriga.client.types import Completion, Prompt, Timings, wire_prompt
 from quadriga.errors import ConfigError, InvalidRequest, ServerUnreachable
-from quadriga.wire.messages.public import Usage
+from quadriga.wire.messages.to_client import Usage
 from tests.unit.fake_server import FakeServer
 
 

@@ -16,8 +16,9 @@ from quadriga.client.live.subscription import (
     LiveSubscriptions,
 )
 from quadriga.errors import QueueFull, ServerUnreachable
+from quadriga.wire.messages.from_client import Watch
 from quadriga.wire.messages.live import LiveServer, RowKind
-from quadriga.wire.messages.public import RefusalInfo, Refused, Watch
+from quadriga.wire.messages.to_client import RefusalInfo, Refused
 from tests.unit import virtual_time
 from tests.unit.live_messages import make_step
 

@@ -17,7 +17,7 @@ from quadriga.client.request_handle import RequestHandle
 from quadriga.client.types import Completion
 from quadriga.errors import DeadlineExceeded, QuadrigaError
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.public import Accepted
+from quadriga.wire.messages.to_client import Accepted
 from tests.unit import virtual_time
 from tests.unit.scripted_network import Network
 from tests.unit.scripted_server import SILENT, Server, letter

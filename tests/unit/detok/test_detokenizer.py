@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from detok_proc.detokenizer import Deliveries, Detokenizer
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.public import End, ErrorInfo, PlainChunk, StageTimes, Usage
+from quadriga.wire.messages.to_client import End, ErrorInfo, PlainChunk, StageTimes, Usage
 from quadriga.wire.messages.to_detok import StepOutput, StreamEnd, StreamReplay, StreamStart
 from quadriga.wire.messages.to_scheduler import CLIENT_LOST
 

@@ -13,7 +13,7 @@ import zmq
 
 from quadriga.wire.endpoints import Endpoints
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.public import (
+from quadriga.wire.messages.to_client import (
     ErrorInfo,
     Info,
     ProgressAnswer,

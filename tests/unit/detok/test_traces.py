@@ -1,7 +1,7 @@
 """The detokenizer's part of a trace."""
 
 from detok_proc.traces import close_traces, open_traces
-from quadriga.wire.messages.public import Chunk, End, PlainChunk, StageTimes, Usage
+from quadriga.wire.messages.to_client import Chunk, End, PlainChunk, StageTimes, Usage
 from quadriga.wire.messages.to_detok import StepOutput, StreamEnd, StreamReplay, StreamStart
 from quadriga.wire.messages.trace import RequestTrace, Span, TraceContext
 

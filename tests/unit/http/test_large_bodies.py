@@ -21,7 +21,12 @@ from http_proc.endpoints.body_shape import (
 )
 from http_proc.protocol.chat_messages import MAX_CONTENT_PARTS
 from http_proc.protocol.errors import ApiError
-from quadriga.wire.messages.public import MAX_NAME_CHARS, MAX_TEMPLATE_ARGS, MAX_TOOLS, MAX_TURNS
+from quadriga.wire.messages.from_client import (
+    MAX_NAME_CHARS,
+    MAX_TEMPLATE_ARGS,
+    MAX_TOOLS,
+    MAX_TURNS,
+)
 from tests.unit.scripted_ring import ScriptedRing, gateway_before
 
 # Far more than a body takes, for a busy machine.

@@ -12,7 +12,8 @@ from http_proc.gateway import Gateway
 from http_proc.progress import watch
 from http_proc.progress.comments import comment, furthest
 from quadriga.errors import QueueFull, RequestFailed, ServerFailed
-from quadriga.wire.messages.public import MAX_PROGRESS_IDS, RequestProgress, RequestState
+from quadriga.wire.messages.from_client import MAX_PROGRESS_IDS
+from quadriga.wire.messages.to_client import RequestProgress, RequestState
 from tests.unit.scripted_ring import ScriptedRing, chunk, run_at_gateway
 
 PREPARING, QUEUED, PREFILL, DECODING, UNKNOWN = RequestState

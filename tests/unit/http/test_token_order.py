@@ -8,7 +8,7 @@ import pytest
 
 from http_proc.token_order import TokenOrder, tokens_of
 from quadriga.client.types import Completion, StreamChunk, Timings
-from quadriga.wire.messages.public import Usage
+from quadriga.wire.messages.to_client import Usage
 
 
 def end_of(index: int) -> Completion:

@@ -17,7 +17,7 @@ from quadriga.clock import now
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
 from quadriga.tenants.key_file import hash_of_key
-from quadriga.wire.messages.public import Usage
+from quadriga.wire.messages.to_client import Usage
 from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
 
 INFO = {"page_size": 16, "pages_total": 64, "chunked_prefill_size": 128, "device": "cpu"}

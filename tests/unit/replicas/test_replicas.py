@@ -11,13 +11,8 @@ from quadriga.errors import InvalidRequest
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.live import RowKind
-from quadriga.wire.messages.public import (
-    Info,
-    ProgressAnswer,
-    RequestProgress,
-    RequestState,
-)
 from quadriga.wire.messages.replica_news import EndedRequest, HeldChoice, ReplicaNews
+from quadriga.wire.messages.to_client import Info, ProgressAnswer, RequestProgress, RequestState
 from quadriga.wire.messages.to_detok import Delivered, HandedBack, ReplicaDelivered, StepNews
 from quadriga.wire.messages.to_scheduler import (
     CLIENT,

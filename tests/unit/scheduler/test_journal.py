@@ -9,7 +9,7 @@ from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import ConfigError
 from quadriga.wire.messages.arrays import pack_floats, pack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock
-from quadriga.wire.messages.public import ErrorInfo
+from quadriga.wire.messages.to_client import ErrorInfo
 from scheduler_proc.durability import journal as journal_module
 from scheduler_proc.durability import journal_file
 from scheduler_proc.durability.journal_recovery import restored

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from quadriga.config.scheduler_args import SchedulerArgs
-from quadriga.wire.messages.public import RequestProgress, RequestState
+from quadriga.wire.messages.to_client import RequestProgress, RequestState
 from quadriga.wire.messages.to_detok import ProgressReply
 from quadriga.wire.messages.to_scheduler import ProgressRequest
 from scheduler_proc.observe.progress import MAX_AGE_S, ProgressReport

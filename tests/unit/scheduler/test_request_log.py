@@ -9,7 +9,7 @@ from quadriga.runtime.request_line import RequestLogLevel
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.client_address import gateway_address
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.public import ErrorInfo
+from quadriga.wire.messages.to_client import ErrorInfo
 from quadriga.wire.messages.to_scheduler import Submit
 from scheduler_proc.observe.request_log import RequestLog
 from scheduler_proc.state.request import FinishReason, Request

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.errors import ConfigError, InvalidRequest
-from quadriga.wire.messages.public import ChatMessage, ChatOptions
+from quadriga.wire.messages.from_client import ChatMessage, ChatOptions
 from tokenizer_proc.preparation.chat import ChatTemplate
 
 WITH_TOOLS = (

@@ -8,7 +8,7 @@ import pytest
 
 from quadriga.errors import InvalidRequest
 from quadriga.known_formats import KNOWN_FORMATS
-from quadriga.wire.messages.public import ChatMessage, ChatOptions
+from quadriga.wire.messages.from_client import ChatMessage, ChatOptions
 from tests.unit.tokenizer.test_real_templates import DIRECTORY, TOKENS
 from tokenizer_proc.preparation.chat import SHOWS_NO_CALLS, ChatTemplate
 from tokenizer_proc.preparation.templates.overrule import ParserNames

@@ -9,7 +9,7 @@ import pytest
 from quadriga.errors import InvalidRequest
 from quadriga.wire.async_port import Unreachable
 from quadriga.wire.client_address import gateway_address
-from quadriga.wire.messages.public import ServerGone
+from quadriga.wire.messages.to_client import ServerGone
 from tests.waiting import wait_until_async
 from tokenizer_proc import clients as module
 from tokenizer_proc.clients import Clients

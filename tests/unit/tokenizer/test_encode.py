@@ -10,7 +10,8 @@ from tokenizers.processors import TemplateProcessing
 from quadriga.config.server_config import FrontendArgs
 from quadriga.model_files.resolve import ModelFiles
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.public import ChatMessage, ChatOptions, Generate, Tokenize, Tokens
+from quadriga.wire.messages.from_client import ChatMessage, ChatOptions, Generate, Tokenize
+from quadriga.wire.messages.to_client import Tokens
 from tokenizer_proc.preparation.chat import ChatTemplate
 from tokenizer_proc.preparation.encode import Encoder
 from tokenizer_proc.preparation.prepare import Prepared, Preparer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.errors import InvalidRequest
-from quadriga.wire.messages.public import ChatMessage, ChatOptions
+from quadriga.wire.messages.from_client import ChatMessage, ChatOptions
 from tokenizer_proc.preparation.chat import RUNS_AWAY as RUNS_AWAY_AT_START
 from tokenizer_proc.preparation.chat import ChatTemplate
 from tokenizer_proc.preparation.templates.run_limits import TemplateRanAway, run_limited

@@ -16,13 +16,15 @@ from quadriga.errors import InvalidRequest, QueueFull
 from quadriga.sampling.params import Grammar, SamplingParams
 from quadriga.wire.async_port import Unreachable
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.public import (
+from quadriga.wire.messages.from_client import (
     MAX_PROGRESS_IDS,
     Abort,
-    Accepted,
     Generate,
     GetInfo,
     GetProgress,
+)
+from quadriga.wire.messages.to_client import (
+    Accepted,
     Info,
     RefusalInfo,
     Refused,

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from quadriga.errors import QueueFull
-from quadriga.wire.messages.public import Refused, Tokenize
+from quadriga.wire.messages.from_client import Tokenize
+from quadriga.wire.messages.to_client import Refused
 from quadriga.wire.sockets import encode
 from tokenizer_proc.preparation import pool as module
 from tokenizer_proc.preparation.pool import MAX_ATTEMPTS, PreparePool

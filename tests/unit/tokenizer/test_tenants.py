@@ -9,7 +9,7 @@ from quadriga.config.tenant_args import TenantArgs
 from quadriga.errors import InvalidRequest, QueueFull
 from quadriga.tenants.tenant import Tenant
 from quadriga.wire.client_address import gateway_address
-from quadriga.wire.messages.public import Refused
+from quadriga.wire.messages.to_client import Refused
 from quadriga.wire.messages.to_detok import Delivered
 from quadriga.wire.messages.to_scheduler import Submit
 from quadriga.wire.sockets import encode

@@ -9,8 +9,8 @@ from quadriga.errors import InvalidRequest
 from quadriga.model_files.resolve import ModelFiles
 from quadriga.sampling.params import SamplingParams
 from quadriga.sampling.validation import validate_params
+from quadriga.wire.messages.from_client import ChatMessage, Generate
 from quadriga.wire.messages.grammar import ThinkingForm
-from quadriga.wire.messages.public import ChatMessage, Generate
 from tests.unit.tokenizer.test_encode import encoder
 from tokenizer_proc.preparation.prepare import Prepared, Preparer
 from tokenizer_proc.preparation.thinking import thinking_form

@@ -8,7 +8,8 @@ import pytest
 from quadriga.config.trace_args import TraceArgs
 from quadriga.tracing.exporter import NoExporter
 from quadriga.wire.client_address import gateway_address
-from quadriga.wire.messages.public import GetTraces, Refused, Traces
+from quadriga.wire.messages.from_client import GetTraces
+from quadriga.wire.messages.to_client import Refused, Traces
 from quadriga.wire.messages.to_detok import Delivered
 from quadriga.wire.messages.to_scheduler import Submit
 from quadriga.wire.messages.trace import RequestTrace, Span, TraceContext

@@ -20,7 +20,8 @@ from quadriga.sampling.params import SamplingParams
 from quadriga.sampling.validation import validate_params
 from quadriga.wire.async_port import AsyncPort
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.public import MAX_FRAME_BYTES, Generate, Ping, Refused
+from quadriga.wire.messages.from_client import MAX_FRAME_BYTES, Generate, Ping
+from quadriga.wire.messages.to_client import Refused
 from quadriga.wire.messages.to_scheduler import Submit
 from quadriga.wire.sockets import Outbox, encode
 from tokenizer_proc.frontend import Frontend

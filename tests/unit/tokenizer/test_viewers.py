@@ -16,8 +16,8 @@ from quadriga.config.tenant_args import TenantArgs
 from quadriga.errors import InvalidRequest, QueueFull
 from quadriga.tenants.key_file import hash_of_key
 from quadriga.wire.client_address import gateway_address
+from quadriga.wire.messages.from_client import Watch
 from quadriga.wire.messages.live import LiveServer
-from quadriga.wire.messages.public import Watch
 from quadriga.wire.messages.to_scheduler import WatchSteps
 from quadriga.wire.sockets import Outbox
 from tokenizer_proc.clients import Clients

@@ -4,7 +4,7 @@ import pytest
 
 from quadriga.errors import InvalidRequest
 from quadriga.wire.chat_limits import check_chat, check_chat_options
-from quadriga.wire.messages.public import (
+from quadriga.wire.messages.from_client import (
     MAX_NAME_CHARS,
     MAX_ROLE_CHARS,
     MAX_TEMPLATE_ARGS,

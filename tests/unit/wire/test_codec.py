@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages import public
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.public import Chunk, Chunks, End, Generate, StageTimes, Usage
+from quadriga.wire.messages.from_client import ClientMessage, Generate
+from quadriga.wire.messages.to_client import Chunk, Chunks, End, ServerMessage, StageTimes, Usage
 from quadriga.wire.sockets import encode
 
 int32 = st.integers(-(2**31), 2**31 - 1)
@@ -44,13 +44,13 @@ def test_a_request_comes_out_of_the_codec_as_it_went_in(
     prompt: str, params: SamplingParams
 ) -> None:
     message = Generate(1, "id", prompt, params)
-    assert msgspec.msgpack.decode(encode(message), type=public.ClientMessage) == message
+    assert msgspec.msgpack.decode(encode(message), type=ClientMessage) == message
 
 
 def test_a_result_comes_out_of_the_codec_as_it_went_in() -> None:
     end = End("stop", Usage(3, 1, 0), StageTimes(1.0, 2.0, 3.0, 4.0, 5.0), "\n")
     message = Chunks([Chunk("id", 0, "né", pack_ids([5]), [4.0], end)])
-    assert msgspec.msgpack.decode(encode(message), type=public.ServerMessage) == message
+    assert msgspec.msgpack.decode(encode(message), type=ServerMessage) == message
 
 
 def test_defaults_stay_off_the_wire() -> None:
@@ -59,5 +59,5 @@ def test_defaults_stay_off_the_wire() -> None:
 
 def test_an_infinite_number_survives_so_that_validation_can_name_it() -> None:
     message = Generate(1, "id", "x", SamplingParams(temperature=math.inf))
-    decoded = msgspec.msgpack.decode(encode(message), type=public.ClientMessage)
+    decoded = msgspec.msgpack.decode(encode(message), type=ClientMessage)
     assert decoded == message

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from quadriga.answer_format import CallFormat
-from quadriga.wire.messages.public import ChatMessage
+from quadriga.wire.messages.from_client import ChatMessage
 from tokenizer_proc.preparation.templates.generic_tools import as_text_turns, with_tools
 from tokenizer_proc.preparation.templates.needs import TemplateNeeds
 

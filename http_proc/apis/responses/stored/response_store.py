@@ -28,7 +28,7 @@ from http_proc.gateway import UNIQUE_MARK
 from http_proc.protocol.errors import ApiError
 from http_proc.resumption import id_chars
 from quadriga.clock import now
-from quadriga.wire.messages.public import MAX_TURNS
+from quadriga.wire.messages.from_client import MAX_TURNS
 
 # What makes the id of a response unique.
 NUM_UNIQUE_CHARS = 8
