@@ -4,10 +4,10 @@ An answer is parsed in pieces of some characters, as tokens arrive, and the time
 printed: of text, of reasoning, and of the arguments of a call in each style.
 """
 
-import argparse
 import json
 import time
 
+from bench.command import command_parser
 from http_proc.answer.parser import make_parser
 from http_proc.answer.tool_schemas import ToolSchemas
 from quadriga.answer_format import AnswerFormat
@@ -57,7 +57,7 @@ def seconds_per_piece(answer_format: AnswerFormat, answer: str, size: int) -> fl
 
 def main() -> None:
     """Measure all kinds of answers and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_parser("bench.answer_parsing", __doc__)
     parser.add_argument("--characters", type=int, default=4, help="of a piece")
     size = max(1, parser.parse_args().characters)
     print(f"us for a piece of {size} characters")

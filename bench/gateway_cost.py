@@ -6,7 +6,6 @@ once, and the gateway's CPU time for 1,000 tokens is printed: of the parser and 
 With --checkout the gateway of another checkout is measured, in turns with this one's.
 """
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -21,6 +20,7 @@ import aiohttp
 import msgspec
 
 from bench.client.server import free_port
+from bench.command import command_parser
 from quadriga.answer_format import to_info
 from quadriga.clock import now
 from quadriga.known_formats import KNOWN_FORMATS
@@ -222,7 +222,7 @@ async def measure(checkouts: list[Path]) -> None:
 
 def main() -> None:
     """Measure the gateway of this checkout, and of another one."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_parser("bench.gateway_cost", __doc__)
     parser.add_argument("--checkout", type=Path, help="directory of another checkout")
     other = parser.parse_args().checkout
     asyncio.run(measure([*([other.resolve()] if other else []), ROOT]))

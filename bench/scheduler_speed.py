@@ -6,7 +6,6 @@ worker's result and the next plan: decoding the result, recording its tokens, pl
 plan and output.
 """
 
-import argparse
 import gc
 import random
 import time
@@ -15,6 +14,7 @@ from collections import deque
 
 import msgspec
 
+from bench.command import command_parser
 from bench.metrics.percentiles import percentile
 from quadriga.config.scheduler_args import BATCH_MODES, POLICIES, SchedulerArgs
 from quadriga.sampling.params import SamplingParams
@@ -135,7 +135,7 @@ def _run(plan: StepPlan, computed: dict[int, tuple[int, int]]) -> list[int]:
 
 def main() -> None:
     """Measure the policies of the command line and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_parser("bench.scheduler_speed", __doc__)
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--waiting", type=int, default=10_000)
     parser.add_argument("--steps", type=int, default=3000)

@@ -4,7 +4,6 @@ Responses of a usual size are stored one after the other, in chains, by the code
 growth of this process's memory, the size of the file and the times of a call are printed.
 """
 
-import argparse
 import asyncio
 import random
 import statistics
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from bench.command import command_parser
 from http_proc.answer.events import TextDelta
 from http_proc.apis.responses.answer import ResponseAnswer
 from http_proc.apis.responses.output import ResponseOutput
@@ -98,7 +98,7 @@ def _quantiles(times: list[float]) -> str:
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_parser("bench.stored_responses", __doc__)
     parser.add_argument("--count", type=int, default=10_000, help="responses (default: 10000)")
     parser.add_argument("--tokens", type=int, default=200, help="of each (default: 200)")
     args = parser.parse_args()

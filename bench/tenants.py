@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
+from bench.command import command_parser
+
 
 class BenchTenant(NamedTuple):
     """A tenant of the server, and its weight in the key file."""
@@ -128,7 +130,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser("bench.tenants", description=__doc__)
+    parser = command_parser("bench.tenants", __doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument(
         "--key", type=parse_tenant, action="append", required=True, metavar="NAME=KEY:WEIGHT"

@@ -23,6 +23,7 @@ import aiohttp
 import psutil
 
 from bench.client.server import OwnServer, free_port
+from bench.command import command_parser
 from quadriga.client.async_client import AsyncClient
 from quadriga.clock import now
 from quadriga.config.server_config import ServerConfig
@@ -256,7 +257,7 @@ def _print_table(
 
 def main() -> None:
     """Measure servers of this machine."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_parser("bench.watch_cost", __doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--streams", type=int, default=64)

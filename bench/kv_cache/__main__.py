@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.command import command_parser
 from quadriga.client import SamplingParams
 from quadriga.config.server_config import BUILTIN_MODEL
 from quadriga.llm.llm import LLM
@@ -152,18 +153,18 @@ def measure_crash(args: argparse.Namespace, flags: dict[str, Any]) -> bool:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser("bench.kv_cache", description=__doc__)
-    parser.add_argument("--model", default=BUILTIN_MODEL)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--quantization", default="none")
-    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser = command_parser("bench.kv_cache", __doc__)
+    parser.add_argument("--model", default=BUILTIN_MODEL, help=f"(default: {BUILTIN_MODEL})")
+    parser.add_argument("--dtype", default="auto", help="of the servers (default: auto)")
+    parser.add_argument("--quantization", default="none", help="of the servers (default: none)")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="of the servers (default: auto)")
     parser.add_argument("--worker-threads", type=int, help="of each server (default: its own)")
     parser.add_argument("--tokens", type=int, default=8000, help="of the prefix")
     parser.add_argument("--turns", type=int, default=1, help="of the restart; 0: none")
     parser.add_argument("--streams", type=int, default=64, help="of the crash; 0: none")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="of each stream")
     parser.add_argument("--max-tokens", type=int, default=64, help="of each stream")
-    parser.add_argument("--min-ratio", type=float, default=10.0)
+    parser.add_argument("--min-ratio", type=float, default=10.0, help="(default: 10)")
     args = parser.parse_args()
     flags: dict[str, Any] = {"max_total_tokens": 32_768, "dtype": args.dtype}
     flags |= {"quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}

@@ -6,7 +6,6 @@ inner channels and of each value head's channels, the model computes the same, b
 shared a scale are spread over many groups, as in a model that was never rounded.
 """
 
-import argparse
 import json
 import shutil
 import sys
@@ -19,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bench.command import command_parser
 from bench.models.files import hugging_face_directory
 
 SEED = 0
@@ -93,7 +93,7 @@ def write_permuted(directory: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the model and return 0."""
-    parser = argparse.ArgumentParser("bench.quality.permuted", description=__doc__)
+    parser = command_parser("bench.quality.permuted", __doc__)
     parser.add_argument("directory", type=Path)
     write_permuted(parser.parse_args(argv).directory)
     return 0

@@ -5,13 +5,12 @@ of each step (bench/roofline/roofline_model.py), runs steps of the real worker i
 prints both. Takes the flags of a server. The exit code is 1 if a step exceeds its bound.
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from bench.command import EXIT_FAILED, EXIT_OK, EXIT_USAGE, run_command
+from bench.command import EXIT_FAILED, EXIT_OK, EXIT_USAGE, command_parser, run_command
 from bench.report.markdown import markdown_table
 from bench.roofline.roofline_model import Product, StepPart, Work, at_the_rate, floor
 from bench.worker_steps import make_bench
@@ -196,7 +195,7 @@ def report(config: ServerConfig) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and return the exit code: 0 bounds hold, 1 otherwise, 2 bad flags or no model."""
-    parser = argparse.ArgumentParser("python -m bench.roofline", description=__doc__)
+    parser = command_parser("bench.roofline", __doc__)
     parser.add_argument(
         "--report-only", action="store_true", help="exit with 0 even if a bound does not hold"
     )

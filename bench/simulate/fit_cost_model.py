@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bench.command import EXIT_OK, EXIT_USAGE, run_command
+from bench.command import EXIT_OK, EXIT_USAGE, command_parser, run_command
 from bench.report.report_files import read_runs
 from bench.simulate.cost_model import (
     DEFAULT,
@@ -152,7 +152,7 @@ def _measured_model(arguments: argparse.Namespace, argv: list[str]) -> CostModel
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m bench.simulate.fit_cost_model", description=__doc__)
+    parser = command_parser("bench.simulate.fit_cost_model", __doc__)
     parser.add_argument("--out", type=Path, default=DEFAULT, help=f"(default: {DEFAULT.name})")
     parser.add_argument("--repeats", type=int, default=7, help="runs of every plan (default: 7)")
     parser.add_argument(

@@ -9,12 +9,12 @@ one; how many of the guessed tokens were right; and the tokens of a row and step
 1 if a median is below --min-ratio.
 """
 
-import argparse
 import statistics
 import sys
 import time
 from typing import Any, NamedTuple
 
+from bench.command import command_parser
 from bench.speculation.loads import LOADS, GuessTask, tasks_of
 from quadriga.config.server_config import BUILTIN_MODEL
 from quadriga.llm.llm import LLM
@@ -84,7 +84,7 @@ def measure(plain: LLM, guessing: LLM, load: str, streams: int, turns: int, toke
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser("bench.speculation", description=__doc__)
+    parser = command_parser("bench.speculation", __doc__)
     parser.add_argument("--model", default=BUILTIN_MODEL)
     parser.add_argument("--speculative-method", default="auto", choices=("auto", "ngram"))
     parser.add_argument("--num-speculative-tokens", type=int, default=15)

@@ -6,7 +6,6 @@ ready line and to the first token depend on what else the machine does; the CPU 
 processes hardly does.
 """
 
-import argparse
 import re
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import NamedTuple
 import psutil
 
 from bench.client.server import LAUNCHER, OwnServer, free_port
+from bench.command import command_parser
 from bench.report.markdown import markdown_table
 from quadriga.client import Client
 from quadriga.config.server_config import ServerConfig
@@ -100,7 +100,7 @@ def rows_of(starts: list[StartTimes]) -> dict[str, float]:
 
 def main() -> None:
     """Measure starts in turns, and print a table of medians in ms."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_parser("bench.start", __doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--checkout", type=Path, help="directory of another one, measured in turns")
