@@ -28,7 +28,8 @@ class Actor:
         self._control.settimeout(TIMEOUT_S)
         self._lines = self._control.makefile("r")
         command = [*programs.command_of("cluster_proc.crew"), "--replica", "2"]
-        command += ["--control-fd", str(theirs.fileno()), "--node-host", "127.0.0.1", *flags]
+        command += ["--control-fd", str(theirs.fileno()), "--node-host", "127.0.0.1"]
+        command += ["--inner-key-id", "", *flags]  # no keys
         self.process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
         )

@@ -19,7 +19,7 @@ from quadriga.client import Client, SamplingParams
 from tests.server import ROOT, kill_tree, wait_until_ready
 
 PROGRAMS = "quadriga/_programs/"
-LAB = ("roofline", "quality", "capacity", "peers", "gpu")
+LAB = ("roofline", "quality", "capacity", "peers", "start", "gpu")
 PAGE_SOURCE = ROOT / "http_proc" / "ui" / "source"  # of which npm makes the bundle
 PACKAGES = ("quadriga", "tokenizer_proc", "scheduler_proc", "worker_proc", "detok_proc",
             "http_proc", "cluster_proc", "bench")  # fmt: skip
