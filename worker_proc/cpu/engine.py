@@ -37,7 +37,8 @@ from worker_proc.step.outputs import EngineOutput, PendingStep, SampledTokens
 from worker_proc.step.slot_table import SlotTable
 from worker_proc.system.step_clock import RunningStep
 
-PART_FLOATS = 1 << 18  # scratch for rows whose context is split over threads: 1 MiB
+# Scratch for rows whose context is split over threads: 8 MiB, of which a step touches what it needs.
+PART_FLOATS = 1 << 21
 # Elements between the rows of a buffer: rows whose distance is a power of two would compete for
 # the same sets of the cache.
 STRIDE_EXTRA = 32
@@ -210,7 +211,10 @@ class NativeEngine(Engine):
         self._whole = Recorded.of(body.ops + greedy, body, settings)
         for recorded in (self._sampled_body, self._whole):
             recorded.compute_sampled_only()
-        self._whole.ops[-1].kind = OpKind.MATMUL_ARGMAX
+        product = self._whole.ops[-1]
+        product.kind, product.scale = OpKind.MATMUL_ARGMAX, 1.0
+        if len(greedy) < len(head.ops):
+            product.scale, product.softcap = head.ops[-1].scale, head.ops[-1].softcap
 
     def _forward(self, recorded: Recorded, inputs: StepInputs, sampled: Tensor | None) -> Tensor:
         """Run a step and return its hidden states `[tokens, hidden]`; `sampled` as in `_call`."""
