@@ -10,20 +10,30 @@ import pytest
 import torch
 from torch import Tensor
 
+from quadriga.config.server_config import ModelArgs
+from quadriga.model_files.gguf.types import BLOCK_SIZES
+from quadriga.model_files.resolve import resolve_model
+from tests.tiny_experts import tiny_gpt_oss
 from tests.tiny_models import FAMILIES, tiny_gpt2, tiny_llama
-from tests.unit.worker_driver import Driver, Request, load_on_cpu, prompts_of
+from tests.unit.quantized_checkpoint import FORMATS, quantize_checkpoint
+from tests.unit.worker.native_matrices import NativeMatrix
+from tests.unit.worker.test_quantized_formats import random_inputs, random_rows
+from tests.unit.worker_driver import Driver, Request, prompts_of
 from worker_proc.cpu import engine as cpu_engine
 from worker_proc.cpu.engine import NativeEngine
 from worker_proc.cpu.program import ComputeType
+from worker_proc.loading.loader import load_model
 from worker_proc.runner import Runner
 from worker_proc.step.engine_base import Engine
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.outputs import SampledTokens
 from worker_proc.step.slot_table import SlotTable
 
-CONTEXT = 704
+CPU = torch.device("cpu")
+CONTEXT = 704  # more than a part of a context, 512 keys
 NUM_SLOTS = 64
-NUM_TOKENS = 6
+NUM_TOKENS = 5
+LONG, SHORT, SHORTEST = 600, 70, 1
 Bits = dict[int, bytes]
 
 
@@ -79,9 +89,9 @@ CASES = {
     "int4": Case(torch.bfloat16, 4),
     "int4, 8-bit pages, pages of 32": Case(torch.float32, 4, True, page_size=32),
 }
-LONG = {"max_position_embeddings": CONTEXT}
+FIELDS: dict[str, Any] = {"max_position_embeddings": CONTEXT}
 MODELS: dict[str, Callable[[Path], Path]] = {
-    "llama (6 heads of 16 over 2)": lambda path: tiny_llama(path, **LONG),
+    "llama (6 heads of 16 over 2)": lambda path: tiny_llama(path, **FIELDS),
     "llama (8 heads of 24 over 1, biased)": lambda path: tiny_llama(
         path,
         tie=False,
@@ -92,67 +102,124 @@ MODELS: dict[str, Callable[[Path], Path]] = {
         mlp_bias=True,
         intermediate_size=150,
         vocab_size=517,
-        **LONG,
+        **FIELDS,
     ),
     "gpt2 (4 heads of 12)": lambda path: tiny_gpt2(path, n_positions=CONTEXT),
-    "mistral (window of 24)": lambda path: FAMILIES["mistral"](path, **LONG),
-    "gemma2 (soft caps)": lambda path: FAMILIES["gemma2"](path, sliding_window=300, **LONG),
+    "mistral (window of 24)": lambda path: FAMILIES["mistral"](path, **FIELDS),
+    "gemma2 (soft caps, window of 300)": lambda path: FAMILIES["gemma2"](
+        path, sliding_window=300, **FIELDS
+    ),
+    "gpt-oss (sinks, experts)": lambda path: tiny_gpt_oss(path, **FIELDS),
 }
+FIRST_MODEL = next(iter(MODELS))
+# Every format with one model, and every model in the two dtypes.
+COMBINATIONS = [
+    (model, case)
+    for model in MODELS
+    for case in CASES
+    if model == FIRST_MODEL or case in ("float32", "bfloat16", "bfloat16 as floats")
+]
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return MODELS[request.param](tmp_path_factory.mktemp("model"))
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def directory_of(name: str) -> Path:
+        if name not in made:
+            made[name] = MODELS[name](tmp_path_factory.mktemp("model"))
+        return made[name]
+
+    return directory_of
 
 
-@pytest.fixture(params=list(CASES))
-def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Case:
-    chosen = CASES[request.param]
-    if chosen.compute_type is not None:
-        monkeypatch.setattr(
-            cpu_engine, "fastest_compute_type", lambda *_: chosen.compute_type
-        )
-    return chosen
+class Steps:
+    """An engine, whose steps are recorded."""
+
+    def __init__(self, directory: Path, case: Case, packed: bool = False) -> None:
+        self._case = case
+        self._num_pages = NUM_SLOTS * CONTEXT // case.page_size
+        numbers = (self._num_pages, case.page_size, case.dtype, 1, case.bits, case.int8_pages)
+        files = resolve_model(ModelArgs(model=str(directory)))
+        model = load_model(files, case.dtype, CPU, packed)
+        self._native = NativeEngine(model, *numbers)
+
+    def driver(self, threads: int = 1, seed: int = 0) -> tuple[Driver, Recording]:
+        """Return a driver of empty slots, and what records its steps."""
+        self._native._step.threads = threads
+        engine = Recording(self._native)
+        pages, size = self._num_pages, self._case.page_size
+        table = SlotTable(NUM_SLOTS, CONTEXT, pages, size, CPU)
+        return Driver(Runner(engine, table, self._case.dtype), seed), engine
+
+    def alone(self, prompt: list[int], chunk: int, threads: int) -> Bits:
+        """Return the bits of a request that has every step for itself."""
+        driver, engine = self.driver(threads)
+        request = driver.add(prompt)
+        driver.generate([request], NUM_TOKENS, chunk)
+        return engine.of(request)
 
 
-def driver_of(directory: Path, case: Case, threads: int, seed: int = 0) -> tuple[Driver, Recording]:
-    pages = NUM_SLOTS * CONTEXT // case.page_size
-    model = load_on_cpu(directory, case.dtype)
-    native = NativeEngine(
-        model, pages, case.page_size, case.dtype, threads, case.bits, case.int8_pages
-    )
-    engine = Recording(native)
-    table = SlotTable(NUM_SLOTS, CONTEXT, pages, case.page_size, torch.device("cpu"))
-    return Driver(Runner(engine, table, case.dtype), seed), engine
+@pytest.mark.parametrize(("model", "name"), COMBINATIONS)
+def test_logits_are_equal_alone_in_company_in_chunks_and_from_cached_prefixes(
+    directories: Callable[[str], Path], model: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    if case.compute_type is not None:
+        monkeypatch.setattr(cpu_engine, "fastest_compute_type", lambda *_: case.compute_type)
+    steps = Steps(directories(model), case)
+    prompts = prompts_of([LONG, SHORT, SHORTEST], seed=5)
+    expected = [steps.alone(prompt, CONTEXT, threads=1) for prompt in prompts]
+    assert [len(bits) for bits in expected] == [NUM_TOKENS] * 3
+    for chunk, threads in ((CONTEXT, 8), (17, 3), (64, 1)):
+        assert steps.alone(prompts[0], chunk, threads) == expected[0]
+    assert steps.alone(prompts[1], chunk=1, threads=2) == expected[1]
 
-
-def alone(
-    directory: Path, case: Case, prompt: list[int], chunk: int, threads: int
-) -> tuple[list[int], Bits]:
-    driver, engine = driver_of(directory, case, threads)
-    request = driver.add(prompt)
-    driver.generate([request], NUM_TOKENS, chunk)
-    return request.output, engine.of(request)
-
-
-LENGTHS = [1, 65, 255, 290, 600]
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_logits_alone_in_company_and_in_chunks(directory: Path, case: Case, length: int) -> None:
-    prompt = prompts_of([length], seed=length)[0]
-    output, expected = alone(directory, case, prompt, CONTEXT, threads=1)
-    failures = []
-    for chunk, threads in ((CONTEXT, 8), (1, 1), (17, 3), (64, 1)):
-        other_output, bits = alone(directory, case, prompt, chunk, threads)
-        if bits != expected: failures.append(("chunk", chunk, threads, [at for at in expected if bits[at] != expected[at]]))
-    driver, engine = driver_of(directory, case, 2, seed=3)
-    source = random.Random(length)
-    lengths = [source.choice([1, 2, 40, 130]) for _ in range(NUM_SLOTS - 1)]
-    others = [driver.add(other) for other in prompts_of(lengths, seed=length + 1)]
+    driver, engine = steps.driver(threads=2, seed=3)
+    source = random.Random(7)
+    lengths = [source.choice([1, 2, 40, 130]) for _ in range(NUM_SLOTS - 4)]
+    others = [driver.add(other) for other in prompts_of(lengths, seed=6)]
     driver.generate(others[:20], 2)
-    request = driver.add(prompt)
-    driver.generate([*others, request], NUM_TOKENS, chunk=50)
-    bits = engine.of(request)
-    if bits != expected: failures.append(("company", [at for at in expected if bits[at] != expected[at]]))
-    assert not failures
+    requests = [driver.add(prompt) for prompt in prompts]
+    driver.generate([*others, *requests], NUM_TOKENS, chunk=50)
+    assert [engine.of(request) for request in requests] == expected
+
+    # The tokens so far, computed again after a retraction or behind cached pages.
+    long = requests[0]
+    so_far = long.prompt + long.output[:2]
+    for shared in (0, 64, 576):
+        again = driver.add(so_far, like=long, shared=shared)
+        driver.generate([again, *requests[1:]], len(requests[1].output) + 1, chunk=300)
+        bits = {at: engine.of(again)[at] for at in (LONG + 2, LONG + 3, LONG + 4)}
+        assert bits == {at: expected[0][at] for at in bits}
+        driver.release(again)
+
+
+def rows_alone(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Multiply each row by itself."""
+    return torch.cat([multiply(row) for row in x.split(1)])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", BLOCK_SIZES)
+def test_products_of_packed_blocks_do_not_depend_on_the_other_rows(kind: str, gated: bool) -> None:
+    parts = [random_rows(kind, 80)] if gated else [random_rows(kind, 48), random_rows("Q8_0", 37)]
+    matrix = NativeMatrix(parts, gated)
+    for count in (2, 3, 13, 150):
+        x = random_inputs(count)
+        assert torch.equal(matrix.multiply(x, threads=3), rows_alone(matrix.multiply, x))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_of_quantized_checkpoints_are_equal_alone_and_in_company(
+    name: str, tmp_path: Path
+) -> None:
+    directory = tiny_llama(tmp_path, tie=False, intermediate_size=160, **FIELDS)
+    quantize_checkpoint(directory, *FORMATS[name])
+    steps = Steps(directory, Case(torch.bfloat16), packed=True)
+    prompts = prompts_of([SHORT, 2, 30, SHORTEST, 9])
+    expected = [steps.alone(prompt, CONTEXT, threads=1) for prompt in prompts]
+    driver, engine = steps.driver(threads=3)
+    requests = [driver.add(prompt) for prompt in prompts]
+    driver.generate(requests, NUM_TOKENS, chunk=13)
+    assert [engine.of(request) for request in requests] == expected

@@ -8,9 +8,10 @@
 
 #include <cmath>
 
+#include "attention_products.h"
+#include "attention_sums.h"
 #include "attention_work.h"
 #include "pages.h"
-#include "tile.h"
 
 constexpr int MAX_GROUP_SIZE = 128;  // query heads that can share a key head
 constexpr int MAX_QUERIES = std::max(QUERY_BLOCK, MAX_GROUP_SIZE);
@@ -35,87 +36,9 @@ struct Scratch {
     Floats total[MAX_QUERIES];
     // The same of all earlier parts of the context.
     alignas(64) float merged_sums[MAX_QUERIES * MAX_HEAD_DIM];
-    float merged_max[MAX_QUERIES], merged_total[MAX_QUERIES];
+    alignas(64) float merged_max[MAX_QUERIES], merged_total[MAX_QUERIES];
+    float part_total[MAX_QUERIES];
 };
-
-// A head's attention to some keys: the highest score, the sum of the weights e^(score - max_score),
-// and the weighted sum of the values.
-struct HeadSums {
-    float &max_score, &total;
-    float* values;
-};
-
-// Adds the attention to further keys. Not inlined, so that it rounds alike wherever it is called.
-__attribute__((noinline)) inline void merge(HeadSums sums, float max_score, float total,
-                                            const float* values, long dim) {
-    float highest = std::max(sums.max_score, max_score);
-    float scale = std::exp(sums.max_score - highest), other_scale = std::exp(max_score - highest);
-    sums.max_score = highest;
-    sums.total = sums.total * scale + total * other_scale;
-    for (long d = 0; d < dim; d += LANES)
-        store(sums.values + d,
-              load<Floats>(sums.values + d) * scale + load<Floats>(values + d) * other_scale);
-}
-
-// Writes the mean of the values. sink: a score without a value, or null. Not inlined, as above.
-template <class T>
-__attribute__((noinline)) void write_mean(T* to, float max_score, float total, const float* values,
-                                          const float* sink, long dim) {
-    if (sink) total += std::exp(*sink - max_score);
-    float scale = 1 / total;
-    for (long d = 0; d < dim; d += LANES)
-        narrow_partial(to + d, load<Floats>(values + d) * scale, dim - d);
-}
-
-// out[rows][panels * 16] (+)= a x segments, for any number of rows and panels. prefetch: or null.
-template <class E, int ROWS, int PANELS>
-void product(float* out, long out_stride, const uint32_t* a, long a_stride, const Segment* segment,
-             int segments, int depth, long step, bool add, const Prefetch* prefetch) {
-    Floats acc[ROWS][PANELS];
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-        for (int p = 0; p < PANELS; p++)
-            acc[r][p] = add ? load<Floats>(out + r * out_stride + p * LANES) : Floats{};
-    multiply<E, ROWS, PANELS>(acc, Rows{a, a_stride}, segment, segments, depth, step,
-                              prefetch ? *prefetch : Prefetch());
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-        for (int p = 0; p < PANELS; p++) store(out + r * out_stride + p * LANES, acc[r][p]);
-}
-
-template <class E, int PANELS, int... ROWS>
-auto product_of_rows(int rows, std::integer_sequence<int, ROWS...>) {
-    static constexpr decltype(&product<E, 1, PANELS>) all[] = {product<E, ROWS + 1, PANELS>...};
-    return all[rows - 1];
-}
-
-template <class E>
-auto choose_product(int rows, int panels) {
-    typedef std::make_integer_sequence<int, TILE_ROWS<E>> Rows;
-    if (panels == 1) return product_of_rows<E, 1>(rows, Rows());
-    if (panels == TILE_PANELS) return product_of_rows<E, TILE_PANELS>(rows, Rows());
-    return product_of_rows<E, WIDE_PANELS>(rows, std::make_integer_sequence<int, FEW_ROWS>());
-}
-
-// Returns the number of panels that a product takes at a time.
-inline int panels_at_once(int rows, int panels) {
-    return rows <= FEW_ROWS && panels >= WIDE_PANELS ? WIDE_PANELS : std::min(TILE_PANELS, panels);
-}
-
-template <class E>
-void products(int panels, int rows, float* out, long out_stride, const uint32_t* a, long a_stride,
-              const Segment* segment, int segments, int depth, long step, bool add,
-              const Prefetch* prefetch) {
-    int tiles = (rows + TILE_ROWS<E> - 1) / TILE_ROWS<E>;
-    for (int t = 0; t < tiles; t++) {
-        int row = t * rows / tiles, count = (t + 1) * rows / tiles - row;
-        choose_product<E>(count, panels)(out + row * out_stride, out_stride, a + row * a_stride,
-                                         a_stride, segment, segments, depth, step, add,
-                                         t == 0 ? prefetch : nullptr);
-    }
-}
 
 template <class E>
 struct Attend {
@@ -210,18 +133,21 @@ struct Attend {
     // Sets the part that ends aside, and leaves the sums to the next part.
     void end_part(const Item& item, long kv_head, long rows, long part, Scratch<E>& s) const {
         if (item.part >= 0) return store_part(item, kv_head, part, s);
-        long dim = program.padded_dim;
-        if (part > 0) return merge_earlier(rows, s);
-        for (long r = 0; r < rows; r++)
-            s.merged_max[r] = s.max_score[r], s.merged_total[r] = sum(s.total[r]);
-        memcpy(s.merged_sums, s.sums, rows * dim * sizeof(float));
+        if (part > 0) return merge_part(rows, s);
+        sum_totals(rows, s.merged_total, s);
+        memcpy(s.merged_max, s.max_score, rows * sizeof(float));
+        memcpy(s.merged_sums, s.sums, rows * program.padded_dim * sizeof(float));
     }
 
-    void merge_earlier(long rows, Scratch<E>& s) const {
-        long dim = program.padded_dim;
-        for (long r = 0; r < rows; r++)
-            merge({s.merged_max[r], s.merged_total[r], s.merged_sums + r * dim}, s.max_score[r],
-                  sum(s.total[r]), s.sums + r * dim, dim);
+    static void sum_totals(long rows, float* to, Scratch<E>& s) {
+        for (long r = 0; r < rows; r++) to[r] = sum(s.total[r]);
+    }
+
+    // Adds the last part to the earlier ones.
+    void merge_part(long rows, Scratch<E>& s) const {
+        sum_totals(rows, s.part_total, s);
+        merge({s.merged_max, s.merged_total, s.merged_sums}, {s.max_score, s.part_total, s.sums},
+              rows, program.padded_dim);
     }
 
     const Item& item_of(long piece) const { return work.items[piece / program.kv_heads]; }
@@ -422,7 +348,7 @@ struct Attend {
     void store_output(const Item& item, long kv_head, long part, Scratch<E>& s) const {
         long group_size = program.heads / program.kv_heads, dim = program.head_dim;
         long rows = item.count * group_size;
-        if (part > 0) merge_earlier(rows, s);
+        if (part > 0) merge_part(rows, s);
         for (long r = 0; r < rows; r++) {
             long head = kv_head * group_size + r % group_size, first = r * program.padded_dim;
             Passed* to = (Passed*)step.buffers[op.output] + head * dim +
@@ -452,15 +378,16 @@ void combine(const Program& program, const Step& step, const Op& op, const Split
              long head) {
     typedef typename E::Passed Passed;
     long size = AttentionWork::part_floats(program), dim = program.padded_dim;
-    const float* part = step.parts + row.first_part * size + head * (dim + 2);
-    alignas(64) float values[MAX_HEAD_DIM];
-    float max_score = part[0], total = part[1];
+    float* part = step.parts + row.first_part * size + head * (dim + 2);
+    alignas(64) float values[MAX_HEAD_DIM], max_score[LANES] = {part[0]}, other_max[LANES] = {};
+    float total = part[1];
     memcpy(values, part + 2, dim * sizeof(float));
     for (long i = 1; i < row.parts; i++) {
         part += size;
-        merge({max_score, total, values}, part[0], part[1], part + 2, dim);
+        other_max[0] = part[0];
+        merge({max_score, &total, values}, {other_max, part + 1, part + 2}, 1, dim);
     }
     Passed* to = (Passed*)step.buffers[op.output] + row.output * step.strides[op.output];
-    write_mean(to + head * program.head_dim, max_score, total, values,
+    write_mean(to + head * program.head_dim, max_score[0], total, values,
                op.sinks ? op.sinks + head : nullptr, program.head_dim);
 }

@@ -14,7 +14,7 @@ constexpr int QUERY_BLOCK = 24;
 constexpr int KEY_PANELS = 4, KEY_BLOCK = KEY_PANELS * LANES;
 // A context is added up block by block, and part by part. Both begin at multiples of their sizes, so
 // that a query has the same bits whatever else is in the step, and however many threads compute it.
-constexpr int PART_KEYS = 4 * KEY_BLOCK;
+constexpr int PART_KEYS = 8 * KEY_BLOCK;
 
 // Queries of tokens `token` to `token + count`, all of one row and the first at `position`, against
 // keys `key_begin` to `key_end`. Results begin at row `output`.
