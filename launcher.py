@@ -3,7 +3,8 @@
     python launcher.py [--model smollm2-135m] [--endpoint tcp://127.0.0.1:5555] …
 
 The launcher does no work of its own and imports no torch. Each child holds one end of a socket pair
-(quadriga/runtime/child.py): reports come up, commands go down, and its end reports a death at once.
+(quadriga/runtime/control_channel.py): reports come up, commands go down, and its end reports a
+death at once.
 """
 
 import argparse
@@ -25,13 +26,13 @@ from quadriga.model_files.model_impl.flags import check_flags
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from quadriga.model_files.servable import check_servable
 from quadriga.runtime import terminal
-from quadriga.runtime.child import (
+from quadriga.runtime.control_channel import Command
+from quadriga.runtime.exit_codes import (
     EXIT_CHILD_DIED,
     EXIT_FORCED,
     EXIT_OK,
     EXIT_START_FAILED,
     EXIT_USAGE,
-    Command,
 )
 from quadriga.runtime.logs import JSON, set_up_logging
 from quadriga.runtime.open_files import MAX_OPEN_FILES, allow_open_files

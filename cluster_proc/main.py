@@ -17,7 +17,8 @@ from cluster_proc.ray_crews import Bundle, RayCrews
 from quadriga import __version__
 from quadriga.config.server_config import ServerConfig, is_loopback
 from quadriga.errors import ConfigError, ServerFailed
-from quadriga.runtime.child import Child, Command, run_child
+from quadriga.runtime.child import Child, run_child
+from quadriga.runtime.control_channel import Command
 from quadriga.runtime.cpu_affinity import runs_on_gpu
 from quadriga.supervisor.cluster_replicas import (
     DIED,

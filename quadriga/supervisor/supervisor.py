@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 from quadriga.clock import Countdown
 from quadriga.config.server_config import LaunchArgs
 from quadriga.errors import ConfigError, ServerFailed
-from quadriga.runtime.child import EXIT_OK, replica_of
+from quadriga.runtime.child import replica_of
+from quadriga.runtime.exit_codes import EXIT_OK
 from quadriga.runtime.logs import is_json, log_fields
 from quadriga.runtime.terminal import line_start
 from quadriga.supervisor.child_process import (

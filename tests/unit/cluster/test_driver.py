@@ -14,7 +14,8 @@ from quadriga import __version__
 from quadriga.clock import Countdown
 from quadriga.config.server_config import FrontendArgs, ServerConfig
 from quadriga.errors import ConfigError, ServerFailed
-from quadriga.runtime.child import Child, Command
+from quadriga.runtime.child import Child
+from quadriga.runtime.control_channel import Command
 from quadriga.wire.endpoints import Endpoints
 
 TIMEOUT_S = 20.0

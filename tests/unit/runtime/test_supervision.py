@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from quadriga.errors import ConfigError
-from quadriga.runtime.child import KILL_SIGNAL, Command, ControlChannel
+from quadriga.runtime.child import KILL_SIGNAL
+from quadriga.runtime.control_channel import Command, ControlChannel
 from quadriga.supervisor import supervisor as supervision
 from quadriga.supervisor.child_process import ChildProcess, ChildState, StuckReport
 from quadriga.supervisor.restart import DEATH_WINDOW_S, RestartPolicy, Watchdog

@@ -10,7 +10,7 @@ import pytest
 
 from quadriga.clock import Countdown
 from quadriga.config.server_config import LaunchArgs
-from quadriga.runtime.child import Command
+from quadriga.runtime.control_channel import Command
 from quadriga.supervisor.child_process import ChildState
 from quadriga.supervisor.supervisor import Death, ReadyAgain, Supervisor, SupervisorEvent
 
