@@ -39,9 +39,11 @@ from quadriga.runtime.open_files import MAX_OPEN_FILES, allow_open_files
 from quadriga.supervisor import first_screen
 from quadriga.supervisor.child_process import EXIT_GRACE_S, ChildProcess, ReplicaChange
 from quadriga.supervisor.cluster_replicas import ClusterReplicas
+from quadriga.supervisor.console import say
+from quadriga.supervisor.events import Death, ReadyAgain, SupervisorEvent
 from quadriga.supervisor.owner import OwnerChannel
 from quadriga.supervisor.replicas import ReplicaProcesses
-from quadriga.supervisor.supervisor import Death, ReadyAgain, Supervisor, SupervisorEvent, say
+from quadriga.supervisor.supervisor import Supervisor
 from quadriga.tenants.key_file import check_key_file
 from quadriga.wire.endpoints import Endpoints
 

@@ -31,8 +31,9 @@ from quadriga.runtime.control_channel import Command, ControlChannel
 from quadriga.runtime.exit_codes import EXIT_OK, EXIT_START_FAILED
 from quadriga.runtime.open_files import MAX_OPEN_FILES, allow_open_files
 from quadriga.runtime.parent_death import continue_at_parents_death
+from quadriga.supervisor.events import Death, ReadyAgain, SupervisorEvent
 from quadriga.supervisor.replicas import RING
-from quadriga.supervisor.supervisor import Death, ReadyAgain, Supervisor, SupervisorEvent
+from quadriga.supervisor.supervisor import Supervisor
 from quadriga.wire.curve import inner_key_id
 from quadriga.wire.node_links import ReservedPort
 

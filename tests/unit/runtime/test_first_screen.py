@@ -14,7 +14,7 @@ from quadriga.cli import main as cli
 from quadriga.config.server_config import DEFAULT_ENDPOINT, ServerConfig
 from quadriga.supervisor import first_screen
 from quadriga.supervisor.child_process import ChildProcess
-from quadriga.supervisor.supervisor import say
+from quadriga.supervisor.console import say
 
 WORKER = {"dtype": "bfloat16", "device": "cpu", "tokens": 64, "backend": "native", "threads": 2}
 
