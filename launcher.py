@@ -18,6 +18,7 @@ from typing import NoReturn
 from quadriga import errors, programs
 from quadriga.clock import Countdown
 from quadriga.config import server_config as configuration
+from quadriga.config.frontend_args import PRIVATE_ENDPOINT
 from quadriga.config.parser import ServerParser
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, QuadrigaError, ServerFailed
@@ -149,7 +150,7 @@ class Launcher:
     @property
     def _public_endpoint(self) -> str:
         endpoint = self._config.frontend.endpoint
-        is_private = endpoint == configuration.PRIVATE_ENDPOINT
+        is_private = endpoint == PRIVATE_ENDPOINT
         return Endpoints(self._supervisor.run_dir).public if is_private else endpoint
 
     def _announce(self) -> None:

@@ -16,8 +16,9 @@ from typing import Any
 
 from quadriga import clock
 from quadriga.config import server_config as configuration
+from quadriga.config.frontend_args import PRIVATE_ENDPOINT
 from quadriga.config.replica_args import ONLY_REPLICA, ReplicaPlace
-from quadriga.config.server_config import PRIVATE_ENDPOINT, ServerConfig
+from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, QuadrigaError, ServerFailed
 from quadriga.runtime.control_channel import ControlChannel
 from quadriga.runtime.cpu_affinity import pin_to, plan_cpus

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from quadriga.config.server_config import ModelArgs, ServerConfig
+from quadriga.config.model_args import ModelArgs
+from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
 from quadriga.model_files.resolve import resolve_model
 from quadriga.wire.messages.arrays import pack_ids
