@@ -18,8 +18,10 @@ from collections.abc import Callable
 from cluster_proc.crew import crew_parser, run_crew
 from quadriga import __version__, programs
 from quadriga.config.server_config import ServerConfig
-from quadriga.runtime.child import EXIT_OK, ControlChannel
-from quadriga.supervisor.supervisor import Death, Supervisor, SupervisorEvent
+from quadriga.runtime.control_channel import ControlChannel
+from quadriga.runtime.exit_codes import EXIT_OK
+from quadriga.supervisor.events import Death, SupervisorEvent
+from quadriga.supervisor.supervisor import Supervisor
 from quadriga.wire.node_links import ReservedPort
 
 PROGRAM = "worker_proc.distributed.remote_rank"

@@ -8,7 +8,8 @@ it waits for the next rank 0.
 import os
 import sys
 
-from quadriga.runtime.child import EXIT_OK, Child, run_child
+from quadriga.runtime.child import Child, run_child
+from quadriga.runtime.exit_codes import EXIT_OK
 from quadriga.wire.messages.rank import JoinRanks, RankMessage
 from quadriga.wire.peer_watch import PeerWatch
 from quadriga.wire.sockets import Inbox, Outbox
