@@ -226,15 +226,21 @@ def other_kernels() -> Iterator[Compiled]:
 
 def sampling_kernels() -> Iterator[Compiled]:
     sizes = {"CHUNKS": 32, "BLOCK": sampling.BLOCK}
-    types = {"maxima": FLOATS, "places": "*i32", "vocab_size": "i32", "logits_stride": "i32",
-             "known_stride": "i32", "num_chunks": "i32", "known": "*i32", "token_ids": IDS,
-             "slots": IDS, "positions": IDS, "top_ks": IDS, "seeds": IDS}  # fmt: skip
-    types |= dict.fromkeys(("temperatures", "top_ps", "min_ps"), FLOATS)
-    options = {"num_warps": sampling.NUM_WARPS}
+    listed = {**sizes, "LIKELY": sampling.likely_of_chunk(32)}
+    types = dict.fromkeys(("maxima", "temperatures", "top_ps", "min_ps"), FLOATS)
+    types |= dict.fromkeys(("slots", "positions", "top_ks", "seeds", "token_ids"), IDS)
+    types |= dict.fromkeys(("weights", "drawn"), IDS)
+    types |= dict.fromkeys(("places", "likely", "num_likely", "num_finite", "known"), "*i32")
+    types |= dict.fromkeys(("vocab_size", "logits_stride", "known_stride", "num_chunks"), "i32")
     for logits in (NUMBERS, FLOATS):
-        for kernel in (sampling._chunk_maxima, sampling._sample):
+        for kernel, constants, warps in (
+            (sampling._chunk_maxima, sizes, sampling.CHUNK_WARPS),
+            (sampling._weigh_chunks, listed, sampling.CHUNK_WARPS),
+            (sampling._sample, listed, sampling.ROW_WARPS),
+        ):
             label = f"sampling{kernel.__name__}, {logits[1:]}"
-            yield Compiled(label, kernel, sizes, {**types, "logits": logits}, options)
+            options = {"num_warps": warps}
+            yield Compiled(label, kernel, constants, {**types, "logits": logits}, options)
 
 
 def main() -> int:

@@ -35,6 +35,57 @@ LARGE_SHARED_BYTES = 96 * 1024  # of a multiprocessor, which three stages of lar
 INDICES = ["slots", "positions", "first_tokens", "counts"]
 
 
+@triton.jit
+def _walk(
+    q_block, keys, values, page_row, highest, total, attended, begin, end, length, first_position,
+    query, kv_head, scale, softcap,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Attend to the keys [begin, end), which begin at a block, and return the running softmax.
+
+    Without MASKED every query sees every one of them. A query's numbers are the same either way.
+    """
+    dim = tl.arange(0, BLOCK_DIM)
+    in_dim = dim < DIM
+    for start in range(begin, end, BLOCK_KEYS):
+        key = start + tl.arange(0, BLOCK_KEYS)
+        exists = key < length
+        if WINDOW:  # pages before the window may belong to another request
+            exists = exists & (key > first_position - WINDOW)
+        if MASKED:
+            page = tl.load(page_row + key // PAGE_SIZE, mask=exists, other=0)
+            wanted = exists[:, None] & in_dim[None, :]
+        else:
+            page = tl.load(page_row + key // PAGE_SIZE)
+            wanted = (key >= 0)[:, None] & in_dim[None, :]
+        places = ((page * PAGE_SIZE + key % PAGE_SIZE) * KV_HEADS + kv_head) * DIM
+        places = places[:, None] + dim[None, :]
+        if MASKED or BLOCK_DIM > DIM:
+            k = tl.load(keys + places, mask=wanted, other=0.0)
+            v = tl.load(values + places, mask=wanted, other=0.0)
+        else:
+            k, v = tl.load(keys + places), tl.load(values + places)
+        k, v = k.to(q_block.dtype), v.to(q_block.dtype)
+        scores = dot(q_block, tl.trans(k)) * scale
+        if CAPPED:
+            scores = softcap * (2 * tl.sigmoid(scores) - 1)  # 2 sigmoid(2 u) - 1 = tanh(u)
+        if MASKED:
+            seen = (key[None, :] <= first_position + query[:, None]) & exists[None, :]
+            if WINDOW:
+                seen = seen & (key[None, :] > first_position + query[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        reference = tl.where(higher == float("-inf"), 0.0, higher)  # all keys are masked
+        likelihood = tl.exp2(scores - reference[:, None])
+        shrink = tl.exp2(highest - reference)
+        total = total * shrink + tl.sum(likelihood, 1)
+        attended = attended * shrink[:, None]
+        attended += dot(likelihood.to(v.dtype), v)
+        highest = higher
+    return highest, total, attended
+
+
 @triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=INDICES)
 def _attend(
     q, keys, values, out, weights, sinks, slots, positions, first_tokens, counts, page_table,
@@ -75,34 +126,21 @@ def _attend(
         highest = sink.to(tl.float32) * LOG2_E
         total += tl.where(has_sink, 1.0, 0.0)
     attended = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
-    for start in range(begin, end, BLOCK_KEYS):
-        key = start + tl.arange(0, BLOCK_KEYS)
-        exists = key < length
-        if WINDOW:  # pages before the window may belong to another request
-            exists = exists & (key > first_position - WINDOW)
-        page = tl.load(
-            page_table + slot * page_table_stride + key // PAGE_SIZE, mask=exists, other=0
-        )
-        places = ((page * PAGE_SIZE + key % PAGE_SIZE) * KV_HEADS + kv_head) * DIM
-        wanted = exists[:, None] & in_dim[None, :]
-        k = tl.load(keys + places[:, None] + dim[None, :], mask=wanted, other=0.0)
-        v = tl.load(values + places[:, None] + dim[None, :], mask=wanted, other=0.0)
-        k, v = k.to(q_block.dtype), v.to(q_block.dtype)
-        scores = dot(q_block, tl.trans(k)) * scale
-        if CAPPED:
-            scores = softcap * (2 * tl.sigmoid(scores) - 1)  # 2 sigmoid(2 u) - 1 = tanh(u)
-        seen = (key[None, :] <= first_position + query[:, None]) & exists[None, :]
-        if WINDOW:
-            seen = seen & (key[None, :] > first_position + query[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        reference = tl.where(higher == float("-inf"), 0.0, higher)  # all keys are masked
-        likelihood = tl.exp2(scores - reference[:, None])
-        shrink = tl.exp2(highest - reference)
-        total = total * shrink + tl.sum(likelihood, 1)
-        attended = attended * shrink[:, None]
-        attended += dot(likelihood.to(v.dtype), v)
-        highest = higher
+    page_row = page_table + slot * page_table_stride
+    if not ONE_QUERY and WINDOW == 0:
+        # Every query sees the blocks of keys before the first query.
+        all_see = tl.minimum(end, (first_position + 1) // BLOCK_KEYS * BLOCK_KEYS)
+        highest, total, attended = _walk(
+            q_block, keys, values, page_row, highest, total, attended, begin, all_see, length,
+            first_position, query, kv_head, scale, softcap,
+            KV_HEADS, DIM, PAGE_SIZE, BLOCK_KEYS, BLOCK_DIM, False, WINDOW, CAPPED,
+        )  # fmt: skip
+        begin = tl.maximum(begin, all_see)
+    highest, total, attended = _walk(
+        q_block, keys, values, page_row, highest, total, attended, begin, end, length,
+        first_position, query, kv_head, scale, softcap,
+        KV_HEADS, DIM, PAGE_SIZE, BLOCK_KEYS, BLOCK_DIM, True, WINDOW, CAPPED,
+    )  # fmt: skip
 
     attended = attended / tl.where(total > 0, total, 1.0)[:, None]
     row_out = (first_token + query) * (KV_HEADS * GROUP) + head
