@@ -177,6 +177,7 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, PageMover | None, 
         prefill_tokens=prefill_tokens,
         window=runner.window,
         step_costs=step_costs,
+        cuda_graph=runner.engine.has_graphs,
     )
     ready = _begin_session(ready, mover)
     child.ready(

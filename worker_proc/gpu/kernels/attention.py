@@ -21,7 +21,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.driver import driver
 
 from worker_proc.gpu.kernels.dot import dot
 from worker_proc.models.layers import Attention
@@ -29,7 +28,6 @@ from worker_proc.models.layers import Attention
 LOG2_E = 1.4426950408889634
 MIN_ROWS = 16  # of the smallest product of tensor cores
 MAX_SPLITS = 32
-LARGE_SHARED_BYTES = 96 * 1024  # of a multiprocessor, which three stages of large heads need
 # Arrays of numbers, read one at a time, whose places in memory change from step to step: a kernel
 # compiled for each of their alignments would gain nothing.
 INDICES = ["slots", "positions", "first_tokens", "counts"]
@@ -197,9 +195,7 @@ class AttentionTile(NamedTuple):
 
 
 @cache
-def tile_of(
-    group: int, one_query: bool, head_dim: int, dtype: torch.dtype, shared_bytes: int
-) -> AttentionTile:
+def tile_of(group: int, one_query: bool, head_dim: int, dtype: torch.dtype) -> AttentionTile:
     """Return the tile of a program, which fits shared memory and registers.
 
     Products of float32 have no tensor cores: every thread keeps its part of both factors in
@@ -210,7 +206,6 @@ def tile_of(
         one_query: Each block is one query.
         head_dim: Of queries, keys and values.
         dtype: Of the queries.
-        shared_bytes: Shared memory of a multiprocessor that a program can have.
     """
     min_rows = max(MIN_ROWS, int(triton.next_power_of_2(group)))
     if dtype == torch.float32:
@@ -220,22 +215,12 @@ def tile_of(
     rows = min_rows if one_query else max(min_rows, 64)
     if head_dim > 128:
         return AttentionTile(rows, 32, stages=2, warps=4 if one_query else 8)
-    stages = 3 if shared_bytes >= LARGE_SHARED_BYTES else 2
-    return AttentionTile(rows, 64, stages, warps=4)
+    return AttentionTile(rows, 64, stages=3 if one_query else 2, warps=4)
 
 
-@cache
-def shared_bytes_of(device: torch.device) -> int:
-    """Return the shared memory that a program can have; in the interpreter, any number will do."""
-    if device.type != "cuda":
-        return LARGE_SHARED_BYTES
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
-
-
-def queries_of_block(group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
+def queries_of_block(group: int, head_dim: int, dtype: torch.dtype) -> int:
     """Return the queries of a row that one program takes."""
-    return tile_of(group, False, head_dim, dtype, shared_bytes_of(device)).rows // group
+    return tile_of(group, False, head_dim, dtype).rows // group
 
 
 def attend_over_pages(
@@ -263,7 +248,7 @@ def attend_over_pages(
     tokens, heads, head_dim = q.shape
     _, _, page_size, kv_heads, _ = pool.shape
     group, one_query = heads // kv_heads, len(blocks) == 2
-    tile = tile_of(group, one_query, head_dim, q.dtype, shared_bytes_of(q.device))
+    tile = tile_of(group, one_query, head_dim, q.dtype)
     parts = weights = out
     if splits > 1:
         parts = q.new_empty(tokens * heads * splits, head_dim, dtype=torch.float32)

@@ -58,7 +58,7 @@ def units(x, highest, scale):
 
 
 @triton.jit
-def next_bounds(low, high, middle, is_enough, smallest_above, largest_below):
+def next_bounds(low, high, is_enough, smallest_above, largest_below):
     """Return the bounds of a bisection after a pass, each a logit of the row."""
     return tl.where(is_enough, smallest_above, low), tl.where(is_enough, high, largest_below)
 
@@ -101,7 +101,7 @@ def _largest_with(
             above = tl.minimum(above, tl.where(is_above, x, float("inf")))
             below = tl.maximum(below, tl.where(is_above, float("-inf"), x))
         is_enough = tl.sum(amounts, 0).to(tl.float32) >= needed
-        low, high = next_bounds(low, high, middle, is_enough, tl.min(above, 0), tl.max(below, 0))
+        low, high = next_bounds(low, high, is_enough, tl.min(above, 0), tl.max(below, 0))
     return low
 
 
@@ -157,9 +157,7 @@ def draw_in_block(
     row_logits, start, target, threshold, floor, highest, scale, vocab_size, BLOCK: tl.constexpr
 ):
     """Return the first token of a block before and with which there is more weight than target."""
-    of_block = _kept_units(
-        row_logits, start, threshold, floor, highest, scale, vocab_size, BLOCK
-    )
+    of_block = _kept_units(row_logits, start, threshold, floor, highest, scale, vocab_size, BLOCK)
     return start + tl.sum((tl.cumsum(of_block, 0) <= target).to(tl.int32), 0)
 
 

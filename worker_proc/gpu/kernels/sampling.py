@@ -113,7 +113,7 @@ def _largest_with(x, amounts, low, high, needed):
         is_enough = tl.sum(tl.where(is_above, amounts, 0), 0).to(tl.float32) >= needed
         above = tl.min(tl.where(is_above, x, float("inf")), 0)
         below = tl.max(tl.where(is_above, float("-inf"), x), 0)
-        low, high = next_bounds(low, high, middle, is_enough, above, below)
+        low, high = next_bounds(low, high, is_enough, above, below)
     return low
 
 
@@ -219,7 +219,8 @@ def sample_tokens(
     """
     rows, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, BLOCK)
-    chunks = max(2, triton.next_power_of_2(num_chunks))
+    # With four or more, the parts of one allocation begin at multiples of 16 bytes.
+    chunks = max(4, triton.next_power_of_2(num_chunks))
     num_likely = likely_of_chunk(chunks)
     maxima = torch.empty(rows, chunks, device=logits.device)
     places, counts, finite = torch.empty(3, rows, chunks, dtype=torch.int32, device=logits.device)
