@@ -52,7 +52,7 @@ class SchedulerCore:
         self.admission = Admission(args, self.kv)
         self.waiting = make_queue(args, self.kv.match_prefix, capacity.page_size)
         self.quarantine = Quarantine()
-        self.sharing = PrefillSharing(args, capacity.page_size)
+        self.sharing = PrefillSharing(args, capacity.page_size, self._budget.cuts_prompts)
         self.guesses = make_guess_policy(args, capacity.step_costs)
         self.offload: KVOffload | None = None
         self._running = RunningBatch(args.batch_concurrency_beside, make_turns(args))
@@ -276,7 +276,7 @@ class SchedulerCore:
         They retract others for it only where the step would be empty.
         """
         batch, partial = plan.batch, self._running.partial
-        if not partial or not self._budget.cuts_prompts:
+        if not partial:
             return
         is_single = batch.num_prompts <= 1
         left = (self._budget.chunk if is_single else self._budget.tokens) - batch.num_prompt_tokens

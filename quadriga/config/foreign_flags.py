@@ -17,7 +17,9 @@ class ForeignFlag(NamedTuple):
 
 VLLM, SGLANG, LLAMA_CPP = "vLLM", "SGLang", "llama.cpp"
 ALWAYS_CHUNKED = "always on here; --chunked-prefill-size sets the size of a chunk"
-RELATIVE_LENGTH = "not needed here: shorter prompts pass longer ones, see --max-num-partial-prefills"
+RELATIVE_LENGTH = (
+    "not needed here: shorter prompts pass longer ones, see --max-num-partial-prefills"
+)
 ALWAYS_CACHED = "always on here; --disable-radix-cache switches it off"
 ALL_LAYERS = "not needed here: --device has all layers"
 METRICS_ARE_ON = "always on here, at /metrics"

@@ -30,13 +30,14 @@ class PrefillSharing:
     Args:
         args: the scheduler's flags.
         page_size: number of tokens in a page.
+        cuts_prompts: prompts may be computed in parts.
 
     Attributes:
         lookahead: number of requests of the queue to look at beyond those which may be admitted.
     """
 
-    def __init__(self, args: SchedulerArgs, page_size: int) -> None:
-        self._max_partial = args.max_num_partial_prefills
+    def __init__(self, args: SchedulerArgs, page_size: int, cuts_prompts: bool) -> None:
+        self._max_partial = args.max_num_partial_prefills if cuts_prompts else 1
         self._by_priority = args.schedule_policy == "priority"
         self._caches_prefixes = not args.disable_radix_cache
         self._page_size = page_size
