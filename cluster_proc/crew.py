@@ -4,8 +4,8 @@
         --inner-key-id … [flags]
 
 It is the child of an actor (ray_crews.py), whose control channel has the commands and reports of
-every child process (quadriga/runtime/child.py). At the end of the channel the crew leaves, and its
-processes with it.
+every child process (quadriga/runtime/control_channel.py). At the end of the channel the crew
+leaves, and its processes with it.
 
 | report | fields |
 |---|---|
@@ -27,11 +27,13 @@ from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.model_files.resolve import resolve_model
 from quadriga.model_files.servable import check_servable
-from quadriga.runtime.child import EXIT_OK, EXIT_START_FAILED, Command, ControlChannel
+from quadriga.runtime.control_channel import Command, ControlChannel
+from quadriga.runtime.exit_codes import EXIT_OK, EXIT_START_FAILED
 from quadriga.runtime.open_files import MAX_OPEN_FILES, allow_open_files
 from quadriga.runtime.parent_death import continue_at_parents_death
+from quadriga.supervisor.events import Death, ReadyAgain, SupervisorEvent
 from quadriga.supervisor.replicas import RING
-from quadriga.supervisor.supervisor import Death, ReadyAgain, Supervisor, SupervisorEvent
+from quadriga.supervisor.supervisor import Supervisor
 from quadriga.wire.curve import inner_key_id
 from quadriga.wire.node_links import ReservedPort
 

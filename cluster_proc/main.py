@@ -15,9 +15,11 @@ from cluster_proc.autoscaler import Autoscaler
 from cluster_proc.contract import Crews, PlacedCrew, Report
 from cluster_proc.ray_crews import Bundle, RayCrews
 from quadriga import __version__
-from quadriga.config.server_config import ServerConfig, is_loopback
+from quadriga.config.frontend_args import is_loopback
+from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, ServerFailed
-from quadriga.runtime.child import Child, Command, run_child
+from quadriga.runtime.child import Child, run_child
+from quadriga.runtime.control_channel import Command
 from quadriga.runtime.cpu_affinity import runs_on_gpu
 from quadriga.supervisor.cluster_replicas import (
     DIED,

@@ -10,7 +10,7 @@ from itertools import repeat
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.worker import StepResult
-from scheduler_proc.kv_offload.kv_offload import KVOffload
+from scheduler_proc.kv_offload.kv_offload import NoOffload
 from scheduler_proc.planning.admission import Admission
 from scheduler_proc.planning.guess_policy import make_guess_policy
 from scheduler_proc.planning.prefill_budget import PrefillBudget
@@ -36,7 +36,7 @@ class SchedulerCore:
     """Waiting queue, running batch and KV pages.
 
     Attributes:
-        offload: the KV pages beyond the pool; None: there are none.
+        offload: the KV pages beyond the pool.
     """
 
     def __init__(self, args: SchedulerArgs, capacity: Capacity, num_retractions: int = 0) -> None:
@@ -54,7 +54,7 @@ class SchedulerCore:
         self.quarantine = Quarantine()
         self.sharing = PrefillSharing(args, capacity.page_size, self._budget.cuts_prompts)
         self.guesses = make_guess_policy(args, capacity.step_costs)
-        self.offload: KVOffload | None = None
+        self.offload = NoOffload()
         self._running = RunningBatch(args.batch_concurrency_beside, make_turns(args))
         self._width = args.max_batch_size
         self._prefill_width = args.prefill_width
@@ -128,13 +128,12 @@ class SchedulerCore:
     @property
     def page_holders(self) -> list[PageHolder]:
         """All that hold pages: requests with a slot, and loads of pages."""
-        loads = [] if self.offload is None else self.offload.loads
-        return [*self.admission.holders.values(), *loads]
+        return [*self.admission.holders.values(), *self.offload.loads]
 
     @property
     def num_loads(self) -> int:
         """Number of loads of pages under way, which hold them."""
-        return 0 if self.offload is None else len(self.offload.loads)
+        return len(self.offload.loads)
 
     @property
     def has_room(self) -> bool:
@@ -191,7 +190,6 @@ class SchedulerCore:
             else:
                 self._add_decodes(plan)
             return
-        self._release_held_back()
         for other in self._running.all_requests:
             self.retraction.retract(other, RetractReason.QUARANTINE, plan)
         if not plan.in_flight and self.admission.can_admit(request, 0):
@@ -226,9 +224,7 @@ class SchedulerCore:
 
     def _append_page(self, request: Request, plan: Plan) -> bool:
         """Append a page to a running request, retracting others if needed. Return whether it is."""
-        room = self.retraction.ensure_page(
-            request, plan, self.num_loads > 0, self._release_held_back
-        )
+        room = self.retraction.ensure_page(request, plan, self.num_loads > 0)
         if room is Room.FREE:
             self.kv.append_page(request)
         elif room is Room.POOL_FULL:
@@ -350,7 +346,7 @@ class SchedulerCore:
             wanted = sum(r.num_uncomputed_tokens for r in candidates)
             budget = self._budget.stretched(budget, wanted)
         for request in candidates:
-            if self.offload is not None and self.offload.awaits(request):
+            if self.offload.awaits(request):
                 lacked = WaitReason.PAGES
                 continue
             count = self._num_to_begin(request, budget, plan)
@@ -363,7 +359,7 @@ class SchedulerCore:
                 if lookahead < 0:
                     return lacked
                 continue
-            if self.offload is not None and self.offload.begin_load(request):
+            if self.offload.begin_load(request):
                 lacked = WaitReason.PAGES
                 continue
             self.waiting.take(request)
@@ -424,10 +420,6 @@ class SchedulerCore:
         """Return how many tokens of a waiting request are not cached."""
         depth = self.kv.match_prefix(request).depth
         return request.num_known_tokens - depth * self.kv.page_size
-
-    def _release_held_back(self) -> bool:
-        """Release pages that requests hold which need no step. Return whether there were any."""
-        return False
 
     # --- complete ---------------------------------------------------------------------------------
 

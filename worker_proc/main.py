@@ -9,8 +9,9 @@ import msgspec
 
 from quadriga.model_files.model_impl.choice import choose_model_impl
 from quadriga.model_files.resolve import resolve_model
-from quadriga.runtime.child import EXIT_START_FAILED, Child, run_child
+from quadriga.runtime.child import Child, run_child
 from quadriga.runtime.cpu_affinity import format_cpus
+from quadriga.runtime.exit_codes import EXIT_START_FAILED
 from quadriga.runtime.logs import log_exception
 from quadriga.runtime.malloc import use_one_heap
 from quadriga.wire.messages.worker import (

@@ -9,7 +9,8 @@ import msgspec
 
 from quadriga.config.flags import flag_name, value_type
 from quadriga.config.foreign_flags import foreign_flag_advice
-from quadriga.config.server_config import PRIVATE_ENDPOINT, ServerConfig
+from quadriga.config.frontend_args import PRIVATE_ENDPOINT
+from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
 from quadriga.keywords import check_keywords
 

@@ -1,7 +1,5 @@
 """Take the pages of running requests for others; what was taken waits, and goes on later."""
 
-from collections.abc import Callable
-
 from quadriga.config.scheduler_args import SchedulerArgs
 from scheduler_proc.planning.admission import Admission
 from scheduler_proc.planning.quarantine import Quarantine, push
@@ -60,9 +58,7 @@ class Retraction:
         self.preempts = by_priority and not args.is_fair
         self._threshold = args.priority_preemption_threshold or DEFAULT_PREEMPTION_THRESHOLD
 
-    def ensure_page(
-        self, request: Request, plan: Plan, has_loads: bool, release_held_back: Callable[[], bool]
-    ) -> Room:
+    def ensure_page(self, request: Request, plan: Plan, has_loads: bool) -> Room:
         """See that a page is available for a running request, retracting others if needed.
 
         The pages of a retracted request come back when its steps in flight are answered.
@@ -71,14 +67,10 @@ class Retraction:
             request: needs the page.
             plan: the step that is planned.
             has_loads: loads are under way, whose pages come back when they are done.
-            release_held_back: releases pages that requests hold which need no step, and returns
-                whether there were any.
         """
         while self._kv.num_available == 0:
             if self._admission.pending_release:
                 return Room.WAIT
-            if release_held_back():
-                continue
             running = self._running.all_requests
             if len(running) > 1:
                 victim = self._victim(running)

@@ -3,7 +3,8 @@
 from functools import partial
 
 from quadriga.prefix_blocks import pages_per_block
-from quadriga.runtime.child import Child, Command
+from quadriga.runtime.child import Child
+from quadriga.runtime.control_channel import Command
 from quadriga.wire.async_port import AsyncPort
 from quadriga.wire.messages.to_detok import Delivered
 from quadriga.wire.node_links import NodeLinks

@@ -10,7 +10,8 @@ import threading
 from pathlib import Path
 
 from quadriga.model_files.resolve import resolve_model
-from quadriga.runtime.child import EXIT_LAUNCHER_DIED, Child, run_child
+from quadriga.runtime.child import Child, run_child
+from quadriga.runtime.exit_codes import EXIT_LAUNCHER_DIED
 from quadriga.wire.messages.worker import StopWorker, WorkerMessage
 from quadriga.wire.sockets import Inbox
 from worker_proc.sampling.grammar_compiler import GrammarCompiler
