@@ -42,7 +42,8 @@ def long_among_short(
 def mooncake_like(num_requests: int, rate: float, seed: int = 0) -> Iterator[TraceRequest]:
     """Yield requests with the shape of Mooncake's trace, at a rate per second."""
     source = random.Random(f"{seed}/mooncake")
-    at, num_segments, earlier = 0.0, 0, []
+    earlier: list[list[tuple[int, int]]] = []
+    at, num_segments = 0.0, 0
     for _ in range(num_requests):
         left = MOONCAKE_INPUT.draw(source)
         blocks: list[tuple[int, int]] = []
