@@ -59,7 +59,8 @@ class Ring:
 
         replicas = Replicas(count, router, block_tokens, self._deliver, on_recalled, self._show)
         if args.follows_load:
-            replicas.on_load = LoadReport(lambda: replicas.num_open, report_load).on_change
+            requests = replicas.requests
+            requests.on_change = LoadReport(lambda: len(requests), report_load).on_change
         for number, outbox in enumerate(outboxes):
             replicas.join(number, outbox)
         return replicas
