@@ -181,6 +181,7 @@ def start(
         prefill_tokens=prefill_tokens,
         window=runner.window,
         step_costs=step_costs,
+        cuda_graph=runner.engine.has_graphs,
     )
     ready = _begin_session(ready, mover)
     child.ready(
