@@ -3,7 +3,8 @@
     python launcher.py [--model smollm2-135m] [--endpoint tcp://127.0.0.1:5555] …
 
 The launcher does no work of its own and imports no torch. Each child holds one end of a socket pair
-(quadriga/runtime/child.py): reports come up, commands go down, and its end reports a death at once.
+(quadriga/runtime/control_channel.py): reports come up, commands go down, and its end reports a
+death at once.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from typing import NoReturn
 from quadriga import errors, programs
 from quadriga.clock import Countdown
 from quadriga.config import server_config as configuration
+from quadriga.config.frontend_args import PRIVATE_ENDPOINT
 from quadriga.config.parser import ServerParser
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, QuadrigaError, ServerFailed
@@ -25,22 +27,24 @@ from quadriga.model_files.model_impl.flags import check_flags
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from quadriga.model_files.servable import check_servable
 from quadriga.runtime import terminal
-from quadriga.runtime.child import (
+from quadriga.runtime.control_channel import Command
+from quadriga.runtime.exit_codes import (
     EXIT_CHILD_DIED,
     EXIT_FORCED,
     EXIT_OK,
     EXIT_START_FAILED,
     EXIT_USAGE,
-    Command,
 )
 from quadriga.runtime.logs import JSON, set_up_logging
 from quadriga.runtime.open_files import MAX_OPEN_FILES, allow_open_files
 from quadriga.supervisor import first_screen
 from quadriga.supervisor.child_process import EXIT_GRACE_S, ChildProcess, ReplicaChange
 from quadriga.supervisor.cluster_replicas import ClusterReplicas
+from quadriga.supervisor.console import say
+from quadriga.supervisor.events import Death, ReadyAgain, SupervisorEvent
 from quadriga.supervisor.owner import OwnerChannel
 from quadriga.supervisor.replicas import ReplicaProcesses
-from quadriga.supervisor.supervisor import Death, ReadyAgain, Supervisor, SupervisorEvent, say
+from quadriga.supervisor.supervisor import Supervisor
 from quadriga.tenants.key_file import check_key_file
 from quadriga.wire.endpoints import Endpoints
 
@@ -146,7 +150,7 @@ class Launcher:
     @property
     def _public_endpoint(self) -> str:
         endpoint = self._config.frontend.endpoint
-        is_private = endpoint == configuration.PRIVATE_ENDPOINT
+        is_private = endpoint == PRIVATE_ENDPOINT
         return Endpoints(self._supervisor.run_dir).public if is_private else endpoint
 
     def _announce(self) -> None:

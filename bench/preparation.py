@@ -8,7 +8,7 @@ from bench.cli.options import Options
 from bench.load.spelling import Speller, spelled
 from bench.load.tokenizing import tokenizer_of
 from bench.load.workload import PlannedRequest, pretokenize
-from quadriga.config.server_config import ModelArgs
+from quadriga.config.model_args import ModelArgs
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -16,7 +16,8 @@ from detok_proc.step_news import step_news
 from detok_proc.traces import close_traces, open_traces
 from quadriga.model_files.resolve import resolve_model
 from quadriga.model_files.tokenizer import load_tokenizer
-from quadriga.runtime.child import Child, ControlChannel, run_child
+from quadriga.runtime.child import Child, run_child
+from quadriga.runtime.control_channel import ControlChannel
 from quadriga.wire.messages.to_client import Chunk, Info, PlainChunk, SentChunks, SentReplay
 from quadriga.wire.messages.to_detok import (
     READ_DETOK_MESSAGE,

@@ -16,7 +16,8 @@ from http_proc.streams.stream_rows import StreamRows
 from http_proc.streams.stream_table import STREAMS
 from quadriga.client.async_client import AsyncClient
 from quadriga.errors import ServerFailed
-from quadriga.runtime.child import Child, Command, run_child
+from quadriga.runtime.child import Child, run_child
+from quadriga.runtime.control_channel import Command
 from quadriga.wire.client_address import gateway_address
 
 

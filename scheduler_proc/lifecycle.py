@@ -124,7 +124,7 @@ class RequestLifecycle:
         if not missing:
             return
         num_waiting, num_open = self.num_waiting, self.table.num_ids_of(message.client)
-        if len(missing) < message.params.n and not to_scheduler.progress_of(message):
+        if len(missing) < message.params.n:
             message = message.of_choices(missing)
         else:
             self.outbox.forget_name(message.client, message.request_id)

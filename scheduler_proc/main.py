@@ -6,7 +6,8 @@ import time
 from quadriga.clock import now
 from quadriga.config.server_config import LaunchArgs
 from quadriga.model_files.resolve import resolve_model
-from quadriga.runtime.child import Child, Command, run_child
+from quadriga.runtime.child import Child, run_child
+from quadriga.runtime.control_channel import Command
 from quadriga.runtime.request_line import RequestLogLevel
 from quadriga.wire.messages.to_scheduler import (
     READ_SCHEDULER_MESSAGE,

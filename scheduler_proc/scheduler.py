@@ -90,9 +90,8 @@ class Scheduler:
         plan_at = self._plan_at(now)
         while plan_at <= now:
             plan_at = self._plan_at(now) if self._dispatch_plan(now) else math.inf
-        if (offload := lifecycle.core.offload) is not None:
-            for transfer in offload.take_messages():
-                self._worker.send(transfer)
+        for transfer in lifecycle.core.offload.take_messages():
+            self._worker.send(transfer)
         lifecycle.queue_wait_s = self.progress.wait_if_nearly_full(now)
         lifecycle.publish()
         self._journal.commit()
@@ -141,8 +140,8 @@ class Scheduler:
             self._on_step_result(result)
         elif isinstance(result, to_worker.GrammarReady):
             self.lifecycle.on_grammar_ready(result)
-        elif (offload := self.lifecycle.core.offload) is not None:
-            offload.on_message(result)
+        else:
+            self.lifecycle.core.offload.on_message(result)
 
     def _on_step_result(self, result: to_worker.StepResult) -> None:
         lifecycle = self.lifecycle
@@ -240,9 +239,7 @@ class Scheduler:
             "journal": self._journal.state,
         }
         gauges = collect_info(self._args, self._worker_ready, lifecycle.core)
-        if lifecycle.core.offload is not None:
-            gauges |= lifecycle.core.offload.info()
-        return values | gauges | lifecycle.stats.info()
+        return values | gauges | lifecycle.core.offload.info() | lifecycle.stats.info()
 
     def check(self) -> None:
         """Raise AssertionError where pages are lost, or held by no request (for tests)."""

@@ -37,8 +37,18 @@ class StaticCore(SchedulerCore):
 
     def _compose(self, plan: Plan, now: float) -> None:
         if not self._running.all_requests:
-            self._release_held_back()
+            self._release_padding()
         super()._compose(plan, now)
+
+    def _add_quarantined(self, request: Request, plan: Plan, now: float) -> None:
+        if request.slot < 0:
+            self._release_padding()
+        super()._add_quarantined(request, plan, now)
+
+    def _append_page(self, request: Request, plan: Plan) -> bool:
+        if self.kv.num_available == 0 and not self.admission.pending_release:
+            self._release_padding()
+        return super()._append_page(request, plan)
 
     def _num_admissible(self) -> int:
         num_holders = len(self.admission.holders)
@@ -86,13 +96,13 @@ class StaticCore(SchedulerCore):
         if request.seq not in self._padding:
             super()._release(request)
 
-    def _release_held_back(self) -> bool:
+    def _release_padding(self) -> None:
+        """Release slots and pages of the padding, at the latest when its steps are answered."""
         requests, self._padding = self._padding, {}
         for request in requests.values():
             self.admission.pending_release.add(request.seq)
             if request.in_flight == 0:
                 self.admission.release(request)
-        return bool(requests)
 
 
 def make_core(args: SchedulerArgs, capacity: Capacity, num_retractions: int = 0) -> SchedulerCore:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 from quadriga.clock import RunningTime
-from quadriga.runtime.child import ControlChannel
+from quadriga.runtime.control_channel import ControlChannel
 from scheduler_proc.pipeline import Pipeline
 
 CHECKS_PER_TIMEOUT = 16  # a suspension of this process counts as at most one of these parts

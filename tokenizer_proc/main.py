@@ -14,7 +14,8 @@ from quadriga.errors import ServerFailed
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from quadriga.model_files.servable import check_tokenizer
 from quadriga.model_files.tokenizer import load_tokenizer
-from quadriga.runtime.child import Child, Command, run_child
+from quadriga.runtime.child import Child, run_child
+from quadriga.runtime.control_channel import Command
 from quadriga.runtime.malloc import map_large_blocks
 from quadriga.runtime.open_files import FileWatch
 from quadriga.runtime.request_line import RequestLogLevel

@@ -218,7 +218,7 @@ def _check_flashinfer(
                 f"attention_backend flashinfer does not work with {what}: start with"
                 " --attention-backend triton"
             )
-    check_flashinfer(model, args.page_size, device)
+    check_flashinfer(model, device)
 
 
 def _native(args: WorkerArgs, model: Model, num_pages: int, dtype: torch.dtype) -> Engine:

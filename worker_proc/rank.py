@@ -4,13 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quadriga.wire.messages.grammar import GrammarForm
+from quadriga.wire.messages.kv_offload import LoadPages, StorePages
 from quadriga.wire.messages.worker import (
     CompileGrammar,
     ForgetGrammar,
-    LoadPages,
     ResetWorker,
     StepPlan,
-    StorePages,
     WorkerMessage,
 )
 from worker_proc.kv_offload.page_mover import PageMover

@@ -23,7 +23,8 @@ from bench.load.varied_texts import varied_texts
 from bench.load.workload import DEFAULT_PROMPT, Workload
 from bench.metrics.slo import Slo
 from quadriga.config import server_config
-from quadriga.config.server_config import ModelArgs, ServerConfig
+from quadriga.config.model_args import ModelArgs
+from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
 from quadriga.sampling.params import SamplingParams
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.command import EXIT_FAILED, EXIT_OK, command_parser, run_command
-from quadriga.config.server_config import BUILTIN_MODEL
+from quadriga.config.model_args import BUILTIN_MODEL
 from quadriga.errors import ConfigError
 from quadriga.model_files import gpt2_sizes
 from quadriga.model_files.builtin.fetch import builtin_weights

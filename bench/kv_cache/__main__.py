@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from bench.command import command_parser
 from quadriga.client import SamplingParams
-from quadriga.config.server_config import BUILTIN_MODEL
+from quadriga.config.model_args import BUILTIN_MODEL
 from quadriga.llm.llm import LLM
 
 EXIT_TOO_SLOW = 1

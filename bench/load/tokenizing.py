@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from quadriga.config.server_config import ModelArgs
+from quadriga.config.model_args import ModelArgs
 from quadriga.errors import ConfigError
 from quadriga.programs import install_command
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from bench.command import command_parser
 from bench.speculation.loads import LOADS, GuessTask, tasks_of
-from quadriga.config.server_config import BUILTIN_MODEL
+from quadriga.config.model_args import BUILTIN_MODEL
 from quadriga.llm.llm import LLM
 
 EXIT_SLOWER = 1

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from quadriga.config.server_config import DEFAULT_ENDPOINT
+from quadriga.config.frontend_args import DEFAULT_ENDPOINT
 from quadriga.sampling.params import SamplingParams
 
 

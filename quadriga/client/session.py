@@ -11,7 +11,7 @@ from quadriga.client.connection.http_port import check_endpoint
 from quadriga.client.inflight import InflightRequests
 from quadriga.client.live.subscription import LiveSubscriptions
 from quadriga.client.types import is_time_limit
-from quadriga.config.server_config import DEFAULT_ENDPOINT
+from quadriga.config.frontend_args import DEFAULT_ENDPOINT
 from quadriga.errors import DeadlineExceeded, QuadrigaError, ServerFailed, ServerStopping
 from quadriga.wire.messages.from_client import PROTOCOL_VERSION, Abort, ClientMessage
 from quadriga.wire.messages.live import LiveServer, LiveStep

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 from quadriga.client.async_client import AsyncClient, RequestOptions
 from quadriga.client.loop_thread import LoopThread
 from quadriga.client.types import NO_CHAT_OPTIONS, Completion, Prompt, StreamChunk
-from quadriga.config.server_config import DEFAULT_ENDPOINT
+from quadriga.config.frontend_args import DEFAULT_ENDPOINT
 from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.from_client import ChatOptions

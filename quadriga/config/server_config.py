@@ -6,161 +6,23 @@ the same flags, so that each can be started by itself and `ps` shows how it was 
 
 import argparse
 import dataclasses
-import ipaddress
-import re
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quadriga.config.answer_parsers import check_parsers
 from quadriga.config.config_file import read_config
 from quadriga.config.flags import check_positive, flag, flag_name, metavar, value_type
+from quadriga.config.frontend_args import FrontendArgs
 from quadriga.config.http_args import HttpArgs
+from quadriga.config.model_args import ModelArgs
 from quadriga.config.replica_args import BY_CACHE, ReplicaArgs
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.config.tenant_args import TenantArgs
 from quadriga.config.trace_args import TraceArgs
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
-
-DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
-# A socket in the private directory of the run, whose path only the launcher's owner learns.
-PRIVATE_ENDPOINT = "ipc"
-BUILTIN_MODEL = "smollm2-135m"
-
-
-@dataclass(frozen=True, slots=True)
-class ModelArgs:
-    """Model."""
-
-    model: str = flag(
-        BUILTIN_MODEL,
-        "Hub id, directory, .gguf file, gpt2 and its sizes, or a built-in name",
-        unit="MODEL",
-        basic=True,
-    )
-    served_model_name: str = flag("", "name that clients see (default: --model)")
-    revision: str = flag("", "branch, tag or commit of a Hub id (default: main)", unit="REVISION")
-    tokenizer: str = flag(
-        "",
-        "Hub id, directory, .gguf file or built-in name whose tokenizer replaces the model's own"
-        " (default: --model)",
-        unit="MODEL",
-    )
-    chat_template: str = flag(
-        "", "Jinja file that replaces the model's own chat template", unit="PATH"
-    )
-    load_format: str = flag(
-        "auto", "dummy: random weights for a known architecture", ("auto", "dummy")
-    )
-    model_impl: str = flag(
-        "auto",
-        "native: the worker's own model files and kernels; transformers: any causal language model"
-        " of the package transformers that has its attention interface (auto: native where there"
-        " is a file for the model, else transformers)",
-        ("auto", "native", "transformers"),
-    )
-    trust_remote_code: bool = flag(
-        False,
-        "let the worker run Python code of the model's repository (--model-impl transformers)",
-    )
-    context_length: int | None = flag(
-        None, "tokens of context, if shorter than the model's own", unit="TOKENS", basic=True
-    )
-
-    def validate(self) -> None:
-        """Raise ConfigError for the first flag that cannot work."""
-        check_positive(self, "context_length")
-
-    @property
-    def shown_name(self) -> str:
-        """Name that clients see."""
-        return self.served_model_name or self.model
-
-
-@dataclass(frozen=True, slots=True)
-class FrontendArgs:
-    """Frontend, text to token ids (tokenizer_proc)."""
-
-    endpoint: str = flag(
-        DEFAULT_ENDPOINT,
-        "public ZeroMQ socket; ipc: one that only the program which starts the server can reach",
-        unit="tcp://HOST:PORT",
-        basic=True,
-    )
-    curve_dir: str = flag(
-        "",
-        "directory of keys, made by quadriga keygen: only clients whose key is there may connect",
-        unit="DIR",
-        basic=True,
-    )
-    insecure: bool = flag(
-        False, "serve other machines without keys: any client that reaches the socket may use it"
-    )
-    tokenize_workers: int = flag(2, "processes that encode long texts")
-    default_max_tokens: int = flag(
-        1024,
-        "generated tokens of a request that sets no limit, or what the context leaves if less",
-        unit="TOKENS",
-        basic=True,
-    )
-    allow_auto_truncate: bool = flag(False, "cut a prompt that is too long to its last tokens")
-    sampling_defaults: str = flag(
-        "model",
-        "source of temperature, top_k, top_p, min_p and repetition_penalty for requests without"
-        " them. model: its generation_config.json; openai: 1, off, 1, 0, 1",
-        ("model", "openai"),
-    )
-    tool_call_parser: str = flag(
-        "auto",
-        "form of the model's tool calls: a name of docs/http.md, or none (auto: as the chat"
-        " template writes them)",
-    )
-    reasoning_parser: str = flag(
-        "auto",
-        "marks of the model's reasoning: a name of docs/http.md, or none (auto: as the chat"
-        " template writes them)",
-    )
-    queue_timeout: float | None = flag(
-        None, "seconds within which a request must be admitted (default: no limit)", unit="SECONDS"
-    )
-    request_timeout: float | None = flag(
-        None, "seconds within which a request must end (default: no limit)", unit="SECONDS"
-    )
-
-    def validate(self) -> None:
-        """Raise ConfigError for the first flag that cannot work."""
-        check_positive(self, "tokenize_workers", "default_max_tokens")
-        check_positive(self, "queue_timeout", "request_timeout")
-        check_parsers(self.tool_call_parser, self.reasoning_parser)
-        if self.endpoint == PRIVATE_ENDPOINT:
-            return
-        # A path is refused: a second server would silently take it over.
-        address = re.fullmatch(r"tcp://.+:(\d+)", self.endpoint)
-        if address is None or not 1 <= int(address[1]) <= 65535:
-            raise ConfigError(
-                f"endpoint is {self.endpoint!r}: it must be tcp://ADDRESS:PORT with a port from 1"
-                f" to 65535, for example {DEFAULT_ENDPOINT}"
-            )
-        if not (self.curve_dir or self.insecure or is_loopback(_host_of(self.endpoint))):
-            raise ConfigError(
-                f"endpoint is {self.endpoint}, which other machines may reach, and there are no"
-                " keys: make some with quadriga keygen DIR and add --curve-dir DIR, or add"
-                " --insecure if every machine there may use it"
-            )
-
-
-def _host_of(endpoint: str) -> str:
-    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address, or a name, of a host."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,13 +96,13 @@ class ServerConfig:
 
     model: ModelArgs = ModelArgs()
     frontend: FrontendArgs = FrontendArgs()
-    scheduler: SchedulerArgs = SchedulerArgs()  # noqa: RUF009 - frozen, like the others
-    worker: WorkerArgs = WorkerArgs()  # noqa: RUF009 - frozen, like the others
+    scheduler: SchedulerArgs = SchedulerArgs()
+    worker: WorkerArgs = WorkerArgs()
     detok: DetokArgs = DetokArgs()
-    http: HttpArgs = HttpArgs()  # noqa: RUF009 - frozen, like the others
-    tenants: TenantArgs = TenantArgs()  # noqa: RUF009 - frozen, like the others
-    replicas: ReplicaArgs = ReplicaArgs()  # noqa: RUF009 - frozen, like the others
-    traces: TraceArgs = TraceArgs()  # noqa: RUF009 - frozen, like the others
+    http: HttpArgs = HttpArgs()
+    tenants: TenantArgs = TenantArgs()
+    replicas: ReplicaArgs = ReplicaArgs()
+    traces: TraceArgs = TraceArgs()
     launch: LaunchArgs = LaunchArgs()
 
     def validate(self) -> None:
@@ -258,6 +120,13 @@ class ServerConfig:
             raise ConfigError(
                 f"{self.worker.offload_flags} keeps cached prefixes: leave --disable-radix-cache"
                 " out"
+            )
+        num_machines, tp = replicas.nnodes or 1, self.worker.tp
+        if tp % num_machines:
+            raise ConfigError(
+                f"tp is {tp} and nnodes is {num_machines}: each machine has as many ranks as the"
+                f" others; start with --tp {math.ceil(tp / num_machines) * num_machines}, or with"
+                " another --nnodes"
             )
         if replicas.in_cluster and self.worker.kv_cache_dir:
             raise ConfigError(

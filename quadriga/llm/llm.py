@@ -11,7 +11,7 @@ from quadriga.client.arguments import check_is_chat, check_options
 from quadriga.client.async_client import RequestOptions
 from quadriga.client.sync_client import Client
 from quadriga.client.types import Chat, Completion, Prompt, StreamChunk
-from quadriga.config.server_config import BUILTIN_MODEL
+from quadriga.config.model_args import BUILTIN_MODEL
 from quadriga.errors import RequestAborted, ServerFailed
 from quadriga.llm.owned_server import OwnedServer
 from quadriga.llm.server_flags import ServerFlags, server_argv

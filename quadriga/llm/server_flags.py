@@ -9,7 +9,8 @@ import msgspec
 
 from quadriga.config.flags import flag_name, value_type
 from quadriga.config.foreign_flags import foreign_flag_advice
-from quadriga.config.server_config import PRIVATE_ENDPOINT, ServerConfig
+from quadriga.config.frontend_args import PRIVATE_ENDPOINT
+from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
 from quadriga.keywords import check_keywords
 
@@ -43,6 +44,7 @@ class ServerFlags(TypedDict, total=False):
     prefill_max_batch_size: int | None
     prefill_max_tokens: int
     chunked_prefill_size: int | None
+    max_num_partial_prefills: int
     max_running_requests: int
     max_queued_requests: int
     max_requests_per_client: int | None
@@ -94,6 +96,7 @@ class ServerFlags(TypedDict, total=False):
     cluster: Literal["none", "ray"]
     ray_address: str
     replica_cpus: float
+    nnodes: int | None
     min_replicas: int | None
     max_replicas: int | None
     target_ongoing_requests: int

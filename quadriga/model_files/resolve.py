@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quadriga.config.server_config import BUILTIN_MODEL, ModelArgs
+from quadriga.config.model_args import BUILTIN_MODEL, ModelArgs
 from quadriga.errors import ConfigError, ModelError
 from quadriga.model_files import gpt2_sizes
 from quadriga.model_files.architectures import find_architecture

@@ -1,4 +1,4 @@
-"""A process of the server, seen from the launcher; quadriga/runtime/child.py is the other end.
+"""A process of the server, seen from the launcher; runtime/control_channel.py is the other end.
 
 STARTING --ready--> READY --stop_for_reload--> RELOADING
     |                 |                            |
@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 from quadriga import clock
 from quadriga.clock import Countdown
 from quadriga.errors import ServerFailed
-from quadriga.runtime.child import KILL_SIGNAL, Command, place_flags
+from quadriga.runtime.child import KILL_SIGNAL, place_flags
+from quadriga.runtime.control_channel import Command
 from quadriga.runtime.parent_death import continue_at_parents_death
 
 # Seconds between the end of a child's control channel and the end of the child.

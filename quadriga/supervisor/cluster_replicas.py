@@ -8,10 +8,11 @@ from collections import deque
 from typing import Any
 
 from quadriga.config.server_config import ServerConfig
-from quadriga.runtime.child import Command
+from quadriga.runtime.control_channel import Command
 from quadriga.supervisor.child_process import ChildProcess, ReplicaChange
+from quadriga.supervisor.console import say
 from quadriga.supervisor.replicas import FRONTEND, WORKER, ReplicaProcesses
-from quadriga.supervisor.supervisor import Supervisor, say
+from quadriga.supervisor.supervisor import Supervisor
 
 DRIVER = "cluster_proc"
 # Further states of a ReplicaChange.

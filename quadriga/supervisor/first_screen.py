@@ -10,8 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from quadriga.config.frontend_args import DEFAULT_ENDPOINT
 from quadriga.config.http_args import HttpArgs
-from quadriga.config.server_config import DEFAULT_ENDPOINT, ServerConfig
+from quadriga.config.server_config import ServerConfig
 from quadriga.runtime.terminal import TransientLine
 from quadriga.supervisor.child_process import ChildProcess
 

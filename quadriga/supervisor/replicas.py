@@ -7,10 +7,13 @@ from typing import Any
 
 from quadriga.config.replica_args import journal_dir
 from quadriga.config.server_config import ServerConfig
-from quadriga.runtime.child import Command, replica_of
+from quadriga.runtime.child import replica_of
+from quadriga.runtime.control_channel import Command
 from quadriga.runtime.cpu_affinity import num_usable_cores
 from quadriga.supervisor.child_process import ChildProcess, ReplicaChange
-from quadriga.supervisor.supervisor import Death, Supervisor, say
+from quadriga.supervisor.console import say
+from quadriga.supervisor.events import Death
+from quadriga.supervisor.supervisor import Supervisor
 
 WORKER, SCHEDULER, DETOK = RING = ("worker_proc", "scheduler_proc", "detok_proc")
 FRONTEND = "tokenizer_proc"

@@ -5,7 +5,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 
 from quadriga.clock import RunningTime
-from quadriga.runtime.child import Command
+from quadriga.runtime.control_channel import Command
 from quadriga.supervisor.child_process import ChildProcess
 
 DEATH_WINDOW_S = 300.0

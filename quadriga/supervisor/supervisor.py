@@ -1,28 +1,18 @@
 """The supervisor: starts the processes of a server, watches them and restarts those that die."""
 
-import contextlib
-import enum
-import logging
-import os
 import selectors
 import shutil
-import signal
-import socket
-import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from quadriga.clock import Countdown
 from quadriga.config.server_config import LaunchArgs
-from quadriga.errors import ConfigError, ServerFailed
-from quadriga.runtime.child import EXIT_OK, replica_of
-from quadriga.runtime.logs import is_json, log_fields
-from quadriga.runtime.terminal import line_start
+from quadriga.errors import ConfigError
+from quadriga.runtime.child import replica_of
+from quadriga.runtime.exit_codes import EXIT_OK
 from quadriga.supervisor.child_process import (
     ChildProcess,
     ChildState,
@@ -30,51 +20,12 @@ from quadriga.supervisor.child_process import (
     ReplicaChange,
     start_child,
 )
+from quadriga.supervisor.console import say
+from quadriga.supervisor.events import Death, ReadyAgain, SupervisorEvent
 from quadriga.supervisor.restart import RestartPolicy, Watchdog
+from quadriga.supervisor.signals import Signals
 
 START_RETRY_S = 1.0
-
-
-class SupervisorEvent(enum.Enum):
-    """An event other than a `Death`.
-
-    Attributes:
-        RESTARTED: a process that had died runs again, but is not ready yet.
-        STOP, RELOAD: the launcher received a signal.
-        COMMAND: the descriptor of `watch` is readable.
-        TIMEOUT: the timeout of `next_event` is over.
-    """
-
-    RESTARTED = enum.auto()
-    STOP = enum.auto()
-    RELOAD = enum.auto()
-    COMMAND = enum.auto()
-    TIMEOUT = enum.auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Death:
-    """A process exited.
-
-    Attributes:
-        name: the process.
-        reason: how it ended, in words.
-        restart_delay_s: seconds until it may be restarted; None: it must not be.
-        is_clean: it had finished its work.
-        error_code: `code` of the QuadrigaError that ended it.
-    """
-
-    name: str
-    reason: str
-    restart_delay_s: float | None
-    is_clean: bool
-    error_code: str = ServerFailed.code
-
-
-class ReadyAgain(NamedTuple):
-    """A process that had died serves again."""
-
-    name: str
 
 
 class Supervisor:
@@ -103,22 +54,10 @@ class Supervisor:
         self._policy = RestartPolicy(args.max_restarts)
         self._watchdog = Watchdog(args.watchdog_timeout)
         self._selector = selectors.DefaultSelector()
-        self._signals = self._catch_signals()
-        self._had_terminal = _has_terminal()
+        self._signals = Signals()
+        self._selector.register(self._signals, selectors.EVENT_READ, self._signals)
         # Made once signals are caught: an earlier signal would leave it behind.
         self._run_dir = _make_run_dir()
-
-    def _catch_signals(self) -> socket.socket:
-        """Return a socket from which the numbers of received signals can be read, one per byte."""
-        signals, wakeup = socket.socketpair()
-        signals.setblocking(False)
-        wakeup.setblocking(False)
-        self._wakeup = wakeup
-        self._selector.register(signals, selectors.EVENT_READ)
-        signal.set_wakeup_fd(wakeup.fileno())
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda *_: None)
-        return signals
 
     def __iter__(self) -> Iterator[ChildProcess]:
         return iter(self._children.values())
@@ -200,8 +139,8 @@ class Supervisor:
         for key, _ in self._selector.select(self._seconds_to_wait(timeout, now)):
             if isinstance(key.data, SupervisorEvent):
                 return key.data
-            if key.data is None:
-                return self._on_signal()
+            if isinstance(key.data, Signals):
+                return key.data.read()
             return self._on_reports(key.data)
         return None
 
@@ -223,13 +162,6 @@ class Supervisor:
         if (seconds := self._watchdog.seconds_to_next()) is not None:
             waits.append(seconds)
         return min(waits, default=None)
-
-    def _on_signal(self) -> SupervisorEvent:
-        numbers = set(self._signals.recv(4096))
-        # A terminal that is closed sends SIGHUP, too.
-        lost_terminal = self._had_terminal and not _has_terminal()
-        is_reload = numbers == {signal.SIGHUP} and not lost_terminal
-        return SupervisorEvent.RELOAD if is_reload else SupervisorEvent.STOP
 
     def _on_reports(self, child: ChildProcess) -> Death | None:
         was_ready = child.is_ready
@@ -280,7 +212,7 @@ class Supervisor:
 
     def clean_up(self) -> None:
         """Kill every process that still runs and remove the run directory."""
-        signal.set_wakeup_fd(-1)
+        self._signals.close()
         for child in self:
             if child.process.poll() is None:
                 child.process.kill()
@@ -298,32 +230,3 @@ def _make_run_dir() -> Path:
             f"no directory for this run can be made ({error}): make room, or set TMPDIR to a"
             " directory that can be written"
         ) from None
-
-
-def _has_terminal() -> bool:
-    """Return whether this process has a controlling terminal."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True
-
-
-def say(text: str, **fields: Any) -> None:
-    """Print a line on standard error; a full disk or a closed pipe must not end the server.
-
-    Off a terminal it has the time, process and severity of the other processes' log lines.
-
-    Args:
-        text: the line; an error begins with `error: `.
-        fields: what the line has beside its message in JSON.
-    """
-    if is_json():
-        level = logging.ERROR if text.startswith("error: ") else logging.INFO
-        log_fields(level, text.removeprefix("error: ").strip(), **fields)
-        return
-    with contextlib.suppress(OSError):
-        if not sys.stderr.isatty():
-            severity = "ERROR" if text.startswith("error: ") else "INFO"
-            text = f"{time.strftime('%H:%M:%S')} launcher {severity} {text.removeprefix('error: ')}"
-        print(f"{line_start()}{text}", file=sys.stderr, flush=True)

@@ -8,13 +8,13 @@ that they are counted, and cannot be given to others.
 """
 
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from quadriga.prefix_blocks import PAGE_HASH_BYTES, page_hash, split_hashes
 from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.kv_offload import LoadPages, PagesLoaded, StoredPages, StorePages
 from quadriga.wire.messages.to_client import InfoValues
-from quadriga.wire.messages.worker import LoadPages, PagesLoaded, StoredPages, StorePages
 from scheduler_proc.kv_offload.offload_stats import OffloadStats
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.prefix_tree import Node
@@ -41,11 +41,39 @@ class PageLoad:
     waiting: list[int] = field(default_factory=list)
 
 
-class KVOffload:
+class NoOffload:
+    """No tiers beyond the pool: nothing is stored and nothing loaded."""
+
+    loads: Collection[PageLoad] = ()
+
+    def awaits(self, request: Request) -> bool:  # noqa: ARG002
+        """Return False: no load has begun."""
+        return False
+
+    def begin_load(self, request: Request) -> bool:  # noqa: ARG002
+        """Return False: there is nothing to load."""
+        return False
+
+    def on_message(self, message: StoredPages | PagesLoaded) -> None:
+        """Do nothing."""
+
+    def take_messages(self) -> Sequence[LoadPages | StorePages]:
+        """Return no message."""
+        return ()
+
+    def info(self) -> InfoValues:
+        """Return no gauges and counters: the tiers do not exist."""
+        return {}
+
+
+class KVOffload(NoOffload):
     """The names of the pages in the tiers, and the transfers to and from them.
 
     It observes the prefix tree. `take_messages` has to be called after each plan that was sent, so
     that the worker copies pages after they are computed and before another plan reuses them.
+
+    Attributes:
+        loads: those under way, each of which holds pages.
     """
 
     def __init__(self, kv: KVCache, stored: bytes, stats: OffloadStats) -> None:
@@ -63,6 +91,7 @@ class KVOffload:
         self._names: dict[Node, bytes] = {kv.tree.root: b""}
         self._to_store: dict[Node, None] = {}
         self._loads: dict[int, PageLoad] = {}
+        self.loads = self._loads.values()
         self._loading: dict[bytes, PageLoad] = {}
         self._waiting: dict[int, PageLoad] = {}
         self._next_load = 0
@@ -87,11 +116,6 @@ class KVOffload:
         self._names.pop(node, None)
 
     # --- loads ------------------------------------------------------------------------------------
-
-    @property
-    def loads(self) -> Collection[PageLoad]:
-        """The loads under way, each of which holds pages."""
-        return self._loads.values()
 
     def awaits(self, request: Request) -> bool:
         """Return whether a waiting request waits for a load that has begun."""
@@ -176,7 +200,7 @@ class KVOffload:
         self.stats.damaged_pages += message.num_damaged
         self.stats.disk_failed = message.disk_failed
 
-    def take_messages(self) -> "list[LoadPages | StorePages]":
+    def take_messages(self) -> list[LoadPages | StorePages]:
         """Return the messages for the worker since the last call."""
         messages, self._messages = self._messages, []
         if self._to_store:

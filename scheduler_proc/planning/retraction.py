@@ -1,7 +1,5 @@
 """Take the pages of running requests for others; what was taken waits, and goes on later."""
 
-from collections.abc import Callable
-
 from quadriga.config.scheduler_args import SchedulerArgs
 from scheduler_proc.planning.admission import Admission
 from scheduler_proc.planning.quarantine import Quarantine, push
@@ -60,9 +58,7 @@ class Retraction:
         self.preempts = by_priority and not args.is_fair
         self._threshold = args.priority_preemption_threshold or DEFAULT_PREEMPTION_THRESHOLD
 
-    def ensure_page(
-        self, request: Request, plan: Plan, has_loads: bool, release_held_back: Callable[[], bool]
-    ) -> Room:
+    def ensure_page(self, request: Request, plan: Plan, has_loads: bool) -> Room:
         """See that a page is available for a running request, retracting others if needed.
 
         The pages of a retracted request come back when its steps in flight are answered.
@@ -71,17 +67,13 @@ class Retraction:
             request: needs the page.
             plan: the step that is planned.
             has_loads: loads are under way, whose pages come back when they are done.
-            release_held_back: releases pages that requests hold which need no step, and returns
-                whether there were any.
         """
         while self._kv.num_available == 0:
             if self._admission.pending_release:
                 return Room.WAIT
-            if release_held_back():
-                continue
             running = self._running.all_requests
             if len(running) > 1:
-                victim = min(running, key=self._retraction_key)
+                victim = self._victim(running)
                 self.retract(victim, RetractReason.PAGES, plan)
                 if victim is request:
                     return Room.WAIT
@@ -89,19 +81,26 @@ class Retraction:
                 return Room.WAIT if plan.in_flight or has_loads else Room.POOL_FULL
         return Room.FREE
 
+    def _victim(self, running: list[Request]) -> Request:
+        """Return the request that gives its pages to others.
+
+        Of prompts that are partly computed it is the one that came last, so that two of them do not
+        retract one another in turns.
+        """
+        victim, partial = min(running, key=self._retraction_key), self._running.partial
+        return partial[max(partial)] if victim.seq in partial else victim
+
     def preempt_for(self, request: Request, plan: Plan) -> None:
         """Retract the decoding request of the lowest priority for a much more urgent one."""
         victim = min(self._running, key=priority_retraction_key, default=None)
         if victim is not None and request.priority - victim.priority >= self._threshold:
             self.retract(victim, RetractReason.PRIORITY, plan)
 
-    def preempt_chunked(self, first: list[Request], plan: Plan) -> None:
-        """Retract a partially prefilled request, which takes up whole steps, for an urgent one."""
-        chunked = self._running.chunked
-        if chunked is not None and any(
-            request.priority - chunked.priority >= self._threshold for request in first
-        ):
-            self.retract(chunked, RetractReason.PRIORITY, plan)
+    def preempt_partial(self, first: list[Request], plan: Plan) -> None:
+        """Retract partially prefilled requests, which take up whole steps, for an urgent one."""
+        for partial in list(self._running.partial.values()):
+            if any(request.priority - partial.priority >= self._threshold for request in first):
+                self.retract(partial, RetractReason.PRIORITY, plan)
 
     def retract(self, request: Request, reason: RetractReason, plan: Plan) -> None:
         """Take a running request's pages for others: it waits again.

@@ -148,37 +148,37 @@ class KVCache:
         request.page_capacity += self.page_size
         return page
 
-    def cache_computed(self, request: PageHolder) -> None:
-        """Put the request's full pages into the tree, as far as their tokens are computed.
+    def cache_computed(self, holder: PageHolder) -> None:
+        """Put the holder's full pages into the tree, as far as their tokens are computed.
 
         Planned counts as computed, if the tokens are known: plans run in order, so a request that
-        matches such a page reads it later. Where the same tokens are cached already, the request
-        keeps its own page and continues below that node. An unlocked node takes over the request's
+        matches such a page reads it later. Where the same tokens are cached already, the holder
+        keeps its own page and continues below that node. An unlocked node takes over the holder's
         page and its old one becomes free, so that the number of available pages stays; a locked
-        one stays as it is, and the request's page is a duplicate (see `free_duplicates`).
+        one stays as it is, and the holder's page is a duplicate (see `free_duplicates`).
         """
         if not self._prefix_cache:
             return
-        path, tree = request.prefix_path, self.tree
-        num_full = min(request.num_computed_tokens, len(request.tokens)) // self.page_size
+        path, tree = holder.prefix_path, self.tree
+        num_full = min(holder.num_computed_tokens, len(holder.tokens)) // self.page_size
         for index in range(len(path), num_full):
             parent = path[-1] if path else tree.root
-            key = self.page_key(request, index)
+            key = self.page_key(holder, index)
             node = parent.children.get(key)
             if node is None:
-                node = tree.add(parent, key, request.pages[index])
+                node = tree.add(parent, key, holder.pages[index])
             else:
                 if node.ref_count == 0:
-                    self._replace_page(node, request.pages[index])
+                    self._replace_page(node, holder.pages[index])
                 tree.lock(node)
             path.append(node)
 
-    def release(self, request: PageHolder) -> None:
-        """Take the request's pages back. What it has computed stays cached."""
-        self.cache_computed(request)
-        self._give_back(request, request.first_page, len(request.pages))
-        request.pages, request.prefix_path, request.page_capacity = [], [], 0
-        request.first_page = 0
+    def release(self, holder: PageHolder) -> None:
+        """Take the holder's pages back. What it has computed stays cached."""
+        self.cache_computed(holder)
+        self._give_back(holder, holder.first_page, len(holder.pages))
+        holder.pages, holder.prefix_path, holder.page_capacity = [], [], 0
+        holder.first_page = 0
 
     def release_unseen(self, holders: Iterable[Request]) -> None:
         """Take the pages back that no token to come can see; here every token sees all pages."""
@@ -200,9 +200,9 @@ class KVCache:
         self._free += self.tree.evict(count)
         return count
 
-    def _give_back(self, request: PageHolder, first: int, end: int) -> None:
-        """Unlock the nodes of pages `first` to `end` - 1 of a request, free those not in them."""
-        pages, path = request.pages[first:end], request.prefix_path[first:end]
+    def _give_back(self, holder: PageHolder, first: int, end: int) -> None:
+        """Unlock the nodes of pages `first` to `end` - 1 of a holder, free those not in them."""
+        pages, path = holder.pages[first:end], holder.prefix_path[first:end]
         self._free += (page for page, node in zip(pages, path) if page != node.page)  # noqa: B905
         self._free += pages[len(path) :]
         self.tree.unlock(path)
@@ -212,11 +212,11 @@ class KVCache:
         self._free.append(node.page)
         node.page = page
 
-    def page_key(self, request: PageHolder, index: int) -> bytes:
-        """Return the key of a page; that of the first one begins with the request's salt."""
+    def page_key(self, holder: PageHolder, index: int) -> bytes:
+        """Return the key of a page; that of the first one begins with the holder's salt."""
         start = index * self.page_size
-        key = request.tokens[start : start + self.page_size].tobytes()
-        return key if index else request.cache_salt + key
+        key = holder.tokens[start : start + self.page_size].tobytes()
+        return key if index else holder.cache_salt + key
 
     def _take(self, count: int) -> list[int]:
         num_missing = count - len(self._free)
@@ -234,9 +234,9 @@ class KVCache:
         pages = list(self._free)
         pages += (node.page for node in self.tree.nodes() if node.page >= 0)
         held = sum(node.ref_count > 0 for node in self.tree.nodes())
-        for request in holders:
-            private = request.pages[max(len(request.prefix_path), request.first_page) :]
-            private += [page for _node, page in _held_twice(request)]
+        for holder in holders:
+            private = holder.pages[max(len(holder.prefix_path), holder.first_page) :]
+            private += [page for _node, page in _held_twice(holder)]
             pages += private
             held += len(private)
         assert len(pages) == len(set(pages)), "a page is in two places"
@@ -246,9 +246,9 @@ class KVCache:
         )
 
 
-def _held_twice(request: PageHolder) -> Iterator[tuple[Node, int]]:
-    """Yield the nodes that a request holds beside a page of its own with the same tokens."""
-    first = request.first_page
-    for node, page in zip(request.prefix_path[first:], request.pages[first:]):  # noqa: B905
+def _held_twice(holder: PageHolder) -> Iterator[tuple[Node, int]]:
+    """Yield the nodes of a holder that has a page of its own with the same tokens, and the page."""
+    first = holder.first_page
+    for node, page in zip(holder.prefix_path[first:], holder.pages[first:]):  # noqa: B905
         if node.page != page:
             yield node, page

@@ -12,7 +12,7 @@ import pytest
 
 from bench.client.server import free_port
 from quadriga.client import AsyncClient, Completion, SamplingParams
-from quadriga.runtime.child import EXIT_START_FAILED
+from quadriga.runtime.exit_codes import EXIT_START_FAILED
 from scheduler_proc.durability.journal_opening import FILE_NAME
 from tests.faults.test_start import run_launcher
 from tests.server import Server, running_server, settle

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, GgufConfig, GPT2Config, GPT2LMHeadModel
 
 from quadriga.client import AsyncClient, SamplingParams
-from quadriga.config.server_config import BUILTIN_MODEL, ModelArgs
+from quadriga.config.model_args import BUILTIN_MODEL, ModelArgs
 from quadriga.model_files.builtin.catalog import BUILTINS
 from quadriga.model_files.builtin.fetch import cached_builtin_weights
 from quadriga.model_files.resolve import resolve_model

@@ -15,12 +15,7 @@ import pytest
 from bench.client.server import free_port
 from quadriga.client import Client
 from quadriga.errors import PromptTooLong
-from quadriga.runtime.child import (
-    EXIT_CHILD_DIED,
-    EXIT_FORCED,
-    EXIT_OK,
-    EXIT_START_FAILED,
-)
+from quadriga.runtime.exit_codes import EXIT_CHILD_DIED, EXIT_FORCED, EXIT_OK, EXIT_START_FAILED
 from quadriga.sampling.params import SamplingParams
 from tests.server import Server, is_alive, launch, running_server, wait_until
 

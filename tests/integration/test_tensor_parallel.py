@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quadriga.client import AsyncClient, SamplingParams
-from quadriga.config.server_config import ModelArgs, ServerConfig
+from quadriga.config.model_args import ModelArgs
+from quadriga.config.server_config import ServerConfig
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
 from quadriga.model_files.resolve import resolve_model

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from quadriga.config.server_config import ModelArgs, ServerConfig
+from quadriga.config.model_args import ModelArgs
+from quadriga.config.server_config import ServerConfig
 from quadriga.model_files.resolve import resolve_model
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.worker import DECODE, EXTEND, MIXED, NewSlot, StepPlan

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import msgspec
 
 from quadriga.answer_format import AnswerFormat, CallFormat
-from quadriga.config.answer_parsers import AUTO
+from quadriga.config.frontend_args import AUTO
 from quadriga.errors import InvalidRequest
 from quadriga.known_formats import KNOWN_FORMATS
 from quadriga.model_files.tokenizer import template_source, tool_template_source

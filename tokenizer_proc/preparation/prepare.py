@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from quadriga.config.server_config import FrontendArgs
+from quadriga.config.frontend_args import FrontendArgs
 from quadriga.errors import ConfigError, InvalidRequest, QuadrigaError
 from quadriga.model_files.resolve import ModelFiles
 from quadriga.sampling.params import (

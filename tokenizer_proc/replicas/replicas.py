@@ -1,7 +1,7 @@
 """The replicas, as the frontend sees them: one scheduler to send to, and one source of results.
 
 Each request is at one replica at a time. When a replica is lost, its requests go on at the others
-from the tokens that are noted here (placed.py).
+from the tokens that were noted (placed_requests.py).
 """
 
 import logging
@@ -10,8 +10,6 @@ from collections.abc import Callable
 import msgspec
 
 from quadriga.errors import InvalidRequest
-from quadriga.wire.messages.arrays import unpack_ids
-from quadriga.wire.messages.replica_news import HeldChoice
 from quadriga.wire.messages.to_detok import Delivered, HandedBack, ReplicaDelivered, StepNews
 from quadriga.wire.messages.to_scheduler import (
     AbortRequest,
@@ -25,9 +23,8 @@ from quadriga.wire.messages.to_scheduler import (
     WatchSteps,
 )
 from quadriga.wire.sockets import Outbox, encode
-from tokenizer_proc.open_requests import ClientRequests
-from tokenizer_proc.replicas.ended_requests import EndedRequests
 from tokenizer_proc.replicas.placed import Name, PlacedRequest
+from tokenizer_proc.replicas.placed_requests import PlacedRequests
 from tokenizer_proc.replicas.questions import MergedAnswer, Questions
 from tokenizer_proc.replicas.replica_set import ReplicaSet
 from tokenizer_proc.replicas.router import Router
@@ -59,7 +56,8 @@ class Replicas:
         show: called with a replica's number and its message of the live feed, encoded.
 
     Attributes:
-        on_load: called when the number of open requests has changed.
+        requests: the open requests.
+        num_moved: number of requests that went on at another replica.
     """
 
     def __init__(
@@ -72,24 +70,16 @@ class Replicas:
         show: Show,
     ) -> None:
         self._router = router
-        self._block_tokens = block_tokens
         self._deliver = deliver
         self._on_recalled = on_recalled
         self._replicas = ReplicaSet(num_replicas, router)
         self._show = show
-        self._placed = ClientRequests[PlacedRequest]()
+        self.requests = PlacedRequests(self._replicas, router, block_tokens)
         self._waiting: dict[Name, PlacedRequest] = {}
-        self._ended = EndedRequests(num_replicas)
         self._questions = Questions()
         self._is_draining = False
         self._num_recalls = 0
         self.num_moved = 0
-        self.on_load: Callable[[], None] = lambda: None
-
-    @property
-    def num_open(self) -> int:
-        """Number of open requests."""
-        return len(self._placed)
 
     # --- to the schedulers ------------------------------------------------------------------------
 
@@ -142,46 +132,29 @@ class Replicas:
             self._resend(number)
 
     def _submit(self, submit: Submit) -> None:
-        name = submit.client, submit.request_id
-        placed = self._placed.find(*name)
-        if placed is None:
-            placed = PlacedRequest(name)
-            self._placed.put(*name, placed)
-            self.on_load()
-        placed.submit, placed.aborted_by = submit, ""
-        placed.ended.clear()  # all choices of a retry end once more
+        placed = self.requests.submit(submit)
         if placed.replica is not None:
             self._replicas[placed.replica].outbox.send(submit)
         elif submit.client_retry and not self._replicas.all_known:
-            self._waiting[name] = placed
+            self._waiting[placed.name] = placed
         else:
             self._place(placed)
 
     def _place(self, placed: PlacedRequest) -> None:
-        """Send a request to a replica: where it has ended before, or to the router's choice.
-
-        It waits while there is no replica.
-        """
+        """Send a request to a replica. It waits while there is none."""
         if not self._router.has_replica:
             self._waiting[placed.name] = placed
             return
-        submit = placed.next_submit()
-        prompt, earlier = placed.prompt(self._block_tokens), self._ended.replica_of(placed.name)
-        if submit.client_retry and earlier is not None:
-            self._router.count(placed.name, earlier, prompt)
-            placed.replica = earlier
-        else:
-            placed.replica = self._router.place(placed.name, prompt).replica
-        replica = self._replicas[placed.replica]
-        replica.outbox.send(submit)
+        replica = self._replicas[self.requests.place(placed)]
+        replica.outbox.send(placed.next_submit())
         if placed.aborted_by:
             replica.outbox.send(AbortRequest(*placed.name, placed.aborted_by))
 
     def _abort(self, message: AbortRequest) -> None:
-        for request_id, placed in self._placed.of_client(message.client).items():
+        for request_id, placed in self.requests.of_client(message.client).items():
             if message.request_id in ("", request_id):
                 placed.aborted_by = message.by
-        placed_one = self._placed.find(message.client, message.request_id)
+        placed_one = self.requests.find(message.client, message.request_id)
         if placed_one is not None and placed_one.replica is not None:
             self._replicas[placed_one.replica].outbox.send(message)
         else:
@@ -234,7 +207,7 @@ class Replicas:
         if delivered.waiting is not None:
             replica.num_waiting, replica.wait_s = delivered.waiting, delivered.wait_s
         for request_id, index in zip(delivered.ended, delivered.indexes, strict=True):
-            self._on_end(number, (client, request_id), index, delivered.lost)
+            self.requests.on_end(number, (client, request_id), index, delivered.lost)
         if delivered.settled:
             replica.outbox.send(EndsDelivered(delivered.settled))
         passed_on = Delivered(
@@ -250,71 +223,16 @@ class Replicas:
     def _deliver_answer(self, answer: MergedAnswer) -> None:
         self._deliver(answer.client, encode(answer.message), Delivered(inspected=True))
 
-    def _on_end(self, number: int, name: Name, index: int, is_lost: bool) -> None:
-        placed = self._placed.find(*name)
-        if placed is None or placed.replica != number:
-            return
-        if is_lost and not placed.aborted_by:
-            return  # the client is back and has sent the request again
-        placed.ended.add(index)
-        self._router.on_end(name, index)
-        choice = placed.choices.pop(index, None)
-        if choice is not None:
-            self._replicas[number].choices.pop(choice.seq, None)
-        if placed.has_ended:
-            self._forget(placed)
-            self._ended.note(name, number)
-
-    def _forget(self, placed: PlacedRequest) -> None:
-        self._router.forget(placed.name)
-        self._placed.remove(*placed.name)
-        self.on_load()
-
-    # --- what a replica reports -------------------------------------------------------------------
-
     def _on_news(self, number: int, step: StepNews) -> None:
         """Note the tokens of a step, whose texts follow."""
-        replica, news = self._replicas[number], step.news
-        if replica.is_cut and not news.restates:
+        replica, restates = self._replicas[number], step.news.restates
+        if replica.is_cut and not restates:
             return
         replica.is_cut = False
-        self._router.on_news(number, news)
-        if news.restates:
-            replica.choices.clear()
-            for ended in news.ended:
-                self._ended.note((ended.client, ended.request_id), number)
-        for held in news.held:
-            self._hold(number, held)
-        for started in step.started:
-            self._hold(number, started)
-        choices = replica.choices
-        for seq, token in zip(step.seqs, unpack_ids(step.token_ids), strict=True):
-            if (choice := choices.get(seq)) is not None:
-                choice.token_ids.append(token)
-        if news.restates and not replica.is_known:
+        self.requests.on_news(number, step)
+        if restates and not replica.is_known:
             replica.is_known = True
             self._place_waiting()
-
-    def _hold(self, number: int, held: HeldChoice) -> None:
-        """Note that a replica has a choice of a request, and its tokens."""
-        name = held.client, held.request_id
-        placed = self._placed.find(*name)
-        if placed is None:  # its client comes back to this frontend, which replaces another one
-            placed = PlacedRequest(name)
-            self._placed.put(*name, placed)
-        if placed.replica is None:
-            placed.replica = number
-            self._router.count(name, number, placed.prompt(self._block_tokens))
-        if placed.replica != number or held.index in placed.ended:
-            return
-        choice = placed.choice(held.index)
-        self._replicas[number].choices.pop(choice.seq, None)
-        choice.seq = held.seq
-        choice.token_ids = unpack_ids(held.token_ids)
-        choice.first_token_at = choice.first_token_at or held.first_token_at
-        self._replicas[number].choices[held.seq] = choice
-        if held.first_token_at:
-            self._router.on_start(name, held.index)
 
     def _place_waiting(self) -> None:
         """Send the requests that have waited, once every replica has said what it holds."""
@@ -384,7 +302,7 @@ class Replicas:
         replica.choices.clear()
         for message in first:
             replica.outbox.send(message)
-        for placed in self._of_replica(number):
+        for placed in self.requests.of_replica(number):
             replica.outbox.send(placed.moved())
             if placed.aborted_by:
                 replica.outbox.send(AbortRequest(*placed.name, placed.aborted_by))
@@ -396,7 +314,7 @@ class Replicas:
         """Move the requests of a replica that has ended for good to the others."""
         if self._replicas.find_live(number) is None:
             return
-        for placed in self._of_replica(number):
+        for placed in self.requests.of_replica(number):
             placed.num_losses += 1
         num_moved = self._end(number)
         logging.warning("replica %d is lost: %d requests go on at others", number, num_moved)
@@ -413,7 +331,7 @@ class Replicas:
         replica.outbox.close()
         self._replicas.set_up()
         self._give_up_answers(number)
-        self._ended.forget_replica(number)
+        self.requests.forget_ended(number)
         num_moved = self._move_all(number)
         self._place_waiting()
         self._send_drain()
@@ -450,22 +368,14 @@ class Replicas:
 
     def _move_all(self, number: int) -> int:
         """Move the requests of a replica that has them no more. Return their number."""
-        moved = self._of_replica(number)
+        moved = self.requests.of_replica(number)
         for placed in moved:
-            self._move(placed)
-        for placed in [p for p in self._placed if p.replica == number and p.submit is None]:
-            self._placed.remove(*placed.name)  # its client sends it again
+            self.num_moved += 1
+            self.requests.take_back(placed)
+            self._place(placed)
+        self.requests.forget_unsent(number)
         self._send_drain()
         return len(moved)
-
-    def _of_replica(self, number: int) -> list[PlacedRequest]:
-        return [p for p in self._placed if p.replica == number and p.submit is not None]
-
-    def _move(self, placed: PlacedRequest) -> None:
-        self.num_moved += 1
-        placed.leave_replica()
-        self._router.forget(placed.name)
-        self._place(placed)
 
     def _give_up_answers(self, number: int) -> None:
         for answer in list(self._questions.give_up(number)):

@@ -3,7 +3,8 @@
 from functools import partial
 
 from quadriga.prefix_blocks import pages_per_block
-from quadriga.runtime.child import Child, Command
+from quadriga.runtime.child import Child
+from quadriga.runtime.control_channel import Command
 from quadriga.wire.async_port import AsyncPort
 from quadriga.wire.messages.to_detok import Delivered
 from quadriga.wire.node_links import NodeLinks
@@ -58,7 +59,8 @@ class Ring:
 
         replicas = Replicas(count, router, block_tokens, self._deliver, on_recalled, self._show)
         if args.follows_load:
-            replicas.on_load = LoadReport(lambda: replicas.num_open, report_load).on_change
+            requests = replicas.requests
+            requests.on_change = LoadReport(lambda: len(requests), report_load).on_change
         for number, outbox in enumerate(outboxes):
             replicas.join(number, outbox)
         return replicas

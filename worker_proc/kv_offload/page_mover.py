@@ -14,13 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from quadriga.prefix_blocks import PAGE_HASH_BYTES, split_hashes
-from quadriga.wire.messages.worker import (
-    LoadPages,
-    PagesLoaded,
-    StepPlan,
-    StoredPages,
-    StorePages,
-)
+from quadriga.wire.messages.kv_offload import LoadPages, PagesLoaded, StoredPages, StorePages
+from quadriga.wire.messages.worker import StepPlan
 from worker_proc.kv_offload.pool_pages import PoolPages
 from worker_proc.kv_offload.tier import Tier
 from worker_proc.step.slot_table import ints_of

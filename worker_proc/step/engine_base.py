@@ -37,6 +37,7 @@ class Engine(ABC):
         stores_tokens: `sample_slots` writes the tokens to the slot table.
         last_replay: Launches the last step again, as it was, for measurements; None if it was not
             a graph.
+        has_graphs: Decode steps are CUDA graphs.
         supports_jump_forward: A row with a few more tokens hardly makes a step longer, so that the
             tokens that a grammar forces are computed together with the sampled one.
         supports_guesses: Rows of several tokens can sample after each of them.
@@ -46,6 +47,7 @@ class Engine(ABC):
     ranks: "TPGroup | None" = None
     stores_tokens = False
     last_replay: Callable[[], None] | None = None
+    has_graphs = False
     supports_jump_forward = True
     supports_guesses = True
 

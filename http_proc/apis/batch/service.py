@@ -4,7 +4,6 @@ One gateway owns the directory by a lock that ends with its process.
 """
 
 import asyncio
-import fcntl
 import logging
 import os
 import uuid
@@ -81,7 +80,7 @@ class BatchService:
                     code="no_data_dir",
                 )
             try:
-                self._lock_fd = _lock(self._states)
+                self._lock_fd = durable.lock_directory(self._states)
                 self._read()
             except BlockingIOError:
                 raise _unavailable(f"another server uses {self._directory}") from None
@@ -283,18 +282,6 @@ async def service_of(request: web.Request) -> BatchService:
 
 def _age(stored: StoredBatch) -> tuple[int, str]:
     return stored.batch.created_at, stored.batch.id
-
-
-def _lock(directory: Path) -> int:
-    """Return the descriptor that holds the lock of a directory, which is made if it is missing."""
-    durable.make_directory(directory)
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
 
 
 def _unavailable(reason: str) -> ApiError:

@@ -9,7 +9,8 @@ from http_proc.apis.responses.store import Items
 from http_proc.apis.responses.stored import tables
 from http_proc.apis.responses.stored.item_forms import stored_items
 from http_proc.apis.responses.stored.response_store import StoredResponses
-from http_proc.apis.responses.stored.tables import ObjectKind, Reader, StoredItem, StoredObject
+from http_proc.apis.responses.stored.tables import ObjectKind, StoredItem, StoredObject
+from http_proc.apis.responses.stored.tenant_reader import TenantReader
 from http_proc.protocol.errors import ApiError
 from quadriga.clock import now
 
@@ -26,7 +27,7 @@ class Conversations:
             id=f"conv_{uuid.uuid4().hex}", created_at=int(now()), metadata=metadata
         )
 
-        def work(connection: sqlite3.Connection, reader: Reader) -> None:
+        def work(connection: sqlite3.Connection, reader: TenantReader) -> None:
             owner = tables.add_object(
                 connection, ObjectKind.CONVERSATION, conversation.id, reader.tenant, reader.read_at,
                 conversation,
@@ -45,7 +46,7 @@ class Conversations:
     async def update(self, conversation_id: str, metadata: dict[str, str]) -> ConversationObject:
         """Replace the metadata of a conversation, and return it."""
 
-        def work(connection: sqlite3.Connection, reader: Reader) -> ConversationObject:
+        def work(connection: sqlite3.Connection, reader: TenantReader) -> ConversationObject:
             owner = _find(reader, conversation_id)
             conversation = _conversation(reader, owner)
             conversation.metadata = metadata
@@ -71,7 +72,7 @@ class Conversations:
     async def add_items(self, conversation_id: str, items: Items) -> list[StoredItem]:
         """Add checked items to a conversation, and return them."""
 
-        def work(connection: sqlite3.Connection, reader: Reader) -> list[StoredItem]:
+        def work(connection: sqlite3.Connection, reader: TenantReader) -> list[StoredItem]:
             owner, new = _find(reader, conversation_id), _with_ids(items)
             known = reader.items(owner, is_output=False)
             check_num_items(len(known) + len(new), "items with those of the conversation")
@@ -85,7 +86,7 @@ class Conversations:
     async def remove_item(self, conversation_id: str, item_id: str) -> ConversationObject:
         """Remove an item from a conversation, and return the conversation."""
 
-        def work(connection: sqlite3.Connection, reader: Reader) -> ConversationObject:
+        def work(connection: sqlite3.Connection, reader: TenantReader) -> ConversationObject:
             owner = _find(reader, conversation_id)
             if not tables.remove_item(connection, owner, item_id):
                 raise _no_item(conversation_id, item_id)
@@ -94,11 +95,11 @@ class Conversations:
         return await self._store.write(work)
 
 
-def _find(reader: Reader, conversation_id: str) -> StoredObject:
+def _find(reader: TenantReader, conversation_id: str) -> StoredObject:
     return reader.find(ObjectKind.CONVERSATION, conversation_id)
 
 
-def _conversation(reader: Reader, owner: StoredObject) -> ConversationObject:
+def _conversation(reader: TenantReader, owner: StoredObject) -> ConversationObject:
     return ConversationObject(**tables.unpacked(reader.body(owner)))
 
 

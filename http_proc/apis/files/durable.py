@@ -1,5 +1,6 @@
-"""Writes that a power cut cannot leave half done."""
+"""Directories of one process, and writes that a power cut cannot leave half done."""
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -10,6 +11,28 @@ FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
 def make_directory(path: Path) -> None:
     """Make a directory that only its owner can read, with its parents."""
     path.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
+
+
+def lock_directory(path: Path) -> int:
+    """Lock a directory, which is made if it is missing, until the descriptor is closed.
+
+    The lock is one of the directory itself: it leaves no file, and ends with the process.
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        BlockingIOError: another process has the lock.
+        OSError: the directory cannot be made, opened or locked.
+    """
+    make_directory(path)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def create(path: Path) -> int:

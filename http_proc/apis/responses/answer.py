@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 
 from http_proc.answer.events import AnswerEvent
-from http_proc.apis.responses.output import ResponseOutput, StreamEvent
+from http_proc.apis.responses.output import ResponseOutput
+from http_proc.apis.responses.output_items import StreamEvent
 from http_proc.apis.responses.schema import (
     ConversationName,
     IncompleteDetails,

@@ -6,7 +6,7 @@ import msgspec
 
 from http_proc.answer.events import AnswerEvent
 from http_proc.apis.responses.answer import ResponseAnswer
-from http_proc.apis.responses.output import StreamEvent
+from http_proc.apis.responses.output_items import StreamEvent
 from http_proc.protocol.errors import ApiError
 from http_proc.responses import SERVER_SENT_EVENTS, named_event
 from quadriga.client.types import StreamChunk

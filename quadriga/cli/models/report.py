@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 
 from quadriga.cli.models.weights import summarize_weights
-from quadriga.config.server_config import ModelArgs
+from quadriga.config.model_args import ModelArgs
 from quadriga.config.worker_args import OTHER_FRACTION, WorkerArgs
 from quadriga.errors import ModelError, QuadrigaError
 from quadriga.model_files.architectures import find_architecture, kv_bytes_per_token

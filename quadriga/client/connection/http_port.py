@@ -5,7 +5,7 @@ import json
 import re
 from contextlib import suppress
 
-from quadriga.config.server_config import DEFAULT_ENDPOINT
+from quadriga.config.frontend_args import DEFAULT_ENDPOINT
 from quadriga.errors import ConfigError
 
 PROBE_TIMEOUT_S = 2.0

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from quadriga.config.server_config import BUILTIN_MODEL
+from quadriga.config.model_args import BUILTIN_MODEL
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from quadriga.config.server_config import BUILTIN_MODEL
+from quadriga.config.model_args import BUILTIN_MODEL
 from quadriga.errors import ModelError
 from quadriga.model_files.builtin.catalog import BUILTINS, BuiltinModel, WheelPart
 from quadriga.model_files.cache import cache_directory, cache_lock, scratch_directory

@@ -1,8 +1,12 @@
-"""scheduler_proc ⇄ worker_proc."""
+"""scheduler_proc ⇄ worker_proc.
+
+The messages about KV pages beyond the pool are in kv_offload.py.
+"""
 
 import msgspec
 
 from quadriga.wire.messages.grammar import GrammarForm
+from quadriga.wire.messages.kv_offload import LoadPages, PagesLoaded, StoredPages, StorePages
 from quadriga.wire.messages.logprobs import PromptPiece, SampledLogprobs
 
 # --- scheduler_proc -> worker_proc ----------------------------------------------------------------
@@ -135,37 +139,6 @@ class ForgetGrammar(msgspec.Struct, tag="forget", array_like=True, frozen=True):
     key: bytes
 
 
-class StorePages(msgspec.Struct, tag="store", array_like=True, frozen=True):
-    """Copy pages of the pool to the tiers beyond it, in parallel to the steps.
-
-    Earlier plans have computed them. A page that a later plan writes to before it is copied is not
-    stored. Each page is answered in StoredPages.
-
-    Attributes:
-        pages: int32 bytes.
-        hashes: PAGE_HASH_BYTES for each page.
-    """
-
-    pages: bytes
-    hashes: bytes
-
-
-class LoadPages(msgspec.Struct, tag="load", array_like=True, frozen=True):
-    """Copy pages from the tiers to the pool, in parallel to the steps; answered by PagesLoaded.
-
-    No plan uses these pages until then.
-
-    Attributes:
-        load: number of the load.
-        pages: int32 bytes.
-        hashes: PAGE_HASH_BYTES for each page.
-    """
-
-    load: int
-    pages: bytes
-    hashes: bytes
-
-
 class ResetWorker(msgspec.Struct, tag="scheduler", array_like=True, frozen=True):
     """Forget every slot and every grammar, and answer with a WorkerReady of a new session."""
 
@@ -206,6 +179,7 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
             the worker does not guess.
         stored: PAGE_HASH_BYTES for each page that can be loaded from a tier beyond the pool; None:
             there is no such tier.
+        cuda_graph: decode steps are CUDA graphs.
     """
 
     num_pages: int
@@ -220,6 +194,7 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     window: int = 0
     step_costs: list[StepCost] = []
     stored: bytes | None = None
+    cuda_graph: bool = False
 
 
 class GrammarReady(msgspec.Struct, tag="grammar", array_like=True, frozen=True):
@@ -288,36 +263,6 @@ class StepResult(msgspec.Struct, tag="result", array_like=True, frozen=True):
     session: int = 0
     forced: list[ForcedRow] = []
     guessed: list[GuessedRow] = []
-
-
-class StoredPages(msgspec.Struct, tag="stored", array_like=True, frozen=True):
-    """Which pages can be loaded from the tiers, beyond what was said before.
-
-    Attributes:
-        added: PAGE_HASH_BYTES for each page that can be loaded from now on.
-        removed: for each that cannot, or that was not stored.
-        num_damaged: pages among `removed` whose file was not what was written.
-        disk_failed: whether the disk takes no pages at present.
-    """
-
-    added: bytes
-    removed: bytes
-    session: int = 0
-    num_damaged: int = 0
-    disk_failed: bool = False
-
-
-class PagesLoaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
-    """The first pages of a load are in the pool; the others were not found.
-
-    Attributes:
-        seconds: from the beginning of the load to its end.
-    """
-
-    load: int
-    num_loaded: int
-    session: int = 0
-    seconds: float = 0.0
 
 
 ResultMessage = WorkerReady | GrammarReady | StepResult | StoredPages | PagesLoaded

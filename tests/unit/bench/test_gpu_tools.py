@@ -23,7 +23,8 @@ from bench.gpu.timeline import Kernel, Timeline, longest
 from bench.peers import comparison
 from bench.roofline.roofline_model import Product, Work
 from bench.worker_steps import MAX_TOKEN_ID, Row
-from quadriga.config.server_config import ModelArgs, ServerConfig
+from quadriga.config.model_args import ModelArgs
+from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
 from quadriga.model_files import resolve
 from tests.tiny_models import tiny_llama

@@ -12,9 +12,11 @@ from cluster_proc.contract import Report
 from cluster_proc.main import Driver, check_keys
 from quadriga import __version__
 from quadriga.clock import Countdown
-from quadriga.config.server_config import FrontendArgs, ServerConfig
+from quadriga.config.frontend_args import FrontendArgs
+from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, ServerFailed
-from quadriga.runtime.child import Child, Command
+from quadriga.runtime.child import Child
+from quadriga.runtime.control_channel import Command
 from quadriga.wire.endpoints import Endpoints
 
 TIMEOUT_S = 20.0
@@ -73,7 +75,7 @@ class FakeCrew:
 
 class FakeCrews:
     host = "127.0.0.1"
-    bundle = "1 CPU"
+    bundle = "a machine with 1 CPU free"
     machines = ("127.0.0.1: 2 CPU, 0 GPU",)
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 
 from quadriga.config.server_config import ServerConfig
-from quadriga.runtime.child import Command
+from quadriga.runtime.control_channel import Command
 from quadriga.supervisor.child_process import ChildProcess, ReplicaChange
 from quadriga.supervisor.cluster_replicas import DRIVER, ClusterReplicas
 from quadriga.supervisor.replicas import FRONTEND

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quadriga.config.server_config import ModelArgs
+from quadriga.config.model_args import ModelArgs
 from quadriga.errors import ConfigError, ModelError
 from quadriga.model_files import hub
 from quadriga.model_files import resolve as model_source

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quadriga.config.server_config import ModelArgs
+from quadriga.config.model_args import ModelArgs
 from quadriga.errors import ModelError
 from quadriga.model_files.gguf_header import header_files
 from quadriga.model_files.resolve import resolve_model

@@ -388,12 +388,15 @@ def test_a_replica_that_has_left_gets_no_requests_and_costs_none() -> None:
 def test_the_load_is_the_number_of_open_requests() -> None:
     world = World()
     changes: list[int] = []
-    world.replicas.on_load = lambda: changes.append(world.replicas.num_open)
+    requests = world.replicas.requests
+    requests.on_change = lambda: changes.append(len(requests))
     for name in "abc":
         world.submit(name)
     world.end(0, "a")
     world.end(1, "a")
     assert changes == [1, 2, 3, 2]
+    world.news(0, restates=True, held=[HeldChoice(9, b"c", "of the frontend before", 0, b"", 5.0)])
+    assert changes == [1, 2, 3, 2, 3]
 
 
 def test_requests_wait_while_there_is_no_replica_and_go_to_the_first_that_joins() -> None:

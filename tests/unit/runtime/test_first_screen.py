@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from quadriga.cli import main as cli
-from quadriga.config.server_config import DEFAULT_ENDPOINT, ServerConfig
+from quadriga.config.frontend_args import DEFAULT_ENDPOINT
+from quadriga.config.server_config import ServerConfig
 from quadriga.supervisor import first_screen
 from quadriga.supervisor.child_process import ChildProcess
-from quadriga.supervisor.supervisor import say
+from quadriga.supervisor.console import say
 
 WORKER = {"dtype": "bfloat16", "device": "cpu", "tokens": 64, "backend": "native", "threads": 2}
 

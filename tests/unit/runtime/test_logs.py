@@ -74,7 +74,7 @@ def test_text_has_time_process_and_severity_and_no_fields() -> None:
 
 def test_the_launcher_logs_json_as_the_other_processes_do() -> None:
     code = (
-        "from quadriga.supervisor.supervisor import say\n"
+        "from quadriga.supervisor.console import say\n"
         "say('  docs    http://127.0.0.1:1/docs')\n"
         "say('error: it broke', event='failed', code='config_error')\n"
     )

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from quadriga.errors import ConfigError
-from quadriga.runtime.child import KILL_SIGNAL, Command, ControlChannel
+from quadriga.runtime.child import KILL_SIGNAL
+from quadriga.runtime.control_channel import Command, ControlChannel
 from quadriga.supervisor import supervisor as supervision
 from quadriga.supervisor.child_process import ChildProcess, ChildState, StuckReport
+from quadriga.supervisor.events import SupervisorEvent
 from quadriga.supervisor.restart import DEATH_WINDOW_S, RestartPolicy, Watchdog
 from scheduler_proc.step_watchdog import StepWatchdog
 
@@ -220,7 +222,7 @@ def test_a_process_that_the_system_cannot_start_now_is_tried_again(
     assert ring._restart("detok_proc", 5.0) is None
     assert ring._restart_at == {"detok_proc": 5.0 + supervision.START_RETRY_S}
     assert "detok_proc cannot be started now ([Errno 11]" in capsys.readouterr().err
-    assert ring._restart("detok_proc", 6.0) is supervision.SupervisorEvent.RESTARTED
+    assert ring._restart("detok_proc", 6.0) is SupervisorEvent.RESTARTED
     assert (ring._restart_at, len(starts)) == ({}, 2)
 
 

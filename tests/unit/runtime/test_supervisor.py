@@ -10,9 +10,10 @@ import pytest
 
 from quadriga.clock import Countdown
 from quadriga.config.server_config import LaunchArgs
-from quadriga.runtime.child import Command
+from quadriga.runtime.control_channel import Command
 from quadriga.supervisor.child_process import ChildState
-from quadriga.supervisor.supervisor import Death, ReadyAgain, Supervisor, SupervisorEvent
+from quadriga.supervisor.events import Death, ReadyAgain, SupervisorEvent
+from quadriga.supervisor.supervisor import Supervisor
 
 # Reports that it is ready, then exits at a drain; a silent one answers no heartbeat.
 FAKE_PROCESS = """

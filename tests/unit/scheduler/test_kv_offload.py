@@ -118,7 +118,7 @@ def test_a_load_ends_at_the_first_page_that_is_gone() -> None:
     for index in range(5):
         tokens = memoryview(submit("", PROMPT).prompt_ids)[16 * index : 16 * index + 16]
         name = page_hash(name, bytes(tokens))
-    del world.worker.tier[name]  # the fifth page, which the scheduler was told of
+    del world.worker.tier[name]  # the fifth page; the scheduler does not know that it is lost
     assert finish(world, submit("again", PROMPT, 2)) == 16
     assert world.scheduler.info()["kv_offload_missed_pages_total"] == 1
     assert name in world.worker.tier, "it was computed again, and stored"

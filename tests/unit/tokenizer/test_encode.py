@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from quadriga.config.server_config import FrontendArgs
+from quadriga.config.frontend_args import FrontendArgs
 from quadriga.model_files.resolve import ModelFiles
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.from_client import ChatMessage, ChatOptions, Generate, Tokenize

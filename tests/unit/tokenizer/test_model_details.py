@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.config.server_config import ModelArgs
+from quadriga.config.model_args import ModelArgs
 from quadriga.model_details import details_from_info, details_to_info
 from quadriga.model_files.resolve import resolve_model
 from tests.tiny_models import tiny_gpt2, tiny_llama

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from http_proc.protocol.errors import from_ring
-from quadriga.config.server_config import FrontendArgs
+from quadriga.config.frontend_args import FrontendArgs
 from quadriga.errors import InvalidRequest, QueueFull
 from quadriga.sampling.params import Grammar, SamplingParams
 from quadriga.wire.async_port import Unreachable

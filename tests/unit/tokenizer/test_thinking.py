@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.config.server_config import FrontendArgs
+from quadriga.config.frontend_args import FrontendArgs
 from quadriga.errors import InvalidRequest
 from quadriga.model_files.resolve import ModelFiles
 from quadriga.sampling.params import SamplingParams

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quadriga.client import AsyncClient
-from quadriga.config.server_config import FrontendArgs
+from quadriga.config.frontend_args import FrontendArgs
 from quadriga.errors import InvalidRequest, PromptTooLong
 from quadriga.model_files.resolve import ModelFiles
 from quadriga.sampling.params import SamplingParams

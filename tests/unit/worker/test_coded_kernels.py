@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quadriga.config.server_config import ModelArgs
+from quadriga.config.model_args import ModelArgs
 from quadriga.model_files.resolve import resolve_model
 from tests.tiny_models import tiny_llama
 from tests.unit.quantized_checkpoint import FORMATS, quantize_checkpoint

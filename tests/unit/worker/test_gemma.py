@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
-from quadriga.config.server_config import ModelArgs
+from quadriga.config.model_args import ModelArgs
 from quadriga.errors import ModelError
 from quadriga.model_files.directory import read_config
 from quadriga.model_files.families.gemma import gemma2, gemma3

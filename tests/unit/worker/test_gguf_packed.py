@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
-from quadriga.config.server_config import ModelArgs
+from quadriga.config.model_args import ModelArgs
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError, ModelError
 from quadriga.model_files.resolve import ModelFiles, resolve_model

@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 import torch
 
-from quadriga.config.server_config import ModelArgs, ServerConfig
+from quadriga.config.model_args import ModelArgs
+from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
 from quadriga.model_files.resolve import resolve_model
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.worker import LoadPages, NewSlot, PagesLoaded, StoredPages, StorePages
+from quadriga.wire.messages.kv_offload import LoadPages, PagesLoaded, StoredPages, StorePages
+from quadriga.wire.messages.worker import NewSlot
 from tests.tiny_models import tiny_mistral
 from tests.unit.worker.test_runner import plan_of
 from tests.unit.worker_driver import Driver, Request, prompts_of, runner_of

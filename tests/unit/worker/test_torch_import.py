@@ -18,7 +18,7 @@ CPU = WorkerArgs(device="cpu")
 
 # One process, as an import takes seconds.
 PROGRAM = """
-from quadriga.config.server_config import ModelArgs
+from quadriga.config.model_args import ModelArgs
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.model_files.model_impl.choice import ModelImpl
 from quadriga.model_files.resolve import resolve_model

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quadriga.config.server_config import ModelArgs, ServerConfig
+from quadriga.config.model_args import ModelArgs
+from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, ModelError
 from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl
 from quadriga.model_files.resolve import resolve_model

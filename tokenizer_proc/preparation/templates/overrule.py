@@ -5,7 +5,7 @@ from typing import NamedTuple
 import msgspec
 
 from quadriga.answer_format import AnswerFormat, ReasoningFormat
-from quadriga.config.answer_parsers import AUTO, NONE
+from quadriga.config.frontend_args import AUTO, NONE
 from quadriga.known_formats import KNOWN_FORMATS
 from tokenizer_proc.preparation.templates.derive import has_special_marks
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from http_proc.apis.responses.output import item_id
+from http_proc.apis.responses.output_items import item_id
 from http_proc.apis.responses.store import Items
 
 _PREFIXES = {

@@ -22,7 +22,8 @@ from http_proc.apis.responses.stored.bounds import (
 )
 from http_proc.apis.responses.stored.database import RETRY_S, Database, StorageError
 from http_proc.apis.responses.stored.item_forms import continued_items, stored_items
-from http_proc.apis.responses.stored.tables import ObjectKind, Reader, StoredItem, StoredObject
+from http_proc.apis.responses.stored.tables import ObjectKind, StoredItem, StoredObject
+from http_proc.apis.responses.stored.tenant_reader import TenantReader
 from http_proc.caller import current_caller
 from http_proc.gateway import UNIQUE_MARK
 from http_proc.protocol.errors import ApiError
@@ -92,7 +93,7 @@ class StoredResponses:
     async def items_of_conversation(self, conversation_id: str) -> Items:
         """Return the items of a conversation. Raise ApiError."""
 
-        def work(reader: Reader) -> Items:
+        def work(reader: TenantReader) -> Items:
             owner = reader.find(ObjectKind.CONVERSATION, conversation_id, "conversation")
             return _bodies(reader.items(owner, is_output=False))
 
@@ -109,7 +110,7 @@ class StoredResponses:
     async def open_response(self, response: ResponseObject, given: Items, job: bytes) -> None:
         """Keep a response that is made from now on, and what makes it again. Raise ApiError."""
 
-        def work(connection: sqlite3.Connection, reader: Reader) -> None:
+        def work(connection: sqlite3.Connection, reader: TenantReader) -> None:
             owner = _add(connection, reader, response, given, is_open=True)
             tables.set_job(connection, owner, job)
 
@@ -128,7 +129,7 @@ class StoredResponses:
     async def close_response(self, ended: EndedResponse) -> bool:
         """Keep an open response as it has ended. Return whether that has succeeded."""
 
-        def work(connection: sqlite3.Connection, reader: Reader) -> None:
+        def work(connection: sqlite3.Connection, reader: TenantReader) -> None:
             response = ended.response
             with suppress(ApiError):  # it was deleted meanwhile
                 owner = reader.find(ObjectKind.RESPONSE, response.id)
@@ -140,7 +141,7 @@ class StoredResponses:
 
         return await self._save(work)
 
-    async def _save(self, work: Callable[[sqlite3.Connection, Reader], None]) -> bool:
+    async def _save(self, work: Callable[[sqlite3.Connection, TenantReader], None]) -> bool:
         try:
             await self.write(work)
         except ApiError:  # the file cannot be written, which is logged
@@ -158,7 +159,7 @@ class StoredResponses:
     async def events(self, response_id: str) -> bytes:
         """Return the stream of a response. Raise ApiError."""
 
-        def work(reader: Reader) -> bytes:
+        def work(reader: TenantReader) -> bytes:
             return zlib.decompress(reader.events(reader.find(ObjectKind.RESPONSE, response_id)))
 
         return await self.read(work)
@@ -166,7 +167,7 @@ class StoredResponses:
     async def input_items(self, response_id: str) -> list[StoredItem]:
         """Return all items of which a response was made, in order. Raise ApiError."""
 
-        def work(reader: Reader) -> list[StoredItem]:
+        def work(reader: TenantReader) -> list[StoredItem]:
             owner = reader.find(ObjectKind.RESPONSE, response_id)
             before = _items_up_to(reader, owner.previous) if owner.previous else []
             return before + reader.items(owner, is_output=False)
@@ -176,27 +177,27 @@ class StoredResponses:
     async def delete(self, kind: ObjectKind, object_id: str) -> None:
         """Remove an object. Raise ApiError."""
 
-        def work(connection: sqlite3.Connection, reader: Reader) -> None:
+        def work(connection: sqlite3.Connection, reader: TenantReader) -> None:
             tables.remove(connection, reader.find(kind, object_id).seq, "deleted")
 
         await self.write(work)
 
-    async def read(self, work: Callable[[Reader], T]) -> T:
+    async def read(self, work: Callable[[TenantReader], T]) -> T:
         """Return what `work` reads for the caller's tenant. Raise ApiError."""
         tenant, read_at, max_age_s = current_caller().owner, now(), self._bounds.max_age_s
         try:
             return await self._database.read(
-                lambda connection: work(Reader(connection, tenant, read_at, max_age_s))
+                lambda connection: work(TenantReader(connection, tenant, read_at, max_age_s))
             )
         except StorageError as error:
             raise _unavailable(error) from None
 
-    async def write(self, work: Callable[[sqlite3.Connection, Reader], T]) -> T:
+    async def write(self, work: Callable[[sqlite3.Connection, TenantReader], T]) -> T:
         """Change what the caller's tenant has, in one transaction. Raise ApiError."""
         tenant, written_at = current_caller().owner, now()
 
         def change(connection: sqlite3.Connection) -> T:
-            reader = Reader(connection, tenant, written_at, self._bounds.max_age_s)
+            reader = TenantReader(connection, tenant, written_at, self._bounds.max_age_s)
             result = work(connection, reader)
             self._bounds.enforce(connection, written_at)
             return result
@@ -211,7 +212,7 @@ class StoredResponses:
         self.size = store_size(connection)
 
 
-def _save(connection: sqlite3.Connection, reader: Reader, ended: EndedResponse) -> None:
+def _save(connection: sqlite3.Connection, reader: TenantReader, ended: EndedResponse) -> None:
     response = ended.response
     _add_to_conversation(connection, reader, ended)
     if ended.is_kept:
@@ -220,7 +221,7 @@ def _save(connection: sqlite3.Connection, reader: Reader, ended: EndedResponse) 
 
 
 def _add(
-    connection: sqlite3.Connection, reader: Reader, response: ResponseObject, given: Items,
+    connection: sqlite3.Connection, reader: TenantReader, response: ResponseObject, given: Items,
     is_open: bool = False, events: bytes = b"",
 ) -> StoredObject:  # fmt: skip
     """Add a response without its output, and note that those before it were used."""
@@ -239,7 +240,7 @@ def _add(
 
 
 def _add_to_conversation(
-    connection: sqlite3.Connection, reader: Reader, ended: EndedResponse
+    connection: sqlite3.Connection, reader: TenantReader, ended: EndedResponse
 ) -> None:
     if ended.conversation_id is None:
         return
@@ -250,7 +251,7 @@ def _add_to_conversation(
 
 
 def _add_new_items(
-    connection: sqlite3.Connection, reader: Reader, owner: StoredObject, items: Items
+    connection: sqlite3.Connection, reader: TenantReader, owner: StoredObject, items: Items
 ) -> None:
     """Add items to a conversation, but those that it has."""
     known = {item.id for item in reader.items(owner, is_output=False)}
@@ -263,14 +264,14 @@ def _without_output(response: ResponseObject) -> ResponseObject:
     return msgspec.structs.replace(response, output=[])
 
 
-def _response(reader: Reader, response_id: str) -> dict[str, Any]:
+def _response(reader: TenantReader, response_id: str) -> dict[str, Any]:
     owner = reader.find(ObjectKind.RESPONSE, response_id)
     body: dict[str, Any] = tables.unpacked(reader.body(owner))
     body["output"] = _bodies(reader.items(owner, is_output=True))
     return body
 
 
-def _items_up_to(reader: Reader, response_id: str) -> list[StoredItem]:
+def _items_up_to(reader: TenantReader, response_id: str) -> list[StoredItem]:
     """Return at least the first MAX_TURNS items of a chain; more are refused later."""
     items: list[StoredItem] = []
     for owner in reader.chain(response_id, MAX_TURNS):

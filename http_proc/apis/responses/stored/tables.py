@@ -1,4 +1,4 @@
-"""The tables of the store, and the statements that read and change them.
+"""The tables of the store, and the statements that change them; tenant_reader.py reads them.
 
 An object is a response or a conversation. Its items are rows of their own, so that each is found by
 its id. A response is open, with a job, while it is made in the background. JSON is compressed.
@@ -12,8 +12,6 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 import msgspec
-
-from http_proc.protocol.errors import ApiError
 
 SCHEMA = """
 CREATE TABLE objects (
@@ -87,137 +85,6 @@ def packed(body: Any) -> bytes:
 def unpacked(data: bytes) -> Any:
     """Return what `packed` was given, as plain objects."""
     return msgspec.json.decode(zlib.decompress(data))
-
-
-class Reader:
-    """Finds the objects of one tenant.
-
-    Args:
-        connection: of the store's file.
-        tenant: the caller's.
-        read_at: the time now.
-        max_age_s: seconds after the last use in which an object expires.
-    """
-
-    def __init__(
-        self, connection: sqlite3.Connection, tenant: str, read_at: float, max_age_s: float
-    ) -> None:
-        self._connection = connection
-        self._oldest_use = read_at - max_age_s
-        self.tenant = tenant
-        self.read_at = read_at
-
-    def find(
-        self, kind: ObjectKind, object_id: str, param: str = "id", code: str = ""
-    ) -> StoredObject:
-        """Return an object of the tenant.
-
-        Args:
-            kind: what it is.
-            object_id: its id.
-            param: the request's name of the id.
-            code: of the error; "": it is made of `kind` and the reason.
-
-        Raises:
-            ApiError: 404 for an id that is unknown, deleted or expired; 403 for another tenant's.
-        """
-        row = self._connection.execute(
-            "SELECT tenant, used_at, seq, id, previous, is_open FROM objects"
-            " WHERE id = ? AND kind = ?",
-            (object_id, kind),
-        ).fetchone()
-        if row is not None:
-            tenant, used_at, *fields = row
-            self._check_tenant(kind, object_id, tenant, param)
-            found = StoredObject(*fields)
-            if found.is_open or used_at >= self._oldest_use:
-                return found
-            raise _missing(kind, object_id, "expired", param, code)
-        removed = self._connection.execute(
-            "SELECT tenant, reason FROM removed WHERE id = ?", (object_id,)
-        ).fetchone()
-        if removed is None:
-            raise _missing(kind, object_id, "unknown", param, code)
-        self._check_tenant(kind, object_id, removed[0], param)
-        raise _missing(kind, object_id, removed[1], param, code)
-
-    def knows(self, object_id: str) -> bool:
-        """Return whether an object has this id, or had it."""
-        query = "SELECT 1 FROM objects WHERE id = ? UNION ALL SELECT 1 FROM removed WHERE id = ?"
-        return self._connection.execute(query, (object_id, object_id)).fetchone() is not None
-
-    def chain(self, response_id: str, limit: int) -> list[StoredObject]:
-        """Return a response after all those that it continues, at most `limit`. Raise ApiError."""
-        name, code = "previous_response_id", "previous_response_not_found"
-        chain = [self.find(ObjectKind.RESPONSE, response_id, name, code)]
-        while (previous := chain[-1].previous) is not None and len(chain) <= limit:
-            try:
-                chain.append(self.find(ObjectKind.RESPONSE, previous, name, code))
-            except ApiError as error:
-                reason = f"response {response_id!r} cannot be continued: {error}"
-                raise ApiError(error.status, reason, param=name, code=code) from None
-        if chain[0].is_open:
-            raise ApiError(
-                409,
-                f"response {response_id!r} has not ended: it can be continued when it has",
-                param=name,
-                code="response_not_ended",
-            )
-        return chain[::-1]
-
-    def item(self, item_id: str, name: str) -> StoredItem:
-        """Return the tenant's newest item of an id. Raise ApiError."""
-        rows = self._connection.execute(
-            "SELECT tenant, used_at, is_open, items.id, data FROM items"
-            " JOIN objects ON objects.seq = owner WHERE items.id = ? ORDER BY items.seq DESC",
-            (item_id,),
-        )
-        is_others = False
-        for tenant, used_at, is_open, *item in rows:
-            if tenant == self.tenant and (is_open or used_at >= self._oldest_use):
-                return StoredItem(*item)
-            is_others = is_others or tenant != self.tenant
-        if is_others:
-            self._check_tenant("item", item_id, None, name)
-        raise _missing("item", item_id, "unknown", name, "item_not_found")
-
-    def items(self, owner: StoredObject, is_output: bool) -> list[StoredItem]:
-        """Return the items of an object, in order. Those of conversations are no outputs."""
-        rows = self._connection.execute(
-            "SELECT id, data FROM items WHERE owner = ? AND is_output = ? ORDER BY seq",
-            (owner.seq, is_output),
-        )
-        return [StoredItem(*row) for row in rows]
-
-    def body(self, owner: StoredObject) -> bytes:
-        """Return the compressed body of an object."""
-        (body,) = self._connection.execute(
-            "SELECT body FROM contents WHERE owner = ?", (owner.seq,)
-        ).fetchone()
-        found: bytes = body
-        return found
-
-    def events(self, owner: StoredObject) -> bytes:
-        """Return the compressed stream of a response."""
-        (events,) = self._connection.execute(
-            "SELECT events FROM contents WHERE owner = ?", (owner.seq,)
-        ).fetchone()
-        found: bytes = events
-        return found
-
-    def _check_tenant(
-        self, kind: ObjectKind | str, object_id: str, tenant: str | None, param: str
-    ) -> None:
-        if tenant != self.tenant:
-            title = kind if isinstance(kind, str) else kind.title
-            raise ApiError(
-                403,
-                f"{title} {object_id[:100]!r} belongs to another tenant: use the API key with which"
-                " it was made",
-                "permission_error",
-                param,
-                "not_yours",
-            )
 
 
 def add_object(
@@ -307,16 +174,3 @@ def remove(connection: sqlite3.Connection, seq: int, reason: str) -> None:
     connection.execute(
         "DELETE FROM removed WHERE seq <= (SELECT max(seq) FROM removed) - ?", (MAX_REMOVED_IDS,)
     )
-
-
-def _missing(
-    kind: ObjectKind | str, object_id: str, reason: str, param: str, code: str
-) -> ApiError:
-    title = kind if isinstance(kind, str) else kind.title
-    text = {
-        "unknown": f"there is no {title} {object_id[:100]!r}",
-        "deleted": f"{title} {object_id[:100]!r} was deleted",
-        "expired": f"{title} {object_id[:100]!r} has expired: it was the least recently used of too"
-        " many, or too old",
-    }
-    return ApiError(404, text[reason], param=param, code=code or f"{title}_{reason}")

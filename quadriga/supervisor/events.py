@@ -1,0 +1,49 @@
+"""What happens to the processes of a server, as `Supervisor.next_event` returns it."""
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from quadriga.errors import ServerFailed
+
+
+class SupervisorEvent(enum.Enum):
+    """An event other than a `Death`.
+
+    Attributes:
+        RESTARTED: a process that had died runs again, but is not ready yet.
+        STOP, RELOAD: the launcher received a signal.
+        COMMAND: the descriptor of `watch` is readable.
+        TIMEOUT: the timeout of `next_event` is over.
+    """
+
+    RESTARTED = enum.auto()
+    STOP = enum.auto()
+    RELOAD = enum.auto()
+    COMMAND = enum.auto()
+    TIMEOUT = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A process exited.
+
+    Attributes:
+        name: the process.
+        reason: how it ended, in words.
+        restart_delay_s: seconds until it may be restarted; None: it must not be.
+        is_clean: it had finished its work.
+        error_code: `code` of the QuadrigaError that ended it.
+    """
+
+    name: str
+    reason: str
+    restart_delay_s: float | None
+    is_clean: bool
+    error_code: str = ServerFailed.code
+
+
+class ReadyAgain(NamedTuple):
+    """A process that had died serves again."""
+
+    name: str
