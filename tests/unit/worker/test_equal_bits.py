@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quadriga.config.server_config import ModelArgs
+from quadriga.config.model_args import ModelArgs
 from quadriga.model_files.gguf.types import BLOCK_SIZES
 from quadriga.model_files.resolve import resolve_model
 from tests.tiny_experts import tiny_gpt_oss
