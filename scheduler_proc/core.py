@@ -14,6 +14,7 @@ from scheduler_proc.kv_offload.kv_offload import NoOffload
 from scheduler_proc.planning.admission import Admission
 from scheduler_proc.planning.guess_policy import make_guess_policy
 from scheduler_proc.planning.prefill_budget import PrefillBudget
+from scheduler_proc.planning.prefill_sharing import PrefillSharing
 from scheduler_proc.planning.quarantine import Quarantine, push
 from scheduler_proc.planning.retraction import Retraction
 from scheduler_proc.policies import make_queue, make_turns
@@ -51,6 +52,7 @@ class SchedulerCore:
         self.admission = Admission(args, self.kv)
         self.waiting = make_queue(args, self.kv.match_prefix, capacity.page_size)
         self.quarantine = Quarantine()
+        self.sharing = PrefillSharing(args, capacity.page_size, self._budget.cuts_prompts)
         self.guesses = make_guess_policy(args, capacity.step_costs)
         self.offload = NoOffload()
         self._running = RunningBatch(args.batch_concurrency_beside, make_turns(args))
@@ -121,7 +123,7 @@ class SchedulerCore:
         if self.kv.num_pages == 0:
             return False
         running = self._running
-        return len(running) > 0 or running.chunked is not None or self.num_waiting > 0
+        return len(running) > 0 or bool(running.partial) or self.num_waiting > 0
 
     @property
     def page_holders(self) -> list[PageHolder]:
@@ -175,7 +177,7 @@ class SchedulerCore:
                 self._add_decodes(plan)
 
     def _decode_comes_first(self) -> bool:
-        in_turns = self._mode is BatchMode.ALTERNATE or self._running.chunked is not None
+        in_turns = self._mode is BatchMode.ALTERNATE or bool(self._running.partial)
         if self._last_step_prefilled and in_turns:
             return True
         return self._mode is BatchMode.DECODE_FIRST and self._running.num_active >= self._width
@@ -183,7 +185,7 @@ class SchedulerCore:
     def _add_quarantined(self, request: Request, plan: Plan, now: float) -> None:
         """Add a row of one request alone, so that it is known whose step crashes the worker."""
         if request.slot >= 0:
-            if self._running.chunked is request:
+            if request.seq in self._running.partial:
                 self._add_prefill(request, self._budget.chunk, plan)
             else:
                 self._add_decodes(plan)
@@ -238,51 +240,85 @@ class SchedulerCore:
     # --- prefill ----------------------------------------------------------------------------------
 
     def _add_prefills(self, plan: Plan, now: float) -> None:
-        budget = self._budget.tokens
-        if self._running.chunked is not None and self.retraction.preempts:
-            self.retraction.preempt_chunked(self.waiting.first(1, budget), plan)
-        if self._running.chunked is not None:
-            budget -= self._add_prefill(self._running.chunked, self._budget.chunk, plan)
-        if self._running.chunked is not None or plan.has_retracted:
-            lacked: WaitReason | None = (
-                WaitReason.PAGES if plan.has_retracted else WaitReason.BUDGET
-            )
-        elif budget <= 0:
+        partial = self._running.partial
+        if partial:
+            first = self.waiting.first(1, self._budget.tokens)
+            if self.retraction.preempts:
+                self.retraction.preempt_partial(first, plan)
+            self._add_first_parts(first, plan)
+        budget = self._budget.tokens - plan.batch.num_prompt_tokens
+        lacked: WaitReason | None
+        if plan.has_retracted:
+            lacked = WaitReason.PAGES
+        elif budget <= 0 or not self.sharing.may_admit(len(partial)):
             lacked = WaitReason.BUDGET
         else:
             lacked = self._add_waiting(budget, plan, now) if len(self.waiting) else None
+        self._add_last_parts(plan)
         plan.lacked = lacked
         if lacked is not None:
             self._lacked, self._lacked_at = lacked, now
 
-    def _add_prefill(self, request: Request, limit: int, plan: Plan) -> int:
+    def _add_first_parts(self, waiting: list[Request], plan: Plan) -> None:
+        """Add what prompts under way get before those that wait, of which `waiting` is next."""
+        partial, budget, chunk = self._running.partial, self._budget.tokens, self._budget.chunk
+        for request, limit in self.sharing.first_parts(partial.values(), budget, chunk, waiting):
+            if request.seq in partial:  # it may have been retracted for the one before
+                self._add_prefill(request, limit, plan)
+
+    def _add_last_parts(self, plan: Plan) -> None:
+        """Add what the step has left for the prompts under way.
+
+        They retract others for it only where the step would be empty.
+        """
+        batch, partial = plan.batch, self._running.partial
+        if not partial:
+            return
+        is_single = batch.num_prompts <= 1
+        left = (self._budget.chunk if is_single else self._budget.tokens) - batch.num_prompt_tokens
+        for request in self.sharing.last_parts(partial.values()):
+            if left <= 0:
+                break
+            left -= self._add_prefill(request, left, plan, is_first=batch.is_empty)
+
+    def _add_prefill(self, request: Request, limit: int, plan: Plan, is_first: bool = True) -> int:
         """Add the next tokens of a prompt, at most `limit`. Return their number.
 
         It is 0 where the request waits for a page.
+
+        Args:
+            request: has a slot.
+            limit: number of tokens that the step has for it.
+            plan: the step.
+            is_first: others may be retracted for it; else it may have a row in the step.
         """
         count = request.num_uncomputed_tokens
         if self._budget.cuts_prompts:
             count = min(count, limit)
-        count = self._num_with_pages(request, count, plan)
+        count = self._num_with_pages(request, count, plan, is_first)
         if count == 0:
             return 0
-        samples = plan.batch.add_prefill(request, count)
+        add = plan.batch.add_prefill if is_first else plan.batch.extend_prefill
+        samples = add(request, count)
         self.kv.cache_computed(request)
-        self._running.chunked = None if samples else request
+        if samples:
+            self._running.partial.pop(request.seq, None)
+        else:
+            self._running.partial[request.seq] = request
         if samples and request.num_remaining_tokens:
             self._running.add(request)
         elif samples:
             self._stop_decoding(request)
         return count
 
-    def _num_with_pages(self, request: Request, count: int, plan: Plan) -> int:
+    def _num_with_pages(self, request: Request, count: int, plan: Plan, may_retract: bool) -> int:
         """Return how many of the next `count` tokens of a prompt have pages.
 
         A prompt got all of its pages when it was admitted, unless every layer has a window. Then it
         takes further ones as far as there are any; others are retracted for the first one only.
         """
         room = request.page_capacity - request.num_computed_tokens
-        while room < count and (room == 0 or self.kv.num_available):
+        while room < count and ((room == 0 and may_retract) or self.kv.num_available):
             if not self._append_page(request, plan):
                 return 0
             plan.batch.grown += (request.slot, request.pages[-1])
@@ -304,7 +340,7 @@ class SchedulerCore:
         lacked = None
         expected = self.admission.expected_tokens()
         lookahead = self.waiting.lookahead
-        num_candidates = num_admissible + lookahead + self.num_loads
+        num_candidates = num_admissible + lookahead + self.num_loads + self.sharing.lookahead
         candidates = self.waiting.first(num_candidates, budget)
         if len(candidates) == len(self.waiting):
             wanted = sum(r.num_uncomputed_tokens for r in candidates)
@@ -313,9 +349,10 @@ class SchedulerCore:
             if self.offload.awaits(request):
                 lacked = WaitReason.PAGES
                 continue
-            count = self._budget.num_tokens_for(
-                self._num_uncached(request), budget, plan.batch.batch_size > plan.batch.num_decodes
-            )
+            count = self._num_to_begin(request, budget, plan)
+            if count is None:
+                lacked = WaitReason.BUDGET
+                continue
             if count == 0 or not self._can_admit(request, expected, plan):
                 lacked = self._lack_of(count)
                 lookahead -= 1
@@ -329,10 +366,23 @@ class SchedulerCore:
             expected += self.kv.growth([request], request.num_remaining_tokens)
             budget -= self._admit(request, count, plan, now)
             num_admissible -= 1
-            if num_admissible == 0 or budget <= 0 or self._running.chunked is not None:
-                has_budget = budget > 0 and self._running.chunked is None
+            has_budget = budget > 0 and self.sharing.may_admit(len(self._running.partial))
+            if num_admissible == 0 or not has_budget:
                 return WaitReason.SLOTS if has_budget else WaitReason.BUDGET
         return lacked
+
+    def _num_to_begin(self, request: Request, budget: int, plan: Plan) -> int | None:
+        """Return how many of a waiting prompt's tokens the step can take; 0 for none.
+
+        None: it stays behind prompts under way, but others may pass it.
+        """
+        num_uncached = self._num_uncached(request)
+        if self.sharing.is_held_back(request, num_uncached, budget, self._running.partial.values()):
+            return None
+        count = self._budget.num_tokens_for(num_uncached, budget, plan.batch.num_prompts > 0)
+        if 0 < count < num_uncached:
+            count = self.sharing.first_part(count, budget, len(self.waiting))
+        return count
 
     def _lack_of(self, count: int) -> WaitReason:
         """Return why a request whose next `count` tokens fit into the step is not admitted."""

@@ -17,6 +17,9 @@ class ForeignFlag(NamedTuple):
 
 VLLM, SGLANG, LLAMA_CPP = "vLLM", "SGLang", "llama.cpp"
 ALWAYS_CHUNKED = "always on here; --chunked-prefill-size sets the size of a chunk"
+RELATIVE_LENGTH = (
+    "not needed here: shorter prompts pass longer ones, see --max-num-partial-prefills"
+)
 ALWAYS_CACHED = "always on here; --disable-radix-cache switches it off"
 ALL_LAYERS = "not needed here: --device has all layers"
 METRICS_ARE_ON = "always on here, at /metrics"
@@ -37,6 +40,8 @@ FOREIGN_FLAGS = {
     "--no-enable-prefix-caching": ForeignFlag(VLLM, "--disable-radix-cache"),
     "--enable-prefix-caching": ForeignFlag(VLLM, ALWAYS_CACHED),
     "--enable-chunked-prefill": ForeignFlag(VLLM, ALWAYS_CHUNKED),
+    "--max-long-partial-prefills": ForeignFlag(VLLM, RELATIVE_LENGTH),
+    "--long-prefill-token-threshold": ForeignFlag(VLLM, RELATIVE_LENGTH),
     "--enable-log-requests": ForeignFlag(VLLM, "--log-requests"),
     "--disable-log-stats": ForeignFlag(VLLM, "--log-stats-interval"),
     "--uvicorn-log-level": ForeignFlag(VLLM, "--log-level"),

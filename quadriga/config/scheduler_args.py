@@ -29,6 +29,11 @@ class SchedulerArgs:
         " are never cut (default: 8192 on a GPU; measured at the start on a CPU)",
         unit="TOKENS",
     )
+    max_num_partial_prefills: int = flag(
+        4,
+        "prompts that may be partly computed at the same time, so that short ones pass a long one;"
+        " 1: a prompt that is cut is computed before any other begins",
+    )
     max_running_requests: int = flag(256, "requests that hold a slot at the same time")
     max_queued_requests: int = flag(4096, "waiting requests; further ones are refused at once")
     max_requests_per_client: int | None = flag(
@@ -98,7 +103,7 @@ class SchedulerArgs:
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
         check_positive(self, "max_batch_size", "prefill_max_batch_size", "prefill_max_tokens")
-        check_positive(self, "max_running_requests")
+        check_positive(self, "max_running_requests", "max_num_partial_prefills")
         check_positive(self, "max_queued_requests", "max_requests_per_client")
         check_positive(self, "pack_lookahead", "pack_fifo_every", "priority_preemption_threshold")
         if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:

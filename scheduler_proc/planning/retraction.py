@@ -73,7 +73,7 @@ class Retraction:
                 return Room.WAIT
             running = self._running.all_requests
             if len(running) > 1:
-                victim = min(running, key=self._retraction_key)
+                victim = self._victim(running)
                 self.retract(victim, RetractReason.PAGES, plan)
                 if victim is request:
                     return Room.WAIT
@@ -81,19 +81,26 @@ class Retraction:
                 return Room.WAIT if plan.in_flight or has_loads else Room.POOL_FULL
         return Room.FREE
 
+    def _victim(self, running: list[Request]) -> Request:
+        """Return the request that gives its pages to others.
+
+        Of prompts that are partly computed it is the one that came last, so that two of them do not
+        retract one another in turns.
+        """
+        victim, partial = min(running, key=self._retraction_key), self._running.partial
+        return partial[max(partial)] if victim.seq in partial else victim
+
     def preempt_for(self, request: Request, plan: Plan) -> None:
         """Retract the decoding request of the lowest priority for a much more urgent one."""
         victim = min(self._running, key=priority_retraction_key, default=None)
         if victim is not None and request.priority - victim.priority >= self._threshold:
             self.retract(victim, RetractReason.PRIORITY, plan)
 
-    def preempt_chunked(self, first: list[Request], plan: Plan) -> None:
-        """Retract a partially prefilled request, which takes up whole steps, for an urgent one."""
-        chunked = self._running.chunked
-        if chunked is not None and any(
-            request.priority - chunked.priority >= self._threshold for request in first
-        ):
-            self.retract(chunked, RetractReason.PRIORITY, plan)
+    def preempt_partial(self, first: list[Request], plan: Plan) -> None:
+        """Retract partially prefilled requests, which take up whole steps, for an urgent one."""
+        for partial in list(self._running.partial.values()):
+            if any(request.priority - partial.priority >= self._threshold for request in first):
+                self.retract(partial, RetractReason.PRIORITY, plan)
 
     def retract(self, request: Request, reason: RetractReason, plan: Plan) -> None:
         """Take a running request's pages for others: it waits again.

@@ -57,6 +57,16 @@ class ScheduleBatch:
         return len(self.requests)
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Number of tokens of prompts."""
+        return sum(self.num_tokens[self.num_decodes :])
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of rows of prompts."""
+        return len(self.requests) - self.num_decodes
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is nothing to run."""
         return not self.requests
@@ -91,12 +101,24 @@ class ScheduleBatch:
 
     def add_prefill(self, request: Request, count: int) -> bool:
         """Add a row for the next `count` known tokens. Return whether it samples a token."""
+        request.in_flight += 1
+        self.requests.append(request)
+        self.num_tokens.append(0)
+        return self._extend_row(len(self.requests) - 1, count)
+
+    def extend_prefill(self, request: Request, count: int) -> bool:
+        """Add a prompt's next `count` known tokens to its row, if it has one, as add_prefill."""
+        for row in range(self.num_decodes, len(self.requests)):
+            if self.requests[row] is request:
+                return self._extend_row(row, count)
+        return self.add_prefill(request, count)
+
+    def _extend_row(self, row: int, count: int) -> bool:
+        request = self.requests[row]
         request.num_computed_tokens += count
         samples = request.num_computed_tokens == request.num_known_tokens
         request.num_known_tokens += samples
-        request.in_flight += 1
-        self.requests.append(request)
-        self.num_tokens.append(count)
+        self.num_tokens[row] += count
         return samples
 
     def to_plan(self, released: list[int], session: int) -> StepPlan:
@@ -146,7 +168,7 @@ class RunningBatch:
         next_rows: which of the others have rows, as take_turns.
 
     Attributes:
-        chunked: the request, beside them, of whose prompt only a part is computed.
+        partial: the requests, beside them, of whose prompts only a part is computed, by number.
     """
 
     def __init__(self, num_beside: int = 0, next_rows: NextRows = take_turns) -> None:
@@ -154,7 +176,7 @@ class RunningBatch:
         self._next_rows = next_rows
         self._foreground: dict[int, Request] = {}
         self._background: dict[int, Request] = {}
-        self.chunked: Request | None = None
+        self.partial: dict[int, Request] = {}
 
     def __len__(self) -> int:
         return len(self._foreground) + len(self._background)
@@ -171,9 +193,8 @@ class RunningBatch:
 
     @property
     def all_requests(self) -> list[Request]:
-        """All decoding requests and the partially prefilled one."""
-        chunked = [] if self.chunked is None else [self.chunked]
-        return [*self, *chunked]
+        """All decoding requests and the partially prefilled ones."""
+        return [*self, *self.partial.values()]
 
     @property
     def num_active(self) -> int:
@@ -182,7 +203,8 @@ class RunningBatch:
 
     @property
     def _num_active_in_background(self) -> int:
-        is_alone = not self._foreground and (self.chunked is None or self.chunked.is_background)
+        prompts = self.partial.values()
+        is_alone = not self._foreground and all(request.is_background for request in prompts)
         num_background = len(self._background)
         return num_background if is_alone else min(self._num_beside, num_background)
 
@@ -190,8 +212,7 @@ class RunningBatch:
         """Remove a request, if it is there."""
         self._foreground.pop(request.seq, None)
         self._background.pop(request.seq, None)
-        if self.chunked is request:
-            self.chunked = None
+        self.partial.pop(request.seq, None)
 
     def next_group(self, width: int) -> list[Request]:
         """Return the next `width` requests, and move them to the end."""

@@ -120,6 +120,7 @@ def random_args(source: random.Random) -> SchedulerArgs:
             prefill_max_batch_size=source.choice([None, 1, 2, 5]),
             prefill_max_tokens=source.choice([1, 4, 20, 100]),
             chunked_prefill_size=source.choice([None, -1, 1, 3, 8]),
+            max_num_partial_prefills=source.choice([1, 2, 4]),
             max_running_requests=source.randint(1, 8),
             max_queued_requests=1000,
             batch_mode=source.choice(BATCH_MODES),

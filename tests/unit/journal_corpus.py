@@ -124,7 +124,8 @@ def _open(
     flags: dict[str, Any] | None = None,
 ) -> RunningServer:
     trace = priorities()
-    args = SchedulerArgs(**trace.flags, **(flags or {}), schedule_policy="priority")
+    chosen = {"schedule_policy": "priority", "max_num_partial_prefills": 1, **(flags or {})}
+    args = SchedulerArgs(**trace.flags, **chosen)
     header = JournalHeader(run, "tiny", "fingerprint", NUM_IDS, CONTEXT_LENGTH)
     journal, recovered = open_journal(
         args, directory, header, is_restart=start_us > 0 and not flags

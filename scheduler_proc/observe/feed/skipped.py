@@ -7,6 +7,7 @@ from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.wire.messages.live import SkipReason
 from scheduler_proc.lifecycle import RequestLifecycle
 from scheduler_proc.planning.quarantine import is_quarantined
+from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.plan import Plan
 from scheduler_proc.state.request import Request, RequestStatus
 
@@ -61,14 +62,21 @@ def _running(lifecycle: RequestLifecycle, plan: Plan) -> Skipped:
         elif request.status is RequestStatus.DECODING and request.num_remaining_tokens <= 0:
             yield SkipReason.ENDING, request
         elif request.status is RequestStatus.PREFILLING:
-            is_decode_step = batch.num_decodes == batch.batch_size
-            yield SkipReason.TURN if is_decode_step else SkipReason.PAGES, request
+            yield _reason_of_partial(request, batch), request
         elif not batch.num_decodes:
             yield SkipReason.TURN, request
         elif batch.num_decodes >= core.width:
             yield SkipReason.WIDTH, request
         else:
             yield SkipReason.PAGES, request
+
+
+def _reason_of_partial(request: Request, batch: ScheduleBatch) -> SkipReason:
+    """Return why a request whose prompt is partly computed has no row in a step."""
+    if batch.num_prompts == 0:
+        return SkipReason.TURN
+    has_pages = request.num_computed_tokens < request.page_capacity
+    return SkipReason.BUDGET if has_pages else SkipReason.PAGES
 
 
 def _runs_alone(lifecycle: RequestLifecycle) -> Request | None:

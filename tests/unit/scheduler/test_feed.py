@@ -137,9 +137,17 @@ def test_a_request_without_a_slot_waits_for_slots() -> None:
 
 def test_a_request_behind_a_long_prompt_waits_for_budget() -> None:
     viewer = Viewer(SchedulerArgs(chunked_prefill_size=8))
-    viewer.world.send(submit("long", [9] * 30, 2), submit("b", [8] * 8, 2))
+    viewer.world.send(submit("long", [9] * 30, 2), submit("b", [8] * 30, 2))
     viewer.world.run()
     assert viewer.reasons("b")[0] is SkipReason.BUDGET
+
+
+def test_a_long_prompt_that_shorter_ones_pass_waits_for_budget() -> None:
+    viewer = Viewer(SchedulerArgs(chunked_prefill_size=8))
+    prompts = [submit(f"s{i}", [20 + i] * (12 - 4 * i), 2) for i in range(2)]
+    viewer.world.send(submit("longer", [9] * 20, 2), submit("long", [8] * 16, 2), *prompts)
+    viewer.world.run()
+    assert SkipReason.BUDGET in viewer.reasons("long")
 
 
 def test_a_request_without_pages_waits_for_pages() -> None:

@@ -1,0 +1,144 @@
+"""How the prompts that are under way, and those that wait, share the prompt tokens of a step.
+
+The rule is shortest remaining processing time with a reserved share. A step's tokens go to short
+prompts first, so that they pass a long one: of all orders this has the smallest mean time to the
+first token (Schrage, 1968), and the lengths of prompts are known. Alone it would starve the long
+ones. So the prompt that is under way for longest has OLDEST_SHARE of each step, whatever arrives:
+it takes at most 1 / OLDEST_SHARE times as long as without others. What one side leaves, the other
+has, so that no step is smaller than without sharing.
+
+A prompt passes those that arrived before it only if fewer tokens of it are left. Two long prompts
+are therefore not computed in turns, which would delay the first and help neither. A prompt whose
+next tokens another one is about to compute waits for them instead of computing them again.
+"""
+
+from collections.abc import Collection, Iterable
+
+from quadriga.config.scheduler_args import SchedulerArgs
+from scheduler_proc.state.request import Request
+
+OLDEST_SHARE = 0.5  # of a step's prompt tokens
+# Requests of the queue that are looked at beyond those which a step may admit.
+NUM_LOOKED_AT = 32
+# A prompt waits for common tokens that are so many of those that it would have to compute.
+MIN_COMMON_SHARE = 0.5
+
+
+class PrefillSharing:
+    """Decide which prompts may begin beside others, and what each gets of a step.
+
+    Args:
+        args: the scheduler's flags.
+        page_size: number of tokens in a page.
+        cuts_prompts: prompts may be computed in parts.
+
+    Attributes:
+        lookahead: number of requests of the queue to look at beyond those which may be admitted.
+    """
+
+    def __init__(self, args: SchedulerArgs, page_size: int, cuts_prompts: bool) -> None:
+        self._max_partial = args.max_num_partial_prefills if cuts_prompts else 1
+        self._by_priority = args.schedule_policy == "priority"
+        self._caches_prefixes = not args.disable_radix_cache
+        self._page_size = page_size
+        self.lookahead = NUM_LOOKED_AT if self._max_partial > 1 else 0
+
+    def may_admit(self, num_partial: int) -> bool:
+        """Return whether requests are admitted beside so many whose prompts are partly computed."""
+        return num_partial == 0 or self._max_partial > 1
+
+    def first_parts(
+        self, partial: Collection[Request], budget: int, chunk: int, waiting: list[Request]
+    ) -> list[tuple[Request, int]]:
+        """Return what prompts under way get before others, in tokens.
+
+        These are the reserved share of the oldest, and all that is left of a prompt that the step
+        can end. While more urgent requests wait, a prompt has no share.
+
+        Args:
+            partial: the requests whose prompts are partly computed.
+            budget: prompt tokens of the step.
+            chunk: those of a step with a single prompt.
+            waiting: the next request of the queue, if any.
+        """
+        if len(partial) == 1 and not (waiting and self._max_partial > 1):
+            return [(request, chunk) for request in partial]
+        parts: list[tuple[Request, int]] = []
+        rank = max((self._rank(request) for request in (*partial, *waiting)), default=0)
+        share = max(int(OLDEST_SHARE * budget), 1)
+        for request in sorted(partial, key=_age):
+            left = request.num_uncomputed_tokens
+            if self._rank(request) < rank:
+                continue
+            if left <= budget:
+                parts.append((request, left))
+                budget -= left
+            elif not parts:
+                parts.append((request, share))
+                budget -= share
+        return parts
+
+    def last_parts(self, partial: Iterable[Request]) -> list[Request]:
+        """Return prompts under way in the order in which they get what others have left."""
+        if self._max_partial == 1:
+            return []
+        return sorted(partial, key=lambda r: (-self._rank(r), r.num_uncomputed_tokens, r.seq))
+
+    def first_part(self, count: int, budget: int, waiting: int) -> int:
+        """Return how many tokens a prompt gets that the step cannot end.
+
+        Args:
+            count: number of its tokens that the step could compute.
+            budget: number of tokens that are left for prompts.
+            waiting: number of requests in the queue, itself included.
+        """
+        if self._max_partial == 1 or waiting == 1:
+            return count
+        share = int(OLDEST_SHARE * budget) // self._page_size * self._page_size
+        return min(count, max(share, self._page_size))
+
+    def is_held_back(
+        self, request: Request, num_uncached: int, budget: int, partial: Collection[Request]
+    ) -> bool:
+        """Return whether a waiting request stays behind prompts that are partly computed.
+
+        Args:
+            request: it waits.
+            num_uncached: number of its tokens that are not cached.
+            budget: number of tokens that are left for prompts.
+            partial: the requests whose prompts are partly computed.
+        """
+        if self._max_partial == 1 or not partial:
+            return False
+        if num_uncached > budget and len(partial) >= self._max_partial:
+            return True
+        return any(self._goes_first(other, request, num_uncached) for other in partial)
+
+    def _goes_first(self, other: Request, request: Request, num_uncached: int) -> bool:
+        """Return whether a partly computed prompt goes before a waiting request."""
+        if self._rank(other) != self._rank(request):
+            return self._rank(other) > self._rank(request)
+        if other.seq > request.seq:
+            return False
+        return other.num_uncomputed_tokens <= num_uncached or (
+            self._caches_prefixes and _computes_beginning(other, request, num_uncached)
+        )
+
+    def _rank(self, request: Request) -> int:
+        """Return the priority as far as it counts: without the policy, only the background does."""
+        return request.priority if self._by_priority else -int(request.is_background)
+
+
+def _age(request: Request) -> int:
+    return request.seq
+
+
+def _computes_beginning(other: Request, request: Request, num_uncached: int) -> bool:
+    """Return whether `other` is about to compute most of a waiting request's uncached tokens."""
+    if request.wants_prompt_logprobs or other.cache_salt != request.cache_salt:
+        return False
+    start = request.num_known_tokens - num_uncached
+    end = start + max(int(MIN_COMMON_SHARE * num_uncached), 1)
+    if end > len(other.tokens) or other.tokens[start] != request.tokens[start]:
+        return False
+    return other.tokens[:end].tobytes() == request.tokens[:end].tobytes()
