@@ -249,7 +249,8 @@ class SchedulerCore:
             first = self.waiting.first(1, self._budget.tokens)
             if self.retraction.preempts:
                 self.retraction.preempt_partial(first, plan)
-            self._add_first_parts(first, plan)
+            if partial:
+                self._add_first_parts(first, plan)
         budget = self._budget.tokens - plan.batch.num_prompt_tokens
         lacked: WaitReason | None
         if plan.has_retracted:
