@@ -7,6 +7,32 @@ from typing import Any, Protocol
 Report = dict[str, Any]
 
 
+class CrewProcess(Protocol):
+    """A crew, or a rank crew, that has been started on a machine."""
+
+    def reports(self) -> AsyncIterator[Report]:
+        """Yield its reports; `lost` comes last, also where its machine is gone."""
+
+    def send(self, line: str) -> None:
+        """Send a command."""
+
+    async def stop(self) -> None:
+        """End it, whatever it does."""
+
+
+class Placement(Protocol):
+    """Room for the crews of one replica, on one machine or several."""
+
+    async def wait(self) -> None:
+        """Wait for the machines."""
+
+    def start(self, machine: int, module: str, arguments: list[str]) -> CrewProcess:
+        """Start a crew on one of them, from 0 on."""
+
+    def remove(self) -> None:
+        """Give the room back."""
+
+
 class PlacedCrew(Protocol):
     """A crew on one machine of the cluster."""
 
@@ -28,7 +54,7 @@ class Crews(Protocol):
 
     @property
     def bundle(self) -> object:
-        """What each replica needs, for messages."""
+        """What each replica needs, for messages: `a machine with 1 CPU free`."""
 
     @property
     def host(self) -> str:

@@ -20,6 +20,7 @@ import socket
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import NoReturn
 
 from quadriga import __version__, programs
 from quadriga.config import server_config as configuration
@@ -140,19 +141,52 @@ def check_inner_key(directory: str, expected: str, host: str) -> None:
 
 def main() -> None:
     """Run `python -m cluster_proc.crew`."""
-    parser = argparse.ArgumentParser("python -m cluster_proc.crew")
+    parser = crew_parser("python -m cluster_proc.crew")
+    parser.add_argument("--rank-addresses", default="", help="of the ranks on other machines")
+    run_crew(parser.parse_args(), _keep_replica)
+
+
+def _keep_replica(
+    arguments: argparse.Namespace,
+    config: ServerConfig,
+    check_keys: Callable[[], None],
+    connection: socket.socket,
+) -> int:
+    port = ReservedPort(arguments.node_host)
+    links = ["--scheduler-address", port.address, "--delivery-address", arguments.delivery_address]
+    if arguments.rank_addresses:
+        links += ["--rank-addresses", arguments.rank_addresses]
+    crew = Crew(config, arguments.replica, links, port.address, check_keys, connection)
+    return crew.run()
+
+
+def crew_parser(program: str) -> argparse.ArgumentParser:
+    """Return the parser of what every crew is given."""
+    parser = argparse.ArgumentParser(program)
     parser.add_argument("--control-fd", type=int, required=True, help="socket to the actor")
     parser.add_argument("--replica", type=int, required=True, help="number of the replica")
     parser.add_argument("--node-host", required=True, help="address of this machine")
     parser.add_argument("--delivery-address", required=True, help="where the frontend receives")
     parser.add_argument("--inner-key-id", required=True, help="of the inner key at the server")
     configuration.add_flags(parser)
-    arguments = parser.parse_args()
+    return parser
+
+
+def run_crew(
+    arguments: argparse.Namespace,
+    keep: Callable[[argparse.Namespace, ServerConfig, Callable[[], None], socket.socket], int],
+) -> NoReturn:
+    """Find the model on this machine, keep the processes, and exit.
+
+    Args:
+        arguments: of `crew_parser`.
+        keep: runs the processes. Takes the arguments, the flags with the model's place on this
+            machine, what raises ConfigError where this machine has other keys, and the channel to
+            the actor; returns the exit code.
+    """
     continue_at_parents_death()
     connection = socket.socket(fileno=arguments.control_fd)
     allow_open_files(MAX_OPEN_FILES)
-    port = ReservedPort(arguments.node_host)
-    links = ["--scheduler-address", port.address, "--delivery-address", arguments.delivery_address]
     try:
         config = configuration.from_namespace(arguments)
         model = resolve_model(config.model, show_progress=False)
@@ -163,9 +197,7 @@ def main() -> None:
             no_status_line=True,
         )
         key = config.frontend.curve_dir, arguments.inner_key_id, arguments.node_host
-        check_keys = partial(check_inner_key, *key)
-        crew = Crew(config, arguments.replica, links, port.address, check_keys, connection)
-        code = crew.run()
+        code = keep(arguments, config, partial(check_inner_key, *key), connection)
     except QuadrigaError as error:
         reason = f"machine {arguments.node_host}: {type(error).__name__}: {error}"
         ControlChannel.report_to(connection, "lost", reason=reason)

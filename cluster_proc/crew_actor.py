@@ -1,4 +1,4 @@
-"""The actor that starts a crew on its machine, and passes commands and reports on.
+"""The actor that starts a crew, or a rank crew, on its machine, and passes commands and reports on.
 
 Ray gets this module by value (ray_crews.py), so that it imports nothing of this project: a machine
 needs an installation only, wherever that is.
@@ -22,10 +22,11 @@ class CrewActor:
     Args:
         programs: path of quadriga/programs.py at the driver. If there is none on this machine,
             that of its installation is used.
+        module: of the crew.
         arguments: of the crew, but for this machine's address.
     """
 
-    def __init__(self, programs: str, arguments: list[str]) -> None:
+    def __init__(self, programs: str, module: str, arguments: list[str]) -> None:
         import ray
 
         if not Path(programs).exists():
@@ -35,7 +36,7 @@ class CrewActor:
             programs = str(Path(spec.origin).parent / "programs.py")
         self._control, theirs = socket.socketpair()
         self._partial_line = b""
-        command = [sys.executable, programs, "cluster_proc.crew", *arguments]
+        command = [sys.executable, programs, module, *arguments]
         command += ["--node-host", ray.util.get_node_ip_address()]
         self._process = subprocess.Popen(
             [*command, "--control-fd", str(theirs.fileno())],

@@ -7,13 +7,14 @@ connected directly.
 """
 
 import asyncio
+import dataclasses
 import logging
 from contextlib import suppress
 from itertools import count, islice
 
 from cluster_proc.autoscaler import Autoscaler
 from cluster_proc.contract import Crews, PlacedCrew, Report
-from cluster_proc.ray_crews import Bundle, RayCrews
+from cluster_proc.ray_crews import RayCrews
 from quadriga import __version__
 from quadriga.config.frontend_args import is_loopback
 from quadriga.config.server_config import ServerConfig
@@ -45,9 +46,10 @@ def main() -> None:
 
 def _run(child: Child) -> None:
     config = child.config
-    num_gpus = config.worker.tp if runs_on_gpu(config.worker) else 0
-    crews = RayCrews(config.replicas, Bundle(config.replicas.replica_cpus, num_gpus))
+    crews = RayCrews(config.replicas, config.worker.tp, runs_on_gpu(config.worker))
     check_keys(config, crews.host)
+    if crews.bundle.num_machines > 1:
+        child = dataclasses.replace(child, config=config.replace(nnodes=crews.bundle.num_machines))
     asyncio.run(_drive(child, crews))
 
 
@@ -210,7 +212,7 @@ class Driver:
             done, _ = await asyncio.wait({placing}, timeout=NO_PLACE_S)
             if not done:
                 logging.warning(
-                    "replica %d waits for a machine with %s free; the cluster has %s. Stop other"
+                    "replica %d waits for %s; the cluster has %s. Stop other"
                     " work there, add a machine, or start with less --dp or --replica-cpus",
                     number, self._crews.bundle, "; ".join(self._crews.machines),
                 )  # fmt: skip

@@ -1,29 +1,26 @@
 """Crews on the machines of a Ray cluster. Only this module imports ray.
 
-Ray places a replica (a placement group of one bundle) and says when its machine or its actor is
-gone. Everything else goes over this server's own sockets.
+Ray places a replica (a placement group of a bundle for each of its machines) and says when a
+machine or an actor is gone. Everything else goes over this server's own sockets.
 """
 
-import asyncio
-import json
 import logging
 import socket
 from collections.abc import AsyncIterator
-from contextlib import suppress
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from cluster_proc import crew_actor
-from cluster_proc.contract import Report
+from cluster_proc.bundle import Bundle, fewest_machines
+from cluster_proc.contract import CrewProcess, PlacedCrew, Placement, Report
+from cluster_proc.ray_actor import RayPlacement
+from cluster_proc.spread_crew import CREW, SpreadCrew
 from quadriga import programs
 from quadriga.config.replica_args import ReplicaArgs
 from quadriga.errors import ConfigError
 
 INSTALL = "ray"
 CONNECT_TIMEOUT_S = 5.0
-# Of a crew that is not needed any more, on a machine that may be gone.
-STOP_TIMEOUT_S = 12.0
 
 
 def import_ray() -> ModuleType:
@@ -38,28 +35,13 @@ def import_ray() -> ModuleType:
     return ray  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, slots=True)
-class Bundle:
-    """What a replica needs of its machine."""
-
-    cpus: float
-    gpus: int
-
-    @property
-    def resources(self) -> dict[str, float]:
-        """The bundle in Ray's terms."""
-        return {"CPU": self.cpus, **({"GPU": float(self.gpus)} if self.gpus else {})}
-
-    def __str__(self) -> str:
-        return ", ".join(f"{amount:g} {name}" for name, amount in self.resources.items())
-
-
 class RayCrews:
     """Starts crews on the machines of a cluster.
 
     Args:
-        args: address of the cluster.
-        bundle: what each replica needs.
+        args: address of the cluster, and what a replica needs.
+        tp: number of ranks of each replica.
+        needs_gpus: each rank is on a GPU.
 
     Attributes:
         bundle: what each replica needs.
@@ -68,9 +50,9 @@ class RayCrews:
         ConfigError: there is no ray, or no cluster at the address.
     """
 
-    def __init__(self, args: ReplicaArgs, bundle: Bundle) -> None:
+    def __init__(self, args: ReplicaArgs, tp: int, needs_gpus: bool) -> None:
         self._ray = import_ray()
-        self.bundle = bundle
+        self._tp = tp
         try:
             check_port(args.ray_address)
             self._ray.init(args.ray_address, logging_level=logging.WARNING, configure_logging=False)
@@ -80,6 +62,15 @@ class RayCrews:
                 " with ray start --head, or give the address of another"
             ) from None
         self._ray.cloudpickle.register_pickle_by_value(crew_actor)
+        gpus = [int(node["Resources"].get("GPU", 0)) for node in self._alive]
+        num_machines = args.nnodes or (fewest_machines(tp, gpus) if needs_gpus else 1)
+        num_gpus = tp // num_machines if needs_gpus else 0
+        self.bundle = Bundle(args.replica_cpus, num_gpus, num_machines)
+
+    @property
+    def _alive(self) -> list[dict[str, Any]]:
+        """What Ray knows of each machine of the cluster."""
+        return [node for node in self._ray.nodes() if node["Alive"]]
 
     @property
     def host(self) -> str:
@@ -92,13 +83,15 @@ class RayCrews:
         return [
             f"{node['NodeManagerAddress']}: {node['Resources'].get('CPU', 0):g} CPU,"
             f" {node['Resources'].get('GPU', 0):g} GPU"
-            for node in self._ray.nodes()
-            if node["Alive"]
+            for node in self._alive
         ]
 
-    def new_crew(self, arguments: list[str]) -> "RayCrew":
+    def new_crew(self, arguments: list[str]) -> PlacedCrew:
         """Return a crew that is not placed yet. arguments: see crew.py."""
-        return RayCrew(self._ray, self.bundle, arguments)
+        placement = RayPlacement(self._ray, self.bundle)
+        if self.bundle.num_machines == 1:
+            return RayCrew(placement, arguments)
+        return SpreadCrew(placement, arguments, self.bundle.num_machines, self._tp)
 
     def close(self) -> None:
         """End all crews of this driver."""
@@ -117,63 +110,36 @@ def check_port(address: str) -> None:
 
 
 class RayCrew:
-    """A crew, its actor and its placement group."""
+    """The crew of a replica on one machine.
 
-    def __init__(self, ray: ModuleType, bundle: Bundle, arguments: list[str]) -> None:
-        self._ray = ray
-        self._bundle = bundle
+    Args:
+        placement: its place.
+        arguments: of the crew.
+    """
+
+    def __init__(self, placement: Placement, arguments: list[str]) -> None:
+        self._placement = placement
         self._arguments = arguments
-        self._group = ray.util.placement_group([bundle.resources], strategy="STRICT_PACK")
-        self._actor: Any = None
+        self._process: CrewProcess | None = None
 
     async def place(self) -> None:
         """Wait for a machine that has room, and start the crew there."""
-        await self._group.ready()
-        strategies = self._ray.util.scheduling_strategies
-        actor_class = self._ray.remote(crew_actor.CrewActor).options(
-            num_cpus=self._bundle.cpus,
-            num_gpus=self._bundle.gpus,
-            max_restarts=0,
-            max_task_retries=0,
-            max_concurrency=4,
-            scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(self._group, 0),
-        )
-        self._actor = actor_class.remote(programs.__file__, self._arguments)
+        await self._placement.wait()
+        self._process = self._placement.start(0, CREW, self._arguments)
 
     async def reports(self) -> AsyncIterator[Report]:
         """Yield the crew's reports; one with the reason that it is lost comes last."""
-        while True:
-            try:
-                lines = await self._actor.next_reports.remote()
-            except self._ray.exceptions.RayError as error:
-                yield {"report": "lost", "reason": _first_line(error)}
-                return
-            for line in lines:
-                yield json.loads(line)
-            if not lines:
-                yield {"report": "lost", "reason": "its crew has ended"}
-                return
+        assert self._process is not None, "it has been placed"
+        async for report in self._process.reports():
+            yield report
 
     def send(self, line: str) -> None:
         """Send a command; nothing happens while the crew is not placed."""
-        if self._actor is not None:
-            self._actor.send.remote(line)
+        if self._process is not None:
+            self._process.send(line)
 
     async def close(self) -> None:
         """End the crew, whatever it does, and give its place back."""
-        if self._actor is not None:
-            stopping = asyncio.ensure_future(self._stop_actor())
-            await asyncio.wait({stopping}, timeout=STOP_TIMEOUT_S)
-            stopping.cancel()
-            self._ray.kill(self._actor)
-        self._ray.util.remove_placement_group(self._group)
-
-    async def _stop_actor(self) -> None:
-        with suppress(self._ray.exceptions.RayError):
-            await self._actor.stop.remote()
-
-
-def _first_line(error: Exception) -> str:
-    """Return what Ray says of a death, without its advice and stacks."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+        if self._process is not None:
+            await self._process.stop()
+        self._placement.remove()

@@ -30,7 +30,6 @@ from worker_proc.gpu.kernels import (
     attention,
     experts,
     matmul,
-    page_tables,
     rotate_write,
     rows,
     sampling,
@@ -105,11 +104,10 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 def attend(
     head_dim: int, group: int, one_query: bool, dtype: str, kv_dtype: str, is_split: bool,
-    capability: int, **special: Any,
+    **special: Any,
 ) -> Compiled:  # fmt: skip
     """Return the attention kernel as `attend_over_pages` compiles it."""
-    shared = SHARED_BYTES[capability]
-    tile = attention.tile_of(group, one_query, head_dim, DTYPES[dtype], shared)
+    tile = attention.tile_of(group, one_query, head_dim, DTYPES[dtype])
     constants = {
         "KV_HEADS": 8, "GROUP": group, "DIM": head_dim, "PAGE_SIZE": 16, "BLOCK_ROWS": tile.rows,
         "BLOCK_KEYS": tile.keys, "BLOCK_DIM": attention.block_dim(head_dim),
@@ -131,25 +129,25 @@ def attend(
 def chosen_attention(capability: int) -> Iterator[Compiled]:
     """Return the shapes that have needed the most, and the most common ones."""
     special = {"WINDOW": 100, "CAPPED": True, "HAS_SINKS": True}
-    yield attend(128, 4, True, NUMBERS, NUMBERS, False, capability)
-    yield attend(128, 4, False, NUMBERS, NUMBERS, False, capability)
+    yield attend(128, 4, True, NUMBERS, NUMBERS, False)
+    yield attend(128, 4, False, NUMBERS, NUMBERS, False)
     if SHARED_BYTES[capability] == min(SHARED_BYTES.values()):
         # The others have the least room there.
-        yield attend(64, 1, False, NUMBERS, NUMBERS, True, capability, **special)
-        yield attend(128, 4, False, FLOATS, FLOATS, False, capability)
-        yield attend(256, 4, False, NUMBERS, NUMBERS, False, capability)
-        yield attend(256, 1, False, FLOATS, FLOATS, False, capability)
+        yield attend(64, 1, False, NUMBERS, NUMBERS, True, **special)
+        yield attend(128, 4, False, FLOATS, FLOATS, False)
+        yield attend(256, 4, False, NUMBERS, NUMBERS, False)
+        yield attend(256, 1, False, FLOATS, FLOATS, False)
     if capability >= 89:
-        yield attend(256, 1, False, NUMBERS, FP8, False, capability)
+        yield attend(256, 1, False, NUMBERS, FP8, False)
 
 
 def all_attention(capability: int) -> Iterator[Compiled]:
     for head_dim, group, one_query in product((64, 96, 128, 256), (1, 4, 8), (True, False)):
         for dtype in DTYPES:
             for is_split in (False, True):
-                yield attend(head_dim, group, one_query, dtype, dtype, is_split, capability)
+                yield attend(head_dim, group, one_query, dtype, dtype, is_split)
         if capability >= 89:
-            yield attend(head_dim, group, one_query, NUMBERS, FP8, False, capability)
+            yield attend(head_dim, group, one_query, NUMBERS, FP8, False)
 
 
 def one_of_each_kernel() -> Iterator[Compiled]:
@@ -218,23 +216,30 @@ def other_kernels() -> Iterator[Compiled]:
     summing = {"WIDTH": 768, "CHOSEN": 3, "BLOCK": experts.BLOCK}
     yield Compiled("sum of experts", experts._sum_experts, summing, {"weights": FLOATS})
     yield from sampling_kernels()
-    yield Compiled("gather page tables", page_tables._gather_page_tables,
-                   {"PAGE_SIZE": 16, "BLOCK": page_tables.BLOCK},
-                   {"pages": IDS, "slots": IDS, "positions": IDS, "out": "*i32",
-                    "columns": "i32", "pages_stride": "i32", "spare_page": "i32"})  # fmt: skip
 
 
 def sampling_kernels() -> Iterator[Compiled]:
     sizes = {"CHUNKS": 32, "BLOCK": sampling.BLOCK}
-    types = {"maxima": FLOATS, "places": "*i32", "vocab_size": "i32", "logits_stride": "i32",
-             "known_stride": "i32", "num_chunks": "i32", "known": "*i32", "token_ids": IDS,
-             "slots": IDS, "positions": IDS, "top_ks": IDS, "seeds": IDS}  # fmt: skip
-    types |= dict.fromkeys(("temperatures", "top_ps", "min_ps"), FLOATS)
-    options = {"num_warps": sampling.NUM_WARPS}
+    spans = {"SPANS": 8, "SPAN": sampling.SPAN, "LIKELY": sampling.likely_of_span(8)}
+    types = dict.fromkeys(("maxima", "temperatures", "top_ps", "min_ps"), FLOATS)
+    types |= dict.fromkeys(("slots", "positions", "top_ks", "seeds", "token_ids"), IDS)
+    types |= dict.fromkeys(("weights", "drawn"), IDS)
+    types |= dict.fromkeys(("places", "likely", "num_likely", "num_finite", "known"), "*i32")
+    types |= dict.fromkeys(("vocab_size", "num_chunks", "num_spans"), "i32")
+    types |= dict.fromkeys(("logits_stride", "known_stride"), "i32")
     for logits in (NUMBERS, FLOATS):
-        for kernel in (sampling._chunk_maxima, sampling._sample):
+        for kernel, constants, warps in (
+            (sampling._chunk_maxima, sizes, sampling.CHUNK_WARPS),
+            (
+                sampling._weigh_spans,
+                {**sizes, **spans, "BLOCK": sampling.SPAN_BLOCK},
+                sampling.CHUNK_WARPS,
+            ),
+            (sampling._sample, sizes | spans, sampling.ROW_WARPS),
+        ):
             label = f"sampling{kernel.__name__}, {logits[1:]}"
-            yield Compiled(label, kernel, sizes, {**types, "logits": logits}, options)
+            options = {"num_warps": warps}
+            yield Compiled(label, kernel, constants, {**types, "logits": logits}, options)
 
 
 def main() -> int:

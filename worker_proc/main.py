@@ -2,7 +2,6 @@
 
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,6 +21,8 @@ from quadriga.wire.messages.worker import (
     WorkerReady,
 )
 from quadriga.wire.sockets import Inbox, Outbox
+from worker_proc.distributed.node_leader import NodeLeader
+from worker_proc.distributed.rendezvous import Rendezvous
 from worker_proc.distributed.tp_leader import TPLeader
 from worker_proc.result_sender import AsyncResultSender, ResultSender
 from worker_proc.sampling.grammar_compiler import GrammarCompiler
@@ -52,7 +53,7 @@ def body(child: Child) -> None:
     inbox = Inbox[WorkerMessage](child.endpoints.worker, WorkerMessage)
     results = Outbox(child.endpoints.results)
     leader = _start_ranks(child)
-    runner, mover, ready = start(child, None if leader is None else leader.store)
+    runner, mover, ready = start(child, None if leader is None else leader.meeting)
     results.send(ready)
     grammars = GrammarCompiler(resolve_model(child.config.model), child.endpoints.results)
     runner.table.sampling.compiled = grammars.compiled
@@ -87,14 +88,15 @@ def body(child: Child) -> None:
         leader.close()
 
 
-def _start_ranks(child: Child) -> TPLeader | None:
+def _start_ranks(child: Child) -> TPLeader | NodeLeader | None:
     """Start the other ranks, if there are any. Raises ConfigError if there cannot be."""
     if child.config.worker.tp == 1:
         return None
     from worker_proc.distributed.check import check_ranks
 
-    check_ranks(child.config.worker, resolve_model(child.config.model))
-    return TPLeader(child, lambda how: _die(child, how))
+    check_ranks(child.config.worker, resolve_model(child.config.model), child.replica)
+    leader = NodeLeader if child.endpoints.links.ranks else TPLeader
+    return leader(child, lambda how: _die(child, how))
 
 
 def _die(child: Child, message: str) -> None:
@@ -130,12 +132,14 @@ def _begin_session(ready: WorkerReady, mover: "PageMover | None") -> WorkerReady
     return msgspec.structs.replace(ready, session=session, stored=stored)
 
 
-def start(child: Child, store: Path | None) -> "tuple[Runner, PageMover | None, WorkerReady]":
+def start(
+    child: Child, meeting: Rendezvous | None
+) -> "tuple[Runner, PageMover | None, WorkerReady]":
     """Load the model, warm up, and report to the launcher that this process is ready.
 
     Args:
         child: This process.
-        store: File by which the ranks find each other; None for a single rank.
+        meeting: How the ranks find each other; None for a single rank.
 
     Returns:
         The runner, what moves pages to and from the tiers, and the message for the scheduler.
@@ -153,7 +157,7 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, PageMover | None, 
 
     cores = take_cores(child.config.worker, child.replica)
     part = TPRank(0, child.config.worker.tp)
-    runner = make_runner(child.config, files, part, store, clock.begin, child.replica)
+    runner = make_runner(child.config, files, part, meeting, clock.begin, child.replica)
     mover = open_tiers(child.config.worker, files, runner, child.replica, child.endpoints.results)
     clock.begin("warm up")
     runner.warm_up()
@@ -177,6 +181,7 @@ def start(child: Child, store: Path | None) -> "tuple[Runner, PageMover | None, 
         prefill_tokens=prefill_tokens,
         window=runner.window,
         step_costs=step_costs,
+        cuda_graph=runner.engine.has_graphs,
     )
     ready = _begin_session(ready, mover)
     child.ready(

@@ -51,9 +51,14 @@ class FloorSizes:
     num_steps: int = NUM_STEPS
 
     @property
+    def num_further(self) -> int:
+        """Tokens of a row beyond its context: one that is known, and one of each step."""
+        return self.num_steps + NUM_WARM_UP + 2
+
+    @property
     def room(self) -> int:
         """Tokens of a row in all."""
-        return max(self.contexts) + self.num_steps + NUM_WARM_UP + 1
+        return max(self.contexts) + self.num_further
 
     def cut_to(self, context_length: int) -> "FloorSizes":
         """Return the sizes with contexts that leave the model room for the steps.
@@ -61,11 +66,11 @@ class FloorSizes:
         Raises:
             ConfigError: There is no room.
         """
-        longest = context_length - self.num_steps - NUM_WARM_UP - 1
+        longest = context_length - self.num_further
         if longest < 1:
             raise ConfigError(
                 f"the model's context is {context_length} tokens, {self.num_steps} steps need"
-                f" {self.num_steps + NUM_WARM_UP + 2}: lower --steps"
+                f" {self.num_further + 1}: lower --steps"
             )
         contexts = dict.fromkeys(min(context, longest) for context in self.contexts)
         return FloorSizes(self.batches, tuple(contexts), self.num_steps)

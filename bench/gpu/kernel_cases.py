@@ -1,6 +1,5 @@
 """The kernels that bench.gpu.kernels measures, with the work of each."""
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, product
@@ -11,10 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker_proc.attention.base import AttentionShape, BatchLayout
-from worker_proc.gpu.flashinfer import WORKSPACE_BYTES, XqaLaunch
 from worker_proc.gpu.kernels.activations import gate_up
 from worker_proc.gpu.kernels.matmul import multiply
-from worker_proc.gpu.kernels.page_tables import gather_page_tables
 from worker_proc.gpu.kernels.rotate_write import rotate_and_write
 from worker_proc.gpu.kernels.rows import add_and_norm
 from worker_proc.gpu.kernels.sampling import sample_tokens
@@ -105,8 +102,6 @@ class Cases:
             ("choice of a token", self._sampling()),
             ("deterministic product", map(self._product, sizes.rows)),
         ]
-        if self._device.type == "cuda" and importlib.util.find_spec("flashinfer") is not None:
-            kinds.append(("FlashInfer decode", (self._xqa(*shape) for shape in sizes.decode)))
         yield from chain.from_iterable(cases for name, cases in kinds if word in name)
 
     def _draw(self, *size: int) -> Tensor:
@@ -150,19 +145,6 @@ class Cases:
             "scaled_dot_product_attention",
             lambda: F.scaled_dot_product_attention(query, keys, values, enable_gqa=True),
         )
-
-    def _xqa(self, rows: int, tokens: int) -> KernelCase:
-        pages, table = self._paged(rows, tokens)
-        slots = torch.arange(rows, device=self._device)
-        positions = torch.full_like(slots, tokens - 1)
-        tables = gather_page_tables(table.pages, slots, positions, PAGE_SIZE, table.num_pages)
-        lengths = (positions + 1).int().view(torch.uint32)
-        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
-        launch = XqaLaunch(0, rows, workspace, tables, lengths, table.context_length)
-        q, run = self._attending(launch, pages, rows)
-        num_bytes = 2 * rows * tokens * self._sizes.kv_heads * self._sizes.head_dim * q.itemsize
-        shape = f"{rows} x {tokens}"
-        return KernelCase("FlashInfer decode", shape, run, num_bytes, 4 * q.numel() * tokens)
 
     def _prompts(self, rows: int, tokens: int) -> KernelCase:
         pages, table = self._paged(rows, tokens)

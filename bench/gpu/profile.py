@@ -96,7 +96,7 @@ def _bench(config: ServerConfig, arguments: argparse.Namespace) -> WorkerBench:
         )
     page = config.worker.page_size
     config = config.replace(
-        max_batch_size=rows,
+        max_batch_size=rows + 1,
         max_running_requests=rows + 1,
         max_total_tokens=(rows + 1) * (-(-reach // page) + 1) * page,
     )

@@ -52,7 +52,14 @@ READ_HERE = (
         "how long the kernels' threads spin before they sleep",
     ),
     EnvironmentVariable(
-        "GLOO_SOCKET_IFNAME", "`lo`", "network interface of tensor parallelism on CPUs"
+        "GLOO_SOCKET_IFNAME",
+        "`lo`; over several machines that of the machine's address",
+        "network interface of tensor parallelism on CPUs",
+    ),
+    EnvironmentVariable(
+        "NCCL_SOCKET_IFNAME",
+        "over several machines that of the machine's address",
+        "network interface of tensor parallelism on GPUs",
     ),
     EnvironmentVariable(
         "TRITON_INTERPRET", "", "`1`: run the Triton kernels without a GPU, slowly"

@@ -16,7 +16,7 @@ TARGET_REQUESTS, UP_AFTER_S, DOWN_AFTER_S = 32, 5.0, 300.0
 # Of the directories in --journal.
 REPLICA_PREFIX = "replica-"
 
-CLUSTER_FLAGS = ("ray_address", "replica_cpus", "max_replicas")
+CLUSTER_FLAGS = ("ray_address", "replica_cpus", "nnodes", "max_replicas")
 SCALING_FLAGS = ("min_replicas", "target_ongoing_requests", "scale_up_after", "scale_down_after")
 
 
@@ -43,6 +43,11 @@ class ReplicaArgs:
     )
     ray_address: str = flag("auto", "address of the Ray cluster; auto: that of this machine")
     replica_cpus: float = flag(1.0, "CPUs of its machine that Ray sets aside for a replica")
+    nnodes: int | None = flag(
+        None,
+        "machines of each replica, over which its --tp ranks are split (default: 1, or as few as"
+        " have so many GPUs)",
+    )
     min_replicas: int | None = flag(
         None, "least number of replicas, where it follows the load (default: 1)"
     )
@@ -64,8 +69,8 @@ class ReplicaArgs:
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
-        positive = ("dp", "replica_cpus", "min_replicas", "max_replicas", "target_ongoing_requests")
-        check_positive(self, *positive)
+        check_positive(self, "dp", "replica_cpus", "nnodes", "min_replicas", "max_replicas")
+        check_positive(self, "target_ongoing_requests")
         for name in ("scale_up_after", "scale_down_after"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must be 0 or more (it is {getattr(self, name)})")
@@ -120,7 +125,9 @@ class ReplicaArgs:
 
     def place_of(self, number: int) -> "ReplicaPlace":
         """Return which part of its machine a replica has. In a cluster it has all that it sees."""
-        return ONLY_REPLICA if self.in_cluster else ReplicaPlace(number, self.dp)
+        if self.in_cluster:
+            return ReplicaPlace(num_machines=self.nnodes or 1)
+        return ReplicaPlace(number, self.dp)
 
 
 def _default(name: str) -> Any:
@@ -133,10 +140,19 @@ def journal_dir(journal: str, number: int) -> Path:
 
 
 class ReplicaPlace(NamedTuple):
-    """Which replica of its machine a process belongs to, from 0 on, and how many there are."""
+    """Which replica of its machine a process belongs to, from 0 on, and how many there are.
+
+    Attributes:
+        num_machines: number of machines over which the ranks of the replica are split.
+    """
 
     number: int = 0
     num_replicas: int = 1
+    num_machines: int = 1
+
+    def ranks_per_machine(self, tp: int) -> int:
+        """Return how many of `tp` ranks are on each machine of the replica."""
+        return tp // self.num_machines
 
 
 ONLY_REPLICA = ReplicaPlace()

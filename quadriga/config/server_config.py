@@ -6,6 +6,7 @@ the same flags, so that each can be started by itself and `ps` shows how it was 
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +120,13 @@ class ServerConfig:
             raise ConfigError(
                 f"{self.worker.offload_flags} keeps cached prefixes: leave --disable-radix-cache"
                 " out"
+            )
+        num_machines, tp = replicas.nnodes or 1, self.worker.tp
+        if tp % num_machines:
+            raise ConfigError(
+                f"tp is {tp} and nnodes is {num_machines}: each machine has as many ranks as the"
+                f" others; start with --tp {math.ceil(tp / num_machines) * num_machines}, or with"
+                " another --nnodes"
             )
         if replicas.in_cluster and self.worker.kv_cache_dir:
             raise ConfigError(

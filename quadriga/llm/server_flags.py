@@ -97,6 +97,7 @@ class ServerFlags(TypedDict, total=False):
     cluster: Literal["none", "ray"]
     ray_address: str
     replica_cpus: float
+    nnodes: int | None
     min_replicas: int | None
     max_replicas: int | None
     target_ongoing_requests: int

@@ -128,7 +128,10 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
         _call_hook(name)
         logging.debug("starting as process %d%s", os.getpid(), _in_place_of(arguments))
         links = NodeLinks(
-            arguments.scheduler_address, arguments.delivery_address, config.frontend.curve_dir
+            arguments.scheduler_address,
+            arguments.delivery_address,
+            config.frontend.curve_dir,
+            ranks=tuple(arguments.rank_addresses.split(",")) if arguments.rank_addresses else (),
         )
         endpoints = Endpoints(run_dir, links)
         body(Child(config, endpoints, control, arguments.is_restart, replica))
@@ -189,6 +192,9 @@ def _parse(name: str) -> argparse.Namespace:
     parser.add_argument("--replica", type=int, help="number of its replica, among several")
     parser.add_argument("--scheduler-address", default="", help="if it is not in the run directory")
     parser.add_argument("--delivery-address", default="", help="if it is not in the run directory")
+    parser.add_argument(
+        "--rank-addresses", default="", help="ADDRESS,… of ranks that are not in the run directory"
+    )
     parser.add_argument("--is-restart", action="store_true", help="the process before it died")
     configuration.add_flags(parser)
     return parser.parse_args()

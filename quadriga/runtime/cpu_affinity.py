@@ -61,15 +61,16 @@ def assign_cpus(
     """
     usable = max(1, math.floor(min(len(cores), quota)))
     spare = next((spare for minimum, spare in SPARE_CORES if usable >= minimum), 0)
-    num_processes = args.tp * replica.num_replicas
+    num_ranks = replica.ranks_per_machine(args.tp)
+    num_processes = num_ranks * replica.num_replicas
     threads = args.worker_threads or max(1, (usable - spare) // num_processes)
     num_taken = threads * num_processes
     # If a quota grants less time than there are cores, affinity gains nothing.
     shares_all = not spare or usable < len(cores) or num_taken >= len(cores)
     if args.no_affinity or runs_on_gpu(args) or shares_all:
         return CpuPlan(threads)
-    first = len(cores) - num_taken + replica.number * threads * args.tp
-    own = cores[first : first + threads * args.tp]
+    first = len(cores) - num_taken + replica.number * threads * num_ranks
+    own = cores[first : first + threads * num_ranks]
     return CpuPlan(threads, _union(own), _union(cores[:-num_taken]))
 
 

@@ -11,7 +11,7 @@ class Endpoints:
     """Addresses of a run's inner links: ipc sockets in its private directory.
 
     Several replicas have all links but `public` once each. Where a replica is on another machine,
-    `links` has the addresses of `scheduler` and `delivery`.
+    `links` has the addresses of `scheduler` and `delivery`, and of the ranks on further machines.
 
     | link       | binds          | connects                      | carries            |
     |------------|----------------|-------------------------------|--------------------|
@@ -45,7 +45,7 @@ class Endpoints:
 
     def rank(self, rank: int) -> str:
         """Return the address of a TP rank, which receives every message that rank 0 receives."""
-        return self._ipc(f"worker-{rank}")
+        return self.links.rank(rank) or self._ipc(f"worker-{rank}")
 
     @property
     def results(self) -> str:

@@ -7,7 +7,7 @@ stops answering counts as disconnected.
 
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
@@ -26,21 +26,36 @@ class NodeLinks:
         scheduler: where its scheduler receives; "": in the run directory.
         delivery: where the frontend receives its results; "": in the run directory.
         key_dir: the server's key directory; "": the links have no keys.
+        ranks: where each rank of its worker receives; "", or none at all: in the run directory.
     """
 
     scheduler: str = ""
     delivery: str = ""
     key_dir: str = ""
+    ranks: tuple[str, ...] = field(default=(), kw_only=True)
+
+    @property
+    def host(self) -> str:
+        """Address of this machine that the others reach."""
+        return host_of(self.scheduler or next(filter(None, self.ranks)))
+
+    def rank(self, rank: int) -> str:
+        """Return where a rank receives; "": in the run directory."""
+        return self.ranks[rank] if rank < len(self.ranks) else ""
+
+    @property
+    def _leave_machine(self) -> bool:
+        return bool(self.scheduler or self.delivery or self.ranks)
 
     @property
     def prepare_bind(self) -> Callable[["zmq.Socket[bytes]"], None]:
         """What is to be done with a socket that binds one of the links."""
-        return self._prepare_bind if self.scheduler or self.delivery else _leave
+        return self._prepare_bind if self._leave_machine else _leave
 
     @property
     def prepare_connect(self) -> Callable[["zmq.Socket[bytes]"], None]:
         """What is to be done with a socket that connects to one of the links."""
-        return self._prepare_connect if self.scheduler or self.delivery else _leave
+        return self._prepare_connect if self._leave_machine else _leave
 
     def _prepare_bind(self, link: "zmq.Socket[bytes]") -> None:
         _set_heartbeat(link)
@@ -61,6 +76,16 @@ class NodeLinks:
 
 
 ON_THIS_MACHINE = NodeLinks()
+
+
+def host_of(address: str) -> str:
+    """Return the host of an address tcp://HOST:PORT."""
+    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+
+def tcp_address(host: str, port: int | str) -> str:
+    """Return the address tcp://HOST:PORT. port: `*` lets ZeroMQ choose one."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def _leave(link: "zmq.Socket[bytes]") -> None:
@@ -88,8 +113,7 @@ class ReservedPort:
         self._socket = socket.socket(family)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind((host, 0))
-        shown = f"[{host}]" if ":" in host else host
-        self.address = f"tcp://{shown}:{self._socket.getsockname()[1]}"
+        self.address = tcp_address(host, self._socket.getsockname()[1])
 
     def close(self) -> None:
         """Give the port back."""

@@ -1,109 +1,20 @@
 """Replicas on three machines of a Ray cluster, one of which is lost and comes back."""
 
-import asyncio
 import itertools
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from bench.client.server import free_port
-from quadriga.client import AsyncClient, Client, Completion, SamplingParams
+from tests.cluster.cluster_server import ClusterServer, cluster_server
 from tests.cluster.conftest import MACHINE
-from tests.server import kill_tree, launch, running_server, stop, wait_until, wait_until_ready
+from tests.server import wait_until
 
 pytestmark = pytest.mark.timeout(400)
-
-STREAMS = 12
-MODEL_FLAGS = ["--dtype", "float32", "--worker-threads", "1", "--max-total-tokens", "8192"]
-GREEDY = SamplingParams(temperature=0, max_new_tokens=120, ignore_eos=True)
-SEEDED = SamplingParams(temperature=1.0, seed=5, max_new_tokens=120, ignore_eos=True)
-
-
-async def run_streams(
-    endpoint: str,
-    started: asyncio.Event,
-    curve_dir: Path | None = None,
-    num_streams: int = STREAMS,
-) -> list[tuple[str, ...]]:
-    """Run many streams; set `started` when each has its first tokens."""
-    streaming = 0
-    async with AsyncClient(endpoint, curve_dir=curve_dir) as client:
-
-        async def run_stream(number: int) -> tuple[str, ...]:
-            nonlocal streaming
-            text = ""
-            params = SEEDED if number % 4 == 0 else GREEDY
-            async for chunk in client.stream([3 + number] * (5 + number), params):
-                streaming += not text
-                text += chunk.text or " "
-                if streaming == num_streams:
-                    started.set()
-            completion = chunk.completion
-            assert isinstance(completion, Completion)
-            return completion.text, str(completion.token_ids), completion.finish_reason
-
-        return list(await asyncio.gather(*(run_stream(number) for number in range(num_streams))))
-
-
-class ClusterServer:
-    """A server of three replicas."""
-
-    def __init__(self, process: "subprocess.Popen[bytes]", endpoint: str, log: Path, keys: Path):
-        self.process, self.endpoint, self.log, self.keys = process, endpoint, log, keys
-
-    def info(self) -> dict[str, Any]:
-        with Client(self.endpoint, curve_dir=str(self.keys)) as client:
-            return dict(client.info())
-
-    def num_serving(self) -> int:
-        return len(self.info()["replicas"])
-
-    def wait_for_replicas(self, count: int) -> None:
-        wait_until(lambda: self.num_serving() == count, 120, self.log.read_text)
-
-    def streams_while(self, disturb: Any) -> list[tuple[str, ...]]:
-        """Run the streams, and disturb them once all have begun."""
-
-        async def run() -> list[tuple[str, ...]]:
-            started = asyncio.Event()
-            task = asyncio.create_task(run_streams(self.endpoint, started, self.keys))
-            await started.wait()
-            await asyncio.to_thread(disturb)
-            return await task
-
-        return asyncio.run(run())
-
-
-@contextmanager
-def cluster_server(cluster: Any, model: Path, keys: Path, log: Path) -> Iterator[ClusterServer]:
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
-    flags = ["--model", str(model), *MODEL_FLAGS, "--load-balance-method", "least-loaded"]
-    flags += ["--cluster", "ray", "--ray-address", cluster.address, "--dp", "3"]
-    process = launch(endpoint, *flags, "--curve-dir", str(keys), log=log)
-    try:
-        wait_until_ready(process, log)
-        yield ClusterServer(process, endpoint, log, keys)
-        stop(process)
-    finally:
-        kill_tree(process)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(
-    ray_cluster: Any,
-    llama_dir: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> list[tuple[str, ...]]:
-    log = tmp_path_factory.mktemp("one") / "log"
-    with running_server(log, "--model", str(llama_dir), *MODEL_FLAGS) as server:
-        return asyncio.run(run_streams(server.endpoint, asyncio.Event()))
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +22,7 @@ def server(
     ray_cluster: Any, llama_dir: Path, key_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ClusterServer]:
     log = tmp_path_factory.mktemp("cluster") / "log"
-    with cluster_server(ray_cluster, llama_dir, key_dir, log) as server:
+    with cluster_server(ray_cluster, llama_dir, key_dir, log, ["--dp", "3"]) as server:
         yield server
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from bench.client.server import free_port
-from tests.cluster.test_ray import MODEL_FLAGS, STREAMS, ClusterServer, run_streams
+from tests.cluster.cluster_server import MODEL_FLAGS, STREAMS, ClusterServer, run_streams
 from tests.server import kill_tree, launch, running_server, stop, wait_until, wait_until_ready
 
 pytestmark = pytest.mark.timeout(300)

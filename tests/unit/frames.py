@@ -19,6 +19,7 @@ import msgspec
 from msgspec import inspect
 
 from quadriga.wire.messages.from_client import ClientMessage
+from quadriga.wire.messages.rank import JoinRanks
 from quadriga.wire.messages.to_client import SentChunks, SentReplay, ServerMessage
 from quadriga.wire.messages.to_detok import (
     Delivered,
@@ -47,6 +48,7 @@ LINKS: dict[str, Any] = {
     "ended request in memory": StreamReplay,
     "scheduler to worker": WorkerMessage,
     "worker to scheduler": ResultMessage,
+    "rank 0 to a rank of another machine, beside those to the worker": JoinRanks,
 }
 FRAMES_OF_A_MESSAGE = 3
 

@@ -29,7 +29,8 @@ BENCHES_OF_THE_WORKER = {
     "worker_steps.py",
 }
 """They compute beside the worker's own code, in one process, or write its checkpoints."""
-SOCKET_FILES = ("sockets.py", "async_port.py", "connection_watch.py", "curve.py", "node_links.py")
+SOCKET_FILES = ("sockets.py", "async_port.py", "connection_watch.py", "curve.py", "node_links.py",
+                "peer_watch.py")  # fmt: skip
 
 
 def roots_of(path: Path) -> set[str]:

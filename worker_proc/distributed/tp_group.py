@@ -7,15 +7,13 @@ logits and samples every token itself, and needs no messages but the plans, at t
 the whole head.
 """
 
-import os
-import sys
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from worker_proc.distributed.rendezvous import Rendezvous
 from worker_proc.loading.sharding import TPRank
 from worker_proc.system.transfer import DeviceToHostCopier, Fetch, TokenIds
 
@@ -30,21 +28,19 @@ class TPGroup:
     All ranks must make the same calls in the same order.
     """
 
-    def __init__(self, rank: TPRank, store: Path, device: torch.device) -> None:
-        """Wait until all ranks have joined, who find each other by the new file `store`."""
+    def __init__(self, rank: TPRank, meeting: Rendezvous, device: torch.device) -> None:
+        """Wait until all ranks have joined."""
         self._device = device
         self._num_checked = 0
         self._copier = DeviceToHostCopier(device)
         self._difference: Fetch | None = None
-        if sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # not reachable from the network
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=f"file://{store}",
             rank=rank.rank,
             world_size=rank.count,
             timeout=TIMEOUT,
             device_id=device if device.type == "cuda" else None,
+            **meeting.begin(rank, TIMEOUT),
         )
 
     def all_reduce(self, x: Tensor) -> Tensor:

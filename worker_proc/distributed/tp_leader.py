@@ -18,6 +18,7 @@ from quadriga.runtime.child import Child
 from quadriga.runtime.parent_death import continue_at_parents_death
 from quadriga.wire.messages.worker import WorkerMessage
 from quadriga.wire.sockets import Outbox
+from worker_proc.distributed.rendezvous import FileRendezvous, Rendezvous
 
 EXIT_TIMEOUT_S = 5.0
 
@@ -26,21 +27,30 @@ class TPLeader:
     """Ranks 1 to tp - 1.
 
     Attributes:
-        store: File by which all ranks find each other.
+        meeting: Where all ranks meet.
     """
 
-    def __init__(self, child: Child, on_death: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        child: Child,
+        on_death: Callable[[str], None],
+        meeting: Rendezvous | None = None,
+        ranks: range | None = None,
+    ) -> None:
         """Start the processes.
 
         Args:
             child: This process, whose configuration the ranks get.
             on_death: Called in a thread, with the reason, if a rank exits unexpectedly.
+            meeting: Where all ranks meet; None: by a file of this run.
+            ranks: The ranks to start; None: all of them.
         """
         run_dir = child.endpoints.run_dir
-        self.store = run_dir / f"ranks-{os.getpid()}"
+        self.meeting = meeting or FileRendezvous(run_dir / f"ranks-{os.getpid()}")
         self._on_death = on_death
         self._stopping = False
-        ranks = range(1, child.config.worker.tp)
+        if ranks is None:
+            ranks = range(1, child.config.worker.tp)
         self._processes = {rank: self._start(rank, run_dir, child) for rank in ranks}
         self._outboxes = [Outbox(child.endpoints.rank(rank)) for rank in ranks]
         for rank in ranks:
@@ -63,7 +73,7 @@ class TPLeader:
     def _start(self, rank: int, run_dir: Path, child: Child) -> "subprocess.Popen[bytes]":
         """Start a rank. It reads its standard input, which ends when this process ends."""
         command = command_of("worker_proc.distributed.tp_rank")
-        command += [str(rank), str(self.store)]
+        command += [str(rank), self.meeting.address]
         command += ["--run-dir", str(run_dir), f"--clock-offset={clock.offset()}"]
         if child.replica.num_replicas > 1:
             command += ["--replica", str(child.replica.number)]

@@ -1,33 +1,53 @@
 """A further rank of a worker: runs the same steps as rank 0, and sends no results.
 
 Rank 0 starts it (see tp_leader.py) as
-`python -m worker_proc.distributed.tp_rank RANK STORE --run-dir …`.
+`python -m worker_proc.distributed.tp_rank RANK MEETING --run-dir …`.
 """
 
 import os
 import sys
 import threading
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 from quadriga.model_files.resolve import resolve_model
 from quadriga.runtime.child import Child, run_child
 from quadriga.runtime.exit_codes import EXIT_LAUNCHER_DIED
 from quadriga.wire.messages.worker import StopWorker, WorkerMessage
 from quadriga.wire.sockets import Inbox
+from worker_proc.distributed.rendezvous import Rendezvous, rendezvous_at
 from worker_proc.sampling.grammar_compiler import GrammarCompiler
 
 
 def main() -> None:
     """Run the process until StopWorker, or until rank 0 exits."""
-    rank, store = int(sys.argv[1]), Path(sys.argv[2])
+    rank, meeting = int(sys.argv[1]), rendezvous_at(sys.argv[2])
     del sys.argv[1:3]
     threading.Thread(target=_exit_with_rank_0, daemon=True).start()
-    run_child(f"worker_proc rank {rank}", lambda child: body(child, rank, store))
+    run_child(f"worker_proc rank {rank}", lambda child: body(child, rank, meeting))
 
 
-def body(child: Child, rank: int, store: Path) -> None:
+def body(child: Child, rank: int, meeting: Rendezvous) -> None:
     """Load this rank's part of the model, then handle what rank 0 relays."""
-    inbox: Inbox[WorkerMessage] = Inbox(child.endpoints.rank(rank), WorkerMessage)
+    serve_rank(child, rank, Inbox(child.endpoints.rank(rank), WorkerMessage), meeting)
+
+
+def serve_rank(
+    child: Child,
+    rank: int,
+    inbox: "Inbox[Any]",
+    meeting: Rendezvous,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Load a rank's part of the model, then handle the messages of rank 0, until StopWorker.
+
+    Args:
+        child: This process.
+        rank: Its number.
+        inbox: Where it receives what rank 0 relays.
+        meeting: How it finds the other ranks.
+        on_ready: Called when the model is loaded.
+    """
     from torch import inference_mode
 
     from worker_proc.loading.sharding import TPRank
@@ -38,11 +58,12 @@ def body(child: Child, rank: int, store: Path) -> None:
     take_cores(child.config.worker, child.replica)
     files = resolve_model(child.config.model)
     part = TPRank(rank, child.config.worker.tp)
-    runner = make_runner(child.config, files, part, store, replica=child.replica)
+    runner = make_runner(child.config, files, part, meeting, replica=child.replica)
     runner.warm_up()
     grammars = GrammarCompiler(files, child.endpoints.results)
     runner.table.sampling.compiled = grammars.compiled
     handle = Rank(runner, grammars, grammars.compile_here, send=lambda _: None).handle
+    on_ready()
     with inference_mode():
         while not isinstance(message := inbox.receive(), StopWorker):
             handle(message)

@@ -28,7 +28,6 @@ from worker_proc.gpu.pages import (
     LONG_CONTEXT,
     LONG_SPLITS,
     AttentionMetadata,
-    AttentionPlanner,
     Pages,
     TritonAttention,
     query_blocks,
@@ -47,7 +46,7 @@ PROGRESS_INTERVAL_S = 2.0
 
 
 class TritonEngine(Engine):
-    """A model on a GPU, with Triton's or FlashInfer's attention over its pages."""
+    """A model on a GPU, with attention over its pages."""
 
     name = "triton"
     stores_tokens = True
@@ -82,7 +81,7 @@ class TritonEngine(Engine):
             capture: Captures a graph; None: none are.
             ranks: The processes with the other parts of the model.
             prompt_sizes: Tokens of the steps with prompts to capture, ascending.
-            flashinfer: Attend by FlashInfer, see flashinfer.py.
+            flashinfer: Prompts attend by FlashInfer, see flashinfer.py.
         """
         self.model = model
         self.ranks = ranks
@@ -91,7 +90,7 @@ class TritonEngine(Engine):
         self._multiply = multiply if deterministic else F.linear
         self._pages = Pages(model.attention_shape, num_pages, page_size, kv_dtype, device)
         dtype = next(model.parameters()).dtype
-        self._attention: AttentionPlanner = TritonAttention(self._pages, dtype, deterministic)
+        self._attention = TritonAttention(self._pages, dtype, deterministic)
         if flashinfer:
             from worker_proc.gpu.flashinfer import FlashInferAttention
 
@@ -108,6 +107,7 @@ class TritonEngine(Engine):
         if self._capture is None:
             return
         is_context_long = table.context_length > LONG_CONTEXT
+        self.has_graphs = True
         self._decode_graphs = DecodeGraphs(
             partial(self._decode, table),
             self._graph_sizes,
@@ -116,9 +116,9 @@ class TritonEngine(Engine):
             self._capture,
             _progress_logger("decode steps"),
         )
-        if self._prompt_sizes and isinstance(self._attention, TritonAttention):
+        if self._prompt_sizes:
             self._prompt_graphs = PromptGraphs(
-                partial(self._compute_prompts, table, self._attention),
+                partial(self._compute_prompts, table),
                 self._prompt_sizes,
                 self._graph_sizes[-1],
                 self._attention.max_queries,
@@ -192,7 +192,7 @@ class TritonEngine(Engine):
             return decoded
         prompts = self._prompt_graphs
         # The keys of long rows are split over several programs, which these graphs do not do.
-        if prompts is None or is_long or not isinstance(self._attention, TritonAttention):
+        if prompts is None or is_long:
             return None
         step = prompt_step(inputs, self._attention.max_queries)
         output = prompts.run(step, clock)
@@ -208,11 +208,9 @@ class TritonEngine(Engine):
         token_ids = self._sample(table, logits, *inputs)
         return GraphOutput(hidden.settled(), token_ids)
 
-    def _compute_prompts(
-        self, table: SlotTable, attention: TritonAttention, inputs: PromptInputs
-    ) -> GraphOutput:
+    def _compute_prompts(self, table: SlotTable, inputs: PromptInputs) -> GraphOutput:
         """Compute a step with prompts, and store the sampled tokens."""
-        metadata = attention.plan_blocks(table, inputs.slots, inputs.positions, inputs.blocks)
+        metadata = self._attention.plan_blocks(table, inputs.slots, inputs.positions, inputs.blocks)
         hidden = self._forward(metadata, inputs.sampled)
         token_ids = self._sample(
             table, self.logits(hidden), inputs.sampled_slots, inputs.sampled_positions

@@ -1,11 +1,9 @@
-"""Attention over pages by FlashInfer, in place of our Triton kernel.
+"""Attention of prompts by FlashInfer, in place of our Triton kernel.
 
-It has not run on a GPU yet.
-
-Rows of one token are computed by its XQA kernel, which takes page tables and lengths as they are on
-the device, so that it can be captured. Prompts are computed by its class
-`BatchPrefillWithPagedKVCacheWrapper`, whose plan is made on the host. Both read our pages in their
-form NHD.
+Rows of one token stay with our kernel: FlashInfer's XQA was slower in every shape of
+bench.gpu.kernels on an H100 (1.05 to 1.4 times). So do short steps with prompts, which are graphs:
+FlashInfer's class `BatchPrefillWithPagedKVCacheWrapper` is planned on the host. It reads our pages
+in their form NHD.
 
 Documented at https://docs.flashinfer.ai; written for flashinfer-python 0.6.14.
 """
@@ -21,22 +19,20 @@ from torch import Tensor
 
 from quadriga.errors import ConfigError
 from worker_proc.attention.base import Ints
-from worker_proc.gpu.kernels.page_tables import gather_page_tables
-from worker_proc.gpu.pages import AttentionMetadata, AttentionPlanner, Launch, Pages
+from worker_proc.gpu.pages import Launch, Pages, TritonAttention
 from worker_proc.models.base import Model
 from worker_proc.models.layers import Attention
 from worker_proc.step.inputs import StepInputs
-from worker_proc.step.slot_table import SlotTable
 from worker_proc.system.transfer import send_all
 
-PAGE_SIZES, MAX_HEAD_DIM = (16, 32, 64, 128), 256  # of XQA
-CAPABILITIES = (9, 10, 12)  # major compute capabilities that have XQA
+HEAD_DIMS = (64, 128, 256)
+MIN_CAPABILITY = (8, 0)
 WORKSPACE_BYTES = 128 * 2**20
 # A plan is copied from pinned memory, which must not change before: two steps may be outstanding.
 NUM_PLANS = 3
 
 
-def check_flashinfer(model: Model, page_size: int, device: torch.device) -> None:
+def check_flashinfer(model: Model, device: torch.device) -> None:
     """Raise ConfigError if FlashInfer is not installed, or does not have what a model needs."""
     try:
         import flashinfer  # noqa: F401
@@ -47,14 +43,13 @@ def check_flashinfer(model: Model, page_size: int, device: torch.device) -> None
         ) from None
     shape, layers = model.attention_shape, attention_layers(model)
     for is_missing, what in (
-        (page_size not in PAGE_SIZES, f"page_size {page_size}, but with one of {PAGE_SIZES}"),
         (
-            shape.head_dim % 16 != 0 or shape.head_dim > MAX_HEAD_DIM,
-            f"a head_dim of {shape.head_dim}, but with a multiple of 16 up to {MAX_HEAD_DIM}",
+            shape.head_dim not in HEAD_DIMS,
+            f"a head_dim of {shape.head_dim}, but with one of {HEAD_DIMS}",
         ),
         (any(one.softcap is not None for one in layers), "a model that has attention soft caps"),
         (any(one.sinks is not None for one in layers), "a model that has attention sinks"),
-        (_is_too_old(device), f"the compute capability of {device}, but from 9.0 on"),
+        (_is_too_old(device), f"the compute capability of {device}, but from 8.0 on"),
     ):
         if is_missing:
             raise ConfigError(
@@ -66,45 +61,12 @@ def check_flashinfer(model: Model, page_size: int, device: torch.device) -> None
 def _is_too_old(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
-    return torch.cuda.get_device_capability(device)[0] not in CAPABILITIES
+    return torch.cuda.get_device_capability(device) < MIN_CAPABILITY
 
 
 def attention_layers(model: Model) -> list[Attention]:
     """Return the attention of every layer."""
     return [module for module in model.modules() if isinstance(module, Attention)]
-
-
-@dataclass(frozen=True, slots=True)
-class XqaLaunch(Launch):
-    """Attention of neighbouring rows of one token.
-
-    Attributes:
-        workspace: Semaphores, which are zero between two launches, and room for partial results.
-        tables: `[rows, pages]` int32.
-        lengths: `[rows]` uint32: keys of each row.
-        max_keys: Upper bound for one row.
-    """
-
-    workspace: Tensor
-    tables: Tensor
-    lengths: Tensor
-    max_keys: int
-
-    def attend(self, q: Tensor, pool: Tensor, out: Tensor, attention: Attention) -> None:
-        from flashinfer.decode import xqa_batch_decode_with_kv_cache
-
-        xqa_batch_decode_with_kv_cache(
-            q.contiguous(),
-            (pool[0], pool[1]),
-            self.workspace,
-            self.tables,
-            self.lengths,
-            self.max_keys,
-            bmm1_scale=attention.scale,
-            window_left=_window_left(attention.window),
-            out=out.view(q.shape),
-            kv_layout="NHD",
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,57 +85,36 @@ def _window_left(window: int | None) -> int:
     return -1 if window is None else window - 1
 
 
-class FlashInferAttention(AttentionPlanner):
-    """Launches rows of one token, which come first in a step, apart from prompts."""
+class FlashInferAttention(TritonAttention):
+    """Launches FlashInfer for the prompts of steps that are no graphs."""
 
     def __init__(self, pages: Pages, model: Model, dtype: torch.dtype) -> None:
         from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
+        super().__init__(pages, dtype, deterministic=False)
         device = pages.layers[0].device
         layers = attention_layers(model)
         windows = {_window_left(layer.window) for layer in layers}
-        self._pages, self._dtype, self._scale = pages, dtype, layers[0].scale
-        self._decode_workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._dtype, self._scale = dtype, layers[0].scale
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._plans = cycle(
             {left: BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD") for left in windows}
             for _ in range(NUM_PLANS)
         )
 
-    def plan_step(self, inputs: StepInputs) -> AttentionMetadata:
+    def launch_prompts(
+        self, inputs: StepInputs, num_single: int, blocks: Ints, on_device: Tensor
+    ) -> Launch:
         layout, table = inputs.layout, inputs.table
-        num_single = int((layout.num_tokens == 1).sum())
-        lengths = layout.num_computed + layout.num_tokens
-        prompt_pages = -(-lengths[num_single:] // table.page_size)
-        page_slots = np.repeat(layout.slots[num_single:], prompt_pages)
-        columns = _counted_within(prompt_pages)
-        slots, positions, device_slots, device_columns = send_all(
-            table.device, inputs.token_slots, inputs.token_positions, page_slots, columns
+        lengths = (layout.num_computed + layout.num_tokens)[num_single:]
+        num_pages = -(-lengths // table.page_size)
+        slots, columns = send_all(
+            table.device, np.repeat(layout.slots[num_single:], num_pages), counted_within(num_pages)
         )
-        launches: list[Launch] = []
-        if num_single:
-            launches.append(self._decode(table, slots[:num_single], positions[:num_single]))
-        if num_single < len(layout.slots):
-            indices = table.pages[device_slots, device_columns].int()
-            wrappers = self._plan_prompts(
-                layout.num_tokens[num_single:], lengths[num_single:], prompt_pages, indices
-            )
-            launches.append(PromptLaunch(num_single, len(slots), wrappers))
-        return AttentionMetadata(table.tokens, table.pages, slots, positions, tuple(launches))
-
-    def plan_decode(
-        self, table: SlotTable, slots: Tensor, positions: Tensor, is_long: bool
-    ) -> AttentionMetadata:
-        launch = self._decode(table, slots, positions)
-        return AttentionMetadata(table.tokens, table.pages, slots, positions, (launch,))
-
-    def _decode(self, table: SlotTable, slots: Tensor, positions: Tensor) -> XqaLaunch:
-        """Plan rows of one token; one with slot -1 reads a token of the spare page."""
-        tables = gather_page_tables(table.pages, slots, positions, table.page_size, table.num_pages)
-        lengths = torch.where(slots < 0, 1, positions + 1).int().view(torch.uint32)
-        return XqaLaunch(
-            0, len(slots), self._decode_workspace, tables, lengths, table.context_length
+        wrappers = self._plan_prompts(
+            layout.num_tokens[num_single:], lengths, num_pages, table.pages[slots, columns].int()
         )
+        return PromptLaunch(num_single, len(inputs.token_slots), wrappers)
 
     def _plan_prompts(
         self, num_tokens: Ints, lengths: Ints, num_pages: Ints, indices: Tensor
@@ -200,7 +141,7 @@ class FlashInferAttention(AttentionPlanner):
         return wrappers
 
 
-def _counted_within(counts: Ints) -> Ints:
+def counted_within(counts: Ints) -> Ints:
     """Return 0, 1, … for each of several counts."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)

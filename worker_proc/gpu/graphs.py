@@ -76,11 +76,15 @@ def batch_sizes(max_rows: int) -> list[int]:
 
 
 def prompt_sizes(max_tokens: int) -> list[int]:
-    """Return the numbers of tokens to which steps with prompts are padded, ascending."""
+    """Return the numbers of tokens to which steps with prompts are padded, ascending.
+
+    A step is padded by a quarter or by 31 tokens at most: where it fills the GPU, its time grows
+    with its tokens.
+    """
     sizes, size = [], MIN_PROMPT_TOKENS
     while size <= min(max_tokens, MAX_PROMPT_TOKENS):
         sizes.append(size)
-        size *= 2
+        size += max(MIN_PROMPT_TOKENS, 2 ** (size.bit_length() - 3))
     return sizes
 
 

@@ -118,32 +118,6 @@ class AttentionMetadata:
         return out
 
 
-class AttentionPlanner(ABC):
-    """Decides how the attention of a step is launched."""
-
-    @abstractmethod
-    def plan_step(self, inputs: StepInputs) -> AttentionMetadata:
-        """Plan a step of any kind."""
-
-    @abstractmethod
-    def plan_decode(
-        self, table: SlotTable, slots: Tensor, positions: Tensor, is_long: bool
-    ) -> AttentionMetadata:
-        """Plan a step of one token for each slot `[rows]`, without synchronising with the host.
-
-        Args:
-            table: The slots.
-            slots: `[rows]`; a row with slot -1 is padding.
-            positions: `[rows]`.
-            is_long: A row has more than LONG_CONTEXT tokens.
-        """
-
-    def plan_all_kinds(self, table: SlotTable) -> AttentionMetadata:
-        """Plan a step of padding that launches every kernel that a step may launch."""
-        slots = torch.full((1,), -1, device=table.device)
-        return self.plan_decode(table, slots, torch.zeros_like(slots), False)
-
-
 @dataclass(frozen=True, slots=True)
 class TritonLaunch(Launch):
     """A launch of our kernel; `blocks` and `splits` as in attend_over_pages."""
@@ -156,8 +130,8 @@ class TritonLaunch(Launch):
         attend_over_pages(q, pool, self.page_table, self.blocks, out, attention, self.splits)
 
 
-class TritonAttention(AttentionPlanner):
-    """Attention by our kernel.
+class TritonAttention:
+    """Decides how the attention of a step is launched, with our kernel.
 
     With `deterministic`, every query is computed in the same way, whatever else is in the step.
 
@@ -174,8 +148,8 @@ class TritonAttention(AttentionPlanner):
         self._pages = pages
         self._deterministic = deterministic
         shape = pages.shape
-        group, device = shape.heads // shape.kv_heads, pages.layers[0].device
-        self.max_queries = queries_of_block(group, shape.head_dim, dtype, device)
+        group = shape.heads // shape.kv_heads
+        self.max_queries = queries_of_block(group, shape.head_dim, dtype)
 
     def plan_blocks(
         self, table: SlotTable, slots: Tensor, positions: Tensor, blocks: Tensor
@@ -185,6 +159,7 @@ class TritonAttention(AttentionPlanner):
         return AttentionMetadata(table.tokens, table.pages, slots, positions, (launch,))
 
     def plan_all_kinds(self, table: SlotTable) -> AttentionMetadata:
+        """Plan a step of padding that launches every kernel that a step may launch."""
         slots = torch.full((1,), -1, device=table.device)
         positions = torch.zeros_like(slots)
         one, several = (torch.stack([slots, positions] * pairs) for pairs in (1, 2))
@@ -195,6 +170,7 @@ class TritonAttention(AttentionPlanner):
         return AttentionMetadata(table.tokens, table.pages, slots, positions, launches)
 
     def plan_step(self, inputs: StepInputs) -> AttentionMetadata:
+        """Plan a step of any kind."""
         layout, table = inputs.layout, inputs.table
         num_single = 0 if self._deterministic else int((layout.num_tokens == 1).sum())
         is_long = bool((layout.num_computed + layout.num_tokens > LONG_CONTEXT).any())
@@ -211,9 +187,22 @@ class TritonAttention(AttentionPlanner):
             splits = self._pages.num_splits(num_single, is_long)
             launches.append(TritonLaunch(0, num_single, table.pages, decode, splits))
         if num_single < len(slots):
-            splits = self._splits_of_prompts(cut)
-            launches.append(TritonLaunch(num_single, len(slots), table.pages, blocks, splits))
+            launches.append(self.launch_prompts(inputs, num_single, cut, blocks))
         return AttentionMetadata(table.tokens, table.pages, slots, positions, tuple(launches))
+
+    def launch_prompts(
+        self, inputs: StepInputs, num_single: int, blocks: Ints, on_device: Tensor
+    ) -> Launch:
+        """Plan the tokens of a step behind those of its rows of one token.
+
+        Args:
+            inputs: The step.
+            num_single: Rows of one token, which come first.
+            blocks: `[4, blocks]` of the other rows, see query_blocks.
+            on_device: The same on the device.
+        """
+        splits, num_tokens = self._splits_of_prompts(blocks), len(inputs.token_slots)
+        return TritonLaunch(num_single, num_tokens, inputs.table.pages, on_device, splits)
 
     def _splits_of_prompts(self, blocks: Ints) -> int:
         """Split the keys of few queries behind a long prefix, such as the next turn of a chat."""
@@ -225,6 +214,14 @@ class TritonAttention(AttentionPlanner):
     def plan_decode(
         self, table: SlotTable, slots: Tensor, positions: Tensor, is_long: bool
     ) -> AttentionMetadata:
+        """Plan a step of one token for each slot `[rows]`, without synchronising with the host.
+
+        Args:
+            table: The slots.
+            slots: `[rows]`; a row with slot -1 is padding.
+            positions: `[rows]`.
+            is_long: A row has more than LONG_CONTEXT tokens.
+        """
         num_rows = len(slots)
         blocks, splits = [slots, positions], self._pages.num_splits(num_rows, is_long)
         if self._deterministic:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +11,7 @@ from quadriga.config.server_config import ServerConfig
 from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl, native_refusal
 from quadriga.model_files.model_impl.flags import check_flags
 from quadriga.model_files.resolve import ModelFiles
+from worker_proc.distributed.rendezvous import Rendezvous
 from worker_proc.engine_factory import kv_cache_dtype, make_engine, native_kernels_compute
 from worker_proc.loading.loader import load_model
 from worker_proc.loading.quantized.choice import keeps_packed
@@ -43,7 +43,7 @@ def make_runner(
     config: ServerConfig,
     files: ModelFiles,
     part: TPRank = WHOLE,
-    store: Path | None = None,
+    meeting: Rendezvous | None = None,
     on_phase: Callable[[str], None] = lambda _: None,
     replica: ReplicaPlace = ONLY_REPLICA,
 ) -> Runner:
@@ -53,7 +53,7 @@ def make_runner(
         config: The server's flags.
         files: The model.
         part: The rank, whose part of each layer is loaded.
-        store: File by which the ranks find each other; None for a single rank.
+        meeting: How the ranks find each other; None for a single rank.
         on_phase: Called with the name of each phase at its begin.
         replica: The replica of the rank.
 
@@ -66,7 +66,8 @@ def make_runner(
     chosen = impl is ModelImpl.TRANSFORMERS and files.model_impl == "auto" and part.rank == 0
     if chosen and (reason := native_refusal(files)):
         logging.warning("%s: transformers runs the model instead, more slowly", reason)
-    device = choose_device(args.device, part.rank, part.count, replica)
+    num_ranks = replica.ranks_per_machine(part.count)
+    device = choose_device(args.device, part.rank % num_ranks, num_ranks, replica)
     native_kernels = False
     if device.type == "cpu" and impl is ModelImpl.NATIVE:
         on_phase("compile kernels")
@@ -77,7 +78,7 @@ def make_runner(
         # cuBLAS may else add up the parts of a split product in bfloat16.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     on_phase("load weights")
-    ranks = None if store is None else _join(part, store, device)
+    ranks = None if meeting is None else _join(part, meeting, device)
     model = _load(config, files, impl, dtype, device, part, ranks, on_phase)
     num_slots, context_length = config.scheduler.max_running_requests, files.context_length
 
@@ -121,11 +122,11 @@ def _measure_step(
     return peak_gpu_bytes(lambda: runner.run(plan), runner.table.device)
 
 
-def _join(part: TPRank, store: Path, device: torch.device) -> "TPGroup":
+def _join(part: TPRank, meeting: Rendezvous, device: torch.device) -> "TPGroup":
     # torch.distributed is only loaded where it is needed.
     from worker_proc.distributed.tp_group import TPGroup
 
-    return TPGroup(part, store, device)
+    return TPGroup(part, meeting, device)
 
 
 def _load(

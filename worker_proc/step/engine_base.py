@@ -4,8 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from quadriga import __version__
 from quadriga.runtime.cpu_affinity import Cpus
 from quadriga.wire.messages.logprobs import PromptPiece
 from quadriga.wire.messages.worker import GuessedRow, StepPlan
@@ -35,6 +37,7 @@ class Engine(ABC):
         stores_tokens: `sample_slots` writes the tokens to the slot table.
         last_replay: Launches the last step again, as it was, for measurements; None if it was not
             a graph.
+        has_graphs: Decode steps are CUDA graphs.
         supports_jump_forward: A row with a few more tokens hardly makes a step longer, so that the
             tokens that a grammar forces are computed together with the sampled one.
         supports_guesses: Rows of several tokens can sample after each of them.
@@ -44,8 +47,17 @@ class Engine(ABC):
     ranks: "TPGroup | None" = None
     stores_tokens = False
     last_replay: Callable[[], None] | None = None
+    has_graphs = False
     supports_jump_forward = True
     supports_guesses = True
+
+    @property
+    def kernels(self) -> str:
+        """What computes, and its version.
+
+        Deterministic engines with the same value and weights give the same bits.
+        """
+        return f"{self.name} {__version__}, torch {torch.__version__}"
 
     def execute(self, plan: StepPlan, table: SlotTable, clock: RunningStep) -> PendingStep:
         """Compute the rows of a plan, sample, and add the tokens to the slots.

@@ -179,6 +179,7 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
             the worker does not guess.
         stored: PAGE_HASH_BYTES for each page that can be loaded from a tier beyond the pool; None:
             there is no such tier.
+        cuda_graph: decode steps are CUDA graphs.
     """
 
     num_pages: int
@@ -193,6 +194,7 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     window: int = 0
     step_costs: list[StepCost] = []
     stored: bytes | None = None
+    cuda_graph: bool = False
 
 
 class GrammarReady(msgspec.Struct, tag="grammar", array_like=True, frozen=True):

@@ -75,7 +75,7 @@ class FakeCrew:
 
 class FakeCrews:
     host = "127.0.0.1"
-    bundle = "1 CPU"
+    bundle = "a machine with 1 CPU free"
     machines = ("127.0.0.1: 2 CPU, 0 GPU",)
 
     def __init__(self) -> None:

@@ -83,6 +83,13 @@ def test_an_endpoint_that_is_not_tcp_is_an_error_with_an_example(endpoint: str) 
         ("--dp 2 --disable-radix-cache", "add --load-balance-method least-loaded"),
         ("--dp 0", r"dp must be positive \(it is 0\)"),
         ("--max-replicas 2", "max_replicas works with --cluster ray only"),
+        ("--tp 2 --nnodes 2", "nnodes works with --cluster ray only"),
+        ("--cluster ray --nnodes 0", r"nnodes must be positive \(it is 0\)"),
+        (
+            "--cluster ray --tp 3 --nnodes 2",
+            "tp is 3 and nnodes is 2: each machine has as many ranks as the others; start with"
+            " --tp 4",
+        ),
         ("--cluster ray --min-replicas 2", "min_replicas works with --max-replicas only"),
         ("--cluster ray --scale-up-after 1", "scale_up_after works with --max-replicas only"),
         (

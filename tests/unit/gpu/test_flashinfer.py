@@ -47,20 +47,6 @@ def attend(
     return attended[0].transpose(0, 1)
 
 
-def xqa(
-    query: Tensor, kv_cache: tuple[Tensor, Tensor], workspace_buffer: Tensor,
-    block_tables: Tensor, seq_lens: Tensor, max_seq_len: int, bmm1_scale: float,
-    window_left: int, out: Tensor, kv_layout: str,
-) -> None:  # fmt: skip
-    """What FlashInfer documents of xqa_batch_decode_with_kv_cache, row by row."""
-    assert kv_layout == "NHD" and query.is_contiguous() and out.is_contiguous()
-    assert (block_tables.dtype, seq_lens.dtype) == (torch.int32, torch.uint32)
-    for row, length in enumerate(seq_lens.tolist()):
-        assert 0 < length <= max_seq_len
-        one = query[row : row + 1]
-        out[row] = attend(one, kv_cache, block_tables[row], length, bmm1_scale, window_left)[0]
-
-
 class PromptWrapper:
     """What FlashInfer documents of BatchPrefillWithPagedKVCacheWrapper, row by row."""
 
@@ -93,7 +79,6 @@ class PromptWrapper:
 def flashinfer_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     modules: dict[str, dict[str, Any]] = {
         "flashinfer": {},
-        "flashinfer.decode": {"xqa_batch_decode_with_kv_cache": xqa},
         "flashinfer.prefill": {"BatchPrefillWithPagedKVCacheWrapper": PromptWrapper},
     }
     for name, attributes in modules.items():
@@ -130,9 +115,8 @@ def test_it_gives_the_tokens_of_the_kernel(
     [
         ({}, torch.float32, "does not work with float32"),
         ({"kv_cache_dtype": "fp8"}, torch.bfloat16, "does not work with kv_cache_dtype fp8"),
-        ({"page_size": 4}, torch.bfloat16, "does not work with page_size 4, but with one of"),
         ({"enable_deterministic_inference": True}, torch.bfloat16, "work with enable_determ"),
-        ({"page_size": 16}, torch.bfloat16, "a head_dim of 24, but with a multiple of 16"),
+        ({}, torch.bfloat16, "a head_dim of 24, but with one of"),
     ],
 )
 def test_unsupported_settings_are_refused_with_the_reason(
@@ -146,9 +130,9 @@ def test_unsupported_settings_are_refused_with_the_reason(
 
 @pytest.mark.usefixtures("flashinfer_in_torch")
 def test_a_model_with_soft_caps_is_refused_with_the_reason(tmp_path: Path) -> None:
-    model = load_on_cpu(tiny_gemma2(tmp_path, head_dim=32))
+    model = load_on_cpu(tiny_gemma2(tmp_path, head_dim=64))
     with pytest.raises(ConfigError, match="a model that has attention soft caps"):
-        backend.check_flashinfer(model, 16, CPU)
+        backend.check_flashinfer(model, CPU)
 
 
 def test_a_missing_package_is_named_with_its_remedy(
@@ -157,4 +141,4 @@ def test_a_missing_package_is_named_with_its_remedy(
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     model = load_on_cpu(small_llama(tmp_path))
     with pytest.raises(ConfigError, match=r"pip install 'quadriga\[flashinfer\]'"):
-        backend.check_flashinfer(model, 16, CPU)
+        backend.check_flashinfer(model, CPU)

@@ -1,6 +1,7 @@
 """Decode steps that are replayed: padding, batch sizes, and the same tokens as without."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +108,11 @@ def test_a_step_with_prompts_is_padded_to_the_next_number_of_tokens() -> None:
     assert graphs.run(crowded, HostStep()) is None
 
 
-def test_prompt_sizes_double_up_to_what_a_step_can_have() -> None:
-    assert prompt_sizes(100) == [32, 64]
-    assert prompt_sizes(10**6) == [32, 64, 128, 256, 512, 1024]
+def test_prompt_sizes_pad_by_a_quarter_up_to_what_a_step_can_have() -> None:
+    assert prompt_sizes(100) == [32, 64, 96]
+    sizes = prompt_sizes(10**6)
+    assert sizes[:8] == list(range(32, 257, 32)) and sizes[-2:] == [896, 1024]
+    assert all(larger <= 1.25 * size for size, larger in pairwise(sizes[7:]))
 
 
 # One layer: Triton's interpreter takes long for each program of a grid.

@@ -19,7 +19,6 @@ from tests import EVERYTHING
 from worker_proc.gpu.kernels.activations import activate_, gate_up
 from worker_proc.gpu.kernels.attention import attend_over_pages, queries_of_block
 from worker_proc.gpu.kernels.matmul import multiply
-from worker_proc.gpu.kernels.page_tables import gather_page_tables
 from worker_proc.gpu.kernels.rotate_write import rotate_and_write
 from worker_proc.gpu.kernels.rows import add_and_norm, embed, norm_and_add
 from worker_proc.models.layers import (
@@ -90,7 +89,7 @@ class Case:
 
     def blocks(self) -> Tensor:
         """[4, blocks]: slot, first position, first token, queries of each."""
-        most = queries_of_block(self.heads // self.kv_heads, self.head_dim, FLOAT32, DEVICE)
+        most = queries_of_block(self.heads // self.kv_heads, self.head_dim, FLOAT32)
         blocks, token = [], 0
         for slot, computed, count in self.rows:
             for begin in range(0, count, most):
@@ -310,13 +309,6 @@ def test_embedding_looks_up_what_is_known_of_a_slot(
         expected += places.weight[positions + 2].float()
     assert close(x[:2], expected[:2], FLOAT32)
     assert x[2].eq(0).all()
-
-
-def test_page_tables_end_with_the_page_of_the_last_token() -> None:
-    pages = torch.arange(12, device=DEVICE).view(2, 6)
-    tables = gather_page_tables(pages, ints([1, -1, 0]), ints([8, 3, 0]), 4, 99)
-    assert tables.dtype == torch.int32
-    assert tables.tolist() == [[6, 7, 8, 99, 99, 99], [99] * 6, [0, 99, 99, 99, 99, 99]]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

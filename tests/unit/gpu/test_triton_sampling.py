@@ -10,6 +10,7 @@ from tests.triton_device import DEVICE  # isort: skip (before what it has to pre
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.worker import NewSlot, SlotSamplingParams
 from tests import EVERYTHING
+from worker_proc.gpu.kernels import sampling
 from worker_proc.gpu.kernels.sampling import sample_tokens
 from worker_proc.sampling.sampler import sample
 from worker_proc.sampling.slot_sampling import SamplingState
@@ -56,7 +57,7 @@ def draw(rows: int, vocab_size: int, spread: float, dtype: torch.dtype = torch.f
 
 @pytest.mark.parametrize(
     ("vocab_size", "spread", "dtype"),
-    [(7, 1.0, torch.bfloat16), (5000, 2.5, torch.bfloat16), (9001, 0.3, torch.float32)],
+    [(7, 1.0, torch.bfloat16), (20_000, 2.5, torch.bfloat16), (9001, 0.3, torch.float32)],
 )
 def test_tokens_are_those_of_plain_torch(
     vocab_size: int, spread: float, dtype: torch.dtype
@@ -71,6 +72,19 @@ def test_tokens_are_those_of_plain_torch(
         token_ids = sample_tokens(logits, ints(slots.tolist()), places, state, known)
         assert token_ids.tolist() == expected.tolist()
         assert known[:rows, position].tolist() == expected.tolist()
+
+
+def test_a_token_does_not_depend_on_how_many_likely_ones_are_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With one in the list of a span, the whole row is searched."""
+    state, logits = sampling_of(PARAMS), draw(len(PARAMS), 5000, 2.5, torch.bfloat16)
+    slots, positions = ints(list(range(len(PARAMS)))), ints([9] * len(PARAMS))
+    tokens = []
+    for listed in (4 * 4096, 4):
+        monkeypatch.setattr(sampling, "MAX_LIKELY", listed)
+        tokens.append(sample_tokens(logits, slots, positions, state, known_tokens()).tolist())
+    assert tokens[0] == tokens[1]
 
 
 def test_a_row_has_the_token_that_it_has_alone() -> None:

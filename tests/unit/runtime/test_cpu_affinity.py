@@ -149,3 +149,9 @@ def test_replicas_have_equal_shares_of_what_one_worker_would_have() -> None:
 
 def test_more_replicas_than_cores_have_a_thread_each_and_share_all_cores() -> None:
     assert assign_cpus(cores_of(2), math.inf, ON_CPU, ReplicaPlace(3, 4)) == CpuPlan(threads=1)
+
+
+def test_ranks_on_several_machines_share_the_cores_with_those_of_their_own_only() -> None:
+    place = ReplicaPlace(num_machines=2)
+    plan = assign_cpus(cores_of(16), math.inf, WorkerArgs(device="cpu", tp=4), place)
+    assert (plan.threads, format_cpus(plan.worker)) == (7, "2-15")

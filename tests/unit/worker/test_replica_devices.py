@@ -47,3 +47,13 @@ def test_replicas_on_a_cpu_share_the_memory_for_their_pools(
         for count in (1, 2)
     )
     assert one // 2 - 1 <= two <= one // 2 + 1
+
+
+def test_ranks_on_further_machines_count_the_gpus_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = ReplicaPlace(num_machines=2)
+    assert place.ranks_per_machine(4) == 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [choose_device("cuda", rank % 2, 2, place).index for rank in range(4)] == [0, 1, 0, 1]

@@ -1,15 +1,18 @@
 """Ranks of tensor parallelism that sample different tokens, with a stand-in for the network."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from worker_proc.distributed.rendezvous import FileRendezvous
 from worker_proc.distributed.tp_group import CHECK_STEPS, TPGroup
 from worker_proc.loading.sharding import TPRank
 
 
-def group(monkeypatch: pytest.MonkeyPatch, tmp_path: object, other: list[int]) -> TPGroup:
+def group(monkeypatch: pytest.MonkeyPatch, other: list[int]) -> TPGroup:
     """Return a group whose other rank samples the tokens `other`."""
     checksum = sum(token * (2 * row + 1) for row, token in enumerate(other))
 
@@ -19,11 +22,11 @@ def group(monkeypatch: pytest.MonkeyPatch, tmp_path: object, other: list[int]) -
 
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    return TPGroup(TPRank(0, 2), tmp_path, torch.device("cpu"))  # type: ignore[arg-type]
+    return TPGroup(TPRank(0, 2), FileRendezvous(Path("unused")), torch.device("cpu"))
 
 
 def test_equal_tokens_are_never_complained_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = group(monkeypatch, None, [7, 2, 9])
+    ranks = group(monkeypatch, [7, 2, 9])
     for _ in range(3 * CHECK_STEPS):
         ranks.check_tokens(np.array([7, 2, 9]))
 
@@ -32,7 +35,7 @@ def test_equal_tokens_are_never_complained_of(monkeypatch: pytest.MonkeyPatch) -
 def test_different_tokens_end_the_worker_at_the_next_comparison(
     tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks = group(monkeypatch, None, [7, 2, 9])
+    ranks = group(monkeypatch, [7, 2, 9])
     for _ in range(2 * CHECK_STEPS - 1):
         ranks.check_tokens(torch.tensor(tokens))
     with pytest.raises(RuntimeError, match="sampled different tokens"):

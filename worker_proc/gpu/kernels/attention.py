@@ -21,7 +21,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.driver import driver
 
 from worker_proc.gpu.kernels.dot import dot
 from worker_proc.models.layers import Attention
@@ -29,10 +28,60 @@ from worker_proc.models.layers import Attention
 LOG2_E = 1.4426950408889634
 MIN_ROWS = 16  # of the smallest product of tensor cores
 MAX_SPLITS = 32
-LARGE_SHARED_BYTES = 96 * 1024  # of a multiprocessor, which three stages of large heads need
 # Arrays of numbers, read one at a time, whose places in memory change from step to step: a kernel
 # compiled for each of their alignments would gain nothing.
 INDICES = ["slots", "positions", "first_tokens", "counts"]
+
+
+@triton.jit
+def _walk(
+    q_block, keys, values, page_row, highest, total, attended, begin, end, length, first_position,
+    query, kv_head, scale, softcap,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Attend to the keys [begin, end), which begin at a block, and return the running softmax.
+
+    Without MASKED every query sees every one of them. A query's numbers are the same either way.
+    """
+    dim = tl.arange(0, BLOCK_DIM)
+    in_dim = dim < DIM
+    for start in range(begin, end, BLOCK_KEYS):
+        key = start + tl.arange(0, BLOCK_KEYS)
+        exists = key < length
+        if WINDOW:  # pages before the window may belong to another request
+            exists = exists & (key > first_position - WINDOW)
+        if MASKED:
+            page = tl.load(page_row + key // PAGE_SIZE, mask=exists, other=0)
+            wanted = exists[:, None] & in_dim[None, :]
+        else:
+            page = tl.load(page_row + key // PAGE_SIZE)
+            wanted = (key >= 0)[:, None] & in_dim[None, :]
+        places = ((page * PAGE_SIZE + key % PAGE_SIZE) * KV_HEADS + kv_head) * DIM
+        places = places[:, None] + dim[None, :]
+        if MASKED or BLOCK_DIM > DIM:
+            k = tl.load(keys + places, mask=wanted, other=0.0)
+            v = tl.load(values + places, mask=wanted, other=0.0)
+        else:
+            k, v = tl.load(keys + places), tl.load(values + places)
+        k, v = k.to(q_block.dtype), v.to(q_block.dtype)
+        scores = dot(q_block, tl.trans(k)) * scale
+        if CAPPED:
+            scores = softcap * (2 * tl.sigmoid(scores) - 1)  # 2 sigmoid(2 u) - 1 = tanh(u)
+        if MASKED:
+            seen = (key[None, :] <= first_position + query[:, None]) & exists[None, :]
+            if WINDOW:
+                seen = seen & (key[None, :] > first_position + query[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        reference = tl.where(higher == float("-inf"), 0.0, higher)  # all keys are masked
+        likelihood = tl.exp2(scores - reference[:, None])
+        shrink = tl.exp2(highest - reference)
+        total = total * shrink + tl.sum(likelihood, 1)
+        attended = attended * shrink[:, None]
+        attended += dot(likelihood.to(v.dtype), v)
+        highest = higher
+    return highest, total, attended
 
 
 @triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=INDICES)
@@ -75,34 +124,21 @@ def _attend(
         highest = sink.to(tl.float32) * LOG2_E
         total += tl.where(has_sink, 1.0, 0.0)
     attended = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
-    for start in range(begin, end, BLOCK_KEYS):
-        key = start + tl.arange(0, BLOCK_KEYS)
-        exists = key < length
-        if WINDOW:  # pages before the window may belong to another request
-            exists = exists & (key > first_position - WINDOW)
-        page = tl.load(
-            page_table + slot * page_table_stride + key // PAGE_SIZE, mask=exists, other=0
-        )
-        places = ((page * PAGE_SIZE + key % PAGE_SIZE) * KV_HEADS + kv_head) * DIM
-        wanted = exists[:, None] & in_dim[None, :]
-        k = tl.load(keys + places[:, None] + dim[None, :], mask=wanted, other=0.0)
-        v = tl.load(values + places[:, None] + dim[None, :], mask=wanted, other=0.0)
-        k, v = k.to(q_block.dtype), v.to(q_block.dtype)
-        scores = dot(q_block, tl.trans(k)) * scale
-        if CAPPED:
-            scores = softcap * (2 * tl.sigmoid(scores) - 1)  # 2 sigmoid(2 u) - 1 = tanh(u)
-        seen = (key[None, :] <= first_position + query[:, None]) & exists[None, :]
-        if WINDOW:
-            seen = seen & (key[None, :] > first_position + query[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        reference = tl.where(higher == float("-inf"), 0.0, higher)  # all keys are masked
-        likelihood = tl.exp2(scores - reference[:, None])
-        shrink = tl.exp2(highest - reference)
-        total = total * shrink + tl.sum(likelihood, 1)
-        attended = attended * shrink[:, None]
-        attended += dot(likelihood.to(v.dtype), v)
-        highest = higher
+    page_row = page_table + slot * page_table_stride
+    if not ONE_QUERY and WINDOW == 0:
+        # Every query sees the blocks of keys before the first query.
+        all_see = tl.minimum(end, (first_position + 1) // BLOCK_KEYS * BLOCK_KEYS)
+        highest, total, attended = _walk(
+            q_block, keys, values, page_row, highest, total, attended, begin, all_see, length,
+            first_position, query, kv_head, scale, softcap,
+            KV_HEADS, DIM, PAGE_SIZE, BLOCK_KEYS, BLOCK_DIM, False, WINDOW, CAPPED,
+        )  # fmt: skip
+        begin = tl.maximum(begin, all_see)
+    highest, total, attended = _walk(
+        q_block, keys, values, page_row, highest, total, attended, begin, end, length,
+        first_position, query, kv_head, scale, softcap,
+        KV_HEADS, DIM, PAGE_SIZE, BLOCK_KEYS, BLOCK_DIM, True, WINDOW, CAPPED,
+    )  # fmt: skip
 
     attended = attended / tl.where(total > 0, total, 1.0)[:, None]
     row_out = (first_token + query) * (KV_HEADS * GROUP) + head
@@ -159,9 +195,7 @@ class AttentionTile(NamedTuple):
 
 
 @cache
-def tile_of(
-    group: int, one_query: bool, head_dim: int, dtype: torch.dtype, shared_bytes: int
-) -> AttentionTile:
+def tile_of(group: int, one_query: bool, head_dim: int, dtype: torch.dtype) -> AttentionTile:
     """Return the tile of a program, which fits shared memory and registers.
 
     Products of float32 have no tensor cores: every thread keeps its part of both factors in
@@ -172,7 +206,6 @@ def tile_of(
         one_query: Each block is one query.
         head_dim: Of queries, keys and values.
         dtype: Of the queries.
-        shared_bytes: Shared memory of a multiprocessor that a program can have.
     """
     min_rows = max(MIN_ROWS, int(triton.next_power_of_2(group)))
     if dtype == torch.float32:
@@ -182,22 +215,14 @@ def tile_of(
     rows = min_rows if one_query else max(min_rows, 64)
     if head_dim > 128:
         return AttentionTile(rows, 32, stages=2, warps=4 if one_query else 8)
-    stages = 3 if shared_bytes >= LARGE_SHARED_BYTES else 2
-    return AttentionTile(rows, 64, stages, warps=4)
+    if one_query:
+        return AttentionTile(rows, 64, stages=3, warps=2 if head_dim <= 64 else 4)
+    return AttentionTile(rows, 64, stages=2, warps=4)
 
 
-@cache
-def shared_bytes_of(device: torch.device) -> int:
-    """Return the shared memory that a program can have; in the interpreter, any number will do."""
-    if device.type != "cuda":
-        return LARGE_SHARED_BYTES
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
-
-
-def queries_of_block(group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
+def queries_of_block(group: int, head_dim: int, dtype: torch.dtype) -> int:
     """Return the queries of a row that one program takes."""
-    return tile_of(group, False, head_dim, dtype, shared_bytes_of(device)).rows // group
+    return tile_of(group, False, head_dim, dtype).rows // group
 
 
 def attend_over_pages(
@@ -225,7 +250,7 @@ def attend_over_pages(
     tokens, heads, head_dim = q.shape
     _, _, page_size, kv_heads, _ = pool.shape
     group, one_query = heads // kv_heads, len(blocks) == 2
-    tile = tile_of(group, one_query, head_dim, q.dtype, shared_bytes_of(q.device))
+    tile = tile_of(group, one_query, head_dim, q.dtype)
     parts = weights = out
     if splits > 1:
         parts = q.new_empty(tokens * heads * splits, head_dim, dtype=torch.float32)

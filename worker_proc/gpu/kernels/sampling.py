@@ -1,13 +1,14 @@
-"""Sample a token of each row in two launches, without a question to the host.
+"""Sample a token of each row in three launches, without a question to the host.
 
 The rules are those of sampling/sampler.py. The first kernel finds the largest logit of each chunk
-of the vocabulary. In the second, a program takes a row: a greedy row has its token at once. For
-the others, filters are thresholds of the logits, which are found by bisection: each pass over the
-row counts, or weighs, what lies above the middle, and moves one bound to a logit of the row.
+of the vocabulary, and a greedy row needs no more. The second adds up the weights of longer spans,
+and lists the likely tokens of each, which are those near the largest logit. In the third, a program
+takes a row: filters are thresholds of the logits, which are found among the likely tokens by
+bisection, in registers. Where a span has more of them than its list holds, or the filters keep less
+likely ones, the same search goes over the whole row (row_search.py): ten passes, or more, of some
+10 us each, with a vocabulary of 128,256 on an H100.
 
-Weights are drawn from as integers, in units of 2^-40 of the largest one. Integers have the same sum
-in every order, and a row is always added up by one program in blocks of one size, so a token does
-not depend on the other rows of a step.
+A token depends neither on the other rows of a step nor on which of the two ways was taken.
 """
 
 import torch
@@ -15,16 +16,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker_proc.gpu.kernels.row_search import (
+    LOG2_E,
+    draw_between,
+    draw_from_row,
+    fraction_of,
+    middle_of,
+    next_bounds,
+    scores,
+    threshold_of_row,
+    units,
+)
 from worker_proc.sampling.slot_sampling import SamplingState
 
-BLOCK = 4096  # columns
-NUM_WARPS = 8
-LOG2_E = tl.constexpr(1.4426950408889634)
-WEIGHT_UNITS = tl.constexpr(float(2**40))
-# Constants of splitmix64, see sampler.uniform, as signed numbers.
-GOLDEN_GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
-FIRST_FACTOR = tl.constexpr(0xBF58476D1CE4E5B9 - 2**64)
-SECOND_FACTOR = tl.constexpr(0x94D049BB133111EB - 2**64)
+BLOCK, CHUNK_WARPS = 4096, 8  # columns of a chunk, and warps of its program
+SPAN, SPAN_BLOCK = 16_384, 2048  # columns of a span, and of those the ones computed at a time
+ROW_WARPS = 16  # of the program of a row
+MAX_LIKELY = 8192  # tokens in the lists of a row
+LIKELY_BITS = tl.constexpr(14.0)  # a likely token has 2^-14 of the largest weight, or more
 INDICES = ["slots", "positions"]
 
 
@@ -45,176 +54,160 @@ def _chunk_maxima(
 
 
 @triton.jit
-def _shift(z, BITS: tl.constexpr):
-    """Shift right, as an unsigned number."""
-    return (z >> BITS) & ((1 << (64 - BITS)) - 1)
+def _of_row(values, row, count, OTHER: tl.constexpr, SIZE: tl.constexpr):
+    """Load the value of each chunk, or span, of a row `[SIZE]`."""
+    place = tl.arange(0, SIZE)
+    return tl.load(values + row * SIZE + place, mask=place < count, other=OTHER)
 
 
 @triton.jit
-def _mix(z):
-    z = (z ^ _shift(z, 30)) * FIRST_FACTOR
-    z = (z ^ _shift(z, 27)) * SECOND_FACTOR
-    return z ^ _shift(z, 31)
+def _floor_of(min_ps, slot):
+    """Return the log2 of the smallest weight that min_p keeps."""
+    return tl.log2(tl.maximum(tl.load(min_ps + slot), 1e-37))
 
 
-@triton.jit
-def _fraction_of(total, seed, position):
-    """Return floor(total * u), where u is the row's random number, a multiple of 2^-24 below 1."""
-    start = _mix(seed + GOLDEN_GAMMA)
-    u = _shift(_mix(start + (position + 1) * GOLDEN_GAMMA), 40)
-    return _shift(total, 24) * u + _shift((total & ((1 << 24) - 1)) * u, 24)
-
-
-@triton.jit
-def _scores(row_logits, start, vocab_size, BLOCK: tl.constexpr):
-    column = start + tl.arange(0, BLOCK)
-    x = tl.load(row_logits + column, mask=column < vocab_size, other=float("-inf"))
-    return x.to(tl.float32)
-
-
-@triton.jit
-def _weights(x, highest, scale):
-    """Return the weights relative to that of the largest logit; `scale` is log2(e) / T."""
-    return tl.exp2((x - highest) * scale)
-
-
-@triton.jit
-def _sums_above(row_logits, threshold, highest, scale, vocab_size, BLOCK: tl.constexpr):
-    """Return count and weight of the logits above a threshold, and the smallest finite logit."""
-    counts, weights = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    lowest = tl.full([BLOCK], float("inf"), tl.float32)
-    for start in range(0, vocab_size, BLOCK):
-        x = _scores(row_logits, start, vocab_size, BLOCK)
-        is_above = x > threshold
-        counts += tl.where(is_above, 1.0, 0.0)
-        weights += tl.where(is_above, _weights(x, highest, scale), 0.0)
-        lowest = tl.minimum(lowest, tl.where(x > float("-inf"), x, float("inf")))
-    return tl.sum(counts, 0), tl.sum(weights, 0), tl.min(lowest, 0)
-
-
-@triton.jit
-def _largest_with(
-    row_logits, low, high, needed, highest, scale, vocab_size,
-    COUNTS: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize_on_alignment=INDICES)
+def _weigh_spans(
+    logits, maxima, slots, temperatures, min_ps, likely, num_likely, num_finite, weights, drawn,
+    vocab_size, logits_stride, num_chunks,
+    CHUNKS: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, LIKELY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the largest logit such that those from it on are enough.
+    """Store what is known of a span: its likely tokens, and sums."""
+    row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + row)
+    temperature = tl.load(temperatures + tl.maximum(slot, 0))
+    if (slot >= 0) & (temperature > 0):
+        scale, floor = LOG2_E / temperature, _floor_of(min_ps, slot)
+        highest = tl.max(_of_row(maxima, row, num_chunks, float("-inf"), CHUNKS), 0)
+        place = row * SPANS + span
+        listed = span * 0
+        finite = tl.zeros([BLOCK], tl.int32)
+        all_units, kept_units = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+        for start in range(span * SPAN, tl.minimum(vocab_size, (span + 1) * SPAN), BLOCK):
+            x = scores(logits + row * logits_stride, start, vocab_size, BLOCK)
+            distance = (x - highest) * scale
+            is_likely = (distance >= -LIKELY_BITS).to(tl.int32)
+            index = listed + tl.cumsum(is_likely, 0) - 1
+            tl.store(
+                likely + place * LIKELY + index,
+                start + tl.arange(0, BLOCK),
+                mask=(is_likely > 0) & (index < LIKELY),
+            )
+            listed += tl.sum(is_likely, 0)
+            of_token = units(x, highest, scale)
+            finite += (x > float("-inf")).to(tl.int32)
+            all_units += of_token
+            kept_units += tl.where(distance >= floor, of_token, 0)
+        tl.store(num_likely + place, listed)
+        tl.store(num_finite + place, tl.sum(finite, 0))
+        tl.store(weights + place, tl.sum(all_units, 0))
+        tl.store(drawn + place, tl.sum(kept_units, 0))
+
+
+@triton.jit
+def _largest_with(x, amounts, low, high, needed):
+    """Return the largest of some logits such that those from it on are enough.
 
     Args:
-        row_logits: `[vocab_size]`.
-        low: A logit of the row that is not above the result.
-        high: A logit of the row that is not below the result.
-        needed: How many are enough, or how much weight.
-        highest: The largest logit.
-        scale: See _weights.
-        vocab_size: Of the row.
-        COUNTS: Count; else add up weights.
-        BLOCK: Columns of a pass.
+        x: Logits, -inf for those that do not exist.
+        amounts: What each counts.
+        low: One of them that is not above the result.
+        high: One of them that is not below the result.
+        needed: How much is enough.
     """
     while low < high:
-        middle = low + (high - low) * 0.5
-        middle = tl.where(middle < high, middle, low)
-        amounts = tl.zeros([BLOCK], tl.float32)
-        above = tl.full([BLOCK], float("inf"), tl.float32)
-        below = tl.full([BLOCK], float("-inf"), tl.float32)
-        for start in range(0, vocab_size, BLOCK):
-            x = _scores(row_logits, start, vocab_size, BLOCK)
-            is_above = x > middle
-            amount = 1.0 if COUNTS else _weights(x, highest, scale)
-            amounts += tl.where(is_above, amount, 0.0)
-            above = tl.minimum(above, tl.where(is_above, x, float("inf")))
-            below = tl.maximum(below, tl.where(is_above, float("-inf"), x))
-        is_enough = tl.sum(amounts, 0) >= needed
-        low, high = (
-            tl.where(is_enough, tl.min(above, 0), low),
-            tl.where(is_enough, high, tl.max(below, 0)),
-        )
+        middle = middle_of(low, high)
+        is_above = x > middle
+        is_enough = tl.sum(tl.where(is_above, amounts, 0), 0).to(tl.float32) >= needed
+        above = tl.min(tl.where(is_above, x, float("inf")), 0)
+        below = tl.max(tl.where(is_above, float("-inf"), x), 0)
+        low, high = next_bounds(low, high, is_enough, above, below)
     return low
 
 
 @triton.jit
-def _threshold(row_logits, top_k, top_p, highest, scale, vocab_size, BLOCK: tl.constexpr):
-    """Return the smallest logit that top_k, and top_p of the rest, keep."""
+def _threshold_of_likely(x, of_token, top_k, top_p, num_finite, whole, highest, scale):
+    """Return the threshold as threshold_of_row does, and whether the likely tokens suffice."""
+    exists = x > float("-inf")
+    low = tl.minimum(tl.min(tl.where(exists, x, float("inf")), 0), highest)
     threshold = highest * 0.0 + float("-inf")
-    count, whole, lowest = _sums_above(row_logits, threshold, highest, scale, vocab_size, BLOCK)
-    low = tl.minimum(lowest, highest)
-    if (top_k > 0) & (top_k < count):
-        low = _largest_with(
-            row_logits, low, highest, top_k.to(tl.float32), highest, scale, vocab_size,
-            True, BLOCK,
-        )  # fmt: skip
+    suffices = num_finite >= 0
+    if (top_k > 0) & (top_k < num_finite):
+        ones = exists.to(tl.int64)
+        suffices = tl.sum(ones, 0) >= top_k
+        low = _largest_with(x, ones, low, highest, top_k.to(tl.float32))
         threshold = low
-        count, whole, _ = _sums_above(row_logits, low, highest, scale, vocab_size, BLOCK)
-        # Of equal logits at the end, top_k counts only some.
-        whole += (top_k.to(tl.float32) - count) * _weights(low, highest, scale)
+        is_above = x > low
+        whole = tl.sum(tl.where(is_above, of_token, 0), 0)
+        whole += (top_k - tl.sum(is_above.to(tl.int64), 0)) * units(low, highest, scale)
     if top_p < 1:
-        threshold = _largest_with(
-            row_logits, low, highest, top_p * whole, highest, scale, vocab_size, False, BLOCK
-        )
-    return threshold
-
-
-@triton.jit
-def _units(row_logits, start, threshold, floor, highest, scale, vocab_size, BLOCK: tl.constexpr):
-    """Return the weights of a block as integers, 0 for what the filters drop."""
-    x = _scores(row_logits, start, vocab_size, BLOCK)
-    kept = (x >= threshold) & ((x - highest) * scale >= floor)
-    return tl.where(kept, _weights(x, highest, scale) * WEIGHT_UNITS, 0.0).to(tl.int64)
-
-
-@triton.jit
-def _draw(
-    row_logits, threshold, floor, seed, position, highest, scale, vocab_size, BLOCK: tl.constexpr
-):
-    """Return the first token whose cumulated weight exceeds the row's random fraction of it."""
-    total = seed * 0
-    for start in range(0, vocab_size, BLOCK):
-        total += tl.sum(
-            _units(row_logits, start, threshold, floor, highest, scale, vocab_size, BLOCK), 0
-        )
-    target = _fraction_of(total, seed, position)
-    before, block_before, block_start = seed * 0, seed * 0, vocab_size * 0
-    for start in range(0, vocab_size, BLOCK):
-        after = before + tl.sum(
-            _units(row_logits, start, threshold, floor, highest, scale, vocab_size, BLOCK), 0
-        )
-        is_here = (before <= target) & (after > target)
-        block_start = tl.where(is_here, start, block_start)
-        block_before = tl.where(is_here, before, block_before)
-        before = after
-    units = _units(row_logits, block_start, threshold, floor, highest, scale, vocab_size, BLOCK)
-    passed = block_before + tl.cumsum(units, 0) <= target
-    return block_start + tl.sum(passed.to(tl.int32), 0)
+        needed = top_p * whole.to(tl.float32)
+        suffices = suffices & (tl.sum(of_token, 0).to(tl.float32) >= needed)
+        threshold = _largest_with(x, of_token, low, highest, needed)
+    return threshold, suffices
 
 
 @triton.jit(do_not_specialize_on_alignment=INDICES)
 def _sample(
-    logits, maxima, places, slots, positions, temperatures, top_ks, top_ps, min_ps, seeds,
-    token_ids, known, vocab_size, logits_stride, known_stride, num_chunks,
-    CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, maxima, places, likely, num_likely, num_finite, weights, drawn, slots, positions,
+    temperatures, top_ks, top_ps, min_ps, seeds, token_ids, known, vocab_size, logits_stride,
+    known_stride, num_chunks, num_spans,
+    CHUNKS: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, LIKELY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot, position = tl.load(slots + row), tl.load(positions + row) + 1
-    chunk = tl.arange(0, CHUNKS)
-    exists = chunk < num_chunks
-    of_chunks = tl.load(maxima + row * CHUNKS + chunk, mask=exists, other=float("-inf"))
-    place = tl.load(places + row * CHUNKS + chunk, mask=exists, other=0)
+    of_chunks = _of_row(maxima, row, num_chunks, float("-inf"), CHUNKS)
+    place = _of_row(places, row, num_chunks, 0, CHUNKS)
     highest = tl.max(of_chunks, 0)
-    token = tl.min(tl.where((of_chunks == highest) & exists, place, vocab_size - 1), 0)
+    is_first = (of_chunks == highest) & (tl.arange(0, CHUNKS) < num_chunks)
+    token = tl.min(tl.where(is_first, place, vocab_size - 1), 0)
     existing = tl.maximum(slot, 0)
     temperature = tl.load(temperatures + existing)
     if (slot >= 0) & (temperature > 0):
         row_logits = logits + row * logits_stride
-        scale = LOG2_E / temperature
+        scale, seed = LOG2_E / temperature, tl.load(seeds + existing)
         top_k, top_p = tl.load(top_ks + existing), tl.load(top_ps + existing)
-        threshold = highest * 0.0 + float("-inf")
+        floor = _floor_of(min_ps, existing)
         if (top_k > 0) | (top_p < 1):
-            threshold = _threshold(row_logits, top_k, top_p, highest, scale, vocab_size, BLOCK)
-        floor = tl.log2(tl.maximum(tl.load(min_ps + existing), 1e-37))
-        drawn = _draw(
-            row_logits, threshold, floor, tl.load(seeds + existing), position, highest, scale,
-            vocab_size, BLOCK,
-        )  # fmt: skip
-        token = tl.minimum(drawn, vocab_size - 1)  # logits that are NaN have no weights
+            index = tl.arange(0, SPANS * LIKELY)
+            listed = tl.load(num_likely + row * SPANS + index // LIKELY,
+                             mask=index // LIKELY < num_spans, other=0)  # fmt: skip
+            exists = index % LIKELY < listed
+            of_row = likely + row * (SPANS * LIKELY)
+            column = tl.load(of_row + index, mask=exists, other=0)
+            x = tl.load(row_logits + column, mask=exists, other=float("-inf")).to(tl.float32)
+            of_token = units(x, highest, scale)
+            finite = tl.sum(_of_row(num_finite, row, num_spans, 0, SPANS), 0)
+            whole = tl.sum(_of_row(weights, row, num_spans, 0, SPANS), 0)
+            threshold, suffices = _threshold_of_likely(
+                x, of_token, top_k, top_p, finite, whole, highest, scale
+            )
+            if suffices & (tl.max(listed, 0) <= LIKELY):
+                kept = (x >= threshold) & ((x - highest) * scale >= floor)
+                of_token = tl.where(kept, of_token, 0)
+                target = fraction_of(tl.sum(of_token, 0), seed, position)
+                passed = tl.sum((tl.cumsum(of_token, 0) <= target).to(tl.int32), 0)
+                token = tl.load(of_row + passed, mask=passed < SPANS * LIKELY, other=vocab_size)
+            else:
+                threshold = threshold_of_row(
+                    row_logits, top_k, top_p, highest, scale, vocab_size, BLOCK
+                )
+                token = draw_from_row(
+                    row_logits, threshold, floor, seed, position, highest, scale, vocab_size, BLOCK
+                )
+        else:
+            of_span = _of_row(drawn, row, num_spans, 0, SPANS)
+            target = fraction_of(tl.sum(of_span, 0), seed, position)
+            passed = tl.cumsum(of_span, 0) <= target
+            before = tl.sum(tl.where(passed, of_span, 0), 0)
+            begin = tl.sum(passed.to(tl.int32), 0) * SPAN
+            token = draw_between(
+                row_logits, begin, begin + SPAN, target - before, highest * 0.0 + float("-inf"),
+                floor, highest, scale, vocab_size, BLOCK,
+            )  # fmt: skip
+        token = tl.minimum(token, vocab_size - 1)  # logits that are NaN have no weights
     tl.store(token_ids + row, token.to(tl.int64))
     tl.store(known + existing * known_stride + position, token, mask=slot >= 0)
 
@@ -235,19 +228,34 @@ def sample_tokens(
         `[rows]` int64.
     """
     rows, vocab_size = logits.shape
-    num_chunks = triton.cdiv(vocab_size, BLOCK)
-    chunks = max(2, triton.next_power_of_2(num_chunks))
+    num_chunks, num_spans = triton.cdiv(vocab_size, BLOCK), triton.cdiv(vocab_size, SPAN)
+    # With four or more, the parts of one allocation begin at multiples of 16 bytes.
+    chunks, spans = (max(4, triton.next_power_of_2(count)) for count in (num_chunks, num_spans))
+    num_likely = likely_of_span(spans)
     maxima = torch.empty(rows, chunks, device=logits.device)
     places = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
+    counts, finite = torch.empty(2, rows, spans, dtype=torch.int32, device=logits.device)
+    weights, drawn = torch.empty(2, rows, spans, dtype=torch.int64, device=logits.device)
+    likely = torch.empty(rows, spans, num_likely, dtype=torch.int32, device=logits.device)
     token_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     _chunk_maxima[(rows, num_chunks)](
         logits, maxima, places, vocab_size, logits.stride(0), CHUNKS=chunks, BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
+        num_warps=CHUNK_WARPS,
+    )  # fmt: skip
+    _weigh_spans[(rows, num_spans)](
+        logits, maxima, slots, sampling.temperature, sampling.min_p, likely, counts, finite,
+        weights, drawn, vocab_size, logits.stride(0), num_chunks, CHUNKS=chunks, SPANS=spans,
+        SPAN=SPAN, LIKELY=num_likely, BLOCK=SPAN_BLOCK, num_warps=CHUNK_WARPS,
     )  # fmt: skip
     _sample[(rows,)](
-        logits, maxima, places, slots, positions, sampling.temperature, sampling.top_k,
-        sampling.top_p, sampling.min_p, sampling.seed, token_ids, known, vocab_size,
-        logits.stride(0), known.stride(0), num_chunks, CHUNKS=chunks, BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
+        logits, maxima, places, likely, counts, finite, weights, drawn, slots, positions,
+        sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed,
+        token_ids, known, vocab_size, logits.stride(0), known.stride(0), num_chunks, num_spans,
+        CHUNKS=chunks, SPANS=spans, SPAN=SPAN, LIKELY=num_likely, BLOCK=BLOCK, num_warps=ROW_WARPS,
     )  # fmt: skip
     return token_ids
+
+
+def likely_of_span(spans: int) -> int:
+    """Return how many likely tokens the list of a span holds, of so many spans in a row."""
+    return max(1, MAX_LIKELY // spans)
