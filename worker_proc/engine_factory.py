@@ -62,7 +62,7 @@ def make_engine(
         try:
             return _native(args, model, num_pages, dtype)
         except NoCompiler as error:
-            if args.attention_backend == "native" or cpu_kernel_flags(args):
+            if args.attention_backend == "native" or _needs_native(args):
                 raise
             logging.warning("%s: plain torch computes instead, several times as slowly", error)
     if flags := cpu_kernel_flags(args):
@@ -72,6 +72,12 @@ def make_engine(
         )
     if flags := gpu_kernel_flags(args):
         raise ConfigError(f"{flags} needs a GPU and its kernels: leave it out")
+    if args.enable_deterministic_inference:
+        raise ConfigError(
+            "enable_deterministic_inference needs the native kernels of a CPU or Triton's on a"
+            f" GPU, and plain torch computes on {device}: leave it out, or start without"
+            " --attention-backend torch"
+        )
     if args.attention_backend == "native" and device.type != "cpu":
         raise ConfigError(
             f"attention_backend native needs a cpu, but the device is {device}: start with"
@@ -105,12 +111,13 @@ def cpu_kernel_flags(args: WorkerArgs) -> str:
     return ", ".join(filter(None, (quantization, kv_cache)))
 
 
+def _needs_native(args: WorkerArgs) -> bool:
+    return bool(cpu_kernel_flags(args)) or args.enable_deterministic_inference
+
+
 def gpu_kernel_flags(args: WorkerArgs) -> str:
     """Return the given flags that only the kernels of a GPU support, for an error."""
-    deterministic = args.enable_deterministic_inference
-    fixed = "--enable-deterministic-inference" if deterministic else ""
-    kv_cache = "--kv-cache-dtype fp8" if args.kv_cache_dtype == "fp8" else ""
-    return ", ".join(filter(None, (fixed, kv_cache)))
+    return "--kv-cache-dtype fp8" if args.kv_cache_dtype == "fp8" else ""
 
 
 def kv_cache_dtype(args: WorkerArgs, dtype: torch.dtype) -> torch.dtype:

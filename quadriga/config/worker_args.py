@@ -43,7 +43,9 @@ class WorkerArgs:
     disable_cuda_graph: bool = flag(False, "launch every kernel by itself in decode steps, too")
     enable_nvtx: bool = flag(False, "mark the parts of each step for NVIDIA's profilers")
     enable_deterministic_inference: bool = flag(
-        False, "on CUDA: output that is bitwise the same whatever else is in the batch; slower"
+        False,
+        "output that is bitwise the same whatever else is in the batch: slower on CUDA; the native"
+        " kernels of a CPU always give it, and the flag refuses to start without them",
     )
     quantization: str = flag(
         "none",

@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from quadriga.runtime.cpu_affinity import Cpus
 from quadriga.wire.messages.worker import DECODE, StepPlan
 from worker_proc.cpu.build import load_kernels
 from worker_proc.cpu.coded_panels import CodedWeights
+from worker_proc.cpu.compute_type import fastest_compute_type
 from worker_proc.cpu.memory import KVPools
 from worker_proc.cpu.program import (
     LANES,
@@ -25,7 +27,6 @@ from worker_proc.cpu.program import (
     Step,
     check_heads,
     check_layout,
-    fastest_compute_type,
 )
 from worker_proc.cpu.recorder import Recorded, Recorder, StepRows
 from worker_proc.cpu.weights import round_up
@@ -37,7 +38,8 @@ from worker_proc.step.outputs import EngineOutput, PendingStep, SampledTokens
 from worker_proc.step.slot_table import SlotTable
 from worker_proc.system.step_clock import RunningStep
 
-PART_FLOATS = 1 << 18  # scratch for rows whose context is split over threads: 1 MiB
+# Scratch for rows whose context is split over threads: 8 MiB, touched as far as it is needed.
+PART_FLOATS = 1 << 21
 # Elements between the rows of a buffer: rows whose distance is a power of two would compete for
 # the same sets of the cache.
 STRIDE_EXTRA = 32
@@ -46,7 +48,8 @@ STRIDE_EXTRA = 32
 class NativeEngine(Engine):
     """A model on a CPU, in float32 or bfloat16, with the residual stream in float32.
 
-    The pages of a layer are one allocation, laid out as attention.h says.
+    The pages of a layer are one allocation, laid out as attention.h says. A token's numbers are the
+    same to the last bit whatever else is in a step, and for any number of threads.
     """
 
     name = "native"
@@ -91,6 +94,10 @@ class NativeEngine(Engine):
         self._parts = torch.empty(PART_FLOATS)
         self._timed: list[tuple[Program, ctypes.Array[ctypes.c_float]]] | None = None
         self._step = Step(threads=threads, parts=self._parts.data_ptr(), part_floats=PART_FLOATS)
+
+    @property
+    def kernels(self) -> str:
+        return f"{self.name} {Path(self._library._name).stem} {self._numbers.name.lower()}"
 
     def prefault_pages(self, cpus: Cpus) -> None:
         self._pools.start_prefaulting(cpus)
@@ -210,7 +217,10 @@ class NativeEngine(Engine):
         self._whole = Recorded.of(body.ops + greedy, body, settings)
         for recorded in (self._sampled_body, self._whole):
             recorded.compute_sampled_only()
-        self._whole.ops[-1].kind = OpKind.MATMUL_ARGMAX
+        product = self._whole.ops[-1]
+        product.kind, product.scale = OpKind.MATMUL_ARGMAX, 1.0
+        if len(greedy) < len(head.ops):
+            product.scale, product.softcap = head.ops[-1].scale, head.ops[-1].softcap
 
     def _forward(self, recorded: Recorded, inputs: StepInputs, sampled: Tensor | None) -> Tensor:
         """Run a step and return its hidden states `[tokens, hidden]`; `sampled` as in `_call`."""

@@ -1,7 +1,6 @@
 """The structures that Python passes to the CPU kernels, as program.h declares them."""
 
 import ctypes
-import logging
 from enum import IntEnum
 
 import numpy as np
@@ -245,19 +244,3 @@ def check_heads(library: ctypes.CDLL, shape: AttentionShape) -> None:
     for limit in limits:
         limit.restype = ctypes.c_int64
     check_native_heads(shape.heads, shape.kv_heads, shape.head_dim, *(limit() for limit in limits))
-
-
-def fastest_compute_type(library: ctypes.CDLL, dtype: torch.dtype) -> ComputeType:
-    """Return the fastest way to multiply a dtype on this CPU; for bfloat16, measure it."""
-    if dtype == torch.float32:
-        return ComputeType.FLOAT32
-    for function in (library.quadriga_bfloat16, library.quadriga_vector_bits):
-        function.restype = ctypes.c_int64
-    fastest = ComputeType(library.quadriga_bfloat16())
-    if fastest is ComputeType.BFLOAT16:
-        logging.info(
-            "bfloat16 becomes float32 as it is multiplied, by vectors of %d bits: the fastest way"
-            " on this CPU",
-            library.quadriga_vector_bits(),
-        )
-    return fastest

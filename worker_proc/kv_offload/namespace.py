@@ -31,7 +31,7 @@ def namespace_of(args: WorkerArgs, files: ModelFiles, runner: Runner, page_bytes
         "dtype": str(runner.dtype),
         "quantization": args.quantization,
         "kv_cache_dtype": args.kv_cache_dtype,
-        "engine": runner.engine.name,
+        "kernels": runner.engine.kernels,
         "page_size": args.page_size,
         "page_bytes": page_bytes,
     }

@@ -4,8 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from quadriga import __version__
 from quadriga.runtime.cpu_affinity import Cpus
 from quadriga.wire.messages.logprobs import PromptPiece
 from quadriga.wire.messages.worker import GuessedRow, StepPlan
@@ -48,6 +50,14 @@ class Engine(ABC):
     has_graphs = False
     supports_jump_forward = True
     supports_guesses = True
+
+    @property
+    def kernels(self) -> str:
+        """What computes, and its version.
+
+        Deterministic engines with the same value and weights give the same bits.
+        """
+        return f"{self.name} {__version__}, torch {torch.__version__}"
 
     def execute(self, plan: StepPlan, table: SlotTable, clock: RunningStep) -> PendingStep:
         """Compute the rows of a plan, sample, and add the tokens to the slots.

@@ -4,6 +4,7 @@ import logging
 import os
 import platform
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,10 +23,11 @@ from tests.unit.worker.test_cpu_kernels import (
     round_weights,
 )
 from tests.unit.worker_driver import load_on_cpu
-from worker_proc.cpu import build
+from worker_proc.cpu import build, compute_type
 from worker_proc.cpu import engine as kernels_engine
 from worker_proc.cpu.build import ARCH_VARIABLE, load_kernels
-from worker_proc.cpu.program import ComputeType, fastest_compute_type
+from worker_proc.cpu.compute_type import fastest_compute_type
+from worker_proc.cpu.program import ComputeType
 from worker_proc.engine_factory import make_engine
 from worker_proc.torch_engine import TorchEngine
 
@@ -110,6 +112,23 @@ def test_bfloat16_is_multiplied_either_way(
         )
 
 
+def test_a_restart_multiplies_bfloat16_in_the_same_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = SimpleNamespace(_name=str(tmp_path / "kernels.so"))
+    measured = [ComputeType.BFLOAT16_PAIRS, ComputeType.BFLOAT16, ComputeType.BFLOAT16_PAIRS]
+    monkeypatch.setattr(compute_type, "_measure", lambda _: measured.pop(0))
+    for _ in range(3):
+        chosen = fastest_compute_type(library, torch.bfloat16)  # type: ignore[arg-type]
+        assert chosen is ComputeType.BFLOAT16_PAIRS
+    assert fastest_compute_type(library, torch.float32) is ComputeType.FLOAT32  # type: ignore[arg-type]
+    (kept,) = tmp_path.iterdir()
+    kept.write_text("nothing that is known")
+    library.quadriga_vector_bits = lambda: 512
+    assert fastest_compute_type(library, torch.bfloat16) is ComputeType.BFLOAT16  # type: ignore[arg-type]
+    assert kept.read_text() == "BFLOAT16"
+
+
 def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(COMPILER_VARIABLE, "no-such-compiler")
     with pytest.raises(NoCompiler, match="CXX is 'no-such-compiler', which is not a command here"):
@@ -136,8 +155,12 @@ def test_without_a_compiler_plain_torch_computes_and_says_so(
         engine = make_engine(WorkerArgs(), model, 64, torch.float32, CPU)
     assert isinstance(engine, TorchEngine)
     assert "no C++ compiler is here" in caplog.text
-    with pytest.raises(NoCompiler):
-        make_engine(WorkerArgs(attention_backend="native"), model, 64, torch.float32, CPU)
+    for args in (
+        WorkerArgs(attention_backend="native"),
+        WorkerArgs(enable_deterministic_inference=True),
+    ):
+        with pytest.raises(NoCompiler):
+            make_engine(args, model, 64, torch.float32, CPU)
 
 
 def test_quantized_weights_need_the_kernels(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from worker_proc.torch_engine import TorchEngine
 CPU = torch.device("cpu")
 CONTEXT = 128
 NUM_SLOTS = 24
+PART_KEYS = 512  # keys of a part of a context, as in attention_work.h
 # Fractions of the norm. float32 differs in the order of additions, bfloat16 rounds between layers.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 QUANTIZED_TOLERANCE = 7e-2  # inputs are rounded to 8 bits, too
@@ -148,15 +149,21 @@ def test_every_step_has_the_numbers_of_plain_torch(
 
 
 @pytest.mark.usefixtures("every_cpu")
-def test_a_context_split_over_threads_gives_the_same_numbers(directory: Path) -> None:
-    """With 8 threads, the context of a single row is split into several parts."""
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_context_split_over_threads_gives_the_same_numbers(tmp_path: Path, family: str) -> None:
+    """With 8 threads, the context of a single row is split into its three parts."""
+    length, window = 2 * PART_KEYS + 200, PART_KEYS + 100
+    fields = {"max_position_embeddings": length + 16}
+    if family == "gemma2":
+        fields["sliding_window"] = window
+    directory = FAMILIES[family](tmp_path, **fields)
     ours = native(directory, torch.float32, 16, threads=8)
     theirs = reference(directory, torch.float32, 16)
-    table = SlotTable(1, CONTEXT, CONTEXT // 16, 16, CPU)
+    table = SlotTable(1, length + 16, length // 16 + 1, 16, CPU)
     engine = Compared(ours, theirs, TOLERANCE[torch.float32])
     driver = Driver(Runner(engine, table, torch.float32))
-    request = driver.add(prompts_of([100])[0])
-    driver.generate([request], 8)
+    request = driver.add(prompts_of([length])[0])
+    driver.generate([request], 8, chunk=300)
 
 
 def test_decode_steps_in_one_go_give_the_same_tokens_and_the_same_table(

@@ -1,17 +1,21 @@
 // Attention over pages: a block of queries of one row against the row's keys, in blocks of keys
 // with a running maximum and sum (Dao et al. 2022, https://arxiv.org/abs/2205.14135). A decode is
 // a block of one query; query heads that share a key head are further queries of the same product.
+//
+// The order of additions is a property of the query: blocks and parts of a context begin at fixed
+// keys, and a part that another thread has computed is merged by the same code.
 #pragma once
 
 #include <cmath>
 
+#include "attention_products.h"
+#include "attention_sums.h"
 #include "attention_work.h"
 #include "pages.h"
-#include "tile.h"
 
 constexpr int MAX_GROUP_SIZE = 128;  // query heads that can share a key head
 constexpr int MAX_QUERIES = std::max(QUERY_BLOCK, MAX_GROUP_SIZE);
-// Panels of a block of keys in a decode. If the next block is prefetched in bursts, smaller blocks
+// Panels that a decode multiplies at a time. If the next block is prefetched in bursts, more bursts
 // read memory more evenly.
 inline const int DECODE_KEY_PANELS = PREFETCHES_BLOCK ? KEY_PANELS : 2;
 constexpr float LOWEST = -3e38f;  // below every score
@@ -30,57 +34,11 @@ struct Scratch {
     // lane.
     alignas(64) float max_score[MAX_QUERIES], scale[MAX_QUERIES + LANES];
     Floats total[MAX_QUERIES];
+    // The same of all earlier parts of the context.
+    alignas(64) float merged_sums[MAX_QUERIES * MAX_HEAD_DIM];
+    alignas(64) float merged_max[MAX_QUERIES], merged_total[MAX_QUERIES];
+    float part_total[MAX_QUERIES];
 };
-
-// out[rows][panels * 16] (+)= a x segments, for any number of rows and panels. prefetch: or null.
-template <class E, int ROWS, int PANELS>
-void product(float* out, long out_stride, const uint32_t* a, long a_stride, const Segment* segment,
-             int segments, int depth, long step, bool add, const Prefetch* prefetch) {
-    Floats acc[ROWS][PANELS];
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-        for (int p = 0; p < PANELS; p++)
-            acc[r][p] = add ? load<Floats>(out + r * out_stride + p * LANES) : Floats{};
-    multiply<E, ROWS, PANELS>(acc, Rows{a, a_stride}, segment, segments, depth, step,
-                              prefetch ? *prefetch : Prefetch());
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-        for (int p = 0; p < PANELS; p++) store(out + r * out_stride + p * LANES, acc[r][p]);
-}
-
-template <class E, int PANELS, int... ROWS>
-auto product_of_rows(int rows, std::integer_sequence<int, ROWS...>) {
-    static constexpr decltype(&product<E, 1, PANELS>) all[] = {product<E, ROWS + 1, PANELS>...};
-    return all[rows - 1];
-}
-
-template <class E>
-auto choose_product(int rows, int panels) {
-    typedef std::make_integer_sequence<int, TILE_ROWS<E>> Rows;
-    if (panels == 1) return product_of_rows<E, 1>(rows, Rows());
-    if (panels == TILE_PANELS) return product_of_rows<E, TILE_PANELS>(rows, Rows());
-    return product_of_rows<E, WIDE_PANELS>(rows, std::make_integer_sequence<int, FEW_ROWS>());
-}
-
-// Returns the number of panels that a product takes at a time.
-inline int panels_at_once(int rows, int panels) {
-    return rows <= FEW_ROWS && panels >= WIDE_PANELS ? WIDE_PANELS : std::min(TILE_PANELS, panels);
-}
-
-template <class E>
-void products(int panels, int rows, float* out, long out_stride, const uint32_t* a, long a_stride,
-              const Segment* segment, int segments, int depth, long step, bool add,
-              const Prefetch* prefetch) {
-    int tiles = (rows + TILE_ROWS<E> - 1) / TILE_ROWS<E>;
-    for (int t = 0; t < tiles; t++) {
-        int row = t * rows / tiles, count = (t + 1) * rows / tiles - row;
-        choose_product<E>(count, panels)(out + row * out_stride, out_stride, a + row * a_stride,
-                                         a_stride, segment, segments, depth, step, add,
-                                         t == 0 ? prefetch : nullptr);
-    }
-}
 
 template <class E>
 struct Attend {
@@ -110,7 +68,7 @@ struct Attend {
     void add_first_reads(long i, PrefetchQueue& queue) const {
         if (i >= count() || !pages.direct()) return;
         KeyBlock block = key_block(item_of(i), i % program.kv_heads, item_of(i).key_begin);
-        for (int p = 0; p < block.count; p++)
+        for (int p = 0; p < std::min(block.count, DECODE_KEY_PANELS); p++)
             queue.add(block.panels[p], block.panels[p] + pages.panel_size());
     }
 
@@ -119,26 +77,28 @@ struct Attend {
         const Item& item = item_of(i);
         long kv_head = i % program.kv_heads, rows = item.count * program.heads / program.kv_heads;
         load_queries(item, kv_head, s);
-        for (long r = 0; r < rows; r++) s.max_score[r] = LOWEST, s.total[r] = Floats{};
-        long size = block_size(item);
+        bool first = true;  // block of its part
+        long part = 0;
         KeyBlock block = key_block(item, kv_head, item.key_begin), after;
-        for (long key = item.key_begin; key < item.key_end; key += size, block = after) {
-            if (key + size < item.key_end)
-                after = key_block(item, kv_head, key + size);
+        for (; block.count; block = after) {
+            long end = block.key + block.keys;
+            if (end < item.key_end)
+                after = key_block(item, kv_head, end);
             else if (next >= 0)
                 after = key_block(item_of(next), next % program.kv_heads, item_of(next).key_begin);
             else
                 after = KeyBlock();
-            if (!pages.direct()) assemble(item, kv_head, block, s);
-            const KeyBlock* next = prefetches_in_products(item, block, after) ? &after : nullptr;
-            if (!next) prefetch_half(item, after, KEYS, 0, DECODE_KEY_PANELS);
-            score(block, int(rows), next, s);
-            if (!next) prefetch_half(item, after, VALUES, 0, 1);
-            softmax(item, block, rows, key == item.key_begin, s);
-            if (!next) prefetch_half(item, after, VALUES, 1, DECODE_KEY_PANELS);
-            add_values(block, int(rows), key != item.key_begin, next, s);
+            if (first)
+                for (long r = 0; r < rows; r++) s.max_score[r] = LOWEST, s.total[r] = Floats{};
+            add_block(item, kv_head, block, after, int(rows), first, s);
+            first = end % PART_KEYS == 0;
+            if (end == item.key_end) break;
+            if (first) end_part(item, kv_head, rows, part++, s);
         }
-        item.part < 0 ? store_output(item, kv_head, s) : store_part(item, kv_head, s);
+        if (item.part < 0)
+            store_output(item, kv_head, part, s);
+        else
+            store_part(item, kv_head, part, s);
     }
 
   private:
@@ -152,15 +112,50 @@ struct Attend {
                    group_size * program.padded_dim * sizeof(Passed));
     }
 
-    static long block_size(const Item& item) {
-        return item.count == 1 ? DECODE_KEY_PANELS * LANES : KEY_BLOCK;
+    // Adds a block of keys to the sums, and prefetches the one after it.
+    void add_block(const Item& item, long kv_head, KeyBlock& block, const KeyBlock& after, int rows,
+                   bool first, Scratch<E>& s) const {
+        if (!pages.direct()) assemble(item, kv_head, block, s);
+        const KeyBlock* next = prefetches_in_products(item, block, after) ? &after : nullptr;
+        int width = item.count == 1 ? DECODE_KEY_PANELS : KEY_PANELS;
+        for (int p = 0; p < KEY_PANELS; p += width) {
+            if (!next) prefetch_half(item, after, KEYS, p, p + width);
+            score(block, p, std::min(p + width, block.count), rows, next, s);
+        }
+        if (!next) prefetch_half(item, after, VALUES, 0, 1);
+        softmax(item, block, rows, first, s);
+        for (int p = 0; p < KEY_PANELS; p += width) {
+            if (!next) prefetch_half(item, after, VALUES, std::max(p, 1), p + width);
+            add_values(block, p, std::min(p + width, block.count), rows, !first || p > 0, next, s);
+        }
+    }
+
+    // Sets the part that ends aside, and leaves the sums to the next part.
+    void end_part(const Item& item, long kv_head, long rows, long part, Scratch<E>& s) const {
+        if (item.part >= 0) return store_part(item, kv_head, part, s);
+        if (part > 0) return merge_part(rows, s);
+        sum_totals(rows, s.merged_total, s);
+        memcpy(s.merged_max, s.max_score, rows * sizeof(float));
+        memcpy(s.merged_sums, s.sums, rows * program.padded_dim * sizeof(float));
+    }
+
+    static void sum_totals(long rows, float* to, Scratch<E>& s) {
+        for (long r = 0; r < rows; r++) to[r] = sum(s.total[r]);
+    }
+
+    // Adds the last part to the earlier ones.
+    void merge_part(long rows, Scratch<E>& s) const {
+        sum_totals(rows, s.part_total, s);
+        merge({s.merged_max, s.merged_total, s.merged_sums}, {s.max_score, s.part_total, s.sums},
+              rows, program.padded_dim);
     }
 
     const Item& item_of(long piece) const { return work.items[piece / program.kv_heads]; }
 
     KeyBlock key_block(const Item& item, long kv_head, long key) const {
         KeyBlock block;
-        block.key = key, block.keys = std::min(block_size(item), item.key_end - key);
+        block.key = key;
+        block.keys = std::min((key / KEY_BLOCK + 1) * KEY_BLOCK, item.key_end) - key;
         block.count = int((block.keys + LANES - 1) / LANES);
         for (int i = 0; i < block.count; i++) {
             long key_of_panel = key + i * LANES;
@@ -226,11 +221,13 @@ struct Attend {
         }
     }
 
-    // scores[row][key] = query x key, without the key's scale. next: a block to prefetch, or null.
-    void score(const KeyBlock& block, int rows, const KeyBlock* next, Scratch<E>& s) const {
+    // scores[row][key] = query x key of panels `from` to `to`, without the key's scale. next: a block
+    // to prefetch, or null.
+    void score(const KeyBlock& block, int from, int to, int rows, const KeyBlock* next,
+               Scratch<E>& s) const {
         int depth = int(program.padded_dim / E::PACK);
-        for (int i = 0, width; i < block.count; i += width) {
-            width = panels_at_once(rows, block.count - i);
+        for (int i = from, width; i < to; i += width) {
+            width = panels_at_once(rows, to - i);
             Segment segment;
             for (int p = 0; p < width; p++)
                 segment.panels[p] = (const uint32_t*)block.panels[i + p];
@@ -327,44 +324,47 @@ struct Attend {
         }
     }
 
-    // sums[row] (+)= weights x values. next: as in `score`.
-    void add_values(const KeyBlock& block, int rows, bool add, const KeyBlock* next,
-                    Scratch<E>& s) const {
+    // sums[row] (+)= weights x values of panels `from` to `to`. next: as in `score`.
+    void add_values(const KeyBlock& block, int from, int to, int rows, bool add,
+                    const KeyBlock* next, Scratch<E>& s) const {
+        if (from >= to) return;
         int dim = int(program.padded_dim), depth = LANES / E::PACK;
         for (int d = 0, width; d < dim / LANES; d += width) {
             width = panels_at_once(rows, dim / LANES - d);
             Segment segment[KEY_PANELS];
-            for (int i = 0; i < block.count; i++)
+            for (int i = from; i < to; i++)
                 for (int p = 0; p < width; p++)
-                    segment[i].panels[p] =
+                    segment[i - from].panels[p] =
                         (const uint32_t*)(block.panels[i] + LANES * dim) + (d + p) * LANES;
             Prefetch prefetch = next ? prefetch_values(*next, d, width) : Prefetch();
-            products<E>(width, rows, s.sums + d * LANES, dim, (const uint32_t*)s.weights,
-                        KEY_BLOCK / E::PACK * E::TERMS, segment, block.count, depth, dim, add,
+            products<E>(width, rows, s.sums + d * LANES, dim,
+                        (const uint32_t*)(s.weights + from * LANES),
+                        KEY_BLOCK / E::PACK * E::TERMS, segment, to - from, depth, dim, add,
                         &prefetch);
         }
     }
 
-    void store_output(const Item& item, long kv_head, Scratch<E>& s) const {
+    // Writes the results. part: number of parts before the last one.
+    void store_output(const Item& item, long kv_head, long part, Scratch<E>& s) const {
         long group_size = program.heads / program.kv_heads, dim = program.head_dim;
-        for (long r = 0; r < item.count * group_size; r++) {
-            long row = item.output + r / group_size;
-            Passed* to = (Passed*)step.buffers[op.output] + row * step.strides[op.output] +
-                         (kv_head * group_size + r % group_size) * dim;
-            float total = sum(s.total[r]);
-            if (op.sinks)
-                total += std::exp(op.sinks[kv_head * group_size + r % group_size] - s.max_score[r]);
-            float scale = 1 / total;
-            for (long d = 0; d < dim; d += LANES)
-                narrow_partial(to + d, load<Floats>(s.sums + r * program.padded_dim + d) * scale,
-                               dim - d);
+        long rows = item.count * group_size;
+        if (part > 0) merge_part(rows, s);
+        for (long r = 0; r < rows; r++) {
+            long head = kv_head * group_size + r % group_size, first = r * program.padded_dim;
+            Passed* to = (Passed*)step.buffers[op.output] + head * dim +
+                         (item.output + r / group_size) * step.strides[op.output];
+            const float* sink = op.sinks ? op.sinks + head : nullptr;
+            if (part > 0)
+                write_mean(to, s.merged_max[r], s.merged_total[r], s.merged_sums + first, sink, dim);
+            else
+                write_mean(to, s.max_score[r], sum(s.total[r]), s.sums + first, sink, dim);
         }
     }
 
-    void store_part(const Item& item, long kv_head, Scratch<E>& s) const {
+    void store_part(const Item& item, long kv_head, long part, Scratch<E>& s) const {
         long group_size = program.heads / program.kv_heads, dim = program.padded_dim;
         for (long r = 0; r < group_size; r++) {
-            float* to = step.parts + item.part * AttentionWork::part_floats(program) +
+            float* to = step.parts + (item.part + part) * AttentionWork::part_floats(program) +
                         (kv_head * group_size + r) * (dim + 2);
             to[0] = s.max_score[r], to[1] = sum(s.total[r]);
             memcpy(to + 2, s.sums + r * dim, dim * sizeof(float));
@@ -377,19 +377,17 @@ template <class E>
 void combine(const Program& program, const Step& step, const Op& op, const SplitRow& row,
              long head) {
     typedef typename E::Passed Passed;
-    long size = AttentionWork::part_floats(program), dim = program.head_dim;
-    const float* parts = step.parts + row.first_part * size + head * (program.padded_dim + 2);
-    float max_score = -INFINITY, total = 0;
-    for (long i = 0; i < row.parts; i++) max_score = std::max(max_score, parts[i * size]);
-    for (long i = 0; i < row.parts; i++)
-        total += parts[i * size + 1] * std::exp(parts[i * size] - max_score);
-    if (op.sinks) total += std::exp(op.sinks[head] - max_score);
-    Passed* output = (Passed*)step.buffers[op.output] + row.output * step.strides[op.output];
-    for (long d = 0; d < dim; d += LANES) {
-        Floats v = {};
-        for (long i = 0; i < row.parts; i++)
-            v += load<Floats>(parts + i * size + 2 + d) *
-                 (std::exp(parts[i * size] - max_score) / total);
-        narrow_partial(output + head * dim + d, v, dim - d);
+    long size = AttentionWork::part_floats(program), dim = program.padded_dim;
+    float* part = step.parts + row.first_part * size + head * (dim + 2);
+    alignas(64) float values[MAX_HEAD_DIM], max_score[LANES] = {part[0]}, other_max[LANES] = {};
+    float total = part[1];
+    memcpy(values, part + 2, dim * sizeof(float));
+    for (long i = 1; i < row.parts; i++) {
+        part += size;
+        other_max[0] = part[0];
+        merge({max_score, &total, values}, {other_max, part + 1, part + 2}, 1, dim);
     }
+    Passed* to = (Passed*)step.buffers[op.output] + row.output * step.strides[op.output];
+    write_mean(to + head * program.head_dim, max_score[0], total, values,
+               op.sinks ? op.sinks + head : nullptr, program.head_dim);
 }

@@ -12,11 +12,13 @@
 // beside a block of keys and values.
 constexpr int QUERY_BLOCK = 24;
 constexpr int KEY_PANELS = 4, KEY_BLOCK = KEY_PANELS * LANES;
-constexpr int MIN_PART_KEYS = 128;
+// A context is added up block by block, and part by part. Both begin at multiples of their sizes, so
+// that a query has the same bits whatever else is in the step, and however many threads compute it.
+constexpr int PART_KEYS = 8 * KEY_BLOCK;
 
 // Queries of tokens `token` to `token + count`, all of one row and the first at `position`, against
 // keys `key_begin` to `key_end`. Results begin at row `output`.
-// part: number of the part of a split context, or -1.
+// part: number under which the first part is stored if the context is split over threads, or -1.
 struct Item {
     long row, token, position, count, output, key_begin, key_end, part;
 };
@@ -72,18 +74,7 @@ struct AttentionWork {
 
     // Adds `n` tokens of a row. rows: number of rows of the step.
     void add(long row, long token, long position, long n, long output, long rows) {
-        long first = first_key(position), keys = position + 1 - first;
-        long length = n == 1 ? part_length(keys, rows) : 0;
-        if (n == 1 && length < keys) {
-            long count = (keys + length - 1) / length;
-            if ((parts + count) * part_floats(program) <= step.part_floats) {
-                split.push_back({output, parts, count});
-                for (long i = 0; i < count; i++)
-                    items.push_back({row, token, position, 1, output, first + i * length,
-                                     std::min(first + (i + 1) * length, position + 1), parts++});
-                return;
-            }
-        }
+        if (n == 1 && split_context(row, token, position, output, rows)) return;
         long group_size = program.heads / program.kv_heads;
         long block = std::max<long>(1, QUERY_BLOCK / group_size);
         for (long q = 0; q < n; q += block) {
@@ -93,11 +84,21 @@ struct AttentionWork {
         }
     }
 
-    // Returns the keys of a part, such that each thread has several pieces if there are few rows.
-    long part_length(long keys, long rows) const {
-        long pieces_per_row = 4 * step.threads / (rows * program.kv_heads) + 1;
-        long length = (keys + pieces_per_row - 1) / pieces_per_row;
-        length = (length + KEY_BLOCK - 1) / KEY_BLOCK * KEY_BLOCK;
-        return std::max<long>(length, MIN_PART_KEYS);
+    // Adds items for the parts of the context of a single query, such that each thread has several
+    // pieces if there are few rows. Returns false if there is no reason or no room for that.
+    bool split_context(long row, long token, long position, long output, long rows) {
+        long first = first_key(position), begin = first / PART_KEYS;
+        long count = position / PART_KEYS + 1 - begin;
+        long pieces = 4 * step.threads / (rows * program.kv_heads) + 1;
+        long parts_a_piece = (count + pieces - 1) / pieces;
+        if (parts_a_piece == count || (parts + count) * part_floats(program) > step.part_floats)
+            return false;
+        split.push_back({output, parts, count});
+        for (long i = 0; i < count; i += parts_a_piece)
+            items.push_back({row, token, position, 1, output, std::max(first, (begin + i) * PART_KEYS),
+                             std::min((begin + i + parts_a_piece) * PART_KEYS, position + 1),
+                             parts + i});
+        parts += count;
+        return true;
     }
 };

@@ -232,11 +232,17 @@ struct Matmul {
             if (op.kind == MATMUL_ACTIVATE)
                 narrow((Passed*)output + p * LANES, activate(value(p)));
             else if (op.kind == MATMUL_ARGMAX)
-                update_max(maxima[row], value(p), column + p * LANES);
+                update_max(maxima[row], capped(value(p)), column + p * LANES);
             else
                 store(to, op.kind == MATMUL_ADD ? load<Floats>(to) + value(p) * float(op.scale)
                                                 : value(p));
         }
+    }
+
+    // As SCALE_CAP does: rounding can make equal what was not, and the first of equals wins.
+    INLINE Floats capped(Floats x) const {
+        x = x * float(op.scale);
+        return op.softcap ? soft_cap(x, float(op.softcap)) : x;
     }
 
     INLINE Floats activate(Floats x) const {

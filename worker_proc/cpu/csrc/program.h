@@ -12,7 +12,7 @@ enum OpKind : int32_t {
     MATMUL_ADD,    // output += scale * (input x matrix (+ bias)), float
     MATMUL_ACTIVATE,  // output = activation(input x matrix + bias)
     MATMUL_GATE,      // output = activation(gate) * up; panels of gate and up alternate
-    MATMUL_ARGMAX, // only the column of each row's maximum
+    MATMUL_ARGMAX, // only the column of each row's maximum, after what SCALE_CAP does
     ROTATE_WRITE,  // output = queries of input, normalized (if there is a gain), rotated and
                    // scaled; keys (likewise) and values are written to the pages
     ATTEND,        // output = attention(input)

@@ -43,16 +43,12 @@ template <class E, int ROWS, int PANELS, class R>
 INLINE void multiply(Floats (&acc)[ROWS][PANELS], const R rows, const Segment* segment,
                      int segments, long depth, long step, const Prefetch prefetch) {
     // Every loop over sums is unrolled, as the compiler would keep the sums in memory otherwise.
-    // A few sums would wait for their own previous additions: then each term has its own sums.
-    constexpr int CHAINS = ROWS * PANELS <= 3 ? E::TERMS : 1;
-    Floats sums[CHAINS][ROWS][PANELS];
+    // The order of additions does not depend on the size of the tile.
+    Floats sums[ROWS][PANELS];
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-        for (int p = 0; p < PANELS; p++) {
-            sums[0][r][p] = acc[r][p];
-            if (CHAINS == 2) sums[CHAINS - 1][r][p] = Floats(0.0f);
-        }
+        for (int p = 0; p < PANELS; p++) sums[r][p] = acc[r][p];
     long unit = 0;
     for (int s = 0; s < segments; s++) {
         for (long k = 0; k < depth; k++, unit++) {
@@ -72,8 +68,7 @@ INLINE void multiply(Floats (&acc)[ROWS][PANELS], const R rows, const Segment* s
                     auto x = rows.template operand<E>(unit, t, r);
 #pragma GCC unroll 4
                     for (int p = 0; p < PANELS; p++)
-                        sums[t % CHAINS][r][p] =
-                            E::multiply_add(sums[t % CHAINS][r][p], x, terms[p]);
+                        sums[r][p] = E::multiply_add(sums[r][p], x, terms[p]);
                 }
             }
         }
@@ -81,6 +76,5 @@ INLINE void multiply(Floats (&acc)[ROWS][PANELS], const R rows, const Segment* s
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-        for (int p = 0; p < PANELS; p++)
-            acc[r][p] = CHAINS == 1 ? sums[0][r][p] : sums[0][r][p] + sums[CHAINS - 1][r][p];
+        for (int p = 0; p < PANELS; p++) acc[r][p] = sums[r][p];
 }
