@@ -22,10 +22,8 @@ from quadriga.config.frontend_args import PRIVATE_ENDPOINT
 from quadriga.config.parser import ServerParser
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, QuadrigaError, ServerFailed
-from quadriga.model_files.model_impl.choice import choose_model_impl
-from quadriga.model_files.model_impl.flags import check_flags
-from quadriga.model_files.resolve import ModelFiles, resolve_model
-from quadriga.model_files.servable import check_servable
+from quadriga.model_files.resolve import ModelFiles
+from quadriga.model_files.served import find_served_model
 from quadriga.runtime import terminal
 from quadriga.runtime.control_channel import Command
 from quadriga.runtime.exit_codes import (
@@ -38,12 +36,12 @@ from quadriga.runtime.exit_codes import (
 from quadriga.runtime.logs import JSON, set_up_logging
 from quadriga.runtime.open_files import MAX_OPEN_FILES, allow_open_files
 from quadriga.supervisor import first_screen
-from quadriga.supervisor.child_process import EXIT_GRACE_S, ChildProcess, ReplicaChange
+from quadriga.supervisor.child_process import EXIT_GRACE_S, ReplicaChange
 from quadriga.supervisor.cluster_replicas import ClusterReplicas
 from quadriga.supervisor.console import say
 from quadriga.supervisor.events import Death, ReadyAgain, SupervisorEvent
 from quadriga.supervisor.owner import OwnerChannel
-from quadriga.supervisor.replicas import ReplicaProcesses
+from quadriga.supervisor.replicas import FRONTEND, ReplicaProcesses
 from quadriga.supervisor.supervisor import Supervisor
 from quadriga.tenants.key_file import check_key_file
 from quadriga.wire.endpoints import Endpoints
@@ -53,7 +51,6 @@ SERVING_PACKAGES = (
     "torch", "numpy", "tokenizers", "safetensors", "gguf", "jinja2", "uvloop", "psutil", "msgpack",
 )  # fmt: skip
 HTTP_PACKAGES = ("aiohttp", "prometheus_client")
-FRONTEND = "tokenizer_proc"
 GATEWAY = "http_proc"
 CLIENT_FACING = (FRONTEND, GATEWAY)
 STOPPED_AT_ONCE = "the server was stopped at once, before this request had finished"
@@ -123,7 +120,7 @@ class Launcher:
             match event:
                 case Death():
                     if not self._restart(event):
-                        return self._fail_start(_start_error(event), event.error_code)
+                        return self._fail_start(event.start_error, event.error_code)
                 case SupervisorEvent.RESTARTED:
                     self._replicas.report_lost(self._supervisor[FRONTEND])
                 case SupervisorEvent.STOP:
@@ -166,7 +163,7 @@ class Launcher:
         say(first_screen.start_summary(self._model_seconds, worker))
         if note := self._replicas.cores_note(worker.info):
             say(note)
-        has_chat = self._supervisor["tokenizer_proc"].info.get("chat", True)
+        has_chat = self._supervisor[FRONTEND].info.get("chat", True)
         for text in first_screen.usage_lines(self._config, has_chat, endpoint):
             say(text)
 
@@ -269,7 +266,8 @@ class Launcher:
         return outcome
 
     def _send_drain(self) -> None:
-        for child in (*self._client_facing(), *self._replicas.drained(self._supervisor)):
+        client_facing = [child for child in self._supervisor if child.name in CLIENT_FACING]
+        for child in (*client_facing, *self._replicas.drained(self._supervisor)):
             child.send(Command.DRAIN)
 
     def _wait_for_exits(self, timeout: float) -> int | None:
@@ -322,18 +320,6 @@ class Launcher:
             if child.name != GATEWAY and not child.has_exited:
                 child.process.kill()
 
-    def _client_facing(self) -> list[ChildProcess]:
-        return [child for child in self._supervisor if child.name in CLIENT_FACING]
-
-
-def _start_error(death: Death) -> str:
-    """Return why a process could not start; a message for the user comes first."""
-    kind = type(errors.from_code(death.error_code, "")).__name__
-    prefix = f"{kind}: "
-    if death.reason.startswith(prefix):
-        return f"{death.reason.removeprefix(prefix)} ({death.name} could not start)"
-    return f"{death.name} could not start: {death.reason}"
-
 
 def report(error: QuadrigaError, owner: OwnerChannel) -> None:
     """Report an error to the owner, who raises it, or else print it."""
@@ -348,6 +334,16 @@ def fail(error: QuadrigaError, code: int, owner: OwnerChannel) -> NoReturn:
     report(error, owner)
     terminal.drop_unwritten()
     sys.exit(code)
+
+
+def check_packages(no_http: bool) -> None:
+    """Raise ConfigError where a package is not installed that some process imports."""
+    packages = SERVING_PACKAGES if no_http else SERVING_PACKAGES + HTTP_PACKAGES
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} not installed; {programs.install_command('serve')}"
+        )
 
 
 def serve(arguments: list[str]) -> NoReturn:
@@ -371,26 +367,17 @@ def main(arguments: list[str] | None = None, program: str = "launcher.py") -> No
         fail(error, EXIT_USAGE, owner)
     if config.launch.log_format == JSON:
         set_up_logging("launcher", "info", JSON)
-    packages = SERVING_PACKAGES if config.http.no_http else SERVING_PACKAGES + HTTP_PACKAGES
-    missing = [name for name in packages if find_spec(name) is None]
-    if missing:
-        reason = f"{', '.join(missing)} not installed; {programs.install_command('serve')}"
-        fail(ConfigError(reason), EXIT_START_FAILED, owner)
     try:
-        model = resolve_model(config.model, show_progress=config.launch.log_format != JSON)
-        check_servable(model, config.worker.quantization)
-        check_flags(config.worker, choose_model_impl(model))
+        check_packages(config.http.no_http)
+        model = find_served_model(config, show_progress=config.launch.log_format != JSON)
+        for note in model.notes:
+            say(note)
+        allow_open_files(MAX_OPEN_FILES)
+        code = Launcher(config, model, owner).run()
     except QuadrigaError as error:
         fail(error, EXIT_START_FAILED, owner)
     except KeyboardInterrupt:
         sys.exit(EXIT_FORCED)
-    for note in model.notes:
-        say(note)
-    allow_open_files(MAX_OPEN_FILES)
-    try:
-        code = Launcher(config, model, owner).run()
-    except QuadrigaError as error:
-        fail(error, EXIT_START_FAILED, owner)
     terminal.drop_unwritten()
     sys.exit(code)
 

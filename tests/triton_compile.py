@@ -220,17 +220,22 @@ def other_kernels() -> Iterator[Compiled]:
 
 def sampling_kernels() -> Iterator[Compiled]:
     sizes = {"CHUNKS": 32, "BLOCK": sampling.BLOCK}
-    listed = {**sizes, "LIKELY": sampling.likely_of_chunk(32)}
+    spans = {"SPANS": 8, "SPAN": sampling.SPAN, "LIKELY": sampling.likely_of_span(8)}
     types = dict.fromkeys(("maxima", "temperatures", "top_ps", "min_ps"), FLOATS)
     types |= dict.fromkeys(("slots", "positions", "top_ks", "seeds", "token_ids"), IDS)
     types |= dict.fromkeys(("weights", "drawn"), IDS)
     types |= dict.fromkeys(("places", "likely", "num_likely", "num_finite", "known"), "*i32")
-    types |= dict.fromkeys(("vocab_size", "logits_stride", "known_stride", "num_chunks"), "i32")
+    types |= dict.fromkeys(("vocab_size", "num_chunks", "num_spans"), "i32")
+    types |= dict.fromkeys(("logits_stride", "known_stride"), "i32")
     for logits in (NUMBERS, FLOATS):
         for kernel, constants, warps in (
             (sampling._chunk_maxima, sizes, sampling.CHUNK_WARPS),
-            (sampling._weigh_chunks, listed, sampling.CHUNK_WARPS),
-            (sampling._sample, listed, sampling.ROW_WARPS),
+            (
+                sampling._weigh_spans,
+                {**sizes, **spans, "BLOCK": sampling.SPAN_BLOCK},
+                sampling.CHUNK_WARPS,
+            ),
+            (sampling._sample, sizes | spans, sampling.ROW_WARPS),
         ):
             label = f"sampling{kernel.__name__}, {logits[1:]}"
             options = {"num_warps": warps}

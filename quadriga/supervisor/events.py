@@ -4,6 +4,7 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from quadriga import errors
 from quadriga.errors import ServerFailed
 
 
@@ -41,6 +42,14 @@ class Death:
     restart_delay_s: float | None
     is_clean: bool
     error_code: str = ServerFailed.code
+
+    @property
+    def start_error(self) -> str:
+        """Why the process could not start; a message for the user comes first."""
+        prefix = f"{type(errors.from_code(self.error_code, '')).__name__}: "
+        if self.reason.startswith(prefix):
+            return f"{self.reason.removeprefix(prefix)} ({self.name} could not start)"
+        return f"{self.name} could not start: {self.reason}"
 
 
 class ReadyAgain(NamedTuple):

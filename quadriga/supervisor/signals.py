@@ -7,7 +7,7 @@ import socket
 from quadriga.supervisor.events import SupervisorEvent
 
 
-class Signals:
+class ReceivedSignals:
     """SIGINT, SIGTERM and SIGHUP, which wait to be read instead of ending this process."""
 
     def __init__(self) -> None:

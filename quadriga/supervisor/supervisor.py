@@ -23,7 +23,7 @@ from quadriga.supervisor.child_process import (
 from quadriga.supervisor.console import say
 from quadriga.supervisor.events import Death, ReadyAgain, SupervisorEvent
 from quadriga.supervisor.restart import RestartPolicy, Watchdog
-from quadriga.supervisor.signals import Signals
+from quadriga.supervisor.signals import ReceivedSignals
 
 START_RETRY_S = 1.0
 
@@ -54,7 +54,7 @@ class Supervisor:
         self._policy = RestartPolicy(args.max_restarts)
         self._watchdog = Watchdog(args.watchdog_timeout)
         self._selector = selectors.DefaultSelector()
-        self._signals = Signals()
+        self._signals = ReceivedSignals()
         self._selector.register(self._signals, selectors.EVENT_READ, self._signals)
         # Made once signals are caught: an earlier signal would leave it behind.
         self._run_dir = _make_run_dir()
@@ -139,7 +139,7 @@ class Supervisor:
         for key, _ in self._selector.select(self._seconds_to_wait(timeout, now)):
             if isinstance(key.data, SupervisorEvent):
                 return key.data
-            if isinstance(key.data, Signals):
+            if isinstance(key.data, ReceivedSignals):
                 return key.data.read()
             return self._on_reports(key.data)
         return None

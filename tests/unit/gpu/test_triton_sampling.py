@@ -57,7 +57,7 @@ def draw(rows: int, vocab_size: int, spread: float, dtype: torch.dtype = torch.f
 
 @pytest.mark.parametrize(
     ("vocab_size", "spread", "dtype"),
-    [(7, 1.0, torch.bfloat16), (5000, 2.5, torch.bfloat16), (9001, 0.3, torch.float32)],
+    [(7, 1.0, torch.bfloat16), (20_000, 2.5, torch.bfloat16), (9001, 0.3, torch.float32)],
 )
 def test_tokens_are_those_of_plain_torch(
     vocab_size: int, spread: float, dtype: torch.dtype
@@ -77,12 +77,12 @@ def test_tokens_are_those_of_plain_torch(
 def test_a_token_does_not_depend_on_how_many_likely_ones_are_listed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With one in the list of a chunk, the whole row is searched."""
+    """With one in the list of a span, the whole row is searched."""
     state, logits = sampling_of(PARAMS), draw(len(PARAMS), 5000, 2.5, torch.bfloat16)
     slots, positions = ints(list(range(len(PARAMS)))), ints([9] * len(PARAMS))
     tokens = []
-    for listed in (sampling.BLOCK, 1):
-        monkeypatch.setattr(sampling, "MAX_LIKELY_OF_CHUNK", listed)
+    for listed in (4 * 4096, 4):
+        monkeypatch.setattr(sampling, "MAX_LIKELY", listed)
         tokens.append(sample_tokens(logits, slots, positions, state, known_tokens()).tolist())
     assert tokens[0] == tokens[1]
 

@@ -215,7 +215,9 @@ def tile_of(group: int, one_query: bool, head_dim: int, dtype: torch.dtype) -> A
     rows = min_rows if one_query else max(min_rows, 64)
     if head_dim > 128:
         return AttentionTile(rows, 32, stages=2, warps=4 if one_query else 8)
-    return AttentionTile(rows, 64, stages=3 if one_query else 2, warps=4)
+    if one_query:
+        return AttentionTile(rows, 64, stages=3, warps=2 if head_dim <= 64 else 4)
+    return AttentionTile(rows, 64, stages=2, warps=4)
 
 
 def queries_of_block(group: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -153,12 +153,25 @@ def _kept_units(
 
 
 @triton.jit
-def draw_in_block(
-    row_logits, start, target, threshold, floor, highest, scale, vocab_size, BLOCK: tl.constexpr
-):
-    """Return the first token of a block before and with which there is more weight than target."""
-    of_block = _kept_units(row_logits, start, threshold, floor, highest, scale, vocab_size, BLOCK)
-    return start + tl.sum((tl.cumsum(of_block, 0) <= target).to(tl.int32), 0)
+def draw_between(
+    row_logits, begin, end, target, threshold, floor, highest, scale, vocab_size,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the first token from `begin` on with which there is more weight than `target`."""
+    before, block_before, block_start = target * 0, target * 0, begin + 0
+    for start in range(begin, end, BLOCK):
+        after = before + tl.sum(
+            _kept_units(row_logits, start, threshold, floor, highest, scale, vocab_size, BLOCK), 0
+        )
+        is_here = (before <= target) & (after > target)
+        block_start = tl.where(is_here, start, block_start)
+        block_before = tl.where(is_here, before, block_before)
+        before = after
+    of_block = _kept_units(
+        row_logits, block_start, threshold, floor, highest, scale, vocab_size, BLOCK
+    )
+    passed = block_before + tl.cumsum(of_block, 0) <= target
+    return block_start + tl.sum(passed.to(tl.int32), 0)
 
 
 @triton.jit
@@ -172,16 +185,7 @@ def draw_from_row(
             row_logits, start, threshold, floor, highest, scale, vocab_size, BLOCK
         )
     target = fraction_of(tl.sum(totals, 0), seed, position)
-    before, block_before, block_start = seed * 0, seed * 0, vocab_size * 0
-    for start in range(0, vocab_size, BLOCK):
-        after = before + tl.sum(
-            _kept_units(row_logits, start, threshold, floor, highest, scale, vocab_size, BLOCK), 0
-        )
-        is_here = (before <= target) & (after > target)
-        block_start = tl.where(is_here, start, block_start)
-        block_before = tl.where(is_here, before, block_before)
-        before = after
-    return draw_in_block(
-        row_logits, block_start, target - block_before, threshold, floor, highest, scale,
+    return draw_between(
+        row_logits, vocab_size * 0, vocab_size, target, threshold, floor, highest, scale,
         vocab_size, BLOCK,
     )  # fmt: skip

@@ -1,12 +1,12 @@
 """Sample a token of each row in three launches, without a question to the host.
 
 The rules are those of sampling/sampler.py. The first kernel finds the largest logit of each chunk
-of the vocabulary, and a greedy row needs no more. The second adds up the weights of each chunk and
-lists its likely tokens, which are those near the largest logit. In the third, a program takes a
-row: filters are thresholds of the logits, which are found among the likely tokens by bisection, in
-registers. Where a chunk has more of them than its list holds, or the filters keep less likely ones,
-the same search goes over the whole row (row_search.py): it takes ten passes over the row, which one
-multiprocessor reads at 7 us each, with a vocabulary of 128,256 on an H100.
+of the vocabulary, and a greedy row needs no more. The second adds up the weights of longer spans,
+and lists the likely tokens of each, which are those near the largest logit. In the third, a program
+takes a row: filters are thresholds of the logits, which are found among the likely tokens by
+bisection, in registers. Where a span has more of them than its list holds, or the filters keep less
+likely ones, the same search goes over the whole row (row_search.py): ten passes, or more, of some
+10 us each, with a vocabulary of 128,256 on an H100.
 
 A token depends neither on the other rows of a step nor on which of the two ways was taken.
 """
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from worker_proc.gpu.kernels.row_search import (
     LOG2_E,
+    draw_between,
     draw_from_row,
-    draw_in_block,
     fraction_of,
     middle_of,
     next_bounds,
@@ -30,8 +30,9 @@ from worker_proc.gpu.kernels.row_search import (
 from worker_proc.sampling.slot_sampling import SamplingState
 
 BLOCK, CHUNK_WARPS = 4096, 8  # columns of a chunk, and warps of its program
+SPAN, SPAN_BLOCK = 16_384, 2048  # columns of a span, and of those the ones computed at a time
 ROW_WARPS = 16  # of the program of a row
-MAX_LIKELY_OF_CHUNK, MAX_LIKELY = 256, 8192  # tokens in the list of a chunk, and of a row
+MAX_LIKELY = 8192  # tokens in the lists of a row
 LIKELY_BITS = tl.constexpr(14.0)  # a likely token has 2^-14 of the largest weight, or more
 INDICES = ["slots", "positions"]
 
@@ -53,10 +54,10 @@ def _chunk_maxima(
 
 
 @triton.jit
-def _of_chunks(values, row, num_chunks, OTHER: tl.constexpr, CHUNKS: tl.constexpr):
-    """Load the value of each chunk of a row `[CHUNKS]`."""
-    chunk = tl.arange(0, CHUNKS)
-    return tl.load(values + row * CHUNKS + chunk, mask=chunk < num_chunks, other=OTHER)
+def _of_row(values, row, count, OTHER: tl.constexpr, SIZE: tl.constexpr):
+    """Load the value of each chunk, or span, of a row `[SIZE]`."""
+    place = tl.arange(0, SIZE)
+    return tl.load(values + row * SIZE + place, mask=place < count, other=OTHER)
 
 
 @triton.jit
@@ -66,34 +67,42 @@ def _floor_of(min_ps, slot):
 
 
 @triton.jit(do_not_specialize_on_alignment=INDICES)
-def _weigh_chunks(
+def _weigh_spans(
     logits, maxima, slots, temperatures, min_ps, likely, num_likely, num_finite, weights, drawn,
     vocab_size, logits_stride, num_chunks,
-    CHUNKS: tl.constexpr, LIKELY: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, LIKELY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store what is known of a chunk: its likely tokens, and sums."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Store what is known of a span: its likely tokens, and sums."""
+    row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row)
     temperature = tl.load(temperatures + tl.maximum(slot, 0))
     if (slot >= 0) & (temperature > 0):
-        scale = LOG2_E / temperature
-        highest = tl.max(_of_chunks(maxima, row, num_chunks, float("-inf"), CHUNKS), 0)
-        start, place = chunk * BLOCK, row * CHUNKS + chunk
-        x = scores(logits + row * logits_stride, start, vocab_size, BLOCK)
-        distance = (x - highest) * scale
-        is_likely = distance >= -LIKELY_BITS
-        index = tl.cumsum(is_likely.to(tl.int32), 0) - 1
-        tl.store(
-            likely + place * LIKELY + index,
-            start + tl.arange(0, BLOCK),
-            mask=is_likely & (index < LIKELY),
-        )
-        of_token = units(x, highest, scale)
-        kept = tl.where(distance >= _floor_of(min_ps, slot), of_token, 0)
-        tl.store(num_likely + place, tl.sum(is_likely.to(tl.int32), 0))
-        tl.store(num_finite + place, tl.sum((x > float("-inf")).to(tl.int32), 0))
-        tl.store(weights + place, tl.sum(of_token, 0))
-        tl.store(drawn + place, tl.sum(kept, 0))
+        scale, floor = LOG2_E / temperature, _floor_of(min_ps, slot)
+        highest = tl.max(_of_row(maxima, row, num_chunks, float("-inf"), CHUNKS), 0)
+        place = row * SPANS + span
+        listed = span * 0
+        finite = tl.zeros([BLOCK], tl.int32)
+        all_units, kept_units = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+        for start in range(span * SPAN, tl.minimum(vocab_size, (span + 1) * SPAN), BLOCK):
+            x = scores(logits + row * logits_stride, start, vocab_size, BLOCK)
+            distance = (x - highest) * scale
+            is_likely = (distance >= -LIKELY_BITS).to(tl.int32)
+            index = listed + tl.cumsum(is_likely, 0) - 1
+            tl.store(
+                likely + place * LIKELY + index,
+                start + tl.arange(0, BLOCK),
+                mask=(is_likely > 0) & (index < LIKELY),
+            )
+            listed += tl.sum(is_likely, 0)
+            of_token = units(x, highest, scale)
+            finite += (x > float("-inf")).to(tl.int32)
+            all_units += of_token
+            kept_units += tl.where(distance >= floor, of_token, 0)
+        tl.store(num_likely + place, listed)
+        tl.store(num_finite + place, tl.sum(finite, 0))
+        tl.store(weights + place, tl.sum(all_units, 0))
+        tl.store(drawn + place, tl.sum(kept_units, 0))
 
 
 @triton.jit
@@ -143,16 +152,16 @@ def _threshold_of_likely(x, of_token, top_k, top_p, num_finite, whole, highest, 
 def _sample(
     logits, maxima, places, likely, num_likely, num_finite, weights, drawn, slots, positions,
     temperatures, top_ks, top_ps, min_ps, seeds, token_ids, known, vocab_size, logits_stride,
-    known_stride, num_chunks,
-    CHUNKS: tl.constexpr, LIKELY: tl.constexpr, BLOCK: tl.constexpr,
+    known_stride, num_chunks, num_spans,
+    CHUNKS: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, LIKELY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot, position = tl.load(slots + row), tl.load(positions + row) + 1
-    of_chunks = _of_chunks(maxima, row, num_chunks, float("-inf"), CHUNKS)
-    place = _of_chunks(places, row, num_chunks, 0, CHUNKS)
-    chunk = tl.arange(0, CHUNKS)
+    of_chunks = _of_row(maxima, row, num_chunks, float("-inf"), CHUNKS)
+    place = _of_row(places, row, num_chunks, 0, CHUNKS)
     highest = tl.max(of_chunks, 0)
-    is_first = (of_chunks == highest) & (chunk < num_chunks)
+    is_first = (of_chunks == highest) & (tl.arange(0, CHUNKS) < num_chunks)
     token = tl.min(tl.where(is_first, place, vocab_size - 1), 0)
     existing = tl.maximum(slot, 0)
     temperature = tl.load(temperatures + existing)
@@ -162,25 +171,25 @@ def _sample(
         top_k, top_p = tl.load(top_ks + existing), tl.load(top_ps + existing)
         floor = _floor_of(min_ps, existing)
         if (top_k > 0) | (top_p < 1):
-            index = tl.arange(0, CHUNKS * LIKELY)
-            count = tl.load(num_likely + row * CHUNKS + index // LIKELY,
-                            mask=index // LIKELY < num_chunks, other=0)  # fmt: skip
-            exists = index % LIKELY < count
-            of_row = likely + row * (CHUNKS * LIKELY)
+            index = tl.arange(0, SPANS * LIKELY)
+            listed = tl.load(num_likely + row * SPANS + index // LIKELY,
+                             mask=index // LIKELY < num_spans, other=0)  # fmt: skip
+            exists = index % LIKELY < listed
+            of_row = likely + row * (SPANS * LIKELY)
             column = tl.load(of_row + index, mask=exists, other=0)
             x = tl.load(row_logits + column, mask=exists, other=float("-inf")).to(tl.float32)
             of_token = units(x, highest, scale)
-            finite = tl.sum(_of_chunks(num_finite, row, num_chunks, 0, CHUNKS), 0)
-            whole = tl.sum(_of_chunks(weights, row, num_chunks, 0, CHUNKS), 0)
+            finite = tl.sum(_of_row(num_finite, row, num_spans, 0, SPANS), 0)
+            whole = tl.sum(_of_row(weights, row, num_spans, 0, SPANS), 0)
             threshold, suffices = _threshold_of_likely(
                 x, of_token, top_k, top_p, finite, whole, highest, scale
             )
-            if suffices & (tl.max(count, 0) <= LIKELY):
+            if suffices & (tl.max(listed, 0) <= LIKELY):
                 kept = (x >= threshold) & ((x - highest) * scale >= floor)
                 of_token = tl.where(kept, of_token, 0)
                 target = fraction_of(tl.sum(of_token, 0), seed, position)
                 passed = tl.sum((tl.cumsum(of_token, 0) <= target).to(tl.int32), 0)
-                token = tl.load(of_row + passed, mask=passed < CHUNKS * LIKELY, other=vocab_size)
+                token = tl.load(of_row + passed, mask=passed < SPANS * LIKELY, other=vocab_size)
             else:
                 threshold = threshold_of_row(
                     row_logits, top_k, top_p, highest, scale, vocab_size, BLOCK
@@ -189,13 +198,14 @@ def _sample(
                     row_logits, threshold, floor, seed, position, highest, scale, vocab_size, BLOCK
                 )
         else:
-            of_chunk = _of_chunks(drawn, row, num_chunks, 0, CHUNKS)
-            target = fraction_of(tl.sum(of_chunk, 0), seed, position)
-            passed = tl.cumsum(of_chunk, 0) <= target
-            before = tl.sum(tl.where(passed, of_chunk, 0), 0)
-            token = draw_in_block(
-                row_logits, tl.sum(passed.to(tl.int32), 0) * BLOCK, target - before,
-                highest * 0.0 + float("-inf"), floor, highest, scale, vocab_size, BLOCK,
+            of_span = _of_row(drawn, row, num_spans, 0, SPANS)
+            target = fraction_of(tl.sum(of_span, 0), seed, position)
+            passed = tl.cumsum(of_span, 0) <= target
+            before = tl.sum(tl.where(passed, of_span, 0), 0)
+            begin = tl.sum(passed.to(tl.int32), 0) * SPAN
+            token = draw_between(
+                row_logits, begin, begin + SPAN, target - before, highest * 0.0 + float("-inf"),
+                floor, highest, scale, vocab_size, BLOCK,
             )  # fmt: skip
         token = tl.minimum(token, vocab_size - 1)  # logits that are NaN have no weights
     tl.store(token_ids + row, token.to(tl.int64))
@@ -218,33 +228,34 @@ def sample_tokens(
         `[rows]` int64.
     """
     rows, vocab_size = logits.shape
-    num_chunks = triton.cdiv(vocab_size, BLOCK)
+    num_chunks, num_spans = triton.cdiv(vocab_size, BLOCK), triton.cdiv(vocab_size, SPAN)
     # With four or more, the parts of one allocation begin at multiples of 16 bytes.
-    chunks = max(4, triton.next_power_of_2(num_chunks))
-    num_likely = likely_of_chunk(chunks)
+    chunks, spans = (max(4, triton.next_power_of_2(count)) for count in (num_chunks, num_spans))
+    num_likely = likely_of_span(spans)
     maxima = torch.empty(rows, chunks, device=logits.device)
-    places, counts, finite = torch.empty(3, rows, chunks, dtype=torch.int32, device=logits.device)
-    weights, drawn = torch.empty(2, rows, chunks, dtype=torch.int64, device=logits.device)
-    likely = torch.empty(rows, chunks, num_likely, dtype=torch.int32, device=logits.device)
+    places = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
+    counts, finite = torch.empty(2, rows, spans, dtype=torch.int32, device=logits.device)
+    weights, drawn = torch.empty(2, rows, spans, dtype=torch.int64, device=logits.device)
+    likely = torch.empty(rows, spans, num_likely, dtype=torch.int32, device=logits.device)
     token_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     _chunk_maxima[(rows, num_chunks)](
         logits, maxima, places, vocab_size, logits.stride(0), CHUNKS=chunks, BLOCK=BLOCK,
         num_warps=CHUNK_WARPS,
     )  # fmt: skip
-    _weigh_chunks[(rows, num_chunks)](
+    _weigh_spans[(rows, num_spans)](
         logits, maxima, slots, sampling.temperature, sampling.min_p, likely, counts, finite,
-        weights, drawn, vocab_size, logits.stride(0), num_chunks, CHUNKS=chunks,
-        LIKELY=num_likely, BLOCK=BLOCK, num_warps=CHUNK_WARPS,
+        weights, drawn, vocab_size, logits.stride(0), num_chunks, CHUNKS=chunks, SPANS=spans,
+        SPAN=SPAN, LIKELY=num_likely, BLOCK=SPAN_BLOCK, num_warps=CHUNK_WARPS,
     )  # fmt: skip
     _sample[(rows,)](
         logits, maxima, places, likely, counts, finite, weights, drawn, slots, positions,
         sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed,
-        token_ids, known, vocab_size, logits.stride(0), known.stride(0), num_chunks, CHUNKS=chunks,
-        LIKELY=num_likely, BLOCK=BLOCK, num_warps=ROW_WARPS,
+        token_ids, known, vocab_size, logits.stride(0), known.stride(0), num_chunks, num_spans,
+        CHUNKS=chunks, SPANS=spans, SPAN=SPAN, LIKELY=num_likely, BLOCK=BLOCK, num_warps=ROW_WARPS,
     )  # fmt: skip
     return token_ids
 
 
-def likely_of_chunk(chunks: int) -> int:
-    """Return how many likely tokens the list of a chunk holds, of so many chunks in a row."""
-    return min(MAX_LIKELY_OF_CHUNK, max(1, MAX_LIKELY // chunks))
+def likely_of_span(spans: int) -> int:
+    """Return how many likely tokens the list of a span holds, of so many spans in a row."""
+    return max(1, MAX_LIKELY // spans)
