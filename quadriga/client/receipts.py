@@ -1,0 +1,98 @@
+"""Receipts: what an answer is a function of, and a hash of the answer."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.arrays import pack_ids, unpack_ids
+from quadriga.wire.messages.from_client import Generate
+
+if TYPE_CHECKING:
+    from quadriga.client.questions import ServerQuestions
+    from quadriga.client.types import Completion
+
+NUM_DIGITS = 32
+# Parameters that change no token: what comes back beside the tokens, and the choices.
+NOT_HASHED = ("seed", "n", "logprobs", "prompt_logprobs", "logprob_token_ids", "text_lengths",
+              "skip_special_tokens")  # fmt: skip
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer is a function of, and a hash of its tokens.
+
+    Two answers with equal receipts, but for the id, have the same tokens. Where kernels are
+    deterministic (docs/equal-bits.md), the fields from `fingerprint` to `prompt` decide `tokens`.
+
+    Attributes:
+        request_id: of the request, which `quadriga replay` takes.
+        model: name of the model.
+        fingerprint: of the model's configuration, tokenizer and weights.
+        kernels: what computes, its version, and the number formats.
+        seed: of the choice.
+        params: hash of the other parameters, as they were sent.
+        prompt: hash of the prompt's token ids.
+        tokens: hash of the generated token ids.
+    """
+
+    request_id: str
+    model: str
+    fingerprint: str
+    kernels: str
+    seed: int
+    params: str
+    prompt: str
+    tokens: str
+
+
+def hash_ids(ids: Sequence[int]) -> str:
+    """Return the first 32 hexadecimal digits of the SHA-256 of ids, int32 little-endian."""
+    return _digits(pack_ids(ids))
+
+
+def hash_params(params: SamplingParams) -> str:
+    """Return a hash of the parameters that change tokens, without the seed."""
+    values: dict[str, Any] = msgspec.to_builtins(params)
+    kept = {name: value for name, value in values.items() if name not in NOT_HASHED}
+    return _digits(msgspec.json.encode(kept, order="sorted"))
+
+
+async def add_receipts(
+    client: "ServerQuestions", message: Generate, completions: "Sequence[Completion]"
+) -> None:
+    """Set the receipt of each completion of a request, which asks the server two questions.
+
+    Args:
+        client: the connection.
+        message: the request.
+        completions: its choices.
+
+    Raises:
+        QuadrigaError: the server does not answer.
+    """
+    info, ids = await client.info(), await _prompt_ids(client, message)
+    for completion in completions:
+        completion.receipt = Receipt(
+            request_id=completion.request_id,
+            model=info["model"],
+            fingerprint=info["model_details"]["digest"],
+            kernels=info["kernels"] or "",
+            seed=(message.params.seed or 0) + completion.index,
+            params=hash_params(message.params),
+            # The last ones, where the prompt was truncated.
+            prompt=hash_ids(ids[-completion.usage.prompt_tokens :]),
+            tokens=hash_ids(completion.token_ids),
+        )
+
+
+async def _prompt_ids(client: "ServerQuestions", message: Generate) -> list[int]:
+    """Return the prompt's token ids, which the server knows of a text or a chat."""
+    if message.prompt_token_ids is not None:
+        return unpack_ids(message.prompt_token_ids).tolist()
+    return await client.tokenize(msgspec.to_builtins(message.prompt), message.chat)
+
+
+def _digits(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:NUM_DIGITS]
