@@ -12,7 +12,7 @@ from http_proc.protocol.timings import Stage
 from http_proc.resumption import Resumption
 from http_proc.token_order import TokenOrder
 from quadriga.client.async_client import AsyncClient, RequestOptions
-from quadriga.client.receipts import Receipt, add_receipts
+from quadriga.client.receipts import Receipt
 from quadriga.client.request_handle import RequestHandle, Sink
 from quadriga.client.types import Completion, Prompt, StreamChunk
 from quadriga.errors import QuadrigaError, RequestFailed
@@ -205,7 +205,7 @@ class RequestGroup:
         left = iter(completions)
         for handle in self._handles:
             choices = list(islice(left, handle.message.params.n))
-            await add_receipts(self._ring, handle.message, choices)
+            await self._ring.add_receipts(handle.message, choices)
         return [each.receipt for each in completions if each.receipt is not None]
 
     def fail(self, error: QuadrigaError) -> None:

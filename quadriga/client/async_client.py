@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, overload
 
 from quadriga.client.arguments import check_options, checked_params, params_of_each
 from quadriga.client.questions import ServerQuestions
-from quadriga.client.receipts import add_receipts
 from quadriga.client.request_handle import AcceptedSink, RequestHandle, Sink
 from quadriga.client.types import (
     Completion,
@@ -196,7 +195,7 @@ class AsyncClient(ServerQuestions):
             completions.append(result)
         if options.get("receipt"):
             for handle, completion in zip(handles, completions, strict=True):
-                await add_receipts(self, handle.message, [completion, *completion.others])
+                await self.add_receipts(handle.message, [completion, *completion.others])
         return completions[0] if single else completions
 
     async def stream(
@@ -230,7 +229,7 @@ class AsyncClient(ServerQuestions):
         try:
             async for chunk in handle:
                 if chunk.completion is not None and options.get("receipt"):
-                    await add_receipts(self, handle.message, [chunk.completion])
+                    await self.add_receipts(handle.message, [chunk.completion])
                 yield chunk
         finally:
             handle.abort()

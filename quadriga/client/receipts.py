@@ -2,17 +2,12 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.from_client import Generate
-
-if TYPE_CHECKING:
-    from quadriga.client.questions import ServerQuestions
-    from quadriga.client.types import Completion
+from quadriga.wire.messages.arrays import pack_ids
 
 NUM_DIGITS = 32
 # Parameters that change no token: what comes back beside the tokens, and the choices.
@@ -57,41 +52,6 @@ def hash_params(params: SamplingParams) -> str:
     values: dict[str, Any] = msgspec.to_builtins(params)
     kept = {name: value for name, value in values.items() if name not in NOT_HASHED}
     return _digits(msgspec.json.encode(kept, order="sorted"))
-
-
-async def add_receipts(
-    client: "ServerQuestions", message: Generate, completions: "Sequence[Completion]"
-) -> None:
-    """Set the receipt of each completion of a request, which asks the server two questions.
-
-    Args:
-        client: the connection.
-        message: the request.
-        completions: its choices.
-
-    Raises:
-        QuadrigaError: the server does not answer.
-    """
-    info, ids = await client.info(), await _prompt_ids(client, message)
-    for completion in completions:
-        completion.receipt = Receipt(
-            request_id=completion.request_id,
-            model=info["model"],
-            fingerprint=info["model_details"]["digest"],
-            kernels=info["kernels"] or "",
-            seed=(message.params.seed or 0) + completion.index,
-            params=hash_params(message.params),
-            # The last ones, where the prompt was truncated.
-            prompt=hash_ids(ids[-completion.usage.prompt_tokens :]),
-            tokens=hash_ids(completion.token_ids),
-        )
-
-
-async def _prompt_ids(client: "ServerQuestions", message: Generate) -> list[int]:
-    """Return the prompt's token ids, which the server knows of a text or a chat."""
-    if message.prompt_token_ids is not None:
-        return unpack_ids(message.prompt_token_ids).tolist()
-    return await client.tokenize(msgspec.to_builtins(message.prompt), message.chat)
 
 
 def _digits(data: bytes) -> str:
