@@ -117,9 +117,11 @@ class Soak:
         print(HEAD)
         for name, (early, late) in self.footprints().items():
             print(row(name, early, late))
-        print(f"tokens a second: {_rate(first):.0f} in the first quarter, {_rate(last):.0f} last")
-        if self.num_kills:
+        if self.num_kills:  # a scheduler that starts counts its tokens from 0
             print(f"{self.num_kills} replicas were killed")
+        else:
+            rates = f"{_rate(first):.0f} in the first quarter, {_rate(last):.0f} last"
+            print(f"tokens a second: {rates}")
         print(f"{self.tally.outcomes.total()} requests:", _listed(self.tally.outcomes))
         for what, count in self.tally.wrong.most_common(20):
             print(f"WRONG, {count} times: {what}")
@@ -140,7 +142,7 @@ class Soak:
 
 def _rate(samples: list[Sample]) -> float:
     begin, end = samples[0], samples[-1]
-    return (end.info[TOKENS] - begin.info[TOKENS]) / max(1e-9, end.seconds - begin.seconds)
+    return max(0, end.info[TOKENS] - begin.info[TOKENS]) / max(1e-9, end.seconds - begin.seconds)
 
 
 def _listed(counts: dict[str, int]) -> str:
