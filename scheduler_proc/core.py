@@ -17,6 +17,8 @@ from scheduler_proc.planning.prefill_budget import PrefillBudget
 from scheduler_proc.planning.prefill_sharing import PrefillSharing
 from scheduler_proc.planning.quarantine import Quarantine, push
 from scheduler_proc.planning.retraction import Retraction
+from scheduler_proc.planning.step_cost import StepCostModel
+from scheduler_proc.planning.step_target import StepTarget
 from scheduler_proc.policies import make_queue, make_turns
 from scheduler_proc.state.batch import RunningBatch, ScheduleBatch
 from scheduler_proc.state.kv_cache import PageHolder
@@ -53,6 +55,8 @@ class SchedulerCore:
         self.waiting = make_queue(args, self.kv.match_prefix, capacity.page_size)
         self.quarantine = Quarantine()
         self.sharing = PrefillSharing(args, capacity.page_size, self._budget.cuts_prompts)
+        self.costs = StepCostModel()
+        self._target = StepTarget(args, self.costs)
         self.guesses = make_guess_policy(args, capacity.step_costs)
         self.offload = NoOffload()
         self._running = RunningBatch(args.batch_concurrency_beside, make_turns(args))
@@ -245,7 +249,8 @@ class SchedulerCore:
             first = self.waiting.first(1, self._budget.tokens)
             if self.retraction.preempts:
                 self.retraction.preempt_partial(first, plan)
-            self._add_first_parts(first, plan)
+            if partial:
+                self._add_first_parts(first, plan)
         budget = self._budget.tokens - plan.batch.num_prompt_tokens
         lacked: WaitReason | None
         if plan.has_retracted:
@@ -255,14 +260,16 @@ class SchedulerCore:
         else:
             lacked = self._add_waiting(budget, plan, now) if len(self.waiting) else None
         self._add_last_parts(plan)
+        self.sharing.end_step(plan.batch, partial.values())
         plan.lacked = lacked
         if lacked is not None:
             self._lacked, self._lacked_at = lacked, now
 
     def _add_first_parts(self, waiting: list[Request], plan: Plan) -> None:
         """Add what prompts under way get before those that wait, of which `waiting` is next."""
-        partial, budget, chunk = self._running.partial, self._budget.tokens, self._budget.chunk
-        for request, limit in self.sharing.first_parts(partial.values(), budget, chunk, waiting):
+        partial, budget = self._running.partial, self._budget
+        alone = self._in_time(budget.tokens, partial[min(partial)].num_computed_tokens, plan)
+        for request, limit in self.sharing.first_parts(partial.values(), alone, budget, waiting):
             if request.seq in partial:  # it may have been retracted for the one before
                 self._add_prefill(request, limit, plan)
 
@@ -294,7 +301,7 @@ class SchedulerCore:
         """
         count = request.num_uncomputed_tokens
         if self._budget.cuts_prompts:
-            count = min(count, limit)
+            count = self._in_time(min(count, limit), request.num_computed_tokens, plan)
         count = self._num_with_pages(request, count, plan, is_first)
         if count == 0:
             return 0
@@ -310,6 +317,11 @@ class SchedulerCore:
         elif samples:
             self._stop_decoding(request)
         return count
+
+    def _in_time(self, limit: int, context: int, plan: Plan) -> int:
+        """Return how many of `limit` tokens of a prompt the step can take under --itl-target."""
+        num_streams = min(self._width, self._running.num_active)
+        return self._target.limit(limit, context, plan.batch, num_streams)
 
     def _num_with_pages(self, request: Request, count: int, plan: Plan, may_retract: bool) -> int:
         """Return how many of the next `count` tokens of a prompt have pages.
@@ -377,9 +389,14 @@ class SchedulerCore:
         None: it stays behind prompts under way, but others may pass it.
         """
         num_uncached = self._num_uncached(request)
+        num_cached = request.num_known_tokens - num_uncached
+        if plan.batch.num_prompts and self._budget.cuts_prompts:
+            budget = self._in_time(budget, num_cached, plan)
         if self.sharing.is_held_back(request, num_uncached, budget, self._running.partial.values()):
             return None
         count = self._budget.num_tokens_for(num_uncached, budget, plan.batch.num_prompts > 0)
+        if count and self._budget.cuts_prompts:
+            count = self._in_time(count, num_cached, plan)
         if 0 < count < num_uncached:
             count = self.sharing.first_part(count, budget, len(self.waiting))
         return count
@@ -426,6 +443,7 @@ class SchedulerCore:
     def complete(self, batch: ScheduleBatch, result: StepResult) -> StepUpdate:
         """Take in the result of a step and return what it brought."""
         requests, update = batch.requests, StepUpdate()
+        self.costs.observe(batch, result.ended - result.began)
         for piece in result.prompt_logprobs:
             requests[piece.row].prompt_logprobs.append(piece.block)
         for request in requests:

@@ -34,6 +34,13 @@ class SchedulerArgs:
         "prompts that may be partly computed at the same time, so that short ones pass a long one;"
         " 1: a prompt that is cut is computed before any other begins",
     )
+    itl_target: float | None = flag(
+        None,
+        "milliseconds that a step may be expected to take, by what steps have taken: bounds the"
+        " prompt tokens of a step, so that running streams get their next token in time (default:"
+        " no bound)",
+        unit="MS",
+    )
     max_running_requests: int = flag(256, "requests that hold a slot at the same time")
     max_queued_requests: int = flag(4096, "waiting requests; further ones are refused at once")
     max_requests_per_client: int | None = flag(
@@ -106,6 +113,11 @@ class SchedulerArgs:
         check_positive(self, "max_running_requests", "max_num_partial_prefills")
         check_positive(self, "max_queued_requests", "max_requests_per_client")
         check_positive(self, "pack_lookahead", "pack_fifo_every", "priority_preemption_threshold")
+        if self.itl_target is not None and not self.itl_target > 0:
+            raise ConfigError(
+                f"itl_target is {self.itl_target}: it must be milliseconds above 0; leave it out"
+                " for no bound"
+            )
         if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
             raise ConfigError(
                 f"num_speculative_tokens is {self.num_speculative_tokens}: it must be 1 to"

@@ -45,6 +45,7 @@ class ServerFlags(TypedDict, total=False):
     prefill_max_tokens: int
     chunked_prefill_size: int | None
     max_num_partial_prefills: int
+    itl_target: float | None
     max_running_requests: int
     max_queued_requests: int
     max_requests_per_client: int | None

@@ -3,9 +3,10 @@
 The rule is shortest remaining processing time with a reserved share. A step's tokens go to short
 prompts first, so that they pass a long one: of all orders this has the smallest mean time to the
 first token (Schrage, 1968), and the lengths of prompts are known. Alone it would starve the long
-ones. So the prompt that is under way for longest has OLDEST_SHARE of each step, whatever arrives:
-it takes at most 1 / OLDEST_SHARE times as long as without others. What one side leaves, the other
-has, so that no step is smaller than without sharing.
+ones. So the prompt that is under way for longest has OLDEST_SHARE of the steps, whatever arrives:
+it takes at most 1 / OLDEST_SHARE times as long as without others. What it had beyond its share, of
+at most MAX_LEAD_STEPS steps, newcomers may take at once: a few of them have a whole step. What one
+side leaves, the other has, so that no step is smaller than without sharing.
 
 A prompt passes those that arrived before it only if fewer tokens of it are left. Two long prompts
 are therefore not computed in turns, which would delay the first and help neither. A prompt whose
@@ -15,9 +16,12 @@ next tokens another one is about to compute waits for them instead of computing 
 from collections.abc import Collection, Iterable
 
 from quadriga.config.scheduler_args import SchedulerArgs
+from scheduler_proc.planning.prefill_budget import PrefillBudget as Budget
+from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.request import Request
 
-OLDEST_SHARE = 0.5  # of a step's prompt tokens
+OLDEST_SHARE = 0.5  # of the prompt tokens
+MAX_LEAD_STEPS = 2.0
 # Requests of the queue that are looked at beyond those which a step may admit.
 NUM_LOOKED_AT = 32
 # A prompt waits for common tokens that are so many of those that it would have to compute.
@@ -41,6 +45,9 @@ class PrefillSharing:
         self._by_priority = args.schedule_policy == "priority"
         self._caches_prefixes = not args.disable_radix_cache
         self._page_size = page_size
+        self._oldest: Request | None = None
+        self._alone = 0
+        self._lead = 0.0  # steps that the oldest has had beyond its share
         self.lookahead = NUM_LOOKED_AT if self._max_partial > 1 else 0
 
     def may_admit(self, num_partial: int) -> bool:
@@ -48,35 +55,48 @@ class PrefillSharing:
         return num_partial == 0 or self._max_partial > 1
 
     def first_parts(
-        self, partial: Collection[Request], budget: int, chunk: int, waiting: list[Request]
+        self, partial: Collection[Request], alone: int, budget: Budget, waiting: list[Request]
     ) -> list[tuple[Request, int]]:
         """Return what prompts under way get before others, in tokens.
 
-        These are the reserved share of the oldest, and all that is left of a prompt that the step
-        can end. While more urgent requests wait, a prompt has no share.
+        These are the reserved share of the oldest, and all that is left of those which are short.
+        While more urgent requests wait, a prompt has no share.
 
         Args:
             partial: the requests whose prompts are partly computed.
-            budget: prompt tokens of the step.
-            chunk: those of a step with a single prompt.
+            alone: prompt tokens that the step could compute of the oldest.
+            budget: prompt tokens of a step.
             waiting: the next request of the queue, if any.
         """
+        oldest = min(partial, key=_age)
+        if self._oldest is not oldest:
+            self._oldest, self._lead = oldest, 0.0
+        self._alone = alone
         if len(partial) == 1 and not (waiting and self._max_partial > 1):
-            return [(request, chunk) for request in partial]
+            return [(oldest, budget.chunk)]
+        rank = max(self._rank(request) for request in (*partial, *waiting))
         parts: list[tuple[Request, int]] = []
-        rank = max((self._rank(request) for request in (*partial, *waiting)), default=0)
-        share = max(int(OLDEST_SHARE * budget), 1)
         for request in sorted(partial, key=_age):
             left = request.num_uncomputed_tokens
             if self._rank(request) < rank:
                 continue
-            if left <= budget:
+            if request is oldest and left > alone:
+                parts.append((request, round(max(0.0, OLDEST_SHARE - self._lead) * alone)))
+            elif left <= budget.tokens:
                 parts.append((request, left))
-                budget -= left
-            elif not parts:
-                parts.append((request, share))
-                budget -= share
         return parts
+
+    def end_step(self, batch: ScheduleBatch, partial: Collection[Request]) -> None:
+        """Take in what the oldest prompt under way has got of a step."""
+        oldest = self._oldest
+        if oldest is None or not batch.num_prompts:
+            return
+        rows = zip(batch.requests, batch.num_tokens, strict=True)
+        count = sum(count for request, count in rows if request is oldest)
+        lead = self._lead + count / max(self._alone, 1) - OLDEST_SHARE
+        self._lead = min(max(lead, 0.0), MAX_LEAD_STEPS)
+        if oldest not in partial:
+            self._oldest = None
 
     def last_parts(self, partial: Iterable[Request]) -> list[Request]:
         """Return prompts under way in the order in which they get what others have left."""

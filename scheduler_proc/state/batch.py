@@ -33,6 +33,8 @@ class ScheduleBatch:
         new: requests that enter a slot with this step.
         grown: slot, page, slot, page, … of page tables that become longer.
         num_decodes: number of decode rows.
+        num_pairs: pairs of a prompt token and a token that it attends to, in a model without
+            windows.
         planned_at: time at which the plan was sent.
         cut_rows: decode rows that sample nothing, as their pages end among forced tokens.
         num_guesses: number of tokens that the worker may guess in each row; None: in no row.
@@ -45,6 +47,7 @@ class ScheduleBatch:
     new: list[NewSlot] = field(default_factory=list)
     grown: list[int] = field(default_factory=list)
     num_decodes: int = 0
+    num_pairs: int = 0
     step: int = -1
     planned_at: float = 0.0
     cut_rows: set[int] = field(default_factory=set)
@@ -115,6 +118,7 @@ class ScheduleBatch:
 
     def _extend_row(self, row: int, count: int) -> bool:
         request = self.requests[row]
+        self.num_pairs += count * request.num_computed_tokens + count * (count + 1) // 2
         request.num_computed_tokens += count
         samples = request.num_computed_tokens == request.num_known_tokens
         request.num_known_tokens += samples
