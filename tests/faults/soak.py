@@ -49,6 +49,7 @@ REPLICA_PROCESSES = ("scheduler_proc", "worker_proc", "detok_proc")
 # This process, which is shown and not checked, as it is no part of the server.
 CLIENT = "client"
 MAX_WARM_UP_S = 180.0
+STORED_WARM_UP_SHARE = 1 / 3  # of the time, until what is kept of requests is full
 MAX_INTERVAL_S = 10.0
 TOKENS = "generation_tokens_total"
 FOLLOWED = ("running", "waiting", "pages_held", "pages_cached", "pages_free", TOKENS)
@@ -73,6 +74,8 @@ class SoakOptions:
         flags = ["--dp", str(self.dp)] if self.dp > 1 else []
         if self.with_storage:
             flags += ["--journal", str(directory / "state"), "--trace-sampling-ratio", "1"]
+            # Else a batch waits for as long as there are other requests.
+            flags += ["--batch-concurrency-beside", "2"]
             flags += ["--usage-log", str(directory / "usage"), "--log-format", "json"]
         return flags
 
@@ -100,11 +103,14 @@ class Soak:
     samples: list[Sample] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     num_kills: int = 0
+    options: SoakOptions = SoakOptions()
 
     def quarters(self) -> tuple[list[Sample], list[Sample]]:
         """Return the samples of the first quarter after the warm-up, and of the last."""
         end = self.samples[-1].seconds
         begin = min(MAX_WARM_UP_S, end / 10)
+        if self.options.with_storage:
+            begin = end * STORED_WARM_UP_SHARE
         quarter = (end - begin) / 4
         return (
             [s for s in self.samples if begin <= s.seconds <= begin + quarter],
@@ -243,7 +249,7 @@ def run(
 ) -> Soak:
     """Run a server and the load, and check the results."""
     options = options or SoakOptions()
-    soak, log, port = Soak(Tally()), directory / "log", free_port()
+    soak, log, port = Soak(Tally(), options=options), directory / "log", free_port()
     flags = ["--model", str(model), *FLAGS, "--port", str(port), *options.flags(directory)]
     with running_server(log, *flags) as server:
         asyncio.run(load(server, f"http://127.0.0.1:{port}", seconds, soak, options))
