@@ -49,7 +49,7 @@ REPLICA_PROCESSES = ("scheduler_proc", "worker_proc", "detok_proc")
 # This process, which is shown and not checked, as it is no part of the server.
 CLIENT = "client"
 MAX_WARM_UP_S = 180.0
-STORED_WARM_UP_SHARE = 1 / 3  # of the time, until what is kept of requests is full
+STORED_WARM_UP_SHARE = 1 / 2  # of the time, until what is kept of requests is full
 MAX_INTERVAL_S = 10.0
 TOKENS = "generation_tokens_total"
 FOLLOWED = ("running", "waiting", "pages_held", "pages_cached", "pages_free", TOKENS)
