@@ -13,6 +13,7 @@ from tokenizer_proc.replicas.page_index import PageIndex
 from tokenizer_proc.replicas.router import (
     HIT,
     LEAST,
+    MAX_CANDIDATES,
     SPILL,
     UNCACHED_WEIGHT,
     Prompt,
@@ -92,6 +93,28 @@ def test_a_shorter_match_with_less_to_do_wins_against_a_longer_one() -> None:
     assert router.choose(long) == (0, 4 * BLOCK, HIT)
     router.count("load", 0, Prompt(5 * BLOCK, []))
     assert router.choose(long) == (1, 2 * BLOCK, SPILL)
+
+
+def test_a_prefix_that_every_replica_has_loads_them_evenly() -> None:
+    num_replicas = 4 * MAX_CANDIDATES
+    router = router_of(num_replicas=num_replicas)
+    for replica in range(num_replicas):
+        router.on_news(replica, ReplicaNews(b"".join(prompt(0).hashes), b"", 1000))
+    routed = [router.place(f"{number}", prompt(0)) for number in range(3 * num_replicas)]
+    assert {one.why for one in routed} == {HIT}
+    assert {load.num_open for load in router.ledger.loads} == {3}
+
+
+def test_holders_of_a_prefix_are_compared_in_turn_where_there_are_many() -> None:
+    num_replicas = 4 * MAX_CANDIDATES
+    router = router_of(num_replicas=num_replicas)
+    for replica in range(num_replicas):
+        if replica % 2:
+            router.on_news(replica, ReplicaNews(b"".join(prompt(0).hashes), b"", 1000))
+    for number in range(4 * num_replicas):
+        router.place(f"{number}", prompt(0))
+    loads = [load.num_open for load in router.ledger.loads[1::2]]
+    assert max(loads) - min(loads) <= 4
 
 
 def test_evicted_blocks_and_those_of_a_replica_that_begins_anew_do_not_count() -> None:
