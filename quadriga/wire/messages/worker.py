@@ -180,6 +180,7 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
         stored: PAGE_HASH_BYTES for each page that can be loaded from a tier beyond the pool; None:
             there is no such tier.
         cuda_graph: decode steps are CUDA graphs.
+        kernels: what computes, its version, and the number formats; "": unknown.
     """
 
     num_pages: int
@@ -195,6 +196,7 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     step_costs: list[StepCost] = []
     stored: bytes | None = None
     cuda_graph: bool = False
+    kernels: str = ""
 
 
 class GrammarReady(msgspec.Struct, tag="grammar", array_like=True, frozen=True):
