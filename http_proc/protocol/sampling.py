@@ -24,7 +24,7 @@ COMMON = {name: name for name in (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
     "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "stop_regex", "ignore_eos",
     "skip_special_tokens", "include_stop_str_in_output", "no_stop_trim", "allowed_token_ids",
-    "bad_words", "json_schema", "regex", "ebnf", "choice", "structural_tag", "n",
+    "bad_words", "ttft_target", "json_schema", "regex", "ebnf", "choice", "structural_tag", "n",
 )}  # fmt: skip
 OPENAI = {
     **COMMON,

@@ -1,11 +1,13 @@
 """The choice of a replica for a request. Without clock and sockets, so that the simulator has it.
 
     cost(replica) = UNCACHED_WEIGHT * uncached prompt tokens + load + tokens without a free page
+                    + OVERLOAD_TOKENS * open choices beyond OVERLOAD_FACTOR * mean + OVERLOAD_MARGIN
 
 The least costly replica gets the request. So a prefix stays where it is cached until the queue
 there costs more than computing it again, and is cached at two replicas from then on (Preble,
-Srivatsa et al., ICLR 2025). The load is counted here (ledger.py) and not reported, because a report
-is late, and overwrites what was sent meanwhile.
+Srivatsa et al., ICLR 2025). A replica with far more open choices than the others gives prefixes
+away earlier: the copy is computed once, and shares the load from then on. The load is counted here
+(ledger.py) and not reported, because a report is late, and overwrites what was sent meanwhile.
 """
 
 import math
@@ -23,6 +25,8 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 # A token that is computed again delays this request, and all that come after it.
 UNCACHED_WEIGHT = 2
+# What a choice costs, in prompt tokens, beyond this multiple of the replicas' mean and this margin.
+OVERLOAD_FACTOR, OVERLOAD_MARGIN, OVERLOAD_TOKENS = 2, 4, 256
 # Holders of one length of a prefix that are compared.
 MAX_CANDIDATES = 32
 # Why a replica was chosen: it has the longest cached prefix, a shorter one or none because the
@@ -168,6 +172,10 @@ class Router(Generic[KeyT]):
         num_uncached = num_tokens - routed.num_cached
         load = self.ledger.loads[routed.replica]
         cost = UNCACHED_WEIGHT * num_uncached + self.ledger.costs[routed.replica]
+        mean = self.ledger.num_open / (len(self._is_up) - len(self._down))
+        num_beyond = load.num_open - OVERLOAD_FACTOR * mean - OVERLOAD_MARGIN
+        if num_beyond > 0:
+            cost += OVERLOAD_TOKENS * num_beyond
         if load.num_available >= 0:
             room = load.num_available * self._page_size
             cost += max(0, num_uncached + load.num_prefill_tokens - room)

@@ -20,6 +20,7 @@ from quadriga.model_files.gguf.types import BLOCK_SIZES, check_packed_types
 from quadriga.model_files.gguf_rope import ROPE_TENSORS
 from worker_proc.loading.gguf_blocks import PackedRows
 from worker_proc.models.base import Model
+from worker_proc.system.generator import seeded_generator
 
 DUMMY_SEED = 0
 DUMMY_STD = 0.02
@@ -222,7 +223,7 @@ def hf_name(name: str, architecture: str) -> str:
 def fill_at_random(model: Model) -> None:
     """Fill weights with the same normal random numbers each time, norms with 1, biases with 0."""
     device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(DUMMY_SEED)
+    generator = seeded_generator(DUMMY_SEED, device)
     for name, tensor in model.named_parameters():
         if name.endswith("bias"):
             tensor.zero_()

@@ -15,6 +15,7 @@ from worker_proc.models.base import Model
 from worker_proc.models.layers import Embedding, Linear
 from worker_proc.step.inputs import StepInputs, make_inputs
 from worker_proc.step.slot_table import SlotTable
+from worker_proc.system.generator import seeded_generator
 from worker_proc.torch_engine import TorchOps
 
 MAX_TOKENS = 256
@@ -77,7 +78,7 @@ class _MeasuringOps(TorchOps):
 
 def _random_step(vocab_size: int, num_tokens: int, num_pages: int, table: SlotTable) -> StepInputs:
     """Return the prompt step of a slot with tokens that are the same each time."""
-    generator = torch.Generator().manual_seed(SEED)
+    generator = seeded_generator(SEED)
     tokens = torch.randint(vocab_size, (num_tokens,), generator=generator).tolist()
     slot = NewSlot(0, pack_ids(tokens), 0, pack_ids(range(num_pages)), 0.0, -1, 1.0, 0)
     table.admit([slot])

@@ -32,6 +32,8 @@ from worker_proc.loading.loader import load_model
 model = load_model(resolve_model(ModelArgs()), torch.float32, torch.device("cpu"))
 print(torch.isfinite(next(model.parameters())).all().item())
 print([name for name in sorted(torch_import.DEFERRED) if torch_import.is_deferred(name)])
+from worker_proc.system.generator import seeded_generator
+print(seeded_generator(3).initial_seed())
 try:
     torch.export.no_such_name
 except AttributeError as error:
@@ -47,7 +49,7 @@ def test_the_installed_release_was_tested() -> None:
     assert version("torch").startswith(TESTED_RELEASES)
 
 
-def test_a_model_is_loaded_without_modules_that_are_executed_at_their_first_use() -> None:
+def test_modules_that_a_model_does_not_need_are_executed_at_their_first_use() -> None:
     process = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -59,6 +61,7 @@ def test_a_model_is_loaded_without_modules_that_are_executed_at_their_first_use(
     assert process.stdout.splitlines() == [
         "True",
         "['torch._meta_registrations', 'torch.export']",
+        "3",
         "module 'torch.export' has no attribute 'no_such_name'",
         "True False",
         "True",
