@@ -180,6 +180,8 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
         stored: PAGE_HASH_BYTES for each page that can be loaded from a tier beyond the pool; None:
             there is no such tier.
         cuda_graph: decode steps are CUDA graphs.
+        draft_costs: likewise, of the decode steps that draft guesses, by their rows; empty: guesses
+            take no steps of their own.
     """
 
     num_pages: int
@@ -195,6 +197,7 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     step_costs: list[StepCost] = []
     stored: bytes | None = None
     cuda_graph: bool = False
+    draft_costs: list[StepCost] = []
 
 
 class GrammarReady(msgspec.Struct, tag="grammar", array_like=True, frozen=True):
