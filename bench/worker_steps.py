@@ -173,9 +173,7 @@ def ms_of(result: StepResult) -> float:
     return 1000 * (result.ended - result.began)
 
 
-def make_bench(
-    config: ServerConfig, tokens_a_row: int = MAX_ROW_TOKENS
-) -> tuple[WorkerBench, MeasuredOn]:
+def make_bench(config: ServerConfig, tokens_a_row: int) -> tuple[WorkerBench, MeasuredOn]:
     """Load the model of a configuration into a worker, or raise QuadrigaError."""
     from quadriga.model_files.resolve import resolve_model
     from worker_proc.main import SPIN_COUNT

@@ -36,8 +36,8 @@ class RequestGroup:
         self,
         ring: AsyncClient,
         metrics: RequestMetrics,
-        tenant: str = "",
-        resumption: Resumption | None = None,
+        tenant: str,
+        resumption: Resumption | None,
     ) -> None:
         self.tenant = tenant
         self.priority = 0

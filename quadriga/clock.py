@@ -47,7 +47,7 @@ class RunningTime:
     process, by a signal or with its machine, does not count. Read it at least that often.
     """
 
-    def __init__(self, max_tick_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, max_tick_s: float, clock: Callable[[], float]) -> None:
         self._max_tick_s = max_tick_s
         self._clock = clock
         self._read_at = clock()

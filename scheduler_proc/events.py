@@ -88,7 +88,7 @@ class StepEvents:
         num_waiting: int,
         wait_s: float | None,
         session: int,
-        news: ReplicaNews | None = None,
+        news: ReplicaNews | None,
     ) -> StepOutput:
         """Return the message for the detokenizer of this session."""
         output = StepOutput(

@@ -102,7 +102,7 @@ class RequestLifecycle:
         self.table.start_numbering_at(first_seq)
         for choice in recovered:
             request = self.table.restore(choice)
-            self._journal.keep(choice.message, [request], choice.acknowledged)
+            self._journal.keep(choice.message, [request], choice.acknowledged, choice.kernels)
             self.tracer.on_restored(request, choice.last_token_at)
             if request.finished:
                 self.outbox.finish(request)

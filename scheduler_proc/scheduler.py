@@ -167,6 +167,7 @@ class Scheduler:
         """Start with a new worker, the first one or a later one: give it every request."""
         poison = record_worker_crash(self.pipeline.reset(ready.session, self._clock()))
         self._worker_ready = ready
+        self._journal.set_kernels(ready.kernels)
         self.lifecycle.tracer.on_worker_ready()
         self.lifecycle.restart_all(ready, poison)
 

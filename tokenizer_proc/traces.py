@@ -15,6 +15,7 @@ from quadriga.wire.messages.to_client import InfoValues, Traces
 from quadriga.wire.messages.trace import RequestTrace, Span, SpanEvent, TraceContext
 
 MAX_KEPT_BYTES = 32 * 1024 * 1024
+OVERHEAD_BYTES = 512  # of a trace that is kept, for its keys and its place in the dictionaries
 MAX_ANSWER_BYTES = 8 * 1024 * 1024
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -70,10 +71,10 @@ class RingTraces:
             return False
         self._kept[key] = choices | {trace.index: data}
         self._kept.move_to_end(key)
-        self._num_bytes += len(data) - len(known or b"")
+        self._num_bytes += _kept_bytes(data) - _kept_bytes(known)
         while self._num_bytes > MAX_KEPT_BYTES:
             _, oldest = self._kept.popitem(last=False)
-            self._num_bytes -= sum(map(len, oldest.values()))
+            self._num_bytes -= sum(map(_kept_bytes, oldest.values()))
         return True
 
     def answer(self, client: bytes, message: GetTraces) -> Traces:
@@ -104,3 +105,8 @@ class RingTraces:
     def close(self) -> None:
         """Export what is left."""
         self._exporter.close()
+
+
+def _kept_bytes(trace: bytes | None) -> int:
+    """Return the memory that an encoded trace takes; of None, nothing."""
+    return 0 if trace is None else len(trace) + OVERHEAD_BYTES

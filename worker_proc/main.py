@@ -152,6 +152,7 @@ def start(
     from worker_proc.loading.sharding import TPRank
     from worker_proc.startup.build import make_runner
     from worker_proc.startup.guess_costs import prepare_guesses
+    from worker_proc.startup.kernels_note import describe_kernels
     from worker_proc.startup.prefill_tuning import tune_prefill_size
     from worker_proc.system.devices import take_cores
 
@@ -181,6 +182,7 @@ def start(
         prefill_tokens=prefill_tokens,
         window=runner.window,
         step_costs=guess_costs.steps,
+        kernels=describe_kernels(child.config.worker, runner),
         cuda_graph=runner.engine.has_graphs,
         draft_costs=guess_costs.drafts,
     )

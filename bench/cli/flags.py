@@ -30,7 +30,7 @@ SHARING_FLAGS = (
 )
 
 
-def read_flags(argv: list[str], prog: str = PROG) -> Namespace:
+def read_flags(argv: list[str], prog: str) -> Namespace:
     """Return every flag's value; absent server flags stay out, or raise ConfigError.
 
     `prog` is the command's name in --help.

@@ -40,8 +40,8 @@ class ServerProcess:
     def __init__(
         self,
         command: Sequence[str],
-        log: Path | None = None,
-        start_timeout: float = 600.0,
+        log: Path | None,
+        start_timeout: float,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._command = list(command)
@@ -138,7 +138,7 @@ class OwnServer(ServerProcess):
     def __init__(
         self,
         config: ServerConfig,
-        log: Path | None = None,
+        log: Path | None,
         launcher: Path = LAUNCHER,
         http_port: int | None = None,
     ) -> None:

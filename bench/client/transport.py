@@ -17,7 +17,7 @@ START_INFO_TIMEOUT_S = 2.0
 
 
 def connection(
-    server: str | OpenAIServer, connect_timeout: float, curve_dir: str = ""
+    server: str | OpenAIServer, connect_timeout: float, curve_dir: str
 ) -> AbstractAsyncContextManager[ServerConnection]:
     """Return a connection that opens on entering; `server` may be an endpoint of Quadriga.
 

@@ -53,7 +53,7 @@ def log_ms(axis: Any) -> None:
 
 
 def distribution(
-    axes: Any, name: str, values: Sequence[float] | Any, unit: str, limit_ms: float | None = None
+    axes: Any, name: str, values: Sequence[float] | Any, unit: str, limit_ms: float | None
 ) -> None:
     """Draw the cumulative distribution of values in ms, its percentiles and a limit.
 
@@ -82,6 +82,6 @@ def distribution(
     label(axes, f"{name} of {len(ordered):,} {unit}", "ms", f"% of the {unit}")
 
 
-def limit_line(axes: Any, limit_ms: float, color: str = LIMIT) -> None:
+def limit_line(axes: Any, limit_ms: float) -> None:
     """Draw a limit on an axis of ms that is vertical."""
-    axes.axhline(limit_ms, color=color, linestyle="--", label=f"limit {limit_ms:g} ms")
+    axes.axhline(limit_ms, color=LIMIT, linestyle="--", label=f"limit {limit_ms:g} ms")

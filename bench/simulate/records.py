@@ -11,11 +11,15 @@ from quadriga.wire.messages.to_detok import StreamEnd
 Ints = npt.NDArray[np.int64]
 
 
+# Of a growing array, in values.
+INITIAL_SIZE = 1024
+
+
 class Growing:
     """A numpy array that grows by doubling."""
 
-    def __init__(self, dtype: type, size: int = 1024) -> None:
-        self._values: npt.NDArray[Any] = np.zeros(size, dtype)
+    def __init__(self, dtype: type) -> None:
+        self._values: npt.NDArray[Any] = np.zeros(INITIAL_SIZE, dtype)
         self.length = 0
 
     def extend(self, values: npt.NDArray[Any]) -> None:

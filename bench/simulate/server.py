@@ -111,8 +111,8 @@ class Replica:
         clock: Clock,
         on_tokens: Callable[[Ints, float], None],
         on_close: Callable[[StreamEnd, float], None],
-        number: int = 0,
-        watcher: ReplicaWatcher | None = None,
+        number: int,
+        watcher: ReplicaWatcher | None,
     ) -> None:
         self.number = number
         self.num_pages = num_pages

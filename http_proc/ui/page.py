@@ -53,9 +53,9 @@ class PageFile(NamedTuple):
     tag: str
 
 
-def read_bundle(folder: Path = BUNDLE) -> dict[str, PageFile]:
+def read_bundle() -> dict[str, PageFile]:
     """Return the files of the bundle by name."""
-    return {path.name: _read(path) for path in sorted(folder.iterdir())}
+    return {path.name: _read(path) for path in sorted(BUNDLE.iterdir())}
 
 
 def _read(path: Path) -> PageFile:

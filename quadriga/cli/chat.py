@@ -68,7 +68,7 @@ class ChatCommand(NamedTuple):
 class Chat:
     """A conversation. Each question sends all turns; the server's prefix cache holds their KV."""
 
-    def __init__(self, client: Client, params: SamplingParams, system: str = "") -> None:
+    def __init__(self, client: Client, params: SamplingParams, system: str) -> None:
         self._client = client
         self._params = params
         self._conversation = Conversation(system)

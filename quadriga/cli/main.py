@@ -1,6 +1,6 @@
 """The command line: `quadriga serve`, `chat`, `ask`, `models`, `top` and the other COMMANDS.
 
-`serve` and `bench` are programs above this package, which `quadriga/programs.py` finds.
+`serve`, `bench` and `replay` are programs above this package, which `quadriga/programs.py` finds.
 """
 
 import argparse
@@ -18,11 +18,16 @@ from quadriga.programs import load_function
 
 # Shells report these exit codes for a program that SIGINT or SIGPIPE ended.
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 0, 1, 130, 141
-PROGRAMS = {"serve": ("launcher", "serve"), "bench": ("bench.serving", "main")}
+PROGRAMS = {
+    "serve": ("launcher", "serve"),
+    "bench": ("bench.serving", "main"),
+    "replay": ("scheduler_proc.replay.command", "main"),
+}
 DESCRIPTION = "Serve language models in four processes, and talk to them."
 HELP_OF_PROGRAMS = {
     "serve": "start a server: quadriga serve --help lists its flags",
     "bench": "measure a server, any OpenAI-compatible one too: quadriga bench --help",
+    "replay": "compute a request of a journal again, and compare: quadriga replay --help",
 }
 
 COMMANDS = (chat, ask, batch, trace, models, top, keygen, keys)
@@ -31,7 +36,7 @@ COMMANDS = (chat, ask, batch, trace, models, top, keygen, keys)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code.
 
-    `serve` and `bench` take the flags of launcher.py and bench.serving.
+    The PROGRAMS read their flags themselves.
     """
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if arguments[0] in PROGRAMS:

@@ -43,8 +43,8 @@ class RequestHandle:
         self,
         message: Generate,
         on_abort: "Callable[[RequestHandle], None]",
-        sink: Sink | None = None,
-        on_accepted: AcceptedSink | None = None,
+        sink: Sink | None,
+        on_accepted: AcceptedSink | None,
     ) -> None:
         self.message = message
         self.request_id = message.request_id

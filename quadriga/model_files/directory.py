@@ -18,7 +18,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 _SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
 
 
-def find_problem(directory: Path, weights: bool, tokenizer: bool = True) -> str | None:
+def find_problem(directory: Path, weights: bool, tokenizer: bool) -> str | None:
     """Return what is missing and the remedy, worded to follow the directory's name; or None.
 
     Args:

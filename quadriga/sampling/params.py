@@ -175,7 +175,7 @@ class SamplingParams(
         """Whether the stop string stays in the text."""
         return self.include_stop_str_in_output or self.no_stop_trim
 
-    def filled(self, defaults: SamplingDefaults = NEUTRAL) -> "SamplingParams":
+    def filled(self, defaults: SamplingDefaults) -> "SamplingParams":
         """Return a copy in which `defaults` replace None."""
         left_open = {
             name: getattr(defaults, name)

@@ -39,10 +39,11 @@ ON, OFF, FAILED = "on", "off", "failed"  # states of a journal, as the server's 
 
 
 class JournaledRequest(NamedTuple):
-    """A request that stays in the journal: as it was submitted, and as it is."""
+    """A request that stays in the journal: as it was submitted, as it is, and what computes it."""
 
     message: Submit
     request: Request
+    kernels: str
 
 
 class NoJournal:
@@ -53,7 +54,12 @@ class NoJournal:
     def append(self, events: StepEvents) -> None:
         """Do nothing."""
 
-    def keep(self, message: Submit, requests: Iterable[Request], acknowledged: bool) -> None:
+    def keep(
+        self, message: Submit, requests: Iterable[Request], acknowledged: bool, kernels: str
+    ) -> None:
+        """Do nothing."""
+
+    def set_kernels(self, kernels: str) -> None:
         """Do nothing."""
 
     def commit(self) -> None:
@@ -85,10 +91,15 @@ class Journal(NoJournal):
         self._kept: dict[int, JournaledRequest] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._ended_tokens = 0
+        self._kernels = ""
         self._record = JournalRecord()
         self._compact_at = COMPACT_BYTES
 
     # --- what happens -----------------------------------------------------------------------------
+
+    def set_kernels(self, kernels: str) -> None:
+        """Note what computes from now on, as in WorkerReady."""
+        self._kernels = self._record.kernels = kernels
 
     def append(self, events: StepEvents) -> None:
         """Take in what happened, for the next frame."""
@@ -114,7 +125,11 @@ class Journal(NoJournal):
         self._acknowledge(events.acknowledged)
 
     def keep(
-        self, message: Submit, requests: Iterable[Request], acknowledged: bool = False
+        self,
+        message: Submit,
+        requests: Iterable[Request],
+        acknowledged: bool = False,
+        kernels: str = "",
     ) -> None:
         """Keep requests in every compacted file from now on.
 
@@ -122,11 +137,12 @@ class Journal(NoJournal):
             message: as it was submitted.
             requests: its choices.
             acknowledged: they have ended, and their clients have the ends.
+            kernels: what computed them before; "": what computes now.
         """
         if isinstance(message, MovedSubmit):
             message = message.begun()  # the request has its tokens from here on
         for request in requests:
-            self._kept[request.seq] = JournaledRequest(message, request)
+            self._kept[request.seq] = JournaledRequest(message, request, kernels)
             if acknowledged:
                 self._record.acknowledged.append(request.seq)
                 self._acknowledge([request.seq])
@@ -199,9 +215,12 @@ class Journal(NoJournal):
     def _snapshot(self) -> Iterator[JournalRecord]:
         """Yield a record for each message: one for all would leave holes in the heap."""
         by_seq = sorted(self._kept.items())
+        kernels = ""
         for first_seq, choices in groupby(by_seq, lambda item: item[0] - item[1].request.index):
             record = JournalRecord()
-            for seq, (message, request) in choices:
+            for seq, (message, request, computed_by) in choices:
+                if (computed_by or self._kernels) != kernels:
+                    record.kernels = kernels = computed_by or self._kernels
                 if not record.accepted:
                     written = cast("MovedSubmit", message.written())
                     record.accepted.append(AcceptedRecord(first_seq, written, []))
@@ -218,3 +237,5 @@ class Journal(NoJournal):
                 if seq in self._ended:
                     record.acknowledged.append(seq)
             yield record
+        if self._kernels and kernels != self._kernels:
+            yield JournalRecord(kernels=self._kernels)

@@ -91,6 +91,8 @@ class JournalRecord(msgspec.Struct, array_like=True):
 
     Attributes:
         acknowledged: numbers of ended requests whose clients have their ends.
+        kernels: what computes the tokens of this record and of those after it, as in WorkerReady;
+            "": as before.
     """
 
     accepted: list[AcceptedRecord] = []
@@ -98,11 +100,12 @@ class JournalRecord(msgspec.Struct, array_like=True):
     logprobs: list[LogprobRecord] = []
     ended: list[Ended] = []
     acknowledged: list[int] = []
+    kernels: str = ""
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing happened."""
-        return not any((self.accepted, self.tokens, self.logprobs, self.ended, self.acknowledged))
+        return not any(getattr(self, name) for name in self.__struct_fields__)
 
 
 def ended_record(request: Request) -> Ended:

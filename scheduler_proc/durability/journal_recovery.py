@@ -42,6 +42,8 @@ class RecoveredRequest:
     Attributes:
         first_token_at, last_token_at: Unix seconds; 0.0 without a token.
         acknowledged: whether the client has the end.
+        kernels: what computed the tokens; several, with "; " between them, after a change; "":
+            unknown.
     """
 
     seq: int
@@ -54,6 +56,7 @@ class RecoveredRequest:
     last_token_at: float = 0.0
     ended: Ended | None = None
     acknowledged: bool = False
+    kernels: str = ""
 
 
 class JournalContents(NamedTuple):
@@ -135,6 +138,7 @@ class JournalState:
         self._vocab_size = vocab_size
         self._open: set[int] = set()
         self._growing: set[int] = set()
+        self._kernels = ""
 
     def apply(self, record: JournalRecord) -> None:
         """Apply a record.
@@ -144,6 +148,7 @@ class JournalState:
         """
         new = self._new_requests(record.accepted)
         self._check(record, new)
+        self._kernels = record.kernels or self._kernels
         requests = self.requests
         requests.update(new)
         self._open.update(new)
@@ -152,6 +157,8 @@ class JournalState:
             for seq, token in zip(step.seqs, unpack_ids(step.token_ids), strict=True):
                 request = requests[seq]
                 request.tokens.append(token)
+                if request.kernels != self._kernels:
+                    self._change_kernels(request)
                 request.first_token_at = request.first_token_at or step.time
                 request.last_token_at = step.time
                 if len(request.tokens) == request.max_new_tokens:
@@ -166,6 +173,11 @@ class JournalState:
         for seq in record.acknowledged:
             if seq in requests:
                 requests[seq].acknowledged = True
+
+    def _change_kernels(self, request: RecoveredRequest) -> None:
+        known = [name for name in (request.kernels, self._kernels) if name]
+        if not request.kernels.endswith(self._kernels):
+            request.kernels = "; ".join(known)
 
     def _new_requests(self, all_accepted: list[AcceptedRecord]) -> dict[int, RecoveredRequest]:
         new: dict[int, RecoveredRequest] = {}

@@ -17,6 +17,7 @@ def collect_info(args: SchedulerArgs, ready: WorkerReady | None, core: Scheduler
         "dtype": ready.dtype if ready else None,
         "device": ready.device if ready else None,
         "attention_backend": ready.backend if ready else None,
+        "kernels": ready.kernels if ready else None,
         "cuda_graph": ready.cuda_graph if ready else None,
         "batch_mode": args.mode,
         "batching": args.batching,

@@ -49,6 +49,7 @@ REPLICA_PROCESSES = ("scheduler_proc", "worker_proc", "detok_proc")
 # This process, which is shown and not checked, as it is no part of the server.
 CLIENT = "client"
 MAX_WARM_UP_S = 180.0
+STORED_WARM_UP_SHARE = 1 / 2  # of the time, until what is kept of requests is full
 MAX_INTERVAL_S = 10.0
 TOKENS = "generation_tokens_total"
 FOLLOWED = ("running", "waiting", "pages_held", "pages_cached", "pages_free", TOKENS)
@@ -73,6 +74,8 @@ class SoakOptions:
         flags = ["--dp", str(self.dp)] if self.dp > 1 else []
         if self.with_storage:
             flags += ["--journal", str(directory / "state"), "--trace-sampling-ratio", "1"]
+            # Else a batch waits for as long as there are other requests.
+            flags += ["--batch-concurrency-beside", "2"]
             flags += ["--usage-log", str(directory / "usage"), "--log-format", "json"]
         return flags
 
@@ -100,11 +103,14 @@ class Soak:
     samples: list[Sample] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     num_kills: int = 0
+    options: SoakOptions = SoakOptions()
 
     def quarters(self) -> tuple[list[Sample], list[Sample]]:
         """Return the samples of the first quarter after the warm-up, and of the last."""
         end = self.samples[-1].seconds
         begin = min(MAX_WARM_UP_S, end / 10)
+        if self.options.with_storage:
+            begin = end * STORED_WARM_UP_SHARE
         quarter = (end - begin) / 4
         return (
             [s for s in self.samples if begin <= s.seconds <= begin + quarter],
@@ -117,9 +123,11 @@ class Soak:
         print(HEAD)
         for name, (early, late) in self.footprints().items():
             print(row(name, early, late))
-        print(f"tokens a second: {_rate(first):.0f} in the first quarter, {_rate(last):.0f} last")
-        if self.num_kills:
+        if self.num_kills:  # a scheduler that starts counts its tokens from 0
             print(f"{self.num_kills} replicas were killed")
+        else:
+            rates = f"{_rate(first):.0f} in the first quarter, {_rate(last):.0f} last"
+            print(f"tokens a second: {rates}")
         print(f"{self.tally.outcomes.total()} requests:", _listed(self.tally.outcomes))
         for what, count in self.tally.wrong.most_common(20):
             print(f"WRONG, {count} times: {what}")
@@ -140,7 +148,7 @@ class Soak:
 
 def _rate(samples: list[Sample]) -> float:
     begin, end = samples[0], samples[-1]
-    return (end.info[TOKENS] - begin.info[TOKENS]) / max(1e-9, end.seconds - begin.seconds)
+    return max(0, end.info[TOKENS] - begin.info[TOKENS]) / max(1e-9, end.seconds - begin.seconds)
 
 
 def _listed(counts: dict[str, int]) -> str:
@@ -241,7 +249,7 @@ def run(
 ) -> Soak:
     """Run a server and the load, and check the results."""
     options = options or SoakOptions()
-    soak, log, port = Soak(Tally()), directory / "log", free_port()
+    soak, log, port = Soak(Tally(), options=options), directory / "log", free_port()
     flags = ["--model", str(model), *FLAGS, "--port", str(port), *options.flags(directory)]
     with running_server(log, *flags) as server:
         asyncio.run(load(server, f"http://127.0.0.1:{port}", seconds, soak, options))

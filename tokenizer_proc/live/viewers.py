@@ -45,7 +45,7 @@ class Viewers:
         clients: Clients,
         usage: ProcessUsage,
         num_open: Callable[[], int],
-        num_replicas: int = 1,
+        num_replicas: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler

@@ -48,6 +48,7 @@ class Ledger(Generic[KeyT]):
     Attributes:
         loads: one for each replica.
         costs: the load of each replica, in prompt tokens.
+        num_open: open choices of all replicas.
     """
 
     def __init__(self, num_replicas: int, max_waiting: int) -> None:
@@ -55,6 +56,7 @@ class Ledger(Generic[KeyT]):
         self._entries: dict[KeyT, _Entry] = {}
         self.loads = [ReplicaLoad() for _ in range(num_replicas)]
         self.costs = [0.0] * num_replicas
+        self.num_open = 0
 
     def __contains__(self, key: KeyT) -> bool:
         return key in self._entries
@@ -103,6 +105,7 @@ class Ledger(Generic[KeyT]):
         load = self.loads[replica]
         load.num_prefill_tokens += num_prefill_tokens
         load.num_open += num_open
+        self.num_open += num_open
         load.num_waiting += num_waiting
         cost = float(load.num_prefill_tokens + ROW_TOKENS * load.num_open)
         if load.num_waiting >= self._max_waiting:

@@ -1,15 +1,18 @@
 """The choice of a replica for a request. Without clock and sockets, so that the simulator has it.
 
     cost(replica) = UNCACHED_WEIGHT * uncached prompt tokens + load + tokens without a free page
+                    + OVERLOAD_TOKENS * open choices beyond OVERLOAD_FACTOR * mean + OVERLOAD_MARGIN
 
 The least costly replica gets the request. So a prefix stays where it is cached until the queue
 there costs more than computing it again, and is cached at two replicas from then on (Preble,
-Srivatsa et al., ICLR 2025). The load is counted here (ledger.py) and not reported, because a report
-is late, and overwrites what was sent meanwhile.
+Srivatsa et al., ICLR 2025). A replica with far more open choices than the others gives prefixes
+away earlier: the copy is computed once, and shares the load from then on. The load is counted here
+(ledger.py) and not reported, because a report is late, and overwrites what was sent meanwhile.
 """
 
 import math
 from collections.abc import Hashable, Iterator
+from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 from quadriga.config.replica_args import BY_CACHE, BY_LOAD, IN_TURN
@@ -22,6 +25,8 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 # A token that is computed again delays this request, and all that come after it.
 UNCACHED_WEIGHT = 2
+# What a choice costs, in prompt tokens, beyond this multiple of the replicas' mean and this margin.
+OVERLOAD_FACTOR, OVERLOAD_MARGIN, OVERLOAD_TOKENS = 2, 4, 256
 # Holders of one length of a prefix that are compared.
 MAX_CANDIDATES = 32
 # Why a replica was chosen: it has the longest cached prefix, a shorter one or none because the
@@ -80,12 +85,17 @@ class Router(Generic[KeyT]):
         self._page_size = page_size
         self._turn = 0
         self._is_up = [True] * num_replicas
+        self._down: set[int] = set()
         self.ledger = Ledger[KeyT](num_replicas, max_waiting)
         self.index = PageIndex[KeyT](max_blocks)
 
     def set_up(self, replica: int, is_up: bool) -> None:
         """Set whether a replica takes requests."""
         self._is_up[replica] = is_up
+        if is_up:
+            self._down.discard(replica)
+        else:
+            self._down.add(replica)
 
     def is_up(self, replica: int) -> bool:
         """Return whether a replica takes requests."""
@@ -124,12 +134,19 @@ class Router(Generic[KeyT]):
         matched = self.index.match(prompt.hashes)
         if not matched:
             return least
-        best, best_cost = least._replace(why=SPILL), self._cost(least, prompt.num_tokens)
+        best = self._with_cached(least.replica, matched)
+        best_cost = self._cost(best, prompt.num_tokens)
         for candidate in self._holders(matched):
             cost = self._cost(candidate, prompt.num_tokens)
             if cost < best_cost:
                 best, best_cost = candidate, cost
         return best
+
+    def _with_cached(self, replica: int, matched: list[int]) -> Routed:
+        """Return the choice of a replica, whatever part of a prefix it has."""
+        depth = sum(holders >> replica & 1 for holders in matched)
+        why = HIT if depth == len(matched) else SPILL
+        return Routed(replica, depth * self._block_tokens, why)
 
     def _holders(self, matched: list[int]) -> Iterator[Routed]:
         """Yield replicas with a part of a prefix, those with the longest part first."""
@@ -137,19 +154,28 @@ class Router(Generic[KeyT]):
         for depth in range(deepest, 0, -1):
             new = matched[depth - 1] & ~seen
             seen |= new
-            for _ in range(MAX_CANDIDATES):
-                if not new:
-                    break
-                replica = new.bit_length() - 1
-                new ^= 1 << replica
+            for replica in islice(self._in_turn(new), MAX_CANDIDATES):
                 if self._is_up[replica]:
                     why = HIT if depth == deepest else SPILL
                     yield Routed(replica, depth * self._block_tokens, why)
+
+    def _in_turn(self, holders: int) -> Iterator[int]:
+        """Yield the replicas of a set, from another one on each time, so that all are compared."""
+        later = holders >> self._turn << self._turn
+        for part in (later, holders ^ later):
+            while part:
+                lowest = part & -part
+                part ^= lowest
+                yield lowest.bit_length() - 1
 
     def _cost(self, routed: Routed, num_tokens: int) -> float:
         num_uncached = num_tokens - routed.num_cached
         load = self.ledger.loads[routed.replica]
         cost = UNCACHED_WEIGHT * num_uncached + self.ledger.costs[routed.replica]
+        mean = self.ledger.num_open / (len(self._is_up) - len(self._down))
+        num_beyond = load.num_open - OVERLOAD_FACTOR * mean - OVERLOAD_MARGIN
+        if num_beyond > 0:
+            cost += OVERLOAD_TOKENS * num_beyond
         if load.num_available >= 0:
             room = load.num_available * self._page_size
             cost += max(0, num_uncached + load.num_prefill_tokens - room)
@@ -166,9 +192,10 @@ class Router(Generic[KeyT]):
     def _least_loaded(self) -> int:
         """Return the replica with the least load; equal ones have turns."""
         costs = self.ledger.costs
-        if not all(self._is_up):
-            up = zip(costs, self._is_up, strict=True)
-            costs = [cost if is_up else math.inf for cost, is_up in up]
+        if self._down:
+            costs = costs.copy()
+            for replica in self._down:
+                costs[replica] = math.inf
         least = min(costs)
         start = (self._turn + 1) % len(costs)
         try:

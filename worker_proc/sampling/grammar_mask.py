@@ -62,7 +62,7 @@ class SlotGrammar(SlotConstraint):
     """State of a slot's grammar."""
 
     def __init__(
-        self, matcher: "LLMatcher", stop_ids: Ints, generated: Ints, jump_forward: bool = False
+        self, matcher: "LLMatcher", stop_ids: Ints, generated: Ints, jump_forward: bool
     ) -> None:
         """Advance a matcher to the tokens generated so far.
 

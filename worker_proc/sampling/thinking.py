@@ -113,7 +113,7 @@ class GrammarAfterThinking(SlotConstraint):
         grammar: "LLMatcher | None",
         stop_ids: Ints,
         generated: Ints,
-        jump_forward: bool = False,
+        jump_forward: bool,
     ) -> None:
         """Advance to the tokens generated so far.
 

@@ -37,7 +37,7 @@ def prefill_plan(
     return _plan(EXTEND, num_rows, num_tokens, new=new)
 
 
-def decode_plan(new_pages: Iterable[int] = ()) -> StepPlan:
+def decode_plan(new_pages: Iterable[int]) -> StepPlan:
     """Return a plan that decodes one token of slot 0, whose table may get pages before."""
     return _plan(DECODE, 1, 1, grown=pack_ids(i for page in new_pages for i in (0, page)))
 

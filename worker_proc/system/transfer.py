@@ -27,9 +27,7 @@ def send(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     return on_host if device.type == "cpu" else on_host.to(device)
 
 
-def send_into(
-    place: Tensor, values: npt.NDArray[Any], before_copy: Callable[[], None] = lambda: None
-) -> None:
+def send_into(place: Tensor, values: npt.NDArray[Any], before_copy: Callable[[], None]) -> None:
     """Copy an array to a tensor of its shape on the device.
 
     `before_copy` is called when all work of the host is done, before the first work of the device.

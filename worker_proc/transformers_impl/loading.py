@@ -9,7 +9,7 @@ from torch import nn
 from quadriga.errors import ModelError, QuadrigaError
 from quadriga.model_files.model_impl.choice import native_refusal
 from quadriga.model_files.resolve import ModelFiles
-from worker_proc.loading.sharding import WHOLE, TPRank
+from worker_proc.loading.sharding import TPRank
 from worker_proc.transformers_impl.attention_call import AttentionFunction
 from worker_proc.transformers_impl.linear import pack_linears
 from worker_proc.transformers_impl.model import TransformersModel
@@ -27,8 +27,8 @@ def load_transformers_model(
     files: ModelFiles,
     dtype: torch.dtype,
     device: torch.device,
-    part: TPRank = WHOLE,
-    ranks: "TPGroup | None" = None,
+    part: TPRank,
+    ranks: "TPGroup | None",
 ) -> TransformersModel:
     """Build a model, load its weights and probe its attention.
 

@@ -11,6 +11,7 @@ LEGEND = (("d", "decode"), ("P", "prefill"), ("p", "chunk"), ("r", "again"), (".
           ("x", "retracted"))  # fmt: skip
 BLOCK = "■"
 MIN_LANE = 10
+BAR_WIDTH = 24
 NUM_EVENTS = 5
 ID_CHARS = 12
 COLUMNS = f"{'REQUEST':<{ID_CHARS}} {'PROMPT':>7} {'CACHED':>7} {'OUT':>6} {'AGE':>7}  {'DOES':<17}"
@@ -64,10 +65,10 @@ def _gauges(picture: Picture, endpoint: str, style: Style, is_paused: bool) -> l
     ]
 
 
-def _bar(held: float, cached: float, style: Style, width: int = 24) -> str:
-    num_held = round(width * held / 100)
-    num_cached = min(width - num_held, round(width * cached / 100))
-    free = "·" * (width - num_held - num_cached)
+def _bar(held: float, cached: float, style: Style) -> str:
+    num_held = round(BAR_WIDTH * held / 100)
+    num_cached = min(BAR_WIDTH - num_held, round(BAR_WIDTH * cached / 100))
+    free = "·" * (BAR_WIDTH - num_held - num_cached)
     return style.paint("█" * num_held, 35) + style.paint("▒" * num_cached, 75) + free
 
 

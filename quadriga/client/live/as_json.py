@@ -40,7 +40,7 @@ def server_from_json(value: dict[str, Any]) -> LiveServer:
 
 
 def _from_json(
-    value: dict[str, Any], kind: Any, lists: tuple[str, ...] = (), structs: tuple[str, ...] = ()
+    value: dict[str, Any], kind: Any, lists: tuple[str, ...], structs: tuple[str, ...] = ()
 ) -> Any:
     """Convert an object with named fields; fields that this release does not know are ignored."""
     places: dict[str, Any] = dict(value)

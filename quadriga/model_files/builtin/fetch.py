@@ -48,7 +48,7 @@ def builtin_weights(show_progress: bool, name: str = BUILTIN_MODEL) -> Path:
     return target
 
 
-def cached_builtin_weights(name: str = BUILTIN_MODEL) -> Path | None:
+def cached_builtin_weights(name: str) -> Path | None:
     """Return a built-in model's .gguf, or None if it has not been fetched."""
     target = _target(BUILTINS[name])
     return target if target.is_file() else None

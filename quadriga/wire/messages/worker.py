@@ -180,7 +180,8 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
         stored: PAGE_HASH_BYTES for each page that can be loaded from a tier beyond the pool; None:
             there is no such tier.
         cuda_graph: decode steps are CUDA graphs.
-        draft_costs: likewise, of the decode steps that draft guesses, by their rows; empty: guesses
+        kernels: what computes, its version, and the number formats; "": unknown.
+        draft_costs: as step_costs, of the decode steps that draft guesses, by their rows; empty: guesses
             take no steps of their own.
     """
 
@@ -197,6 +198,7 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     step_costs: list[StepCost] = []
     stored: bytes | None = None
     cuda_graph: bool = False
+    kernels: str = ""
     draft_costs: list[StepCost] = []
 
 

@@ -13,6 +13,8 @@ from tokenizer_proc.replicas.page_index import PageIndex
 from tokenizer_proc.replicas.router import (
     HIT,
     LEAST,
+    MAX_CANDIDATES,
+    OVERLOAD_MARGIN,
     SPILL,
     UNCACHED_WEIGHT,
     Prompt,
@@ -92,6 +94,53 @@ def test_a_shorter_match_with_less_to_do_wins_against_a_longer_one() -> None:
     assert router.choose(long) == (0, 4 * BLOCK, HIT)
     router.count("load", 0, Prompt(5 * BLOCK, []))
     assert router.choose(long) == (1, 2 * BLOCK, SPILL)
+
+
+def test_a_prefix_that_every_replica_has_loads_them_evenly() -> None:
+    num_replicas = 4 * MAX_CANDIDATES
+    router = router_of(num_replicas=num_replicas)
+    for replica in range(num_replicas):
+        router.on_news(replica, ReplicaNews(b"".join(prompt(0).hashes), b"", 1000))
+    routed = [router.place(f"{number}", prompt(0)) for number in range(3 * num_replicas)]
+    assert {one.why for one in routed} == {HIT}
+    assert {load.num_open for load in router.ledger.loads} == {3}
+
+
+def test_holders_of_a_prefix_are_compared_in_turn_where_there_are_many() -> None:
+    num_replicas = 4 * MAX_CANDIDATES
+    router = router_of(num_replicas=num_replicas)
+    for replica in range(num_replicas):
+        if replica % 2:
+            router.on_news(replica, ReplicaNews(b"".join(prompt(0).hashes), b"", 1000))
+    for number in range(4 * num_replicas):
+        router.place(f"{number}", prompt(0))
+    loads = [load.num_open for load in router.ledger.loads[1::2]]
+    assert max(loads) - min(loads) <= 4
+
+
+def test_a_replica_with_far_more_choices_than_the_others_gives_a_prefix_away_earlier() -> None:
+    router = router_of(num_replicas=20)
+    long = prompt(0, 40 * BLOCK + 1)
+    home = run(router, "first", long)
+    bound = OVERLOAD_MARGIN + 1
+    while router.choose(long).replica == home:
+        router.count(f"load-{router.ledger.num_open}", home, Prompt(0, []))
+        assert router.ledger.num_open < UNCACHED_WEIGHT * 40 * BLOCK // ROW_TOKENS // 4
+    assert router.ledger.num_open > bound
+    routed = router.place("next", long)
+    assert (routed.why, routed.num_cached) == (SPILL, 0)
+
+
+def test_replicas_that_are_not_there_make_the_others_not_overloaded() -> None:
+    router = router_of(num_replicas=20)
+    for replica in range(2, 20):
+        router.set_up(replica, False)
+    home = run(router, "first", prompt(0))
+    for number in range(10):
+        router.count(f"load-{number}", home, Prompt(0, []))
+        router.count(f"other-{number}", 1 - home, Prompt(0, []))
+    router.count("one more", home, Prompt(0, []))
+    assert router.choose(prompt(0)) == (home, 4 * BLOCK, HIT)
 
 
 def test_evicted_blocks_and_those_of_a_replica_that_begins_anew_do_not_count() -> None:

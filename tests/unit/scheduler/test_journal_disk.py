@@ -23,7 +23,7 @@ def live_of(run: Run) -> State:
     """Return what a whole journal holds: all requests."""
     return sorted(
         (message.request_id, request.index, request.tokens[2:].tolist(), request.finished, False)
-        for message, request in run.journal._kept.values()
+        for message, request, _ in run.journal._kept.values()
     )
 
 

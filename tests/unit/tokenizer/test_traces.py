@@ -147,7 +147,7 @@ async def keep_a_hundred() -> None:
         ended(world, b"c", trace_of(f"r{number}", size=900))
         ended(world, b"c", trace_of(f"r{number}", size=900))
     names = [trace.request_id for trace in kept(world, b"c", *(f"r{n}" for n in range(60, 100)))]
-    assert 8 <= len(names) <= 10
+    assert 5 <= len(names) <= 7, "each takes 900 bytes, and those of its keys"
     assert names[-1] == "r99"
     assert world.frontend.traces._num_bytes <= 10_000
 

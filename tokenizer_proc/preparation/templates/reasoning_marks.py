@@ -29,7 +29,7 @@ class _Switch(NamedTuple):
 
 
 def derive_reasoning(
-    prober: Prober, source: str, given: ReasoningFormat | None = None
+    prober: Prober, source: str, given: ReasoningFormat | None
 ) -> ReasoningFormat | None:
     """Return the marks of the reasoning; None if the template knows of none.
 

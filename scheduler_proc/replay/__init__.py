@@ -1,0 +1,1 @@
+"""`quadriga replay`: a request of a journal is computed again, and its tokens are compared."""

@@ -1,0 +1,148 @@
+"""The command line of `quadriga replay`."""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from quadriga.client import Client
+from quadriga.errors import ConfigError, QuadrigaError
+from quadriga.llm.llm import CONNECT_TIMEOUT_S
+from quadriga.llm.owned_server import OwnedServer
+from quadriga.llm.server_flags import server_argv
+from scheduler_proc.replay.recorded import (
+    Difference,
+    RecordedJournal,
+    first_difference,
+    open_recorded,
+    params_of,
+    prompt_of,
+)
+
+EXIT_EQUAL, EXIT_DIFFERS, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 2, 130
+DESCRIPTION = """\
+Compute a request of a journal again, and compare its tokens with those of the journal.
+
+Without --endpoint, a server of the journal's model is started for it, with the flags that this
+command does not know itself: give those of the first server, such as --quantization int8.
+The exit code is 0 if all tokens are equal, 1 if one differs, and 2 if they cannot be compared."""
+
+
+def main(argv: list[str]) -> int:
+    """Run the command and return its exit code."""
+    try:
+        arguments, flags = _parser().parse_known_args(argv)
+        return _run(arguments, flags)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except QuadrigaError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError: an error is one line, without the usage."""
+        raise ConfigError(f"{message}; --help shows all flags")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        "quadriga replay",
+        usage="quadriga replay ID --journal DIR [--endpoint tcp://HOST:PORT | SERVER FLAGS]",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add: Any = parser.add_argument
+    add("id", metavar="ID", nargs="?", help="request_id of an answer or of its receipt")
+    add("--journal", type=Path, required=True, metavar="DIR", help="--journal of the server")
+    add("--list", action="store_true", help="list the requests of the journal")
+    add("--choice", type=int, default=0, metavar="N", help="index of a choice (default: 0)")
+    add("--endpoint", metavar="tcp://HOST:PORT", help="public socket of a running server")
+    add("--curve-dir", metavar="DIR", help="this client's keys, if the server requires keys")
+    return parser
+
+
+def _run(arguments: argparse.Namespace, flags: list[str]) -> int:
+    if (arguments.id is None) != arguments.list:
+        raise ConfigError("give the ID of a request, or --list for all of them")
+    if arguments.endpoint and flags:
+        raise ConfigError(f"{flags[0]} is no flag of a replay on a running server: leave it out")
+    journal = open_recorded(arguments.journal)
+    if arguments.list:
+        _list(journal)
+        return EXIT_EQUAL
+    request = journal.find(arguments.id, arguments.choice)
+    prompt, params = prompt_of(request), params_of(request)
+    with _connected(arguments, flags, journal) as client:
+        info = client.info()
+        _check_model(journal, info)
+        answer = client.generate(prompt, params)
+        then = request.tokens.tolist()
+        difference = first_difference(then, answer.token_ids)
+        if difference is None:
+            print(f"equal: all {len(then)} tokens of {arguments.id}, seed {params.seed}")
+        else:
+            _print_difference(client, difference, len(then), len(prompt))
+    _print_kernels(request.kernels, info["kernels"] or "")
+    return EXIT_EQUAL if difference is None else EXIT_DIFFERS
+
+
+def _list(journal: RecordedJournal) -> None:
+    header = journal.header
+    print(f"model {header.model}, fingerprint {header.fingerprint}")
+    for one in journal.requests:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.message.received_at))
+        state = "under way" if one.ended is None else one.ended.finish_reason
+        choice = f" --choice {one.index}" if one.index else ""
+        print(f"{one.message.request_id}{choice}  {at}  {len(one.tokens)} tokens, {state}")
+
+
+@contextmanager
+def _connected(
+    arguments: argparse.Namespace, flags: list[str], journal: RecordedJournal
+) -> Iterator[Client]:
+    """Connect to the running server, or to one that is started and ends with the block."""
+    if arguments.endpoint:
+        with Client(arguments.endpoint, curve_dir=arguments.curve_dir) as client:
+            yield client
+        return
+    server = OwnedServer([*server_argv(journal.header.model, {}), *flags])
+    try:
+        with Client(server.wait_until_ready(), CONNECT_TIMEOUT_S) as client:
+            yield client
+    finally:
+        server.close()
+
+
+def _check_model(journal: RecordedJournal, info: dict[str, Any]) -> None:
+    header, served = journal.header, info["model_details"]["digest"]
+    if served != header.fingerprint:
+        raise ConfigError(
+            f"the journal is of {header.model} (fingerprint {header.fingerprint}), and the server"
+            f" has {info['model']} ({served}): compare with a server of the same model"
+        )
+
+
+def _print_difference(
+    client: Client, difference: Difference, num_tokens: int, num_prompt: int
+) -> None:
+    def shown(token: int | None) -> str:
+        return "the end" if token is None else f"{token} {client.detokenize([token])!r}"
+
+    print(
+        f"differs at token {difference.place + 1} of {num_tokens} (position"
+        f" {num_prompt + difference.place} with the prompt): {shown(difference.then)} in the"
+        f" journal, {shown(difference.now)} now"
+    )
+
+
+def _print_kernels(then: str, now: str) -> None:
+    if then == now:
+        print(f"the same model and kernels: {now}")
+    else:
+        print(f"the same model, other kernels: {then or 'unknown'} in the journal, {now} now")
