@@ -181,7 +181,7 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
             there is no such tier.
         cuda_graph: decode steps are CUDA graphs.
         kernels: what computes, its version, and the number formats; "": unknown.
-        draft_costs: as step_costs, of the decode steps that draft guesses, by their rows; empty: guesses
+        draft_costs: as step_costs, of the steps that draft guesses, by their rows; empty: guesses
             take no steps of their own.
     """
 
