@@ -10,7 +10,6 @@ from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
 from worker_proc.models.base import Model
 from worker_proc.models.layers import Embedding, Linear
-from worker_proc.transformers_impl.model import TransformersModel
 
 DRAFT_BITS = 4
 DRAFT_WEIGHT_BITS = 5  # with the scale and minimum of each group
@@ -34,7 +33,7 @@ def wants_draft(config: ServerConfig, device: torch.device, has_native_kernels: 
     return True
 
 
-def draft_bytes(model: Model | TransformersModel) -> int:
+def draft_bytes(model: Model) -> int:
     """Return the memory that the draft's weights will take, and log it.
 
     Raises:

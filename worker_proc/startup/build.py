@@ -92,7 +92,7 @@ def make_runner(
         table = SlotTable(num_slots, context_length, num_pages, args.page_size, device)
         return Runner(engine, table, dtype, model.window)
 
-    step_bytes = draft_bytes(model) if has_draft else 0
+    step_bytes = draft_bytes(model) if has_draft and isinstance(model, Model) else 0
     if device.type == "cuda":
         on_phase("compile kernels and measure a step")
         step_bytes = _measure_step(config, context_length, with_pages)
