@@ -115,7 +115,7 @@ def test_nothing_is_in_clear_between_the_machines(
     port: ReservedPort, tmp_path: Path, is_of_ranks: bool
 ) -> None:
     where = {"ranks": ("", port.address)} if is_of_ranks else {"scheduler": port.address}
-    links = NodeLinks(**where, key_dir=keys(tmp_path))  # type: ignore[arg-type]
+    links = NodeLinks(**where, key_dir=keys(tmp_path))
     inbox = Inbox[SchedulerMessage](port.address, SchedulerMessage, links.prepare_bind)
     seen: list[bytes] = []
     listener = socket.create_server(("127.0.0.1", 0))
