@@ -26,6 +26,7 @@ from scheduler_proc.observe.recent_ends import RecentEnds
 from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.observe.stats import SchedulerStats
 from scheduler_proc.observe.tracer import Tracer
+from scheduler_proc.observe.ttft_forecast import refuse_target
 from scheduler_proc.planning.limits import refusal
 from scheduler_proc.planning.quarantine import poison_error
 from scheduler_proc.request_table import RequestTable
@@ -137,6 +138,8 @@ class RequestLifecycle:
         if not message.frontend_retry:
             num_choices = len(requests)
             error = refusal(self._args, self._is_draining, num_waiting, num_choices, num_open)
+            if error is None and requests:
+                error = refuse_target(self.core, self.recent_ends, requests[0], self._clock())
         for request in requests:
             if error is not None:
                 self.fail(request, error)
