@@ -106,6 +106,12 @@ def wrong_type(error: Exception, names: Mapping[str, str], known: Iterable[str] 
     return invalid(text.replace(f"$.{field}", f"$.{name}"), name or None)
 
 
+def check_receipt(call: OpenAIRequest) -> None:
+    """Refuse a receipt in a stream."""
+    if call.receipt and call.stream:
+        raise invalid("receipt is set, and a stream has none: leave out stream", "receipt")
+
+
 def check_prompt_logprobs(call: OpenAIRequest) -> None:
     """Raise a 400 for prompt_logprobs in a stream: vLLM's format has no field for them."""
     if call.stream and call.prompt_logprobs is not None:
