@@ -6,6 +6,9 @@ below 1, this one is slower. For example
 
     git worktree add ../before HEAD~1
     python -m bench.step_ratios ../before -- --quantization int8
+
+With --worker-threads 1, times are those of the CPU instead of the clock, which other programs
+change less. With more threads a thread that waits for another one would count, too.
 """
 
 import argparse
@@ -14,6 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -55,12 +59,20 @@ def serve(flags: Sequence[str]) -> None:
 
     parser = argparse.ArgumentParser("the worker's flags", allow_abbrev=False)
     server_config.add_flags(parser)
-    bench, _ = make_bench(server_config.from_namespace(parser.parse_args(flags)), NUM_TOKENS_A_ROW)
+    config = server_config.from_namespace(parser.parse_args(flags))
+    bench, _ = make_bench(config, NUM_TOKENS_A_ROW)
     print("[]", flush=True)
     for line in sys.stdin:
         kind = KINDS[int(line)]
         case = (Row(kind.context, kind.tokens),) * kind.rows
-        print(json.dumps([bench.measure(case) for _ in range(STEPS_A_TURN)]), flush=True)
+        times = []
+        for _ in range(STEPS_A_TURN):
+            with bench.prepared(case) as step:
+                began_at = time.process_time()
+                wall_ms = step()
+                cpu_ms = 1000 * (time.process_time() - began_at)
+            times.append(cpu_ms if config.worker.worker_threads == 1 else wall_ms)
+        print(json.dumps(times), flush=True)
 
 
 class Checkout:

@@ -1,6 +1,8 @@
 """The requests to the ring behind one web request: one per prompt, each with n choices."""
 
 import asyncio
+from collections.abc import Sequence
+from itertools import islice
 
 import msgspec
 
@@ -10,6 +12,7 @@ from http_proc.protocol.timings import Stage
 from http_proc.resumption import Resumption
 from http_proc.token_order import TokenOrder
 from quadriga.client.async_client import AsyncClient, RequestOptions
+from quadriga.client.receipts import Receipt
 from quadriga.client.request_handle import RequestHandle, Sink
 from quadriga.client.types import Completion, Prompt, StreamChunk
 from quadriga.errors import QuadrigaError, RequestFailed
@@ -196,6 +199,14 @@ class RequestGroup:
                 if chunk.completion is not None:
                     by_choice[choice] = chunk.completion
         return [by_choice[choice] for choice in range(self._num_choices)]
+
+    async def receipts(self, completions: Sequence[Completion]) -> list[Receipt]:
+        """Return the receipts of all choices, in order. Raises QuadrigaError."""
+        left = iter(completions)
+        for handle in self._handles:
+            choices = list(islice(left, handle.message.params.n))
+            await self._ring.add_receipts(handle.message, choices)
+        return [each.receipt for each in completions if each.receipt is not None]
 
     def fail(self, error: QuadrigaError) -> None:
         """End the group with `error`, unless it has failed before."""

@@ -4,7 +4,7 @@ It is pure: no clock, no sockets, no journal, no callbacks. `plan` composes a st
 running batch and the waiting queue, `complete` takes a step's tokens in; both return what happened.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import repeat
 
 from quadriga.config.scheduler_args import SchedulerArgs
@@ -14,7 +14,7 @@ from scheduler_proc.kv_offload.kv_offload import NoOffload
 from scheduler_proc.planning.admission import Admission
 from scheduler_proc.planning.guess_policy import make_guess_policy
 from scheduler_proc.planning.prefill_budget import PrefillBudget
-from scheduler_proc.planning.prefill_sharing import PrefillSharing
+from scheduler_proc.planning.prefill_sharing import PrefillSharing, age_of
 from scheduler_proc.planning.quarantine import Quarantine, push
 from scheduler_proc.planning.retraction import Retraction
 from scheduler_proc.planning.step_cost import StepCostModel
@@ -120,6 +120,20 @@ class SchedulerCore:
     def prefill_budget(self) -> int:
         """Number of prompt tokens that a step computes."""
         return self._budget.tokens
+
+    @property
+    def partial_prefills(self) -> Collection[Request]:
+        """The requests whose prompts are partly computed."""
+        return self._running.partial.values()
+
+    @property
+    def num_streams(self) -> int:
+        """Number of decode rows of the next step."""
+        return min(self._width, self._running.num_active)
+
+    def num_cached(self, request: Request) -> int:
+        """Return how many tokens of a waiting request are cached."""
+        return self.kv.match_prefix(request).depth * self.kv.page_size
 
     @property
     def has_work(self) -> bool:
@@ -268,7 +282,8 @@ class SchedulerCore:
     def _add_first_parts(self, waiting: list[Request], plan: Plan) -> None:
         """Add what prompts under way get before those that wait, of which `waiting` is next."""
         partial, budget = self._running.partial, self._budget
-        alone = self._in_time(budget.tokens, partial[min(partial)].num_computed_tokens, plan)
+        oldest = min(partial.values(), key=age_of)
+        alone = self._in_time(budget.tokens, oldest.num_computed_tokens, plan)
         for request, limit in self.sharing.first_parts(partial.values(), alone, budget, waiting):
             if request.seq in partial:  # it may have been retracted for the one before
                 self._add_prefill(request, limit, plan)
@@ -320,8 +335,7 @@ class SchedulerCore:
 
     def _in_time(self, limit: int, context: int, plan: Plan) -> int:
         """Return how many of `limit` tokens of a prompt the step can take under --itl-target."""
-        num_streams = min(self._width, self._running.num_active)
-        return self._target.limit(limit, context, plan.batch, num_streams)
+        return self._target.limit(limit, context, plan.batch, self.num_streams)
 
     def _num_with_pages(self, request: Request, count: int, plan: Plan, may_retract: bool) -> int:
         """Return how many of the next `count` tokens of a prompt have pages.
@@ -435,8 +449,7 @@ class SchedulerCore:
 
     def _num_uncached(self, request: Request) -> int:
         """Return how many tokens of a waiting request are not cached."""
-        depth = self.kv.match_prefix(request).depth
-        return request.num_known_tokens - depth * self.kv.page_size
+        return request.num_known_tokens - self.num_cached(request)
 
     # --- complete ---------------------------------------------------------------------------------
 

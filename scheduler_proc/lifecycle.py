@@ -24,10 +24,9 @@ from scheduler_proc.kv_offload.offload_stats import OffloadStats
 from scheduler_proc.observe.guess_stats import GuessStats
 from scheduler_proc.observe.recent_ends import RecentEnds
 from scheduler_proc.observe.replica_report import ReplicaReport
-from scheduler_proc.observe.request_log import RequestLog
 from scheduler_proc.observe.stats import SchedulerStats
 from scheduler_proc.observe.tracer import Tracer
-from scheduler_proc.observe.usage_log import UsageLog
+from scheduler_proc.observe.ttft_forecast import refuse_target
 from scheduler_proc.planning.limits import refusal
 from scheduler_proc.planning.quarantine import poison_error
 from scheduler_proc.request_table import RequestTable
@@ -40,8 +39,8 @@ from scheduler_proc.static_core import make_core
 class EndObserver(Protocol):
     """Is called at the end of each request."""
 
-    def on_finish(self, request: Request) -> None:
-        """Take in that a request has ended."""
+    def on_finish(self, request: Request, now: float) -> None:
+        """Take in that a request has ended. now: Unix time in seconds."""
 
 
 class RequestLifecycle:
@@ -56,9 +55,7 @@ class RequestLifecycle:
         recent_ends: what the last requests say about the lengths of others.
         grammars: the requests whose grammar the worker compiles.
         events: what happened since the last publication.
-        request_log: gets each request at its end; None for no log.
-        usage_log: the same.
-        feed: the same; None while no client watches.
+        end_observers: logs, and the live feed while a client watches.
         report: what the frontend has to know of this replica; None where it is the only one.
         queue_wait_s: estimated seconds that one more request would wait; None while the queue is
             far from full, or where nothing is known.
@@ -78,10 +75,8 @@ class RequestLifecycle:
         self._detok = detok
         self._clock = clock
         self._journal = journal
-        self.request_log: RequestLog | None = None
-        self.usage_log: UsageLog | None = None
         self.tracer = Tracer(clock)
-        self.feed: EndObserver | None = None
+        self.end_observers: list[EndObserver] = []
         self.report: ReplicaReport | None = None
         self.core = make_core(args, Capacity())
         self.grammars = GrammarQueue(worker)
@@ -143,6 +138,8 @@ class RequestLifecycle:
         if not message.frontend_retry:
             num_choices = len(requests)
             error = refusal(self._args, self._is_draining, num_waiting, num_choices, num_open)
+            if error is None and requests:
+                error = refuse_target(self.core, self.recent_ends, requests[0], self._clock())
         for request in requests:
             if error is not None:
                 self.fail(request, error)
@@ -252,14 +249,10 @@ class RequestLifecycle:
         self.stats.on_finish(request, now)
         if request.admitted_at:
             self.recent_ends.on_end(request)
-        if self.request_log is not None:
-            self.request_log.on_finish(request, now)
-        if self.usage_log is not None:
-            self.usage_log.on_finish(request, now)
         if request.trace is not None:
             self.tracer.on_finish(request, now)
-        if self.feed is not None:
-            self.feed.on_finish(request)
+        for observer in self.end_observers:
+            observer.on_finish(request, now)
         self.events.finished.append(request)
         self.outbox.finish(request)
         self.grammars.remove(request)

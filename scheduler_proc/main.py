@@ -63,7 +63,7 @@ def serve(child: Child) -> None:
         clock=now,
         journal=journal,
     )
-    _add_observers(child, scheduler.lifecycle)
+    usage_log = _add_observers(child, scheduler.lifecycle)
     scheduler.lifecycle.restore(recovered, first_seq_after_restart() if child.is_restart else 0)
     if child.is_restart:
         scheduler.announce_restart()
@@ -89,19 +89,22 @@ def serve(child: Child) -> None:
         status.update(now())
         watchdog.check()
     status.close()
-    if scheduler.lifecycle.usage_log is not None:
-        scheduler.lifecycle.usage_log.close()
+    if usage_log is not None:
+        usage_log.close()
 
 
-def _add_observers(child: Child, lifecycle: RequestLifecycle) -> None:
-    """Add what the flags ask for to be noted or reported of requests."""
+def _add_observers(child: Child, lifecycle: RequestLifecycle) -> UsageLog | None:
+    """Add what the flags ask for to be noted or reported of requests. Return the usage log."""
     log_level = RequestLogLevel.of(child.config.launch)
     if child.config.replicas.has_router:
         lifecycle.report = ReplicaReport()
     if not log_level.is_off:
-        lifecycle.request_log = RequestLog(log_level)
-    if child.config.tenants.usage_log:
-        lifecycle.usage_log = UsageLog(child.config.tenants.usage_log)
+        lifecycle.end_observers.append(RequestLog(log_level))
+    path = child.config.tenants.usage_log
+    usage_log = UsageLog(path) if path else None
+    if usage_log is not None:
+        lifecycle.end_observers.append(usage_log)
+    return usage_log
 
 
 def _status(

@@ -216,12 +216,15 @@ class Scheduler:
 
     def _watch_steps(self, message: to_scheduler.WatchSteps) -> None:
         """Make the live feed for some seconds; 0: no longer."""
+        observers = self.lifecycle.end_observers
         if message.seconds > 0:
-            self._feed = self._feed or StepFeed(self._args, self.lifecycle, self._detok)
+            if self._feed is None:
+                self._feed = StepFeed(self._args, self.lifecycle, self._detok)
+                observers.append(self._feed)
             self._feed.watch(message, self._clock())
-        else:
+        elif self._feed is not None:
+            observers.remove(self._feed)
             self._feed = None
-        self.lifecycle.feed = self._feed
 
     # --- info -------------------------------------------------------------------------------------
 

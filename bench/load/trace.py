@@ -37,6 +37,7 @@ class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             ids are equal text, so that prompts can share a prefix.
         client: Requests of one client share a connection.
         follows: Earlier request of the trace, after whose end this one is sent.
+        ttft_target: Seconds within which the first token is wanted, as in SamplingParams.
         continues: With `follows`: the prompt and the generated tokens of that request precede this
             one's segments, as in the next turn of a chat. False: only the time depends on it.
         ids: Literal token ids, in place of segments.
@@ -50,6 +51,7 @@ class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     follows: Index | None = None
     ids: tuple[Index, ...] = ()
     continues: bool = True
+    ttft_target: Annotated[float, msgspec.Meta(gt=0)] | None = None
 
     @property
     def num_own_tokens(self) -> int:

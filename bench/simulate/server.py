@@ -59,7 +59,11 @@ class SimulatedFrontend:
             request_id=str(index),
             prompt_ids=pack_ids(ids),
             params=SamplingParams(
-                max_new_tokens=max_new_tokens, temperature=0.0, seed=index, ignore_eos=True
+                max_new_tokens=max_new_tokens,
+                temperature=0.0,
+                seed=index,
+                ignore_eos=True,
+                ttft_target=request.ttft_target,
             ),
             stream=True,
             received_at=now,

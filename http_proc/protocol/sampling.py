@@ -24,7 +24,7 @@ COMMON = {name: name for name in (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
     "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "stop_regex", "ignore_eos",
     "skip_special_tokens", "include_stop_str_in_output", "no_stop_trim", "allowed_token_ids",
-    "bad_words", "json_schema", "regex", "ebnf", "choice", "structural_tag", "n",
+    "bad_words", "ttft_target", "json_schema", "regex", "ebnf", "choice", "structural_tag", "n",
 )}  # fmt: skip
 OPENAI = {
     **COMMON,
@@ -104,6 +104,12 @@ def wrong_type(error: Exception, names: Mapping[str, str], known: Iterable[str] 
     if missing is not None and not field:
         return invalid(f"{missing[1]} is missing", missing[1])
     return invalid(text.replace(f"$.{field}", f"$.{name}"), name or None)
+
+
+def check_receipt(call: OpenAIRequest) -> None:
+    """Refuse a receipt in a stream."""
+    if call.receipt and call.stream:
+        raise invalid("receipt is set, and a stream has none: leave out stream", "receipt")
 
 
 def check_prompt_logprobs(call: OpenAIRequest) -> None:

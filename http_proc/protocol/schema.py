@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from http_proc.protocol.timings import TimingsBody
+from quadriga.client.receipts import Receipt
 from quadriga.sampling.limits import LIMITS
 from quadriga.wire.messages.to_client import Usage
 
@@ -65,8 +66,8 @@ class OpenAIRequest(RequestBody, kw_only=True):
     """Fields of both endpoints.
 
     resumable: the stream goes on when its connection breaks, and can be resumed. prompt_logprobs:
-    number of top tokens for each token of the prompt, in vLLM's format. The fields after
-    structured_outputs have no effect.
+    number of top tokens for each token of the prompt, in vLLM's format. receipt: the answer
+    has receipts, unless it is a stream. The fields after structured_outputs have no effect.
     """
 
     model: str | None = None
@@ -76,6 +77,7 @@ class OpenAIRequest(RequestBody, kw_only=True):
     priority: Priority = 0
     prompt_logprobs: Top | None = None
     response_format: ResponseFormat | None = None
+    receipt: bool = False
     structured_outputs: StructuredOutputs | None = None
     guided_decoding_backend: str | None = None
     user: str | None = None
@@ -247,6 +249,7 @@ class CompletionBody(msgspec.Struct):
     usage: UsageBody
     timings: TimingsBody
     object: str = "text_completion"
+    receipts: list[Receipt] | msgspec.UnsetType = msgspec.UNSET
 
 
 class AnswerMessage(msgspec.Struct):
@@ -282,6 +285,7 @@ class ChatBody(msgspec.Struct):
     timings: TimingsBody
     object: str = "chat.completion"
     prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType = msgspec.UNSET
+    receipts: list[Receipt] | msgspec.UnsetType = msgspec.UNSET
 
 
 def usage_body(usages: list[Usage], n: int) -> UsageBody:

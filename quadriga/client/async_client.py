@@ -84,7 +84,8 @@ class AsyncClient(ServerQuestions):
                 limit.
             QuadrigaError: the connection is lost, for this reason.
         """
-        check_options("submit", options, RequestOptions.__annotations__)
+        known = RequestOptions.__annotations__.keys() - {"receipt"}
+        check_options("submit", options, known)
         began_at = _now()
         return self._submit(
             prompt, params, began_at, stream, sink, options, on_accepted, tenant, kept
@@ -107,6 +108,7 @@ class AsyncClient(ServerQuestions):
         request_id = f"{self._identity.hex}-{self._counter}" if kept is None else kept.request_id
         self._counter += 1
         wire = wire_prompt(prompt)
+        sent: Any = {name: value for name, value in options.items() if name != "receipt"}
         message = Generate(
             PROTOCOL_VERSION,
             request_id,
@@ -117,7 +119,7 @@ class AsyncClient(ServerQuestions):
             acknowledge=on_accepted is not None,
             tenant=tenant,
             keep_s=None if kept is None else kept.keep_s,
-            **options,
+            **sent,
         )
         # The handle records the time of submission.
         handle = RequestHandle(message, self._inflight.drop, sink, on_accepted)
@@ -191,6 +193,9 @@ class AsyncClient(ServerQuestions):
             if isinstance(result, BaseException):
                 raise result
             completions.append(result)
+        if options.get("receipt"):
+            for handle, completion in zip(handles, completions, strict=True):
+                await self.add_receipts(handle.message, [completion, *completion.others])
         return completions[0] if single else completions
 
     async def stream(
@@ -223,6 +228,8 @@ class AsyncClient(ServerQuestions):
         handle = self._submit(prompt, params, began_at, True, None, options)
         try:
             async for chunk in handle:
+                if chunk.completion is not None and options.get("receipt"):
+                    await self.add_receipts(handle.message, [chunk.completion])
                 yield chunk
         finally:
             handle.abort()

@@ -1,11 +1,15 @@
 """What a client can ask a server beside completions."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+import msgspec
+
+from quadriga.client.receipts import Receipt, hash_ids, hash_params
 from quadriga.client.session import ServerSession
 from quadriga.client.types import (
     NO_CHAT_OPTIONS,
+    Completion,
     Prompt,
     RenderedPrompt,
     check_is_one_prompt,
@@ -18,6 +22,7 @@ from quadriga.wire.messages.from_client import (
     ChatOptions,
     Detokenize,
     FlushCache,
+    Generate,
     GetInfo,
     GetProgress,
     GetTraces,
@@ -184,6 +189,37 @@ class ServerQuestions(ServerSession):
         """
         answer = await self._tokens("render", prompt, chat, True, timeout)
         return RenderedPrompt(answer.text, unpack_ids(answer.token_ids).tolist())
+
+    async def add_receipts(self, message: Generate, completions: Sequence[Completion]) -> None:
+        """Set the receipt of each choice of a request that has ended.
+
+            await client.add_receipts(handle.message, [await handle.completion()])
+
+        Args:
+            message: the request.
+            completions: its choices.
+
+        Raises:
+            DeadlineExceeded: no answer within the timeouts of `info` and `tokenize`.
+            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
+        """
+        info = await self.info()
+        if message.prompt_token_ids is not None:
+            ids = unpack_ids(message.prompt_token_ids).tolist()
+        else:
+            ids = await self.tokenize(msgspec.to_builtins(message.prompt), message.chat)
+        for completion in completions:
+            completion.receipt = Receipt(
+                request_id=completion.request_id,
+                model=info["model"],
+                fingerprint=info["model_details"]["digest"],
+                kernels=info["kernels"] or "",
+                seed=(message.params.seed or 0) + completion.index,
+                params=hash_params(message.params),
+                # The last ones, where the prompt was truncated.
+                prompt=hash_ids(ids[-completion.usage.prompt_tokens :]),
+                tokens=hash_ids(completion.token_ids),
+            )
 
     async def _tokens(
         self, call: str, prompt: Prompt, chat: ChatOptions, with_text: bool, timeout: float

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypedDict, TypeGuard
 
 from quadriga.client.arguments import checked_chat, shown
 from quadriga.client.logprobs import TokenLogprob
+from quadriga.client.receipts import Receipt
 from quadriga.errors import InvalidRequest
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.from_client import ChatMessage, ChatOptions
@@ -35,6 +36,8 @@ class RequestOptions(TypedDict, total=False):
         clamp_max_new_tokens: if the context leaves less than max_new_tokens, generate that number
             instead of raising PromptTooLong.
         traceparent: the caller's span, as in W3C Trace Context: the server's spans are below it.
+        receipt: completions have a receipt, for which the server is asked two more questions; not
+            with submit.
     """
 
     timeout: float | None
@@ -44,6 +47,7 @@ class RequestOptions(TypedDict, total=False):
     chat: ChatOptions
     clamp_max_new_tokens: bool
     traceparent: str
+    receipt: bool
 
 
 class KeptRequest(NamedTuple):
@@ -150,6 +154,7 @@ class Completion:
         logprobs: logprobs of `token_ids`; None unless requested.
         prompt_logprobs: logprobs of all prompt tokens; None unless requested.
         others: the other choices in order, if this is choice 0 of `n`.
+        receipt: what the answer is a function of; None unless requested.
     """
 
     request_id: str
@@ -163,6 +168,7 @@ class Completion:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     others: "list[Completion]" = field(default_factory=list)
+    receipt: Receipt | None = None
 
     def __repr__(self) -> str:
         """Return the start of the text and the main numbers."""

@@ -72,6 +72,7 @@ LIMITS = {
     "logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,
     "priority": Range(-1000, 1000),
+    "ttft_target": Range(0, 604_800, excludes_minimum=True, note=" seconds"),
     "logit_bias": Range(-100, 100, max_items=1024, items="ids"),
     "stop": Range(max_items=16, items="strings", max_chars=256),
     "stop_regex": Range(max_items=4, items="strings", max_chars=256),

@@ -114,6 +114,9 @@ class SamplingParams(
         prompt_logprobs: the same for the prompt's tokens.
         logprob_token_ids: ids whose log-probabilities come with each generated token, after the
             likeliest ones. They imply `logprobs` 0.
+        ttft_target: seconds from the arrival within which the first token is wanted. Requests of
+            one priority are admitted by it, and one whose target cannot be met is refused. None:
+            as soon as possible, after those with a target of less than 5 s.
         text_lengths: a streamed chunk says how many characters each of its tokens adds to the
             text, so that a replay can be cut where the chunks before it were.
     """
@@ -151,6 +154,7 @@ class SamplingParams(
     thinking_start: str = ""
     logprob_token_ids: list[int] = msgspec.field(default_factory=list)
     text_lengths: bool = False
+    ttft_target: float | None = None
     if TYPE_CHECKING:
         max_tokens: int | None = None
     else:

@@ -9,11 +9,10 @@ the first of many ends comes early, as it does.
 """
 
 import heapq
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.observe.recent_ends import RecentEnds
-from scheduler_proc.observe.step_speed import StepSpeed
 from scheduler_proc.planning.admission import MAX_EXPECTED_TOKENS
 from scheduler_proc.state.request import Request, RequestStatus
 
@@ -28,6 +27,18 @@ class _RunningEnd(NamedTuple):
     num_tokens: float
 
 
+class ForecastSpeed(Protocol):
+    """How long steps take, as StepSpeed has it."""
+
+    @property
+    def decode_s(self) -> float | None:
+        """Seconds of a step without prompts; None: unknown."""
+
+    @property
+    def prefill_s_per_token(self) -> float:
+        """Seconds for which a prompt token delays all else."""
+
+
 class WaitForecast:
     """One future of the waiting queue, from now on.
 
@@ -37,7 +48,7 @@ class WaitForecast:
         speed: how long steps take.
     """
 
-    def __init__(self, core: SchedulerCore, ends: RecentEnds, speed: StepSpeed) -> None:
+    def __init__(self, core: SchedulerCore, ends: RecentEnds, speed: ForecastSpeed) -> None:
         self._ends = ends
         self._ratio = core.admission.ratio.value
         self._width = core.width

@@ -68,7 +68,7 @@ class PrefillSharing:
             budget: prompt tokens of a step.
             waiting: the next request of the queue, if any.
         """
-        oldest = min(partial, key=_age)
+        oldest = min(partial, key=age_of)
         if self._oldest is not oldest:
             self._oldest, self._lead = oldest, 0.0
         self._alone = alone
@@ -76,7 +76,7 @@ class PrefillSharing:
             return [(oldest, budget.chunk)]
         rank = max(self._rank(request) for request in (*partial, *waiting))
         parts: list[tuple[Request, int]] = []
-        for request in sorted(partial, key=_age):
+        for request in sorted(partial, key=age_of):
             left = request.num_uncomputed_tokens
             if self._rank(request) < rank:
                 continue
@@ -102,7 +102,7 @@ class PrefillSharing:
         """Return prompts under way in the order in which they get what others have left."""
         if self._max_partial == 1:
             return []
-        return sorted(partial, key=lambda r: (-self._rank(r), r.num_uncomputed_tokens, r.seq))
+        return sorted(partial, key=lambda r: (-self._rank(r), r.num_uncomputed_tokens, age_of(r)))
 
     def first_part(self, count: int, budget: int, waiting: int) -> int:
         """Return how many tokens a prompt gets that the step cannot end.
@@ -138,7 +138,7 @@ class PrefillSharing:
         """Return whether a partly computed prompt goes before a waiting request."""
         if self._rank(other) != self._rank(request):
             return self._rank(other) > self._rank(request)
-        if other.seq > request.seq:
+        if age_of(other) > age_of(request):
             return False
         return other.num_uncomputed_tokens <= num_uncached or (
             self._caches_prefixes and _computes_beginning(other, request, num_uncached)
@@ -149,8 +149,9 @@ class PrefillSharing:
         return request.priority if self._by_priority else -int(request.is_background)
 
 
-def _age(request: Request) -> int:
-    return request.seq
+def age_of(request: Request) -> tuple[float, int]:
+    """Return what orders requests by age: when their first tokens are due, then their arrival."""
+    return request.due_at, request.seq
 
 
 def _computes_beginning(other: Request, request: Request, num_uncached: int) -> bool:

@@ -52,7 +52,7 @@ class Retraction:
         self._waiting = waiting
         self._quarantine = quarantine
         self.num_retractions = num_retractions
-        by_priority = args.schedule_policy == "priority"
+        self._by_priority = by_priority = args.schedule_policy == "priority"
         self._retraction_key = priority_retraction_key if by_priority else retraction_key
         # Fair turns would give the slot back to the request that was preempted, over and over.
         self.preempts = by_priority and not args.is_fair
@@ -84,11 +84,17 @@ class Retraction:
     def _victim(self, running: list[Request]) -> Request:
         """Return the request that gives its pages to others.
 
-        Of prompts that are partly computed it is the one that came last, so that two of them do not
-        retract one another in turns.
+        Of prompts that are partly computed it is the last of those that have the smallest share, so
+        that two of them do not retract one another in turns.
         """
         victim, partial = min(running, key=self._retraction_key), self._running.partial
-        return partial[max(partial)] if victim.seq in partial else victim
+        if victim.seq not in partial:
+            return victim
+        return min(partial.values(), key=lambda request: (self._rank(request), -request.seq))
+
+    def _rank(self, request: Request) -> int:
+        """Return the priority as far as it counts."""
+        return request.priority if self._by_priority else -int(request.is_background)
 
     def preempt_for(self, request: Request, plan: Plan) -> None:
         """Retract the decoding request of the lowest priority for a much more urgent one."""

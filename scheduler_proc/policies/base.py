@@ -113,7 +113,13 @@ def policy(name: str) -> Callable[[PolicyClass], PolicyClass]:
 
 
 class SortedQueue(ABC):
-    """A waiting queue in the order of a key, which is read once, when a request is pushed."""
+    """A waiting queue in the order of a key, which is read once, when a request is pushed.
+
+    Attributes:
+        orders_by_due_time: among requests of one priority, those go first that are due first.
+    """
+
+    orders_by_due_time = False
 
     def __init__(self) -> None:
         self._keys: dict[int, tuple[float, ...]] = {}
@@ -163,11 +169,19 @@ class SortedQueue(ABC):
 
 @policy("fcfs")
 class FirstComeFirstServed(SortedQueue):
-    """Admit requests in the order of arrival. A retracted request has its old place."""
+    """Admit requests in the order of arrival, or of the times at which their first tokens are due.
+
+    Without ttft_target and deadlines the order is that of arrival: all have the same target. With
+    them it is earliest deadline first (Liu and Layland, 1973). As a request without a target is
+    due some seconds after its arrival, later ones with a target do not starve it. A retracted
+    request has its old place.
+    """
+
+    orders_by_due_time = True
 
     def key(self, request: Request) -> tuple[float, ...]:
-        """Return the order of arrival."""
-        return (request.seq,)
+        """Return the time at which the first token is due, then the order of arrival."""
+        return (request.due_at, request.seq)
 
 
 @policy("shortest")
@@ -186,14 +200,16 @@ class ShortestFirst(SortedQueue):
 
 @policy("priority")
 class PriorityFirst(SortedQueue):
-    """Admit the largest priority first, among equals the oldest request.
+    """Admit the largest priority first, among equals the request whose first token is due first.
 
     Strict: a request waits as long as requests of larger priority keep arriving.
     """
 
+    orders_by_due_time = True
+
     def key(self, request: Request) -> tuple[float, ...]:
-        """Return the priority, then the order of arrival."""
-        return (-request.priority, request.seq)
+        """Return the priority, the time at which the first token is due, the order of arrival."""
+        return (-request.priority, request.due_at, request.seq)
 
 
 class AdmissionRounds:
@@ -230,6 +246,8 @@ class Pack(FirstComeFirstServed):
     The requests that do not fit follow in the order of arrival. Each `fifo_every`-th round is
     first come, first served, and skips no request, so that a prompt which never fits is served.
     """
+
+    orders_by_due_time = False
 
     def __init__(self, window: int, fifo_every: int) -> None:
         super().__init__()

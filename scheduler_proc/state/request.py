@@ -19,6 +19,8 @@ from scheduler_proc.state.prefix_tree import Node
 from scheduler_proc.state.slot_params import ResolvedSampling, slot_sampling_params
 from scheduler_proc.state.span_recorder import SpanRecorder
 
+# Of a request without a target. It bounds for how long others with a target go first.
+DEFAULT_TTFT_TARGET_S = 5.0
 BACKGROUND_PRIORITY = LIMITS["priority"].minimum
 TOKENS_PER_LOGPROB_BLOCK = 64  # a block without its numbers takes as much memory
 
@@ -79,6 +81,8 @@ class Request:
             num_known_tokens; the step in which it does samples the next token. Prefill, chunk,
             decode and the return after a retraction follow from this one rule.
         max_total_tokens: prompt and completion at their longest.
+        due_at: time at which its first token is due: by its ttft_target, and no later than its
+            deadlines.
         tenant: name of its tenant, with its user where there is one; "" without tenants.
         weight: share of its tenant, in proportion to the weights of the others.
         cache_salt: what its cached pages are kept apart by.
@@ -125,6 +129,7 @@ class Request:
     grammar: GrammarForm | None
     num_known_tokens: int
     max_total_tokens: int
+    due_at: float = 0.0
     tenant: str = ""
     weight: float = 1.0
     cache_salt: bytes = b""
@@ -190,6 +195,7 @@ class Request:
             grammar=message.grammar,
             num_known_tokens=len(tokens),
             max_total_tokens=len(tokens) + sampling.max_new_tokens,
+            due_at=_due_at(message),
             tenant=message.tenant,
             weight=message.weight,
             cache_salt=message.cache_salt.encode(),
@@ -328,6 +334,14 @@ class Request:
             seed=sampling.seed,
             rules=slot_params,
         )
+
+
+def _due_at(message: Submit) -> float:
+    """Return when the first token of a request is due."""
+    target_s = message.params.ttft_target
+    due_at = message.received_at + (DEFAULT_TTFT_TARGET_S if target_s is None else target_s)
+    deadlines = (message.queue_deadline, message.deadline)
+    return min((due_at, *(deadline for deadline in deadlines if deadline is not None)))
 
 
 def _recorder_of(message: Submit) -> SpanRecorder | None:

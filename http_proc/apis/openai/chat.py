@@ -12,7 +12,7 @@ from http_proc.endpoints.request_body import convert, read_object
 from http_proc.gateway import GATEWAY, ResponseHead
 from http_proc.protocol.chat_messages import check_counts
 from http_proc.protocol.logprobs import chat_logprobs, prompt_logprobs
-from http_proc.protocol.sampling import CHAT, take_sampling
+from http_proc.protocol.sampling import CHAT, check_receipt, take_sampling
 from http_proc.protocol.schema import (
     ChatBody,
     ChatChoice,
@@ -31,6 +31,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     sampling = take_sampling(body, CHAT, {})
     fields = convert(body, ChatRequest, CHAT)
     gateway.check_model(fields.model)
+    check_receipt(fields)
     call = chat_call(fields, sampling)
     prepared = await prepare_chat(gateway, call)
     head = gateway.head(request, "chatcmpl")
@@ -44,7 +45,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             renderer = ChatStream(head, usage, AnswerForm.of(fields))
             return await stream_chat(request, group, prepared, renderer)
         answers = await collect_chat(request, group, prepared)
-    return json_response(_body(head, answers, AnswerForm.of(fields)))
+        answer = _body(head, answers, AnswerForm.of(fields))
+        if fields.receipt:
+            answer.receipts = await group.receipts([each.completion for each in answers])
+    return json_response(answer)
 
 
 def _body(head: ResponseHead, answers: list[ChatAnswer], form: AnswerForm) -> ChatBody:

@@ -14,7 +14,13 @@ from http_proc.protocol.errors import invalid
 from http_proc.protocol.filling import fill_format, fill_params
 from http_proc.protocol.logprobs import CompletionLogprobs, prompt_logprobs
 from http_proc.protocol.response_format import with_response_format
-from http_proc.protocol.sampling import OPENAI, check_choices, check_prompt_logprobs, take_sampling
+from http_proc.protocol.sampling import (
+    OPENAI,
+    check_choices,
+    check_prompt_logprobs,
+    check_receipt,
+    take_sampling,
+)
 from http_proc.protocol.schema import (
     CompletionBody,
     CompletionChoice,
@@ -55,14 +61,15 @@ async def completions(request: web.Request) -> web.StreamResponse:
     gateway.check_model(call.model)
     sampling = with_response_format(sampling, call)
     _check_supported(call, sampling.params)
+    check_receipt(call)
     prompts = list_prompts(call.prompt)
     params, n = _params(sampling.params, call), sampling.params.n
     if params.thinking_token_budget is not None:
-        answer_format = from_info((await gateway.static_info())["answer_format"])
+        answer_format = from_info((await gateway.ring_info.static())["answer_format"])
         params = with_thinking(params, answer_format, None)
     check_choices(n, len(prompts))
     if call.suffix:
-        known = fill_format(await gateway.static_info(), gateway.model, "suffix")
+        known = fill_format(await gateway.ring_info.static(), gateway.model, "suffix")
         prompts = _with_suffix(prompts, call.suffix, known)
         params = fill_params(params, known)
     head = gateway.head(request, "cmpl")
@@ -77,7 +84,10 @@ async def completions(request: web.Request) -> web.StreamResponse:
             renderer = CompletionStream(head, n, echoes, usage)
             return await stream_events(request, group, renderer, names)
         completions = await collect(request, group)
-    return json_response(_body(head, n, echoes, completions, call))
+        answer = _body(head, n, echoes, completions, call)
+        if call.receipt:
+            answer.receipts = await group.receipts(completions)
+    return json_response(answer)
 
 
 def list_prompts(prompt: str | list[str | int | list[int]]) -> list[Prompt]:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from quadriga.client.connection.http_port import describe_http_port
+from quadriga.client.connection.http_port import HttpProbe
 from quadriga.client.connection.link import LinkEvents, ServerLink
 from quadriga.client.connection.search import Search
 from quadriga.errors import InvalidRequest, QuadrigaError, RequestAborted, ServerUnreachable
@@ -33,8 +33,6 @@ from quadriga.wire.messages.to_client import ErrorInfo, Pong, ServerMessage
 MAX_SOCKET_SILENCE_S = 5.0
 # The same where there are several endpoints: the search continues at the next one.
 MAX_ENDPOINT_SILENCE_S = 1.0
-# A listener that does not answer a first ping for so long is asked whether it is a web server.
-HTTP_PROBE_DELAY_S = 0.5
 
 CLOSED_BY_CALLER = ErrorInfo(RequestAborted.code, "the client was closed")
 _SILENT = (
@@ -101,7 +99,7 @@ class Connection:
         )
         self._link = ServerLink(endpoint, identity, curve_dir, link_events)
         self._refusal = ""
-        self._http_probe: asyncio.Task[None] | None = None
+        self._http_probe = HttpProbe(self._on_web_server)
         self._search = Search(self._ping, self._not_found)
         self._connect_timeout = self._renew_at = 0.0
 
@@ -197,7 +195,7 @@ class Connection:
         self._state, self._lost = ConnectionState.CLOSED, None
         self._search.stop()
         self._link.close(linger_s)
-        self._stop_http_probe()
+        self._http_probe.stop()
 
     def _end_attempt(self, failure: ErrorInfo | None) -> None:
         for waiter in self._waiters:
@@ -208,8 +206,8 @@ class Connection:
 
     def _on_connect(self) -> None:
         self._refusal = self._refusal or _SILENT
-        if self._state is ConnectionState.CONNECTING and self._http_probe is None:
-            self._http_probe = asyncio.get_running_loop().create_task(self._probe_http())
+        if self._state is ConnectionState.CONNECTING:
+            self._http_probe.start(self._link.endpoint)
         if self._search.is_running:
             self._search.hurry()
         elif self._state is ConnectionState.LOST:
@@ -218,18 +216,11 @@ class Connection:
     def _on_refusal(self, reason: str) -> None:
         self._refusal = f"{reason}; see docs/security.md"
 
-    async def _probe_http(self) -> None:
-        """End the attempt if the endpoint does not answer soon, and is that of a web server."""
-        await asyncio.sleep(HTTP_PROBE_DELAY_S)
-        reason = await describe_http_port(self._link.endpoint)
-        if reason and self._state is ConnectionState.CONNECTING:
+    def _on_web_server(self, reason: str) -> None:
+        """End the attempt: the endpoint is that of a web server, and has not answered."""
+        if self._state is ConnectionState.CONNECTING:
             self._shut(linger_s=0)
             self._end_attempt(_unreachable(reason))
-
-    def _stop_http_probe(self) -> None:
-        if self._http_probe is not None:
-            self._http_probe.cancel()
-            self._http_probe = None
 
     def _on_disconnect(self) -> None:
         """Process messages received before the disconnect first.
@@ -265,7 +256,7 @@ class Connection:
         before, self._state = self._state, ConnectionState.OPEN
         self._lost, self._refusal = None, ""
         self._search.stop()
-        self._stop_http_probe()
+        self._http_probe.stop()
         if before is ConnectionState.CONNECTING:
             self._end_attempt(None)
         else:

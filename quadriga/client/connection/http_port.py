@@ -3,11 +3,14 @@
 import asyncio
 import json
 import re
+from collections.abc import Callable
 from contextlib import suppress
 
 from quadriga.config.frontend_args import DEFAULT_ENDPOINT
 from quadriga.errors import ConfigError
 
+# A listener that does not answer a first ping for so long is asked whether it is a web server.
+PROBE_DELAY_S = 0.5
 PROBE_TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 1 << 20
 _REQUEST = b"GET /server_info HTTP/1.0\r\nHost: localhost\r\n\r\n"
@@ -23,7 +26,35 @@ def check_endpoint(endpoint: str) -> None:
         )
 
 
-async def describe_http_port(endpoint: str) -> str:
+class HttpProbe:
+    """Asks the listener of a first connection whether it is a web server.
+
+    Args:
+        found: called with what to say, if it is one.
+    """
+
+    def __init__(self, found: Callable[[str], None]) -> None:
+        self._found = found
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, endpoint: str) -> None:
+        """Ask after PROBE_DELAY_S, once until `stop`."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._ask_later(endpoint))
+
+    def stop(self) -> None:
+        """Ask no more."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    async def _ask_later(self, endpoint: str) -> None:
+        await asyncio.sleep(PROBE_DELAY_S)
+        if reason := await _describe_http_port(endpoint):
+            self._found(reason)
+
+
+async def _describe_http_port(endpoint: str) -> str:
     """Ask an endpoint for a web page, and return what to say if it answers; else ""."""
     address = re.fullmatch(r"tcp://(.+):(\d+)", endpoint)
     if address is None:

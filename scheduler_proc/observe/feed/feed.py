@@ -76,7 +76,7 @@ class StepFeed:
         """Note a step that has ended."""
         self._ended.append(result)
 
-    def on_finish(self, request: Request) -> None:
+    def on_finish(self, request: Request, now: float) -> None:  # noqa: ARG002
         """Note the end of a request."""
         self._described.discard(request.seq)
         if request.error is None:

@@ -25,6 +25,11 @@ def test_every_name_reaches_its_field_and_leaves_the_body() -> None:
     assert take_sampling(native, SGLANG, {}).params == SamplingParams(max_new_tokens=5, seed=7)
 
 
+@pytest.mark.parametrize("table", [OPENAI, CHAT, SGLANG])
+def test_a_target_of_the_first_token_is_a_field_of_each_api(table: dict[str, str]) -> None:
+    assert take_sampling({"ttft_target": 0.25}, table, {}).params.ttft_target == 0.25
+
+
 def test_the_newer_name_of_the_limit_wins_in_a_chat() -> None:
     body = {"max_completion_tokens": 3, "max_tokens": 9}
     assert take_sampling(dict(body), CHAT, {}).params.max_new_tokens == 3
