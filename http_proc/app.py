@@ -26,8 +26,8 @@ def make_app(gateway: Gateway) -> web.Application:
         middlewares.append(auth.answer_preflight)
     if not args.no_ui:
         middlewares.append(serve_page())
-    if auth.needs_key_check(args, gateway.tenant_args):
-        middlewares.append(auth.key_check(args, gateway.tenant_args))
+    if auth.needs_key_check(args, gateway.config.tenants):
+        middlewares.append(auth.key_check(args, gateway.config.tenants))
     app = web.Application(middlewares=middlewares, client_max_size=args.max_body_bytes)
     app[GATEWAY] = gateway
     app[ERROR_BODIES] = {endpoint.handler: endpoint.error_body for endpoint in openapi.ENDPOINTS}

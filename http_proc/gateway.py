@@ -1,4 +1,4 @@
-"""The state that all endpoints share: the ring's client, the server's info, open web requests."""
+"""The state that all endpoints share: the ring's client and info, and the open web requests."""
 
 import asyncio
 import re
@@ -19,6 +19,7 @@ from http_proc.progress.watch import ProgressPoller
 from http_proc.protocol.errors import ApiError, from_ring
 from http_proc.request_group import RequestGroup
 from http_proc.resumption import current_resumption
+from http_proc.ring_info import RingInfo
 from http_proc.streams.stream_rows import StreamRows
 from http_proc.what_if.recent import RecentChoices
 from quadriga.client.async_client import AsyncClient
@@ -29,7 +30,6 @@ from quadriga.runtime.request_line import RequestLogLevel
 from quadriga.tenants.tenant import parent_name
 from quadriga.tracing.exporter import make_exporter
 
-INFO_TIMEOUT_S = 2.0
 # Probes within this time share one question to the ring.
 READY_MAX_AGE_S = 0.5
 READY_POLL_S = 0.02
@@ -66,11 +66,11 @@ class Gateway:
         config: the flags of the server.
         data_dir: directory of what is kept for clients; None: nothing is kept.
         run_dir: private directory for sockets; None: one below the directory for temporary files.
-        max_batch_size: requests in one decode step.
         progress: the poller of streams that wait.
         lasting_ring: the client for resumable requests, whose address is that of the gateways
             before and after this one.
         stream_rows: what is kept of resumable requests.
+        ring_info: the ring's info.
         log_level: which requests are logged.
         recent: what is known of the choices that have ended lately.
         traces: decides which requests are traced, and keeps their traces.
@@ -89,13 +89,11 @@ class Gateway:
         self.args = config.http
         self.data_dir = config.data_dir
         self.run_dir = run_dir
-        self.max_batch_size = config.scheduler.max_batch_size
-        self.batch_concurrency_beside = config.scheduler.batch_concurrency_beside
-        self.tenant_args = config.tenants
         self.model = config.model.shown_name
         self.ring = ring
         self.lasting_ring = lasting_ring or ring
         self.stream_rows = stream_rows or StreamRows()
+        self.ring_info = RingInfo(ring)
         self.metrics = RequestMetrics()
         self.recent = RecentChoices()
         interval_s = config.http.sse_ping_interval
@@ -108,10 +106,7 @@ class Gateway:
         self.body_bytes = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._static_info: dict[str, Any] = {}
         self._groups: dict[str, RequestGroup] = {}
-        self._info_task: asyncio.Task[dict[str, Any]] | None = None
-        self._info_asked_at = 0.0
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -221,36 +216,12 @@ class Gateway:
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._idle.wait(), flush_timeout_s)
 
-    # --- info of the server -----------------------------------------------------------------------
-
-    async def static_info(self) -> dict[str, Any]:
-        """Return an info of the ring whose constants are valid, such as the context length."""
-        if not self._static_info.get("ready"):
-            self._static_info = await self.info()
-        return self._static_info
-
-    async def info(self, max_age_s: float = 0.0) -> dict[str, Any]:
-        """Return the ring's info, at most `max_age_s` old. Concurrent callers share one question.
-
-        An answer that does not say "ready" is never reused. Raises QuadrigaError if the ring has
-        failed, or does not answer in INFO_TIMEOUT_S.
-        """
-        now = time.monotonic()
-        task = self._info_task
-        if task is None or (
-            task.done() and (now - self._info_asked_at > max_age_s or not _says_ready(task))
-        ):
-            self._info_asked_at = now
-            task = self._info_task = asyncio.create_task(self.ring.info(INFO_TIMEOUT_S))
-            task.add_done_callback(_retrieve_exception)
-        return await asyncio.shield(task)
-
     async def until_ready(self) -> None:
         """Wait until the ring is connected and has reported that it can serve."""
         while True:
             with suppress(QuadrigaError):
                 await self.lasting_ring.connect()
-                if (await self.static_info())["ready"]:
+                if (await self.ring_info.static())["ready"]:
                     return
             await asyncio.sleep(READY_POLL_S)
 
@@ -279,13 +250,3 @@ def _matches(name: str, rid: str) -> bool:
 def without_prefix(answer_id: str) -> str:
     """Return the X-Request-Id of which the id of an answer was made."""
     return _ID_PREFIX.sub("", answer_id).partition(UNIQUE_MARK)[0]
-
-
-def _says_ready(task: "asyncio.Task[dict[str, Any]]") -> bool:
-    return not task.cancelled() and task.exception() is None and bool(task.result()["ready"])
-
-
-def _retrieve_exception(task: "asyncio.Task[dict[str, Any]]") -> None:
-    """Keep asyncio from logging an exception that no caller waits for."""
-    if not task.cancelled():
-        task.exception()

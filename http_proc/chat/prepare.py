@@ -87,7 +87,7 @@ async def prepare_chat(gateway: Gateway, call: ChatCall) -> PreparedChat:
         ApiError: the model has no chat template, a tool or a choice is wrong, or two grammars are
             asked for.
     """
-    info = await gateway.static_info()
+    info = await gateway.ring_info.static()
     _check_template(gateway, info, call)
     call.check_tools()
     answer_format = from_info(info["answer_format"])

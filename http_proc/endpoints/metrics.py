@@ -225,7 +225,7 @@ async def metrics(request: web.Request) -> web.Response:
     """Return all metrics, without those of the ring if it does not answer."""
     gateway = request.app[GATEWAY]
     try:
-        info = await gateway.info()
+        info = await gateway.ring_info.current()
     except QuadrigaError:
         info = {}
     registry = CollectorRegistry(auto_describe=False)

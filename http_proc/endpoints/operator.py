@@ -9,7 +9,7 @@ from http_proc.protocol.errors import ApiError
 
 def check_operator(request: web.Request, subject: str) -> None:
     """Raise a 403 for a tenant's key. subject: begins the reason, as "the live feed shows"."""
-    if request.app[GATEWAY].tenant_args.keys and current_caller().tenant:
+    if request.app[GATEWAY].config.tenants.keys and current_caller().tenant:
         raise ApiError(
             403,
             f"{subject} all tenants, and this key is one tenant's: use a key of --api-key",

@@ -127,7 +127,7 @@ async def model(request: web.Request) -> web.Response:
 
 
 async def _model(gateway: Gateway) -> ModelCard:
-    info = await gateway.static_info()
+    info = await gateway.ring_info.static()
     answers, has_chat = from_info(info["answer_format"]), bool(info["chat"])
     capabilities = ModelCapabilities(
         chat=has_chat,
@@ -146,7 +146,7 @@ async def _model(gateway: Gateway) -> ModelCard:
 
 async def server_info(request: web.Request) -> web.Response:
     """Return the ring's info, described in docs/protocol.md, with the pid of this process."""
-    info = await request.app[GATEWAY].info()
+    info = await request.app[GATEWAY].ring_info.current()
     return json_response(info | {"pids": info["pids"] | {"http_proc": os.getpid()}})
 
 
@@ -165,7 +165,7 @@ async def tokenize(request: web.Request) -> web.Response:
     chat = template_options(call.tools, call.chat_template_kwargs)
     prompt: Any = call.prompt if call.messages is None else chat_prompt(call.messages)
     tokens = await gateway.ring.tokenize(prompt, chat)
-    info = await gateway.static_info()
+    info = await gateway.ring_info.static()
     return json_response(TokenizeAnswer(len(tokens), info["context_length"], tokens))
 
 
@@ -219,7 +219,7 @@ async def readyz(request: web.Request) -> web.Response:
     if gateway.is_draining:
         raise _unready("the server is stopping")
     try:
-        info = await gateway.info(READY_MAX_AGE_S)
+        info = await gateway.ring_info.current(READY_MAX_AGE_S)
     except QuadrigaError as error:
         raise _unready(str(error)) from None
     if not info["ready"]:

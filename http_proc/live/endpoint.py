@@ -54,7 +54,7 @@ async def _hub(request: web.Request) -> LiveHub:
         raise InvalidRequest(f"replica is {text[:20]!r}: it must be a number, such as 1", "replica")
     number = int(text)
     if number:  # the first one is there; nothing is asked that a ring that is away cannot answer
-        check_replica(number, (await gateway.static_info()).get("num_replicas", 1))
+        check_replica(number, (await gateway.ring_info.static()).get("num_replicas", 1))
     if number not in hubs:
         hubs[number] = LiveHub(gateway.ring, number)
     return hubs[number]

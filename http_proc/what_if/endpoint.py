@@ -110,7 +110,7 @@ async def what_if(request: web.Request) -> web.Response:
 
 async def _as_it_was(gateway: Gateway) -> tuple[ServerConfig, dict[str, Any]]:
     try:
-        info = await gateway.info()
+        info = await gateway.ring_info.current()
     except QuadrigaError as error:
         raise from_ring(error, {}) from None
     if "pages_total" not in info:

@@ -25,7 +25,9 @@ class LineGate:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self.max_alone = gateway.args.batch_concurrency
-        self._max_beside = gateway.batch_concurrency_beside
+        limits = gateway.config.scheduler
+        self._max_beside = limits.batch_concurrency_beside
+        self._max_batch_size = limits.max_batch_size
         self._turn = asyncio.Lock()  # its waiters are served in order
         self._released = asyncio.Event()
         self._sampled_at = 0.0
@@ -70,9 +72,9 @@ class LineGate:
     async def _sample(self) -> None:
         """Ask the ring for its load."""
         before = self._gateway.num_choices
-        info = await self._gateway.info()
+        info = await self._gateway.ring_info.current()
         self._sampled_at = time.monotonic()
         num_by_http = max(before, self._gateway.num_choices)
-        self._is_full = not info["ready"] or info["running"] >= self._gateway.max_batch_size
+        self._is_full = not info["ready"] or info["running"] >= self._max_batch_size
         self._num_waiting = info["waiting"]
         self._has_ring_clients = info["running"] + info["waiting"] > num_by_http

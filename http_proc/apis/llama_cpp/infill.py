@@ -33,7 +33,7 @@ async def infill(request: web.Request) -> web.StreamResponse:
     call = convert(body, InfillRequest)
     gateway.check_model(call.model)
     sampling = with_grammar(sampling, "grammar", {"ebnf": call.grammar} if call.grammar else {})
-    known = fill_format(await gateway.static_info(), gateway.model, "input_suffix")
+    known = fill_format(await gateway.ring_info.static(), gateway.model, "input_suffix")
     files = [ContextFile(file.filename, file.text) for file in call.input_extra]
     prompt = known.prompt(call.input_prefix, call.input_suffix, files) + call.prompt
     params = fill_params(_params(sampling.params, call), known)

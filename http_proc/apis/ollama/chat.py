@@ -25,7 +25,7 @@ async def ollama_chat_answer(request: web.Request) -> web.StreamResponse:
     check_ollama_model(gateway, fields.model)
     if not fields.messages:
         return json_response(loaded_answer(fields.model, chat_answer))
-    info = await gateway.static_info()
+    info = await gateway.ring_info.static()
     call = ChatCall(
         messages=ollama_chat(fields.messages),
         sampling=ollama_sampling(fields, info["context_length"]),

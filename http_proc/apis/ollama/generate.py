@@ -91,7 +91,7 @@ def _check_supported(fields: OllamaGenerateRequest) -> None:
 
 async def _prompt(gateway: Gateway, fields: OllamaGenerateRequest) -> GeneratePrompt:
     """Return the prompt as a chat, as it is, with a suffix, or after a context."""
-    info = await gateway.static_info()
+    info = await gateway.ring_info.static()
     sampling = ollama_sampling(fields, info["context_length"])
     if fields.suffix:
         known = fill_format(info, gateway.model, "suffix")

@@ -132,7 +132,7 @@ async def show(request: web.Request) -> web.Response:
     gateway = request.app[GATEWAY]
     call = convert(await read_object(request), OllamaShowRequest)
     check_ollama_model(gateway, call.model or call.name)
-    info, known = await gateway.static_info(), await _details(gateway)
+    info, known = await gateway.ring_info.static(), await _details(gateway)
     answer = OllamaShowAnswer(
         _stored(known),
         _model_info(gateway.model, known, info["context_length"]),
@@ -145,7 +145,7 @@ async def show(request: web.Request) -> web.Response:
 async def ps(request: web.Request) -> web.Response:
     """List the model that is loaded, which is the one that is served."""
     gateway = request.app[GATEWAY]
-    info, known = await gateway.static_info(), await _details(gateway)
+    info, known = await gateway.ring_info.static(), await _details(gateway)
     name = _untagged(gateway.model) + TAG
     on_gpu = str(info.get("device", "")).startswith("cuda")
     loaded = OllamaLoadedModel(
@@ -172,7 +172,7 @@ async def absent(request: web.Request) -> web.Response:
 
 
 async def _details(gateway: Gateway) -> ModelDetails:
-    return details_from_info((await gateway.static_info())["model_details"])
+    return details_from_info((await gateway.ring_info.static())["model_details"])
 
 
 def _modified_at(gateway: Gateway, known: ModelDetails) -> str:

@@ -65,11 +65,11 @@ async def completions(request: web.Request) -> web.StreamResponse:
     prompts = list_prompts(call.prompt)
     params, n = _params(sampling.params, call), sampling.params.n
     if params.thinking_token_budget is not None:
-        answer_format = from_info((await gateway.static_info())["answer_format"])
+        answer_format = from_info((await gateway.ring_info.static())["answer_format"])
         params = with_thinking(params, answer_format, None)
     check_choices(n, len(prompts))
     if call.suffix:
-        known = fill_format(await gateway.static_info(), gateway.model, "suffix")
+        known = fill_format(await gateway.ring_info.static(), gateway.model, "suffix")
         prompts = _with_suffix(prompts, call.suffix, known)
         params = fill_params(params, known)
     head = gateway.head(request, "cmpl")

@@ -15,6 +15,7 @@ import pytest
 from http_proc.apis.batch import service
 from http_proc.apis.batch.line_gate import LineGate
 from http_proc.gateway import Gateway
+from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QueueFull
 from tests.unit.scripted_ring import ScriptedHandle, ScriptedRing, gateway_before, run_at_gateway
 
@@ -283,9 +284,8 @@ def test_a_line_that_is_cancelled_as_another_ends_is_not_admitted(num_turns: int
     async def test() -> None:
         gateway: Any = SimpleNamespace(
             args=SimpleNamespace(batch_concurrency=1),
-            batch_concurrency_beside=0,
-            info=idle,
-            max_batch_size=8,
+            config=ServerConfig().replace(batch_concurrency_beside=0),
+            ring_info=SimpleNamespace(current=idle),
             num_open=0,
             num_choices=0,
         )
