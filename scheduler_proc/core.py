@@ -57,7 +57,7 @@ class SchedulerCore:
         self.sharing = PrefillSharing(args, capacity.page_size, self._budget.cuts_prompts)
         self.costs = StepCostModel()
         self._target = StepTarget(args, self.costs)
-        self.guesses = make_guess_policy(args, capacity.step_costs)
+        self.guesses = make_guess_policy(args, capacity.step_costs, capacity.draft_costs)
         self.offload = NoOffload()
         self._running = RunningBatch(args.batch_concurrency_beside, make_turns(args))
         self._width = args.max_batch_size

@@ -194,8 +194,9 @@ class RequestLifecycle:
             ready.pid, ready.num_pages, ready.page_size, len(self.table),
         )  # fmt: skip
         capacity = Capacity(
-            ready.num_pages, ready.page_size, ready.prefill_tokens, ready.window, ready.step_costs
-        )
+            ready.num_pages, ready.page_size, ready.prefill_tokens, ready.window,
+            ready.step_costs, ready.draft_costs,
+        )  # fmt: skip
         self.grammars.forget_all()
         self.core = make_core(self._args, capacity, self.core.num_retractions)
         if self.report is not None:

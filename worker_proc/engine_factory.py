@@ -2,6 +2,7 @@
 
 import logging
 import os
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from worker_proc.attention.torch_reference import TorchAttention
 from worker_proc.cpu.build import load_kernels
 from worker_proc.models.base import Model
 from worker_proc.models.layers import Linear
+from worker_proc.speculation.draft_model import DRAFT_BITS, same_weights
 from worker_proc.step.engine_base import Engine
 from worker_proc.torch_engine import TorchEngine
 from worker_proc.transformers_impl.engine import TransformersEngine
@@ -34,6 +36,7 @@ def make_engine(
     device: torch.device,
     max_decode_rows: int = 1,
     ranks: "TPGroup | None" = None,
+    has_draft: bool = False,
 ) -> Engine:
     """Return the CPU kernels' engine on a CPU, Triton's on a GPU, else plain torch.
 
@@ -47,6 +50,7 @@ def make_engine(
         device: Where the model is.
         max_decode_rows: Rows of the largest decode step.
         ranks: The processes with the other parts of the model.
+        has_draft: Add a draft of the model in fewer bits; by the native kernels only.
 
     Raises:
         NoCompiler: The flags need kernels that cannot be compiled.
@@ -60,7 +64,7 @@ def make_engine(
         return _triton(args, model, num_pages, dtype, device, max_decode_rows, ranks)
     if _use_native(args, device):
         try:
-            return _native(args, model, num_pages, dtype)
+            return _native(args, model, num_pages, dtype, has_draft)
         except NoCompiler as error:
             if args.attention_backend == "native" or _needs_native(args):
                 raise
@@ -221,17 +225,25 @@ def _check_flashinfer(
     check_flashinfer(model, device)
 
 
-def _native(args: WorkerArgs, model: Model, num_pages: int, dtype: torch.dtype) -> Engine:
+def _native(
+    args: WorkerArgs, model: Model, num_pages: int, dtype: torch.dtype, has_draft: bool
+) -> Engine:
     from worker_proc.cpu.engine import NativeEngine
 
     if flags := gpu_kernel_flags(args):
         raise ConfigError(f"{flags} needs a GPU and its kernels: leave it out with --device cpu")
-    return NativeEngine(
-        model,
-        num_pages,
-        args.page_size,
-        dtype,
+    build = partial(
+        NativeEngine,
+        num_pages=num_pages,
+        page_size=args.page_size,
+        dtype=dtype,
         threads=torch.get_num_threads(),
-        bits=QUANTIZATION_BITS[args.quantization],
         int8_pages=args.kv_cache_dtype == "int8",
     )
+    bits = QUANTIZATION_BITS[args.quantization]
+    if not has_draft:
+        return build(model, bits=bits)
+    draft = build(same_weights(model), bits=DRAFT_BITS)  # first: an engine takes the weights
+    engine = build(model, bits=bits, pools=draft.pools)
+    engine.draft = draft
+    return engine

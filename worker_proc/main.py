@@ -168,7 +168,7 @@ def start(
     )
     if child.config.scheduler.speculative_method != "none":
         clock.begin("measure guesses")
-    step_costs = prepare_guesses(runner, child.config, part.count)
+    guess_costs = prepare_guesses(runner, child.config, part.count)
     clock.end()
     table = runner.table
     ready = WorkerReady(
@@ -181,9 +181,10 @@ def start(
         backend=runner.engine.name,
         prefill_tokens=prefill_tokens,
         window=runner.window,
-        step_costs=step_costs,
+        step_costs=guess_costs.steps,
         kernels=describe_kernels(child.config.worker, runner),
         cuda_graph=runner.engine.has_graphs,
+        draft_costs=guess_costs.drafts,
     )
     ready = _begin_session(ready, mover)
     child.ready(

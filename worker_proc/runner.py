@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from quadriga.wire.messages.worker import GuessingPlan, StepPlan, StepResult
-from worker_proc.speculation.guesser import Guesser
+from worker_proc.speculation.guess_source import GuessSource
 from worker_proc.startup.dummy_plans import decode_plan, prefill_plan, release_plan
 from worker_proc.step.engine_base import Engine
 from worker_proc.step.outputs import EngineOutput, PendingStep
@@ -32,8 +32,12 @@ class Runner:
         self.table = table
         self.dtype = dtype
         self.window = window if window < table.context_length else 0
-        self.guesser: Guesser | None = None
+        self.guesser: GuessSource | None = None
         self._start_clock = step_clock(table.device)
+
+    def with_engine(self, engine: Engine) -> "Runner":
+        """Return a runner of the same slots whose steps another engine computes."""
+        return Runner(engine, self.table, self.dtype, self.window)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:

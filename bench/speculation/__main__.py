@@ -86,7 +86,7 @@ def main() -> None:
     """Run the command line."""
     parser = command_parser("bench.speculation", __doc__)
     parser.add_argument("--model", default=BUILTIN_MODEL)
-    parser.add_argument("--speculative-method", default="auto", choices=("auto", "ngram"))
+    parser.add_argument("--speculative-method", default="auto", choices=("auto", "ngram", "self"))
     parser.add_argument("--num-speculative-tokens", type=int, default=15)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default="none")

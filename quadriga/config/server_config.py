@@ -121,6 +121,8 @@ class ServerConfig:
                 f"{self.worker.offload_flags} keeps cached prefixes: leave --disable-radix-cache"
                 " out"
             )
+        if self.scheduler.speculative_method == "self":
+            self.worker.check_self_draft()
         num_machines, tp = replicas.nnodes or 1, self.worker.tp
         if tp % num_machines:
             raise ConfigError(

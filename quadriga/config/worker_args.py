@@ -125,6 +125,20 @@ class WorkerArgs:
             if is_set:
                 raise ConfigError(f"tp is {self.tp}: {feature} works with one process only")
 
+    def check_self_draft(self) -> None:
+        """Raise ConfigError if the model cannot draft its own tokens in 4 bits."""
+        for flags, is_set in (
+            (f"quantization {self.quantization}", self.quantization in ("int4", "gguf")),
+            (f"attention_backend {self.attention_backend}",
+             self.attention_backend not in ("auto", "native")),
+            (f"tp {self.tp}", self.tp != 1),
+        ):  # fmt: skip
+            if is_set:
+                raise ConfigError(
+                    "speculative_method self lets a copy of the weights in 4 bits draft on a CPU,"
+                    f" which does not work with {flags}: take --speculative-method auto"
+                )
+
     @property
     def has_offload(self) -> bool:
         """Whether there are KV pages beyond the pool."""

@@ -61,7 +61,7 @@ class ServerFlags(TypedDict, total=False):
     schedule_conservativeness: float
     disable_radix_cache: bool
     plan_at_once: bool
-    speculative_method: Literal["none", "ngram", "auto"]
+    speculative_method: Literal["none", "ngram", "auto", "self"]
     num_speculative_tokens: int
     journal: str
     no_journal: bool

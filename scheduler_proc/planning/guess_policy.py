@@ -8,13 +8,13 @@ nothing is guessed. What steps with guesses really bring is compared with those 
 (guess_trial.py).
 """
 
-import math
-from bisect import bisect_left
 from collections.abc import Sequence
 
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.wire.messages.arrays import num_ids
 from quadriga.wire.messages.worker import StepCost, StepResult
+from scheduler_proc.planning.draft_costs import DraftCosts
+from scheduler_proc.planning.guess_costs import GuessSourceCosts, StepCosts
 from scheduler_proc.planning.guess_trial import GuessTrial
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.guess_record import GuessRecord
@@ -23,51 +23,18 @@ from scheduler_proc.state.request import Request
 
 MAX_GUESSING_ROWS = 32  # in a larger step a further token costs its full share of the time
 MIN_GAIN = 1.05  # tokens per second with guesses, over those without
-SCALE_WEIGHT, SIZE_WEIGHT = 0.1, 0.02  # of a step, in what is known of all and of its size
-MAX_CHANGE = 2.0  # a step that took longer than that was disturbed
 MIN_RATE = 0.05  # share of right guesses below which none is planned
 
 
-class StepCosts:
-    """Seconds of a decode step by its number of tokens, interpolated.
-
-    They begin with what the worker has measured when it started, and follow the steps that it runs.
-    """
-
-    def __init__(self, costs: Sequence[StepCost]) -> None:
-        self._sizes = [cost.num_tokens for cost in costs]
-        self._seconds: list[float] = []
-        for cost in costs:  # a larger step is never faster: a measurement may be disturbed
-            self._seconds.append(max([cost.seconds, *self._seconds[-1:]]))
-        self._scale = 1.0  # of all sizes: contexts become longer, and the machine busier
-
-    def seconds(self, num_tokens: int) -> float:
-        """Return the seconds of a step, in proportion to those of other sizes."""
-        sizes, seconds = self._sizes, self._seconds
-        end = min(max(bisect_left(sizes, num_tokens), 1), len(sizes) - 1)
-        slope = (seconds[end] - seconds[end - 1]) / (sizes[end] - sizes[end - 1])
-        return seconds[end] + slope * (num_tokens - sizes[end])
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Take in the seconds of a step; what is unusual for its size alone changes that size."""
-        index = bisect_left(self._sizes, num_tokens)
-        if index == len(self._sizes) or seconds <= 0.0:
-            return
-        ratio = seconds / self.seconds(num_tokens)
-        self._scale += SCALE_WEIGHT * (ratio - self._scale)
-        change = min(max(ratio / self._scale, 1 / MAX_CHANGE), MAX_CHANGE)
-        lowest = self._seconds[index - 1] if index else 0.0
-        highest = self._seconds[index + 1] if index + 1 < len(self._sizes) else math.inf
-        changed = self._seconds[index] * (1 + SIZE_WEIGHT * (change - 1))
-        self._seconds[index] = min(max(changed, lowest), highest)
-
-
 class GuessPolicy:
-    """Plan guesses: as many as the flags allow (ngram), or as many as pay (auto)."""
+    """Plan guesses: as many as the flags allow (ngram), or as many as pay (auto, self)."""
 
-    def __init__(self, args: SchedulerArgs, costs: Sequence[StepCost]) -> None:
+    def __init__(
+        self, args: SchedulerArgs, costs: Sequence[StepCost], source: GuessSourceCosts
+    ) -> None:
         self._most = args.num_speculative_tokens
-        self._costs = StepCosts(costs) if args.speculative_method == "auto" else None
+        self._costs = None if args.speculative_method == "ngram" else StepCosts(costs)
+        self._source = source
         self._trials: dict[int, GuessTrial] = {}  # by the binary digits of the number of rows
 
     def group_of(self, request: Request) -> bytes:
@@ -96,11 +63,14 @@ class GuessPolicy:
         """Take in which guesses of a step were right, and how long it took."""
         num_tokens = sum(batch.num_tokens)
         for row in result.guessed:
-            _record(batch.requests[row.row]).observe(row.num_guesses, num_ids(row.token_ids))
+            record = self._record(batch.requests[row.row])
+            record.observe(row.num_guesses, num_ids(row.token_ids))
             num_tokens += row.num_guesses
         if self._costs is not None and batch.num_decodes == batch.batch_size:
             seconds = result.ended - result.began
-            self._costs.observe(num_tokens, seconds)
+            source_s = self._source.all_s(row.num_guesses for row in result.guessed)
+            step_s = self._costs.seconds(num_tokens)
+            self._costs.observe(num_tokens, seconds * step_s / (step_s + source_s))
             further = sum(num_ids(row.token_ids) for row in result.guessed)
             trial = self._trial_of(batch)
             trial.observe(bool(result.guessed), batch.batch_size + further, seconds)
@@ -115,32 +85,34 @@ class GuessPolicy:
         num_tokens = sum(batch.num_tokens)
         if num_tokens > MAX_GUESSING_ROWS:
             return {}
-        records = {row: _record(batch.requests[row]) for row in limits}
-        expected, best = float(batch.batch_size), 0
+        records = {row: self._record(batch.requests[row]) for row in limits}
+        expected, best, source_s = float(batch.batch_size), 0, 0.0
+        rows_by_place = [0] * self._most
         best_rate = MIN_GAIN * expected / costs.seconds(num_tokens)
         guesses = sorted(
-            ((chance**place, row) for row, most in limits.items()
-             if (chance := records[row].rate) > MIN_RATE for place in range(1, most + 1)),
+            ((chance**(place + 1), row, place) for row, most in limits.items()
+             if (chance := records[row].rate) > MIN_RATE for place in range(most)),
             reverse=True,
         )  # fmt: skip
-        for count, (chance, _row) in enumerate(guesses, 1):
+        for count, (chance, _row, place) in enumerate(guesses, 1):
             expected += chance
-            rate = expected / costs.seconds(num_tokens + count)
+            source_s += self._source.one_more_s(rows_by_place[place])
+            rows_by_place[place] += 1
+            rate = expected / (costs.seconds(num_tokens + count) + source_s)
             if rate > best_rate:
                 best, best_rate = count, rate
         numbers = dict.fromkeys(limits, 0)
-        for _chance, row in guesses[:best]:
+        for _chance, row, _place in guesses[:best]:
             numbers[row] += 1
         for row in limits:
             if not numbers[row] and batch.batch_size <= MAX_GUESSING_ROWS // 4:
                 numbers[row] = int(records[row].may_try())
         return numbers
 
-
-def _record(request: Request) -> GuessRecord:
-    if request.guess_record is None:
-        request.guess_record = GuessRecord()
-    return request.guess_record
+    def _record(self, request: Request) -> GuessRecord:
+        if request.guess_record is None:
+            request.guess_record = GuessRecord(self._source.prior_right)
+        return request.guess_record
 
 
 def _most_guesses(request: Request) -> int:
@@ -156,8 +128,16 @@ def _add_pages(batch: ScheduleBatch, num_guesses: list[int], kv: KVCache) -> Non
             batch.grown += (request.slot, kv.append_page(request))
 
 
-def make_guess_policy(args: SchedulerArgs, costs: Sequence[StepCost]) -> GuessPolicy | None:
-    """Return the policy of --speculative-method; None for none, or if the worker cannot guess."""
+def make_guess_policy(
+    args: SchedulerArgs, costs: Sequence[StepCost], drafts: Sequence[StepCost] = ()
+) -> GuessPolicy | None:
+    """Return the policy of --speculative-method; None for none, or if the worker cannot guess.
+
+    Args:
+        args: The flags.
+        costs: Seconds of decode steps.
+        drafts: Seconds of the steps that draft guesses; empty: guesses are looked up.
+    """
     if args.speculative_method == "none" or len(costs) < 2:
         return None
-    return GuessPolicy(args, costs)
+    return GuessPolicy(args, costs, DraftCosts(drafts) if drafts else GuessSourceCosts())

@@ -12,10 +12,12 @@ class GuessRecord:
     """The recent guesses of a request, and when it may guess again where they were wrong.
 
     Attributes:
+        prior_right: right guesses that are taken for granted.
         pause: steps without guesses before the next try; doubled while tries fail.
         wait: steps that are left of it.
     """
 
+    prior_right: float = PRIOR_RIGHT
     _right: float = 0.0
     _wrong: float = 0.0
     pause: int = FIRST_PAUSE
@@ -24,7 +26,7 @@ class GuessRecord:
     @property
     def rate(self) -> float:
         """The share of guesses that are right, of those whose predecessors were right."""
-        right = PRIOR_RIGHT + self._right
+        right = self.prior_right + self._right
         return right / (right + PRIOR_WRONG + self._wrong)
 
     def observe(self, num_guesses: int, num_right: int) -> None:

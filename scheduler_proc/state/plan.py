@@ -17,6 +17,7 @@ class Capacity(NamedTuple):
         prefill_tokens: prompt tokens of one step that keep the worker busy.
         window: number of tokens, itself included, that a token sees in every layer; 0: all.
         step_costs: of decode steps; empty: the worker does not guess tokens.
+        draft_costs: of steps that draft guesses; empty: none does.
     """
 
     num_pages: int = 0
@@ -24,6 +25,7 @@ class Capacity(NamedTuple):
     prefill_tokens: int = 0
     window: int = 0
     step_costs: Sequence[StepCost] = ()
+    draft_costs: Sequence[StepCost] = ()
 
 
 class BatchMode(str, enum.Enum):

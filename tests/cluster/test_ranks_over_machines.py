@@ -92,3 +92,11 @@ def test_no_stream_is_lost_or_different_when_a_machine_of_the_replica_is_lost(
         ray_cluster.add_node(**MACHINE)
     assert "replica 0 has joined again" in server.log.read_text()
     assert raylet_of(find(RANK)) != raylet_of(find(WORKER))
+
+
+def test_a_launcher_that_is_killed_leaves_no_rank_on_any_machine(server: ClusterServer) -> None:
+    programs = (RANK, WORKER, "cluster_proc.crew", "cluster_proc.rank_crew")
+    pids = [find(program).pid for program in programs]
+    os.kill(server.process.pid, signal.SIGKILL)
+    server.process.wait()
+    wait_until(lambda: not any(map(is_alive, pids)), 20, lambda: f"left: {pids}")

@@ -37,10 +37,12 @@ def expected(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
         return [answer.token_ids for answer in client.generate(PROMPTS, PARAMS)]
 
 
-@pytest.fixture(scope="module")
-def guessing(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("guessing") / "log"
-    with running_server(log, *server_flags(llama_dir), "--speculative-method", "ngram") as server:
+@pytest.fixture(scope="module", params=["ngram", "self"])
+def guessing(
+    request: pytest.FixtureRequest, llama_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    log, method = tmp_path_factory.mktemp("guessing") / "log", request.param
+    with running_server(log, *server_flags(llama_dir), "--speculative-method", method) as server:
         yield server
 
 

@@ -98,6 +98,7 @@ WAYS = {
     "retracted, no cache": ["--no-prefix-cache"],
     "static": ["--batching", "static", "--max-batch-size", "6"],
     "speculated": ["--speculative-method", "ngram", "--num-speculative-tokens", "5"],
+    "drafted": ["--speculative-method", "self"],
     "longest prefix first": ["--schedule-policy", "lpm", "--fair-clients"],
 }  # fmt: skip
 
@@ -119,7 +120,7 @@ def check(model: Any, prompts: list[list[int]], log: Path, way: str, *flags: str
                 f"{temperature_of_cache}: {len(wrong)} of {len(prompts)} differ;"
                 f" prompt lengths {wrong}"
             )
-    if way == "speculated":
+    if way in ("speculated", "drafted"):
         assert info["spec_decode_num_accepted_tokens_total"] > 0
     if "--max-total-tokens" not in flags:  # in a small pool both are left to chance
         assert (info["cached_tokens_total"] > 0) == info["prefix_cache"]

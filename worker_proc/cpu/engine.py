@@ -50,6 +50,9 @@ class NativeEngine(Engine):
 
     The pages of a layer are one allocation, laid out as attention.h says. A token's numbers are the
     same to the last bit whatever else is in a step, and for any number of threads.
+
+    Attributes:
+        pools: The KV pages.
     """
 
     name = "native"
@@ -63,6 +66,7 @@ class NativeEngine(Engine):
         threads: int,
         bits: int | None,
         int8_pages: bool,
+        pools: KVPools | None = None,
     ) -> None:
         """Record the model, which loses its weights and is of no further use.
 
@@ -74,6 +78,7 @@ class NativeEngine(Engine):
             threads: Number of threads that compute a step.
             bits: Bits of quantized weights; None: they stay in `dtype`.
             int8_pages: Keep keys and values in 8 bits.
+            pools: The KV pages of an engine with the same shape and dtype, to be shared.
 
         Raises:
             NoCompiler: The kernels cannot be compiled.
@@ -85,7 +90,7 @@ class NativeEngine(Engine):
         self._numbers = fastest_compute_type(self._library, dtype)
         self._vocab_size = model.vocab_size
         self._weights = CodedWeights(bits)
-        self._record(model, num_pages, page_size, int8_pages)
+        self._record(model, num_pages, page_size, int8_pages, pools)
         self._weights.log_bytes()
         self._buffers: dict[Buffer, Tensor] = {}
         self._rows = StepRows.of(0)
@@ -100,10 +105,10 @@ class NativeEngine(Engine):
         return f"{self.name} {Path(self._library._name).stem} {self._numbers.name.lower()}"
 
     def prefault_pages(self, cpus: Cpus) -> None:
-        self._pools.start_prefaulting(cpus)
+        self.pools.start_prefaulting(cpus)
 
     def kv_parts(self) -> Sequence[Tensor]:
-        return self._pools.layers
+        return self.pools.layers
 
     def execute(self, plan: StepPlan, table: SlotTable, clock: RunningStep) -> PendingStep:
         decodes = plan.forward_mode == DECODE and not table.has_guesses
@@ -190,15 +195,23 @@ class NativeEngine(Engine):
                 kinds = (OpKind(op.kind) for op in program.ops[: program.op_count])
                 operations += zip(kinds, seconds, strict=True)
 
-    def _record(self, model: Model, num_pages: int, page_size: int, int8_pages: bool) -> None:
+    def _record(
+        self,
+        model: Model,
+        num_pages: int,
+        page_size: int,
+        int8_pages: bool,
+        pools: KVPools | None,
+    ) -> None:
         shape, weights = model.attention_shape, self._weights
         body, head = Recorder(shape, weights), Recorder(shape, weights)
         model.forward(body)
         model.compute_logits(head, Buffer.RESIDUAL)
         dim = round_up(shape.head_dim, LANES)
         row_bytes = dim + INT8_SCALE_BYTES if int8_pages else dim * self._dtype.itemsize
-        self._pools = KVPools(shape.layers, num_pages, page_size * 2 * shape.kv_heads * row_bytes)
-        addresses = (layer.data_ptr() for layer in self._pools.layers)
+        page_bytes = page_size * 2 * shape.kv_heads * row_bytes
+        self.pools = pools or KVPools(shape.layers, num_pages, page_bytes)
+        addresses = (layer.data_ptr() for layer in self.pools.layers)
         settings = {
             "compute_type": self._numbers,
             "heads": shape.heads,
@@ -240,7 +253,7 @@ class NativeEngine(Engine):
         self._reserve(recorded, tokens)
         if table is not self._table:
             self._set_table(table)
-        self._pools.reach(table.num_pages_used)
+        self.pools.reach(table.num_pages_used)
         if max(rows, samples) > len(self._rows.slots):
             self._set_rows(StepRows.of(round_up(max(rows, samples), 64)))
         self._step.row_count = rows

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from quadriga.wire.messages.arrays import num_ids
 from quadriga.wire.messages.worker import GuessingPlan
+from worker_proc.speculation.guess_source import GuessSource
 from worker_proc.speculation.recent_answers import RecentAnswers
 from worker_proc.speculation.text_index import TextIndex
 from worker_proc.step.slot_table import SlotTable, ints_of
@@ -41,8 +42,8 @@ class SlotText:
     length: int = 0
 
 
-class Guesser:
-    """Guess tokens for the slots of a table."""
+class Guesser(GuessSource):
+    """Guess tokens by looking them up in earlier text."""
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table

@@ -19,6 +19,7 @@ from worker_proc.loading.sharding import WHOLE, TPRank
 from worker_proc.models.base import Model
 from worker_proc.models.registry import build_model
 from worker_proc.runner import Runner
+from worker_proc.speculation.draft_model import draft_bytes, wants_draft
 from worker_proc.startup.dummy_plans import release_plan
 from worker_proc.startup.input_importance import measure_inputs
 from worker_proc.startup.memory_profile import (
@@ -73,22 +74,25 @@ def make_runner(
         on_phase("compile kernels")
         native_kernels = native_kernels_compute(args, device)
     dtype = choose_dtype(args.dtype, device, native_kernels)
+    has_draft = wants_draft(config, device, native_kernels)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels and streams belong to the current device
         # cuBLAS may else add up the parts of a split product in bfloat16.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     on_phase("load weights")
     ranks = None if meeting is None else _join(part, meeting, device)
-    model = _load(config, files, impl, dtype, device, part, ranks, on_phase)
+    model = _load(config, files, impl, dtype, device, part, ranks, has_draft, on_phase)
     num_slots, context_length = config.scheduler.max_running_requests, files.context_length
 
     def with_pages(num_pages: int) -> Runner:
         max_decode_rows = config.scheduler.max_batch_size
-        engine = make_engine(args, model, num_pages, dtype, device, max_decode_rows, ranks)
+        engine = make_engine(
+            args, model, num_pages, dtype, device, max_decode_rows, ranks, has_draft
+        )
         table = SlotTable(num_slots, context_length, num_pages, args.page_size, device)
         return Runner(engine, table, dtype, model.window)
 
-    step_bytes = 0
+    step_bytes = draft_bytes(model) if has_draft and isinstance(model, Model) else 0
     if device.type == "cuda":
         on_phase("compile kernels and measure a step")
         step_bytes = _measure_step(config, context_length, with_pages)
@@ -137,6 +141,7 @@ def _load(
     device: torch.device,
     part: TPRank,
     ranks: "TPGroup | None",
+    has_draft: bool,
     on_phase: Callable[[str], None],
 ) -> Model | TransformersModel:
     """Load the model by what runs it, after a check that its weights fit a GPU's memory."""
@@ -153,7 +158,7 @@ def _load(
     model = load_model(files, dtype, device, keeps_packed(args, files, dtype, device), part)
     if device.type == "cpu" and args.quantization == "none":
         _log_widened(files, model, dtype)
-    if device.type == "cpu" and args.quantization == "int4":
+    if device.type == "cpu" and (args.quantization == "int4" or has_draft):
         on_phase("measure inputs")
         measure_inputs(model, files.context_length)
     return model

@@ -3,11 +3,12 @@
 import logging
 import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from quadriga.config.server_config import ServerConfig
 from quadriga.wire.messages.worker import StepCost
 from worker_proc.speculation.guesser import Guesser
+from worker_proc.speculation.self_draft import SelfDrafter
 from worker_proc.startup.dummy_plans import decode_plan, prefill_plan, release_plan
 
 if TYPE_CHECKING:
@@ -19,27 +20,49 @@ MIN_TRIES = 2
 MAX_MEASURING_S = 0.5  # no further try of the sizes begins after that
 
 
-def prepare_guesses(runner: "Runner", config: ServerConfig, num_ranks: int) -> list[StepCost]:
-    """Let the runner guess tokens, if the flags ask for it and the engine can.
+class GuessCosts(NamedTuple):
+    """Seconds of steps by their number of tokens.
 
-    Returns:
-        The seconds of decode steps by their number of tokens; none if nothing will be guessed.
+    Attributes:
+        steps: That verify guesses; empty: nothing will be guessed.
+        drafts: That draft guesses; empty: no step does.
     """
+
+    steps: list[StepCost]
+    drafts: list[StepCost]
+
+
+NO_GUESSES = GuessCosts([], [])
+
+
+def prepare_guesses(runner: "Runner", config: ServerConfig, num_ranks: int) -> GuessCosts:
+    """Let the runner guess tokens, if the flags ask for it and the engine can."""
     method = config.scheduler.speculative_method
     if method == "none":
-        return []
+        return NO_GUESSES
     if reason := _refusal(runner, num_ranks):
         logging.warning("speculative_method %s has no effect: %s", method, reason)
-        return []
+        return NO_GUESSES
     costs = _measure(runner)
     if len(costs) < 2:
         logging.warning(
             "speculative_method %s has no effect: the KV pool or the context is too small", method
         )
-        return []
-    runner.guesser = Guesser(runner.table)
-    logging.debug("ms of a step by its tokens: %s", {c.num_tokens: 1000 * c.seconds for c in costs})
-    return costs
+        return NO_GUESSES
+    _log("a step", costs)
+    table, draft = runner.table, runner.engine.draft
+    if draft is None:
+        runner.guesser = Guesser(table)
+        return GuessCosts(costs, [])
+    drafts = _measure(runner.with_engine(draft))
+    runner.guesser = SelfDrafter(table, draft)
+    _log("a draft step", drafts)
+    return GuessCosts(costs, drafts)
+
+
+def _log(what: str, costs: list[StepCost]) -> None:
+    shown = {cost.num_tokens: round(1000 * cost.seconds, 3) for cost in costs}
+    logging.debug("ms of %s by its tokens: %s", what, shown)
 
 
 def _refusal(runner: "Runner", num_ranks: int) -> str:

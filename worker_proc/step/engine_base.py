@@ -41,6 +41,8 @@ class Engine(ABC):
         supports_jump_forward: A row with a few more tokens hardly makes a step longer, so that the
             tokens that a grammar forces are computed together with the sampled one.
         supports_guesses: Rows of several tokens can sample after each of them.
+        draft: The same model over the same KV pages, with weights of fewer bits, which drafts
+            guesses; None: there is none.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Engine(ABC):
     has_graphs = False
     supports_jump_forward = True
     supports_guesses = True
+    draft: "Engine | None" = None
 
     @property
     def kernels(self) -> str:

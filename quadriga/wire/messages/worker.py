@@ -181,6 +181,8 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
             there is no such tier.
         cuda_graph: decode steps are CUDA graphs.
         kernels: what computes, its version, and the number formats; "": unknown.
+        draft_costs: as step_costs, of the steps that draft guesses, by their rows; empty: guesses
+            take no steps of their own.
     """
 
     num_pages: int
@@ -197,6 +199,7 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     stored: bytes | None = None
     cuda_graph: bool = False
     kernels: str = ""
+    draft_costs: list[StepCost] = []
 
 
 class GrammarReady(msgspec.Struct, tag="grammar", array_like=True, frozen=True):

@@ -13,7 +13,8 @@ from quadriga.wire.messages.logprobs import LogprobBlock, SampledLogprobs
 from quadriga.wire.messages.worker import GuessedRow, StepCost, StepResult
 from scheduler_proc.events import StepEvents
 from scheduler_proc.observe.guess_stats import GuessStats
-from scheduler_proc.planning.guess_policy import GuessPolicy, StepCosts, make_guess_policy
+from scheduler_proc.planning.guess_costs import StepCosts
+from scheduler_proc.planning.guess_policy import GuessPolicy, make_guess_policy
 from scheduler_proc.planning.guess_trial import GuessTrial
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.guess_record import FIRST_PAUSE, MAX_PAUSE, GuessRecord

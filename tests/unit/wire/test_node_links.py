@@ -110,9 +110,13 @@ def test_an_inner_key_has_a_name_that_does_not_give_it_away(tmp_path: Path) -> N
     assert inner_key_id("") == ""
 
 
-def test_nothing_is_in_clear_between_the_machines(port: ReservedPort, tmp_path: Path) -> None:
-    links = NodeLinks(scheduler=port.address, key_dir=keys(tmp_path))
-    inbox = Inbox[SchedulerMessage](links.scheduler, SchedulerMessage, links.prepare_bind)
+@pytest.mark.parametrize("is_of_ranks", [False, True])
+def test_nothing_is_in_clear_between_the_machines(
+    port: ReservedPort, tmp_path: Path, is_of_ranks: bool
+) -> None:
+    where = {"ranks": ("", port.address)} if is_of_ranks else {"scheduler": port.address}
+    links = NodeLinks(**where, key_dir=keys(tmp_path))
+    inbox = Inbox[SchedulerMessage](port.address, SchedulerMessage, links.prepare_bind)
     seen: list[bytes] = []
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_forward, args=(listener, port.address, seen), daemon=True).start()
@@ -155,6 +159,9 @@ def test_links_of_one_machine_stay_in_the_run_directory() -> None:
     far = Endpoints(Path("/run"), links)
     assert (far.scheduler, far.delivery) == ("tcp://10.0.0.7:1", "tcp://10.0.0.1:2")
     assert far.worker == "ipc:///run/worker-0"
+    split = Endpoints(Path("/run"), NodeLinks(ranks=("", "", "tcp://10.0.0.8:1")))
+    assert [split.rank(rank) for rank in (1, 2)] == ["ipc:///run/worker-1", "tcp://10.0.0.8:1"]
+    assert split.links.host == "10.0.0.8"
     assert ON_THIS_MACHINE.prepare_bind is ON_THIS_MACHINE.prepare_connect
 
 
