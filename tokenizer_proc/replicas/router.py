@@ -26,7 +26,7 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 # A token that is computed again delays this request, and all that come after it.
 UNCACHED_WEIGHT = 2
 # What a choice costs, in prompt tokens, beyond this multiple of the replicas' mean and this margin.
-OVERLOAD_FACTOR, OVERLOAD_MARGIN, OVERLOAD_TOKENS = 2, 4, 256
+OVERLOAD_FACTOR, OVERLOAD_MARGIN, OVERLOAD_TOKENS = 1.25, 2, 256
 # Holders of one length of a prefix that are compared.
 MAX_CANDIDATES = 32
 # Why a replica was chosen: it has the longest cached prefix, a shorter one or none because the
