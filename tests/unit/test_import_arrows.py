@@ -14,6 +14,7 @@ PROCESSES = ("tokenizer_proc", "scheduler_proc", "worker_proc", "detok_proc", "h
              "cluster_proc")  # fmt: skip
 HEAVY = {"torch", "transformers"}
 BENCHES_OF_THE_WORKER = {
+    "drafts.py",
     "ceilings.py",
     "decode_floor.py",
     "machine_speed.py",
