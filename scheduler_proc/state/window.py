@@ -139,7 +139,7 @@ class WindowedKVCache(KVCache):
         growth = 0
         for request in requests:
             num_held = len(request.pages) - request.first_page
-            if num_held == 0:
+            if request.slot < 0:  # what it needs to be admitted is counted by `pages_needed`
                 span = self._span(request)
                 num_held = span.end - span.first
             limit = max(0, self._num_seen + 1 - num_held) * self.page_size

@@ -10,7 +10,7 @@ closed streams, closed sockets, and requests that are refused. Every process is 
 first quarter (after a warm-up of a tenth of the time, at most three minutes) is compared with its
 last one.
 
-With storage the server has a journal, a data directory and a log of usage, traces every request,
+With storage the server has a journal, a data directory and a log of usage, traces some requests,
 and clients store responses, run batches and resume streams. With --kill-every all processes of a
 replica, of one that is ready, are killed at a time; only the processes that live are compared.
 
@@ -49,7 +49,7 @@ REPLICA_PROCESSES = ("scheduler_proc", "worker_proc", "detok_proc")
 # This process, which is shown and not checked, as it is no part of the server.
 CLIENT = "client"
 MAX_WARM_UP_S = 180.0
-STORED_WARM_UP_SHARE = 1 / 2  # of the time, until what is kept of requests is full
+STORED_WARM_UP_SHARE = 1 / 3  # of the time, until what is kept of requests is full
 MAX_INTERVAL_S = 10.0
 TOKENS = "generation_tokens_total"
 FOLLOWED = ("running", "waiting", "pages_held", "pages_cached", "pages_free", TOKENS)
@@ -73,7 +73,7 @@ class SoakOptions:
         """Return the flags of the server, which may write to a directory."""
         flags = ["--dp", str(self.dp)] if self.dp > 1 else []
         if self.with_storage:
-            flags += ["--journal", str(directory / "state"), "--trace-sampling-ratio", "1"]
+            flags += ["--journal", str(directory / "state"), "--trace-sampling-ratio", "0.05"]
             # Else a batch waits for as long as there are other requests.
             flags += ["--batch-concurrency-beside", "2"]
             flags += ["--usage-log", str(directory / "usage"), "--log-format", "json"]

@@ -55,7 +55,10 @@ class WebClient:
             events = [line async for line in response.content if line.startswith(b"data: ")]
         if len(events) < 2 or events[-1].strip() != b"data: [DONE]":
             raise WrongAnswer(f"status {response.status}, a stream without an end: {events[-1:]}")
-        usage = json.loads(events[-2].removeprefix(b"data: "))["usage"]
+        last = json.loads(events[-2].removeprefix(b"data: "))
+        usage = last.get("usage")
+        if usage is None:
+            raise WrongAnswer(f"a stream without its usage: {last}")
         if usage["completion_tokens"] != fields["max_tokens"]:
             raise WrongAnswer(f"{fields['max_tokens']} tokens were requested: {usage}")
         return "web: finished"

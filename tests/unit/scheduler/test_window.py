@@ -52,6 +52,14 @@ def test_lives_of_random_servers_with_a_window(window: int) -> None:
         random_life(random.Random(f"{window}/{number}"), 100, window=window)
 
 
+@pytest.mark.parametrize("seed", [948, 20208])
+def test_a_request_between_two_pages_gets_its_next_one_before_others_are_admitted(
+    seed: int,
+) -> None:
+    """In a pool of two pages, two requests retracted one another for ever."""
+    random_life(random.Random(seed), 100, window=1)
+
+
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_a_request_holds_the_pages_of_the_window_and_a_step_whatever_its_length(
     prefix_cache: bool,
