@@ -20,7 +20,7 @@ URL: Any = "/v1/completions"
 
 
 def input_file(path: Path, count: int = NUM_LINES) -> Path:
-    body = {"prompt": [5, 6, 7], "max_tokens": 48, "ignore_eos": True, "temperature": 0}
+    body = {"prompt": [5, 6, 7], "max_tokens": 96, "ignore_eos": True, "temperature": 0}
     lines = [
         {"custom_id": f"line-{number}", "method": "POST", "url": URL, "body": body}
         for number in range(count)
@@ -36,7 +36,9 @@ def flags(llama_dir: Path, data: Path, port: int) -> list[str]:
 
 
 def connect(port: int) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=20)
+    """Return a client that does not wait between tries, so that it sees the batch under way."""
+    url = f"http://127.0.0.1:{port}/v1"
+    return openai.OpenAI(base_url=url, api_key="none", timeout=20, max_retries=0)
 
 
 def start(client: openai.OpenAI, path: Path) -> str:

@@ -67,6 +67,7 @@ def test_an_answer_that_the_server_has_forgotten_is_kept_as_far_as_it_came(chrom
         await ask(page, "Count")
         await until_text(page, ".answer", "One two")
         await until_text(page, ".conversations", "Count")
+        await asyncio.sleep(1)  # a text is saved within 300 ms
         address = await page.evaluate("location.href")
         await page.open("about:blank")
         ring.finish()
