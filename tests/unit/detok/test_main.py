@@ -13,6 +13,7 @@ import zmq
 
 from quadriga.wire.endpoints import Endpoints
 from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.replica_news import ReplicaNews
 from quadriga.wire.messages.to_client import (
     ErrorInfo,
     Info,
@@ -27,6 +28,8 @@ from quadriga.wire.messages.to_detok import (
     HandedBack,
     InfoReply,
     ProgressReply,
+    ReplicaDelivered,
+    ReplicaOutput,
     StepOutput,
     StopDetok,
     StreamEnd,
@@ -135,3 +138,24 @@ def test_a_request_a_stop_string_an_info_and_the_end(ring: Ring) -> None:
     assert delivery.recv_multipart() == [b"", encode(HandedBack(4)), b""]
     assert process.wait(timeout=30) == 0
     assert delivery.poll(0) == 0
+
+
+def test_the_choices_of_a_request_end_by_their_indexes(ring: Ring) -> None:
+    neighbours, _ = ring
+    hello = msgspec.msgpack.decode(neighbours["scheduler"].recv(), type=SchedulerMessage)
+    assert isinstance(hello, DetokReady)
+    opened = [StreamStart(seq, b"me", "a", True, True, [], index=seq - 1) for seq in (1, 2)]
+    closed = [
+        StreamEnd(seq, b"me", "a", "stop", None, None, 5, 0, 1.0, 1.0, 1.0, 1.0, index=seq - 1)
+        for seq in (1, 2)
+    ]
+    output = ReplicaOutput(
+        1.0, opened, [1, 2], ids("a", "a"), closed, session=hello.session, news=ReplicaNews()
+    )
+    neighbours["detok"].send(encode(output))
+    while True:
+        client, _, frame = neighbours["delivery"].recv_multipart()
+        if client:
+            break
+    delivered = msgspec.msgpack.decode(frame, type=ReplicaDelivered)
+    assert (delivered.ended, delivered.indexes) == (["a", "a"], [0, 1])
