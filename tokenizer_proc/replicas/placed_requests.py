@@ -127,7 +127,7 @@ class PlacedRequests:
         placed = self.find(*name)
         if placed is None or placed.replica != number:
             return
-        if is_lost and not placed.aborted_by:
+        if is_lost and not placed.aborted_by and placed.submit is not None:
             return  # the client is back and has sent the request again
         placed.ended.add(index)
         self._router.on_end(name, index)

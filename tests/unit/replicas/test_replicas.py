@@ -223,6 +223,15 @@ def test_the_end_of_a_lost_request_takes_it_off_its_replica() -> None:
     assert world.delivered[-1][2].lost
 
 
+def test_the_end_of_a_lost_request_that_came_with_a_replica_takes_it_off() -> None:
+    world = World()
+    held = [HeldChoice(5, b"c", "a", 0, pack_ids([11]), 5.0)]
+    world.news(1, restates=True, held=held)
+    assert world.router.ledger.num_open == 1
+    world.end(1, "a", lost=True)
+    assert world.router.ledger.num_open == 0
+
+
 def test_a_new_scheduler_is_sent_what_its_replica_has() -> None:
     world = World()
     home = world.submit("a")
