@@ -12,8 +12,6 @@ from scheduler_proc.state.request import (
     RequestFailure,
     RequestStatus,
     RetractReason,
-    priority_retraction_key,
-    retraction_key,
 )
 
 DEFAULT_PREEMPTION_THRESHOLD = 10
@@ -135,3 +133,13 @@ class Retraction:
         request.may_load = True
         request.forget_prompt_logprobs()
         push(request, self._waiting, self._quarantine)
+
+
+def retraction_key(request: Request) -> tuple[bool, int, int]:
+    """Order of retraction: the background, then the request that has generated least."""
+    return not request.is_background, request.num_generated, -request.num_prompt
+
+
+def priority_retraction_key(request: Request) -> tuple[int, int, int]:
+    """Order of retraction where priorities count: the lowest priority comes first."""
+    return request.priority, request.num_generated, -request.num_prompt
