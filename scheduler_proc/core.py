@@ -13,13 +13,13 @@ from quadriga.wire.messages.worker import StepResult
 from scheduler_proc.kv_offload.kv_offload import NoOffload
 from scheduler_proc.planning.admission import Admission
 from scheduler_proc.planning.guess_policy import make_guess_policy
-from scheduler_proc.planning.prefill_budget import PrefillBudget
-from scheduler_proc.planning.prefill_sharing import PrefillSharing, age_of
 from scheduler_proc.planning.quarantine import Quarantine, push
 from scheduler_proc.planning.retraction import Retraction
 from scheduler_proc.planning.step_cost import StepCostModel
-from scheduler_proc.planning.step_target import StepTarget
 from scheduler_proc.policies import make_queue, make_turns
+from scheduler_proc.prefill.budget import PrefillBudget
+from scheduler_proc.prefill.sharing import PrefillSharing, age_of
+from scheduler_proc.prefill.step_target import StepTarget
 from scheduler_proc.state.batch import RunningBatch, ScheduleBatch
 from scheduler_proc.state.kv_cache import PageHolder
 from scheduler_proc.state.plan import BatchMode, Capacity, Plan, Room, StepUpdate
