@@ -67,7 +67,7 @@ class Dispatch:
                 self._place(placed)
             else:
                 assert placed.submit is not None
-                self._replicas[placed.replica].outbox.send(placed.submit)
+                self._send(placed, placed.submit, placed.replica)
         if waiting:
             self.send_drain()
 
