@@ -108,6 +108,7 @@ class SchedulerCore:
         plan = Plan(in_flight)
         self.kv.release_unseen(self.admission.holders.values())
         self._compose(plan, now)
+        # A retraction without a row may have made room for others.
         while plan.batch.is_empty and plan.has_retracted:
             self._compose(plan, now)
         batch = plan.batch
@@ -121,6 +122,7 @@ class SchedulerCore:
         return plan
 
     def _compose(self, plan: Plan, now: float) -> None:
+        """Add rows to an empty step, in the order of the batch mode."""
         plan.has_retracted = False
         if self.running.is_empty:
             self._batching.release_padding()
@@ -140,6 +142,7 @@ class SchedulerCore:
                 self._add_decodes(plan)
 
     def _decode_comes_first(self) -> bool:
+        """Return whether a step that is not mixed decodes, if there is anything to decode."""
         running = self.running
         in_turns = self.mode is BatchMode.ALTERNATE or bool(running.partial)
         if self._last_step_prefilled and in_turns:
@@ -160,6 +163,7 @@ class SchedulerCore:
             self._add_decodes(plan)
 
     def _add_decodes(self, plan: Plan) -> None:
+        """Add rows of the requests whose turn it is, as far as they have pages, and padding."""
         padding = self._batching.padding_rows()
         rows = self._growth.grow_decodes(self.running.next_group(), plan)
         if not rows:
@@ -232,8 +236,3 @@ class SchedulerCore:
     def page_holders(self) -> list[PageHolder]:
         """All that hold pages: requests with a slot, and loads of pages."""
         return [*self.admission.holders.values(), *self.offload.loads]
-
-    @property
-    def num_loads(self) -> int:
-        """Number of loads of pages under way, which hold them."""
-        return len(self.offload.loads)
