@@ -12,8 +12,8 @@ from quadriga.errors import InvalidRequest, QuadrigaError, QueueFull
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.observe.recent_ends import RecentEnds
 from scheduler_proc.observe.wait_forecast import WaitForecast
-from scheduler_proc.planning.prefill_sharing import MAX_LEAD_STEPS, OLDEST_SHARE, age_of
 from scheduler_proc.policies.base import SortedQueue
+from scheduler_proc.prefill.sharing import MAX_LEAD_STEPS, OLDEST_SHARE, age_of
 from scheduler_proc.state.request import Request
 
 MAX_PLAYED = 256  # requests of the queue that are looked at

@@ -16,7 +16,7 @@ next tokens another one is about to compute waits for them instead of computing 
 from collections.abc import Collection, Iterable
 
 from quadriga.config.scheduler_args import SchedulerArgs
-from scheduler_proc.planning.prefill_budget import PrefillBudget as Budget
+from scheduler_proc.prefill.budget import PrefillBudget as Budget
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.request import Request
 
