@@ -46,8 +46,7 @@ class SelfDrafter(GuessSource):
             self._decode([slot for slot, count in numbers.items() if count > place])
         drafted = [table.known_tokens(*at) for at in zip(slots, known.tolist(), strict=True)]
         table.num_known[slots], table.num_computed[slots] = known, computed
-        for slot, token_ids in zip(slots, drafted, strict=True):
-            table.guess(slot, token_ids)
+        table.guess(dict(zip(slots, drafted, strict=True)))
 
     def _numbers(self, plan: GuessingPlan) -> dict[int, int]:
         """Return the number of tokens to draft by slot, where it is not 0."""

@@ -19,6 +19,7 @@ from worker_proc.step.logprobs import keep_samples
 from worker_proc.step.outputs import SampledTokens
 
 Flags = npt.NDArray[np.bool_]
+NO_GUESS = -1  # in the place of a row's last sample
 
 
 def verify_guesses(
@@ -28,17 +29,21 @@ def verify_guesses(
 
     Args:
         inputs: A step with guesses, which are forgotten.
-        sampled: All of its samples, on the host.
+        sampled: All of its samples, on the host. The tokens may have been written over the guesses.
 
     Returns:
         The step and its tokens as if it had no other samples, and its rows with guesses.
     """
     table, samples = inputs.table, inputs.samples
     token_ids = np.asarray(sampled.token_ids)
-    guesses = table.tokens_at(inputs.sampled_slots, inputs.sample_positions).numpy()
     starts = np.flatnonzero(np.diff(samples, prepend=-1))
+    guesses = [
+        token
+        for slot in inputs.sampled_slots[starts].tolist()
+        for token in (*table.guesses.get(slot, ()), NO_GUESS)
+    ]
     counts = np.diff(starts, append=len(samples))
-    num_wrong = np.cumsum(token_ids != guesses)
+    num_wrong = np.cumsum(token_ids != np.array(guesses))
     num_wrong_before = np.concatenate(([0], num_wrong[:-1]))
     kept = num_wrong_before == np.repeat(num_wrong_before[starts], counts)
     num_kept = np.add.reduceat(kept, starts, dtype=np.int64)
@@ -78,4 +83,5 @@ def _only_tokens(inputs: StepInputs, sampled: SampledTokens, kept: Flags) -> Sam
         for row, _ in sampled.constrained
         if kept[row] and (grammar := table.sampling.grammar_of(int(inputs.sampled_slots[row])))
     ]
-    return SampledTokens(np.asarray(sampled.token_ids)[kept], logprobs, constrained)
+    token_ids = np.asarray(sampled.token_ids)[kept]
+    return SampledTokens(token_ids, logprobs, constrained, sampled.stored)

@@ -41,7 +41,7 @@ def prepare_guesses(runner: "Runner", config: ServerConfig, num_ranks: int) -> G
     method = config.scheduler.speculative_method
     if method == "none":
         return NO_GUESSES
-    if reason := _refusal(runner, num_ranks):
+    if reason := _refusal(runner, method, num_ranks):
         logging.warning("speculative_method %s has no effect: %s", method, reason)
         return NO_GUESSES
     costs = _measure(runner)
@@ -53,7 +53,7 @@ def prepare_guesses(runner: "Runner", config: ServerConfig, num_ranks: int) -> G
     _log("a step", costs)
     table, draft = runner.table, runner.engine.draft
     if draft is None:
-        runner.guesser = Guesser(table)
+        runner.guesser = Guesser(table, runner.engine.max_guess_samples)
         return GuessCosts(costs, [])
     drafts = _measure(runner.with_engine(draft))
     runner.guesser = SelfDrafter(table, draft)
@@ -66,13 +66,18 @@ def _log(what: str, costs: list[StepCost]) -> None:
     logging.debug("ms of %s by its tokens: %s", what, shown)
 
 
-def _refusal(runner: "Runner", num_ranks: int) -> str:
+def _refusal(runner: "Runner", method: str, num_ranks: int) -> str:
     """Return why the runner cannot guess, or an empty string."""
-    engine = runner.engine
+    engine, device = runner.engine, runner.table.device
     if not engine.supports_guesses:
         return f"the engine {engine.name} computes one token of a request in each decode step"
-    if runner.table.device.type != "cpu":
-        return f"tokens are guessed on a CPU only, the device is {runner.table.device}"
+    if device.type != "cpu" and not engine.stores_tokens:
+        return f"the engine {engine.name} guesses on a CPU only, the device is {device}"
+    if device.type != "cpu" and method != "ngram":
+        return (
+            f"what guesses cost on {device} has not been measured; --speculative-method ngram"
+            " guesses wherever text repeats"
+        )
     return f"tokens are guessed with one process only, tp is {num_ranks}" if num_ranks > 1 else ""
 
 
@@ -100,6 +105,8 @@ def _measure(runner: "Runner") -> list[StepCost]:
 def _step_s(runner: "Runner", num_guesses: int, new_pages: range) -> float:
     """Return the seconds of a decode step with guesses, after which the slot is as before.
 
+    They are those of the step's result, on a GPU without what the host does before and after.
+
     Args:
         runner: It has a prompt of one token in slot 0.
         num_guesses: Tokens that the row computes after its own.
@@ -107,10 +114,8 @@ def _step_s(runner: "Runner", num_guesses: int, new_pages: range) -> float:
     """
     table, plan = runner.table, decode_plan(new_pages)
     known, computed = int(table.num_known[0]), int(table.num_computed[0])
-    started_at = time.perf_counter()
     if num_guesses:
-        table.guess(0, [0] * num_guesses)
-    runner.run(plan)
-    took_s = time.perf_counter() - started_at
+        table.guess({0: [0] * num_guesses})
+    result = runner.run(plan)
     table.num_known[0], table.num_computed[0] = known, computed
-    return took_s
+    return result.ended - result.began

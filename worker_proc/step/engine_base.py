@@ -1,7 +1,9 @@
 """The contract of an engine, and the path through a step that every engine can take."""
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,15 +12,22 @@ from torch import Tensor
 from quadriga import __version__
 from quadriga.runtime.cpu_affinity import Cpus
 from quadriga.wire.messages.logprobs import PromptPiece
-from quadriga.wire.messages.worker import GuessedRow, StepPlan
+from quadriga.wire.messages.worker import StepPlan
 from worker_proc.sampling.logits_processors import apply_logits_processors, constrained
 from worker_proc.sampling.sampler import SamplingRows, sample
 from worker_proc.speculation.verification import verify_guesses
 from worker_proc.step.inputs import StepInputs, make_inputs
 from worker_proc.step.logprobs import prompt_logprobs, prompt_spans, row_logprobs, sampled_logprobs
-from worker_proc.step.outputs import NO_TOKENS, PendingStep, SampledTokens, pending_step
+from worker_proc.step.outputs import (
+    NO_TOKENS,
+    EngineOutput,
+    PendingStep,
+    SampledTokens,
+    pending_step,
+)
 from worker_proc.step.slot_table import SlotTable
 from worker_proc.system.step_clock import RunningStep
+from worker_proc.system.transfer import Fetch
 
 if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup
@@ -41,6 +50,7 @@ class Engine(ABC):
         supports_jump_forward: A row with a few more tokens hardly makes a step longer, so that the
             tokens that a grammar forces are computed together with the sampled one.
         supports_guesses: Rows of several tokens can sample after each of them.
+        max_guess_samples: Tokens that a step with guesses may sample.
         draft: The same model over the same KV pages, with weights of fewer bits, which drafts
             guesses; None: there is none.
     """
@@ -52,6 +62,7 @@ class Engine(ABC):
     has_graphs = False
     supports_jump_forward = True
     supports_guesses = True
+    max_guess_samples = sys.maxsize
     draft: "Engine | None" = None
 
     @property
@@ -83,9 +94,29 @@ class Engine(ABC):
         else:
             sampled = self.forward_and_sample(inputs)
         table.num_computed[inputs.layout.slots] = inputs.num_computed_after
-        guessed: list[GuessedRow] = []
         if table.has_guesses:
-            inputs, sampled, guessed = verify_guesses(inputs, sampled)
+            fetch = table.copier.begin(sampled.token_ids)
+            verify = partial(self._verify, inputs, sampled, fetch, prompt_pieces)
+            return PendingStep(verify, blocks_next=True)
+        self._append_tokens(inputs, sampled)
+        return pending_step(inputs, sampled, prompt_pieces, self.supports_jump_forward)
+
+    def _verify(
+        self,
+        inputs: StepInputs,
+        sampled: SampledTokens,
+        fetch: Fetch,
+        prompt_pieces: Sequence[Callable[[], PromptPiece]],
+    ) -> EngineOutput:
+        """Wait for the samples of a step with guesses, and add those that count to the slots."""
+        inputs, sampled, guessed = verify_guesses(inputs, sampled._replace(token_ids=fetch()))
+        self._append_tokens(inputs, sampled)
+        jump_forward = self.supports_jump_forward
+        return pending_step(inputs, sampled, prompt_pieces, jump_forward, guessed).wait()
+
+    def _append_tokens(self, inputs: StepInputs, sampled: SampledTokens) -> None:
+        """Add the sampled tokens to the slots."""
+        table = inputs.table
         if len(inputs.samples):
             slots, positions = inputs.sampled_slots, inputs.sample_positions
             if self.ranks is not None:
@@ -93,7 +124,6 @@ class Engine(ABC):
             if not sampled.stored:
                 table.write_tokens(slots, positions, sampled.token_ids)
             table.num_known[slots] = positions + 1
-        return pending_step(inputs, sampled, prompt_pieces, self.supports_jump_forward, guessed)
 
     @abstractmethod
     def forward(self, inputs: StepInputs) -> Tensor:

@@ -76,12 +76,15 @@ class StepInputs:
     @LazyAttribute
     def last_tokens(self) -> Tensor | None:
         """`[samples]` the token before each sample; None: every token is one, in order."""
-        if self.decodes_only:
-            return None
-        first = (
-            np.cumsum(self.layout.num_tokens) - self.layout.num_tokens - self.layout.num_computed
-        )
-        return send(first[self.samples] + self.sample_positions - 1, self.table.device)
+        return None if self.decodes_only else send(self.sample_places, self.table.device)
+
+    @LazyAttribute
+    def sample_places(self) -> Ints:
+        """`[samples]` the token of the step before each sample."""
+        layout = self.layout
+        first = np.cumsum(layout.num_tokens) - layout.num_tokens - layout.num_computed
+        places: Ints = first[self.samples] + self.sample_positions - 1
+        return places
 
     def of_samples(self, values: Tensor) -> Tensor:
         """Return the rows `[samples, …]` of `[tokens, …]` after which a token is sampled."""
@@ -97,6 +100,11 @@ class StepInputs:
     def decodes_only(self) -> bool:
         """True if a token is sampled after every one; without guesses, each row has one."""
         return len(self.samples) == self.num_tokens
+
+    @property
+    def has_single_tokens(self) -> bool:
+        """True if every row has one token, after which one is sampled."""
+        return self.decodes_only and len(self.layout.slots) == self.num_tokens
 
 
 def make_inputs(plan: StepPlan, table: SlotTable, clock: RunningStep | None = None) -> StepInputs:

@@ -50,7 +50,8 @@ class PendingStep(msgspec.Struct, frozen=True):
     Attributes:
         wait: Wait for the end of the step, in any thread, and return its output.
         blocks_next: True if `wait` must return before the next step is launched, since grammars
-            have to accept their tokens before they mask the next ones.
+            have to accept their tokens before they mask the next ones, and the next step begins
+            after the last right guess.
     """
 
     wait: Callable[[], EngineOutput]
@@ -62,7 +63,7 @@ def pending_step(
     sampled: SampledTokens,
     prompt_logprobs: Sequence[Callable[[], PromptPiece]],
     jump_forward: bool,
-    guessed: list[GuessedRow],
+    guessed: Sequence[GuessedRow] = (),
 ) -> PendingStep:
     """Start to copy the sampled tokens to the host.
 
@@ -88,7 +89,7 @@ def pending_step(
             token_ids.tobytes(),
             sampled.logprobs and sampled.logprobs(),
             [piece() for piece in prompt_logprobs],
-            guessed=guessed,
+            guessed=list(guessed),
         )
         if sampled.constrained:
             output.failed = advance(sampled.constrained, on_host, inputs.sampled_rows)

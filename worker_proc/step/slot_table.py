@@ -1,6 +1,6 @@
 """Everything that the worker keeps of each slot between steps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from quadriga.wire.messages.worker import NewSlot, StepPlan
 from worker_proc.attention.base import Ints
 from worker_proc.sampling.slot_sampling import SamplingState
-from worker_proc.system.transfer import DeviceToHostCopier, TokenIds, send_all
+from worker_proc.system.transfer import DeviceToHostCopier, Fetch, TokenIds, send_all
 
 
 class SlotTable:
@@ -24,9 +24,9 @@ class SlotTable:
         num_pages_of: `[slots]` on the host: pages in the slot's row.
         has_forced: `[slots]` on the host: the slot's grammar has forced tokens, so that a row
             computes all that is known of it.
-        num_guesses: `[slots]` on the host: tokens that the next step of the slot computes after the
-            known ones, as a guess. They are written behind those in `tokens`.
-        has_guesses: Whether a slot has guesses.
+        guesses: Tokens that the next step of a slot computes after the known ones, by slot. The
+            step reads them in `tokens`, behind those, and may write what it samples there.
+        num_guesses: `[slots]` on the host: their number.
         held: The slots in use.
         num_pages_used: Every page that a slot ever had has a lower number.
         copier: Copies what a step samples to the host.
@@ -54,8 +54,8 @@ class SlotTable:
         self.num_computed = np.zeros(num_slots, dtype=np.int64)
         self.num_pages_of = np.zeros(num_slots, dtype=np.int64)
         self.has_forced = np.zeros(num_slots, dtype=np.bool_)
+        self.guesses: dict[int, Sequence[int]] = {}
         self.num_guesses = np.zeros(num_slots, dtype=np.int64)
-        self.has_guesses = False
         self.held: set[int] = set()
         self.num_pages_used = 0
         self.copier = DeviceToHostCopier(device)
@@ -136,14 +136,32 @@ class SlotTable:
         token_ids: list[int] = self.tokens[slot, begin : int(self.num_known[slot])].tolist()
         return token_ids
 
+    def tokens_from(self, begins: Mapping[int, int]) -> dict[int, list[int]]:
+        """Return the known tokens of slots from a position of each on; the host waits once."""
+        if not begins:
+            return {}
+        spans = [np.arange(begin, self.num_known[slot]) for slot, begin in begins.items()]
+        slots, _, positions = _places(np.array(list(begins), dtype=np.int64), spans)
+        token_ids = self.tokens_at(slots, positions).tolist()
+        ends = np.cumsum([len(span) for span in spans]).tolist()
+        return {
+            slot: token_ids[end - len(span) : end]
+            for slot, span, end in zip(begins, spans, ends, strict=True)
+        }
+
+    def fetch_known_tokens(self, slot: int, begin: int) -> Fetch:
+        """Start to copy the known tokens of a slot, which may then be released."""
+        return self.copier.begin(self.tokens[slot, begin : int(self.num_known[slot])].clone())
+
     def write_tokens(self, slots: Ints, positions: Ints, token_ids: TokenIds) -> None:
         """Write a token `[n]` at a position of each slot; `num_known` stays as it is."""
         if self._host_tokens is not None:
             self._host_tokens[slots, positions] = np.asarray(token_ids)
-        else:
-            device_slots, device_positions = send_all(self.device, slots, positions)
-            values = torch.as_tensor(token_ids, dtype=self.tokens.dtype)
-            self.tokens[device_slots, device_positions] = values
+            return
+        on_host = [token_ids] if isinstance(token_ids, np.ndarray) else []
+        device_slots, device_positions, *sent = send_all(self.device, slots, positions, *on_host)
+        values = sent[0] if sent else torch.as_tensor(token_ids)
+        self.tokens[device_slots, device_positions] = values.to(self.tokens.dtype)
 
     def append_forced(self, slot: int, token_ids: list[int]) -> None:
         """Append tokens that a grammar forces to what is known of a slot."""
@@ -161,19 +179,29 @@ class SlotTable:
         reach = int(self.num_pages_of[slot]) * self.page_size - 1
         return min(reach, self.context_length - 1) - int(self.num_known[slot])
 
-    def guess(self, slot: int, token_ids: list[int]) -> None:
-        """Let the next step of a slot compute guesses after its known tokens."""
-        begin = int(self.num_known[slot])
-        self.tokens[slot, begin : begin + len(token_ids)] = torch.tensor(
-            token_ids, dtype=torch.int32
-        )
-        self.num_guesses[slot] = len(token_ids)
-        self.has_guesses = True
+    @property
+    def has_guesses(self) -> bool:
+        """Whether a slot has guesses."""
+        return bool(self.guesses)
+
+    def guess(self, guesses: Mapping[int, Sequence[int]]) -> None:
+        """Let the next step compute guesses, at least one for each of these slots."""
+        self.guesses.update(guesses)
+        for slot, token_ids in guesses.items():
+            self.num_guesses[slot] = len(token_ids)
+        self.write_guesses()
+
+    def write_guesses(self) -> None:
+        """Write all guesses to `tokens`, where the step reads them."""
+        rows = [np.array(token_ids, dtype=np.int64) for token_ids in self.guesses.values()]
+        guessing = np.array(list(self.guesses), dtype=np.int64)
+        slots, columns, token_ids = _places(guessing, rows)
+        self.write_tokens(slots, self.num_known[slots] + columns, token_ids)
 
     def forget_guesses(self) -> None:
         """Forget the guesses of all slots, after the step that computed them."""
+        self.guesses.clear()
         self.num_guesses[:] = 0
-        self.has_guesses = False
 
     def require_held(self, slots: list[int], verb: str) -> None:
         """Raise ValueError for a slot that is not held; `verb` says what the plan does to it."""

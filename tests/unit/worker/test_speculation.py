@@ -39,16 +39,14 @@ class FixedGuesser(Guesser):
         self.answers = answers
         self.wrong_every = wrong_every
 
-    def _guess_slot(self, slot: int, most: int) -> None:
+    def _guess_slot(self, slot: int, most: int) -> list[int]:
         table = self._table
         known = int(table.num_known[slot])
-        most = min(most, table.room_for_guesses(slot))
         token_ids = [
-            (token + (place % self.wrong_every == 0)) % 400
+            abs(token - (place % self.wrong_every == 0))
             for place, token in enumerate(self.answers[slot])
-        ][known : known + max(most, 0)]
-        if token_ids := table.sampling.follow_guesses(slot, token_ids):
-            table.guess(slot, token_ids)
+        ][known : known + most]
+        return table.sampling.follow_guesses(slot, token_ids)
 
 
 def rows_of(
@@ -70,7 +68,9 @@ def rows_of(
     ]
 
 
-def generate(runner: Runner, new: list[NewSlot], num_guesses: int) -> tuple[list[Answer], int]:
+def generate(
+    runner: Runner, new: list[NewSlot], num_guesses: int, num_tokens: int = NUM_TOKENS
+) -> tuple[list[Answer], int]:
     """Return tokens and logprobs of every slot, and the number of steps."""
     runner.table.release_all()
     slots = [one.slot for one in new]
@@ -82,14 +82,14 @@ def generate(runner: Runner, new: list[NewSlot], num_guesses: int) -> tuple[list
     while plan.slots:
         take_in(runner.run(plan), list(unpack_ids(plan.slots)), tokens, logprobs)
         num_steps += 1
-        going_on = [slot for slot in slots if len(tokens[slot]) < NUM_TOKENS]
+        going_on = [slot for slot in slots if len(tokens[slot]) < num_tokens]
         ones = pack_ids([1] * len(going_on))
         guesses = pack_ids([num_guesses] * len(going_on)) if num_guesses else b""
         plan = GuessingPlan(
             num_steps, DECODE, pack_ids(going_on), ones, [], b"", num_guesses=guesses
         )
     return [
-        (tokens[slot][:NUM_TOKENS], logprobs[slot][: 4 * NUM_TOKENS]) for slot in slots
+        (tokens[slot][:num_tokens], logprobs[slot][: 4 * num_tokens]) for slot in slots
     ], num_steps
 
 
