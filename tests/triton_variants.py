@@ -3,12 +3,12 @@
     python -m tests.triton_variants
     python -m tests.triton_variants --models llama --deterministic
 
-Each model is served with CUDA graphs and without. The worker runs its real steps on a CPU. Triton's
-launches compute nothing; each is noted with the variant of the kernel that it would need: types,
-alignments and constants of the arguments. A variant that is first met after the start would be
-compiled while requests wait, so there must be none. A process of its own, as it replaces Triton's
-driver. Prints also the operations of torch in one decode step with top_p, and those that ask the
-device for a value.
+Each model is served with CUDA graphs and without, and tokens are guessed in half of the steps. The
+worker runs its real steps on a CPU. Triton's launches compute nothing; each is noted with the
+variant of the kernel that it would need: types, alignments and constants of the arguments. A
+variant that is first met after the start would be compiled while requests wait, so there must be
+none. A process of its own, as it replaces Triton's driver. Prints also the operations of torch in
+one decode step with top_p, and those that ask the device for a value.
 """
 
 import argparse
@@ -28,14 +28,15 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import jit
 from triton.runtime.driver import driver
 
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.worker import DECODE, MIXED, NewSlot, StepPlan
+from quadriga.wire.messages.arrays import num_ids, pack_ids
+from quadriga.wire.messages.worker import DECODE, MIXED, GuessingPlan, NewSlot, StepPlan
 from worker_proc.gpu import pages
 from worker_proc.gpu.engine import TritonEngine
 from worker_proc.gpu.graphs import Captured, GraphOutput, batch_sizes, prompt_sizes
 from worker_proc.models.registry import build_model
 from worker_proc.runner import Runner
-from worker_proc.step.slot_table import SlotTable
+from worker_proc.speculation.guess_source import GuessSource
+from worker_proc.step.slot_table import SlotTable, ints_of
 
 CPU = torch.device("cpu")
 MAX_ROWS, NUM_SLOTS, CONTEXT, PAGE_SIZE, NUM_PAGES = 32, 64, 16_384, 16, 20_000
@@ -116,9 +117,39 @@ def build_runner(kind: str, with_graphs: bool, deterministic: bool) -> Runner:
     engine = TritonEngine(
         model, NUM_PAGES, PAGE_SIZE, torch.bfloat16, CPU, deterministic, batch_sizes(MAX_ROWS),
         capture if with_graphs else None, prompt_sizes=prompt_sizes(10**6, 10**10),
+        guesses=True,
     )  # fmt: skip
     table = SlotTable(NUM_SLOTS, CONTEXT, NUM_PAGES, PAGE_SIZE, CPU)
     return Runner(engine, table, torch.bfloat16)
+
+
+class RandomGuesses(GuessSource):
+    """Guesses up to seven tokens in rows that decode, in half of the steps.
+
+    Attributes:
+        num_steps: Steps with guesses.
+    """
+
+    def __init__(self, table: SlotTable, max_samples: int) -> None:
+        self._table, self._max_samples, self._draw = table, max_samples, random.Random(1)
+        self.num_steps = 0
+
+    def begin(self, plan: GuessingPlan) -> None:
+        """Do nothing."""
+
+    def guess(self, plan: GuessingPlan) -> None:
+        """Guess some token, which is wrong or right by chance."""
+        table, draw, slots = self._table, self._draw, ints_of(plan.slots)
+        left, guesses = self._max_samples - len(slots), {}
+        decoding = slots[table.num_computed[slots] + 1 == table.num_known[slots]].tolist()
+        for slot in decoding if draw.random() < 0.5 else []:
+            count = min(draw.randrange(8), table.room_for_guesses(slot), left)
+            if count > 0:
+                guesses[slot] = [3] * count
+                left -= count
+        if guesses:
+            table.guess(guesses)
+            self.num_steps += 1
 
 
 class Load:
@@ -149,9 +180,11 @@ class Load:
         rows = [*decoding, *(one.slot for one in new)]
         counts = [1] * len(decoding) + [len(one.token_ids) // 4 - one.computed for one in new]
         if rows:
-            plan = StepPlan(self._step, MIXED if new else DECODE, pack_ids(rows),
-                            pack_ids(counts), new, pack_ids(ended), pack_ids(grown))  # fmt: skip
-            self._runner.run(plan)
+            mode = MIXED if new else DECODE
+            plan = GuessingPlan(self._step, mode, pack_ids(rows), pack_ids(counts), new,
+                                pack_ids(ended), pack_ids(grown))  # fmt: skip
+            for guessed in self._runner.run(plan).guessed:
+                self._known[rows[guessed.row]] += num_ids(guessed.token_ids)
             self._step += 1
         for slot in rows:
             self._known[slot] += 1
@@ -216,7 +249,10 @@ def serve(label: str, runner: Runner, launches: Launches, num_steps: int) -> int
     questions = sum(operations[name] for name in QUESTIONS)
     print(label, f"a decode step with top_p: {sum(operations.values())} operations,"
           f" {questions} questions")  # fmt: skip
+    guesser = RandomGuesses(runner.table, runner.engine.max_guess_samples)
+    runner.guesser = guesser
     Load(runner).serve(num_steps)
+    print(label, guesser.num_steps, "steps with guesses")
     met = [variant[0] for variant in launches.variants if variant not in at_start]
     print(label, len(met), "variants first met while serving", dict(Counter(met)))
     return len(met)

@@ -91,8 +91,9 @@ class SchedulerArgs:
     speculative_method: str = flag(
         "none",
         "guess tokens from the request's own text and from recent answers, and verify them: ngram"
-        " guesses wherever text repeats, auto only as far as it makes answers faster; self: a copy"
-        " of the model in 4 bits drafts them, as far as that makes answers faster (CPU only)",
+        " guesses wherever text repeats, auto only as far as it makes answers faster (CPU only);"
+        " self: a copy of the model in 4 bits drafts them, as far as that makes answers faster (CPU"
+        " only)",
         ("none", "ngram", "auto", "self"),
     )
     num_speculative_tokens: int = flag(

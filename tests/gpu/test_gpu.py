@@ -17,6 +17,14 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from quadriga.client import Client, SamplingParams
 from tests.server import running_server
 from tests.tiny_models import write_tokenizer
+from tests.unit.worker.test_speculation import (
+    FixedGuesser,
+    generate,
+    no_rules,
+    penalties,
+    rows_of,
+    with_logprobs,
+)
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
 from worker_proc.runner import Runner
 
@@ -83,6 +91,27 @@ def test_deterministic_output_is_the_same_alone_and_among_sixty(gpt2_full: Path)
     assert request.output == together[7]
 
 
+@pytest.mark.parametrize(
+    ("flags", "temperature"),
+    [({}, 0.0), ({"dtype": "bfloat16", "enable_deterministic_inference": True}, 1.0)],
+)
+def test_tokens_are_the_same_with_right_and_wrong_guesses(
+    gpt2_full: Path, flags: dict[str, object], temperature: float
+) -> None:
+    one = runner(gpt2_full, speculative_method="ngram", **flags)
+    prompts = prompts_of([5, 90, 1], vocab_size=50_000)
+    for rules in (no_rules, penalties, with_logprobs):
+        new = rows_of(prompts, rules, temperature)
+        one.guesser = None
+        expected, num_steps = generate(one, new, 0)
+        answers = {slot: prompts[slot] + tokens for slot, (tokens, _) in enumerate(expected)}
+        for wrong_every in (3, 1000):
+            one.guesser = FixedGuesser(one, answers, wrong_every)
+            got, num_guessed_steps = generate(one, new, 4)
+            assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
+            assert num_guessed_steps < num_steps
+
+
 def test_a_graph_is_faster_than_its_kernels_one_by_one(gpt2_full: Path) -> None:
     seconds = []
     for flags in ({}, {"disable_cuda_graph": True}):
@@ -105,6 +134,22 @@ def test_a_server_sizes_its_pool_and_answers(gpt2_full: Path, tmp_path: Path) ->
         params = SamplingParams(temperature=0.8, seed=1, max_new_tokens=32, ignore_eos=True)
         assert client.generate("One,", params).text == client.generate("One,", params).text
         assert client.info()["pages_total"] > 1000
+
+
+@pytest.mark.timeout(180)
+def test_a_server_that_guesses_gives_the_tokens_of_one_that_does_not(
+    gpt2_full: Path, tmp_path: Path
+) -> None:
+    answers, num_right = [], 0.0
+    for method in ("none", "ngram"):
+        flags = ["--model", str(gpt2_full), "--device", "cuda", "--dtype", "bfloat16"]
+        flags += ["--enable-deterministic-inference", "--speculative-method", method]
+        with running_server(tmp_path / method, *flags) as server, Client(server.endpoint) as client:
+            params = SamplingParams(temperature=0, max_new_tokens=200, ignore_eos=True)
+            answers.append([client.generate("One,", params).token_ids for _ in range(2)])
+            num_right = client.info().get("spec_decode_num_accepted_tokens_total", 0.0)
+    assert answers[0] == answers[1]
+    assert num_right > 100, "the second answer is that of the first"
 
 
 @pytest.mark.timeout(180)

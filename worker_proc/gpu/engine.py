@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -50,8 +49,8 @@ class TritonEngine(Engine):
 
     name = "triton"
     stores_tokens = True
-    supports_jump_forward = False  # a row of several tokens keeps a step out of its graph
-    supports_guesses = False  # for the same reason
+    supports_jump_forward = False  # with a row of several tokens a step is no decode graph
+    max_guess_samples = 64  # so that the graphs of short steps with prompts hold them
 
     def __init__(
         self,
@@ -66,6 +65,7 @@ class TritonEngine(Engine):
         ranks: "TPGroup | None" = None,
         prompt_sizes: Sequence[int] = (),
         flashinfer: bool = False,
+        guesses: bool = False,
     ) -> None:
         """Allocate the pages.
 
@@ -82,6 +82,8 @@ class TritonEngine(Engine):
             ranks: The processes with the other parts of the model.
             prompt_sizes: Tokens of the steps with prompts to capture, ascending.
             flashinfer: Prompts attend by FlashInfer, see flashinfer.py.
+            guesses: Tokens will be guessed: graphs of steps with prompts have room for
+                `max_guess_samples` sampled tokens, even if fewer rows run.
         """
         self.model = model
         self.ranks = ranks
@@ -98,6 +100,7 @@ class TritonEngine(Engine):
             self.name = "flashinfer"
         self._graph_sizes, self._prompt_sizes = graph_sizes, prompt_sizes
         self._capture = capture
+        self._min_samples = self.max_guess_samples if guesses else 0
         self._decode_graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
 
@@ -121,6 +124,7 @@ class TritonEngine(Engine):
                 partial(self._compute_prompts, table),
                 self._prompt_sizes,
                 self._graph_sizes[-1],
+                max(self._graph_sizes[-1], self._min_samples),
                 self._attention.max_queries,
                 table.device,
                 self._capture,
@@ -137,7 +141,7 @@ class TritonEngine(Engine):
         self._sample(table, logits.float(), metadata.slots, metadata.positions)
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        if inputs.decodes_only and (computed := self._replay(inputs)) is not None:
+        if inputs.has_single_tokens and (computed := self._replay(inputs)) is not None:
             return computed.hidden
         return self._forward(self._attention.plan_step(inputs))
 
@@ -148,6 +152,8 @@ class TritonEngine(Engine):
             return self.sample_rows(inputs, self._forward(metadata, sampled))
         if inputs.table.sampling.unprocessed[inputs.sampled_slots].all():
             return SampledTokens(computed.token_ids, stored=True)
+        if inputs.table.has_guesses:  # the graph has written its own samples over them
+            inputs.table.write_guesses()
         return self.sample_rows(inputs, computed.hidden)
 
     def kv_parts(self) -> Sequence[Tensor]:
@@ -183,7 +189,7 @@ class TritonEngine(Engine):
         """Run a step as a graph; None if no graph was captured for such a step."""
         layout, clock = inputs.layout, inputs.clock
         is_long = bool((layout.num_computed + layout.num_tokens > LONG_CONTEXT).any())
-        if inputs.decodes_only:
+        if inputs.has_single_tokens:
             graphs = self._decode_graphs
             if graphs is None or len(layout.slots) > graphs.max_rows:
                 return None
@@ -220,12 +226,11 @@ class TritonEngine(Engine):
 
 def prompt_step(inputs: StepInputs, max_queries: int) -> PromptStep:
     """Return what a graph of a step with prompts takes."""
-    last = np.cumsum(inputs.layout.num_tokens)[inputs.samples] - 1
     return PromptStep(
         inputs.token_slots,
         inputs.token_positions,
         query_blocks(inputs.layout, 0, max_queries),
-        last,
+        inputs.sample_places,
         inputs.sampled_slots,
         inputs.sample_positions - 1,
     )

@@ -6,7 +6,7 @@ kernel skips.
 
 There are two kinds. In a decode step every row has one token and samples. A step with prompts
 is described by its tokens, by the blocks of queries that its attention computes, and by the tokens
-that are sampled from; all three are padded.
+that are sampled from; all three are padded. A step with guesses is of the second kind.
 """
 
 from collections.abc import Callable, Sequence
@@ -223,6 +223,7 @@ class PromptGraphs:
         compute: Callable[[PromptInputs], GraphOutput],
         sizes: Sequence[int],
         max_rows: int,
+        max_samples: int,
         max_queries: int,
         device: torch.device,
         capture: Capture,
@@ -234,6 +235,8 @@ class PromptGraphs:
             compute: The step.
             sizes: Tokens of the steps to capture, ascending.
             max_rows: Rows that a step may have.
+            max_samples: Tokens that a step may sample: after the last one of a row, and after each
+                of its guesses.
             max_queries: Queries of a block.
             device: The GPU.
             capture: Captures a call.
@@ -241,7 +244,8 @@ class PromptGraphs:
         """
         self.last_replay: Callable[[], None] | None = None
         self._sizes = np.array(sizes)
-        self._shapes = {size: _PromptShape.of(size, max_rows, max_queries) for size in sizes}
+        bounds = (max_rows, max_samples, max_queries)
+        self._shapes = {size: _PromptShape.of(size, *bounds) for size in sizes}
         self._graphs: dict[int, CapturedStep] = {}
         for size in reversed(sizes):
             shape = self._shapes[size]
@@ -273,9 +277,9 @@ class _PromptShape(NamedTuple):
     samples: int
 
     @classmethod
-    def of(cls, tokens: int, max_rows: int, max_queries: int) -> "_PromptShape":
-        rows = min(tokens, max_rows)
-        return cls(tokens, -(-tokens // max_queries) + rows, rows)
+    def of(cls, tokens: int, max_rows: int, max_samples: int, max_queries: int) -> "_PromptShape":
+        num_blocks = -(-tokens // max_queries) + min(tokens, max_rows)
+        return cls(tokens, num_blocks, min(tokens, max_samples))
 
     def holds(self, step: PromptStep) -> bool:
         """Return whether a step of at most `tokens` tokens fits."""

@@ -26,9 +26,10 @@ def wants_draft(config: ServerConfig, device: torch.device, has_native_kernels: 
     if config.scheduler.speculative_method != "self":
         return False
     if not has_native_kernels:
+        other = "auto" if device.type == "cpu" else "ngram"
         raise ConfigError(
             "speculative_method self drafts with the native kernels of a CPU, which do not compute"
-            f" this model on {device}: take --speculative-method auto"
+            f" this model on {device}: take --speculative-method {other}"
         )
     return True
 

@@ -86,8 +86,9 @@ def make_runner(
 
     def with_pages(num_pages: int) -> Runner:
         max_decode_rows = config.scheduler.max_batch_size
+        guesses = config.scheduler.speculative_method == "ngram"
         engine = make_engine(
-            args, model, num_pages, dtype, device, max_decode_rows, ranks, has_draft
+            args, model, num_pages, dtype, device, max_decode_rows, ranks, has_draft, guesses
         )
         table = SlotTable(num_slots, context_length, num_pages, args.page_size, device)
         return Runner(engine, table, dtype, model.window)

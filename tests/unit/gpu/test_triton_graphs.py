@@ -92,7 +92,7 @@ def test_a_step_with_prompts_is_padded_to_the_next_number_of_tokens() -> None:
         seen.append([part.tolist() for part in inputs])
         return GraphOutput(inputs.sampled[:, None].float(), inputs.sampled_positions + 1)
 
-    graphs = PromptGraphs(compute, [4, 8], 2, 4, CPU, capture_on_a_cpu, lambda *_: None)
+    graphs = PromptGraphs(compute, [4, 8], 2, 2, 4, CPU, capture_on_a_cpu, lambda *_: None)
     step = PromptStep(
         np.array([5, 6, 6]), np.array([9, 0, 1]), np.array([[6, 5], [0, 9], [1, 0], [2, 1]]),
         np.array([0, 2]), np.array([5, 6]), np.array([9, 1]),
@@ -142,7 +142,9 @@ def small_mixtral(directory: Path) -> Path:
     return tiny_mixtral(directory, **SMALL, num_local_experts=3, sliding_window=6)
 
 
-def runner_with(directory: Path, capture: Capture | None, **flags: object) -> Runner:
+def runner_with(
+    directory: Path, capture: Capture | None, guesses: bool = False, **flags: object
+) -> Runner:
     """Build a runner with graphs of decode steps of 1 and 3 rows, and of 4 and 8 prompt tokens."""
     flags = {"device": str(DEVICE), "attention_backend": "triton", **flags}
     plain = runner_of(directory, max_total_tokens=512, disable_cuda_graph=True, **flags)
@@ -150,7 +152,7 @@ def runner_with(directory: Path, capture: Capture | None, **flags: object) -> Ru
     assert isinstance(plain.engine, TritonEngine)
     engine = TritonEngine(
         plain.engine.model, table.num_pages, table.page_size, plain.dtype, DEVICE,
-        deterministic, GRAPH_SIZES, capture, prompt_sizes=[4, 8],
+        deterministic, GRAPH_SIZES, capture, prompt_sizes=[4, 8], guesses=guesses,
     )  # fmt: skip
     engine.capture_graphs(table)
     return Runner(engine, table, plain.dtype)
