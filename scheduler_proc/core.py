@@ -117,6 +117,26 @@ class SchedulerCore:
         return self._width
 
     @property
+    def prefill_width(self) -> int:
+        """Largest number of requests that a step admits."""
+        return self._prefill_width
+
+    @property
+    def mode(self) -> BatchMode:
+        """What a step computes."""
+        return self._mode
+
+    @property
+    def budget(self) -> PrefillBudget:
+        """How many prompt tokens a step computes."""
+        return self._budget
+
+    @property
+    def target(self) -> StepTarget:
+        """How many of them it may compute so that it is in time."""
+        return self._target
+
+    @property
     def prefill_budget(self) -> int:
         """Number of prompt tokens that a step computes."""
         return self._budget.tokens
