@@ -22,6 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
+from cluster_proc.kept_processes import KeptProcesses
 from quadriga import __version__, programs
 from quadriga.config import server_config as configuration
 from quadriga.config.server_config import ServerConfig
@@ -29,17 +30,16 @@ from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.model_files.resolve import resolve_model
 from quadriga.model_files.servable import check_servable
 from quadriga.runtime.control_channel import Command, ControlChannel
-from quadriga.runtime.exit_codes import EXIT_OK, EXIT_START_FAILED
+from quadriga.runtime.exit_codes import EXIT_START_FAILED
 from quadriga.runtime.open_files import MAX_OPEN_FILES, allow_open_files
 from quadriga.runtime.parent_death import continue_at_parents_death
 from quadriga.supervisor.events import Death, ReadyAgain, SupervisorEvent
 from quadriga.supervisor.replicas import RING
-from quadriga.supervisor.supervisor import Supervisor
 from quadriga.wire.curve import inner_key_id
 from quadriga.wire.node_links import ReservedPort
 
 
-class Crew:
+class Crew(KeptProcesses):
     """The processes of one replica.
 
     Args:
@@ -60,36 +60,12 @@ class Crew:
         check_keys: Callable[[], None],
         connection: socket.socket,
     ) -> None:
+        names = [f"{program}/{number}" for program in RING]
+        flags = [*config.to_argv(), *links]
+        super().__init__(names, flags, programs.command_of, config.launch, check_keys, connection)
         self._address = address
-        self._check_keys = check_keys
-        self._names = [f"{program}/{number}" for program in RING]
-        self._worker, self._scheduler, _ = self._names
+        self._worker, self._scheduler, _ = names
         self._has_joined = False
-        self._supervisor = Supervisor(
-            [*config.to_argv(), *links], programs.command_of, config.launch, no_restart=[]
-        )
-        self._control = ControlChannel(connection, self._supervisor.run_dir)
-        self._supervisor.watch(self._control.fileno())
-
-    def run(self) -> int:
-        """Keep the processes until they have finished, or one has died for good.
-
-        Raises:
-            ConfigError: the keys of this machine are not the server's, at the start or a restart.
-        """
-        try:
-            self._check_keys()
-            for name in self._names:
-                self._supervisor.start(name)
-            while True:
-                event = self._supervisor.next_event(None)
-                if event is SupervisorEvent.STOP:
-                    return EXIT_OK
-                if isinstance(event, Death) and not self._survives(event):
-                    return EXIT_OK
-                self._take_in(event)
-        finally:
-            self._supervisor.clean_up()
 
     def _take_in(self, event: object) -> None:
         if isinstance(event, ReadyAgain):

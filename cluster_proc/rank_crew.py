@@ -16,20 +16,18 @@ import socket
 from collections.abc import Callable
 
 from cluster_proc.crew import crew_parser, run_crew
+from cluster_proc.kept_processes import KeptProcesses
 from quadriga import __version__, programs
 from quadriga.config.server_config import ServerConfig
-from quadriga.runtime.control_channel import ControlChannel
-from quadriga.runtime.exit_codes import EXIT_OK
 from quadriga.supervisor.events import Death, SupervisorEvent
-from quadriga.supervisor.supervisor import Supervisor
 from quadriga.wire.node_links import ReservedPort
 
 PROGRAM = "worker_proc.distributed.remote_rank"
 NAME = "worker_proc rank"
 
 
-class RankCrew:
-    """The ranks of one machine.
+class RankCrew(KeptProcesses):
+    """The ranks of one machine, which run until the actor ends the crew, or one dies for good.
 
     Args:
         config: the server's flags.
@@ -47,37 +45,19 @@ class RankCrew:
         check_keys: Callable[[], None],
         connection: socket.socket,
     ) -> None:
-        self._check_keys = check_keys
-        self._addresses = addresses
         ranks = [rank for rank, address in enumerate(addresses) if address]
-        self._names = [f"{NAME} {rank}/{number}" for rank in ranks]
+        names = [f"{NAME} {rank}/{number}" for rank in ranks]
         flags = [*config.to_argv(), "--rank-addresses", ",".join(addresses)]
-        self._supervisor = Supervisor(flags, _command_of, config.launch, no_restart=[])
-        self._control = ControlChannel(connection, self._supervisor.run_dir)
-        self._supervisor.watch(self._control.fileno())
+        super().__init__(names, flags, _command_of, config.launch, check_keys, connection)
+        self._addresses = [addresses[rank] for rank in ranks]
 
-    def run(self) -> int:
-        """Keep the ranks until the actor ends the crew, or one has died for good.
+    def _start(self) -> None:
+        super()._start()
+        self._control.report("ranks", addresses=self._addresses, version=__version__)
 
-        Raises:
-            ConfigError: the keys of this machine are not the server's, at the start or a restart.
-        """
-        try:
-            self._check_keys()
-            for name in self._names:
-                self._supervisor.start(name)
-            addresses = [address for address in self._addresses if address]
-            self._control.report("ranks", addresses=addresses, version=__version__)
-            while True:
-                event = self._supervisor.next_event(None)
-                if event is SupervisorEvent.STOP:
-                    return EXIT_OK
-                if event is SupervisorEvent.COMMAND:
-                    self._control.read_commands()
-                if isinstance(event, Death) and not self._survives(event):
-                    return EXIT_OK
-        finally:
-            self._supervisor.clean_up()
+    def _take_in(self, event: object) -> None:
+        if event is SupervisorEvent.COMMAND:
+            self._control.read_commands()
 
     def _survives(self, death: Death) -> bool:
         """Start a rank again; return False if the replica ends with it."""

@@ -18,7 +18,7 @@ from quadriga.model_files.resolve import resolve_model
 from quadriga.model_files.tokenizer import load_tokenizer
 from quadriga.runtime.child import Child, run_child
 from quadriga.runtime.control_channel import ControlChannel
-from quadriga.wire.messages.to_client import Info, PlainChunk, RichChunk, SentChunks, SentReplay
+from quadriga.wire.messages.to_client import Info, PlainChunk, SentChunks, SentReplay
 from quadriga.wire.messages.to_detok import (
     READ_DETOK_MESSAGE,
     Delivered,
@@ -151,7 +151,7 @@ def deliver(
             lost=message is None,
         )
         if news is not None:
-            indexes = [chunk.index if isinstance(chunk, RichChunk) else 0 for chunk in ended]
+            indexes = [chunk.choice for chunk in ended]
             delivered = ReplicaDelivered(**msgspec.structs.asdict(delivered), indexes=indexes)
         payload = b"" if message is None else encode(message)
         delivery.send_frames(client, payload, encode(delivered))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from quadriga.wire.messages.to_client import PlainChunk, RichChunk
+from quadriga.wire.messages.to_client import PlainChunk
 from quadriga.wire.messages.to_detok import StepOutput
 from quadriga.wire.messages.trace import RequestTrace, Span
 
@@ -30,8 +30,7 @@ def close_traces(
     for chunk in chunks:
         if chunk.end is None:
             continue
-        index = chunk.index if isinstance(chunk, RichChunk) else 0
-        trace = traces.get((client, chunk.request_id, index))
+        trace = traces.get((client, chunk.request_id, chunk.choice))
         if trace is not None:
             began_at = trace.ended_at
             ended_at = max(began_at, chunk.end.times.detokenized)

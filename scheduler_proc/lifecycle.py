@@ -14,6 +14,7 @@ from quadriga.errors import QuadrigaError, RequestFailed
 from quadriga.wire.messages import to_detok, to_scheduler
 from quadriga.wire.messages.to_client import ErrorInfo
 from quadriga.wire.messages.worker import GrammarReady, WorkerReady
+from scheduler_proc.core import SchedulerCore
 from scheduler_proc.durability.detok_outbox import DetokOutbox
 from scheduler_proc.durability.journal import NoJournal
 from scheduler_proc.durability.journal_recovery import RecoveredRequest
@@ -21,7 +22,6 @@ from scheduler_proc.events import StepEvents
 from scheduler_proc.forecast.recent_ends import RecentEnds
 from scheduler_proc.forecast.ttft_forecast import refuse_target
 from scheduler_proc.grammar_queue import GrammarQueue
-from scheduler_proc.kv_offload.kv_offload import KVOffload
 from scheduler_proc.kv_offload.offload_stats import OffloadStats
 from scheduler_proc.observe.guess_stats import GuessStats
 from scheduler_proc.observe.replica_report import ReplicaReport
@@ -33,7 +33,6 @@ from scheduler_proc.request_table import RequestTable
 from scheduler_proc.sender import Sender
 from scheduler_proc.state.plan import Capacity
 from scheduler_proc.state.request import FinishReason, Request, RequestFailure, WaitReason
-from scheduler_proc.static_core import make_core
 
 
 class EndObserver(Protocol):
@@ -78,7 +77,6 @@ class RequestLifecycle:
         self.tracer = Tracer(clock)
         self.end_observers: list[EndObserver] = []
         self.report: ReplicaReport | None = None
-        self.core = make_core(args, Capacity())
         self.grammars = GrammarQueue(worker)
         self.table = RequestTable(eos_ids)
         self.outbox = DetokOutbox(detok)
@@ -86,6 +84,7 @@ class RequestLifecycle:
         if args.speculative_method != "none":
             self.stats.guesses = GuessStats(args.num_speculative_tokens)
         self.offload_stats = OffloadStats()
+        self.core = SchedulerCore(args, Capacity(), 0, self.offload_stats)
         self.recent_ends = RecentEnds()
         self.events = StepEvents()
         self.queue_wait_s: float | None = None
@@ -195,14 +194,13 @@ class RequestLifecycle:
         )  # fmt: skip
         capacity = Capacity(
             ready.num_pages, ready.page_size, ready.prefill_tokens, ready.window,
-            ready.step_costs, ready.draft_costs,
+            ready.step_costs, ready.draft_costs, ready.stored,
         )  # fmt: skip
         self.grammars.forget_all()
-        self.core = make_core(self._args, capacity, self.core.num_retractions)
+        num_retractions = self.core.num_retractions
+        self.core = SchedulerCore(self._args, capacity, num_retractions, self.offload_stats)
         if self.report is not None:
             self.report.watch(self.core.kv)
-        if ready.stored is not None:
-            self.core.offload = KVOffload(self.core.kv, ready.stored, self.offload_stats)
         for request in self.table:
             request.reset_for_new_worker()
         if poison is not None:

@@ -249,5 +249,5 @@ class Scheduler:
         """Raise AssertionError where pages are lost, or held by no request (for tests)."""
         core = self.lifecycle.core
         core.kv.check(core.page_holders)
-        if not self.lifecycle.table and self.pipeline.idle and core.num_loads == 0:
+        if not self.lifecycle.table and self.pipeline.idle and not core.offload.loads:
             assert core.kv.num_held == 0, "pages are held by no request"

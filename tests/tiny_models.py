@@ -132,6 +132,24 @@ def tiny_llama(directory: Path, tie: bool = True, **changes: Any) -> Path:
     return like_llama(LlamaForCausalLM, LlamaConfig, directory, tie, changes)
 
 
+def odd_llama(directory: Path, **changes: Any) -> Path:
+    """Write a Llama with 8 biased heads of 24 over one key/value head, and sizes that are odd.
+
+    The 150 channels of its MLP and its 517 tokens fill no whole number of vectors; its embedding is
+    not tied. `changes` are further fields of LlamaConfig.
+    """
+    fields = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "intermediate_size": 150,
+        "vocab_size": VOCAB_SIZE + 5,
+    }
+    return tiny_llama(directory, tie=False, **{**fields, **changes})
+
+
 def tiny_mistral(directory: Path, **changes: Any) -> Path:
     """Write a model like tiny_llama with a window of 24 tokens."""
     changes = {"sliding_window": 24, "head_dim": 16, **changes}

@@ -2,7 +2,7 @@
 
 Steps are played one after the other, by the rules of the core and at the prices of the last steps.
 A step has a token for each request that decodes, what is left of prompts that are partly computed,
-and waiting prompts as far as slots, pages and the step's budget last; prefill_sharing.py says how
+and waiting prompts as far as slots, pages and the step's budget last; prefill/sharing.py says how
 prompts share it. Running requests end after the lengths that recent answers had, or at their
 max_new_tokens; each end makes room for the next requests of the queue.
 
@@ -22,7 +22,7 @@ from scheduler_proc.forecast.recent_ends import RecentEnds
 from scheduler_proc.forecast.shared_beginnings import SharedBeginnings
 from scheduler_proc.forecast.spread import Spread
 from scheduler_proc.planning.admission import MAX_EXPECTED_TOKENS
-from scheduler_proc.planning.prefill_sharing import age_of
+from scheduler_proc.prefill.sharing import age_of
 from scheduler_proc.state.plan import BatchMode
 from scheduler_proc.state.request import Request, RequestStatus
 
@@ -65,7 +65,7 @@ class WaitForecast:
         self._ends = ends
         self._costs = costs
         self._ratio = core.admission.ratio.value
-        self._sharing = copy.copy(core.sharing)
+        self._sharing = copy.copy(core.prefill.sharing)
         self._num_slots = core.admission.num_free_slots
         self._num_free_tokens = float(core.kv.num_available * core.kv.page_size)
         self._lengths = Spread()
@@ -159,7 +159,7 @@ class WaitForecast:
     def _compose(self) -> PlayedStep:
         """Return the prompts of the next step; none where a running request has to end first."""
         step, partial = PlayedStep(self._num_decodes), self._partial
-        budget, sharing = self._core.budget, self._sharing
+        budget, sharing = self._core.prefill.budget, self._sharing
         if self._core.mode is BatchMode.DECODE_FIRST and len(self._running) >= self._core.width:
             return step
         if partial:
@@ -181,7 +181,7 @@ class WaitForecast:
     def _add(self, prompt: PlayedPrompt, limit: int, step: PlayedStep) -> int:
         """Add the next tokens of a prompt, at most `limit`. Return their number."""
         count = prompt.num_uncomputed_tokens
-        if self._core.budget.cuts_prompts:
+        if self._core.prefill.budget.cuts_prompts:
             count = self._in_time(min(count, limit), prompt.num_computed_tokens, step)
         if count > 0:
             step.add(prompt, count)
@@ -191,18 +191,18 @@ class WaitForecast:
         return count
 
     def _in_time(self, limit: int, context: int, step: PlayedStep) -> int:
-        return self._core.target.limit(limit, context, step, self._num_decodes)
+        return self._core.prefill.target.limit(limit, context, step, self._num_decodes)
 
     def _admit(self, budget: int, step: PlayedStep) -> None:
         """Admit waiting prompts, as far as width, tokens, slots and pages last."""
         core, whole_budget = self._core, budget
-        num_admissible = min(core.prefill_width, self._num_slots)
+        num_admissible = min(core.prefill.width, self._num_slots)
         lookahead = core.waiting.lookahead
         num_looked_at = num_admissible + lookahead + self._sharing.lookahead
         candidates = self._waiting[:num_looked_at] if num_admissible else []
         if len(candidates) == len(self._waiting):
             wanted = sum(prompt.num_uncomputed_tokens for prompt in candidates)
-            budget = core.budget.stretched(budget, wanted)
+            budget = core.prefill.budget.stretched(budget, wanted)
         num_admitted = 0
         for prompt in candidates:
             count = self._num_to_begin(prompt, budget, len(self._waiting) - num_admitted, step)
@@ -231,7 +231,7 @@ class WaitForecast:
         self, prompt: PlayedPrompt, budget: int, num_waiting: int, step: PlayedStep
     ) -> int | None:
         """Return how many of a waiting prompt's tokens the step can take, as the core does it."""
-        rules, sharing = self._core.budget, self._sharing
+        rules, sharing = self._core.prefill.budget, self._sharing
         num_uncached, num_cached = prompt.num_uncomputed_tokens, prompt.num_computed_tokens
         if self._is_behind(prompt):
             return None
@@ -309,7 +309,7 @@ class WaitForecast:
     def _num_alike(self, step: PlayedStep) -> int:
         """Return how many steps go on with one prompt alone, as this one does."""
         (prompt, *others), count = step.requests, step.num_tokens[0]
-        budget = self._core.budget.tokens
+        budget = self._core.prefill.budget.tokens
         is_alone = len(self._partial) == 1 and not others and prompt.admitted_s != self._seconds
         may_admit = self._waiting and self._stuck_budget < budget and self._sharing.may_admit(1)
         if not is_alone or may_admit:
@@ -335,5 +335,5 @@ class WaitForecast:
         """Return the seconds after which the step that runs now ends, on average."""
         if not self._running and not self._partial:
             return 0.0
-        num_tokens = self._core.budget.tokens if self._partial else 0
+        num_tokens = self._core.prefill.budget.tokens if self._partial else 0
         return self._costs.seconds(self._num_decodes, num_tokens) / 2

@@ -1,1 +1,1 @@
-"""The rules of the core: limits, admission and quarantine."""
+"""Which requests may run: limits, slots, pages, quarantine; the costs of steps, and guesses."""

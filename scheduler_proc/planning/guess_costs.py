@@ -1,48 +1,43 @@
 """Seconds of steps that compute guesses, and of what makes the guesses."""
 
-import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 
 from quadriga.wire.messages.worker import StepCost
-from scheduler_proc.state.guess_record import PRIOR_RIGHT
+from scheduler_proc.state.guess_record import MEMORY, PRIOR_RIGHT
 
-SCALE_WEIGHT, SIZE_WEIGHT = 0.1, 0.02  # of a step, in what is known of all and of its size
-MAX_CHANGE = 2.0  # a step that took longer than that was disturbed
+# What a further token adds at least, in steps of one token. It is never free, and what is learned
+# later is a factor of it.
+MIN_SLOPE = 0.005
 
 
 class StepCosts:
-    """Seconds of a decode step by its number of tokens, interpolated.
-
-    They begin with what the worker has measured when it started, and follow the steps that it runs.
-    """
+    """Seconds of a decode step by its number of tokens, interpolated between measured ones."""
 
     def __init__(self, costs: Sequence[StepCost]) -> None:
         self._sizes = [cost.num_tokens for cost in costs]
-        self._seconds: list[float] = []
-        for cost in costs:  # a larger step is never faster: a measurement may be disturbed
-            self._seconds.append(max([cost.seconds, *self._seconds[-1:]]))
-        self._scale = 1.0  # of all sizes: contexts become longer, and the machine busier
+        # A smaller step is never slower: a measurement that says so was disturbed.
+        shortest = list(accumulate((cost.seconds for cost in reversed(costs)), min))[::-1]
+        self._seconds, least = shortest[:1], MIN_SLOPE * shortest[0]
+        for (begin, end), end_s in zip(pairwise(self._sizes), shortest[1:], strict=True):
+            self._seconds.append(max(end_s, self._seconds[-1] + least * (end - begin)))
+        spans = zip(pairwise(self._sizes), pairwise(self._seconds), strict=True)
+        self._slopes = [
+            (end_s - begin_s) / (end - begin) for (begin, end), (begin_s, end_s) in spans
+        ]
 
     def seconds(self, num_tokens: int) -> float:
         """Return the seconds of a step, in proportion to those of other sizes."""
-        sizes, seconds = self._sizes, self._seconds
-        end = min(max(bisect_left(sizes, num_tokens), 1), len(sizes) - 1)
-        slope = (seconds[end] - seconds[end - 1]) / (sizes[end] - sizes[end - 1])
-        return seconds[end] + slope * (num_tokens - sizes[end])
+        end = self._end_of_span(num_tokens)
+        return self._seconds[end] + self._slopes[end - 1] * (num_tokens - self._sizes[end])
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Take in the seconds of a step; what is unusual for its size alone changes that size."""
-        index = bisect_left(self._sizes, num_tokens)
-        if index == len(self._sizes) or seconds <= 0.0:
-            return
-        ratio = seconds / self.seconds(num_tokens)
-        self._scale += SCALE_WEIGHT * (ratio - self._scale)
-        change = min(max(ratio / self._scale, 1 / MAX_CHANGE), MAX_CHANGE)
-        lowest = self._seconds[index - 1] if index else 0.0
-        highest = self._seconds[index + 1] if index + 1 < len(self._sizes) else math.inf
-        changed = self._seconds[index] * (1 + SIZE_WEIGHT * (change - 1))
-        self._seconds[index] = min(max(changed, lowest), highest)
+    def least_s_a_token(self, num_tokens: int) -> float:
+        """Return the least seconds that any further token adds to a step of so many."""
+        return min(self._slopes[self._end_of_span(num_tokens + 1) - 1 :])
+
+    def _end_of_span(self, num_tokens: int) -> int:
+        return min(max(bisect_left(self._sizes, num_tokens), 1), len(self._sizes) - 1)
 
 
 class GuessSourceCosts:
@@ -52,9 +47,17 @@ class GuessSourceCosts:
 
     Attributes:
         prior_right: right guesses that are taken for granted of a new request.
+        memory: weight of a request's earlier guesses at each of its steps with guesses.
+        fading: the same at each of its steps without.
     """
 
     prior_right = PRIOR_RIGHT
+    memory = MEMORY
+    fading = 1.0
+
+    def numbers_of_rounds(self, most: int) -> Sequence[int]:
+        """Return the numbers of rounds to choose from, of which a larger one may cost more."""
+        return (most,)
 
     def round_s(self, num_rows: int) -> float:  # noqa: ARG002 (of other sources)
         """Return the seconds of a round for so many rows; 0.0 for none."""

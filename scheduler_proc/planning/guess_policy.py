@@ -3,17 +3,18 @@
 A guess costs what a step takes longer with one more token, which the worker has measured, and
 brings a token if it and all guesses of its row before it are right, for which the request's recent
 guesses stand. So the guesses that are most likely to be right come first, as long as they raise the
-tokens per second of the step. With many rows a further token costs as much as it brings, and
-nothing is guessed. What steps with guesses really bring is compared with those without
-(guess_trial.py).
+tokens per second of the step (guess_choice.py). With many rows a further token costs as much as it
+brings, and nothing is guessed. What steps with guesses really take and bring is compared with steps
+without (guess_trial.py).
 """
 
 from collections.abc import Sequence
 
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.wire.messages.arrays import num_ids
-from quadriga.wire.messages.worker import StepCost, StepResult
+from quadriga.wire.messages.worker import GuessedRow, StepCost, StepResult
 from scheduler_proc.planning.draft_costs import DraftCosts
+from scheduler_proc.planning.guess_choice import GuessChoice
 from scheduler_proc.planning.guess_costs import GuessSourceCosts, StepCosts
 from scheduler_proc.planning.guess_trial import GuessTrial
 from scheduler_proc.state.batch import ScheduleBatch
@@ -22,8 +23,7 @@ from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.request import Request
 
 MAX_GUESSING_ROWS = 32  # in a larger step a further token costs its full share of the time
-MIN_GAIN = 1.05  # tokens per second with guesses, over those without
-MIN_RATE = 0.05  # share of right guesses below which none is planned
+MAX_TRYING_ROWS = 8  # in a larger step a try is not worth its time
 
 
 class GuessPolicy:
@@ -52,7 +52,7 @@ class GuessPolicy:
         if not limits:
             return
         if self._costs is not None:
-            if not self._trial_of(batch).may_guess():
+            if sum(batch.num_tokens) > MAX_GUESSING_ROWS or not self._trial_of(batch).may_guess():
                 return
             limits = self._that_pay(self._costs, batch, limits)
         if any(limits.values()):
@@ -61,57 +61,55 @@ class GuessPolicy:
 
     def observe(self, batch: ScheduleBatch, result: StepResult) -> None:
         """Take in which guesses of a step were right, and how long it took."""
-        num_tokens = sum(batch.num_tokens)
         for row in result.guessed:
             record = self._record(batch.requests[row.row])
             record.observe(row.num_guesses, num_ids(row.token_ids))
-            num_tokens += row.num_guesses
-        if self._costs is not None and batch.num_decodes == batch.batch_size:
-            seconds = result.ended - result.began
-            source_s = self._source.all_s(row.num_guesses for row in result.guessed)
-            step_s = self._costs.seconds(num_tokens)
-            self._costs.observe(num_tokens, seconds * step_s / (step_s + source_s))
-            further = sum(num_ids(row.token_ids) for row in result.guessed)
-            trial = self._trial_of(batch)
-            trial.observe(bool(result.guessed), batch.batch_size + further, seconds)
+        seconds = result.ended - result.began
+        if self._costs is not None and batch.num_decodes == batch.batch_size and seconds > 0.0:
+            self._compare(self._costs, batch, result.guessed, seconds)
+
+    def _compare(
+        self, costs: StepCosts, batch: ScheduleBatch, guessed: list[GuessedRow], seconds: float
+    ) -> None:
+        """Compare the seconds of a step, and the tokens that it brought, with the expected ones."""
+        num_tokens, counts = sum(batch.num_tokens), [row.num_guesses for row in guessed]
+        trial, plain_s = self._trial_of(batch), costs.seconds(num_tokens)
+        if not counts:
+            trial.observe_plain(seconds / plain_s)
+            return
+        added_s = costs.seconds(num_tokens + sum(counts)) - plain_s + self._source.all_s(counts)
+        num_right = sum(num_ids(row.token_ids) for row in guessed)
+        trial.observe_guesses(
+            sum(counts), num_right / batch.batch_size, seconds / plain_s, added_s / plain_s
+        )
 
     def _trial_of(self, batch: ScheduleBatch) -> GuessTrial:
-        return self._trials.setdefault(batch.batch_size.bit_length(), GuessTrial())
+        size = batch.batch_size.bit_length()
+        if size not in self._trials:
+            self._trials[size] = GuessTrial(1 << size - 1)
+        return self._trials[size]
 
     def _that_pay(
         self, costs: StepCosts, batch: ScheduleBatch, limits: dict[int, int]
     ) -> dict[int, int]:
         """Return the numbers of guesses that raise the tokens per second most."""
-        num_tokens = sum(batch.num_tokens)
-        if num_tokens > MAX_GUESSING_ROWS:
-            return {}
+        trial = self._trial_of(batch)
+        choice = GuessChoice(
+            costs, self._source, batch.batch_size, sum(batch.num_tokens), trial.cost_factor
+        )
         records = {row: self._record(batch.requests[row]) for row in limits}
-        expected, best, source_s = float(batch.batch_size), 0, 0.0
-        rows_by_place = [0] * self._most
-        best_rate = MIN_GAIN * expected / costs.seconds(num_tokens)
-        guesses = sorted(
-            ((chance**(place + 1), row, place) for row, most in limits.items()
-             if (chance := records[row].rate) > MIN_RATE for place in range(most)),
-            reverse=True,
-        )  # fmt: skip
-        for count, (chance, _row, place) in enumerate(guesses, 1):
-            expected += chance
-            source_s += self._source.one_more_s(rows_by_place[place])
-            rows_by_place[place] += 1
-            rate = expected / (costs.seconds(num_tokens + count) + source_s)
-            if rate > best_rate:
-                best, best_rate = count, rate
-        numbers = dict.fromkeys(limits, 0)
-        for _chance, row, _place in guesses[:best]:
-            numbers[row] += 1
-        for row in limits:
-            if not numbers[row] and batch.batch_size <= MAX_GUESSING_ROWS // 4:
+        rates = {row: record.rate for row, record in records.items()}
+        numbers = choice.numbers(rates, limits, trial.max_guesses)
+        tries = batch.batch_size <= MAX_TRYING_ROWS and choice.one_can_pay
+        for row in [row for row, number in numbers.items() if not number]:
+            records[row].fade(self._source.fading)
+            if tries:
                 numbers[row] = int(records[row].may_try())
         return numbers
 
     def _record(self, request: Request) -> GuessRecord:
         if request.guess_record is None:
-            request.guess_record = GuessRecord(self._source.prior_right)
+            request.guess_record = GuessRecord(self._source.prior_right, self._source.memory)
         return request.guess_record
 
 

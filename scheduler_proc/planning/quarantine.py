@@ -9,7 +9,6 @@ far. A request that is alone in the steps in flight at its third crash is the po
 from collections.abc import Iterable, Iterator
 
 from quadriga.errors import RequestFailed
-from scheduler_proc.policies.base import WaitingQueue
 from scheduler_proc.state.request import Request
 
 CRASHES_TO_QUARANTINE = 2
@@ -83,8 +82,3 @@ class Quarantine:
                 return request
             self.remove(request)
         return None
-
-
-def push(request: Request, waiting: WaitingQueue, quarantine: Quarantine) -> None:
-    """Add a request to the quarantine, or to the waiting queue if it has killed no workers."""
-    (quarantine if is_quarantined(request) else waiting).push(request)

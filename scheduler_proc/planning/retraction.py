@@ -1,20 +1,9 @@
 """Take the pages of running requests for others; what was taken waits, and goes on later."""
 
 from quadriga.config.scheduler_args import SchedulerArgs
-from scheduler_proc.planning.admission import Admission
-from scheduler_proc.planning.quarantine import Quarantine, push
-from scheduler_proc.policies.base import WaitingQueue
-from scheduler_proc.state.batch import RunningBatch
-from scheduler_proc.state.kv_cache import KVCache
-from scheduler_proc.state.plan import Plan, Room
-from scheduler_proc.state.request import (
-    Request,
-    RequestFailure,
-    RequestStatus,
-    RetractReason,
-    priority_retraction_key,
-    retraction_key,
-)
+from scheduler_proc.planning.core_state import CoreState
+from scheduler_proc.state.plan import Plan
+from scheduler_proc.state.request import Request, RequestFailure, RequestStatus, RetractReason
 
 DEFAULT_PREEMPTION_THRESHOLD = 10
 
@@ -24,11 +13,7 @@ class Retraction:
 
     Args:
         args: the scheduler's flags.
-        kv: the pages.
-        admission: the slots and the holders of pages.
-        running: the requests that may be retracted.
-        waiting: gets the requests that were retracted, but for those of the quarantine.
-        quarantine: the requests that run alone.
+        state: the requests and pages.
         num_retractions: those before.
 
     Attributes:
@@ -36,21 +21,10 @@ class Retraction:
         preempts: urgent requests take the slots of others.
     """
 
-    def __init__(
-        self,
-        args: SchedulerArgs,
-        kv: KVCache,
-        admission: Admission,
-        running: RunningBatch,
-        waiting: WaitingQueue,
-        quarantine: Quarantine,
-        num_retractions: int,
-    ) -> None:
-        self._kv = kv
-        self._admission = admission
-        self._running = running
-        self._waiting = waiting
-        self._quarantine = quarantine
+    def __init__(self, args: SchedulerArgs, state: CoreState, num_retractions: int) -> None:
+        self._state = state
+        self._admission = state.admission
+        self._running = state.running
         self.num_retractions = num_retractions
         self._by_priority = by_priority = args.schedule_policy == "priority"
         self._retraction_key = priority_retraction_key if by_priority else retraction_key
@@ -58,35 +32,15 @@ class Retraction:
         self.preempts = by_priority and not args.is_fair
         self._threshold = args.priority_preemption_threshold or DEFAULT_PREEMPTION_THRESHOLD
 
-    def ensure_page(self, request: Request, plan: Plan, has_loads: bool) -> Room:
-        """See that a page is available for a running request, retracting others if needed.
-
-        The pages of a retracted request come back when its steps in flight are answered.
-
-        Args:
-            request: needs the page.
-            plan: the step that is planned.
-            has_loads: loads are under way, whose pages come back when they are done.
-        """
-        while self._kv.num_available == 0:
-            if self._admission.pending_release:
-                return Room.WAIT
-            running = self._running.all_requests
-            if len(running) > 1:
-                victim = self._victim(running)
-                self.retract(victim, RetractReason.PAGES, plan)
-                if victim is request:
-                    return Room.WAIT
-            elif not self._kv.free_duplicates(request):
-                return Room.WAIT if plan.in_flight or has_loads else Room.POOL_FULL
-        return Room.FREE
-
-    def _victim(self, running: list[Request]) -> Request:
-        """Return the request that gives its pages to others.
+    def victim(self) -> Request | None:
+        """Return the request that gives its pages to others; None where only one runs.
 
         Of prompts that are partly computed it is the last of those that have the smallest share, so
         that two of them do not retract one another in turns.
         """
+        running = self._running.all_requests
+        if len(running) < 2:
+            return None
         victim, partial = min(running, key=self._retraction_key), self._running.partial
         if victim.seq not in partial:
             return victim
@@ -134,4 +88,14 @@ class Retraction:
         request.num_computed_tokens = 0
         request.may_load = True
         request.forget_prompt_logprobs()
-        push(request, self._waiting, self._quarantine)
+        self._state.queue(request)
+
+
+def retraction_key(request: Request) -> tuple[bool, int, int]:
+    """Order of retraction: the background, then the request that has generated least."""
+    return not request.is_background, request.num_generated, -request.num_prompt
+
+
+def priority_retraction_key(request: Request) -> tuple[int, int, int]:
+    """Order of retraction where priorities count: the lowest priority comes first."""
+    return request.priority, request.num_generated, -request.num_prompt

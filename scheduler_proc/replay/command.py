@@ -79,8 +79,7 @@ def _run(arguments: argparse.Namespace, flags: list[str]) -> int:
     request = journal.find(arguments.id, arguments.choice)
     prompt, params = prompt_of(request), params_of(request)
     with _connected(arguments, flags, journal) as client:
-        info = client.info()
-        _check_model(journal, info)
+        _check_model(journal, client.info())
         answer = client.generate(prompt, params)
         then = request.tokens.tolist()
         difference = first_difference(then, answer.token_ids)
@@ -88,7 +87,8 @@ def _run(arguments: argparse.Namespace, flags: list[str]) -> int:
             print(f"equal: all {len(then)} tokens of {arguments.id}, seed {params.seed}")
         else:
             _print_difference(client, difference, len(then), len(prompt))
-    _print_kernels(request.kernels, info["kernels"] or "")
+        # Asked for after the answer: while a worker starts, the server has no kernels to name.
+        _print_kernels(request.kernels, client.info()["kernels"] or "")
     return EXIT_EQUAL if difference is None else EXIT_DIFFERS
 
 

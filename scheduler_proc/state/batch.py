@@ -168,14 +168,17 @@ class RunningBatch:
     others, only a few of them have rows.
 
     Args:
+        width: largest number of decode rows of a step.
         num_beside: number of requests in the background that run beside others.
         next_rows: which of the others have rows, as take_turns.
 
     Attributes:
+        width: largest number of decode rows of a step.
         partial: the requests, beside them, of whose prompts only a part is computed, by number.
     """
 
-    def __init__(self, num_beside: int = 0, next_rows: NextRows = take_turns) -> None:
+    def __init__(self, width: int, num_beside: int, next_rows: NextRows) -> None:
+        self.width = width
         self._num_beside = num_beside
         self._next_rows = next_rows
         self._foreground: dict[int, Request] = {}
@@ -201,6 +204,16 @@ class RunningBatch:
         return [*self, *self.partial.values()]
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no request decodes, or is partially prefilled."""
+        return not (self._foreground or self._background or self.partial)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of decode rows of the next step."""
+        return min(self.width, self.num_active)
+
+    @property
     def num_active(self) -> int:
         """Number of decoding requests that do not pause."""
         return len(self._foreground) + self._num_active_in_background
@@ -218,10 +231,10 @@ class RunningBatch:
         self._background.pop(request.seq, None)
         self.partial.pop(request.seq, None)
 
-    def next_group(self, width: int) -> list[Request]:
-        """Return the next `width` requests, and move them to the end."""
-        group = self._next_rows(self._foreground, width)
+    def next_group(self) -> list[Request]:
+        """Return the requests that have the next rows, and move them to the end."""
+        group = self._next_rows(self._foreground, self.width)
         if self._background:
-            room = min(width - len(group), self._num_active_in_background)
+            room = min(self.width - len(group), self._num_active_in_background)
             group += take_turns(self._background, room)
         return group

@@ -13,11 +13,13 @@ class GuessRecord:
 
     Attributes:
         prior_right: right guesses that are taken for granted.
+        memory: weight of earlier guesses at each step with guesses.
         pause: steps without guesses before the next try; doubled while tries fail.
         wait: steps that are left of it.
     """
 
     prior_right: float = PRIOR_RIGHT
+    memory: float = MEMORY
     _right: float = 0.0
     _wrong: float = 0.0
     pause: int = FIRST_PAUSE
@@ -31,10 +33,15 @@ class GuessRecord:
 
     def observe(self, num_guesses: int, num_right: int) -> None:
         """Take in the guesses of a step. Those after the first wrong one say nothing."""
-        self._right = MEMORY * self._right + num_right
-        self._wrong = MEMORY * self._wrong + (num_right < num_guesses)
+        self._right = self.memory * self._right + num_right
+        self._wrong = self.memory * self._wrong + (num_right < num_guesses)
         if num_right:
             self.pause = FIRST_PAUSE
+
+    def fade(self, weight: float) -> None:
+        """Trust earlier guesses less after a step without guesses."""
+        self._right *= weight
+        self._wrong *= weight
 
     def may_try(self) -> bool:
         """Return whether a request whose guesses do not pay should try one; count the step."""

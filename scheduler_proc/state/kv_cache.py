@@ -109,6 +109,10 @@ class KVCache:
         request.prefix_node = node
         return node
 
+    def num_cached_tokens(self, request: Request) -> int:
+        """Return how many tokens of a waiting request are cached."""
+        return self.match_prefix(request).depth * self.page_size
+
     def pages_needed(self, request: Request) -> int:
         """Return how many available pages `allocate` would use.
 

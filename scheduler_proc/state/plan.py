@@ -18,6 +18,7 @@ class Capacity(NamedTuple):
         window: number of tokens, itself included, that a token sees in every layer; 0: all.
         step_costs: of decode steps; empty: the worker does not guess tokens.
         draft_costs: of steps that draft guesses; empty: none does.
+        stored: names of the KV pages beyond the pool, joined; None: there are no tiers for them.
     """
 
     num_pages: int = 0
@@ -26,6 +27,7 @@ class Capacity(NamedTuple):
     window: int = 0
     step_costs: Sequence[StepCost] = ()
     draft_costs: Sequence[StepCost] = ()
+    stored: bytes | None = None
 
 
 class BatchMode(str, enum.Enum):
@@ -42,18 +44,6 @@ class BatchMode(str, enum.Enum):
     MIXED = "mixed"
     DECODE_FIRST = "decode-first"
     ALTERNATE = "alternate"
-
-
-class Room(enum.Enum):
-    """Whether a request gets another page.
-
-    FREE: it does. WAIT: not in this step, because it was retracted itself or because pages come
-    back when steps in flight are answered. POOL_FULL: it fills the whole pool alone.
-    """
-
-    FREE = enum.auto()
-    WAIT = enum.auto()
-    POOL_FULL = enum.auto()
 
 
 @dataclass(slots=True)

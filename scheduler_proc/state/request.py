@@ -350,14 +350,4 @@ def _recorder_of(message: Submit) -> SpanRecorder | None:
     return SpanRecorder(message.trace, message.received_at, message.tokenized_at)
 
 
-def retraction_key(request: Request) -> tuple[bool, int, int]:
-    """Order of retraction: the background, then the request that has generated least."""
-    return not request.is_background, request.num_generated, -request.num_prompt
-
-
-def priority_retraction_key(request: Request) -> tuple[int, int, int]:
-    """Order of retraction where priorities count: the lowest priority comes first."""
-    return request.priority, request.num_generated, -request.num_prompt
-
-
 RequestFailure = tuple[Request, QuadrigaError]

@@ -13,8 +13,10 @@ from tests.server import kill_tree, launch, stop, wait_until, wait_until_ready
 
 STREAMS = 12
 MODEL_FLAGS = ["--dtype", "float32", "--worker-threads", "1", "--max-total-tokens", "8192"]
-GREEDY = SamplingParams(temperature=0, max_new_tokens=120, ignore_eos=True)
-SEEDED = SamplingParams(temperature=1.0, seed=5, max_new_tokens=120, ignore_eos=True)
+# Enough that the streams of a fast machine still run when a replica is lost.
+NEW_TOKENS = 230
+GREEDY = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, seed=5, max_new_tokens=NEW_TOKENS, ignore_eos=True)
 
 
 async def run_streams(

@@ -203,7 +203,7 @@ def retract_one(scheduler: "Scheduler", number: int) -> None:
     from scheduler_proc.state.request import RetractReason
 
     core = scheduler.lifecycle.core
-    running, plan = list(core._running), Plan(in_flight=False)
+    running, plan = list(core.running), Plan(in_flight=False)
     if running and core.quarantine.current is None:
         core.retraction.retract(running[number % len(running)], RetractReason.PAGES, plan)
     scheduler.lifecycle.fail_all(plan.failed)

@@ -16,7 +16,7 @@ from tokenizer_proc.replicas.router import Router
 class PlacedRequests:
     """Requests from their Submit to the end of their last choice, and where the last ones ended.
 
-    Sends nothing: `Replicas` does.
+    Sends nothing: `Dispatch` does.
 
     Args:
         replicas: those that have joined.

@@ -23,7 +23,8 @@ from quadriga.wire.messages.to_scheduler import (
     WatchSteps,
 )
 from quadriga.wire.sockets import Outbox, encode
-from tokenizer_proc.replicas.placed import Name, PlacedRequest
+from tokenizer_proc.replicas.dispatch import Dispatch
+from tokenizer_proc.replicas.placed import Name
 from tokenizer_proc.replicas.placed_requests import PlacedRequests
 from tokenizer_proc.replicas.questions import MergedAnswer, Questions
 from tokenizer_proc.replicas.replica_set import ReplicaSet
@@ -57,7 +58,6 @@ class Replicas:
 
     Attributes:
         requests: the open requests.
-        num_moved: number of requests that went on at another replica.
     """
 
     def __init__(
@@ -75,11 +75,9 @@ class Replicas:
         self._replicas = ReplicaSet(num_replicas, router)
         self._show = show
         self.requests = PlacedRequests(self._replicas, router, block_tokens)
-        self._waiting: dict[Name, PlacedRequest] = {}
+        self._dispatch = Dispatch(self._replicas, router, self.requests)
         self._questions = Questions()
-        self._is_draining = False
         self._num_recalls = 0
-        self.num_moved = 0
 
     # --- to the schedulers ------------------------------------------------------------------------
 
@@ -87,16 +85,15 @@ class Replicas:
         """Send a message of the frontend to the schedulers that it concerns."""
         match message:
             case Submit():
-                self._submit(message)
+                self._dispatch.submit(message)
             case AbortRequest():
-                self._abort(message)
+                self._dispatch.abort(message)
             case InfoRequest() | ProgressRequest():
                 self._ask(message)
             case WatchSteps():
                 self._watch(message)
             case Drain():
-                self._is_draining = True
-                self._send_drain()
+                self._dispatch.begin_drain()
             case _:
                 self._replicas.broadcast(message)
 
@@ -105,7 +102,7 @@ class Replicas:
             values = {
                 **question.values,
                 "num_replicas": self._replicas.size,
-                "requests_moved": self.num_moved,
+                "requests_moved": self._dispatch.num_moved,
             }
             question = msgspec.structs.replace(question, values=values)
         self._questions.ask(question, (n for n, r in self._replicas.live() if not r.dead))
@@ -130,42 +127,6 @@ class Replicas:
         """Send everything to new schedulers."""
         for number, _ in list(self._replicas.live()):
             self._resend(number)
-
-    def _submit(self, submit: Submit) -> None:
-        placed = self.requests.submit(submit)
-        if placed.replica is not None:
-            self._replicas[placed.replica].outbox.send(submit)
-        elif submit.client_retry and not self._replicas.all_known:
-            self._waiting[placed.name] = placed
-        else:
-            self._place(placed)
-
-    def _place(self, placed: PlacedRequest) -> None:
-        """Send a request to a replica. It waits while there is none."""
-        if not self._router.has_replica:
-            self._waiting[placed.name] = placed
-            return
-        replica = self._replicas[self.requests.place(placed)]
-        replica.outbox.send(placed.next_submit())
-        if placed.aborted_by:
-            replica.outbox.send(AbortRequest(*placed.name, placed.aborted_by))
-
-    def _abort(self, message: AbortRequest) -> None:
-        for request_id, placed in self.requests.of_client(message.client).items():
-            if message.request_id in ("", request_id):
-                placed.aborted_by = message.by
-        placed_one = self.requests.find(message.client, message.request_id)
-        if placed_one is not None and placed_one.replica is not None:
-            self._replicas[placed_one.replica].outbox.send(message)
-        else:
-            self._replicas.broadcast(message)
-
-    def _send_drain(self) -> None:
-        """Make every replica report when it has nothing left; it may have got more meanwhile."""
-        if self._is_draining and not self._waiting:
-            for _, replica in self._replicas.live():
-                replica.has_drained = False
-                replica.outbox.send(Drain())
 
     # --- from the detokenizers --------------------------------------------------------------------
 
@@ -192,7 +153,7 @@ class Replicas:
             self._report_drained()
 
     def _report_drained(self) -> None:
-        if self._is_draining and self._replicas.have_drained and not self._waiting:
+        if self._dispatch.has_drained:
             self._deliver(b"", b"", Delivered())
 
     def _on_result(
@@ -232,21 +193,7 @@ class Replicas:
         self.requests.on_news(number, step)
         if restates and not replica.is_known:
             replica.is_known = True
-            self._place_waiting()
-
-    def _place_waiting(self) -> None:
-        """Send the requests that have waited, once every replica has said what it holds."""
-        if not (self._replicas.all_known and self._router.has_replica):
-            return
-        waiting, self._waiting = self._waiting, {}
-        for placed in waiting.values():
-            if placed.replica is None:
-                self._place(placed)
-            else:
-                assert placed.submit is not None
-                self._replicas[placed.replica].outbox.send(placed.submit)
-        if waiting:
-            self._send_drain()
+            self._dispatch.place_waiting()
 
     # --- joins and broken links -------------------------------------------------------------------
 
@@ -258,7 +205,7 @@ class Replicas:
             outbox: to its scheduler.
         """
         self._replicas.join(number, outbox)
-        self._send_drain()
+        self._dispatch.send_drain()
 
     def on_link_broken(self, number: int) -> None:
         """Make a replica send everything again: what was on the link may be lost.
@@ -302,13 +249,10 @@ class Replicas:
         replica.choices.clear()
         for message in first:
             replica.outbox.send(message)
-        for placed in self.requests.of_replica(number):
-            replica.outbox.send(placed.moved())
-            if placed.aborted_by:
-                replica.outbox.send(AbortRequest(*placed.name, placed.aborted_by))
+        self._dispatch.resend(number)
         if replica.recall:  # the answer may be lost with what died
             self._recall(number)
-        self._send_drain()
+        self._dispatch.send_drain()
 
     def on_lost(self, number: int) -> None:
         """Move the requests of a replica that has ended for good to the others."""
@@ -332,9 +276,9 @@ class Replicas:
         self._replicas.set_up()
         self._give_up_answers(number)
         self.requests.forget_ended(number)
-        num_moved = self._move_all(number)
-        self._place_waiting()
-        self._send_drain()
+        num_moved = self._dispatch.move_all(number)
+        self._dispatch.place_waiting()
+        self._dispatch.send_drain()
         self._report_drained()
         return num_moved
 
@@ -363,19 +307,8 @@ class Replicas:
         if answer.number != replica.recall:
             return
         replica.recall = 0
-        self._move_all(number)
+        self._dispatch.move_all(number)
         self._on_recalled(number)
-
-    def _move_all(self, number: int) -> int:
-        """Move the requests of a replica that has them no more. Return their number."""
-        moved = self.requests.of_replica(number)
-        for placed in moved:
-            self.num_moved += 1
-            self.requests.take_back(placed)
-            self._place(placed)
-        self.requests.forget_unsent(number)
-        self._send_drain()
-        return len(moved)
 
     def _give_up_answers(self, number: int) -> None:
         for answer in list(self._questions.give_up(number)):

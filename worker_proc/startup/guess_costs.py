@@ -14,7 +14,8 @@ from worker_proc.startup.dummy_plans import decode_plan, prefill_plan, release_p
 if TYPE_CHECKING:
     from worker_proc.runner import Runner
 
-SIZES = (1, 2, 4, 8, 16, 32, 64)  # tokens of a step
+# Tokens of a step: most of them where steps begin to take longer with each further token.
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 64)
 NUM_TRIES = 5  # the fastest one of a size counts
 MIN_TRIES = 2
 MAX_MEASURING_S = 0.5  # no further try of the sizes begins after that
@@ -81,25 +82,35 @@ def _measure(runner: "Runner") -> list[StepCost]:
     max_tokens = min(table.num_pages * table.page_size, table.context_length) - 2
     sizes = [size for size in SIZES if size <= max_tokens]
     seconds = dict.fromkeys(sizes, math.inf)
-    started_at = time.perf_counter()
+    if not sizes:
+        return []
+    runner.run(prefill_plan(1, table.page_size))
+    num_pages = -(-(sizes[-1] + 2) // table.page_size)
+    started_at, new_pages = time.perf_counter(), range(1, num_pages)
     for number in range(NUM_TRIES):
         if number >= MIN_TRIES and time.perf_counter() - started_at > MAX_MEASURING_S:
             break
         for size in sizes:
-            seconds[size] = min(seconds[size], _step_s(runner, size - 1))
+            seconds[size] = min(seconds[size], _step_s(runner, size - 1, new_pages))
+            new_pages = range(0)
+    runner.run(release_plan())
     return [StepCost(size, seconds[size]) for size in sizes]
 
 
-def _step_s(runner: "Runner", num_guesses: int) -> float:
-    """Return the seconds of a decode step with guesses after a prompt of a token, both released."""
-    table = runner.table
-    runner.run(prefill_plan(1, table.page_size))
-    num_pages = -(-(num_guesses + 3) // table.page_size)
-    plan = decode_plan(range(1, num_pages))
+def _step_s(runner: "Runner", num_guesses: int, new_pages: range) -> float:
+    """Return the seconds of a decode step with guesses, after which the slot is as before.
+
+    Args:
+        runner: It has a prompt of one token in slot 0.
+        num_guesses: Tokens that the row computes after its own.
+        new_pages: Pages that the slot gets before.
+    """
+    table, plan = runner.table, decode_plan(new_pages)
+    known, computed = int(table.num_known[0]), int(table.num_computed[0])
     started_at = time.perf_counter()
     if num_guesses:
         table.guess(0, [0] * num_guesses)
     runner.run(plan)
     took_s = time.perf_counter() - started_at
-    runner.run(release_plan())
+    table.num_known[0], table.num_computed[0] = known, computed
     return took_s

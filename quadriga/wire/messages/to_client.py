@@ -112,6 +112,11 @@ class PlainChunk(msgspec.Struct, array_like=True, frozen=True):
     token_times: list[float]
     end: End | None = None
 
+    @property
+    def choice(self) -> int:
+        """Index of the choice that the chunk belongs to: a plain chunk is of the only one."""
+        return 0
+
 
 class RichChunk(PlainChunk, array_like=True, frozen=True):
     """A chunk with the fields of choices and logprobs.
@@ -125,6 +130,11 @@ class RichChunk(PlainChunk, array_like=True, frozen=True):
     index: int = 0
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
+
+    @property
+    def choice(self) -> int:
+        """Index of the choice that the chunk belongs to."""
+        return self.index
 
 
 class Chunk(RichChunk, array_like=True, frozen=True):

@@ -270,6 +270,18 @@ def test_a_new_frontend_sends_a_request_to_the_replica_that_has_it() -> None:
     assert world.submit("left", retry=True) == 1
 
 
+def test_a_request_that_was_aborted_while_it_waited_is_aborted_where_it_is_sent() -> None:
+    """The replica that has it may have ended and forgotten it by then: it would run again."""
+    world = World(is_known=False)
+    world.submit("a", retry=True)
+    world.replicas.send(AbortRequest(b"c", "a", CLIENT))
+    world.news(1, restates=True, held=[HeldChoice(3, b"c", "a", 0)])
+    world.outboxes[1].take()
+    world.news(0, restates=True)
+    submit, abort = world.outboxes[1].take()
+    assert isinstance(submit, Submit) and abort == AbortRequest(b"c", "a", CLIENT)
+
+
 def test_a_replica_that_is_lost_does_not_keep_others_waiting() -> None:
     world = World(is_known=False)
     world.submit("a", retry=True)

@@ -96,7 +96,7 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_its_pages_to_the_next_o
     world.restart_worker()
     world.send(submit("gone", PROMPT, 2))
     world.pass_batch_delay()
-    assert world.scheduler.lifecycle.core.num_loads == 1
+    assert len(world.scheduler.lifecycle.core.offload.loads) == 1
     world.send(abort("gone"))
     assert finish(world, submit("again", PROMPT, 2)) == 40
     assert world.worker.num_loaded == 10

@@ -118,7 +118,7 @@ def test_a_waiting_long_prompt_is_passed_only_while_an_earlier_one_is_computed()
 def test_no_more_prompts_are_partly_computed_than_the_flag_says() -> None:
     world = make_world(max_num_partial_prefills=2)
     world.send(*(submit(f"r{i}", [9 + i] * (LONG - 20 * i), 1) for i in range(6)))
-    running = world.scheduler.lifecycle.core._running
+    running = world.scheduler.lifecycle.core.running
     most = 0
     while len(world.detok.closed) < 6:
         world.step()

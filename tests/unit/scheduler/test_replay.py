@@ -1,6 +1,10 @@
 """What a replay reads from a journal, what it sends, and where it finds a difference."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -8,7 +12,8 @@ from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.sampling.grammar import to_library_form
 from quadriga.sampling.params import Grammar
 from quadriga.wire.messages.grammar import GrammarForm, ThinkingForm
-from scheduler_proc.replay.command import EXIT_FAILED, main
+from scheduler_proc.replay import command
+from scheduler_proc.replay.command import EXIT_EQUAL, EXIT_FAILED, main
 from scheduler_proc.replay.recorded import (
     Difference,
     first_difference,
@@ -80,6 +85,38 @@ def test_what_cannot_be_replayed_is_one_line(
     (tmp_path / "journal").mkdir()
     with pytest.raises(ConfigError, match="cannot be read"):
         open_recorded(tmp_path)
+
+
+class StartingServer:
+    """A client of a server whose worker is ready once it has answered a request."""
+
+    def __init__(self) -> None:
+        self._kernels: str | None = None
+
+    def info(self) -> dict[str, Any]:
+        return {"model": "tiny", "model_details": {"digest": "f1"}, "kernels": self._kernels}
+
+    def generate(self, *_: Any) -> SimpleNamespace:
+        self._kernels = "these"
+        return SimpleNamespace(token_ids=[5])
+
+
+def test_kernels_of_a_server_that_was_still_starting_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path)
+    run.journal.set_kernels("others")
+    (request,) = run.accept("a")
+    run.generate(request, 5)
+    run.journal.commit()
+
+    @contextmanager
+    def connected(*_: Any) -> Iterator[StartingServer]:
+        yield StartingServer()
+
+    monkeypatch.setattr(command, "_connected", connected)
+    assert main(["a", "--journal", str(tmp_path), "--endpoint", "tcp://a:1"]) == EXIT_EQUAL
+    assert "other kernels: others in the journal, these now" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("thinking", [None, ThinkingForm("</think>")])

@@ -12,7 +12,7 @@ from torch import Tensor
 from quadriga.errors import ModelError
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.worker import DECODE, StepPlan
-from tests.tiny_models import FAMILIES, tiny_gpt2, tiny_llama
+from tests.tiny_models import FAMILIES, odd_llama, tiny_gpt2, tiny_llama
 from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of
 from worker_proc.attention.torch_reference import TorchAttention
 from worker_proc.cpu.engine import NativeEngine
@@ -112,16 +112,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     **{name: FAMILIES[name] for name in BLOCK_KINDS},
     "gpt2 (4 heads of 12)": tiny_gpt2,
     "llama (6 heads of 16 over 2)": tiny_llama,
-    "llama (8 heads of 24 over 1, biased, untied)": lambda path: tiny_llama(
-        path,
-        tie=False,
-        num_attention_heads=8,
-        num_key_value_heads=1,
-        head_dim=24,
-        attention_bias=True,
-        mlp_bias=True,
-        intermediate_size=150,
-    ),
+    "llama (8 heads of 24 over 1, biased, untied)": odd_llama,
     "llama (96 heads of 4 over 1)": lambda path: tiny_llama(
         path, num_attention_heads=96, num_key_value_heads=1, head_dim=4
     ),

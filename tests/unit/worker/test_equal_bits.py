@@ -15,7 +15,7 @@ from quadriga.config.model_args import ModelArgs
 from quadriga.model_files.gguf.types import BLOCK_SIZES
 from quadriga.model_files.resolve import resolve_model
 from tests.tiny_experts import tiny_gpt_oss
-from tests.tiny_models import FAMILIES, tiny_gpt2, tiny_llama
+from tests.tiny_models import FAMILIES, odd_llama, tiny_gpt2, tiny_llama
 from tests.unit.quantized_checkpoint import FORMATS, quantize_checkpoint
 from tests.unit.worker.native_matrices import NativeMatrix
 from tests.unit.worker.test_quantized_formats import random_inputs, random_rows
@@ -94,18 +94,7 @@ CASES = {
 FIELDS: dict[str, Any] = {"max_position_embeddings": CONTEXT}
 MODELS: dict[str, Callable[[Path], Path]] = {
     "llama (6 heads of 16 over 2)": lambda path: tiny_llama(path, **FIELDS),
-    "llama (8 heads of 24 over 1, biased)": lambda path: tiny_llama(
-        path,
-        tie=False,
-        num_attention_heads=8,
-        num_key_value_heads=1,
-        head_dim=24,
-        attention_bias=True,
-        mlp_bias=True,
-        intermediate_size=150,
-        vocab_size=517,
-        **FIELDS,
-    ),
+    "llama (8 heads of 24 over 1, biased)": lambda path: odd_llama(path, **FIELDS),
     "gpt2 (4 heads of 12)": lambda path: tiny_gpt2(path, n_positions=CONTEXT),
     "mistral (window of 24)": lambda path: FAMILIES["mistral"](path, **FIELDS),
     "gemma2 (soft caps, window of 300)": lambda path: FAMILIES["gemma2"](

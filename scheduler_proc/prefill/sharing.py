@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from quadriga.config.scheduler_args import SchedulerArgs
-from scheduler_proc.planning.prefill_budget import PrefillBudget as Budget
+from scheduler_proc.prefill.budget import PrefillBudget as Budget
 
 OLDEST_SHARE = 0.5  # of the prompt tokens
 MAX_LEAD_STEPS = 2.0

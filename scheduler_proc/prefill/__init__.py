@@ -1,0 +1,1 @@
+"""Prompts: which a step computes, and how many tokens of each."""
