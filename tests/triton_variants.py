@@ -115,7 +115,7 @@ def build_runner(kind: str, with_graphs: bool, deterministic: bool) -> Runner:
     model.finish_loading(CONTEXT)
     engine = TritonEngine(
         model, NUM_PAGES, PAGE_SIZE, torch.bfloat16, CPU, deterministic, batch_sizes(MAX_ROWS),
-        capture if with_graphs else None, prompt_sizes=prompt_sizes(10**6),
+        capture if with_graphs else None, prompt_sizes=prompt_sizes(10**6, 10**10),
     )  # fmt: skip
     table = SlotTable(NUM_SLOTS, CONTEXT, NUM_PAGES, PAGE_SIZE, CPU)
     return Runner(engine, table, torch.bfloat16)

@@ -194,7 +194,9 @@ def _triton(
         capture=CudaCapture() if with_graphs else None,
         ranks=ranks,
         flashinfer=flashinfer,
-        prompt_sizes=prompt_sizes(num_pages * args.page_size),
+        prompt_sizes=prompt_sizes(
+            num_pages * args.page_size, sum(weight.numel() for weight in model.parameters())
+        ),
     )
 
 

@@ -47,7 +47,13 @@ async def _compare(names: Sequence[str], arguments: argparse.Namespace) -> int:
         warmup_runs=arguments.warmup_runs,
         repeat_runs=arguments.repeat_runs,
         logs=arguments.logs or Path(tempfile.mkdtemp(prefix="bench-peers-")),
+        peer_flags=tuple(shlex.split(arguments.peer_flags)),
     )
+    if settings.peer_flags and len(names) > 1:
+        raise ConfigError(
+            f"--peer-flags {arguments.peer_flags!r} are the flags of one server, and"
+            f" {', '.join(names)} are {len(names)}: name one"
+        )
     settings.logs.mkdir(parents=True, exist_ok=True)
     print(f"logs of the servers: {settings.logs}", file=sys.stderr)
     possible = workloads_of(arguments.weights)
@@ -108,6 +114,12 @@ def _parser() -> argparse.ArgumentParser:
         default="",
         metavar="FLAGS",
         help='further flags of our server: "--page-size 32"',
+    )
+    add(
+        "--peer-flags",
+        default="",
+        metavar="FLAGS",
+        help="further flags of the peer's server, with --peer-flags=FLAGS: speculation, for one",
     )
     add(
         "--results",

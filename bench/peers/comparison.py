@@ -34,6 +34,7 @@ class Settings:
     Attributes:
         over: Protocol by which our server is measured.
         own_flags: Flags of our server, in addition to those of the comparison.
+        peer_flags: Flags of the peer's server, in addition to those of its recipe.
         logs: Directory of the servers' logs.
         directory_of: Returns the directory of a model in bfloat16.
     """
@@ -43,6 +44,7 @@ class Settings:
     warmup_runs: int
     repeat_runs: int
     logs: Path
+    peer_flags: tuple[str, ...] = ()
     directory_of: Callable[[ModelName], Path] = hugging_face_directory
 
 
@@ -238,14 +240,17 @@ def _peer_launch(
         )
     program = peer.install()
 
+    def command_of(port: int, workload: PeerWorkload) -> list[str]:
+        return [*peer.command(Start(program, port, workload, weights)), *settings.peer_flags]
+
     def launch(workload: PeerWorkload) -> _Launch:
         def make(log: Path) -> tuple[ServerProcess, list[str]]:
             port = free_port()
-            command = peer.command(Start(program, port, workload, weights))
+            command = command_of(port, workload)
             model = _bench_model(workload, settings)
             server = ServerProcess(command, log, READY_TIMEOUT_S, peer.environment)
             return server, peer.target(port, model)
 
-        return _Launch(peer.command(Start(program, 0, workload, weights)), make)
+        return _Launch(command_of(0, workload), make)
 
     return launch

@@ -21,7 +21,7 @@ from tests.server import running_server
 
 pytestmark = pytest.mark.timeout(240)
 REQUESTS = [
-    SamplingParams(max_new_tokens=30, temperature=1.0, n=2),
+    SamplingParams(max_new_tokens=30, temperature=1.0, n=2, ignore_eos=True),
     SamplingParams(max_new_tokens=30, temperature=0.0, repetition_penalty=1.3),
     SamplingParams(max_new_tokens=30, temperature=1.0, regex="[a-f]{4,9}"),
     SamplingParams(max_new_tokens=40, temperature=1.0, json_schema={"type": "array"}),

@@ -22,7 +22,11 @@ from worker_proc.system.step_clock import RunningStep
 from worker_proc.system.transfer import send, send_into
 
 NO_ROWS: Ints = np.empty(0, dtype=np.int64)
-MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS = 32, 1024  # of the steps with prompts that have graphs
+# Of the steps with prompts that have graphs.
+MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS, MAX_SMALL_MODEL_TOKENS = 32, 1024, 8192
+# Tokens times parameters of a step that takes a GPU about as long as its launches take the host: on
+# an H100 3 ms, for some 100 kernels.
+LAUNCH_BOUND = 10**12
 
 
 class GraphOutput(NamedTuple):
@@ -75,14 +79,21 @@ def batch_sizes(max_rows: int) -> list[int]:
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
-def prompt_sizes(max_tokens: int) -> list[int]:
+def prompt_sizes(max_tokens: int, num_parameters: int) -> list[int]:
     """Return the numbers of tokens to which steps with prompts are padded, ascending.
 
     A step is padded by a quarter or by 31 tokens at most: where it fills the GPU, its time grows
-    with its tokens.
+    with its tokens. The largest steps of a small model are captured, too, since launching their
+    kernels one by one would take longer than the kernels.
+
+    Args:
+        max_tokens: Tokens of the KV pool.
+        num_parameters: Of the model.
     """
+    bound = min(LAUNCH_BOUND // num_parameters, MAX_SMALL_MODEL_TOKENS)
+    largest = min(max_tokens, max(MAX_PROMPT_TOKENS, bound))
     sizes, size = [], MIN_PROMPT_TOKENS
-    while size <= min(max_tokens, MAX_PROMPT_TOKENS):
+    while size <= largest:
         sizes.append(size)
         size += max(MIN_PROMPT_TOKENS, 2 ** (size.bit_length() - 3))
     return sizes

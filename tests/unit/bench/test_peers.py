@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from bench.cli.options import parse
+from bench.command import EXIT_USAGE
 from bench.metrics.metrics import Summary, summarize
 from bench.metrics.records import RequestRecord
 from bench.models import files
@@ -18,6 +19,7 @@ from bench.models.checkpoint import Checkpoint, Field
 from bench.models.files import Weights
 from bench.peers import comparison as bench_contest
 from bench.peers import recipes
+from bench.peers.__main__ import main
 from bench.peers.comparison import NotMeasured, Outcome, Settings, contest
 from bench.peers.environment import environment
 from bench.peers.peer import WORKLOADS, Peer, PeerWorkload, Start
@@ -276,3 +278,14 @@ def test_a_gguf_has_matrices_as_asked_and_vectors_in_full(
     assert kinds["output_norm.weight"] == "F32"
     assert kinds["token_embd.weight"] == ("Q8_0" if weights == "q4_0" else kind)
     assert reader.fields["general.name"].contents() == "fine"
+
+
+def test_further_flags_of_a_peer_end_its_command_line(tmp_path: Path, no_models: None) -> None:
+    settings = Settings("zmq", (), 1, 1, tmp_path, peer_flags=("--spec-type", "ngram-simple"))
+    launch = bench_contest._peer_launch(fake("whole"), "bf16", settings)(SMALL)
+    assert launch.key[-3:] == ["whole", "--spec-type", "ngram-simple"]
+
+
+def test_further_flags_of_a_peer_go_to_one_peer_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["vllm", "llama-cpp", "--peer-flags=--spec-type none"]) == EXIT_USAGE
+    assert "name one" in capsys.readouterr().err

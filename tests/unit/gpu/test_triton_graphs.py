@@ -109,10 +109,12 @@ def test_a_step_with_prompts_is_padded_to_the_next_number_of_tokens() -> None:
 
 
 def test_prompt_sizes_pad_by_a_quarter_up_to_what_a_step_can_have() -> None:
-    assert prompt_sizes(100) == [32, 64, 96]
-    sizes = prompt_sizes(10**6)
+    assert prompt_sizes(100, 10**10) == [32, 64, 96]
+    sizes = prompt_sizes(10**6, 10**10)
     assert sizes[:8] == list(range(32, 257, 32)) and sizes[-2:] == [896, 1024]
     assert all(larger <= 1.25 * size for size, larger in pairwise(sizes[7:]))
+    assert prompt_sizes(10**6, 240_000_000)[-2:] == [3584, 4096]
+    assert prompt_sizes(2000, 10**6)[-2:] == [1536, 1792]
 
 
 # One layer: Triton's interpreter takes long for each program of a grid.

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker_proc.gpu.kernels.dot import dot
+from worker_proc.gpu.kernels.dot import dot, dot_add
 from worker_proc.models.layers import Attention
 
 LOG2_E = 1.4426950408889634
@@ -34,52 +34,64 @@ INDICES = ["slots", "positions", "first_tokens", "counts"]
 
 
 @triton.jit
+def _load_pages(page_row, key, length, PAGE_SIZE: tl.constexpr):
+    """Load the pages of keys, 0 for those that do not exist."""
+    return tl.load(page_row + key // PAGE_SIZE, mask=key < length, other=0)
+
+
+@triton.jit
 def _walk(
     q_block, keys, values, page_row, highest, total, attended, begin, end, length, first_position,
     query, kv_head, scale, softcap,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr, WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Attend to the keys [begin, end), which begin at a block, and return the running softmax.
 
-    Without MASKED every query sees every one of them. A query's numbers are the same either way.
+    Without MASKED every query sees every one of them. With AHEAD the pages of a block are loaded
+    while the block before is computed. A query's numbers are the same either way.
     """
     dim = tl.arange(0, BLOCK_DIM)
     in_dim = dim < DIM
+    in_block = tl.arange(0, BLOCK_KEYS)
+    if AHEAD:
+        next_page = _load_pages(page_row, begin + in_block, length, PAGE_SIZE)
     for start in range(begin, end, BLOCK_KEYS):
-        key = start + tl.arange(0, BLOCK_KEYS)
+        key = start + in_block
         exists = key < length
         if WINDOW:  # pages before the window may belong to another request
             exists = exists & (key > first_position - WINDOW)
-        if MASKED:
-            page = tl.load(page_row + key // PAGE_SIZE, mask=exists, other=0)
-            wanted = exists[:, None] & in_dim[None, :]
+        if AHEAD:
+            page = next_page
+            next_page = _load_pages(page_row, key + BLOCK_KEYS, length, PAGE_SIZE)
         else:
-            page = tl.load(page_row + key // PAGE_SIZE)
-            wanted = (key >= 0)[:, None] & in_dim[None, :]
+            page = _load_pages(page_row, key, length, PAGE_SIZE)
         places = ((page * PAGE_SIZE + key % PAGE_SIZE) * KV_HEADS + kv_head) * DIM
-        places = places[:, None] + dim[None, :]
+        key_places = (keys + places)[:, None] + dim[None, :]
+        value_places = (values + places)[:, None] + dim[None, :]
         if MASKED or BLOCK_DIM > DIM:
-            k = tl.load(keys + places, mask=wanted, other=0.0)
-            v = tl.load(values + places, mask=wanted, other=0.0)
+            wanted = exists[:, None] & in_dim[None, :]
+            k = tl.load(key_places, mask=wanted, other=0.0)
+            v = tl.load(value_places, mask=wanted, other=0.0)
         else:
-            k, v = tl.load(keys + places), tl.load(values + places)
+            k, v = tl.load(key_places), tl.load(value_places)
         k, v = k.to(q_block.dtype), v.to(q_block.dtype)
-        scores = dot(q_block, tl.trans(k)) * scale
-        if CAPPED:
-            scores = softcap * (2 * tl.sigmoid(scores) - 1)  # 2 sigmoid(2 u) - 1 = tanh(u)
+        scores = dot(q_block, tl.trans(k))
+        if CAPPED:  # 2 sigmoid(2 u) - 1 = tanh(u)
+            scores = softcap * (2 * tl.sigmoid(scores * scale) - 1)
         if MASKED:
             seen = (key[None, :] <= first_position + query[:, None]) & exists[None, :]
             if WINDOW:
                 seen = seen & (key[None, :] > first_position + query[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))
+        factor = 1.0 if CAPPED else scale  # multiplied and subtracted in one instruction
+        higher = tl.maximum(highest, tl.max(scores, 1) * factor)
         reference = tl.where(higher == float("-inf"), 0.0, higher)  # all keys are masked
-        likelihood = tl.exp2(scores - reference[:, None])
+        likelihood = tl.exp2(scores * factor - reference[:, None])
         shrink = tl.exp2(highest - reference)
         total = total * shrink + tl.sum(likelihood, 1)
-        attended = attended * shrink[:, None]
-        attended += dot(likelihood.to(v.dtype), v)
+        attended = dot_add(likelihood.to(v.dtype), v, attended * shrink[:, None])
         highest = higher
     return highest, total, attended
 
@@ -131,13 +143,13 @@ def _attend(
         highest, total, attended = _walk(
             q_block, keys, values, page_row, highest, total, attended, begin, all_see, length,
             first_position, query, kv_head, scale, softcap,
-            KV_HEADS, DIM, PAGE_SIZE, BLOCK_KEYS, BLOCK_DIM, False, WINDOW, CAPPED,
+            KV_HEADS, DIM, PAGE_SIZE, BLOCK_KEYS, BLOCK_DIM, False, not ONE_QUERY, WINDOW, CAPPED,
         )  # fmt: skip
         begin = tl.maximum(begin, all_see)
     highest, total, attended = _walk(
         q_block, keys, values, page_row, highest, total, attended, begin, end, length,
         first_position, query, kv_head, scale, softcap,
-        KV_HEADS, DIM, PAGE_SIZE, BLOCK_KEYS, BLOCK_DIM, True, WINDOW, CAPPED,
+        KV_HEADS, DIM, PAGE_SIZE, BLOCK_KEYS, BLOCK_DIM, True, not ONE_QUERY, WINDOW, CAPPED,
     )  # fmt: skip
 
     attended = attended / tl.where(total > 0, total, 1.0)[:, None]
@@ -212,12 +224,12 @@ def tile_of(group: int, one_query: bool, head_dim: int, dtype: torch.dtype) -> A
         rows = min_rows if one_query else max(min_rows, 32)
         keys = 32 if head_dim <= 128 else 16
         return AttentionTile(rows, keys, stages=1, warps=4 if head_dim <= 64 else 8)
-    rows = min_rows if one_query else max(min_rows, 64)
     if head_dim > 128:
+        rows = min_rows if one_query else max(min_rows, 64)
         return AttentionTile(rows, 32, stages=2, warps=4 if one_query else 8)
     if one_query:
-        return AttentionTile(rows, 64, stages=3, warps=2 if head_dim <= 64 else 4)
-    return AttentionTile(rows, 64, stages=2, warps=4)
+        return AttentionTile(min_rows, 64, stages=3, warps=2 if head_dim <= 64 else 4)
+    return AttentionTile(max(min_rows, 128), 64, stages=3, warps=4 if head_dim <= 64 else 8)
 
 
 def queries_of_block(group: int, head_dim: int, dtype: torch.dtype) -> int:

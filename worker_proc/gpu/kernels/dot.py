@@ -14,3 +14,11 @@ def dot(a, b):
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def dot_add(a, b, c):
+    """Add the product of [rows, depth] and [depth, columns] to [rows, columns] float32."""
+    if WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, c, input_precision="ieee")

@@ -2,11 +2,11 @@
 
 The rules are those of sampling/sampler.py. The first kernel finds the largest logit of each chunk
 of the vocabulary, and a greedy row needs no more. The second adds up the weights of longer spans,
-and lists the likely tokens of each, which are those near the largest logit. In the third, a program
-takes a row: filters are thresholds of the logits, which are found among the likely tokens by
-bisection, in registers. Where a span has more of them than its list holds, or the filters keep less
-likely ones, the same search goes over the whole row (row_search.py): ten passes, or more, of some
-10 us each, with a vocabulary of 128,256 on an H100.
+and lists the likely tokens of each: those with a logit near the largest one, as near as it takes to
+have no more of them than a list holds. In the third, a program takes a row: filters are thresholds
+of the logits, which are found among the likely tokens of the shortest distance by bisection, in
+registers. Where the filters keep less likely ones, the same search goes over the whole row
+(row_search.py): ten passes, or more, of some 10 us each, with a vocabulary of 128,256 on an H100.
 
 A token depends neither on the other rows of a step nor on which of the two ways was taken.
 """
@@ -33,7 +33,9 @@ BLOCK, CHUNK_WARPS = 4096, 8  # columns of a chunk, and warps of its program
 SPAN, SPAN_BLOCK = 16_384, 2048  # columns of a span, and of those the ones computed at a time
 ROW_WARPS = 16  # of the program of a row
 MAX_LIKELY = 8192  # tokens in the lists of a row
-LIKELY_BITS = tl.constexpr(14.0)  # a likely token has 2^-14 of the largest weight, or more
+# A likely token has 2^-14 of the largest weight, or more; 2^-11, 2^-8 or 2^-5 where those are too
+# many.
+LIKELY_BITS, BITS_STEP, NUM_DISTANCES = tl.constexpr(14), tl.constexpr(3), tl.constexpr(4)
 INDICES = ["slots", "positions"]
 
 
@@ -68,38 +70,44 @@ def _floor_of(min_ps, slot):
 
 @triton.jit(do_not_specialize_on_alignment=INDICES)
 def _weigh_spans(
-    logits, maxima, slots, temperatures, min_ps, likely, num_likely, num_finite, weights, drawn,
-    vocab_size, logits_stride, num_chunks,
+    logits, maxima, slots, temperatures, min_ps, likely, num_likely, likely_bits, num_finite,
+    weights, drawn, vocab_size, logits_stride, num_chunks,
     CHUNKS: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, LIKELY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store what is known of a span: its likely tokens, and sums."""
+    """Store what is known of a span: its likely tokens, how likely they are, and sums."""
     row, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row)
     temperature = tl.load(temperatures + tl.maximum(slot, 0))
     if (slot >= 0) & (temperature > 0):
         scale, floor = LOG2_E / temperature, _floor_of(min_ps, slot)
         highest = tl.max(_of_row(maxima, row, num_chunks, float("-inf"), CHUNKS), 0)
-        place = row * SPANS + span
-        listed = span * 0
+        place, end = row * SPANS + span, tl.minimum(vocab_size, (span + 1) * SPAN)
+        row_logits = logits + row * logits_stride
         finite = tl.zeros([BLOCK], tl.int32)
         all_units, kept_units = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
-        for start in range(span * SPAN, tl.minimum(vocab_size, (span + 1) * SPAN), BLOCK):
-            x = scores(logits + row * logits_stride, start, vocab_size, BLOCK)
+        bits_of = LIKELY_BITS - BITS_STEP * tl.arange(0, NUM_DISTANCES)
+        near = tl.zeros([BLOCK, NUM_DISTANCES], tl.int32)
+        for start in range(span * SPAN, end, BLOCK):
+            x = scores(row_logits, start, vocab_size, BLOCK)
             distance = (x - highest) * scale
-            is_likely = (distance >= -LIKELY_BITS).to(tl.int32)
-            index = listed + tl.cumsum(is_likely, 0) - 1
-            tl.store(
-                likely + place * LIKELY + index,
-                start + tl.arange(0, BLOCK),
-                mask=(is_likely > 0) & (index < LIKELY),
-            )
-            listed += tl.sum(is_likely, 0)
+            near += (distance[:, None] >= -bits_of[None, :].to(tl.float32)).to(tl.int32)
             of_token = units(x, highest, scale)
             finite += (x > float("-inf")).to(tl.int32)
             all_units += of_token
             kept_units += tl.where(distance >= floor, of_token, 0)
+        # -1: none are listed.
+        bits = tl.max(tl.where(tl.sum(near, 0) <= LIKELY, bits_of, -1), 0)
+        listed = span * 0
+        for start in range(span * SPAN, end, BLOCK):
+            x = scores(row_logits, start, vocab_size, BLOCK)
+            is_likely = ((x - highest) * scale >= -bits.to(tl.float32)).to(tl.int32)
+            index = listed + tl.cumsum(is_likely, 0) - 1
+            column = start + tl.arange(0, BLOCK)
+            tl.store(likely + place * LIKELY + index, column, mask=is_likely > 0)
+            listed += tl.sum(is_likely, 0)
         tl.store(num_likely + place, listed)
+        tl.store(likely_bits + place, bits)
         tl.store(num_finite + place, tl.sum(finite, 0))
         tl.store(weights + place, tl.sum(all_units, 0))
         tl.store(drawn + place, tl.sum(kept_units, 0))
@@ -150,9 +158,9 @@ def _threshold_of_likely(x, of_token, top_k, top_p, num_finite, whole, highest, 
 
 @triton.jit(do_not_specialize_on_alignment=INDICES)
 def _sample(
-    logits, maxima, places, likely, num_likely, num_finite, weights, drawn, slots, positions,
-    temperatures, top_ks, top_ps, min_ps, seeds, token_ids, known, vocab_size, logits_stride,
-    known_stride, num_chunks, num_spans,
+    logits, maxima, places, likely, num_likely, likely_bits, num_finite, weights, drawn, slots,
+    positions, temperatures, top_ks, top_ps, min_ps, seeds, token_ids, known, vocab_size,
+    logits_stride, known_stride, num_chunks, num_spans,
     CHUNKS: tl.constexpr, SPANS: tl.constexpr, SPAN: tl.constexpr, LIKELY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -178,13 +186,15 @@ def _sample(
             of_row = likely + row * (SPANS * LIKELY)
             column = tl.load(of_row + index, mask=exists, other=0)
             x = tl.load(row_logits + column, mask=exists, other=float("-inf")).to(tl.float32)
+            bits = tl.min(_of_row(likely_bits, row, num_spans, LIKELY_BITS, SPANS), 0)
+            x = tl.where((x - highest) * scale >= -bits.to(tl.float32), x, float("-inf"))
             of_token = units(x, highest, scale)
             finite = tl.sum(_of_row(num_finite, row, num_spans, 0, SPANS), 0)
             whole = tl.sum(_of_row(weights, row, num_spans, 0, SPANS), 0)
             threshold, suffices = _threshold_of_likely(
                 x, of_token, top_k, top_p, finite, whole, highest, scale
             )
-            if suffices & (tl.max(listed, 0) <= LIKELY):
+            if suffices & (bits >= 0):
                 kept = (x >= threshold) & ((x - highest) * scale >= floor)
                 of_token = tl.where(kept, of_token, 0)
                 target = fraction_of(tl.sum(of_token, 0), seed, position)
@@ -234,7 +244,8 @@ def sample_tokens(
     num_likely = likely_of_span(spans)
     maxima = torch.empty(rows, chunks, device=logits.device)
     places = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
-    counts, finite = torch.empty(2, rows, spans, dtype=torch.int32, device=logits.device)
+    # A fourth part is not used: with four, each begins at a multiple of 16 bytes.
+    counts, bits, finite, _ = torch.empty(4, rows, spans, dtype=torch.int32, device=logits.device)
     weights, drawn = torch.empty(2, rows, spans, dtype=torch.int64, device=logits.device)
     likely = torch.empty(rows, spans, num_likely, dtype=torch.int32, device=logits.device)
     token_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -243,12 +254,12 @@ def sample_tokens(
         num_warps=CHUNK_WARPS,
     )  # fmt: skip
     _weigh_spans[(rows, num_spans)](
-        logits, maxima, slots, sampling.temperature, sampling.min_p, likely, counts, finite,
+        logits, maxima, slots, sampling.temperature, sampling.min_p, likely, counts, bits, finite,
         weights, drawn, vocab_size, logits.stride(0), num_chunks, CHUNKS=chunks, SPANS=spans,
         SPAN=SPAN, LIKELY=num_likely, BLOCK=SPAN_BLOCK, num_warps=CHUNK_WARPS,
     )  # fmt: skip
     _sample[(rows,)](
-        logits, maxima, places, likely, counts, finite, weights, drawn, slots, positions,
+        logits, maxima, places, likely, counts, bits, finite, weights, drawn, slots, positions,
         sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed,
         token_ids, known, vocab_size, logits.stride(0), known.stride(0), num_chunks, num_spans,
         CHUNKS=chunks, SPANS=spans, SPAN=SPAN, LIKELY=num_likely, BLOCK=BLOCK, num_warps=ROW_WARPS,
