@@ -26,7 +26,7 @@ from scheduler_proc.prefill.sharing import age_of
 from scheduler_proc.state.plan import BatchMode
 from scheduler_proc.state.request import Request, RequestStatus
 
-MAX_STEPS = 1000  # that are played
+MAX_STEPS = 300  # that are played, in 20 ms or so
 MAX_ALIKE_STEPS = 8  # that are played at once: a prompt's later tokens take longer
 
 

@@ -16,8 +16,9 @@ from scheduler_proc.planning.quarantine import is_quarantined
 from scheduler_proc.state.request import Request, RequestStatus
 
 MAX_AGE_S = 0.1
-# A long queue takes longer to read and to play, and changes less.
-MAX_AGE_S_PER_REQUEST, MAX_AGE_S_PER_STEP = 0.0001, 0.0005
+# A long queue takes longer to read and to play, and changes less: 1 % of the time or so is spent on
+# it, as the worker may wait meanwhile.
+MAX_AGE_S_PER_REQUEST, MAX_AGE_S_PER_STEP = 0.0001, 0.006
 # Further requests are taken to be admitted at the rate of these first ones.
 MAX_PLAYED = 1024
 # A queue of this share of --max-queued-requests, and of this length, is nearly full: a wait is
