@@ -22,6 +22,7 @@ from scheduler_proc.prefill.budget import PrefillBudget as Budget
 
 OLDEST_SHARE = 0.5  # of the prompt tokens
 MAX_LEAD_STEPS = 2.0
+MIN_DIVIDED_TOKENS = 32  # a step of fewer prompt tokens goes to one prompt
 # Requests of the queue that are looked at beyond those which a step may admit.
 NUM_LOOKED_AT = 32
 # A prompt waits for common tokens that are so many of those that it would have to compute.
@@ -140,10 +141,19 @@ class PrefillSharing:
             if self._rank(request) < rank:
                 continue
             if request is oldest and left > alone:
-                parts.append((request, round(max(0.0, OLDEST_SHARE - self._lead) * alone)))
+                parts.append((request, self._share_of_oldest(alone, budget.tokens)))
             elif left <= budget.tokens:
                 parts.append((request, left))
         return parts
+
+    def _share_of_oldest(self, alone: int, budget: int) -> int:
+        """Return how many of the tokens that a step could compute of the oldest prompt it has.
+
+        A step that the target makes too small to be divided is the oldest's or that of the others.
+        """
+        if alone < min(budget, MIN_DIVIDED_TOKENS):
+            return 0 if self._lead else alone
+        return round(max(0.0, OLDEST_SHARE - self._lead) * alone)
 
     def end_step(self, batch: PromptRows, partial: Collection[SharedPrompt]) -> None:
         """Take in what the oldest prompt under way has got of a step."""
