@@ -58,7 +58,7 @@ class SharedBeginnings:
         self._num_new = 0.0  # tokens for which the prompts up to now take pages
         self._ages = Spread()
         self._leaders: dict[tuple[Node, bytes], list[PlayedPrompt]] = {}
-        for request in core.partial_prefills:
+        for request in core.running.partial.values():
             self._add_partial(request, partial[request.seq])
 
     def prompt_of(self, request: Request, num_growing: float) -> PlayedPrompt:
@@ -68,7 +68,7 @@ class SharedBeginnings:
             request: it waits.
             num_growing: number of tokens beyond its prompt for which it takes pages.
         """
-        num_cached, node = self._core.num_cached(request), request.prefix_node
+        num_cached, node = self._core.kv.num_cached_tokens(request), request.prefix_node
         beginning = 0 if node is None else node.depth * self._page_size
         if node is not None and num_cached and not self._stays(node, beginning):
             num_cached = 0

@@ -26,7 +26,7 @@ def refuse_target(
         return None
     own_s = _prompt_alone_s(core, request)
     elapsed_s = max(0.0, now - request.received_at)
-    num_new = request.num_known_tokens - core.num_cached(request)
+    num_new = request.num_known_tokens - core.kv.num_cached_tokens(request)
     if own_s > target_s:
         return InvalidRequest(
             f"ttft_target is {target_s:g} s, and {num_new} prompt tokens that are not cached take"
@@ -43,8 +43,8 @@ def refuse_target(
     retry_after_s = max(expected_s - target_s, MIN_RETRY_AFTER_S)
     return QueueFull(
         f"ttft_target is {target_s:g} s, and the first token is expected after {expected_s:.3g} s:"
-        f" {len(ahead)} waiting requests go first and {core.num_streams} run; allow more, or try"
-        f" again in {retry_after_s:.2g} s",
+        f" {len(ahead)} waiting requests go first and {core.running.num_rows} run; allow more, or"
+        f" try again in {retry_after_s:.2g} s",
         retry_after_s,
         len(ahead) + 1,
         expected_s,
@@ -61,7 +61,7 @@ def _requests_ahead(core: SchedulerCore, request: Request) -> list[Request] | No
         return []
     if not isinstance(queue, SortedQueue) or not queue.orders_by_due_time:
         return None
-    queued, key = queue.first(MAX_PLAYED, core.prefill_budget), queue.key(request)
+    queued, key = queue.first(MAX_PLAYED, core.prefill.budget.tokens), queue.key(request)
     return list(takewhile(lambda other: queue.key(other) < key, queued))
 
 
@@ -75,8 +75,8 @@ def _ttft_s(core: SchedulerCore, ends: RecentEnds, request: Request, ahead: list
 
 def _prompt_alone_s(core: SchedulerCore, request: Request) -> float:
     """Return the seconds in which a prompt is computed beside nothing else."""
-    num_cached = core.num_cached(request)
+    num_cached = core.kv.num_cached_tokens(request)
     count = request.num_known_tokens - num_cached
     pairs = count * num_cached + count * (count + 1) // 2
-    num_steps = math.ceil(count / core.prefill_budget)
+    num_steps = math.ceil(count / core.prefill.budget.tokens)
     return core.costs.seconds(0, count, pairs) + (num_steps - 1) * core.costs.seconds(0)

@@ -74,7 +74,7 @@ class WaitForecast:
         self._running: list[_RunningEnd] = []
         self._partial: dict[int, PlayedPrompt] = {}
         self._stuck_budget = 0  # with which none of the waiting requests could begin
-        partial = {request.seq for request in core.partial_prefills}
+        partial = {request.seq for request in core.running.partial.values()}
         for request in core.admission.holders.values():
             self._add_holder(request, is_partial=request.seq in partial)
         heapq.heapify(self._running)
@@ -160,7 +160,10 @@ class WaitForecast:
         """Return the prompts of the next step; none where a running request has to end first."""
         step, partial = PlayedStep(self._num_decodes), self._partial
         budget, sharing = self._core.prefill.budget, self._sharing
-        if self._core.mode is BatchMode.DECODE_FIRST and len(self._running) >= self._core.width:
+        if (
+            self._core.mode is BatchMode.DECODE_FIRST
+            and len(self._running) >= self._core.running.width
+        ):
             return step
         if partial:
             oldest = min(partial.values(), key=age_of)
@@ -272,12 +275,12 @@ class WaitForecast:
     @property
     def _num_decodes(self) -> int:
         """Number of decode rows of a step."""
-        return min(self._core.width, len(self._running))
+        return min(self._core.running.width, len(self._running))
 
     @property
     def _turns(self) -> float:
         """Decode steps in which each running request gets a token, where they take turns."""
-        return max(1.0, (len(self._running) + 1) / self._core.width)
+        return max(1.0, (len(self._running) + 1) / self._core.running.width)
 
     def _run(self, step: PlayedStep) -> None:
         """Let the time of a step pass, and of those like it that follow."""

@@ -125,7 +125,7 @@ def places_in_queue(
     num_waiting = len(core.waiting)
     if not num_waiting:
         return {}, 0
-    requests = core.waiting.first(num_waiting, core.prefill_budget)
+    requests = core.waiting.first(num_waiting, core.prefill.budget.tokens)
     forecast = WaitForecast(core, lifecycle.recent_ends, speed, requests[:MAX_PLAYED])
     forecast.play()
     places, last, wait_s = {}, 0, None
