@@ -12,8 +12,6 @@ Its parts work on one `CoreState`, the requests and pages, and call only parts a
     StepCompletion      what the result of a step means for each request
 """
 
-from collections.abc import Collection
-
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.wire.messages.worker import StepResult
 from scheduler_proc.completion import StepCompletion
@@ -194,30 +192,6 @@ class SchedulerCore:
     def num_retractions(self) -> int:
         """Number of retractions since the scheduler has started."""
         return self.retraction.num_retractions
-
-    @property
-    def width(self) -> int:
-        """Largest number of decode rows of a step."""
-        return self.running.width
-
-    @property
-    def prefill_budget(self) -> int:
-        """Number of prompt tokens that a step computes."""
-        return self.prefill.budget.tokens
-
-    @property
-    def partial_prefills(self) -> Collection[Request]:
-        """The requests whose prompts are partly computed."""
-        return self.running.partial.values()
-
-    @property
-    def num_streams(self) -> int:
-        """Number of decode rows of the next step."""
-        return self.running.num_rows
-
-    def num_cached(self, request: Request) -> int:
-        """Return how many tokens of a waiting request are cached."""
-        return self.kv.num_cached_tokens(request)
 
     @property
     def has_work(self) -> bool:

@@ -19,14 +19,14 @@ from scheduler_proc.durability.detok_outbox import DetokOutbox
 from scheduler_proc.durability.journal import NoJournal
 from scheduler_proc.durability.journal_recovery import RecoveredRequest
 from scheduler_proc.events import StepEvents
+from scheduler_proc.forecast.recent_ends import RecentEnds
+from scheduler_proc.forecast.ttft_forecast import refuse_target
 from scheduler_proc.grammar_queue import GrammarQueue
 from scheduler_proc.kv_offload.offload_stats import OffloadStats
 from scheduler_proc.observe.guess_stats import GuessStats
-from scheduler_proc.observe.recent_ends import RecentEnds
 from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.observe.stats import SchedulerStats
 from scheduler_proc.observe.tracer import Tracer
-from scheduler_proc.observe.ttft_forecast import refuse_target
 from scheduler_proc.planning.limits import refusal
 from scheduler_proc.planning.quarantine import poison_error
 from scheduler_proc.request_table import RequestTable

@@ -15,11 +15,11 @@ from quadriga.wire.messages import to_detok, to_scheduler
 from quadriga.wire.messages import worker as to_worker
 from quadriga.wire.messages.to_client import InfoValues
 from scheduler_proc.durability.journal import NoJournal
+from scheduler_proc.forecast.step_speed import StepSpeed
 from scheduler_proc.lifecycle import RequestLifecycle
 from scheduler_proc.observe.feed.feed import StepFeed
 from scheduler_proc.observe.progress import ProgressReport, progress_reply
 from scheduler_proc.observe.server_info import collect_info, info_reply
-from scheduler_proc.observe.step_speed import StepSpeed
 from scheduler_proc.pipeline import Pipeline
 from scheduler_proc.planning.quarantine import record_worker_crash
 from scheduler_proc.sender import Sender
@@ -154,7 +154,7 @@ class Scheduler:
         lifecycle.stats.on_step(batch, result, update)
         if self._feed is not None:
             self._feed.on_result(result)
-        self.speed.on_step(batch, result)
+        self.speed.on_step(batch, result, lifecycle.core.costs)
         lifecycle.events.add_update(update, result.ended)
         for request in update.finished:
             lifecycle.close(request)

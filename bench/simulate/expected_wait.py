@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.command import EXIT_FAILED, EXIT_OK, command_parser, run_command, run_until_signal
+from bench.load.mixed_prompts import LONG_INPUT, LONG_OUTPUT
 from bench.load.synthetic import Lengths
 from bench.load.trace import TraceRequest, prompt_ids
 from bench.simulate import cost_model
@@ -92,20 +93,36 @@ class WaitErrors(NamedTuple):
 
 
 def load(arguments: argparse.Namespace) -> list[TraceRequest]:
-    """Return the requests: Poisson arrivals with independent lengths."""
-    source = random.Random(arguments.seed)
-    requests, at = [], 0.0
-    for number in range(arguments.num_requests):
-        num_prompt = arguments.input_len.draw(source)
+    """Return the requests: Poisson arrivals with independent lengths.
+
+    Among them are a long prompt every --long-every seconds, and prompts with common beginnings.
+    """
+    source, groups = random.Random(arguments.seed), random.Random(f"{arguments.seed}/groups")
+    num_requests, num_groups, long_every = (
+        arguments.num_requests, arguments.prefix_groups, arguments.long_every,
+    )  # fmt: skip
+    requests, at, num_long = [], 0.0, 0
+    for number in range(num_requests):
+        if long_every and at > long_every * (num_long + 0.5):
+            segment = num_requests + num_groups + num_long
+            requests.append(TraceRequest(at, ((segment, LONG_INPUT),), LONG_OUTPUT))
+            num_long += 1
+        segments = [(number, arguments.input_len.draw(source))]
+        if num_groups:
+            segments.insert(0, (num_requests + groups.randrange(num_groups), arguments.prefix_len))
         num_new = arguments.max_new_tokens.draw(source)
-        requests.append(TraceRequest(at, ((number, num_prompt),), num_new))
+        requests.append(TraceRequest(at, tuple(segments), num_new))
         at += source.expovariate(arguments.request_rate)
     return requests
 
 
-def simulate(requests: list[TraceRequest], num_slots: int, ask_after_s: float) -> WaitErrors:
+def simulate(
+    requests: list[TraceRequest], num_slots: int, ask_after_s: float, itl_target: float | None
+) -> WaitErrors:
     """Return the errors in simulated time."""
-    config = ServerConfig().replace(max_running_requests=num_slots, max_batch_size=num_slots)
+    config = ServerConfig().replace(
+        max_running_requests=num_slots, max_batch_size=num_slots, itl_target=itl_target
+    )
     world = World(config, cost_model.load(cost_model.DEFAULT), PAGES, ask_after_s=ask_after_s)
     world.run(enumerate(requests))
     admitted_at = world.records["admitted"]
@@ -187,7 +204,18 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--request-rate", type=float, default=8.0, help="requests a second")
     parser.add_argument("--input-len", type=Lengths.parse, default=Lengths(16, 256))
     parser.add_argument("--max-new-tokens", type=Lengths.parse, default=Lengths(8, 128))
+    parser.add_argument(
+        "--long-every", type=float, metavar="S", help=f"seconds between prompts of {LONG_INPUT}"
+    )
+    parser.add_argument(
+        "--prefix-groups",
+        type=int,
+        default=0,
+        help="common beginnings; each prompt has one",
+    )
+    parser.add_argument("--prefix-len", type=int, default=1024, help="tokens of a common beginning")
     parser.add_argument("--slots", type=int, default=8, help="of the simulated server")
+    parser.add_argument("--itl-target", type=float, metavar="MS", help="of the simulated server")
     parser.add_argument("--stop", action="append", default=[], help="stop string; may be repeated")
     parser.add_argument("--ask-after", type=float, default=0.5, metavar="S")
     parser.add_argument("--limit", type=float, default=0.25, help="largest good median error")
@@ -197,6 +225,10 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         raise ConfigError(f"--request-rate is {arguments.request_rate}: it must be positive")
     if arguments.num_requests < 1 or arguments.slots < 1:
         raise ConfigError("--num-requests and --slots must be positive")
+    if arguments.prefix_groups < 0 or arguments.prefix_len < 1:
+        raise ConfigError("--prefix-groups must be 0 or more, and --prefix-len positive")
+    if arguments.long_every is not None and not arguments.long_every > 0:
+        raise ConfigError(f"--long-every is {arguments.long_every}: it must be positive")
     return arguments
 
 
@@ -206,7 +238,9 @@ def main(argv: list[str] | None = None) -> int:
     def work() -> int:
         arguments = _arguments(argv)
         if arguments.simulate:
-            errors = simulate(load(arguments), arguments.slots, arguments.ask_after)
+            errors = simulate(
+                load(arguments), arguments.slots, arguments.ask_after, arguments.itl_target
+            )
             return report(errors, arguments.limit)
         return run_until_signal(measure(arguments))
 

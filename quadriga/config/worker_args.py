@@ -146,9 +146,9 @@ class WorkerArgs:
 
     @property
     def offload_flags(self) -> str:
-        """Names of the given flags of KV pages beyond the pool, for an error."""
-        directory = "kv_cache_dir" if self.kv_cache_dir else ""
-        memory = "kv_offloading_size" if self.kv_offloading_size else ""
+        """The given flags of KV pages beyond the pool, as the command line spells them."""
+        directory = "--kv-cache-dir" if self.kv_cache_dir else ""
+        memory = "--kv-offloading-size" if self.kv_offloading_size else ""
         return " and ".join(filter(None, (directory, memory)))
 
     def _validate_offload(self) -> None:

@@ -92,18 +92,32 @@ def check_number_of_replicas(args: SchedulerArgs, count: int) -> None:
     others = {path.parent for path in directory.glob(f"{REPLICA_PREFIX}*/{FILE_NAME}")} | {
         directory
     }
-    for other in sorted(others - fits):
-        try:
-            unfinished = read_journal(other / FILE_NAME).num_unfinished
-        except OSError:
-            continue
-        if unfinished:
-            number = other.name.removeprefix(REPLICA_PREFIX)
-            wanted = 1 if other == directory else int(number) + 1 if number.isdecimal() else count
-            raise ConfigError(
-                f"{other} has {unfinished} unfinished requests: start with --dp {wanted} and"
-                " --resume to finish them, or remove the file"
-            )
+    counts = {other: _num_unfinished(other) for other in sorted(others - fits)}
+    unfinished = [other for other, number in counts.items() if number]
+    if unfinished:
+        other = unfinished[0]
+        wanted = 1 if other == directory else max(map(_num_replicas_with, unfinished))
+        raise ConfigError(
+            f"{other / FILE_NAME} has {counts[other]} unfinished requests: start with --dp"
+            f" {wanted} and --resume to finish them, or remove the file"
+        )
+
+
+def _num_unfinished(directory: Path) -> int:
+    """Return how many requests of the journal in a directory have no end; 0 without a journal."""
+    try:
+        return read_journal(directory / FILE_NAME).num_unfinished
+    except OSError:
+        return 0
+
+
+def _num_replicas_with(directory: Path) -> int:
+    """Return the smallest number of replicas that have a journal in this subdirectory.
+
+    It is at least 2: a single replica has its journal in no subdirectory.
+    """
+    number = directory.name.removeprefix(REPLICA_PREFIX)
+    return max(int(number) + 1, 2) if number.isdecimal() else 2
 
 
 def _lock_directory(file: JournalFile) -> None:

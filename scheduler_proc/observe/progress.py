@@ -9,15 +9,16 @@ from typing import NamedTuple
 from quadriga.wire.messages.to_client import ProgressAnswer, RequestProgress, RequestState
 from quadriga.wire.messages.to_detok import ProgressReply
 from quadriga.wire.messages.to_scheduler import ProgressRequest
+from scheduler_proc.forecast.step_speed import StepSpeed
+from scheduler_proc.forecast.wait_forecast import WaitForecast
 from scheduler_proc.lifecycle import RequestLifecycle
-from scheduler_proc.observe.step_speed import StepSpeed
-from scheduler_proc.observe.wait_forecast import WaitForecast
 from scheduler_proc.planning.quarantine import is_quarantined
 from scheduler_proc.state.request import Request, RequestStatus
 
 MAX_AGE_S = 0.1
-# A long queue takes longer to read, and changes less.
-MAX_AGE_S_PER_REQUEST = 0.0001
+# A long queue takes longer to read and to play, and changes less: 1 % of the time or so is spent on
+# it, as the worker may wait meanwhile.
+MAX_AGE_S_PER_REQUEST, MAX_AGE_S_PER_STEP = 0.0001, 0.006
 # Further requests are taken to be admitted at the rate of these first ones.
 MAX_PLAYED = 1024
 # A queue of this share of --max-queued-requests, and of this length, is nearly full: a wait is
@@ -75,10 +76,11 @@ class ProgressReport:
 
     def _refresh(self, now: float) -> None:
         if now >= self._places_until:
-            self._places = places_in_queue(self._lifecycle, self._speed)
+            self._places, num_steps = places_in_queue(self._lifecycle, self._speed)
             self._places_at = now
             self._last_wait_s = next(reversed(self._places.values()), NO_PLACE).wait_s
-            max_age_s = max(MAX_AGE_S, MAX_AGE_S_PER_REQUEST * len(self._places))
+            work_s = MAX_AGE_S_PER_REQUEST * len(self._places) + MAX_AGE_S_PER_STEP * num_steps
+            max_age_s = max(MAX_AGE_S, work_s)
             self._places_until = now + max_age_s
 
     def _value(self, message: ProgressRequest, request_id: str, age_s: float) -> RequestProgress:
@@ -112,22 +114,29 @@ class ProgressReport:
         return QueuePlace(place, None if wait_s is None else max(0.0, wait_s - age_s))
 
 
-def places_in_queue(lifecycle: RequestLifecycle, speed: StepSpeed) -> dict[int, QueuePlace]:
-    """Return the place of each waiting request by its number, in the order of the policy."""
+def places_in_queue(
+    lifecycle: RequestLifecycle, speed: StepSpeed
+) -> tuple[dict[int, QueuePlace], int]:
+    """Return the place of each waiting request by its number, in the order of the policy.
+
+    With them comes the number of steps that were played.
+    """
     core = lifecycle.core
     num_waiting = len(core.waiting)
     if not num_waiting:
-        return {}
-    forecast = WaitForecast(core, lifecycle.recent_ends, speed)
-    requests = core.waiting.first(num_waiting, core.prefill_budget)
-    places, wait_s = {}, None
+        return {}, 0
+    requests = core.waiting.first(num_waiting, core.prefill.budget.tokens)
+    forecast = WaitForecast(core, lifecycle.recent_ends, speed, requests[:MAX_PLAYED])
+    forecast.play()
+    places, last, wait_s = {}, 0, None
     for place, request in enumerate(requests, start=1):
-        if place <= MAX_PLAYED:
-            place_wait_s = wait_s = forecast.wait_s(request)
-        else:
-            place_wait_s = None if wait_s is None else wait_s * place / MAX_PLAYED
+        place_wait_s = forecast.wait_s(request) if place <= MAX_PLAYED else None
+        if place_wait_s is not None:
+            last, wait_s = place, place_wait_s
+        elif wait_s is not None:
+            place_wait_s = wait_s * place / last
         places[request.seq] = QueuePlace(place, place_wait_s)
-    return places
+    return places, forecast.num_steps
 
 
 def progress_reply(message: ProgressRequest, values: list[RequestProgress]) -> ProgressReply:

@@ -18,11 +18,14 @@ from scheduler_proc.planning.guess_choice import GuessChoice
 from scheduler_proc.planning.guess_costs import GuessSourceCosts, StepCosts
 from scheduler_proc.planning.guess_trial import GuessTrial
 from scheduler_proc.state.batch import ScheduleBatch
-from scheduler_proc.state.guess_record import GuessRecord
+from scheduler_proc.state.guess_record import PRIOR_WRONG, GuessRecord
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.request import Request
 
 MAX_GUESSING_ROWS = 32  # in a larger step a further token costs its full share of the time
+# The guesses of all requests: their prior, over that of one request, and the weight of earlier ones
+# at each further row with guesses and at each step without.
+ALL_WEIGHT, ALL_MEMORY, ALL_FADING = 4.0, 0.95, 0.99
 MAX_TRYING_ROWS = 8  # in a larger step a try is not worth its time
 
 
@@ -35,6 +38,9 @@ class GuessPolicy:
         self._most = args.num_speculative_tokens
         self._costs = None if args.speculative_method == "ngram" else StepCosts(costs)
         self._source = source
+        self._of_all = GuessRecord(  # of all requests, by which new ones are judged
+            ALL_WEIGHT * source.prior_right, ALL_WEIGHT * PRIOR_WRONG, ALL_MEMORY
+        )
         self._trials: dict[int, GuessTrial] = {}  # by the binary digits of the number of rows
 
     def group_of(self, request: Request) -> bytes:
@@ -64,6 +70,9 @@ class GuessPolicy:
         for row in result.guessed:
             record = self._record(batch.requests[row.row])
             record.observe(row.num_guesses, num_ids(row.token_ids))
+            self._of_all.observe(row.num_guesses, num_ids(row.token_ids))
+        if not result.guessed:
+            self._of_all.fade(ALL_FADING)
         seconds = result.ended - result.began
         if self._costs is not None and batch.num_decodes == batch.batch_size and seconds > 0.0:
             self._compare(self._costs, batch, result.guessed, seconds)
@@ -109,7 +118,10 @@ class GuessPolicy:
 
     def _record(self, request: Request) -> GuessRecord:
         if request.guess_record is None:
-            request.guess_record = GuessRecord(self._source.prior_right, self._source.memory)
+            rate, weight = self._of_all.rate, self._source.prior_right + PRIOR_WRONG
+            request.guess_record = GuessRecord(
+                rate * weight, (1.0 - rate) * weight, self._source.memory
+            )
         return request.guess_record
 
 

@@ -13,19 +13,79 @@ are therefore not computed in turns, which would delay the first and help neithe
 next tokens another one is about to compute waits for them instead of computing them again.
 """
 
-from collections.abc import Collection, Iterable
+from array import array
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 from quadriga.config.scheduler_args import SchedulerArgs
 from scheduler_proc.prefill.budget import PrefillBudget as Budget
-from scheduler_proc.state.batch import ScheduleBatch
-from scheduler_proc.state.request import Request
 
 OLDEST_SHARE = 0.5  # of the prompt tokens
 MAX_LEAD_STEPS = 2.0
+MIN_DIVIDED_TOKENS = 32  # a step of fewer prompt tokens goes to one prompt
 # Requests of the queue that are looked at beyond those which a step may admit.
 NUM_LOOKED_AT = 32
 # A prompt waits for common tokens that are so many of those that it would have to compute.
 MIN_COMMON_SHARE = 0.5
+
+
+class SharedPrompt(Protocol):
+    """A prompt that waits or is partly computed. The attributes mean what they mean in Request."""
+
+    @property
+    def seq(self) -> int:
+        """Its number."""
+
+    @property
+    def due_at(self) -> float:
+        """When its first token is due."""
+
+    @property
+    def priority(self) -> int:
+        """Its priority."""
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it runs only as far as others leave room."""
+
+    @property
+    def tokens(self) -> "array[int]":
+        """Its token ids."""
+
+    @property
+    def cache_salt(self) -> bytes:
+        """What its cached pages are kept apart by."""
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether all of it has to be computed."""
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Number of its tokens."""
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Number of them that are not computed yet."""
+
+
+class PromptRows(Protocol):
+    """The rows of a step, as ScheduleBatch has them."""
+
+    @property
+    def requests(self) -> Sequence[SharedPrompt]:
+        """The request of each row."""
+
+    @property
+    def num_tokens(self) -> Sequence[int]:
+        """Number of tokens of each row."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of rows of prompts."""
+
+
+P = TypeVar("P", bound=SharedPrompt)
 
 
 class PrefillSharing:
@@ -45,7 +105,7 @@ class PrefillSharing:
         self._by_priority = args.schedule_policy == "priority"
         self._caches_prefixes = not args.disable_radix_cache
         self._page_size = page_size
-        self._oldest: Request | None = None
+        self._oldest: int | None = None  # its number
         self._alone = 0
         self._lead = 0.0  # steps that the oldest has had beyond its share
         self.lookahead = NUM_LOOKED_AT if self._max_partial > 1 else 0
@@ -55,8 +115,8 @@ class PrefillSharing:
         return num_partial == 0 or self._max_partial > 1
 
     def first_parts(
-        self, partial: Collection[Request], alone: int, budget: Budget, waiting: list[Request]
-    ) -> list[tuple[Request, int]]:
+        self, partial: Collection[P], alone: int, budget: Budget, waiting: list[P]
+    ) -> list[tuple[P, int]]:
         """Return what prompts under way get before others, in tokens.
 
         These are the reserved share of the oldest, and all that is left of those which are short.
@@ -69,36 +129,45 @@ class PrefillSharing:
             waiting: the next request of the queue, if any.
         """
         oldest = min(partial, key=age_of)
-        if self._oldest is not oldest:
-            self._oldest, self._lead = oldest, 0.0
+        if self._oldest != oldest.seq:
+            self._oldest, self._lead = oldest.seq, 0.0
         self._alone = alone
         if len(partial) == 1 and not (waiting and self._max_partial > 1):
             return [(oldest, budget.chunk)]
         rank = max(self._rank(request) for request in (*partial, *waiting))
-        parts: list[tuple[Request, int]] = []
+        parts: list[tuple[P, int]] = []
         for request in sorted(partial, key=age_of):
             left = request.num_uncomputed_tokens
             if self._rank(request) < rank:
                 continue
             if request is oldest and left > alone:
-                parts.append((request, round(max(0.0, OLDEST_SHARE - self._lead) * alone)))
+                parts.append((request, self._share_of_oldest(alone, budget.tokens)))
             elif left <= budget.tokens:
                 parts.append((request, left))
         return parts
 
-    def end_step(self, batch: ScheduleBatch, partial: Collection[Request]) -> None:
+    def _share_of_oldest(self, alone: int, budget: int) -> int:
+        """Return how many of the tokens that a step could compute of the oldest prompt it has.
+
+        A step that the target makes too small to be divided is the oldest's or that of the others.
+        """
+        if alone < min(budget, MIN_DIVIDED_TOKENS):
+            return 0 if self._lead else alone
+        return round(max(0.0, OLDEST_SHARE - self._lead) * alone)
+
+    def end_step(self, batch: PromptRows, partial: Collection[SharedPrompt]) -> None:
         """Take in what the oldest prompt under way has got of a step."""
         oldest = self._oldest
         if oldest is None or not batch.num_prompts:
             return
         rows = zip(batch.requests, batch.num_tokens, strict=True)
-        count = sum(count for request, count in rows if request is oldest)
+        count = sum(count for request, count in rows if request.seq == oldest)
         lead = self._lead + count / max(self._alone, 1) - OLDEST_SHARE
         self._lead = min(max(lead, 0.0), MAX_LEAD_STEPS)
-        if oldest not in partial:
+        if all(request.seq != oldest for request in partial):
             self._oldest = None
 
-    def last_parts(self, partial: Iterable[Request]) -> list[Request]:
+    def last_parts(self, partial: Iterable[P]) -> list[P]:
         """Return prompts under way in the order in which they get what others have left."""
         if self._max_partial == 1:
             return []
@@ -118,7 +187,11 @@ class PrefillSharing:
         return min(count, max(share, self._page_size))
 
     def is_held_back(
-        self, request: Request, num_uncached: int, budget: int, partial: Collection[Request]
+        self,
+        request: SharedPrompt,
+        num_uncached: int,
+        budget: int,
+        partial: Collection[SharedPrompt],
     ) -> bool:
         """Return whether a waiting request stays behind prompts that are partly computed.
 
@@ -132,9 +205,9 @@ class PrefillSharing:
             return False
         if num_uncached > budget and len(partial) >= self._max_partial:
             return True
-        return any(self._goes_first(other, request, num_uncached) for other in partial)
+        return any(self.goes_first(other, request, num_uncached) for other in partial)
 
-    def _goes_first(self, other: Request, request: Request, num_uncached: int) -> bool:
+    def goes_first(self, other: SharedPrompt, request: SharedPrompt, num_uncached: int) -> bool:
         """Return whether a partly computed prompt goes before a waiting request."""
         if self._rank(other) != self._rank(request):
             return self._rank(other) > self._rank(request)
@@ -144,17 +217,17 @@ class PrefillSharing:
             self._caches_prefixes and _computes_beginning(other, request, num_uncached)
         )
 
-    def _rank(self, request: Request) -> int:
+    def _rank(self, request: SharedPrompt) -> int:
         """Return the priority as far as it counts: without the policy, only the background does."""
         return request.priority if self._by_priority else -int(request.is_background)
 
 
-def age_of(request: Request) -> tuple[float, int]:
+def age_of(request: SharedPrompt) -> tuple[float, int]:
     """Return what orders requests by age: when their first tokens are due, then their arrival."""
     return request.due_at, request.seq
 
 
-def _computes_beginning(other: Request, request: Request, num_uncached: int) -> bool:
+def _computes_beginning(other: SharedPrompt, request: SharedPrompt, num_uncached: int) -> bool:
     """Return whether `other` is about to compute most of a waiting request's uncached tokens."""
     if request.wants_prompt_logprobs or other.cache_salt != request.cache_salt:
         return False

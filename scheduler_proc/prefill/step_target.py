@@ -5,14 +5,35 @@ A running stream gets a token with each step, so that a step's time is its inter
 far as the cost model (step_cost.py) can tell; the first step with prompts has no bound.
 """
 
+from typing import Protocol
+
 from quadriga.config.scheduler_args import SchedulerArgs
 from scheduler_proc.planning.step_cost import StepCostModel
-from scheduler_proc.state.batch import ScheduleBatch
 
 # Aimed at, of the target: measured steps lie around the expected ones.
 AIM = 0.9
 # A step computes so many prompt tokens even if its decode rows alone take longer than the target.
 MIN_PROMPT_TOKENS = 16
+
+
+class StepLoad(Protocol):
+    """What a step computes, as ScheduleBatch has it."""
+
+    @property
+    def num_decodes(self) -> int:
+        """Number of decode rows."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of prompts."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of their tokens."""
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a prompt token and a token that it attends to."""
 
 
 class StepTarget:
@@ -27,7 +48,7 @@ class StepTarget:
         self._costs = costs
         self._seconds = None if args.itl_target is None else AIM * args.itl_target / 1000
 
-    def limit(self, limit: int, context: int, batch: ScheduleBatch, num_streams: int) -> int:
+    def limit(self, limit: int, context: int, batch: StepLoad, num_streams: int) -> int:
         """Return how many further tokens of a prompt the step can take, at most `limit`.
 
         Args:

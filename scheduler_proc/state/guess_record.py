@@ -12,13 +12,14 @@ class GuessRecord:
     """The recent guesses of a request, and when it may guess again where they were wrong.
 
     Attributes:
-        prior_right: right guesses that are taken for granted.
+        prior_right, prior_wrong: guesses that are taken for granted.
         memory: weight of earlier guesses at each step with guesses.
         pause: steps without guesses before the next try; doubled while tries fail.
         wait: steps that are left of it.
     """
 
     prior_right: float = PRIOR_RIGHT
+    prior_wrong: float = PRIOR_WRONG
     memory: float = MEMORY
     _right: float = 0.0
     _wrong: float = 0.0
@@ -29,7 +30,7 @@ class GuessRecord:
     def rate(self) -> float:
         """The share of guesses that are right, of those whose predecessors were right."""
         right = self.prior_right + self._right
-        return right / (right + PRIOR_WRONG + self._wrong)
+        return right / (right + self.prior_wrong + self._wrong)
 
     def observe(self, num_guesses: int, num_right: int) -> None:
         """Take in the guesses of a step. Those after the first wrong one say nothing."""

@@ -10,7 +10,7 @@ closed streams, closed sockets, and requests that are refused. Every process is 
 first quarter (after a warm-up of a tenth of the time, at most three minutes) is compared with its
 last one.
 
-With storage the server has a journal, a data directory and a log of usage, traces some requests,
+With storage the server has a journal, a data directory and a log of usage, traces every request,
 and clients store responses, run batches and resume streams. With --kill-every all processes of a
 replica, of one that is ready, are killed at a time; only the processes that live are compared.
 
@@ -73,7 +73,7 @@ class SoakOptions:
         """Return the flags of the server, which may write to a directory."""
         flags = ["--dp", str(self.dp)] if self.dp > 1 else []
         if self.with_storage:
-            flags += ["--journal", str(directory / "state"), "--trace-sampling-ratio", "0.05"]
+            flags += ["--journal", str(directory / "state"), "--trace-sampling-ratio", "1"]
             # Else a batch waits for as long as there are other requests.
             flags += ["--batch-concurrency-beside", "2"]
             flags += ["--usage-log", str(directory / "usage"), "--log-format", "json"]

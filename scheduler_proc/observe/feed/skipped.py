@@ -65,7 +65,7 @@ def _running(lifecycle: RequestLifecycle, plan: Plan) -> Skipped:
             yield _reason_of_partial(request, batch), request
         elif not batch.num_decodes:
             yield SkipReason.TURN, request
-        elif batch.num_decodes >= core.width:
+        elif batch.num_decodes >= core.running.width:
             yield SkipReason.WIDTH, request
         else:
             yield SkipReason.PAGES, request
@@ -92,7 +92,7 @@ def _queued(
     yield from ((SkipReason.QUARANTINE, r) for r in core.quarantine if r.slot < 0)
     if not len(core.waiting):
         return
-    queued = core.waiting.first(min(len(core.waiting), max_requests), core.prefill_budget)
+    queued = core.waiting.first(min(len(core.waiting), max_requests), core.prefill.budget.tokens)
     if _runs_alone(lifecycle) is not None:
         yield from ((SkipReason.QUARANTINE, request) for request in queued)
         return

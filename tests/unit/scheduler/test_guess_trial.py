@@ -252,3 +252,31 @@ def test_a_round_of_drafts_is_filled_before_the_next_one() -> None:
     numbers = [plan for _ in range(40) if (plan := worker.plan().num_guesses)]
     assert numbers
     assert all(max(plan) - min(plan) <= 1 for plan in numbers)
+
+
+def test_a_new_request_is_judged_by_the_guesses_of_others_until_those_are_old() -> None:
+    policy = policy_of(drafts=DRAFTS)
+    policy.observe(*step_of_one_row())
+    requests = [request_of(number) for number in range(20)]
+
+    def rate_of_a_new_one() -> float:
+        request = request_of(99)
+        policy.observe(*step_of_one_row(request, GuessedRow(0, 1, b"")))
+        assert request.guess_record is not None
+        return request.guess_record.rate
+
+    assert rate_of_a_new_one() > 0.4
+    for request in requests:
+        policy.observe(*step_of_one_row(request, GuessedRow(0, 1, b"")))
+    assert rate_of_a_new_one() < 0.2
+    for _ in range(1000):
+        policy.observe(*step_of_one_row())
+    assert rate_of_a_new_one() > 0.4
+
+
+def step_of_one_row(
+    request: Request | None = None, *guessed: GuessedRow
+) -> tuple[ScheduleBatch, StepResult]:
+    """Return a step of one row, and its result."""
+    batch = ScheduleBatch(requests=[request or request_of(0)], num_tokens=[1], num_decodes=1)
+    return batch, StepResult(0, b"", 1.0, 2.0, guessed=list(guessed))

@@ -271,10 +271,18 @@ def test_a_journal_that_no_replica_would_resume_is_an_error_with_the_number_that
         (tmp_path / f"replica-{number}").mkdir()
     crashed_run(tmp_path / "replica-2")
     for count in (1, 2):
-        with pytest.raises(ConfigError, match=r"replica-2 has 1 unfinished .* with --dp 3 and"):
+        with pytest.raises(ConfigError, match=r"replica-2/journal has 1 unfin.* with --dp 3 and"):
             check_number_of_replicas(args, count)
     check_number_of_replicas(args, 3)
     (tmp_path / "replica-2" / FILE_NAME).unlink()
+    crashed_run(tmp_path / "replica-0")
+    with pytest.raises(ConfigError, match=r"replica-0/journal has 1 .* with --dp 2 and"):
+        check_number_of_replicas(args, 1)
+    crashed_run(tmp_path / "replica-2")
+    with pytest.raises(ConfigError, match=r"replica-0/journal has 1 .* with --dp 3 and"):
+        check_number_of_replicas(args, 1)
+    for number in (0, 2):
+        (tmp_path / f"replica-{number}" / FILE_NAME).unlink()
     crashed_run(tmp_path)
     check_number_of_replicas(args, 1)
     with pytest.raises(ConfigError, match="has 1 unfinished requests: start with --dp 1 and"):

@@ -115,6 +115,18 @@ def test_a_prompt_goes_on_under_a_target_that_no_step_can_keep() -> None:
     assert server.records["finished"].max() < START + 60
 
 
+def test_short_prompts_pass_a_long_one_under_a_target_that_no_step_can_keep() -> None:
+    world = World(SchedulerArgs(chunked_prefill_size=64, itl_target=1.0), 256)
+    world.send(submit("before", [7] * 80, 1))  # a step is measured: it takes ten times as long
+    world.run()
+    world.send(submit("long", [9] * 600, 1))
+    world.step()
+    world.send(*(submit(f"short{i}", [8 - i] * 16, 1) for i in range(4)))
+    world.run()
+    assert list(world.detok.closed) == ["before", *(f"short{i}" for i in range(4)), "long"]
+    assert len(world.worker.tokens_of_steps) < 600 // 16 + 12, "no step is smaller than it must be"
+
+
 def test_answers_are_the_same_with_a_target() -> None:
     world = World(SchedulerArgs(chunked_prefill_size=32, itl_target=1.0), 256)
     prompts = {f"r{i}": [9 + i] * (4 + 30 * i) for i in range(6)}

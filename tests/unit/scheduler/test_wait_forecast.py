@@ -1,17 +1,21 @@
 """What recent ends say about the lengths of answers, and the future that is played from them."""
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from quadriga.config.scheduler_args import SchedulerArgs
-from scheduler_proc.observe.recent_ends import RecentEnds
-from scheduler_proc.observe.step_speed import StepSpeed
-from scheduler_proc.observe.wait_forecast import WaitForecast
-from scheduler_proc.state.batch import ForwardMode
-from scheduler_proc.state.request import FinishReason
-from tests.unit.simulation import World, submit
+from quadriga.config.scheduler_args import BATCH_MODES, SchedulerArgs
+from scheduler_proc.forecast.recent_ends import RecentEnds
+from scheduler_proc.forecast.shared_beginnings import SharedBeginnings
+from scheduler_proc.forecast.step_speed import StepSpeed
+from scheduler_proc.forecast.wait_forecast import MAX_STEPS, WaitForecast
+from scheduler_proc.observe.progress import places_in_queue
+from scheduler_proc.planning.step_cost import StepCostModel
+from scheduler_proc.state.batch import ScheduleBatch
+from scheduler_proc.state.request import FinishReason, Request
+from tests.unit.simulation import STEP_S, World, submit
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
@@ -66,28 +70,34 @@ def test_the_share_of_prompts_that_is_computed_is_that_of_recent_ends() -> None:
     assert ends_of((1, STOP), (1, STOP), num_prompt=100, cached=75).uncached_share == 0.25
 
 
-def step(mode: ForwardMode, num_tokens: list[int], num_decodes: int) -> Any:
-    batch = SimpleNamespace(mode=mode, num_tokens=num_tokens, num_decodes=num_decodes)
-    return SimpleNamespace(**vars(batch), planned_at=0.0)
+def step(num_tokens: list[int], num_decodes: int, planned_at: float = 0.0) -> ScheduleBatch:
+    return ScheduleBatch(
+        [SimpleNamespace() for _ in num_tokens],  # type: ignore[misc]
+        num_tokens,
+        num_decodes=num_decodes,
+        planned_at=planned_at,
+    )
 
 
-def test_the_speed_of_steps_counts_from_end_to_end_and_idle_time_does_not() -> None:
-    speed = StepSpeed()
-    ended: Any = SimpleNamespace(ended=1.0)
-    speed.on_step(step(ForwardMode.EXTEND, [100], 0), ended)
-    assert speed.prefill_s_per_token == pytest.approx(0.01)
-    assert speed.decode_s is None
-    ended.ended = 1.5
-    speed.on_step(step(ForwardMode.DECODE, [1, 1], 2), ended)
-    assert speed.decode_s == pytest.approx(0.5)
-    late = step(ForwardMode.DECODE, [1, 1], 2)
-    late.planned_at, ended.ended = 99.0, 99.5
-    speed.on_step(late, ended)
-    assert speed.decode_s == pytest.approx(0.5)
-    mixed = step(ForwardMode.MIXED, [1, 1, 50], 2)
-    ended.ended = 100.5
-    speed.on_step(mixed, ended)
-    assert speed.prefill_s_per_token == pytest.approx((1.0 + 0.5) / (100 + 50))
+def test_the_speed_of_steps_has_the_time_between_them_but_no_idle_time() -> None:
+    speed, costs = StepSpeed(), StepCostModel()
+    assert speed.seconds(1) == 0.0
+    now = 0.0
+    for number in range(200):
+        for batch, seconds, pause in ((step([1, 1], 2), 0.1, 0.02), (step([1, 50], 1), 0.5, 0.05)):
+            batch.planned_at = now if number else 0.0
+            now += pause
+            ended: Any = SimpleNamespace(began=now, ended=now + seconds)
+            costs.observe(batch, seconds)
+            speed.on_step(batch, ended, costs)
+            now += seconds
+    assert costs.seconds(2) == pytest.approx(0.1, rel=0.05)
+    assert speed.seconds(2) == pytest.approx(0.12, rel=0.05)
+    assert speed.seconds(1, 50) == pytest.approx(0.55, rel=0.05)
+    late, after = step([1, 1], 2, planned_at=now + 99.0), now + 99.1
+    idle: Any = SimpleNamespace(began=now + 99.0, ended=after)
+    speed.on_step(late, idle, costs)
+    assert speed.seconds(2) == pytest.approx(0.12, rel=0.05)
 
 
 def test_requests_wait_for_pages_where_those_run_out_before_slots() -> None:
@@ -98,8 +108,154 @@ def test_requests_wait_for_pages_where_those_run_out_before_slots() -> None:
     for _ in range(3):
         world.step()
     lifecycle = world.scheduler.lifecycle
-    waiting = lifecycle.core.waiting.first(6, 100)
-    assert len(waiting) == 4 and lifecycle.core.admission.num_free_slots == 6
-    forecast = WaitForecast(lifecycle.core, lifecycle.recent_ends, world.scheduler.speed)
-    waits = [forecast.wait_s(request) or 0.0 for request in waiting]
-    assert 0 < waits[0] <= waits[1] < waits[2] <= waits[3]
+    assert len(lifecycle.core.waiting) == 4 and lifecycle.core.admission.num_free_slots == 6
+    waits = expected(world)
+    assert 0 < waits["2"] <= waits["3"] < waits["4"] <= waits["5"]
+
+
+# --- prompts that are partly computed -------------------------------------------------------------
+
+BUDGET = 16
+
+
+class EqualSteps:
+    """The steps of the simulated worker, whatever they compute."""
+
+    def seconds(self, num_decodes: int, num_tokens: int = 0, num_pairs: int = 0) -> float:
+        return STEP_S
+
+
+def play(world: World) -> tuple[WaitForecast, list[Request]]:
+    """Return what is played of the waiting queue, and its requests."""
+    lifecycle = world.scheduler.lifecycle
+    waiting = lifecycle.core.waiting.first(1000, 100)
+    forecast = WaitForecast(lifecycle.core, lifecycle.recent_ends, EqualSteps(), waiting)
+    forecast.play()
+    return forecast, waiting
+
+
+def expected(world: World) -> dict[str, float]:
+    """Return the expected waits of all waiting requests by name."""
+    forecast, waiting = play(world)
+    waits = {request.request_id: forecast.wait_s(request) for request in waiting}
+    assert None not in waits.values()
+    return {name: wait_s or 0.0 for name, wait_s in waits.items()}
+
+
+def real(world: World, names: Iterable[str]) -> dict[str, float]:
+    """Run until all has ended, and return the waits of the named requests from now on."""
+    begins_at = world.worker.now
+    world.run()
+    return {name: world.detok.closed[name].admitted_at - begins_at for name in names}
+
+
+def measured(num_pages: int = 1024, **flags: Any) -> World:
+    """Return a server that has measured steps of all kinds; each takes STEP_S."""
+    world = World(SchedulerArgs(chunked_prefill_size=BUDGET, **flags), num_pages)
+    for number in range(8):
+        names = (f"m{number}", f"n{number}")
+        world.send(*(submit(name, [90 + number] * 32, 3, ignore_eos=True) for name in names))
+        world.run()
+    world.send(submit("m", [90] * 40 * BUDGET, 3, ignore_eos=True))
+    world.run()
+    return world
+
+
+def begin_long(world: World, num_tokens: int, num_steps: int) -> None:
+    """Let a prompt of so many tokens be computed for some steps."""
+    world.send(submit("long", [9] * num_tokens, 1, ignore_eos=True))
+    for _ in range(num_steps):
+        world.step()
+
+
+def assert_close(world: World, num_steps: int = 3) -> dict[str, float]:
+    """Compare the expected waits with the real ones, to some steps; return the expected ones."""
+    waits = expected(world)
+    assert real(world, waits) == pytest.approx(waits, rel=0.1, abs=num_steps * STEP_S)
+    return waits
+
+
+def test_what_is_left_of_a_prompt_counts_and_not_all_of_it() -> None:
+    world = measured(max_num_partial_prefills=1)
+    begin_long(world, 100 * BUDGET, 75)
+    world.send(submit("next", [8] * 8, 1, ignore_eos=True))
+    waits = assert_close(world)
+    assert 20 * STEP_S < waits["next"] < 30 * STEP_S
+
+
+def test_short_prompts_pass_a_long_one_and_another_long_one_waits_for_it() -> None:
+    world = measured()
+    begin_long(world, 100 * BUDGET, 40)
+    world.send(submit("second", [8] * 1600, 1, ignore_eos=True))
+    world.send(*(submit(f"s{i}", [20 + i] * 8, 1, ignore_eos=True) for i in range(10)))
+    waits = assert_close(world)
+    assert max(waits[f"s{i}"] for i in range(10)) < 15 * STEP_S
+    assert waits["second"] > 50 * STEP_S
+
+
+@pytest.mark.parametrize("mode", BATCH_MODES)
+def test_prompts_and_streams_share_the_steps_in_each_mode(mode: str) -> None:
+    world = measured(max_running_requests=4, max_batch_size=4, batch_mode=mode)
+    world.send(*(submit(f"r{i}", [30 + i] * 8, 20 * (i + 1), ignore_eos=True) for i in range(3)))
+    begin_long(world, 40 * BUDGET, 10)
+    world.send(*(submit(f"s{i}", [40 + i] * 24, 30, ignore_eos=True) for i in range(12)))
+    assert_close(world, num_steps=8)
+
+
+def test_a_step_target_leaves_fewer_tokens_for_prompts() -> None:
+    world = measured(itl_target=1000 * 2 * STEP_S, max_num_partial_prefills=1)
+    begin_long(world, 60 * BUDGET, 20)
+    world.send(submit("next", [8] * 8, 1, ignore_eos=True))
+    assert_close(world)
+
+
+# --- cached beginnings ----------------------------------------------------------------------------
+
+
+def test_prompts_that_are_cached_take_no_time() -> None:
+    world = measured(max_num_partial_prefills=1)
+    prompt = [9 + i % 80 for i in range(40 * BUDGET)]
+    world.send(submit("before", prompt, 1, ignore_eos=True))
+    world.run()
+    world.send(submit("head", [7] * 4 * BUDGET, 1, ignore_eos=True))
+    world.step()
+    world.send(*(submit(f"r{i}", [*prompt, 5, i], 1, ignore_eos=True) for i in range(3, 9)))
+    world.send(submit("last", [6] * 8, 1, ignore_eos=True))
+    assert assert_close(world)["last"] < 12 * STEP_S
+
+
+def test_a_beginning_that_several_waiting_prompts_have_counts_once() -> None:
+    world = measured(max_num_partial_prefills=1)
+    beginning = [9 + i % 80 for i in range(40 * BUDGET)]
+    world.send(submit("head", [7] * 4 * BUDGET, 1, ignore_eos=True))
+    world.step()
+    world.send(*(submit(f"r{i}", [*beginning, i, 5], 1, ignore_eos=True) for i in range(3, 9)))
+    world.send(submit("last", [6] * 8, 1, ignore_eos=True))
+    assert assert_close(world)["last"] < 60 * STEP_S
+
+
+def test_beginnings_are_evicted_where_the_waiting_prompts_need_more_pages_than_there_are() -> None:
+    uses = SharedBeginnings(World(SchedulerArgs(), num_pages=50).scheduler.lifecycle.core, {})
+    groups = [[20 + group] * 80 for group in range(4)]  # 20 pages each
+    computed = []
+    for number in range(12):
+        message = submit(f"r{number}", [*groups[number % 4], 3 + number], 1)
+        request = Request.from_submit(1000 + number, message, frozenset())
+        computed.append(uses.prompt_of(request, 1).num_uncomputed_tokens)
+    assert computed == [81] * 12, "each is evicted before it is used again"
+
+
+# --- many steps -----------------------------------------------------------------------------------
+
+
+def test_a_forecast_plays_a_bounded_number_of_steps() -> None:
+    world = measured(num_pages=100_000)
+    world.checked = False
+    world.send(*(submit(f"r{i}", [9 + i % 80, i % 90] * 500, 4) for i in range(200)))
+    forecast, waiting = play(world)
+    assert forecast.num_steps == MAX_STEPS
+    assert forecast.wait_s(waiting[0]) is not None and forecast.wait_s(waiting[-1]) is None
+    places, num_steps = places_in_queue(world.scheduler.lifecycle, world.scheduler.speed)
+    assert num_steps == MAX_STEPS
+    last = places[waiting[-1].seq].wait_s
+    assert last is not None and last > forecast.played_s

@@ -336,14 +336,14 @@ def test_models_devices_and_sizes_that_cannot_have_tiers_are_refused(
 ) -> None:
     flags: dict[str, Any] = {"kv_offloading_size": 1.0, "page_size": 4}
     with pytest.raises(
-        ConfigError, match="kv_offloading_size needs a model with a layer that sees"
+        ConfigError, match="--kv-offloading-size needs a model with a layer that sees"
     ):
         open_with(tiny_mistral(tmp_path), **flags)
     with pytest.raises(ConfigError, match=r"room for 10 bytes .* takes \d+: raise it"):
         open_with(llama_dir, **flags | {"kv_offloading_size": 1e-8})
     for values, message in (
-        ({"tp": 2}, "tp is 2: kv_offloading_size works with one process only"),
-        ({"disable_radix_cache": True}, "kv_offloading_size keeps cached prefixes: leave"),
+        ({"tp": 2}, "tp is 2: --kv-offloading-size works with one process only"),
+        ({"disable_radix_cache": True}, "--kv-offloading-size keeps cached prefixes: leave"),
         ({"kv_offloading_size": -1.0}, "kv_offloading_size is -1.0: it must be 0"),
         ({"kv_cache_dir_size": 0.0}, "kv_cache_dir_size must be positive"),
         ({"cluster": "ray", "kv_cache_dir": "d"}, "--kv-cache-dir is a directory of one machine"),

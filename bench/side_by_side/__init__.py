@@ -1,0 +1,1 @@
+"""Short prompts among a long one, on real servers."""

@@ -1,0 +1,1 @@
+"""Forecasts: when waiting requests are admitted, and when they have their first tokens."""
