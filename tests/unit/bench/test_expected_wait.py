@@ -6,6 +6,7 @@ from bench.simulate.expected_wait import MIN_WAIT_S, WaitErrors, WaitSample, mai
 
 SHORT = "--input-len 16:64 --max-new-tokens 8:64"
 LONG = "--input-len 16:64 --max-new-tokens 16:48 --request-rate 9 --long-every 20"
+CROWDED = "--input-len 16:64 --max-new-tokens 16:48 --request-rate 12 --long-every 15"
 CACHED = "--input-len 16:64 --max-new-tokens 8:64"
 
 
@@ -16,7 +17,7 @@ CACHED = "--input-len 16:64 --max-new-tokens 8:64"
         f"{SHORT} --slots 32 --request-rate 20",
         "--input-len 64:256 --max-new-tokens 2:8 --slots 256 --request-rate 20 --num-requests 400",
         LONG,
-        f"{LONG} --itl-target 45 --slots 32",
+        f"{CROWDED} --itl-target 45 --slots 32",
         f"{CACHED} --prefix-groups 16",
         f"{CACHED} --prefix-groups 64",
     ],
