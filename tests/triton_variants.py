@@ -32,7 +32,8 @@ from quadriga.wire.messages.arrays import num_ids, pack_ids
 from quadriga.wire.messages.worker import DECODE, MIXED, GuessingPlan, NewSlot, StepPlan
 from worker_proc.gpu import pages
 from worker_proc.gpu.engine import TritonEngine
-from worker_proc.gpu.graphs import Captured, GraphOutput, batch_sizes, prompt_sizes
+from worker_proc.gpu.graph_sizes import batch_sizes, prompt_sizes
+from worker_proc.gpu.graphs import Captured, GraphOutput
 from worker_proc.models.registry import build_model
 from worker_proc.runner import Runner
 from worker_proc.speculation.guess_source import GuessSource

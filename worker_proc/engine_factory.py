@@ -166,7 +166,8 @@ def _triton(
     guesses: bool,
 ) -> Engine:
     from worker_proc.gpu.engine import TritonEngine
-    from worker_proc.gpu.graphs import CudaCapture, batch_sizes, prompt_sizes
+    from worker_proc.gpu.graph_sizes import batch_sizes, prompt_sizes
+    from worker_proc.gpu.graphs import CudaCapture
 
     if flags := cpu_kernel_flags(args):
         raise ConfigError(f"{flags} needs the native kernels of a CPU: leave it out on {device}")

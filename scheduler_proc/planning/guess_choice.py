@@ -88,8 +88,8 @@ class GuessChoice:
         A guess that is less likely to be right than `min_chance` lowers the tokens per second,
         whatever is guessed before it.
         """
-        least_s = self._factor * self._costs.least_s_a_token(self._num_tokens)
-        min_chance = max(MIN_CHANCE, least_s * self._plain_rate)
+        min_s = self._factor * self._costs.min_s_per_token(self._num_tokens)
+        min_chance = max(MIN_CHANCE, min_s * self._plain_rate)
         guesses = []
         for row, rate in rates.items():
             chance = rate

@@ -32,7 +32,7 @@ class StepCosts:
         end = self._end_of_span(num_tokens)
         return self._seconds[end] + self._slopes[end - 1] * (num_tokens - self._sizes[end])
 
-    def least_s_a_token(self, num_tokens: int) -> float:
+    def min_s_per_token(self, num_tokens: int) -> float:
         """Return the least seconds that any further token adds to a step of so many."""
         return min(self._slopes[self._end_of_span(num_tokens + 1) - 1 :])
 

@@ -177,8 +177,8 @@ def test_costs_are_interpolated_and_a_disturbed_measurement_of_a_small_step_is_d
     assert costs.seconds(8) == pytest.approx(1.22)  # nor is a token free
     assert costs.seconds(2) == pytest.approx(1.0 + 0.2 / 3)
     assert costs.seconds(12) == pytest.approx(1.61)
-    assert costs.least_s_a_token(1) == costs.least_s_a_token(4) == pytest.approx(0.005)
-    assert costs.least_s_a_token(8) == costs.least_s_a_token(40) == pytest.approx(0.78 / 8)
+    assert costs.min_s_per_token(1) == costs.min_s_per_token(4) == pytest.approx(0.005)
+    assert costs.min_s_per_token(8) == costs.min_s_per_token(40) == pytest.approx(0.78 / 8)
 
 
 def test_counters_have_the_names_of_vllm() -> None:
