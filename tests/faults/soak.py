@@ -13,6 +13,7 @@ last one.
 With storage the server has a journal, a data directory and a log of usage, traces every request,
 and clients store responses, run batches and resume streams. With --kill-every all processes of a
 replica, of one that is ready, are killed at a time; only the processes that live are compared.
+With --action-rate the load stays the same whatever else the computer does.
 
 The exit code is 1 if memory, files or threads grew, a request was lost or answered wrongly, a
 process died, or something is left afterwards.
@@ -37,7 +38,7 @@ from bench.client.server import free_port
 from quadriga.client import AsyncClient
 from quadriga.errors import QuadrigaError
 from tests.faults.footprint import HEAD, Footprint, footprint, growth, median, row
-from tests.faults.soak_load import RingClient, Shape, Tally, run_actions
+from tests.faults.soak_load import Pace, RingClient, Shape, Tally, run_actions
 from tests.faults.soak_stored import StoringClient
 from tests.faults.soak_web import WebClient
 from tests.server import Server, running_server, settle, wait_until
@@ -63,11 +64,13 @@ class SoakOptions:
         with_storage: The server stores, and clients store, resume and run batches.
         dp: Replicas.
         kill_every_s: Seconds from one kill of a replica to the next; 0: none is killed.
+        action_rate: Actions of all clients that begin in a second; 0: as many as the server keeps.
     """
 
     with_storage: bool = False
     dp: int = 1
     kill_every_s: float = 0.0
+    action_rate: float = 0.0
 
     def flags(self, directory: Path) -> list[str]:
         """Return the flags of the server, which may write to a directory."""
@@ -172,7 +175,7 @@ async def take_sample(
 
 async def load(server: Server, url: str, seconds: float, soak: Soak, options: SoakOptions) -> None:
     """Run the load, and sample the processes meanwhile."""
-    stopping = asyncio.Event()
+    stopping, pace = asyncio.Event(), Pace(options.action_rate)
     clients = [AsyncClient(server.endpoint, connect_timeout=30) for _ in range(NUM_CONNECTIONS)]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         await asyncio.gather(*(client.connect() for client in clients))
@@ -188,7 +191,7 @@ async def load(server: Server, url: str, seconds: float, soak: Soak, options: So
             kind = StoringClient if options.with_storage else WebClient
             workload.append((kind(session, url, shape, chosen), chosen))
         tasks = [
-            asyncio.create_task(run_actions(actor.actions, soak.tally, chosen, stopping))
+            asyncio.create_task(run_actions(actor.actions, soak.tally, chosen, pace, stopping))
             for actor, chosen in workload
         ]
         killing = asyncio.create_task(_kill_replicas(server, clients[0], options, soak))
@@ -279,8 +282,12 @@ def main() -> int:
     parser.add_argument("--dp", type=int, default=1, help="replicas (default: 1)")
     parser.add_argument("--kill-every", type=float, default=0.0, metavar="SECONDS",
                         help="kill a replica so often (default: 0, never)")  # fmt: skip
+    parser.add_argument("--action-rate", type=float, default=0.0, metavar="PER_SECOND",
+                        help="actions that begin (default: as many as possible)")  # fmt: skip
     arguments = parser.parse_args()
-    options = SoakOptions(arguments.with_storage, arguments.dp, arguments.kill_every)
+    options = SoakOptions(
+        arguments.with_storage, arguments.dp, arguments.kill_every, arguments.action_rate
+    )
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         directory = Path(name)
         model = arguments.model or tiny_llama(directory / "model")

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import re
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -68,12 +69,39 @@ class Shape:
         return min(MAX_TOKENS, self.context_length)
 
 
+class Pace:
+    """The moments at which actions of all clients begin, at equal distances.
+
+    What a server holds depends on how much it does at a time. With a pace that it keeps on a
+    computer with changing other work, its memory and files can be compared.
+
+    Args:
+        per_second: Actions; 0: each begins when the one before it of its client has ended.
+    """
+
+    def __init__(self, per_second: float = 0.0) -> None:
+        self._distance_s = 1 / per_second if per_second else 0.0
+        self._next = 0.0
+
+    async def wait(self) -> None:
+        """Wait for the next moment. What was missed is not caught up."""
+        if self._distance_s:
+            now = time.monotonic()
+            self._next = max(now, self._next + self._distance_s)
+            await asyncio.sleep(self._next - now)
+
+
 async def run_actions(
-    actions: dict[Action, int], tally: Tally, chosen: random.Random, stopping: asyncio.Event
+    actions: dict[Action, int],
+    tally: Tally,
+    chosen: random.Random,
+    pace: Pace,
+    stopping: asyncio.Event,
 ) -> None:
     """Run actions at random by their weights until `stopping`; count every error."""
     names, weights = list(actions), list(actions.values())
     while not stopping.is_set():
+        await pace.wait()
         action = chosen.choices(names, weights)[0]
         name = getattr(action, "__name__", "")
         try:
