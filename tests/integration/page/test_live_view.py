@@ -103,6 +103,24 @@ def test_200_requests_have_lanes_and_each_says_why_it_waits(chromium: str) -> No
     in_browser(chromium, live_ring(), test, at="/#/live")
 
 
+def test_a_request_has_no_lane_when_its_last_step_is_out_of_view(chromium: str) -> None:
+    ring, num_steps = ScriptedRing([]), 90
+    ended = {1: [LiveEvent(EventKind.FINISHED, 0, "stop")]}
+    for number in range(num_steps):
+        rows = {0: RowKind.DECODE} if number == 0 else {}
+        requests = [make_request(0)] if number == 0 else []
+        ring.live.put_nowait(make_step(number, rows, None, requests, ended.get(number)))
+
+    async def test(page: Page) -> None:
+        await page.until(
+            "document.querySelector('.lanes-space') && !document.querySelector('.lanes-empty')"
+        )
+        await page.resize(390, 700, is_phone=True)
+        await page.until("document.querySelector('.lanes-empty')")
+
+    in_browser(chromium, ring, test, at="/#/live")
+
+
 def test_events_pages_and_processes_are_shown(chromium: str) -> None:
     async def test(page: Page) -> None:
         await until_live(page)

@@ -29,7 +29,7 @@ export class Lanes {
 
   draw(picture, colors) {
     const { context, width, height } = prepare(this.canvas);
-    this.rows = picture.ordered();
+    this.rows = picture.visible(this.numColumns);
     this.column = picture.column;
     const top = this.scroller.scrollTop;
     const first = Math.floor(top / ROW_HEIGHT);

@@ -15,12 +15,14 @@ export function LanesPanel({ picture, colors, tick, page }) {
   const canvas = useRef(null);
   const lanes = useRef(null);
   const [about, setAbout] = useState(null);
+  const [rows, setRows] = useState(0);
   const latest = useRef(null);
   latest.current = { picture, colors };
 
   function draw() {
     lanes.current ??= new Lanes(canvas.current, scroller.current);
     lanes.current.draw(latest.current.picture, latest.current.colors);
+    setRows(lanes.current.rows.length);
     setAbout(lanes.current.about(latest.current.picture));
   }
   useEffect(draw, [tick, colors]);
@@ -53,7 +55,6 @@ export function LanesPanel({ picture, colors, tick, page }) {
     if (selected) page.go("request", selected.row.about.request_id);
   }
 
-  const rows = picture.rows.size;
   return (
     <section class="live-panel live-lanes" aria-label="Requests by step">
       <div class="live-legend">

@@ -177,9 +177,14 @@ export class Picture {
     return seconds > 0 ? Math.max(0, last[name] - first[name]) / seconds : 0;
   }
 
-  /** The rows in the order of the lanes: those that have not ended, then the others, oldest first. */
-  ordered() {
-    return [...this.rows.values()].sort((a, b) => a.about.seq - b.about.seq);
+  /**
+   * The rows of the lanes, the oldest request first, where the last `numColumns` steps are shown:
+   * those that have not ended, or did something in these steps.
+   */
+  visible(numColumns) {
+    return [...this.rows.values()]
+      .filter((row) => !row.end || this.column - row.lastColumn <= numColumns)
+      .sort((a, b) => a.about.seq - b.about.seq);
   }
 
   /** How many requests wait for each reason: [[code, count], …], the most common first. */
