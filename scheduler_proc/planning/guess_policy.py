@@ -24,7 +24,7 @@ from scheduler_proc.state.request import Request
 
 # Tokens of a step beyond which none is guessed: there a further one costs its full share of the
 # time on most CPUs.
-MAX_GUESSING_TOKENS = 8
+MAX_GUESSING_TOKENS = 4
 # The guesses of all requests: their prior, over that of one request, and the weight of earlier ones
 # at each further row with guesses and at each step without.
 ALL_WEIGHT, ALL_MEMORY, ALL_FADING = 4.0, 0.95, 0.99

@@ -72,6 +72,11 @@ def _refusal(runner: "Runner", method: str, num_ranks: int) -> str:
             f"what guesses bring on {device} has not been measured; --speculative-method ngram"
             " guesses wherever text repeats"
         )
+    if method == "auto" and not engine.has_equal_bits:
+        return (
+            f"the engine {engine.name} may round a token otherwise in a step with guesses;"
+            " --speculative-method ngram guesses nevertheless"
+        )
     return f"tokens are guessed with one process only, tp is {num_ranks}" if num_ranks > 1 else ""
 
 
