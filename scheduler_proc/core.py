@@ -78,7 +78,7 @@ class SchedulerCore:
         self.quarantine = state.quarantine
         self.running = state.running
         self.costs = StepCostModel()
-        self._guesses = make_guess_policy(args, capacity.step_costs, capacity.draft_costs)
+        self._guesses = make_guess_policy(args, capacity.can_guess, capacity.draft_costs)
         self._batching = batching = make_batching(args, state)
         self.retraction = retraction = Retraction(args, state, num_retractions)
         self._growth = growth = PageGrowth(state, batching, retraction)

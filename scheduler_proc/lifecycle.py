@@ -194,7 +194,7 @@ class RequestLifecycle:
         )  # fmt: skip
         capacity = Capacity(
             ready.num_pages, ready.page_size, ready.prefill_tokens, ready.window,
-            ready.step_costs, ready.draft_costs, ready.stored,
+            ready.can_guess, ready.draft_costs, ready.stored,
         )  # fmt: skip
         self.grammars.forget_all()
         num_retractions = self.core.num_retractions

@@ -151,7 +151,7 @@ def start(
     from worker_proc.kv_offload.opening import open_tiers
     from worker_proc.loading.sharding import TPRank
     from worker_proc.startup.build import make_runner
-    from worker_proc.startup.guess_costs import prepare_guesses
+    from worker_proc.startup.guesses import prepare_guesses
     from worker_proc.startup.kernels_note import describe_kernels
     from worker_proc.startup.prefill_tuning import tune_prefill_size
     from worker_proc.system.devices import take_cores
@@ -166,9 +166,9 @@ def start(
     prefill_tokens = (
         tune_prefill_size(runner, part.count) if child.config.scheduler.measures_chunks else 0
     )
-    if child.config.scheduler.speculative_method != "none":
-        clock.begin("measure guesses")
-    guess_costs = prepare_guesses(runner, child.config, part.count)
+    if child.config.scheduler.speculative_method == "self":
+        clock.begin("measure drafts")
+    guessing = prepare_guesses(runner, child.config, part.count)
     clock.end()
     table = runner.table
     ready = WorkerReady(
@@ -181,10 +181,10 @@ def start(
         backend=runner.engine.name,
         prefill_tokens=prefill_tokens,
         window=runner.window,
-        step_costs=guess_costs.steps,
+        can_guess=guessing.can_guess,
         kernels=describe_kernels(child.config.worker, runner),
         cuda_graph=runner.engine.has_graphs,
-        draft_costs=guess_costs.drafts,
+        draft_costs=guessing.draft_costs,
     )
     ready = _begin_session(ready, mover)
     child.ready(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from scheduler_proc.planning.guess_costs import GuessSourceCosts, StepCosts
+from scheduler_proc.planning.guess_costs import AddedTime, GuessSourceCosts
 
 MIN_GAIN = 1.05  # tokens per second with guesses, over those without
 MIN_CHANCE = 0.05  # to be right, below which nothing is guessed
@@ -27,29 +27,20 @@ class GuessChoice:
     """Choose the guesses of one step by what they cost and how likely they are to be right."""
 
     def __init__(
-        self,
-        costs: StepCosts,
-        source: GuessSourceCosts,
-        num_rows: int,
-        num_tokens: int,
-        cost_factor: float,
+        self, added: AddedTime, source: GuessSourceCosts, num_rows: int, plain_s: float
     ) -> None:
         """Prepare the choice.
 
         Args:
-            costs: of steps.
+            added: what guesses add to such a step.
             source: what it costs to make guesses.
             num_rows: of the step, each of which brings a token without guesses.
-            num_tokens: that the step computes without guesses.
-            cost_factor: what guesses add to a step, over what `costs` and `source` say.
+            plain_s: seconds of the step without guesses.
         """
-        self._costs = costs
+        self._added = added
         self._source = source
         self._num_rows = num_rows
-        self._num_tokens = num_tokens
-        self._factor = cost_factor
-        self._plain_s = costs.seconds(num_tokens)
-        self._plain_rate = num_rows / self._plain_s
+        self._plain_s = plain_s
 
     def numbers(
         self, rates: Mapping[int, float], limits: Mapping[int, int], max_guesses: int
@@ -63,7 +54,7 @@ class GuessChoice:
         """
         guesses = self._by_chance(rates, limits)
         best: list[Guess] = []
-        best_rate, rate_before = MIN_GAIN * self._plain_rate, 0.0
+        best_rate, rate_before = MIN_GAIN * self._num_rows, 0.0
         for num_rounds in self._source.numbers_of_rounds(max(limits.values())):
             some = [guess for guess in guesses if guess.place < num_rounds][:max_guesses]
             count, rate = self._best_count(some)
@@ -80,7 +71,7 @@ class GuessChoice:
     @property
     def one_can_pay(self) -> bool:
         """Whether a single guess pays if it is right."""
-        return self._rate(1.0, 1, self._source.one_more_s(0)) > MIN_GAIN * self._plain_rate
+        return self._rate(1.0, 1, self._source.one_more_s(0)) > MIN_GAIN * self._num_rows
 
     def _by_chance(self, rates: Mapping[int, float], limits: Mapping[int, int]) -> list[Guess]:
         """Return the guesses that may be made, the likeliest ones first.
@@ -88,8 +79,7 @@ class GuessChoice:
         A guess that is less likely to be right than `min_chance` lowers the tokens per second,
         whatever is guessed before it.
         """
-        min_s = self._factor * self._costs.min_s_per_token(self._num_tokens)
-        min_chance = max(MIN_CHANCE, min_s * self._plain_rate)
+        min_chance = max(MIN_CHANCE, self._added.min_steps() * self._num_rows)
         guesses = []
         for row, rate in rates.items():
             chance = rate
@@ -101,7 +91,7 @@ class GuessChoice:
         return sorted(guesses, reverse=True)
 
     def _best_count(self, guesses: list[Guess]) -> tuple[int, float]:
-        """Return how many of the first guesses bring most tokens per second, and how many."""
+        """Return how many of the first guesses bring most tokens in a time, and how many tokens."""
         right, source_s, best, best_rate = 0.0, 0.0, 0, 0.0
         rows_by_place: dict[int, int] = {}
         for count, (chance, _row, place) in enumerate(guesses, 1):
@@ -115,6 +105,6 @@ class GuessChoice:
         return best, best_rate
 
     def _rate(self, num_right: float, num_guesses: int, source_s: float) -> float:
-        """Return the tokens per second of the step with so many guesses."""
-        added_s = self._costs.seconds(self._num_tokens + num_guesses) - self._plain_s + source_s
-        return (self._num_rows + num_right) / (self._plain_s + self._factor * added_s)
+        """Return the tokens of the step with so many guesses, in the time of one without."""
+        steps = 1.0 + self._added.steps(num_guesses) + source_s / self._plain_s
+        return (self._num_rows + num_right) / steps

@@ -1,43 +1,77 @@
-"""Seconds of steps that compute guesses, and of what makes the guesses."""
+"""What guesses add to the time of a step, learned from the steps that run."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
 
-from quadriga.wire.messages.worker import StepCost
 from scheduler_proc.state.guess_record import MEMORY, PRIOR_RIGHT
 
-# What a further token adds at least, in steps of one token. It is never free, and what is learned
-# later is a factor of it.
-MIN_SLOPE = 0.005
+SIZES = (0, 1, 2, 4, 8, 16, 32, 64)  # numbers of guesses whose time is learned
+# What a guess is taken to add before any was measured, in steps without guesses. A decode step
+# waits for the weights, and some more tokens are nearly free; where they are not, the first steps
+# with guesses, which have few, say so.
+PRIOR_STEPS = 0.04
+PRIOR_COUNT = 3.0  # steps for which that stands
+MEASURED_MEMORY = 0.95  # weight of the earlier steps of a number of guesses at each further one
+MIN_STEPS = 0.005  # that a further guess adds: it is never free
+MIN_FACTOR = 0.25  # of PRIOR_STEPS, however long nothing was guessed
 
 
-class StepCosts:
-    """Seconds of a decode step by its number of tokens, interpolated between measured ones."""
+class AddedTime:
+    """What numbers of guesses add to a step, in steps of the same rows without guesses.
 
-    def __init__(self, costs: Sequence[StepCost]) -> None:
-        self._sizes = [cost.num_tokens for cost in costs]
-        # A smaller step is never slower: a measurement that says so was disturbed.
-        shortest = list(accumulate((cost.seconds for cost in reversed(costs)), min))[::-1]
-        self._seconds, least = shortest[:1], MIN_SLOPE * shortest[0]
-        for (begin, end), end_s in zip(pairwise(self._sizes), shortest[1:], strict=True):
-            self._seconds.append(max(end_s, self._seconds[-1] + least * (end - begin)))
-        spans = zip(pairwise(self._sizes), pairwise(self._seconds), strict=True)
-        self._slopes = [
-            (end_s - begin_s) / (end - begin) for (begin, end), (begin_s, end_s) in spans
-        ]
+    It is interpolated between SIZES. A number of which little is known is taken to add more or less
+    than PRIOR_STEPS say by as much as the next smaller number.
+    """
 
-    def seconds(self, num_tokens: int) -> float:
-        """Return the seconds of a step, in proportion to those of other sizes."""
-        end = self._end_of_span(num_tokens)
-        return self._seconds[end] + self._slopes[end - 1] * (num_tokens - self._sizes[end])
+    def __init__(self) -> None:
+        self._measured = [0.0] * len(SIZES)
+        self._expected = [0.0] * len(SIZES)
+        self._prior_factor = 1.0
+        self._steps = self._learned()
 
-    def min_s_per_token(self, num_tokens: int) -> float:
-        """Return the least seconds that any further token adds to a step of so many."""
-        return min(self._slopes[self._end_of_span(num_tokens + 1) - 1 :])
+    def steps(self, num_guesses: int) -> float:
+        """Return what guesses add, in steps without guesses."""
+        end = min(max(bisect_left(SIZES, num_guesses), 1), len(SIZES) - 1)
+        return self._steps[end] + self._slope(end) * (num_guesses - SIZES[end])
 
-    def _end_of_span(self, num_tokens: int) -> int:
-        return min(max(bisect_left(self._sizes, num_tokens), 1), len(self._sizes) - 1)
+    def min_steps(self) -> float:
+        """Return the least that any further guess adds."""
+        return min(map(self._slope, range(1, len(SIZES))))
+
+    def observe(self, num_guesses: int, steps: float) -> None:
+        """Take in what the guesses of a step have added."""
+        end = min(max(bisect_left(SIZES, num_guesses), 1), len(SIZES) - 1)
+        share = (num_guesses - SIZES[end - 1]) / (SIZES[end] - SIZES[end - 1])
+        for place, weight in ((end - 1, max(0.0, 1.0 - share)), (end, share)):
+            memory = 1.0 - (1.0 - MEASURED_MEMORY) * min(weight, 1.0)
+            # The time of a size is judged by that of the number nearby, in proportion to the prior.
+            self._measured[place] = memory * self._measured[place] + weight * steps
+            expected = weight * PRIOR_STEPS * num_guesses
+            self._expected[place] = memory * self._expected[place] + expected
+        self._prior_factor = 1.0
+        self._steps = self._learned()
+
+    def fade(self, weight: float) -> None:
+        """Trust what was measured less, and take guesses to add less, so that they are tried."""
+        self._measured = [weight * measured for measured in self._measured]
+        self._expected = [weight * expected for expected in self._expected]
+        self._prior_factor = max(MIN_FACTOR, weight * self._prior_factor)
+        self._steps = self._learned()
+
+    def _learned(self) -> list[float]:
+        """Return the steps of SIZES, each with MIN_STEPS more than the size before at least."""
+        learned, factor = [0.0], self._prior_factor
+        for place in range(1, len(SIZES)):
+            prior = PRIOR_STEPS * SIZES[place]
+            known = PRIOR_COUNT * prior
+            factor = (known * factor + self._measured[place]) / (known + self._expected[place])
+            factor = max(0.0, factor)
+            least = learned[-1] + MIN_STEPS * (SIZES[place] - SIZES[place - 1])
+            learned.append(max(least, factor * prior))
+        return learned
+
+    def _slope(self, end: int) -> float:
+        return (self._steps[end] - self._steps[end - 1]) / (SIZES[end] - SIZES[end - 1])
 
 
 class GuessSourceCosts:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from quadriga.wire.messages.worker import StepCost
+from quadriga.wire.messages.worker import DraftCost
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.request import Request, RequestFailure, RetractReason, WaitReason
 
@@ -16,7 +16,7 @@ class Capacity(NamedTuple):
     Attributes:
         prefill_tokens: prompt tokens of one step that keep the worker busy.
         window: number of tokens, itself included, that a token sees in every layer; 0: all.
-        step_costs: of decode steps; empty: the worker does not guess tokens.
+        can_guess: whether the worker guesses tokens.
         draft_costs: of steps that draft guesses; empty: none does.
         stored: names of the KV pages beyond the pool, joined; None: there are no tiers for them.
     """
@@ -25,8 +25,8 @@ class Capacity(NamedTuple):
     page_size: int = 1
     prefill_tokens: int = 0
     window: int = 0
-    step_costs: Sequence[StepCost] = ()
-    draft_costs: Sequence[StepCost] = ()
+    can_guess: bool = False
+    draft_costs: Sequence[DraftCost] = ()
     stored: bytes | None = None
 
 

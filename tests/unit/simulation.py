@@ -22,7 +22,6 @@ from quadriga.wire.messages.worker import (
     GuessingPlan,
     NewSlot,
     ResultMessage,
-    StepCost,
     StepPlan,
     StepResult,
     WorkerReady,
@@ -365,7 +364,7 @@ class World:
             "cpu",
             prefill_tokens=prefill_tokens,
             window=window,
-            step_costs=[StepCost(1, 0.01), StepCost(64, 0.011)],
+            can_guess=True,
             stored=self.worker.stored_names(),
         )
         self.wake_at: float | None = None

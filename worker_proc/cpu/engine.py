@@ -56,6 +56,7 @@ class NativeEngine(Engine):
     """
 
     name = "native"
+    has_equal_bits = True
 
     def __init__(
         self,

@@ -50,6 +50,7 @@ class Engine(ABC):
         supports_jump_forward: A row with a few more tokens hardly makes a step longer, so that the
             tokens that a grammar forces are computed together with the sampled one.
         supports_guesses: Rows of several tokens can sample after each of them.
+        has_equal_bits: A token's numbers are the same to the last bit, whatever else is in a step.
         max_guess_samples: Tokens that a step with guesses may sample.
         draft: The same model over the same KV pages, with weights of fewer bits, which drafts
             guesses; None: there is none.
@@ -62,6 +63,7 @@ class Engine(ABC):
     has_graphs = False
     supports_jump_forward = True
     supports_guesses = True
+    has_equal_bits = False
     max_guess_samples = sys.maxsize
     draft: "Engine | None" = None
 

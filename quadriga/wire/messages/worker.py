@@ -161,10 +161,10 @@ WorkerMessage = (
 # --- worker_proc -> scheduler_proc ----------------------------------------------------------------
 
 
-class StepCost(msgspec.Struct, array_like=True, frozen=True):
-    """Seconds of a decode step that computes so many tokens."""
+class DraftCost(msgspec.Struct, array_like=True, frozen=True):
+    """Seconds of a step that drafts guesses in so many rows."""
 
-    num_tokens: int
+    num_rows: int
     seconds: float
 
 
@@ -175,14 +175,13 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
         prefill_tokens: number of prompt tokens in one step beyond which the rate does not rise.
         session: drawn by the worker when its slots are empty; messages of another one are stale.
         window: number of tokens, itself included, that a token sees in every layer; 0: all.
-        step_costs: measured where tokens may be guessed, by ascending numbers of tokens; empty:
-            the worker does not guess.
+        can_guess: the worker guesses tokens where a plan says so.
         stored: PAGE_HASH_BYTES for each page that can be loaded from a tier beyond the pool; None:
             there is no such tier.
         cuda_graph: decode steps are CUDA graphs.
         kernels: what computes, its version, and the number formats; "": unknown.
-        draft_costs: as step_costs, of the steps that draft guesses, by their rows; empty: guesses
-            take no steps of their own.
+        draft_costs: measured where steps draft guesses, by ascending numbers of rows; empty:
+            guesses take no steps of their own.
     """
 
     num_pages: int
@@ -195,11 +194,11 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     prefill_tokens: int = 256
     session: int = 0
     window: int = 0
-    step_costs: list[StepCost] = []
+    can_guess: bool = False
     stored: bytes | None = None
     cuda_graph: bool = False
     kernels: str = ""
-    draft_costs: list[StepCost] = []
+    draft_costs: list[DraftCost] = []
 
 
 class GrammarReady(msgspec.Struct, tag="grammar", array_like=True, frozen=True):

@@ -20,8 +20,6 @@ from quadriga.wire.messages.worker import (
     GuessingPlan,
     NewSlot,
     SlotSamplingParams,
-    StepCost,
-    StepResult,
 )
 from tests import EVERYTHING
 
@@ -42,7 +40,7 @@ from worker_proc.gpu.engine import TritonEngine
 from worker_proc.runner import Runner
 from worker_proc.speculation.draft_model import wants_draft
 from worker_proc.speculation.guesser import Guesser, SlotText
-from worker_proc.startup import guess_costs
+from worker_proc.startup import guesses
 from worker_proc.step.engine_base import Engine
 from worker_proc.step.slot_table import SlotTable
 
@@ -268,20 +266,10 @@ def test_an_answer_that_ended_is_copied_behind_the_step_and_read_with_a_later_pl
     assert fetched == [13] and answers is not None and answers.tokens[:12] == prompt
 
 
-def test_ngram_measures_steps_by_their_results_and_guesses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ngram_guesses_from_text_that_repeats(tmp_path: Path) -> None:
     runner = guessing_runner(tmp_path, False, context_length=8)
-    run = runner.run
-
-    def timed(plan: Any) -> StepResult:
-        num_tokens = 1 + int(runner.table.num_guesses[0])
-        result = run(plan)
-        return msgspec.structs.replace(result, began=10.0, ended=10.0 + num_tokens)
-
-    monkeypatch.setattr(runner, "run", timed)
-    costs = guess_costs.prepare_guesses(runner, ServerConfig().replace(**NGRAM), 1)
-    assert costs.steps == [StepCost(1, 1.0), StepCost(2, 2.0), StepCost(4, 4.0)]
+    guessing = guesses.prepare_guesses(runner, ServerConfig().replace(**NGRAM), 1)
+    assert guessing.can_guess and not guessing.draft_costs
     assert isinstance(runner.guesser, Guesser) and not runner.table.held
 
 
@@ -300,7 +288,7 @@ def test_what_cannot_guess_on_a_gpu_says_why(
     engine = SimpleNamespace(name="x", supports_guesses=True, stores_tokens=stores_tokens)
     table = SimpleNamespace(device=torch.device("cuda:0"))
     runner = cast(Runner, SimpleNamespace(engine=engine, table=table))
-    refusal = guess_costs._refusal(runner, method, ranks)
+    refusal = guesses._refusal(runner, method, ranks)
     assert reason in refusal and bool(refusal) == bool(reason)
 
 

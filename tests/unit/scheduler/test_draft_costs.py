@@ -4,20 +4,18 @@ import pytest
 
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.worker import GuessedRow, StepCost, StepResult
+from quadriga.wire.messages.worker import DraftCost, GuessedRow, StepResult
 from scheduler_proc.planning.draft_costs import DraftCosts
 from scheduler_proc.planning.guess_policy import GuessPolicy, make_guess_policy
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.request import Request
 from tests.unit.scheduler.test_guesses import observe_plain, planned, request_of
 
-STEPS = [StepCost(1, 1.0), StepCost(8, 1.1), StepCost(64, 8.0)]
-
 
 def policy_of(draft_s: float) -> GuessPolicy:
     """Return a policy that has seen steps of one row without drafts."""
-    drafts = [StepCost(1, draft_s), StepCost(64, 8 * draft_s)]
-    policy = make_guess_policy(SchedulerArgs(speculative_method="self"), STEPS, drafts)
+    drafts = [DraftCost(1, draft_s), DraftCost(64, 8 * draft_s)]
+    policy = make_guess_policy(SchedulerArgs(speculative_method="self"), True, drafts)
     assert policy is not None
     observe_plain(policy, 1)
     return policy
@@ -35,7 +33,7 @@ def observe(
 
 
 def test_a_round_costs_a_step_and_a_further_row_the_difference() -> None:
-    costs = DraftCosts([StepCost(1, 0.4), StepCost(5, 0.8)])
+    costs = DraftCosts([DraftCost(1, 0.4), DraftCost(5, 0.8)])
     assert costs.round_s(0) == 0.0
     assert costs.one_more_s(0) == pytest.approx(0.4)
     assert costs.one_more_s(1) == pytest.approx(0.1)

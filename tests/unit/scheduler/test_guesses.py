@@ -1,5 +1,6 @@
 """How many tokens are guessed: as many as pay, and none where a step has many rows."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,11 +10,11 @@ from quadriga.errors import ConfigError
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock, SampledLogprobs
-from quadriga.wire.messages.worker import GuessedRow, StepCost, StepResult
+from quadriga.wire.messages.worker import GuessedRow, StepResult
 from scheduler_proc.events import StepEvents
 from scheduler_proc.observe.guess_stats import GuessStats
-from scheduler_proc.planning.guess_costs import StepCosts
-from scheduler_proc.planning.guess_policy import GuessPolicy, make_guess_policy
+from scheduler_proc.planning.guess_costs import MIN_STEPS, PRIOR_STEPS, AddedTime
+from scheduler_proc.planning.guess_policy import MAX_GUESSING_TOKENS, GuessPolicy, make_guess_policy
 from scheduler_proc.planning.guess_trial import MIN_PLAIN
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.guess_record import FIRST_PAUSE, MAX_PAUSE, GuessRecord
@@ -22,8 +23,7 @@ from scheduler_proc.state.plan import StepUpdate
 from scheduler_proc.state.request import Request
 from tests.unit.simulation import World, reference, submit
 
-CHEAP = [StepCost(1, 1.0), StepCost(64, 1.1)]  # a further token costs next to nothing
-DEAR = [StepCost(1, 1.0), StepCost(64, 64.0)]  # and here as much as a step of its own
+DEAR = 1.2  # steps that a guess adds, more than a step of its own
 PROMPT = [5, 6, 7]
 
 
@@ -52,17 +52,25 @@ def planned(
     return batch.num_guesses
 
 
-def policy_of(costs: list[StepCost], **flags: Any) -> GuessPolicy:
-    """Return a policy that has seen steps of one row and of two without guesses."""
-    policy = make_guess_policy(SchedulerArgs(**{"speculative_method": "auto", **flags}), costs)
+def policy_of(added: float = 0.0, **flags: Any) -> GuessPolicy:
+    """Return a policy that has seen steps of one token and of two, with and without guesses.
+
+    Args:
+        added: what each guess added to the step of a second; 0.0: no step had one.
+        flags: of the scheduler.
+    """
+    args = SchedulerArgs(**{"speculative_method": "auto", **flags})
+    policy = make_guess_policy(args, can_guess=True)
     assert policy is not None
     for num_rows in (1, 2):
         observe_plain(policy, num_rows)
+        for _ in range(30 if added else 0):
+            policy._trials[num_rows].added.observe(num_rows, num_rows * added)
     return policy
 
 
 def observe_plain(policy: GuessPolicy, num_rows: int) -> None:
-    """Let steps take as long as those that were measured before, which were of one second."""
+    """Let steps without guesses take a second."""
     requests = [request_of(number) for number in range(num_rows)]
     batch = ScheduleBatch(requests=requests, num_tokens=[1] * num_rows, num_decodes=num_rows)
     for _ in range(MIN_PLAIN):
@@ -82,12 +90,12 @@ def test_a_number_of_guesses_that_cannot_work_is_refused(number: int) -> None:
 
 
 def test_nothing_is_guessed_without_the_flag_or_a_worker_that_can() -> None:
-    assert make_guess_policy(SchedulerArgs(), CHEAP) is None
-    assert make_guess_policy(SchedulerArgs(speculative_method="ngram"), []) is None
+    assert make_guess_policy(SchedulerArgs(speculative_method="none"), can_guess=True) is None
+    assert make_guess_policy(SchedulerArgs(speculative_method="ngram"), can_guess=False) is None
 
 
 def test_right_guesses_raise_the_number_and_wrong_ones_end_them() -> None:
-    policy, good, bad = policy_of(CHEAP), request_of(0), request_of(1)
+    policy, good, bad = policy_of(), request_of(0), request_of(1)
     for _ in range(20):
         observe(policy, good, 8, 8)
         observe(policy, bad, 4, 0)
@@ -115,7 +123,7 @@ def test_nothing_is_guessed_where_a_token_costs_a_step() -> None:
 
 
 def test_a_request_whose_guesses_were_wrong_tries_one_where_a_right_one_pays() -> None:
-    policy, request = policy_of([StepCost(1, 1.0), StepCost(6, 2.0)]), request_of(0)
+    policy, request = policy_of(0.2), request_of(0)
     request.guess_record = GuessRecord()
     for _ in range(30):
         request.guess_record.observe(8, 0)
@@ -130,19 +138,22 @@ def test_a_request_whose_guesses_were_wrong_tries_one_where_a_right_one_pays() -
 
 
 def test_nothing_is_guessed_under_load() -> None:
-    requests = [request_of(number) for number in range(33)]
-    assert planned(policy_of(CHEAP), requests) is None
-    by_flag = planned(policy_of(CHEAP, speculative_method="ngram"), requests)
-    assert by_flag == [15] * 33
+    policy = policy_of()
+    observe_plain(policy, MAX_GUESSING_TOKENS)
+    requests = [request_of(number) for number in range(MAX_GUESSING_TOKENS + 1)]
+    assert sum(planned(policy, requests[:-1]) or []) > 0
+    assert planned(policy, requests) is None
+    by_flag = planned(policy_of(speculative_method="ngram"), requests)
+    assert by_flag == [15] * len(requests)
 
 
 def test_no_more_is_guessed_than_the_request_may_generate() -> None:
-    policy = policy_of(CHEAP, speculative_method="ngram", num_speculative_tokens=5)
+    policy = policy_of(speculative_method="ngram", num_speculative_tokens=5)
     assert planned(policy, [request_of(0, 4), request_of(1, 20), request_of(2, 2)]) == [2, 5, 0]
 
 
 def test_guesses_take_no_page_that_others_may_need() -> None:
-    policy = policy_of(CHEAP, speculative_method="ngram", num_speculative_tokens=20)
+    policy = policy_of(speculative_method="ngram", num_speculative_tokens=20)
     for num_pages, expected in ((9, 7), (3, 2)):
         kv, requests = KVCache(num_pages, 4), [request_of(0)]
         assert planned(policy, requests, kv) == [20]
@@ -171,14 +182,29 @@ def test_the_rate_of_right_guesses_follows_the_last_ones() -> None:
     assert record.rate > 0.9
 
 
-def test_costs_are_interpolated_and_a_disturbed_measurement_of_a_small_step_is_dropped() -> None:
-    costs = StepCosts([StepCost(1, 1.0), StepCost(4, 1.9), StepCost(8, 1.2), StepCost(16, 2.0)])
-    assert costs.seconds(4) == 1.2  # a smaller step is never slower
-    assert costs.seconds(8) == pytest.approx(1.22)  # nor is a token free
-    assert costs.seconds(2) == pytest.approx(1.0 + 0.2 / 3)
-    assert costs.seconds(12) == pytest.approx(1.61)
-    assert costs.min_s_per_token(1) == costs.min_s_per_token(4) == pytest.approx(0.005)
-    assert costs.min_s_per_token(8) == costs.min_s_per_token(40) == pytest.approx(0.78 / 8)
+def test_what_guesses_add_is_first_assumed_then_learned_for_numbers_nearby_and_larger() -> None:
+    added = AddedTime()
+    assert added.steps(3) == pytest.approx(3 * PRIOR_STEPS)
+    for _ in range(100):
+        added.observe(3, 0.9)
+    for number in (2, 3, 4):
+        assert added.steps(number) == pytest.approx(0.3 * number, rel=0.15)
+    assert added.steps(12) > 3.0, "as much more than assumed as the numbers below"
+    assert added.steps(1) == pytest.approx(PRIOR_STEPS), "nothing is known of it"
+    for _ in range(100):
+        added.observe(12, 1.2)
+    assert added.steps(12) == pytest.approx(1.2, rel=0.2)
+    assert added.steps(3) == pytest.approx(0.9, rel=0.15)
+
+
+def test_a_guess_is_never_free_and_a_larger_number_never_cheaper() -> None:
+    added = AddedTime()
+    for _ in range(100):
+        added.observe(4, 0.8)
+        added.observe(16, -0.3)
+    assert added.min_steps() == pytest.approx(MIN_STEPS)
+    steps = [added.steps(number) for number in range(100)]
+    assert all(more - less > 0.99 * MIN_STEPS for less, more in itertools.pairwise(steps))
 
 
 def test_counters_have_the_names_of_vllm() -> None:

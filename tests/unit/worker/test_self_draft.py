@@ -32,7 +32,7 @@ from tests.unit.worker_driver import prompts_of, runner_of
 from worker_proc.runner import Runner
 from worker_proc.sampling.compiled_grammar import compile_form
 from worker_proc.speculation.self_draft import SelfDrafter
-from worker_proc.startup.guess_costs import prepare_guesses
+from worker_proc.startup.guesses import prepare_guesses
 
 SELF = {"speculative_method": "self"}
 FORMATS = [
@@ -129,11 +129,10 @@ def test_a_grammar_is_followed_without_drafts(llama_dir: Path) -> None:
 def test_the_steps_that_draft_are_measured(llama_dir: Path) -> None:
     config = ServerConfig().replace(**SELF)
     runner = drafting_runner(llama_dir)
-    costs = prepare_guesses(runner, config, 1)
-    assert isinstance(runner.guesser, SelfDrafter)
-    for of_steps in costs:
-        assert [cost.num_tokens for cost in of_steps] == [1, 2, 4, 8, 12, 16, 24, 32, 64]
-        assert all(cost.seconds > 0 for cost in of_steps)
+    guessing = prepare_guesses(runner, config, 1)
+    assert guessing.can_guess and isinstance(runner.guesser, SelfDrafter)
+    assert [cost.num_rows for cost in guessing.draft_costs] == [1, 2, 4, 8]
+    assert all(cost.seconds > 0 for cost in guessing.draft_costs)
     assert not runner.table.held
 
 

@@ -1,4 +1,4 @@
-"""Measures what a step costs that computes guesses, for the scheduler's choice of their number."""
+"""Lets the runner guess tokens, and measures what drafts cost, for the choice of their number."""
 
 import logging
 import math
@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from quadriga.config.server_config import ServerConfig
-from quadriga.wire.messages.worker import StepCost
+from quadriga.wire.messages.worker import DraftCost
 from worker_proc.speculation.guesser import Guesser
 from worker_proc.speculation.self_draft import SelfDrafter
 from worker_proc.startup.dummy_plans import decode_plan, prefill_plan, release_plan
@@ -14,56 +14,50 @@ from worker_proc.startup.dummy_plans import decode_plan, prefill_plan, release_p
 if TYPE_CHECKING:
     from worker_proc.runner import Runner
 
-# Tokens of a step: most of them where steps begin to take longer with each further token.
-SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 64)
-NUM_TRIES = 5  # the fastest one of a size counts
+ROWS = (1, 2, 4, 8)  # of a draft step
+NUM_TRIES = 5  # the fastest one counts
 MIN_TRIES = 2
-MAX_MEASURING_S = 0.5  # no further try of the sizes begins after that
+MAX_MEASURING_S = 0.5  # no further try begins after that
 
 
-class GuessCosts(NamedTuple):
-    """Seconds of steps by their number of tokens.
+class Guessing(NamedTuple):
+    """Whether the runner guesses.
 
     Attributes:
-        steps: That verify guesses; empty: nothing will be guessed.
-        drafts: That draft guesses; empty: no step does.
+        draft_costs: Seconds of steps that draft guesses, by their rows; empty: no step does.
     """
 
-    steps: list[StepCost]
-    drafts: list[StepCost]
+    can_guess: bool
+    draft_costs: list[DraftCost]
 
 
-NO_GUESSES = GuessCosts([], [])
+NO_GUESSES = Guessing(False, [])
 
 
-def prepare_guesses(runner: "Runner", config: ServerConfig, num_ranks: int) -> GuessCosts:
+def prepare_guesses(runner: "Runner", config: ServerConfig, num_ranks: int) -> Guessing:
     """Let the runner guess tokens, if the flags ask for it and the engine can."""
     method = config.scheduler.speculative_method
     if method == "none":
         return NO_GUESSES
     if reason := _refusal(runner, method, num_ranks):
-        logging.warning("speculative_method %s has no effect: %s", method, reason)
+        # auto is the default, and asks for guesses where they are possible.
+        level = logging.DEBUG if method == "auto" else logging.WARNING
+        logging.log(level, "speculative_method %s has no effect: %s", method, reason)
         return NO_GUESSES
-    costs = _measure(runner)
+    table, draft = runner.table, runner.engine.draft
+    if draft is None:
+        runner.guesser = Guesser(table, runner.engine.max_guess_samples)
+        return Guessing(True, [])
+    costs = _measure_drafts(runner.with_engine(draft))
     if len(costs) < 2:
         logging.warning(
             "speculative_method %s has no effect: the KV pool or the context is too small", method
         )
         return NO_GUESSES
-    _log("a step", costs)
-    table, draft = runner.table, runner.engine.draft
-    if draft is None:
-        runner.guesser = Guesser(table, runner.engine.max_guess_samples)
-        return GuessCosts(costs, [])
-    drafts = _measure(runner.with_engine(draft))
     runner.guesser = SelfDrafter(table, draft)
-    _log("a draft step", drafts)
-    return GuessCosts(costs, drafts)
-
-
-def _log(what: str, costs: list[StepCost]) -> None:
-    shown = {cost.num_tokens: round(1000 * cost.seconds, 3) for cost in costs}
-    logging.debug("ms of %s by its tokens: %s", what, shown)
+    shown = {cost.num_rows: round(1000 * cost.seconds, 3) for cost in costs}
+    logging.debug("ms of a draft step by its rows: %s", shown)
+    return Guessing(True, costs)
 
 
 def _refusal(runner: "Runner", method: str, num_ranks: int) -> str:
@@ -75,37 +69,39 @@ def _refusal(runner: "Runner", method: str, num_ranks: int) -> str:
         return f"the engine {engine.name} guesses on a CPU only, the device is {device}"
     if device.type != "cpu" and method != "ngram":
         return (
-            f"what guesses cost on {device} has not been measured; --speculative-method ngram"
+            f"what guesses bring on {device} has not been measured; --speculative-method ngram"
             " guesses wherever text repeats"
+        )
+    if method == "auto" and not engine.has_equal_bits:
+        return (
+            f"the engine {engine.name} may round a token otherwise in a step with guesses;"
+            " --speculative-method ngram guesses nevertheless"
         )
     return f"tokens are guessed with one process only, tp is {num_ranks}" if num_ranks > 1 else ""
 
 
-def _measure(runner: "Runner") -> list[StepCost]:
-    """Return the seconds of a row that decodes a token and computes guesses after it."""
+def _measure_drafts(runner: "Runner") -> list[DraftCost]:
+    """Return the seconds of draft steps: of a row with as many tokens as they have rows."""
     table = runner.table
     max_tokens = min(table.num_pages * table.page_size, table.context_length) - 2
-    sizes = [size for size in SIZES if size <= max_tokens]
-    seconds = dict.fromkeys(sizes, math.inf)
-    if not sizes:
+    seconds = {size: math.inf for size in ROWS if size <= max_tokens}
+    if not seconds:
         return []
     runner.run(prefill_plan(1, table.page_size))
-    num_pages = -(-(sizes[-1] + 2) // table.page_size)
+    num_pages = -(-(max(seconds) + 2) // table.page_size)
     started_at, new_pages = time.perf_counter(), range(1, num_pages)
     for number in range(NUM_TRIES):
         if number >= MIN_TRIES and time.perf_counter() - started_at > MAX_MEASURING_S:
             break
-        for size in sizes:
+        for size in seconds:
             seconds[size] = min(seconds[size], _step_s(runner, size - 1, new_pages))
             new_pages = range(0)
     runner.run(release_plan())
-    return [StepCost(size, seconds[size]) for size in sizes]
+    return [DraftCost(size, of_size) for size, of_size in seconds.items()]
 
 
 def _step_s(runner: "Runner", num_guesses: int, new_pages: range) -> float:
     """Return the seconds of a decode step with guesses, after which the slot is as before.
-
-    They are those of the step's result, on a GPU without what the host does before and after.
 
     Args:
         runner: It has a prompt of one token in slot 0.
