@@ -4,11 +4,18 @@ import difflib
 from collections.abc import Iterable
 
 MAX_SUGGESTIONS = 3
+# Similarity from which a name is taken for the one that was meant; 1.0: equal.
+MIN_SIMILARITY = 0.7
+
+
+def similar(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known names that may be meant by a misspelt one, the likeliest first."""
+    return difflib.get_close_matches(name, list(known), MAX_SUGGESTIONS, MIN_SIMILARITY)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return "; near it: …" with the known names that resemble a name, or ""."""
-    near = difflib.get_close_matches(name, list(known), MAX_SUGGESTIONS)
+    near = similar(name, known)
     return f"; near it: {', '.join(near)}" if near else ""
 
 

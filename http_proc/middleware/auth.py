@@ -75,7 +75,9 @@ def needs_key_check(args: HttpArgs, tenants: TenantArgs) -> bool:
 def _given_keys(request: web.Request) -> list[bytes]:
     """Return the keys in the headers of OpenAI's and of Anthropic's clients."""
     headers = request.headers
-    bearer = headers.get("Authorization", "").removeprefix("Bearer ")
+    given = headers.get("Authorization", "")
+    scheme, _, key = given.partition(" ")  # the scheme's case does not matter (RFC 9110, 11.1)
+    bearer = key.strip() if scheme.lower() == "bearer" else given
     return [_as_bytes(bearer), _as_bytes(headers.get("X-API-Key", ""))]
 
 

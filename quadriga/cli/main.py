@@ -4,7 +4,6 @@
 """
 
 import argparse
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from quadriga.cli import ask, batch, chat, keygen, keys, trace
 from quadriga.cli.models import command as models
 from quadriga.cli.top import command as top
 from quadriga.errors import QuadrigaError
+from quadriga.keywords import similar
 from quadriga.programs import load_function
 
 # Shells report these exit codes for a program that SIGINT or SIGPIPE ended.
@@ -66,7 +66,7 @@ def _check_command(word: str) -> None:
     names = [*HELP_OF_PROGRAMS, *(module.NAME for module in COMMANDS)]
     if word in names or word.startswith("-"):
         return
-    near = difflib.get_close_matches(word, names, 1)
+    near = similar(word, names)
     remedy = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(names)}"
     _parser().error(f"there is no command {word}; {remedy}")
 

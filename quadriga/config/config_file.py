@@ -1,6 +1,5 @@
 """--config FILE: the flags of a server as a YAML map."""
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,8 @@ import msgspec
 from quadriga.config.flags import flag_name, value_type
 from quadriga.config.foreign_flags import foreign_flag_advice
 from quadriga.errors import ConfigError
+from quadriga.keywords import similar
 from quadriga.programs import install_command
-
-MAX_SUGGESTIONS = 3
 
 
 def read_config(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,7 +69,7 @@ def _read_map(path: Path) -> dict[Any, Any]:
 def _suggestions(name: str, fields: Mapping[str, Any]) -> str:
     if (advice := foreign_flag_advice(flag_name(name))) is not None:
         return f"; {advice}"
-    near = difflib.get_close_matches(name, fields, MAX_SUGGESTIONS)
+    near = similar(name, fields)
     return f"; near it: {', '.join(flag_name(n)[2:] for n in near)}" if near else ""
 
 

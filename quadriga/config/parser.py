@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 from collections.abc import Sequence
 
 from quadriga import __version__
@@ -10,10 +9,7 @@ from quadriga.config import server_config
 from quadriga.config.flags import flag_name
 from quadriga.config.foreign_flags import foreign_flag_advice
 from quadriga.config.server_config import ServerConfig
-
-MAX_SUGGESTIONS = 3
-# Similarity from which a flag is taken for the one that was meant; 1.0: equal.
-MIN_SIMILARITY = 0.7
+from quadriga.keywords import similar
 
 
 class ServerParser(argparse.ArgumentParser):
@@ -62,7 +58,6 @@ def _advice(flag: str) -> str:
     names = [field.name for field in fields]
     names += [field.metadata["alias"] for field in fields if field.metadata["alias"]]
     word = flag.lstrip("-").replace("-", "_")
-    near = difflib.get_close_matches(word, names, MAX_SUGGESTIONS, MIN_SIMILARITY)
-    if near:
+    if near := similar(word, names):
         return f"there is no flag {flag}; near it: {', '.join(map(flag_name, near))}"
     return f"there is no flag {flag}; --help-all shows all flags"

@@ -569,7 +569,11 @@ def test_other_errors_of_the_path_have_the_format_of_the_api() -> None:
 
 def test_a_key_is_taken_from_both_headers() -> None:
     flags = {"api_key": "secret"}
-    for headers in ({"x-api-key": "secret"}, {"Authorization": "Bearer secret"}):
+    for headers in (
+        {"x-api-key": "secret"},
+        {"Authorization": "Bearer secret"},
+        {"Authorization": "bearer  secret"},
+    ):
         assert ask(ScriptedRing(["x"]), headers=headers, flags=flags).status == 200
     for wrong in ({}, {"x-api-key": "other"}, {"x-api-key": ""}):
         answer = ask(ScriptedRing(["x"]), headers=wrong, flags=flags)
