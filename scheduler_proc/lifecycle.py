@@ -81,8 +81,6 @@ class RequestLifecycle:
         self.table = RequestTable(eos_ids)
         self.outbox = DetokOutbox(detok)
         self.stats = SchedulerStats()
-        if args.speculative_method != "none":
-            self.stats.guesses = GuessStats(args.num_speculative_tokens)
         self.offload_stats = OffloadStats()
         self.core = SchedulerCore(args, Capacity(), 0, self.offload_stats)
         self.recent_ends = RecentEnds()
@@ -196,6 +194,8 @@ class RequestLifecycle:
             ready.num_pages, ready.page_size, ready.prefill_tokens, ready.window,
             ready.can_guess, ready.draft_costs, ready.stored,
         )  # fmt: skip
+        if ready.can_guess and self.stats.guesses is None:
+            self.stats.guesses = GuessStats(self._args.num_speculative_tokens)
         self.grammars.forget_all()
         num_retractions = self.core.num_retractions
         self.core = SchedulerCore(self._args, capacity, num_retractions, self.offload_stats)

@@ -145,18 +145,23 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=9, help="largest number of turns of a load")
     parser.add_argument("--seconds", type=float, default=20.0, help="for the turns of a load")
     parser.add_argument("--worker-threads", type=int)
+    parser.add_argument("--max-total-tokens", type=int, help="of each of the two KV pools")
+    parser.add_argument("--enable-deterministic-inference", action="store_true")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--min-ratio", type=float, default=0.98)
     args = parser.parse_args()
-    common: dict[str, Any] = {"dtype": args.dtype, "quantization": args.quantization}
-    if args.worker_threads:
-        common["worker_threads"] = args.worker_threads
+    names = ("dtype", "quantization", "worker_threads", "max_total_tokens")
+    common: dict[str, Any] = {name: value for name in names if (value := getattr(args, name))}
+    common["enable_deterministic_inference"] = args.enable_deterministic_inference
     limits = Limits(args.turns, args.seconds, args.max_tokens)
     guesses: dict[str, Any] = {
         "speculative_method": args.speculative_method,
         "num_speculative_tokens": args.num_speculative_tokens,
     }
-    with LLM(args.model, **common) as plain, LLM(args.model, **common, **guesses) as guessing:
+    with (
+        LLM(args.model, **common, speculative_method="none") as plain,
+        LLM(args.model, **common, **guesses) as guessing,
+    ):
         for llm in (plain, guessing):
             run(llm, tasks_of("chat", 1, -1, 16))
         print(

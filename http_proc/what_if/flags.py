@@ -58,7 +58,6 @@ def config_as_it_was(config: ServerConfig, info: Mapping[str, Any]) -> ServerCon
         # All requests by HTTP are of one client, so that only tenants can have turns.
         fair_clients=scheduler.fair_tenants,
         fair_tenants=False,
-        speculative_method="none",
         journal="",
         no_journal=True,
         resume=False,

@@ -89,11 +89,11 @@ class SchedulerArgs:
         False, "plan each step as early as possible, instead of as late as the worker allows"
     )
     speculative_method: str = flag(
-        "none",
-        "guess tokens from the request's own text and from recent answers, and verify them: ngram"
-        " guesses wherever text repeats, auto only as far as it makes answers faster (CPU only);"
-        " self: a copy of the model in 4 bits drafts them, as far as that makes answers faster (CPU"
-        " only)",
+        "auto",
+        "guess tokens from the request's own text and from recent answers, and verify them: auto"
+        " with few requests at a time, as far as it makes answers faster (native kernels of a CPU"
+        " only); ngram wherever text repeats; self: a copy of the model in 4 bits drafts them, as"
+        " far as that makes answers faster (CPU only)",
         ("none", "ngram", "auto", "self"),
     )
     num_speculative_tokens: int = flag(

@@ -81,7 +81,9 @@ async def idle_proxy(target_port: int, idle_s: float) -> AsyncIterator[IdleProxy
         server.close()
 
 
-async def answer_through(proxy: IdleProxy, server: Server, wait_s: float) -> list[str]:
+async def answer_through(
+    proxy: IdleProxy, server: Server, wait_s: float, max_tokens: int = 4
+) -> list[str]:
     """Return the lines of a stream that waits for `wait_s` behind another request.
 
     The worker stands still meanwhile, so that the request before it holds the only slot.
@@ -90,7 +92,7 @@ async def answer_through(proxy: IdleProxy, server: Server, wait_s: float) -> lis
     worker = server.pid_of("worker_proc")
     os.kill(worker, signal.SIGSTOP)
     continues = asyncio.get_running_loop().call_later(wait_s, os.kill, worker, signal.SIGCONT)
-    body = {"prompt": "The quick", "max_tokens": 4, "ignore_eos": True, "stream": True}
+    body = {"prompt": "The quick", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     try:
         async with AsyncClient(server.endpoint) as client, aiohttp.ClientSession() as session:
             before = asyncio.create_task(client.generate([3] * 8, params))

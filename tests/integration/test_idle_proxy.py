@@ -51,7 +51,8 @@ def test_a_client_that_leaves_a_queued_stream_ends_its_request(
     async def run() -> None:
         async with idle_proxy(port, 0.5) as proxy:  # less than the interval of the comments
             with pytest.raises(aiohttp.ClientError):
-                await answer_through(proxy, own_server, 3.0)
+                # Long enough to be running still when the server hears of the client's end.
+                await answer_through(proxy, own_server, 3.0, max_tokens=100)
             assert proxy.num_closed == 1
 
     asyncio.run(asyncio.wait_for(run(), 40))

@@ -43,8 +43,11 @@ class Chaos:
         observe: Observe | None = None,
         window: int = 0,
         world_class: type[World] = World,
+        can_guess: bool = False,
     ) -> None:
-        self.world = world_class(args, num_pages, page_size, observe=observe, window=window)
+        self.world = world_class(
+            args, num_pages, page_size, observe=observe, window=window, can_guess=can_guess
+        )
         self.pool_tokens = num_pages * page_size
         self.num_pages = num_pages
         # With the page of the next token, a request needs those of its window, and no fewer than
@@ -148,7 +151,7 @@ def random_life(
     observe: Observe | None = None,
     window: int = 0,
     world_class: type[World] = World,
-    **flags: Any,
+    speculative_method: str = "none",
 ) -> Chaos:
     """Run a random load on a random server, for at least so many steps and then until it is idle.
 
@@ -158,10 +161,12 @@ def random_life(
         observe: gets every message that the scheduler sends.
         window: number of tokens that a token sees in every layer; 0: all.
         world_class: of scheduler and worker.
-        flags: of the server, beside the random ones.
+        speculative_method: of the server, whose other flags are random.
     """
-    args, num_pages = replace(random_args(source), **flags), source.randint(2, 16)
-    chaos = Chaos(args, num_pages, source.choice([1, 2, 3, 4, 8]), observe, window, world_class)
+    args = replace(random_args(source), speculative_method=speculative_method)
+    num_pages, page_size = source.randint(2, 16), source.choice([1, 2, 3, 4, 8])
+    can_guess = speculative_method != "none"
+    chaos = Chaos(args, num_pages, page_size, observe, window, world_class, can_guess)
     rate = source.choice([0.1, 0.5, 1.5])
     crash_rate = source.choice([0.0, 0.0, 0.01, 0.1])
     retraction_rate = source.choice([0.0, 0.0, 0.0, 0.2, 1.0])

@@ -334,7 +334,11 @@ class ObservedLink:
 
 
 class World:
-    """Scheduler, simulated worker and detokenizer in one."""
+    """Scheduler, simulated worker and detokenizer in one.
+
+    The worker guesses tokens only with `can_guess`: without guesses a step brings a token for each
+    of its rows, which most tests count on.
+    """
 
     worker_class = SimulatedWorker
 
@@ -346,6 +350,7 @@ class World:
         prefill_tokens: int = 256,
         observe: Observe | None = None,
         window: int = 0,
+        can_guess: bool = False,
     ) -> None:
         self.checked = True
         self.worker = self.worker_class(page_size, window)
@@ -364,7 +369,7 @@ class World:
             "cpu",
             prefill_tokens=prefill_tokens,
             window=window,
-            can_guess=True,
+            can_guess=can_guess,
             stored=self.worker.stored_names(),
         )
         self.wake_at: float | None = None

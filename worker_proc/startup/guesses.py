@@ -69,8 +69,8 @@ def _refusal(runner: "Runner", method: str, num_ranks: int) -> str:
         return f"the engine {engine.name} guesses on a CPU only, the device is {device}"
     if device.type != "cpu" and method != "ngram":
         return (
-            f"what guesses bring on {device} has not been measured; --speculative-method ngram"
-            " guesses wherever text repeats"
+            f"on {device} the host would wait for each token, which makes most answers slower;"
+            " --speculative-method ngram guesses nevertheless"
         )
     if method == "auto" and not engine.has_equal_bits:
         return (

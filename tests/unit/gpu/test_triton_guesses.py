@@ -276,7 +276,7 @@ def test_ngram_guesses_from_text_that_repeats(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "stores_tokens", "ranks", "reason"),
     [
-        ("auto", True, 1, "has not been measured; --speculative-method ngram guesses"),
+        ("auto", True, 1, "makes most answers slower; --speculative-method ngram guesses"),
         ("ngram", False, 1, "the engine x guesses on a CPU only, the device is cuda:0"),
         ("ngram", True, 2, "one process only, tp is 2"),
         ("ngram", True, 1, ""),

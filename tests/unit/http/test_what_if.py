@@ -224,7 +224,7 @@ def test_the_load_is_bounded_and_has_the_last_arrivals(monkeypatch: pytest.Monke
 def test_the_simulated_server_has_the_values_that_the_real_one_has_found(tmp_path: Path) -> None:
     config = ServerConfig().replace(
         schedule_policy="pack", pack_lookahead=64, fair_tenants=True, journal="/tmp/j", dp=2,
-        speculative_method="ngram", queue_timeout=3.0,
+        queue_timeout=3.0,
     )  # fmt: skip
     replicas = [{"pages_total": 64}, {"pages_total": 64}]
     info = {**INFO, "pages_total": 128, "chunked_prefill_size": None, "replicas": replicas}
@@ -238,7 +238,7 @@ def test_the_simulated_server_has_the_values_that_the_real_one_has_found(tmp_pat
         "--queue-timeout 3.0",
     ):
         assert part in words
-    for part in ("--journal ", "--speculative", "--fair-tenants"):
+    for part in ("--journal ", "--fair-tenants"):
         assert part not in words
     assert "--cost-model" not in words
     file = tmp_path / "model.json"

@@ -238,7 +238,7 @@ def test_logprobs_belong_to_the_tokens_of_a_row_in_order() -> None:
 def test_an_answer_takes_fewer_steps_with_guesses() -> None:
     steps = {}
     for method in ("none", "ngram"):
-        world = World(SchedulerArgs(speculative_method=method))
+        world = World(SchedulerArgs(speculative_method=method), can_guess=True)
         world.send(submit("a", PROMPT, 40, ignore_eos=True))
         steps[method] = world.run()
         assert world.detok.tokens["a"] == reference(PROMPT, 40, True)

@@ -81,7 +81,7 @@ def test_a_request_is_tokenized_queued_computed_and_decoded() -> None:
 
 
 def test_the_decode_counts_tokens_that_were_guessed() -> None:
-    world = World(SchedulerArgs(speculative_method="ngram"))
+    world = World(SchedulerArgs(speculative_method="ngram"), can_guess=True)
     submit_traced(world, "a", 4, 40)
     world.run()
     decode = phases_of(world, "a")[-1]
