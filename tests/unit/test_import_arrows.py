@@ -92,6 +92,7 @@ LAYERS = {
     "llm": {"errors", "keywords", "sampling", "wire", "config", "client", "programs"},
     "cli": {
         "errors",
+        "keywords",
         "sampling",
         "wire",
         "config",
