@@ -40,9 +40,11 @@ def main() -> None:
     path, vocab_size, eos = sys.argv[1:]
     eos_ids = frozenset(int(part) for part in eos.split(",") if part)
     vocabulary = load_vocabulary(Path(path).read_text(encoding="utf-8"), int(vocab_size), eos_ids)
-    for line in sys.stdin:
-        sys.stdout.write(_check_in_fork(vocabulary, Grammar(*json.loads(line))) + "\n")
-        sys.stdout.flush()
+    try:
+        for line in sys.stdin:
+            print(_check_in_fork(vocabulary, Grammar(*json.loads(line))), flush=True)
+    except BrokenPipeError:
+        os._exit(0)  # the frontend has died; what is left in stdout has no reader
 
 
 def _check_in_fork(vocabulary: "LLTokenizer", grammar: Grammar) -> str:

@@ -1,6 +1,7 @@
 """The check of grammars: requests that share one, requests that are refused, processes that die."""
 
 import asyncio
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -111,3 +112,19 @@ def test_a_check_whose_process_dies_is_tried_again(num_deaths: int, tmp_path: Pa
             assert [type(result) for result in results] == [RequestFailed] * 2
 
     asyncio.run(run())
+
+
+def test_a_checker_whose_frontend_has_died_ends_in_silence(llama_dir: Path) -> None:
+    command = [sys.executable, "-m", "tokenizer_proc.grammars.sandbox"]
+    arguments = [str(llama_dir / "tokenizer.json"), "512", "0"]
+    process = subprocess.Popen(
+        command + arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdin is not None and process.stdout is not None
+    process.stdout.close()
+    process.stdin.write(b'["regex", "a+"]\n')
+    process.stdin.flush()
+    assert process.wait(30) == 0
+    assert process.stderr is not None and process.stderr.read() == b""
+    process.stdin.close()
+    process.stderr.close()
