@@ -12,12 +12,11 @@ that arrive later are not foreseen.
 """
 
 import copy
-import heapq
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
 
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.forecast.played import PlayedPrompt, PlayedStep
+from scheduler_proc.forecast.played_time import PlayedTime, StepSeconds
 from scheduler_proc.forecast.recent_ends import RecentEnds
 from scheduler_proc.forecast.shared_beginnings import SharedBeginnings
 from scheduler_proc.forecast.spread import Spread
@@ -28,20 +27,6 @@ from scheduler_proc.state.request import Request, RequestStatus
 
 MAX_STEPS = 300  # that are played, in 20 ms or so
 MAX_ALIKE_STEPS = 8  # that are played at once: a prompt's later tokens take longer
-
-
-class _RunningEnd(NamedTuple):
-    """An end in the future: after how many decode steps, and the tokens of KV that it frees."""
-
-    step: float
-    num_tokens: float
-
-
-class StepSeconds(Protocol):
-    """How long steps take, as StepCostModel has it."""
-
-    def seconds(self, num_decodes: int, num_tokens: int = 0, num_pairs: int = 0) -> float:
-        """Return the seconds of a step."""
 
 
 class WaitForecast:
@@ -63,22 +48,19 @@ class WaitForecast:
     ) -> None:
         self._core = core
         self._ends = ends
-        self._costs = costs
+        self._time = PlayedTime(core, costs)
         self._ratio = core.admission.ratio.value
         self._sharing = copy.copy(core.prefill.sharing)
         self._num_slots = core.admission.num_free_slots
         self._num_free_tokens = float(core.kv.num_available * core.kv.page_size)
         self._lengths = Spread()
         self._num_steps = 0
-        self._step = 0.0
-        self._running: list[_RunningEnd] = []
         self._partial: dict[int, PlayedPrompt] = {}
         self._stuck_budget = 0  # with which none of the waiting requests could begin
         partial = {request.seq for request in core.running.partial.values()}
         for request in core.admission.holders.values():
             self._add_holder(request, is_partial=request.seq in partial)
-        heapq.heapify(self._running)
-        self._seconds = self._rest_of_step_s()
+        self._time.begin_in_step(bool(self._partial))
         shared = SharedBeginnings(core, self._partial)
         self._waiting = [self._waiting_prompt(request, shared) for request in requests]
         self._prompts = {prompt.seq: prompt for prompt in self._waiting}
@@ -94,7 +76,7 @@ class WaitForecast:
     @property
     def played_s(self) -> float:
         """Seconds that were played."""
-        return self._seconds
+        return self._time.seconds
 
     @property
     def num_steps(self) -> int:
@@ -104,16 +86,16 @@ class WaitForecast:
     def play(self, until: Request | None = None) -> None:
         """Play steps until all requests are admitted, or one of them has its first token."""
         last = None if until is None else self._prompts[until.seq]
-        if not self._costs.seconds(1):
-            return  # no step was measured
+        if not self._time.is_known:
+            return
         while self._num_steps < MAX_STEPS and self._goes_on(last):
             self._num_steps += 1
             self._end_due()
             step = self._compose()
             if step.num_prompts:
                 self._run(step)
-            elif self._running:
-                self._decode_until(self._running[0].step)
+            elif self._time.num_running:
+                self._time.pass_decodes()
             else:
                 return  # what waits never fits
 
@@ -134,7 +116,7 @@ class WaitForecast:
             self._partial[request.seq] = prompt
         else:
             steps = 0 if request.status >= RequestStatus.RETRACTED else num_left
-            self._running.append(_RunningEnd(steps * self._turns, num_tokens))
+            self._time.add_running(steps, num_tokens)
 
     def _waiting_prompt(self, request: Request, shared: SharedBeginnings) -> PlayedPrompt:
         num_growing = self._num_growing(request)
@@ -158,11 +140,11 @@ class WaitForecast:
 
     def _compose(self) -> PlayedStep:
         """Return the prompts of the next step; none where a running request has to end first."""
-        step, partial = PlayedStep(self._num_decodes), self._partial
+        step, partial = PlayedStep(self._time.num_decodes), self._partial
         budget, sharing = self._core.prefill.budget, self._sharing
         if (
             self._core.mode is BatchMode.DECODE_FIRST
-            and len(self._running) >= self._core.running.width
+            and self._time.num_running >= self._core.running.width
         ):
             return step
         if partial:
@@ -194,7 +176,7 @@ class WaitForecast:
         return count
 
     def _in_time(self, limit: int, context: int, step: PlayedStep) -> int:
-        return self._core.prefill.target.limit(limit, context, step, self._num_decodes)
+        return self._core.prefill.target.limit(limit, context, step, self._time.num_decodes)
 
     def _admit(self, budget: int, step: PlayedStep) -> None:
         """Admit waiting prompts, as far as width, tokens, slots and pages last."""
@@ -216,7 +198,7 @@ class WaitForecast:
                 if lookahead < 0:
                     break
                 continue
-            prompt.admitted_s = self._seconds
+            prompt.admitted_s = self._time.seconds
             self._num_slots -= 1
             self._num_free_tokens -= prompt.num_held_tokens
             budget -= self._add(prompt, count, step)
@@ -267,76 +249,40 @@ class WaitForecast:
 
     def _fits(self, prompt: PlayedPrompt, step: PlayedStep) -> bool:
         """Return whether a prompt has room; without others beside it, it always has."""
-        is_alone = not (self._running or self._partial or step.num_prompts)
+        is_alone = not (self._time.num_running or self._partial or step.num_prompts)
         return is_alone or prompt.num_held_tokens <= self._num_free_tokens
 
     # --- time -------------------------------------------------------------------------------------
-
-    @property
-    def _num_decodes(self) -> int:
-        """Number of decode rows of a step."""
-        return min(self._core.running.width, len(self._running))
-
-    @property
-    def _turns(self) -> float:
-        """Decode steps in which each running request gets a token, where they take turns."""
-        return max(1.0, (len(self._running) + 1) / self._core.running.width)
 
     def _run(self, step: PlayedStep) -> None:
         """Let the time of a step pass, and of those like it that follow."""
         num_alike = self._num_alike(step)
         if num_alike > 1:
             step.add(step.requests[0], (num_alike - 1) * step.num_tokens[0])
-        num_tokens, num_pairs = step.num_prompt_tokens // num_alike, step.num_pairs // num_alike
-        if self._core.mode is BatchMode.MIXED:
-            step_s = self._costs.seconds(step.num_decodes, num_tokens, num_pairs)
-        else:
-            step_s = self._costs.seconds(0, num_tokens, num_pairs)
-            if self._decodes_follow and step.num_decodes:
-                step_s += self._costs.seconds(step.num_decodes)
-        self._seconds += num_alike * step_s
-        self._step += num_alike * self._decodes_follow
+        self._time.pass_prompts(step, num_alike, bool(self._partial))
         for prompt in step.requests:
             if prompt.num_uncomputed_tokens == 0:
-                prompt.first_token_s = self._seconds
-                end = self._step + prompt.num_decode_steps * self._turns
-                heapq.heappush(self._running, _RunningEnd(end, prompt.num_held_tokens))
+                prompt.first_token_s = self._time.seconds
+                self._time.add_running(prompt.num_decode_steps, prompt.num_held_tokens)
                 self._stuck_budget = 0
-
-    @property
-    def _decodes_follow(self) -> bool:
-        """Whether running requests get a token with a step of prompts, or right after it."""
-        mode = self._core.mode
-        return mode in (BatchMode.MIXED, BatchMode.ALTERNATE) or bool(self._partial)
 
     def _num_alike(self, step: PlayedStep) -> int:
         """Return how many steps go on with one prompt alone, as this one does."""
         (prompt, *others), count = step.requests, step.num_tokens[0]
         budget = self._core.prefill.budget.tokens
-        is_alone = len(self._partial) == 1 and not others and prompt.admitted_s != self._seconds
+        is_alone = (
+            len(self._partial) == 1 and not others and prompt.admitted_s != self._time.seconds
+        )
         may_admit = self._waiting and self._stuck_budget < budget and self._sharing.may_admit(1)
         if not is_alone or may_admit:
             return 1
         num_alike = min(MAX_ALIKE_STEPS, 1 + (prompt.num_uncomputed_tokens - 1) // count)
-        until_end = self._running[0].step - self._step if self._running else MAX_ALIKE_STEPS
+        until_end = self._time.steps_until_end if self._time.num_running else MAX_ALIKE_STEPS
         return max(1, min(num_alike, int(until_end)))
 
     def _end_due(self) -> None:
         """Let the requests end that have all of their tokens."""
-        while self._running and self._running[0].step <= self._step:
-            end = heapq.heappop(self._running)
+        for end in self._time.end_due():
             self._num_slots += 1
             self._num_free_tokens += end.num_tokens
             self._stuck_budget = 0
-
-    def _decode_until(self, step: float) -> None:
-        """Let decode steps pass."""
-        self._seconds += (step - self._step) * self._costs.seconds(self._num_decodes)
-        self._step = step
-
-    def _rest_of_step_s(self) -> float:
-        """Return the seconds after which the step that runs now ends, on average."""
-        if not self._running and not self._partial:
-            return 0.0
-        num_tokens = self._core.prefill.budget.tokens if self._partial else 0
-        return self._costs.seconds(self._num_decodes, num_tokens) / 2
