@@ -84,6 +84,8 @@ class WaitErrors(NamedTuple):
 
     def line(self) -> str:
         """Return the errors in words."""
+        if not self.num_counted:
+            return f"no request with an estimate waited {MIN_WAIT_S:g} s: raise --request-rate"
         return (
             f"{self.num_asked} requests were queued, {self.num_unknown} of them without an"
             f" estimate; {self.num_counted} waited for {MIN_WAIT_S:g} s or more: error"

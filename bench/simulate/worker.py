@@ -1,6 +1,7 @@
 """The simulated worker: steps take the time of the cost model, and tokens come from a hash."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,8 +27,51 @@ def draw_ids(seeds: Ints, positions: Ints, vocab_size: int) -> Ints:
     return MIN_TOKEN_ID + (mixed >> 13) % (vocab_size - MIN_TOKEN_ID)
 
 
+class StepWork(NamedTuple):
+    """What a plan computes.
+
+    Attributes:
+        token_ids: int32 bytes, one per row; -1 for a row that does not sample.
+        num_tokens: [rows] tokens that the step computes.
+        computed: [rows] tokens that were computed before it.
+        num_samples: number of rows that sample.
+    """
+
+    token_ids: bytes
+    num_tokens: Ints
+    computed: Ints
+    num_samples: int
+
+
+class SimulatedSlots:
+    """The number of known and of computed tokens of each slot; tokens come from a hash."""
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._known = np.zeros(num_slots, np.int64)
+        self._computed = np.zeros(num_slots, np.int64)
+        self._seeds = np.zeros(num_slots, np.int64)
+
+    def apply(self, plan: StepPlan) -> StepWork:
+        """Apply a plan to the slots, and return its work."""
+        for new in plan.new:
+            self._known[new.slot] = len(new.token_ids) // 4
+            self._computed[new.slot] = new.computed
+            self._seeds[new.slot] = new.seed
+        slots = np.frombuffer(plan.slots, "<i4")
+        num_tokens = np.frombuffer(plan.num_tokens, "<i4").astype(np.int64)
+        before, known = self._computed[slots], self._known[slots]
+        after = before + num_tokens
+        samples = after == known
+        assert (after <= known).all(), "a token is computed that is not known"
+        self._computed[slots] = after
+        self._known[slots] = known + samples
+        tokens = np.where(samples, draw_ids(self._seeds[slots], known, self._vocab_size), -1)
+        return StepWork(tokens.astype("<i4").tobytes(), num_tokens, before, int(samples.sum()))
+
+
 class SimulatedWorker:
-    """A worker without a model; of each slot it counts the known and the computed tokens.
+    """A worker without a model.
 
     `deliver` is called with the time at which the scheduler has a result, and the result.
     """
@@ -43,13 +87,10 @@ class SimulatedWorker:
         self._plan_delay = model.delays_ms.plan / MS
         self._gap = model.delays_ms.gap / MS
         self._result_delay = model.delays_ms.result / MS
-        self._vocab_size = model.measured_on.vocab_size
         self._window = model.measured_on.window
         self._clock = clock
         self._deliver = deliver
-        self._known = np.zeros(num_slots, np.int64)
-        self._computed = np.zeros(num_slots, np.int64)
-        self._seeds = np.zeros(num_slots, np.int64)
+        self._slots = SimulatedSlots(num_slots, model.measured_on.vocab_size)
         self._free_at = 0.0
         self.steps = 0
         self.rows = 0
@@ -59,31 +100,20 @@ class SimulatedWorker:
         """Receive the scheduler's message to the worker."""
         if not isinstance(message, StepPlan):
             return
-        for new in message.new:
-            self._known[new.slot] = len(new.token_ids) // 4
-            self._computed[new.slot] = new.computed
-            self._seeds[new.slot] = new.seed
-        slots = np.frombuffer(message.slots, "<i4")
-        num_tokens = np.frombuffer(message.num_tokens, "<i4").astype(np.int64)
+        work = self._slots.apply(message)
         began = max(self._clock.now + self._plan_delay, self._free_at + self._gap)
-        token_ids, seconds = self._run(slots, num_tokens)
+        seconds = self._seconds(work)
         self._free_at = ended = began + seconds
         self.steps += 1
-        self.rows += len(slots)
+        self.rows += len(work.num_tokens)
         self.busy += seconds
-        self._deliver(ended + self._result_delay, StepResult(message.step, token_ids, began, ended))
+        result = StepResult(message.step, work.token_ids, began, ended)
+        self._deliver(ended + self._result_delay, result)
 
-    def _run(self, slots: npt.NDArray[np.int32], num_tokens: Ints) -> tuple[bytes, float]:
-        before, known = self._computed[slots], self._known[slots]
-        after = before + num_tokens
-        samples = after == known
-        assert (after <= known).all(), "a token is computed that is not known"
-        self._computed[slots] = after
-        self._known[slots] = known + samples
-        tokens = np.where(samples, draw_ids(self._seeds[slots], known, self._vocab_size), -1)
-        features = features_of(num_tokens, before, int(samples.sum()), self._window)
+    def _seconds(self, work: StepWork) -> float:
+        features = features_of(work.num_tokens, work.computed, work.num_samples, self._window)
         prices = zip(self._prices, msgspec.structs.astuple(features), strict=True)
-        return tokens.astype("<i4").tobytes(), sum(price * amount for price, amount in prices)
+        return float(sum(price * amount for price, amount in prices))
 
 
 def tune_prefill_size(model: CostModel) -> int:
