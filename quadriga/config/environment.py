@@ -39,6 +39,9 @@ READ_HERE = (
         "",
         "`MODULE:FUNCTION` that every process calls with its name at its start, for debugging",
     ),
+    EnvironmentVariable(
+        "QUADRIGA_BENCH_STEP_MS", "", "set by `bench.frontend_speed`: ms of a step of its workers"
+    ),
     EnvironmentVariable("CXX", "`g++`, `clang++` or `c++`", "C++ compiler of the CPU kernels"),
     EnvironmentVariable(
         "QUADRIGA_KERNEL_ARCH", "`native`", "`-march` of the CPU kernels, such as `x86-64-v3`"
