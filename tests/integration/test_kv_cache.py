@@ -26,9 +26,17 @@ def counters(server: Server) -> dict[str, int]:
     settle(server.endpoint, 60)
     with Client(server.endpoint, reconnect_timeout=RESTART_TIMEOUT_S) as client:
         info = client.info()
-    return {
-        name: int(info[f"kv_offload_{name}_total"]) for name in ("loaded_tokens", "damaged_pages")
-    }
+    names = ("pages", "loaded_tokens_total", "damaged_pages_total")
+    return {name: int(info[f"kv_offload_{name}"]) for name in names}
+
+
+def files_of(directory: Path) -> list[Path]:
+    return sorted(directory.rglob("*.kv"))
+
+
+def wait_until_stored(server: Server, directory: Path) -> None:
+    """Wait until the pages of the pool are in files. A page that is overwritten first never is."""
+    wait_until(lambda: len(files_of(directory)) == counters(server)["pages"], 60)
 
 
 async def serve_while_the_worker_dies(server: Server, prompts: list[list[int]]) -> list[list[int]]:
@@ -51,16 +59,20 @@ def test_evicted_restarted_and_damaged_pages_give_the_tokens_of_transformers(
     memory = ["--kv-offloading-size", "0.001"]
     with running_server(tmp_path / "log", *flags, *memory) as server:
         assert asyncio.run(serve_all(server.endpoint, prompts)) == expected
-        assert asyncio.run(serve_all(server.endpoint, prompts)) == expected
-        assert counters(server)["loaded_tokens"] > 0, "the pool holds a part of the prompts"
+        while counters(server)["loaded_tokens_total"] == 0:  # the pool holds a part of the prompts
+            wait_until_stored(server, directory)
+            assert asyncio.run(serve_all(server.endpoint, prompts)) == expected
         assert asyncio.run(serve_while_the_worker_dies(server, prompts)) == expected
         pid = server.pids["worker_proc"]
         wait_until(lambda: server.pid_of("worker_proc") not in (0, pid), RESTART_TIMEOUT_S)
         server.pids["worker_proc"] = server.pid_of("worker_proc")
-    damaged = sorted(directory.rglob("*.kv"))[::3]
+        wait_until_stored(server, directory)
+    damaged = files_of(directory)[::3]
     for path in damaged:
         path.write_bytes(path.read_bytes()[:-1] + b"?")
     with running_server(tmp_path / "log2", *flags) as server:
         assert asyncio.run(serve_all(server.endpoint, prompts)) == expected
+        wait_until_stored(server, directory)
         found = counters(server)
-        assert found["loaded_tokens"] > 0 and 0 < found["damaged_pages"] <= len(damaged)
+        assert found["loaded_tokens_total"] > 0
+        assert 0 < found["damaged_pages_total"] <= len(damaged)

@@ -266,6 +266,19 @@ def test_pages_that_a_step_overwrites_before_their_turn_are_not_stored() -> None
     np.testing.assert_array_equal(read(tier, 1), page_of(1))
 
 
+def test_a_page_that_was_missing_and_then_stored_is_reported_as_there() -> None:
+    tier = GatedPages()
+    moved = Moved(tier)
+    moved.store(1, 2, 9)
+    assert tier.begun.acquire(timeout=TIMEOUT_S)  # page 1 was copied
+    moved.load(7, 9)
+    tier.allowed.release(9)
+    loaded, report = moved.report(), moved.report()
+    assert isinstance(loaded, PagesLoaded) and loaded.num_loaded == 0
+    assert isinstance(report, StoredPages)
+    assert (len(report.added), report.removed) == (3 * len(name_of(9)), b"")
+
+
 def test_a_new_scheduler_hears_of_what_is_stored_and_of_nothing_that_an_earlier_one_began() -> None:
     tier = GatedPages()
     moved = Moved(tier)
