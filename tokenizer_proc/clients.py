@@ -209,6 +209,12 @@ class Clients:
             if client not in self._backlogs:
                 self.deliver(client, _PROBE)
 
+    def close(self) -> None:
+        """Send nothing more, and look for no lost clients: the socket is about to be closed."""
+        for pending in self._probes.values():
+            pending.cancel()
+        self._backlogs.clear()
+
     def _drop(self, client: bytes) -> None:
         self._present.discard(client)
         self._cut_off.discard(client)

@@ -121,6 +121,7 @@ async def serve(child: Child, loaded: Loaded) -> None:
     preparation.close()
     await asyncio.to_thread(frontend.traces.close)
     watch.close()
+    frontend.clients.close()
     ring.close()
     port.close(FLUSH_TIMEOUT_S)
     if guard:

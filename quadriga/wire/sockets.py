@@ -22,6 +22,7 @@ MAX_ROUTER_MESSAGES = 64
 HEARTBEAT_MS = 5000
 RECONNECT_MS = 20
 NO_LIMIT = 1 << 30
+IPC = "ipc://"
 # A plain int: comparing with the enum member runs Python code.
 POLLIN = int(zmq.POLLIN)
 
@@ -204,6 +205,12 @@ def _bind(socket: "zmq.Socket[bytes]", address: str) -> None:
             raise AddressInUse(
                 f"{address} is taken by another process; stop it, or choose another address"
                 " with --endpoint, for example tcp://127.0.0.1:5556"
+            ) from None
+        if address.startswith(IPC) and len(address) > len(IPC) + zmq.IPC_PATH_MAX_LEN:
+            raise ConfigError(
+                f"{address} is too long: the path of a socket has at most {zmq.IPC_PATH_MAX_LEN}"
+                " characters; set TMPDIR to a shorter directory, for example /tmp, or choose"
+                " another --endpoint"
             ) from None
         raise ConfigError(f"cannot bind {address}: {error}") from None
 

@@ -149,3 +149,22 @@ def test_a_client_that_leaves_while_messages_wait_for_it_is_lost() -> None:
         assert port.sent == [b"2"]
 
     asyncio.run(run())
+
+
+def test_after_the_close_nothing_is_sent_to_a_client_that_lags_or_may_be_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "PROBE_DELAYS_S", (0.0, 0.01))
+
+    async def run() -> None:
+        clients, port, lost = make(room=1)
+        clients.deliver(b"c", b"1")
+        clients.deliver(b"c", b"2")
+        clients.mark_seen(b"d")
+        clients.on_disconnect()
+        clients.close()
+        port.room = 100
+        await asyncio.sleep(0.1)
+        assert (port.sent, lost) == ([b"1"], [])
+
+    asyncio.run(run())
