@@ -2,7 +2,8 @@
 
 The gateway runs as a process of its own. Behind it stands a server without a model, which answers
 each request with one token of a given text at a time. Some streams of each kind of answer run at
-once, and the gateway's CPU time for 1,000 tokens is printed: of the parser and everything else.
+once, and the gateway's CPU time for 1,000 tokens is printed: of the parser and everything else. In
+the last kind, steps are so short that several tokens of a stream arrive together.
 With --checkout the gateway of another checkout is measured, in turns with this one's.
 """
 
@@ -48,17 +49,18 @@ from quadriga.wire.sockets import bind_public
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_STREAMS, NUM_TOKENS, NUM_REPETITIONS = 32, 250, 5
-STEP_S = 0.01
+STEP_S, SHORT_STEP_S = 0.01, 0.0005
 PROSE = "The quick brown fox jumps over the lazy dog and runs on through the wet grass . "
 TOOL = {"type": "function", "function": {"name": "run", "parameters": {
     "type": "object", "properties": {"code": {"type": "string"}}}}}  # fmt: skip
 CALL_BEGIN = '<tool_call>\n{"name": "run", "arguments": {"code": "'
-# The answers, and further fields of their requests.
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "plain": ("", {}),
-    "with tools": ("", {"tools": [TOOL]}),
-    "reasoning": ("<think>\n", {}),
-    "a call": (CALL_BEGIN, {"tools": [TOOL]}),
+# The answers, further fields of their requests, and the time of a step.
+KINDS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "plain": ("", {}, STEP_S),
+    "with tools": ("", {"tools": [TOOL]}, STEP_S),
+    "reasoning": ("<think>\n", {}, STEP_S),
+    "a call": (CALL_BEGIN, {"tools": [TOOL]}, STEP_S),
+    "plain, fast": ("", {}, SHORT_STEP_S),
 }
 _decode = msgspec.msgpack.Decoder(ClientMessage).decode
 _encode = msgspec.msgpack.encode
@@ -76,10 +78,12 @@ class TextServer:
 
     Attributes:
         tokens: the text.
+        step_s: the time between two tokens of a request.
     """
 
     def __init__(self, endpoint: str) -> None:
         self.tokens: list[str] = []
+        self.step_s = STEP_S
         self._port = AsyncPort(bind_public(endpoint), self._take)
         self._open: dict[str, tuple[bytes, int, int]] = {}
 
@@ -102,7 +106,7 @@ class TextServer:
     async def serve(self) -> None:
         """Send the next token of each open request, step by step, until the task is cancelled."""
         while True:
-            await asyncio.sleep(STEP_S)
+            await asyncio.sleep(self.step_s)
             of_client: dict[bytes, list[PlainChunk]] = {}
             for name, (client, number, offset) in list(self._open.items()):
                 text, is_last = self.tokens[number], number + 1 == len(self.tokens)
@@ -206,9 +210,9 @@ async def measure(checkouts: list[Path]) -> None:
             stack.callback(task.cancel)
             gateways.append(await stack.enter_async_context(running_gateway(checkout, endpoint)))
         for repetition in range(NUM_REPETITIONS + 1):
-            for kind, (begin, fields) in KINDS.items():
+            for kind, (begin, fields, step_s) in KINDS.items():
                 for number, (url, pid) in enumerate(gateways):
-                    servers[number].tokens = answer(begin)
+                    servers[number].tokens, servers[number].step_s = answer(begin), step_s
                     figure = await ms_per_1000_tokens(url, pid, fields)
                     if repetition:  # the first one warms up
                         figures.setdefault((kind, number), []).append(figure)
