@@ -166,6 +166,12 @@ class Clients:
             await asyncio.sleep(FLUSH_POLL_S)
         self._backlogs.clear()
 
+    def close(self) -> None:
+        """Send nothing more by a timer, because the socket is about to be closed."""
+        for probe in self._probes.values():
+            probe.cancel()
+        self._backlogs.clear()
+
     def _try_to_send(self, client: bytes, payload: bytes) -> bool:
         """Return False if the client's socket takes nothing now; True if no retry is needed."""
         assert self._port is not None
@@ -208,12 +214,6 @@ class Clients:
         for client in list(self._present - self._cut_off):
             if client not in self._backlogs:
                 self.deliver(client, _PROBE)
-
-    def close(self) -> None:
-        """Send nothing more, and look for no lost clients: the socket is about to be closed."""
-        for pending in self._probes.values():
-            pending.cancel()
-        self._backlogs.clear()
 
     def _drop(self, client: bytes) -> None:
         self._present.discard(client)

@@ -134,7 +134,13 @@ class Router(Generic[KeyT]):
         matched = self.index.match(prompt.hashes)
         if not matched:
             return least
-        return self._least_costly(prompt.num_tokens, least.replica, matched)
+        best = self._with_cached(least.replica, matched)
+        best_cost = self._cost(best, prompt.num_tokens)
+        for candidate in self._holders(matched):
+            cost = self._cost(candidate, prompt.num_tokens)
+            if cost < best_cost:
+                best, best_cost = candidate, cost
+        return best
 
     def _with_cached(self, replica: int, matched: list[int]) -> Routed:
         """Return the choice of a replica, whatever part of a prefix it has."""
@@ -142,32 +148,16 @@ class Router(Generic[KeyT]):
         why = HIT if depth == len(matched) else SPILL
         return Routed(replica, depth * self._block_tokens, why)
 
-    def _least_costly(self, num_tokens: int, least: int, matched: list[int]) -> Routed:
-        """Return the replica with the least cost: `least`, or one with a part of the prefix.
-
-        Those with the longest part come first. The cost of a replica is at least that of its
-        uncached tokens and of its load, and `least` has the least load: most need no more than that
-        to be ruled out.
-        """
-        best = self._with_cached(least, matched)
-        best_cost = self._cost(best, num_tokens)
-        loads, seen, deepest = self.ledger.costs, 0, len(matched)
+    def _holders(self, matched: list[int]) -> Iterator[Routed]:
+        """Yield replicas with a part of a prefix, those with the longest part first."""
+        seen, deepest = 0, len(matched)
         for depth in range(deepest, 0, -1):
-            num_cached = depth * self._block_tokens
-            uncached_cost = UNCACHED_WEIGHT * (num_tokens - num_cached)
-            if uncached_cost + loads[least] >= best_cost:
-                break
             new = matched[depth - 1] & ~seen
             seen |= new
-            why = HIT if depth == deepest else SPILL
             for replica in islice(self._in_turn(new), MAX_CANDIDATES):
-                if uncached_cost + loads[replica] >= best_cost or not self._is_up[replica]:
-                    continue
-                candidate = Routed(replica, num_cached, why)
-                cost = self._cost(candidate, num_tokens)
-                if cost < best_cost:
-                    best, best_cost = candidate, cost
-        return best
+                if self._is_up[replica]:
+                    why = HIT if depth == deepest else SPILL
+                    yield Routed(replica, depth * self._block_tokens, why)
 
     def _in_turn(self, holders: int) -> Iterator[int]:
         """Yield the replicas of a set, from another one on each time, so that all are compared."""

@@ -58,7 +58,7 @@ class PageMover:
         self._changed = threading.Condition()
         self._stores: OrderedDict[int, bytes] = OrderedDict()  # names by page
         self._loads: deque[LoadPages] = deque()
-        self._changes: dict[bytes, bool] = {}  # whether a page is there now, by its name
+        self._unreported: dict[bytes, None] = {}  # names of pages that were gained or lost
         self._copying = -1  # page
         self._is_busy = False
         self._is_beginning = False  # a session
@@ -79,7 +79,7 @@ class PageMover:
             self._session, self._is_beginning = session, True
             self._changed.wait_for(lambda: not self._is_busy)
             self._is_beginning = False
-            self._changes.clear()
+            self._unreported.clear()
             return b"".join(dict.fromkeys(name for tier in self._tiers for name in tier.names()))
 
     def store(self, message: StorePages) -> None:
@@ -112,7 +112,7 @@ class PageMover:
         for page in pages:
             name = self._stores.pop(page, None)
             if name is not None:
-                self._changes[name] = False
+                self._unreported[name] = None
             if page == self._copying:
                 self._changed.wait_for(lambda page=page: self._copying != page)  # type: ignore[misc]
 
@@ -143,7 +143,7 @@ class PageMover:
             self._store(page, name)
         with self._changed:
             self._is_busy = False
-            is_due = not self._stores or len(self._changes) >= MAX_UNREPORTED
+            is_due = not self._stores or len(self._unreported) >= MAX_UNREPORTED
             report = self._report() if is_due and not self._is_beginning else None
             self._changed.notify_all()
         if report is not None:
@@ -168,9 +168,8 @@ class PageMover:
         for tier in self._tiers:
             lost += tier.write(name, self._staging)
         with self._changed:
-            self._changes.update((each, False) for each in lost if not self._has(each))
-            if self._has(name):
-                self._changes[name] = True
+            self._unreported.update((each, None) for each in lost if not self._has(each))
+            self._unreported[name] = None
 
     def _load(self, message: LoadPages, send: Callable[[Report], object]) -> None:
         began, session, num_loaded = time.monotonic(), self._session, 0
@@ -182,7 +181,7 @@ class PageMover:
             buffers = self._pages.buffers(page)
             if not any(tier.read(name, buffers) for tier in self._tiers):
                 with self._changed:
-                    self._changes[name] = False
+                    self._unreported[name] = None
                 break
             num_loaded += 1
         send(PagesLoaded(message.load, num_loaded, session, time.monotonic() - began))
@@ -192,16 +191,16 @@ class PageMover:
 
     def _report(self) -> StoredPages | None:
         """Return what has changed since the last report, with the condition held."""
-        if not self._changes:
+        if not self._unreported:
             return None
+        names, self._unreported = self._unreported, {}
         num_damaged = sum(tier.num_damaged for tier in self._tiers)
         report = StoredPages(
-            b"".join(name for name, is_there in self._changes.items() if is_there),
-            b"".join(name for name, is_there in self._changes.items() if not is_there),
+            b"".join(name for name in names if self._has(name)),
+            b"".join(name for name in names if not self._has(name)),
             self._session,
             num_damaged - self._num_reported,
             any(tier.has_failed for tier in self._tiers),
         )
         self._num_reported = num_damaged
-        self._changes = {}
         return report
