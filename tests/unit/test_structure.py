@@ -1,4 +1,4 @@
-"""The shape of the code: circles, sizes of folders, names, words, and the map in the docs."""
+"""The shape of the code: circles, names, words, and the map in the docs."""
 
 import ast
 import re
@@ -12,7 +12,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("quadriga", "tokenizer_proc", "scheduler_proc", "worker_proc", "detok_proc",
             "http_proc", "cluster_proc", "bench")  # fmt: skip
-MAX_FILES_PER_FOLDER = 15
 MAP = ROOT / "docs" / "architecture.md"
 BANNED = re.compile(r"\b(told|somebody|anybody|everybody|nobody|whoever|whom|card|cards)\b", re.I)
 CONSTANT_PREFIXES = re.compile(r"^_?(MOST|LEAST|LONGEST|SHORTEST)_")
@@ -71,13 +70,6 @@ def test_class_names_occur_once() -> None:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert not [name for name, count in names.items() if count > 1]
-
-
-def test_folders_are_small() -> None:
-    folders = Counter(path.parent for path in sources().values() if path.name != "__init__.py")
-    large = {str(folder.relative_to(ROOT)): count for folder, count in folders.items()
-             if count > MAX_FILES_PER_FOLDER}  # fmt: skip
-    assert not large
 
 
 def test_bounds_are_called_max_and_min() -> None:
