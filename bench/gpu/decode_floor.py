@@ -6,8 +6,9 @@
 Takes the flags of a server, and `--batches` and `--contexts`. Prints, for each number of rows and
 tokens of context, ms of a step: as a graph and kernel by kernel, each launched before the step
 before it has ended, as in a server; of the graph alone, replayed without the copies of a step; the
-floor (bytes of weights and keys over the measured read speed, see
-bench/roofline/roofline_model.py); and graph over floor.
+floor (bytes of weights and keys over the measured read speed, or operations over the measured rate
+of a large product, whichever takes longer, product by product: bench/roofline/roofline_model.py);
+and graph over floor.
 """
 
 import gc
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 BATCHES, CONTEXTS = (1, 8, 64, 256), (128, 1000)
 NUM_STEPS, NUM_WARM_UP = 50, 5
+CEILING_WIDTH = 8192
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -93,27 +95,38 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=int, nargs="+", default=values,
                             metavar="N", help=f"(default: {shown})")  # fmt: skip
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help=f"(default: {NUM_STEPS})")
+    parser.add_argument(
+        "--ceiling-width",
+        type=int,
+        default=CEILING_WIDTH,
+        metavar="ROWS",
+        help=f"of the matrices of the ceiling (default: {CEILING_WIDTH})",
+    )
     add_json_flag(parser)
     server_flags.add_flags(parser)
     arguments = parser.parse_args(argv)
     try:
         sizes = FloorSizes(tuple(arguments.batches), tuple(arguments.contexts), arguments.steps)
-        report(server_flags.from_namespace(arguments), sizes, arguments.json)
+        report(
+            server_flags.from_namespace(arguments), sizes, arguments.ceiling_width, arguments.json
+        )
     except QuadrigaError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-def report(config: ServerConfig, sizes: FloorSizes, file: Path | None = None) -> None:
+def report(
+    config: ServerConfig, sizes: FloorSizes, ceiling_width: int, file: Path | None = None
+) -> None:
     """Load the model twice, and show a row for each batch and context."""
     files = resolve_model(config.model, show_progress=True)
     sizes = sizes.cut_to(files.context_length)
     config = sizes.fitted(config)
     graphs = times_of(config, files, sizes)
     eager = times_of(config.replace(disable_cuda_graph=True), files, sizes)
-    device, dtype, speed = describe(config)
+    device, dtype, speed, rate = describe(config, ceiling_width)
     work = work_of(files.config, "none", NUMBER_BYTES[dtype])
-    rates = Speed(speed, dict.fromkeys(work.products, float("inf")))
+    rates = Speed(speed, dict.fromkeys(work.products, rate))
     rows: list[FigureRow] = []
     for (batch, context), (ms, alone) in graphs.items():
         least = 1000 * sum(floor(work, (Row(context, 1),) * batch, rates).values())
@@ -127,7 +140,8 @@ def report(config: ServerConfig, sizes: FloorSizes, file: Path | None = None) ->
             "ratio": ms / least,
         })  # fmt: skip
     title = f"{config.model.shown_name} {dtype} on {device}"
-    show(f"{title}, whose memory is read at {speed / 1e9:.0f} GB/s", rows, file)
+    ceilings = f"reads {speed / 1e9:.0f} GB/s, multiplies at {rate / 1e12:.0f} TFLOP/s"
+    show(f"{title}, which {ceilings}", rows, file)
 
 
 def times_of(
@@ -173,14 +187,19 @@ def _free_gpu_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def describe(config: ServerConfig) -> tuple[str, str, float]:
-    """Return device, dtype, and bytes/s at which the device reads a large tensor."""
-    from bench.gpu.ceilings import read_bytes_per_second
+def describe(config: ServerConfig, ceiling_width: int) -> tuple[str, str, float, float]:
+    """Return device, dtype, bytes/s of reading a large tensor, and operations/s of a product.
+
+    The product is of two square matrices of `ceiling_width` rows.
+    """
+    from bench.gpu.ceilings import flops_per_second, read_bytes_per_second
     from worker_proc.system.devices import choose_device, choose_dtype
 
     device = choose_device(config.worker.device)
     dtype = choose_dtype(config.worker.dtype, device)
-    return str(device), str(dtype).removeprefix("torch."), read_bytes_per_second(device)
+    name = str(dtype).removeprefix("torch.")
+    rate = flops_per_second(device, ceiling_width, dtype)
+    return str(device), name, read_bytes_per_second(device), rate
 
 
 if __name__ == "__main__":

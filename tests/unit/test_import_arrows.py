@@ -15,6 +15,8 @@ PROCESSES = ("tokenizer_proc", "scheduler_proc", "worker_proc", "detok_proc", "h
 HEAVY = {"torch", "transformers"}
 BENCHES_OF_THE_WORKER = {
     "drafts.py",
+    "few_rows.py",
+    "products.py",
     "ceilings.py",
     "decode_floor.py",
     "machine_speed.py",

@@ -95,17 +95,14 @@ def _first_stages(setup: Setup) -> list[Stage]:
 def _further_stages(setup: Setup) -> list[Stage]:
     tiny = setup.is_tiny
     drawn = ["--warmup-runs", "1", "--temperature", "0.8", "--top-p", "0.9"]
-    profile = ["--batches", "2", "--context", "16", "--prompt", "8", "--steps", "2"]
     prefill = ["--shapes", "1x8", "2x16", "1x4+32", "--steps", "2", "--ceiling-width", "64"]
     kernels = ["--device", setup.device, *(["--tiny"] if tiny else [])]
     return [
         _block(setup, "width-top-p", "width", 90, drawn),
         Stage("kernels", _module("bench.gpu.kernels", *kernels), 180),
-        Stage(
-            "profile",
-            _module("bench.gpu.profile", *setup.model("gpt2"), *(profile if tiny else [])),
-            120,
-        ),
+        Stage("products", _module("bench.gpu.products", *kernels), 240),
+        _profile(setup, "profile", "gpt2"),
+        _profile(setup, "profile-8b", "llama8b"),
         Stage(
             "prefill",
             _module("bench.gpu.prefill", *setup.model("llama8b"), *(prefill if tiny else [])),
@@ -187,9 +184,16 @@ def _floor(
     further: Sequence[str] = (),
     missing: str = "",
 ) -> Stage:
-    sizes = ["--batches", "1", "2", "--contexts", "16", "--steps", "3"] if setup.is_tiny else []
+    tiny = ["--batches", "1", "2", "--contexts", "16", "--steps", "3", "--ceiling-width", "64"]
+    sizes = tiny if setup.is_tiny else []
     command = _module("bench.gpu.decode_floor", *setup.model(model), *sizes, *further)
     return Stage(name, command, limit_s, is_first, missing=missing)
+
+
+def _profile(setup: Setup, name: str, model: str) -> Stage:
+    sizes = ["--batches", "2", "--context", "16", "--prompt", "8", "--steps", "2"]
+    flags = [*setup.model(model), *(sizes if setup.is_tiny else [])]
+    return Stage(name, _module("bench.gpu.profile", *flags), 120)
 
 
 def _flashinfer(setup: Setup) -> Stage:

@@ -18,7 +18,7 @@ def test_the_floor_of_decode_steps_is_printed(
 ) -> None:
     monkeypatch.setattr(decode_floor, "NUM_WARM_UP", 1)
     monkeypatch.setattr(ceilings, "CPU_BYTES", 2**20)
-    sizes = ["--batches", "1", "3", "--contexts", "16", "--steps", "3"]
+    sizes = ["--batches", "1", "3", "--contexts", "16", "--steps", "3", "--ceiling-width", "256"]
     file = tmp_path / "floor.json"
     flags = ["--model", str(tiny_llama(tmp_path)), "--device", "cpu", "--dtype", "float32"]
     decode_floor.main([*flags, *sizes, "--json", str(file)])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.gpu import all as run_all
-from bench.gpu import kernels, peers, prefill, prepare, profile
+from bench.gpu import kernels, peers, prefill, prepare, products, profile
 from bench.gpu.random_weights import write_weights
 from bench.gpu.stages.report import (
     StageOutcome,
@@ -266,6 +266,27 @@ def test_kernels_are_measured_beside_their_floor(tmp_path: Path) -> None:
     (row,) = read_lines(file)
     assert row["kernel"] == "gate and up"
     assert float(str(row["ms"])) > float(str(row["floor ms"])) > 0
+
+
+def test_products_are_measured_by_each_way_that_is_there_and_the_others_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "products.json"
+    flags = ["--device", "cpu", "--tiny", "--rows", "1", "64", "--json", str(file)]
+    assert products.main(flags) == 0
+    rows = read_lines(file)
+    assert [(row["product"], row["rows"]) for row in rows] == [("tiny qkv", 1), ("tiny qkv", 64)]
+    assert all(float(str(row[way])) > 0 for row in rows for way in ("cublas", "triton", "floor"))
+    left_out = capsys.readouterr().err
+    assert "tiny qkv, humming-int4: needs a GPU" in left_out
+
+
+def test_a_product_with_a_wrong_result_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bench.gpu.few_rows.multiply_few", lambda x, weight, tile: x @ weight.T * 2)
+    assert products.main(["--device", "cpu", "--tiny", "--rows", "1", "--ways", "triton"]) == 0
+    assert "its result differs by 1" in capsys.readouterr().err
 
 
 # --- peers ----------------------------------------------------------------------------------------
