@@ -27,7 +27,7 @@ def make_app(gateway: Gateway) -> web.Application:
     if not args.no_ui:
         middlewares.append(serve_page())
     if auth.needs_key_check(args, gateway.config.tenants):
-        middlewares.append(auth.key_check(args, gateway.config.tenants))
+        middlewares.append(auth.key_check(args, gateway.config.tenants, gateway.tenant_file))
     app = web.Application(middlewares=middlewares, client_max_size=args.max_body_bytes)
     app[GATEWAY] = gateway
     app[ERROR_BODIES] = {endpoint.handler: endpoint.error_body for endpoint in openapi.ENDPOINTS}

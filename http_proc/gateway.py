@@ -27,6 +27,7 @@ from quadriga.client.types import Completion
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError, ServerStopping
 from quadriga.runtime.request_line import RequestLogLevel
+from quadriga.tenants.key_file import TenantFile
 from quadriga.tenants.tenant import parent_name
 from quadriga.tracing.exporter import make_exporter
 
@@ -70,6 +71,7 @@ class Gateway:
         lasting_ring: the client for resumable requests, whose address is that of the gateways
             before and after this one.
         stream_rows: what is kept of resumable requests.
+        tenant_file: the tenants of --keys; None without the flag.
         ring_info: the ring's info.
         log_level: which requests are logged.
         recent: what is known of the choices that have ended lately.
@@ -93,6 +95,8 @@ class Gateway:
         self.ring = ring
         self.lasting_ring = lasting_ring or ring
         self.stream_rows = stream_rows or StreamRows()
+        keys = config.tenants.keys
+        self.tenant_file = TenantFile(Path(keys), directory=run_dir) if keys else None
         self.ring_info = RingInfo(ring)
         self.metrics = RequestMetrics()
         self.recent = RecentChoices()

@@ -142,7 +142,12 @@ def _make_frontend(
     scheduler: SchedulerLink,
 ) -> Frontend:
     key_names = None if keys is None else keys.key_names
-    owners = RequestOwners(child.config.tenants, child.config.model.shown_name, key_names)
+    owners = RequestOwners(
+        child.config.tenants,
+        child.config.model.shown_name,
+        key_names,
+        child.endpoints.run_dir,
+    )
     limits, traces = child.config.scheduler, child.config.traces
     max_queued = limits.max_queued_requests * child.config.replicas.num_slots
     guard = OverloadGuard(max_queued, limits.max_requests_per_client)

@@ -51,6 +51,7 @@ class RequestOwners:
         model: name of the model that is served.
         key_names: names of the CURVE keys of clients by their addresses, "" for the server's own;
             None where the socket has no keys.
+        directory: as of TenantFile.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class RequestOwners:
         args: TenantArgs,
         model: str = "",
         key_names: MutableMapping[bytes, str] | None = None,
+        directory: Path | None = None,
     ) -> None:
-        self._file = TenantFile(Path(args.keys)) if args.keys else None
+        self._file = TenantFile(Path(args.keys), directory=directory) if args.keys else None
         self._has_tenants = args.has_tenants
         self._model = model
         self._key_names = key_names
@@ -111,7 +113,7 @@ class RequestOwners:
             return Owner(name)
         tenant = self._file.index.named(name)
         if tenant is None:  # the gateway may have read a new file before this process
-            self._file.reload()
+            self._file.reload(settles=False)
             tenant = self._file.index.named(name)
         if tenant is None:
             raise InvalidRequest(f"there is no tenant {name!r} any more: use another API key")

@@ -49,15 +49,22 @@ class Collector:
     Args:
         info: the ring's info, empty if the ring does not answer.
         num_open: number of web requests that are being answered.
+        key_file_failed: whether --keys cannot be read; None without the flag.
     """
 
     def __init__(
-        self, model: str, info: dict[str, Any], num_open: int, http: RequestMetrics
+        self,
+        model: str,
+        info: dict[str, Any],
+        num_open: int,
+        http: RequestMetrics,
+        key_file_failed: bool | None = None,
     ) -> None:
         self._model = model
         self._info = info
         self._num_open = num_open
         self._http = http
+        self._key_file_failed = key_file_failed
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric family."""
@@ -80,6 +87,9 @@ class Collector:
         yield self._counter("http_slow_readers", text, http.num_slow_readers)
         text = "Number of web requests whose client disconnected before the end"
         yield self._counter("http_disconnects", text, http.num_disconnects)
+        if self._key_file_failed is not None:
+            text = "1 while --keys cannot be read, and its tenants are those of an earlier file"
+            yield self._gauge("key_file_failed", text, int(self._key_file_failed))
         text = "Number of connections refused because of --max-http-connections"
         yield self._counter("http_connections_refused", text, http.num_refused_connections)
 
@@ -229,7 +239,8 @@ async def metrics(request: web.Request) -> web.Response:
     except QuadrigaError:
         info = {}
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector(gateway.model, info, gateway.num_open, gateway.metrics))
+    has_failed = None if gateway.tenant_file is None else gateway.tenant_file.has_failed
+    registry.register(Collector(gateway.model, info, gateway.num_open, gateway.metrics, has_failed))
     registry.register(BatchCollector(gateway.model, request.app[BATCHES]))
     registry.register(ResponseStoreCollector(gateway.model, request.app.get(RESPONSE_STORE)))
     registry.register(StreamCollector(gateway.model, request.app[STREAMS], gateway.stream_rows))

@@ -52,7 +52,9 @@ def remove_tenant(path: Path, name: str) -> None:
     number, lines = names.index(name), text.splitlines(True)
     starts = [node.start_mark.line for node in root.value]
     end = starts[number + 1] if number + 1 < len(starts) else root.end_mark.line
-    _write(path, "".join(lines[: starts[number]] + lines[end:]))
+    # A server takes a file without any text for one that is being written.
+    rest = "[]\n" if len(names) == 1 else ""
+    _write(path, "".join(lines[: starts[number]] + lines[end:]) + rest)
 
 
 def _as_yaml(entry: Mapping[str, Any]) -> str:

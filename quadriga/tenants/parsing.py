@@ -24,10 +24,11 @@ def read_tenants(path: Path) -> list[Tenant]:
         ConfigError: the file cannot be read, or an entry is wrong; one line names the file, the
             entry, the field, its value and the remedy.
     """
-    return parse_tenants(_read(path), path)
+    return parse_tenants(read_text(path), path)
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a key file. Raise ConfigError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:

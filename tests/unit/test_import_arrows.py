@@ -86,7 +86,7 @@ LAYERS = {
     "sampling": {"errors", "keywords"},
     "wire": {"errors", "sampling"},
     "config": {"errors", "keywords", "known_formats", "programs", "__version__"},
-    "tenants": {"errors", "programs"},
+    "tenants": {"clock", "errors", "programs"},
     "model_files": {"errors", "config", "programs", "windows"},
     "client": {"errors", "keywords", "clock", "sampling", "wire", "config"},
     "runtime": {"errors", "clock", "wire", "config"},

@@ -1,7 +1,8 @@
 """Read and check the input file of a batch, line by line."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -15,6 +16,8 @@ MAX_CUSTOM_ID_CHARS = 512
 # A file with more errors is read no further.
 MAX_ERRORS = 100
 READ_BYTES = 1024 * 1024
+# A job that reads a whole file gives its thread back after this time.
+STEP_S = 0.02
 
 
 class InputLine(NamedTuple):
@@ -54,40 +57,66 @@ def digest(custom_id: str) -> bytes:
 
 
 def read_lines(path: Path, endpoint: str, max_line_bytes: int) -> Iterator[InputLine]:
-    """Yield the requests of a file that `check_file` has accepted."""
+    """Yield the requests of a file that a `FileCheck` has accepted."""
     with path.open("rb", READ_BYTES) as file:
         for number, data in _raw_lines(file, max_line_bytes):
             yield _parse(number, data, endpoint, max_line_bytes)
 
 
-def check_file(
-    path: Path, endpoint: str, max_line_bytes: int, is_stopped: Callable[[], bool]
-) -> tuple[int, list[LineError]]:
-    """Return the number of requests in a file, and the first errors; [] if it can run.
+class FileCheck:
+    """The check of an input file, in short steps, so that many checks take turns.
 
     Args:
         path: the file.
         endpoint: path of the endpoint that each line must name.
         max_line_bytes: length of the longest line.
-        is_stopped: whether the result is no longer needed.
+
+    Attributes:
+        num_lines: number of requests so far.
+        errors: the first errors; [] at the end if the file can run.
     """
-    num_lines, errors = 0, list[LineError]()
-    seen: dict[bytes, int] = {}
-    with path.open("rb", READ_BYTES) as file:
-        for number, data in _raw_lines(file, max_line_bytes):
-            num_lines += 1
-            try:
-                _check_count(num_lines)
-                line = _parse(number, data, endpoint, max_line_bytes)
-                _check_unique(seen, line)
-            except BadLine as bad:
-                bad.error.line = number
-                errors.append(bad.error)
-            if len(errors) == MAX_ERRORS or num_lines > MAX_LINES or is_stopped():
-                return num_lines, errors
-    if not num_lines:
-        errors.append(LineError("empty_file", "the input file has no line"))
-    return num_lines, errors
+
+    def __init__(self, path: Path, endpoint: str, max_line_bytes: int) -> None:
+        self._path = path
+        self._endpoint = endpoint
+        self._max_line_bytes = max_line_bytes
+        self.num_lines = 0
+        self.errors: list[LineError] = []
+
+    def steps(self) -> Iterator[None]:
+        """Check the file; each step takes about STEP_S."""
+        seen: dict[bytes, int] = {}
+        step = ShortStep()
+        with self._path.open("rb", READ_BYTES) as file:
+            for number, data in _raw_lines(file, self._max_line_bytes):
+                self.num_lines += 1
+                try:
+                    _check_count(self.num_lines)
+                    line = _parse(number, data, self._endpoint, self._max_line_bytes)
+                    _check_unique(seen, line)
+                except BadLine as bad:
+                    bad.error.line = number
+                    self.errors.append(bad.error)
+                if len(self.errors) == MAX_ERRORS or self.num_lines > MAX_LINES:
+                    return
+                if step.is_over():
+                    yield
+        if not self.num_lines:
+            self.errors.append(LineError("empty_file", "the input file has no line"))
+
+
+class ShortStep:
+    """The time of one step of a job, which goes on after others have had their steps."""
+
+    def __init__(self) -> None:
+        self._ends_at = time.monotonic() + STEP_S
+
+    def is_over(self) -> bool:
+        """Return whether the step is over; then the next one begins."""
+        if time.monotonic() < self._ends_at:
+            return False
+        self._ends_at = time.monotonic() + STEP_S
+        return True
 
 
 def _check_count(num_lines: int) -> None:

@@ -5,7 +5,8 @@ import copy
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 import aiohttp
@@ -18,7 +19,7 @@ from http_proc.apis.batch.batch_types import (
     OutputLine,
     StoredBatch,
 )
-from http_proc.apis.batch.input_lines import InputLine, check_file, read_lines
+from http_proc.apis.batch.input_lines import FileCheck, InputLine, ShortStep, read_lines
 from http_proc.apis.batch.line_gate import LineGate
 from http_proc.apis.batch.line_log import LineLog
 from http_proc.apis.batch.line_server import LineAnswer, LineServer
@@ -34,6 +35,9 @@ EXPIRED = LineError(
     "batch_expired", "This request could not be executed before the completion window expired."
 )
 
+# What an iterator that has ended gives.
+END = object()
+
 T = TypeVar("T")
 
 
@@ -42,6 +46,8 @@ class JobTools(NamedTuple):
 
     Attributes:
         save: writes the state of a batch durably; raises OSError.
+        readers: a thread for the steps of jobs that read whole files.
+        writers: threads for lines.
         max_line_bytes: length of the longest line of an input file.
         num_lines: lines by outcome, for the metrics.
     """
@@ -52,6 +58,8 @@ class JobTools(NamedTuple):
     save: Callable[[StoredBatch], None]
     max_line_bytes: int
     num_lines: Counter[str]
+    readers: ThreadPoolExecutor
+    writers: ThreadPoolExecutor
 
 
 class BatchJob:
@@ -67,7 +75,6 @@ class BatchJob:
         )
         self._caller = Caller.of_name(stored.caller, stored.has_users)
         self._is_cancelled = asyncio.Event()
-        self._is_closed = False
 
     def cancel(self) -> None:
         """End the batch soon; what is answered stays."""
@@ -92,38 +99,48 @@ class BatchJob:
             failure = LineError("server_error", "the server failed on this batch; its log says why")
             await self._finish(BatchStatus.FAILED, [failure])
         finally:
-            self._is_closed = True
             self._log.close()
 
     async def _run(self) -> None:
         batch = self._batch
-        await _until_written(self._log.open)
+        await _retried(lambda: self._in_steps(self._log.open()))
         if batch.status is BatchStatus.VALIDATING and not await self._validate():
             return
         outcome = await self._run_lines()
         if batch.status is BatchStatus.IN_PROGRESS:
             batch.enter(BatchStatus.FINALIZING)
         if outcome is BatchStatus.EXPIRED:
-            await asyncio.to_thread(self._expire_lines)
+            await _retried(lambda: self._in_steps(self._expire_lines()))
         await self._finish(outcome)
 
     async def _validate(self) -> bool:
         """Check the input file, and return whether the batch runs."""
         batch = self._batch
-        total, errors = await asyncio.to_thread(
-            check_file, self._input, batch.endpoint, self._tools.max_line_bytes, self._has_ended
-        )
-        batch.request_counts.total = total
-        if errors:
-            await self._finish(BatchStatus.FAILED, errors)
+        check = FileCheck(self._input, batch.endpoint, self._tools.max_line_bytes)
+        await self._in_steps(check.steps(), self._is_cancelled.is_set)
+        batch.request_counts.total = check.num_lines
+        if check.errors:
+            await self._finish(BatchStatus.FAILED, check.errors)
             return False
         if batch.status is BatchStatus.VALIDATING:
             batch.enter(BatchStatus.IN_PROGRESS)
             await self._save()
         return True
 
-    def _has_ended(self) -> bool:
-        return self._is_closed or self._is_cancelled.is_set()
+    async def _in_steps(
+        self, steps: Iterator[None], is_stopped: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Do the steps of a job one by one, each after the steps of other batches that wait.
+
+        Args:
+            steps: the job.
+            is_stopped: whether its result is no longer needed.
+        """
+        loop = asyncio.get_running_loop()
+        while not is_stopped():
+            step = await loop.run_in_executor(self._tools.readers, next, steps, END)
+            if step is END:
+                return
 
     async def _run_lines(self) -> BatchStatus:
         """Answer lines until all have their answers, the batch is cancelled, or its time is over.
@@ -163,7 +180,10 @@ class BatchJob:
                 tasks.discard(task)
 
         try:
-            while (line := await asyncio.to_thread(next, lines, None)) is not None:
+            while (line := await self._in_thread(lambda: next(lines, END))) is not END:
+                if line is None:
+                    continue
+                assert isinstance(line, InputLine)
                 await room.acquire()
                 task = asyncio.create_task(self._answer(line))
                 tasks.add(task)
@@ -175,9 +195,14 @@ class BatchJob:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _unanswered(self) -> Iterator[InputLine]:
-        lines = read_lines(self._input, self._batch.endpoint, self._tools.max_line_bytes)
-        return (line for line in lines if not self._log.has(line.custom_id))
+    def _unanswered(self) -> Iterator[InputLine | None]:
+        """Yield the lines without an answer, and None at the end of a step without one."""
+        step = ShortStep()
+        for line in read_lines(self._input, self._batch.endpoint, self._tools.max_line_bytes):
+            if not self._log.has(line.custom_id):
+                yield line
+            elif step.is_over():
+                yield None
 
     async def _answer(self, line: InputLine) -> None:
         """Answer a line, and write the answer."""
@@ -190,7 +215,9 @@ class BatchJob:
         }
         is_failure = answer.status != 200
         output = msgspec.json.encode(OutputLine(line_id, line.custom_id, response, None))
-        written = await _until_written(lambda: self._log.append(line.custom_id, output, is_failure))
+        written = await self._until_written(
+            lambda: self._log.append(line.custom_id, output, is_failure)
+        )
         if written:
             self._tools.num_lines["failed" if is_failure else "completed"] += 1
 
@@ -214,16 +241,21 @@ class BatchJob:
             await asyncio.sleep(max(wait_s, retry_after))
             wait_s = min(2 * wait_s, MAX_RETRY_S)
 
-    def _expire_lines(self) -> None:
-        """Write an error for each line without an answer."""
+    def _expire_lines(self) -> Iterator[None]:
+        """Write an error for each line without an answer, in short steps."""
+        step = ShortStep()
         for line in self._unanswered():
+            if line is None or step.is_over():
+                yield
+            if line is None:
+                continue
             line_id = f"batch_req_{uuid.uuid4().hex}"
             output = msgspec.json.encode(OutputLine(line_id, line.custom_id, None, EXPIRED))
             self._tools.num_lines["failed"] += self._log.append(line.custom_id, output, True)
 
     async def _finish(self, status: BatchStatus, errors: list[LineError] | None = None) -> None:
         """Make files of the output, and save the end of the batch."""
-        await _until_written(self._log.sync)
+        await self._until_written(self._log.sync)
         self._log.close()
         self.update_counts()
         stored, batch = self._stored, copy.copy(self._batch)
@@ -232,7 +264,7 @@ class BatchJob:
         batch.errors = LineErrors(errors) if errors else None
         batch.enter(status)
         ended = msgspec.structs.replace(stored, batch=batch)
-        await _until_written(lambda: self._tools.save(ended))
+        await self._until_written(lambda: self._tools.save(ended))
         self._batch = stored.batch = batch  # shown only now: a crash cannot undo it
         counts = batch.request_counts
         logging.info("batch %s %s: %d of %d lines answered, %d failed", batch.id, status.value,
@@ -246,11 +278,18 @@ class BatchJob:
             return None
         name = f"{self._batch.id}_{kind}.jsonl"
         owner = self._stored.owner
-        file = await _until_written(lambda: files.adopt(file_id, name, "batch_output", owner))
+        file = await self._until_written(lambda: files.adopt(file_id, name, "batch_output", owner))
         return file.id
 
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._tools.writers, work)
+
+    async def _until_written(self, write: Callable[[], T]) -> T:
+        """Return what `write` returns, tried again in a thread while the disk refuses it."""
+        return await _retried(lambda: self._in_thread(write))
+
     async def _save(self) -> None:
-        await _until_written(lambda: self._tools.save(self._stored))
+        await self._until_written(lambda: self._tools.save(self._stored))
 
 
 def _raise_first(tasks: "set[asyncio.Task[None]]") -> None:
@@ -259,12 +298,12 @@ def _raise_first(tasks: "set[asyncio.Task[None]]") -> None:
             raise error
 
 
-async def _until_written(write: Callable[[], T]) -> T:
-    """Return what `write` returns, tried again in a thread while the disk refuses it."""
+async def _retried(work: Callable[[], Awaitable[T]]) -> T:
+    """Return what `work` returns, tried again while the disk refuses it."""
     has_logged = False
     while True:
         try:
-            return await asyncio.to_thread(write)
+            return await work()
         except OSError as error:
             if not has_logged:
                 logging.error("a batch waits for its disk: %s; it tries again every %g s",

@@ -8,12 +8,13 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from http_proc.apis.batch.input_lines import digest
+from http_proc.apis.batch.input_lines import ShortStep, digest
 from http_proc.apis.files import durable
 
 # What a power cut may take: these lines are answered again.
@@ -49,13 +50,17 @@ class LineLog:
         self._files: list[_AppendFile] = []
         self.num_completed = self.num_failed = 0
 
-    def open(self) -> None:
-        """Open the files, remove lines that were cut, and find what is answered."""
+    def open(self) -> Iterator[None]:
+        """Open the files, remove lines that were cut, and find what is answered, in short steps."""
+        self.close()
+        files = [_AppendFile(path) for path in self._paths]
         with self._lock:
-            self._files = [_AppendFile(path) for path in self._paths]
-            counts = [file.recover(self._answered) for file in self._files]
-            durable.sync_directory(self._paths[0].parent)
-            self.num_completed, self.num_failed = counts
+            self._files = files
+        counts = []
+        for file in files:
+            counts.append((yield from file.recover(self._answered)))
+        durable.sync_directory(self._paths[0].parent)
+        self.num_completed, self.num_failed = counts
 
     def has(self, custom_id: str) -> bool:
         """Return whether a line has its answer."""
@@ -110,9 +115,13 @@ class _AppendFile:
         self._num_unsynced = 0
         self._synced_at = time.monotonic()
 
-    def recover(self, answered: set[bytes]) -> int:
-        """Cut the file before the first broken line; return the number of lines before it."""
+    def recover(self, answered: set[bytes]) -> Generator[None, None, int]:
+        """Cut the file before the first broken line; return the number of lines before it.
+
+        Each step takes about STEP_S.
+        """
         size = num_lines = 0
+        step = ShortStep()
         with os.fdopen(os.dup(self._fd), "rb") as file:
             file.seek(0)
             for line in file:
@@ -124,12 +133,14 @@ class _AppendFile:
                     break
                 answered.add(key)
                 size, num_lines = size + len(line), num_lines + 1
-        if size < self._size:
-            lost = self._size - size
-            logging.warning("%s: %d bytes after line %d are cut", self._path, lost, num_lines)
-            os.ftruncate(self._fd, size)
-            os.fsync(self._fd)
-            self._size = size
+                if step.is_over():
+                    yield
+            if size < self._size:
+                lost = self._size - size
+                logging.warning("%s: %d bytes after line %d are cut", self._path, lost, num_lines)
+                os.ftruncate(file.fileno(), size)
+                os.fsync(file.fileno())
+                self._size = size
         return num_lines
 
     def append(self, line: bytes) -> None:

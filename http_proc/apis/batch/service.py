@@ -9,6 +9,7 @@ import os
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -33,6 +34,7 @@ from quadriga.clock import now
 WINDOW_S = 24 * 3600
 # Ended batches beyond these are forgotten, the oldest first. Their files stay.
 MAX_KEPT_BATCHES = 10_000
+NUM_WRITERS = 2
 
 
 class BatchService:
@@ -55,6 +57,9 @@ class BatchService:
         self._jobs: dict[str, BatchJob] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server = LineServer(gateway)
+        # Batches have threads of their own, so that no other work waits for their files.
+        self._readers = ThreadPoolExecutor(1, "batch-readers")
+        self._writers = ThreadPoolExecutor(NUM_WRITERS, "batch-writers")
         self._lock_fd = -1
         self._opening = asyncio.Lock()
         self._is_stopped = False
@@ -101,6 +106,8 @@ class BatchService:
             if self._lock_fd >= 0:
                 await self._server.stop()
                 self._unlock()
+        self._readers.shutdown()
+        self._writers.shutdown()
 
     def _unlock(self) -> None:
         if self._lock_fd >= 0:
@@ -124,7 +131,9 @@ class BatchService:
     def _start_jobs(self) -> None:
         server, num_lines = self._server, self.num_lines
         max_bytes, gate = self._gateway.args.max_body_bytes, LineGate(self._gateway)
-        self._tools = JobTools(self.files, gate, server, self._save, max_bytes, num_lines)
+        self._tools = JobTools(
+            self.files, gate, server, self._save, max_bytes, num_lines, self._readers, self._writers
+        )
         for stored in sorted(self._batches.values(), key=_age):
             if stored.batch.status.is_open:
                 logging.info("batch %s goes on", stored.batch.id)

@@ -1,5 +1,7 @@
 """Web requests belong to the tenants of their keys, users or addresses."""
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 
 from quadriga.tenants import key_file
 from quadriga.tenants.key_file import hash_of_key
-from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
+from tests.unit.scripted_ring import TIMEOUT_S, ScriptedRing, run_at_gateway
 
 ASK = {"prompt": "a", "max_tokens": 4}
 
@@ -108,6 +110,53 @@ def test_a_key_that_is_added_works_and_a_removed_one_is_refused_at_the_next_requ
         assert await ask(gateway, Authorization="Bearer c-key") == 200
 
     run_at_gateway(ring, test, keys=str(keys))
+
+
+def test_a_removed_key_is_refused_within_a_second_while_every_shared_thread_is_busy(
+    keys: Path,
+) -> None:
+    ring, is_over = ScriptedRing(["a"]), threading.Event()
+
+    async def test(gateway: Any) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(100):
+            loop.run_in_executor(None, is_over.wait, TIMEOUT_S)
+        assert await ask(gateway, Authorization="Bearer a-key") == 200
+        keys.write_text(entry("carol", "c-key"))
+        removed_at = loop.time()
+        try:
+            while await ask(gateway, Authorization="Bearer a-key") != 401:
+                assert loop.time() - removed_at < 1.0
+        finally:
+            is_over.set()
+
+    run_at_gateway(ring, test, keys=str(keys))
+
+
+def test_a_key_file_with_an_error_is_shown_by_a_metric(
+    keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_file, "CHECK_INTERVAL_S", 0.0)
+
+    async def failed(gateway: Any) -> str:
+        key = {"Authorization": "Bearer op"}
+        async with (
+            aiohttp.ClientSession(headers=key) as session,
+            session.get(f"{gateway.args.url}/metrics") as response,
+        ):
+            lines = (await response.text()).splitlines()
+        return next(line for line in lines if line.startswith("quadriga:key_file_failed"))[-3:]
+
+    async def test(gateway: Any) -> None:
+        text = keys.read_text()
+        assert await failed(gateway) == "0.0"
+        keys.write_text("")
+        assert await ask(gateway, Authorization="Bearer a-key") == 200
+        assert await failed(gateway) == "1.0"
+        keys.write_text(text)
+        assert await failed(gateway) == "0.0"
+
+    run_at_gateway(ScriptedRing(["a"], ready=False), test, keys=str(keys), api_key="op")
 
 
 def test_without_keys_requests_can_belong_to_addresses() -> None:

@@ -1,6 +1,7 @@
 """The file of --keys: what it may hold, how it is edited, and when it is read again."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,7 @@ def test_a_changed_file_is_read_again_and_an_error_keeps_the_old_tenants(
     path.write_text(FULL)
     file = TenantFile(path, lambda: now)
     path.write_text(FULL.replace("2.5", "3.25"))
-    assert not file.has_changed()  # it looks once a second
+    assert not file.has_changed()  # it looks at times only
     now = 1.0
     assert file.has_changed()
     file.reload()
@@ -106,6 +107,70 @@ def test_a_changed_file_is_read_again_and_an_error_keeps_the_old_tenants(
             f"--keys {path} cannot be read: No such file or directory",
         )
     ]
+
+
+@pytest.mark.parametrize("text", ["", "\n", FULL[:60], FULL[:-6], "\x00"])
+def test_a_file_that_a_write_has_cut_locks_no_tenant_out(tmp_path: Path, text: str) -> None:
+    path, now = tmp_path / "keys.yaml", 0.0
+    path.write_text(FULL)
+    file = TenantFile(path, lambda: now)
+    path.write_text(text)
+    for whole in (False, True):
+        now += 1.0
+        if whole:
+            path.write_text(FULL)
+        if file.has_changed():
+            file.reload()
+        assert file.has_failed is not whole
+        assert file.index.with_key(b"secret") is not None
+        assert file.index.by_name["alice"].weight == 2.5
+
+
+def test_a_file_that_is_being_written_is_read_when_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, now = tmp_path / "keys.yaml", 0.0
+    path.write_text(FULL)
+    file = TenantFile(path, lambda: now)
+    entries = FULL.split("- name: bob")
+    path.write_text(entries[0])  # a good file, without bob
+    monkeypatch.setattr(time, "sleep", lambda _: path.write_text(FULL + "\n"))
+    now = 1.0
+    assert file.has_changed()
+    file.reload()
+    assert set(file.index.by_name) == {"alice", "bob"}
+
+
+def test_an_entry_that_is_gone_for_good_is_refused_within_a_second(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(FULL)
+    file = TenantFile(path)
+    path.write_text("- name: bob\n  curve: bob\n")
+    removed_at = time.monotonic()
+    while file.index.with_key(b"secret") is not None:
+        if file.has_changed():
+            file.reload()
+    assert time.monotonic() - removed_at < 1.0
+    path.write_text("[]\n")
+    while file.index.by_name:
+        if file.has_changed():
+            file.reload()
+
+
+def test_a_process_that_starts_beside_a_broken_file_has_the_last_good_tenants(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, directory = tmp_path / "keys.yaml", tmp_path / "run"
+    directory.mkdir()
+    path.write_text(FULL)
+    TenantFile(path, directory=directory)
+    path.write_text("- name: ali")
+    with pytest.raises(ConfigError):
+        TenantFile(path)
+    file = TenantFile(path, directory=directory)
+    assert file.has_failed and set(file.index.by_name) == {"alice", "bob"}
+    assert "the tenants stay as they were" in caplog.text
+    assert {child.stat().st_mode & 0o77 for child in directory.iterdir()} == {0}
 
 
 def test_the_command_adds_lists_and_removes_keys(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from http_proc.apis.batch import input_lines
-from http_proc.apis.batch.input_lines import check_file, read_lines
+from http_proc.apis.batch.input_lines import FileCheck, read_lines
 from http_proc.apis.batch.line_server import with_lowest_priority
 
 URL = "/v1/completions"
@@ -21,8 +21,10 @@ def line(custom_id: object = "a", **changes: Any) -> bytes:
 def checked(tmp_path: Path, *lines: bytes) -> tuple[int, list[tuple[str, int | None]]]:
     path = tmp_path / "input"
     path.write_bytes(b"\n".join(lines))
-    total, errors = check_file(path, URL, 1000, lambda: False)
-    return total, [(error.code, error.line) for error in errors]
+    check = FileCheck(path, URL, 1000)
+    for _ in check.steps():
+        pass
+    return check.num_lines, [(error.code, error.line) for error in check.errors]
 
 
 def test_blank_lines_and_a_byte_order_mark_are_skipped(tmp_path: Path) -> None:
@@ -73,3 +75,14 @@ def test_the_check_ends_after_many_errors(tmp_path: Path) -> None:
 def test_a_body_gets_the_lowest_priority(body: bytes) -> None:
     expected = json.loads(body) | {"priority": -1000}
     assert json.loads(with_lowest_priority(body)) == expected
+
+
+def test_the_check_of_a_long_file_gives_its_thread_back_between_short_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(input_lines, "STEP_S", 0.0)
+    path = tmp_path / "input"
+    path.write_bytes(b"\n".join(line(str(number)) for number in range(50)))
+    check = FileCheck(path, URL, 1000)
+    assert [check.num_lines for _ in check.steps()] == list(range(1, 51))
+    assert check.errors == []
