@@ -189,7 +189,11 @@ class RequestGroup:
             return chunks
         if self._order is None:
             self._order = TokenOrder(self._num_choices)
-        return self._order.push(chunks)
+        ordered = self._order.push(chunks)
+        for choice, chunk in ordered:
+            if chunk.completion is not None:
+                self.resumption.repeat_end(choice, chunk.completion)
+        return ordered
 
     async def completions(self) -> list[Completion]:
         """Return the completion of every choice, in order. Raises the first error."""

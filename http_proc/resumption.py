@@ -1,17 +1,20 @@
 """What makes a resumable request the same again, for a gateway that replaces another.
 
-Everything that a gateway would draw at random or read from a clock is a function of these values,
-so that the events of an answer are a function of its tokens alone.
+Everything that a gateway would draw at random is a function of the key, and what it reads from a
+clock or a store is a decision, which is made once and kept on disk before a client sees what
+follows from it. So the events of an answer are a function of its tokens and these values alone.
 """
 
 import hashlib
 import secrets
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
-from quadriga.client.types import KeptRequest
+from quadriga.client.types import Completion, KeptRequest
 from quadriga.sampling.limits import MAX_SEED
 from quadriga.sampling.params import SamplingParams
 
@@ -27,12 +30,16 @@ class Resumption:
         created: Unix seconds, for the field `created` of the answer.
         keep_s: seconds for which the ring goes on without a gateway.
         is_resent: a gateway before this one has sent it to the ring.
+        decisions: JSON values by name, those of gateways before this one among them.
+        on_decision: called after each new one, to keep `decisions`.
     """
 
     key: str
     created: int
     keep_s: float
     is_resent: bool = False
+    decisions: dict[str, Any] = field(default_factory=dict)
+    on_decision: Callable[[], None] | None = None
     _num_ids: int = 0
 
     def kept_request(self, index: int) -> KeptRequest:
@@ -55,6 +62,35 @@ class Resumption:
             chars += alphabet[index]
         return chars
 
+    def decide(self, name: str, value: Any) -> Any:
+        """Return the decision of this name, which is `value` unless it was made before."""
+        if name not in self.decisions:
+            self.decisions[name] = value
+            if self.on_decision is not None:
+                self.on_decision()
+        return self.decisions[name]
+
+    def repeat_end(self, choice: int, completion: Completion) -> None:
+        """Give the end of a choice the times and the cache hits that it had when it came first.
+
+        Two runs differ in them, and the last events of an answer show them.
+        """
+        times, usage = completion.timings, completion.usage
+        tokens_at = times.token_times
+        end = [
+            usage.cached_tokens, times.submitted, times.received, times.tokenized, times.admitted,
+            times.first_token, times.detokenized, times.delivered,
+            len(tokens_at), *tokens_at[:1], *tokens_at[-1:],
+        ]  # fmt: skip
+        decided = self.decide(f"end {choice}", end)
+        if decided is end:
+            return
+        cached, times.submitted, times.received, times.tokenized, times.admitted = decided[:5]
+        times.first_token, times.detokenized, times.delivered, num_tokens = decided[5:9]
+        first_and_last = decided[9:]
+        times.token_times = [*first_and_last[:1] * (num_tokens - 1), *first_and_last[1:]]
+        completion.usage = msgspec.structs.replace(usage, cached_tokens=cached)
+
     def _number(self, name: str) -> int:
         return int.from_bytes(hashlib.sha256(f"{self.key} {name}".encode()).digest(), "little")
 
@@ -75,6 +111,16 @@ def set_resumption(resumption: Resumption) -> None:
 def current_resumption() -> Resumption | None:
     """Return the values of the request that this task answers; None: it is not resumable."""
     return _resumption.get()
+
+
+async def decided(name: str, decide: Callable[[], Awaitable[Any]]) -> Any:
+    """Return the JSON value that `decide` returns; a resumable request is decided only once."""
+    resumption = _resumption.get()
+    if resumption is None:
+        return await decide()
+    if name in resumption.decisions:
+        return resumption.decisions[name]
+    return resumption.decide(name, await decide())
 
 
 def id_chars(count: int, alphabet: str) -> str:

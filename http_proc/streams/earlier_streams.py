@@ -55,6 +55,12 @@ class EarlierStreams:
             await self._server.start()
             self._restarting = asyncio.get_running_loop().create_task(self._restart_all())
 
+    def has(self, name: str, path: str) -> bool:
+        """Return whether there is a stream of this id and path, of this or an earlier gateway."""
+        stream = self._table.find(name)
+        row = self._rows.get(name) if stream is None else stream.row
+        return row is not None and row.path == path
+
     async def _restart_all(self) -> None:
         """Start the streams that had not ended, in their order."""
         running = [name for name, row in self._rows.items() if row.ended_at is None]

@@ -1,5 +1,7 @@
 """The handlers and the table of /v1/streams."""
 
+import asyncio
+
 import msgspec
 from aiohttp import web
 
@@ -36,6 +38,8 @@ async def delete_stream(request: web.Request) -> web.Response:
     table.forget(stream)
     if not await request.app[GATEWAY].abort(stream.id):
         stream.cancel()
+    # The next gateway must not find it.
+    await asyncio.shield(asyncio.wrap_future(request.app[GATEWAY].stream_rows.remove(stream.id)))
     return json_response(StreamDeleted(stream.id))
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from concurrent.futures import Future
 
 from aiohttp import web
 
@@ -29,19 +30,33 @@ class EventLog:
         self.num_comments = 0
         self._events: list[bytes] = []
         self._waiters: list[asyncio.Future[None]] = []
+        self._held_until: Future[None] | None = None
 
     def __len__(self) -> int:
         return len(self._events)
 
     # --- the writer -------------------------------------------------------------------------------
 
+    def hold(self, until: "Future[None]") -> None:
+        """Show no event that follows to readers before a write to the disk has ended."""
+        self._held_until = until
+
+    async def _held(self) -> None:
+        while (write := self._held_until) is not None:
+            await asyncio.shield(asyncio.wrap_future(write))
+            if self._held_until is write:
+                self._held_until = None
+
     async def open(self, headers: Mapping[str, str]) -> None:
         """Take the headers."""
+        await self._held()
         self.headers = headers
         self._wake()
 
     async def write(self, data: bytes) -> None:
         """Append whole events, each of which gets its number as its id; none after the end."""
+        if self._held_until is not None:
+            await self._held()
         if self.is_ended:
             return
         for event in data.removesuffix(END_OF_EVENT).split(END_OF_EVENT):

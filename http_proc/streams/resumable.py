@@ -28,6 +28,7 @@ class _Fields(msgspec.Struct):
 
     stream: bool | None = None
     resumable: bool | None = None
+    background: bool | None = None
 
 
 def resumable(handler: Handler) -> Handler:
@@ -41,6 +42,8 @@ def resumable(handler: Handler) -> Handler:
         if is_asked is None and not is_default and FIELD not in body:
             return await handler(request)
         fields = _fields(body)
+        if fields.background:  # its stream can be read again at its own path
+            return await handler(request)
         is_asked = fields.resumable if is_asked is None else is_asked
         if not (is_default if is_asked is None else is_asked):
             return await handler(request)

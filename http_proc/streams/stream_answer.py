@@ -1,5 +1,6 @@
 """Let the handler of a request write to the log of a stream, with or without a connection."""
 
+import msgspec
 from aiohttp import web
 
 from http_proc.endpoints.endpoint import Handler
@@ -20,7 +21,13 @@ def answer_of(request: web.Request, handler: Handler, is_resent: bool = False) -
 
     async def answer(stream: ResumableStream) -> None:
         gateway, row = request.app[GATEWAY], stream.row
-        set_resumption(Resumption(row.key, row.created, gateway.args.resume_window, is_resent))
+        keep_s, decisions = gateway.args.resume_window, msgspec.json.decode(row.decisions)
+
+        def keep() -> None:
+            row = stream.row = stream.row._replace(decisions=msgspec.json.encode(decisions))
+            stream.log.hold(gateway.stream_rows.decide(row))
+
+        set_resumption(Resumption(row.key, row.created, keep_s, is_resent, decisions, keep))
         request[SINK] = stream.log
         if is_resent:  # a ring that answers late must not end a stream that has begun
             await gateway.until_ready()

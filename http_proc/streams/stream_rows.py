@@ -1,12 +1,14 @@
 """What is kept on disk of each resumable stream, for the gateway that replaces this one.
 
-A row is written before the request is sent to the ring. The events are not kept: the ring has the
-tokens, and the row has all else of which they are made.
+A row is on the disk before a client sees the first event, and so is each decision (resumption.py)
+before the events that follow from it. The events are not kept: the ring has the tokens, and the row
+has all else of which they are made.
 """
 
 import logging
 import os
 import sqlite3
+import threading
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +24,8 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS streams (
     id TEXT PRIMARY KEY, key TEXT NOT NULL, path TEXT NOT NULL, body BLOB NOT NULL,
     tenant TEXT NOT NULL, user TEXT NOT NULL, key_hash TEXT NOT NULL,
-    created INTEGER NOT NULL, model TEXT NOT NULL, ended_at REAL
+    created INTEGER NOT NULL, model TEXT NOT NULL, ended_at REAL,
+    decisions BLOB NOT NULL DEFAULT x'7b7d'
 );
 CREATE TABLE IF NOT EXISTS address (hex TEXT NOT NULL);
 """
@@ -36,6 +39,7 @@ class StreamRow(NamedTuple):
         key, created: as in Resumption.
         tenant, user, key_hash: as in Caller.
         ended_at: Unix seconds; None: it has not ended.
+        decisions: JSON object, as in Resumption.
     """
 
     id: str
@@ -48,6 +52,7 @@ class StreamRow(NamedTuple):
     created: int
     model: str
     ended_at: float | None = None
+    decisions: bytes = b"{}"
 
     @property
     def owner(self) -> str:
@@ -55,10 +60,21 @@ class StreamRow(NamedTuple):
         return self.tenant or self.key_hash
 
 
+class _Write(NamedTuple):
+    """A statement that waits for the disk."""
+
+    statement: str
+    values: tuple[Any, ...]
+    is_new: bool
+    done: "Future[None]"
+
+
 class StreamRows:
     """A SQLite file that only one gateway uses at a time, and only the server's user can read.
 
-    While it cannot be written, streams are resumable as long as this gateway lives.
+    While it cannot be written, streams are resumable as long as this gateway lives. Each write
+    returns a future that is done when the write is on the disk, or was refused; those that wait
+    together share one transaction.
 
     Args:
         directory: where the file is; None, or a directory that cannot be used: nowhere.
@@ -73,6 +89,8 @@ class StreamRows:
         self.has_failed = False
         self.outlives_server = outlives_server
         self._thread = ThreadPoolExecutor(1, "streams")
+        self._lock = threading.Lock()
+        self._writes: list[_Write] = []
         try:
             self._database = _open(directory)
         except (sqlite3.Error, OSError) as error:
@@ -99,38 +117,75 @@ class StreamRows:
 
     def add(self, row: StreamRow) -> "Future[None]":
         """Write a row."""
-        marks = ", ".join("?" * len(row))
-        return self._thread.submit(
-            self._try, f"INSERT OR REPLACE INTO streams VALUES ({marks})", row, is_new=True
-        )
+        names, marks = ", ".join(StreamRow._fields), ", ".join("?" * len(row))
+        statement = f"INSERT OR REPLACE INTO streams ({names}) VALUES ({marks})"
+        return self._write(statement, row, is_new=True)
 
-    def end(self, stream_id: str, at: float) -> None:
+    def decide(self, row: StreamRow) -> "Future[None]":
+        """Write the decisions of a row that is there."""
+        statement = "UPDATE streams SET decisions = ? WHERE id = ?"
+        return self._write(statement, (row.decisions, row.id))
+
+    def end(self, stream_id: str, at: float) -> "Future[None]":
         """Note that a stream has ended."""
-        statement = "UPDATE streams SET ended_at = ? WHERE id = ?"
-        self._thread.submit(self._try, statement, (at, stream_id))
+        return self._write("UPDATE streams SET ended_at = ? WHERE id = ?", (at, stream_id))
 
-    def remove(self, stream_id: str) -> None:
+    def remove(self, stream_id: str) -> "Future[None]":
         """Remove a row."""
-        self._thread.submit(self._try, "DELETE FROM streams WHERE id = ?", (stream_id,))
+        return self._write("DELETE FROM streams WHERE id = ?", (stream_id,))
 
     def close(self) -> None:
         """Write what waits, and close the file."""
         self._thread.shutdown()
         self._database.close()
 
-    def _try(self, statement: str, values: tuple[Any, ...], is_new: bool = False) -> None:
+    def _write(
+        self, statement: str, values: tuple[Any, ...], is_new: bool = False
+    ) -> "Future[None]":
+        write = _Write(statement, values, is_new, Future())
+        with self._lock:
+            self._writes.append(write)
+            is_first = len(self._writes) == 1
+        if is_first:
+            self._thread.submit(self._write_all)
+        return write.done
+
+    # --- in the thread ----------------------------------------------------------------------------
+
+    def _write_all(self) -> None:
+        """Do what waits in one transaction, or one by one if that fails."""
+        with self._lock:
+            writes, self._writes = self._writes, []
+        if len(writes) == 1 or not self._try(writes):
+            for write in writes:
+                self._try([write])
+        for write in writes:
+            write.done.set_result(None)
+
+    def _try(self, writes: list[_Write]) -> bool:
+        """Return whether the writes are on the disk."""
         try:
-            self._database.execute(statement, values)
+            self._database.execute("BEGIN IMMEDIATE")
+            for write in writes:
+                self._database.execute(write.statement, write.values)
+            self._database.execute("COMMIT")
         except sqlite3.Error as error:
-            if not self.has_failed:
-                logging.error(
-                    "resumable streams end with this gateway until their file can be written"
-                    " again: %s; free space on the disk of --data-dir",
-                    error,
-                )
-            self.has_failed = True
-        else:
-            self.has_failed = self.has_failed and not is_new
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
+            if len(writes) == 1:
+                self._note_failure(error)
+            return False
+        self.has_failed = self.has_failed and not any(write.is_new for write in writes)
+        return True
+
+    def _note_failure(self, error: sqlite3.Error) -> None:
+        if not self.has_failed:
+            logging.error(
+                "resumable streams end with this gateway until their file can be written again: %s;"
+                " free space on the disk of --data-dir",
+                error,
+            )
+        self.has_failed = True
 
 
 def _open(directory: Path | None) -> sqlite3.Connection:
@@ -144,9 +199,14 @@ def _open(directory: Path | None) -> sqlite3.Connection:
         name, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
     )
     try:
-        for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = NORMAL"):
+        for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
             database.execute(f"PRAGMA {pragma}")
         database.executescript(_SCHEMA)
+        columns = {name for _, name, *_ in database.execute("PRAGMA table_info(streams)")}
+        if "decisions" not in columns:  # a file of an earlier version
+            database.execute(
+                "ALTER TABLE streams ADD COLUMN decisions BLOB NOT NULL DEFAULT x'7b7d'"
+            )
     except sqlite3.Error:
         database.close()
         raise

@@ -48,8 +48,8 @@ class ResumableStream:
 
     @property
     def num_bytes(self) -> int:
-        """Size of its events, and of the body of its request."""
-        return self.log.num_bytes + len(self.row.body)
+        """Size of its events, and of its row."""
+        return self.log.num_bytes + len(self.row.body) + len(self.row.decisions)
 
     @property
     def has_failed(self) -> bool:
@@ -132,7 +132,7 @@ class StreamTable:
 
     async def _run(self, stream: ResumableStream, answer: Answer) -> None:
         try:
-            await asyncio.wrap_future(self._rows.add(stream.row))
+            stream.log.hold(self._rows.add(stream.row))
             await answer(stream)
         except Exception as error:
             if not isinstance(error, ApiError | QuadrigaError):

@@ -2,8 +2,8 @@
 
 import asyncio
 import copy
+import hashlib
 import logging
-import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -204,9 +204,14 @@ class BatchJob:
             elif step.is_over():
                 yield None
 
+    def _line_id(self, line: InputLine) -> str:
+        """Return the id of a line, also where it is answered again after a crash."""
+        name = f"{self._batch.id}/{line.custom_id}".encode("utf-8", "surrogatepass")
+        return f"batch_req_{hashlib.blake2b(name, digest_size=16).hexdigest()}"
+
     async def _answer(self, line: InputLine) -> None:
         """Answer a line, and write the answer."""
-        line_id = f"batch_req_{uuid.uuid4().hex}"
+        line_id = self._line_id(line)
         answer = await self._ask(line, line_id)
         response = {
             "status_code": answer.status,
@@ -249,7 +254,7 @@ class BatchJob:
                 yield
             if line is None:
                 continue
-            line_id = f"batch_req_{uuid.uuid4().hex}"
+            line_id = self._line_id(line)
             output = msgspec.json.encode(OutputLine(line_id, line.custom_id, None, EXPIRED))
             self._tools.num_lines["failed"] += self._log.append(line.custom_id, output, True)
 

@@ -24,6 +24,7 @@ from http_proc.chat.reasoning_tokens import ReasoningTokens
 from http_proc.gateway import ResponseHead
 from http_proc.protocol.errors import ApiError
 from http_proc.protocol.timings import timings_body
+from http_proc.resumption import current_resumption
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.clock import now
 from quadriga.sampling.params import SamplingParams
@@ -121,7 +122,7 @@ class ResponseAnswer:
             response.status = "cancelled"
         else:
             response.status = "completed"
-            response.completed_at = max(response.created_at, int(now()))
+            response.completed_at = max(response.created_at, _decided_now())
         return out
 
     def _usage(self, completion: Completion) -> ResponseUsage:
@@ -133,6 +134,12 @@ class ResponseAnswer:
             OutputTokensDetails(min(self._reasoning.count, usage.completion_tokens)),
             usage.prompt_tokens + usage.completion_tokens,
         )
+
+
+def _decided_now() -> int:
+    """Return the Unix time at which the answer ended first."""
+    resumption, seconds = current_resumption(), int(now())
+    return seconds if resumption is None else int(resumption.decide("completed_at", seconds))
 
 
 def _without_nulls(body: msgspec.Struct) -> dict[str, Any]:

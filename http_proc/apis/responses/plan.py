@@ -49,6 +49,11 @@ class ResponsePlan:
     call: ChatCall
     prepared: PreparedChat
 
+    @property
+    def refers_to_store(self) -> bool:
+        """Whether the input has items that the store has replaced."""
+        return isinstance(self.fields.input, list) and self.fields.input != self.given
+
     def answer(self, head: ResponseHead) -> ResponseAnswer:
         """Return the response before its answer."""
         response = new_response(head, self.fields, self.params, self.tools)

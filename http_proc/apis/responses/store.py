@@ -1,5 +1,7 @@
 """Where responses are kept, for requests that refer to them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +23,7 @@ class EndedResponse:
         is_kept: the response is kept under its id; else only its conversation gets the items.
         conversation_id: conversation that gets the items of input and output; None: none does.
         events: its stream, also if its client did not ask for one.
+        is_repeat: an earlier gateway may have kept it.
     """
 
     response: ResponseObject
@@ -28,17 +31,45 @@ class EndedResponse:
     is_kept: bool
     conversation_id: str | None
     events: bytes
+    is_repeat: bool = False
+
+
+class ResponseIds:
+    """The ids of responses that are being made, which no other response may get."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+
+    def __contains__(self, response_id: str) -> bool:
+        return response_id in self._taken
+
+    @contextmanager
+    def taking(self, response_id: str) -> Iterator[None]:
+        """Take an id in a `with` block."""
+        is_first = response_id not in self._taken
+        self._taken.add(response_id)
+        try:
+            yield
+        finally:
+            if is_first:
+                self._taken.discard(response_id)
 
 
 class ResponseStore(Protocol):
-    """Keep responses and conversations, each of which belongs to the caller's tenant."""
+    """Keep responses and conversations, each of which belongs to the caller's tenant.
+
+    Attributes:
+        ids: those of the responses that are being made.
+    """
+
+    ids: ResponseIds
 
     @property
     def keeps_responses(self) -> bool:
         """Whether a saved response can be read again; the answer's field `store`."""
 
-    async def unused_id(self, response_id: str) -> str:
-        """Return the id for a new response, which is longer if an older one has it."""
+    async def unused_id(self, response_id: str, is_taken: bool = False) -> str:
+        """Return the id for a new response, which is longer if it is taken."""
 
     async def items_of_response(self, response_id: str) -> Items:
         """Return the input and output items up to and with a response. Raise ApiError."""
@@ -58,7 +89,10 @@ class NoResponseStore:
 
     keeps_responses = False
 
-    async def unused_id(self, response_id: str) -> str:
+    def __init__(self) -> None:
+        self.ids = ResponseIds()
+
+    async def unused_id(self, response_id: str, is_taken: bool = False) -> str:  # noqa: ARG002
         """Return the id as it is."""
         return response_id
 

@@ -27,7 +27,8 @@ class ResponseStream:
 
     Args:
         answer: the response.
-        on_end: takes all events before the last is sent; None: they are not collected.
+        on_end: takes all events, and the last is left out: `last` returns it. None: they are not
+            collected.
     """
 
     framing = SERVER_SENT_EVENTS
@@ -53,11 +54,17 @@ class ResponseStream:
         return b"".join(map(self._event, self._answer.push(events, chunk)))
 
     def finish(self) -> bytes:
-        """Return the event with the whole response."""
+        """Return the event with the whole response, unless `last` does so."""
         last = self._of_response(_LAST[self._answer.response.status])
-        if self._on_end is not None:
-            self._on_end(b"".join(self._sent))
-        return last
+        if self._on_end is None:
+            return last
+        self._on_end(b"".join(self._sent))
+        return b""
+
+    def last(self) -> bytes:
+        """Return the last event, with the response as it is now, after `finish`."""
+        self._num_events -= 1
+        return self._of_response(_LAST[self._answer.response.status])
 
     def cancel(self) -> bytes:
         """Return the events that end the stream of a response that is cancelled."""

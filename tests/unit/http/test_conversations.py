@@ -1,5 +1,6 @@
 """Conversations: made, changed, listed, continued by responses, and removed."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import openai
 import pytest
 
 from tests.unit.http.responses.asking import ASK, CALL, WEATHER, run, stream, turns_of
-from tests.unit.scripted_ring import ScriptedRing
+from tests.unit.scripted_ring import ScriptedRing, chunk
 
 HELLO: Any = {"type": "message", "role": "user", "content": "Hello."}
 
@@ -77,6 +78,53 @@ def test_a_response_continues_a_conversation_and_adds_to_it(tmp_path: Path, stre
         assert contents == ["Hello.", "Rain?", "No rain.", "Sure?"]
         items = (await client.conversations.items.list(talk.id, order="asc")).data
         assert texts(items) == ["Hello.", "Rain?", "No rain.", "Sure?", "No rain."]
+
+    run(ring, test, data_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("kind", ["whole", "stream", "background"])
+def test_each_request_of_one_request_id_adds_its_turn(
+    tmp_path: Path, is_stored: bool, at_once: bool, kind: str
+) -> None:
+    if kind == "background" and not is_stored:
+        return  # such a request is refused
+    ring = ScriptedRing(["No"])
+    ring.leaves_open = at_once
+
+    async def test(client: Any) -> None:
+        talk = await client.conversations.create()
+
+        async def add(text: str) -> str:
+            ask: Any = {**ASK, "input": text, "conversation": talk.id, "store": is_stored}
+            ask["extra_headers"] = {"X-Request-Id": "same"}
+            if kind == "stream":
+                events = [
+                    event async for event in await client.responses.create(**ask, stream=True)
+                ]
+                return str(events[-1].response.id)
+            made = await client.responses.create(**ask, background=kind == "background")
+            while kind == "background" and made.status != "completed":
+                made = await client.responses.retrieve(made.id)
+            return str(made.id)
+
+        if at_once:
+            adding = [asyncio.create_task(add(text)) for text in ("One?", "Two?")]
+            while len(ring.handles) < 2:
+                await asyncio.sleep(0.01)
+            for handle, sink in zip(ring.handles, ring.sinks, strict=True):
+                handle.done = True
+                sink(chunk("", ring._completion()))
+            ids = [await one for one in adding]
+        else:
+            ids = [await add(text) for text in ("One?", "Two?")]
+        assert len(set(ids)) == 2 and "resp_same" in ids
+        items = (await client.conversations.items.list(talk.id, order="asc")).data
+        assert sorted(texts(items)) == ["No", "No", "One?", "Two?"]
+        if is_stored:
+            for response_id in ids:
+                assert (await client.responses.retrieve(response_id)).store is True
 
     run(ring, test, data_dir=str(tmp_path))
 

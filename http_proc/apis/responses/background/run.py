@@ -2,7 +2,11 @@
 
 import asyncio
 import logging
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+
+import msgspec
 
 from http_proc.apis.responses.answer import ResponseAnswer
 from http_proc.apis.responses.background.job import BackgroundJob
@@ -23,6 +27,26 @@ from quadriga.errors import QuadrigaError
 
 # A full queue, and a ring that cannot be reached now: the request is sent again.
 _RETRIED = (429, 503)
+_OPEN = ("queued", "in_progress")
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One try to make the response.
+
+    Attributes:
+        num_events: that it has made.
+    """
+
+    answer: ResponseAnswer
+    stream: ResponseStream
+    num_events: int = 0
+
+    @classmethod
+    def of(cls, answer: ResponseAnswer) -> "_Attempt":
+        """Return the attempt that makes an answer."""
+        answer.response.store = True
+        return cls(answer, ResponseStream(answer))
 
 
 class BackgroundRun:
@@ -54,17 +78,23 @@ class BackgroundRun:
         self._is_resent = is_resent
         self._events: list[bytes] = []
         self._changed = asyncio.Event()
-        self._is_cancelled = False
-        self._begin(ResponseAnswer(response, ResponseOutput(job.id, frozenset())))
+        self._is_cancelled = self._is_ending = False
+        # The one that has made the last event: a later one makes the same events again first.
+        self._shown = _Attempt.of(ResponseAnswer(response, ResponseOutput(job.id, frozenset())))
         self.task = asyncio.create_task(self._run())
 
     @property
     def response(self) -> ResponseObject:
         """The response as it is now."""
-        response = self._answer.response
-        if not self.is_ended:
-            response.output = self._answer.output.items
-        return response
+        answer = self._shown.answer
+        response = answer.response
+        if self.is_ended:
+            return response
+        now = msgspec.structs.replace(response, output=answer.output.items)
+        if now.status not in _OPEN:  # it has ended when it is stored
+            now.status, now.completed_at, now.incomplete_details = "in_progress", None, None
+            now.usage = now.error = now.timings = None
+        return now
 
     @property
     def is_stopped(self) -> bool:
@@ -80,12 +110,16 @@ class BackgroundRun:
         await self._changed.wait()
 
     async def cancel(self) -> None:
-        """End the response with what it has, unless it has ended, and wait until it is stored."""
+        """End the response with what it has, unless it ends, and wait until it is stored.
+
+        While the file cannot be written, it is stored later.
+        """
         await asyncio.sleep(0)  # a task that was not begun would end without its last event
-        if not self.is_ended and not self._is_cancelled:
+        if not self._is_ending and not self._is_cancelled:
             self._is_cancelled = True
             self.task.cancel()
-        await asyncio.wait([self.task])
+        while not self.is_ended and not self.task.done():
+            await self.change()
 
     async def stop(self) -> None:
         """End the run, but not the response: it is made again at the next start."""
@@ -95,80 +129,102 @@ class BackgroundRun:
     async def _run(self) -> None:
         set_caller(self._job.caller)
         try:
-            await self._make()
-        except asyncio.CancelledError:
-            if not self._is_cancelled:
-                raise
-            self._write(self._stream.cancel())
-        except Exception:
-            logging.exception("response %s failed", self._job.id)
-            error = ApiError(500, "the gateway failed on this request", "server_error")
-            self._write(self._stream.error(error))
+            try:
+                last = await self._make()
+            except asyncio.CancelledError:
+                if not self._is_cancelled:
+                    raise
+                last = self._shown.stream.cancel()
+            except Exception:
+                logging.exception("response %s failed", self._job.id)
+                error = ApiError(500, "the gateway failed on this request", "server_error")
+                last = self._shown.stream.error(error)
+            self._is_ending = True
+            await self._end(last)
         finally:
             self._wake()
-        self.is_ended = True
-        await self._save()
+        if self._is_cancelled and self._is_resent:
+            await self._abort()
 
     # --- the answer -------------------------------------------------------------------------------
 
-    async def _make(self) -> None:
-        """Make the response. Try again while the ring takes no requests."""
+    async def _make(self) -> bytes:
+        """Make the response, and return the last events. Try again while the ring takes nothing."""
+        if self._is_resent:
+            await self._gateway.until_ready()
         while True:
             try:
-                await self._attempt()
-                return
+                return await self._attempt()
             except (ApiError, QuadrigaError) as caught:
                 error = caught if isinstance(caught, ApiError) else from_ring(caught, {})
             if error.status not in _RETRIED:
-                self._write(self._stream.error(error))
-                return
+                return self._shown.stream.error(error)
             await asyncio.sleep(error.retry_after or RETRY_AFTER_S)
 
-    async def _attempt(self) -> None:
+    async def _attempt(self) -> bytes:
         job, gateway = self._job, self._gateway
-        keep_s = gateway.args.resume_window
-        set_resumption(Resumption(job.key, job.created, keep_s, self._is_resent))
+        set_resumption(self._resumption())
         plan = await make_plan(gateway, self._store, job.body, job.history)
-        self._begin(plan.answer(job.head))
-        stream = self._stream
+        attempt = _Attempt.of(plan.answer(job.head))
         await gateway.lasting_ring.connect()
         with gateway.open_group(job.id, plan.prepared.names) as group:
             plan.submit(group)
             await group.accepted()
-            self._write(stream.start(0))
+            self._write(attempt, attempt.stream.start(0))
             on_completion = partial(gateway.count_completion, group)
             async for events, chunk in read_chat(group, plan.prepared, on_completion):
-                self._write(stream.render(0, events, chunk))
-        self._write(stream.finish())
+                self._write(attempt, attempt.stream.render(0, events, chunk))
+        self._shown = attempt
+        return attempt.stream.finish()
 
-    def _begin(self, answer: ResponseAnswer) -> None:
-        """Begin an attempt, whose first events are those that were written before."""
-        answer.response.store = True
-        self._answer, self._stream, self._num_written = answer, ResponseStream(answer), 0
+    def _resumption(self) -> Resumption:
+        keep_s = self._gateway.args.resume_window
+        return Resumption(self._job.key, self._job.created, keep_s, self._is_resent)
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, attempt: _Attempt, data: bytes) -> None:
+        """Append the events of an attempt that no attempt before it has made."""
         for event in data.split(END_OF_EVENT)[:-1]:
-            if self._num_written == len(self._events):
+            if attempt.num_events == len(self._events):
                 self._events.append(event + END_OF_EVENT)
-            self._num_written += 1
-        if data:
+            attempt.num_events += 1
+        if attempt.num_events == len(self._events):
+            self._shown = attempt
             self._wake()
 
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    async def _abort(self) -> None:
+        """Abort the request at the ring, which may go on with it for the earlier gateway."""
+        with suppress(QuadrigaError):
+            await self._gateway.until_ready()
+            request_id = self._resumption().kept_request(0).request_id
+            await self._gateway.lasting_ring.abort(request_id)
+
     # --- the end ----------------------------------------------------------------------------------
 
-    async def _save(self) -> None:
-        """Store the response. Try again while the file cannot be written."""
-        conversation = self.response.conversation
+    async def _end(self, last: bytes) -> None:
+        """Store the response with its last events, and then show them.
+
+        While the file cannot be written they are shown, and it is tried again.
+        """
+        response = self._shown.answer.response
+        conversation = response.conversation
         ended = EndedResponse(
-            self.response,
+            response,
             self._job.body["input"],
             True,
             None if conversation is None else conversation.id,
-            b"".join(self._events),
+            b"".join(self._events) + last,
         )
         while not await self._store.close_response(ended):
+            self._show_end(last)
             await asyncio.sleep(RETRY_S)
+        self._show_end(last)
+
+    def _show_end(self, last: bytes) -> None:
+        if not self.is_ended:
+            self._events += [event + END_OF_EVENT for event in last.split(END_OF_EVENT)[:-1]]
+            self.is_ended = True
+            self._wake()

@@ -13,6 +13,7 @@ from http_proc.apis.responses.background.run import BackgroundRun
 from http_proc.apis.responses.plan import ResponsePlan
 from http_proc.apis.responses.schema import ResponseObject
 from http_proc.apis.responses.store import REMEDY, RESPONSE_STORE, Items
+from http_proc.apis.responses.stored.database import RETRY_S, StorageError
 from http_proc.apis.responses.stored.response_store import StoredResponses
 from http_proc.gateway import GATEWAY, Gateway, ResponseHead
 from http_proc.protocol.errors import RETRY_AFTER_S, ApiError, from_ring, invalid
@@ -28,7 +29,15 @@ class BackgroundResponses:
         self._store = store
         self._runs: dict[str, BackgroundRun] = {}
         self._opening: set[asyncio.Task[BackgroundRun]] = set()
-        self._going_on = asyncio.create_task(self._go_on())
+        self._going_on: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Find the responses that the last gateway has left open, which go on from now on.
+
+        Where the file cannot be read now, they are found later.
+        """
+        if not await self._go_on():
+            self._going_on = asyncio.create_task(self._go_on_later())
 
     @property
     def num_open(self) -> int:
@@ -66,8 +75,9 @@ class BackgroundResponses:
 
     async def stop(self) -> None:
         """End all runs; they are made again at the next start."""
-        self._going_on.cancel()
-        await asyncio.wait([self._going_on])
+        if self._going_on is not None:
+            self._going_on.cancel()
+            await asyncio.wait([self._going_on])
         await asyncio.gather(*self._opening, return_exceptions=True)
         await asyncio.gather(*(run.stop() for run in list(self._runs.values())))
 
@@ -93,16 +103,23 @@ class BackgroundResponses:
         run.task.add_done_callback(lambda _: self._runs.pop(job.id))
         return run
 
-    async def _go_on(self) -> None:
-        """Start the responses that the last gateway has left open."""
-        left = await self._store.open_responses()
-        if not left:
-            return
-        await self._gateway.until_ready()
-        logging.info("%d responses in the background go on", len(left))
+    async def _go_on(self) -> bool:
+        """Start the responses that the last gateway has left open, and return whether it could."""
+        try:
+            left = await self._store.open_responses()
+        except StorageError:  # it is logged
+            return False
+        if left:
+            logging.info("%d responses in the background go on", len(left))
         for response, data in left:
             job = msgspec.msgpack.decode(data, type=BackgroundJob)
-            self._start(job, msgspec.convert(response, ResponseObject), is_resent=True)
+            if job.id not in self._runs:
+                self._start(job, msgspec.convert(response, ResponseObject), is_resent=True)
+        return True
+
+    async def _go_on_later(self) -> None:
+        while not await self._go_on():
+            await asyncio.sleep(RETRY_S)
 
 
 BACKGROUND = web.AppKey("background", BackgroundResponses)
@@ -126,6 +143,7 @@ async def background_lifetime(app: web.Application) -> AsyncIterator[None]:
         yield
         return
     app[BACKGROUND] = BackgroundResponses(app[GATEWAY], store)
+    await app[BACKGROUND].open()
     yield
     await app[BACKGROUND].stop()
 

@@ -26,6 +26,15 @@ def stored_items(items: Items, owner_id: str) -> Items:
     return [_stored(item, owner_id, number) for number, item in enumerate(items)]
 
 
+def first_item_ids(response_id: str) -> list[str]:
+    """Return the ids that the first item of a response's input or output may have been given."""
+    return [
+        item_id(prefix, response_id, place)
+        for prefix in _PREFIXES.values()
+        for place in ("0", "input/0")
+    ]
+
+
 def continued_items(output: Items) -> Items:
     """Return the output items that the next answer continues: calls that were cut are left out."""
     return [item for item in output if not _is_cut_call(item)]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from http_proc.apis.responses.schema import ResponseObject
-from http_proc.apis.responses.store import EndedResponse, Items
+from http_proc.apis.responses.store import EndedResponse, Items, ResponseIds
 from http_proc.apis.responses.stored import tables
 from http_proc.apis.responses.stored.bounds import (
     StoreBounds,
@@ -45,6 +45,7 @@ class StoredResponses:
         bounds: how much is kept.
 
     Attributes:
+        ids: those of the responses that are being made.
         size: what the file held after the last write.
         outcomes: number of responses that were kept ("stored") and that could not be ("failed").
     """
@@ -52,6 +53,7 @@ class StoredResponses:
     def __init__(self, path: Path, bounds: StoreBounds) -> None:
         self._database = Database(path, tables.SCHEMA, self._on_change)
         self._bounds = bounds
+        self.ids = ResponseIds()
         self.size = StoreSize()
         self.outcomes: Counter[str] = Counter()
 
@@ -78,13 +80,14 @@ class StoredResponses:
         """Whether the next response can probably be kept."""
         return self._database.can_write
 
-    async def unused_id(self, response_id: str) -> str:
-        """Return the id for a new response, which is longer if an older one has it."""
-        is_used = False
+    async def unused_id(self, response_id: str, is_taken: bool = False) -> str:
+        """Return the id for a new response, which is longer if it is taken."""
         with suppress(ApiError):  # the file cannot be read, and nothing is stored
-            is_used = await self.read(lambda reader: reader.knows(response_id))
+            is_taken |= await self.read(
+                lambda reader: reader.knows(response_id) or reader.has_items_of(response_id)
+            )
         unique = UNIQUE_MARK + id_chars(NUM_UNIQUE_CHARS, hexdigits[:16])
-        return response_id + (unique if is_used else "")
+        return response_id + (unique if is_taken or response_id in self.ids else "")
 
     async def items_of_response(self, response_id: str) -> Items:
         """Return the input and output items up to and with a response. Raise ApiError."""
@@ -119,12 +122,11 @@ class StoredResponses:
     async def open_responses(self) -> list[tuple[dict[str, Any], bytes]]:
         """Return the response and the job of each that has not ended, of all tenants.
 
-        The list is empty if the file cannot be read.
+        Raises:
+            StorageError: the file cannot be read.
         """
-        with suppress(StorageError):
-            found = await self._database.read(tables.jobs)
-            return [(tables.unpacked(body), job) for body, job in found]
-        return []
+        found = await self._database.read(tables.jobs)
+        return [(tables.unpacked(body), job) for body, job in found]
 
     async def close_response(self, ended: EndedResponse) -> bool:
         """Keep an open response as it has ended. Return whether that has succeeded."""
@@ -214,6 +216,8 @@ class StoredResponses:
 
 def _save(connection: sqlite3.Connection, reader: TenantReader, ended: EndedResponse) -> None:
     response = ended.response
+    if ended.is_repeat and ended.is_kept and reader.knows(response.id):
+        return  # it was kept, with its turn of the conversation, before the earlier gateway died
     _add_to_conversation(connection, reader, ended)
     if ended.is_kept:
         owner = _add(connection, reader, response, ended.input_items, events=ended.events)
@@ -225,7 +229,7 @@ def _add(
     is_open: bool = False, events: bytes = b"",
 ) -> StoredObject:  # fmt: skip
     """Add a response without its output, and note that those before it were used."""
-    if reader.knows(response.id):  # another request with this X-Request-Id ended meanwhile
+    if reader.knows(response.id):
         raise ApiError(409, f"response {response.id!r} exists already", code="response_exists")
     previous = response.previous_response_id
     if previous is not None:

@@ -2,6 +2,7 @@
 
 import sqlite3
 
+from http_proc.apis.responses.stored.item_forms import first_item_ids
 from http_proc.apis.responses.stored.tables import ObjectKind, StoredItem, StoredObject
 from http_proc.protocol.errors import ApiError
 
@@ -62,6 +63,12 @@ class TenantReader:
         """Return whether an object has this id, or had it."""
         query = "SELECT 1 FROM objects WHERE id = ? UNION ALL SELECT 1 FROM removed WHERE id = ?"
         return self._connection.execute(query, (object_id, object_id)).fetchone() is not None
+
+    def has_items_of(self, response_id: str) -> bool:
+        """Return whether a conversation has items of a response of this id, kept or not."""
+        ids = first_item_ids(response_id)
+        query = f"SELECT 1 FROM items WHERE id IN ({', '.join('?' * len(ids))}) LIMIT 1"
+        return self._connection.execute(query, ids).fetchone() is not None
 
     def chain(self, response_id: str, limit: int) -> list[StoredObject]:
         """Return a response after all those that it continues, at most `limit`. Raise ApiError."""

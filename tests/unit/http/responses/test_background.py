@@ -241,6 +241,119 @@ def test_open_responses_are_made_by_the_next_gateway(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(test(), 30))
 
 
+class StartingRing(ScriptedRing):
+    """A ring that is not ready, and notes what is aborted."""
+
+    def __init__(self) -> None:
+        super().__init__(["No", " rain."])
+        self.facts["ready"] = False
+        self.aborted: list[str] = []
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+
+@pytest.mark.parametrize("act", ["cancel", "delete"])
+def test_a_response_ends_while_the_server_starts(tmp_path: Path, act: str) -> None:
+    async def test() -> None:
+        ring = ScriptedRing(["No"])
+        ring.leaves_open = True
+        async with client_of(ring, tmp_path) as client:
+            first, other = [await client.responses.create(**BACKGROUND_ASK) for _ in range(2)]
+            while len(ring.handles) < 2:
+                await asyncio.sleep(0.01)
+        kept = ring.submitted[0][2]["kept"].request_id
+        starting = StartingRing()
+        async with client_of(starting, tmp_path) as client:
+            assert (await client.responses.retrieve(first.id)).status == "queued"
+            if act == "cancel":
+                cancelled = await client.responses.cancel(first.id)
+                assert cancelled.status == "cancelled"
+                assert await client.responses.retrieve(first.id) == cancelled
+            else:
+                await client.responses.delete(first.id)
+            assert not starting.aborted
+            starting.facts["ready"] = True
+            assert (await ended(client, other.id)).output_text == "No rain."
+            assert len(starting.submitted) == 1
+            while not starting.aborted:
+                await asyncio.sleep(0.01)
+            assert starting.aborted == [kept]
+        third = ScriptedRing(["No"])
+        async with client_of(third, tmp_path) as client:
+            if act == "cancel":
+                assert (await client.responses.retrieve(first.id)).status == "cancelled"
+            else:
+                with pytest.raises(openai.NotFoundError, match="was deleted"):
+                    await client.responses.retrieve(first.id)
+        assert third.submitted == []
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_a_response_that_is_made_again_is_cancelled_with_all_that_was_sent(tmp_path: Path) -> None:
+    ring = ScriptedRing(["No", " rain"])
+    ring.leaves_open = True
+
+    async def test(client: Any) -> None:
+        created = await client.responses.create(**BACKGROUND_ASK, stream=True)
+        events = [await anext(created) for _ in range(7)]
+        ring.pieces = ["No"]
+        ring.sinks[-1](QueueFull("full"))
+        while len(ring.handles) < 2:
+            await asyncio.sleep(0.01)
+        response_id = events[0].response.id
+        assert (await client.responses.retrieve(response_id)).output_text == "No rain"
+        assert (await client.responses.cancel(response_id)).output_text == "No rain"
+        events += [event async for event in created]
+        assert events[-1].response.status == "cancelled"
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        again = await client.responses.retrieve(response_id, stream=True)
+        assert [event async for event in again] == events
+
+    run(ring, test, data_dir=str(tmp_path))
+
+
+def test_the_end_is_seen_when_it_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    close = StoredResponses.close_response
+    is_storing, may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def close_slowly(*args: Any) -> bool:
+        is_storing.set()
+        await may_go_on.wait()
+        return await close(*args)
+
+    async def test(client: Any) -> None:
+        stream = await client.responses.create(**BACKGROUND_ASK, stream=True)
+        events = [await anext(stream)]
+        await is_storing.wait()
+        response_id = events[0].response.id
+        shown = await client.responses.retrieve(response_id)
+        assert (shown.status, shown.output_text) == ("in_progress", "No rain.")
+        assert shown.usage is None and shown.completed_at is None
+        cancelling = asyncio.create_task(client.responses.cancel(response_id))
+        may_go_on.set()
+        assert (await cancelling).status == "completed"
+        events += [event async for event in stream]
+        assert events[-1].type == "response.completed"
+
+    monkeypatch.setattr(StoredResponses, "close_response", close_slowly)
+    run(ScriptedRing(["No", " rain."]), test, data_dir=str(tmp_path))
+
+
+def test_a_resumable_request_in_the_background_is_one_response(tmp_path: Path) -> None:
+    async def test(client: Any) -> None:
+        ask = {**BACKGROUND_ASK, "extra_body": {"resumable": True}}
+        stream = await client.responses.create(**ask, stream=True)
+        events = [event async for event in stream]
+        assert events[-1].response.output_text == "No rain."
+        again = await client.responses.retrieve(events[0].response.id, stream=True)
+        assert [event async for event in again] == events
+        assert (await client.responses.create(**ask)).status == "queued"
+
+    run(ScriptedRing(["No", " rain."]), test, data_dir=str(tmp_path), resumable_streams=True)
+
+
 def test_an_open_response_cannot_be_continued_and_ends_when_it_is_deleted(tmp_path: Path) -> None:
     ring = ScriptedRing(["No"])
     ring.leaves_open = True

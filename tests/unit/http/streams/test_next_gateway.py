@@ -1,12 +1,14 @@
 """A gateway that replaces another one goes on with its streams: the same events, from any place."""
 
 import asyncio
+import json
 import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from bench.client.server import free_port
@@ -15,6 +17,7 @@ from http_proc.listener import bind, listen, make_runner, tls_context
 from http_proc.streams.stream_rows import FILE_NAME, StreamRow, StreamRows
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import DeadlineExceeded
+from quadriga.wire.messages.to_client import Usage
 from tests.unit.http.streams.test_resumable import (
     BODIES,
     PIECES,
@@ -147,11 +150,173 @@ def test_a_stream_that_had_ended_runs_again_only_where_it_is_read(tmp_path: Path
                 assert response.status == 403
             assert not ring.submitted
             async with reading(gateway, name, 2, MINE) as response:
-                rest = await events_of(response)
-            assert [event.split(b",")[0] for event in rest] == [
-                event.split(b",")[0] for event in whole[2:]
-            ]
+                assert await events_of(response) == whole[2:]
             assert len(ring.submitted) == 1
+
+    run(check())
+
+
+def other_times(ring: ScriptedRing) -> None:
+    """Let a ring have other times and cache hits than every run before."""
+    make = ring._completion
+
+    def completion() -> Any:
+        made = make()
+        made.timings.submitted -= 77.0
+        made.timings.token_times = [made.timings.submitted + 3.0, made.timings.submitted + 5.0]
+        made.usage = Usage(3, len(ring.pieces), 2)
+        return made
+
+    ring._completion = completion  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/responses", {}),
+        ("/v1/chat/completions", {"stream_options": {"include_usage": True}}),
+        ("/v1/completions", {}),
+        ("/v1/completions", {"prompt": ["x", "y"], "stream_options": {"include_usage": True}}),
+    ],
+)
+def test_the_end_of_a_stream_is_the_same_at_the_next_gateway(
+    tmp_path: Path, path: str, fields: dict[str, Any]
+) -> None:
+
+    async def check() -> None:
+        async with (
+            gateway_on(tmp_path, MergedRing(PIECES)) as gateway,
+            streaming(gateway, path, MINE, **fields) as response,
+        ):
+            name, whole = response.headers["X-Stream-Id"], await events_of(response)
+        for _ in range(2):
+            ring = MergedRing(PIECES)
+            other_times(ring)
+            async with (
+                gateway_on(tmp_path, ring) as gateway,
+                reading(gateway, name, headers=MINE) as response,
+            ):
+                assert await events_of(response) == whole
+            assert ring.submitted
+
+    run(check())
+
+
+@asynccontextmanager
+async def storing_gateway(directory: Path, ring: ScriptedRing) -> AsyncIterator[Gateway]:
+    """Run a gateway that stores responses beside its rows."""
+    async with gateway_on(directory, ring, data_dir=str(directory)) as gateway:
+        yield gateway
+
+
+async def ask(
+    gateway: Gateway, path: str, body: Any = None, name: str = "", method: str = "post"
+) -> Any:
+    """Return the JSON of the answer to a request, with the name as X-Request-Id."""
+    headers = MINE | ({"X-Request-Id": name} if name else {})
+    async with (
+        aiohttp.ClientSession() as session,
+        session.request(method, gateway.args.url + path, json=body, headers=headers) as response,
+    ):
+        return await response.json()
+
+
+def in_file(path: Path, statement: str) -> list[Any]:
+    """Return the rows of a statement, in a file that no gateway uses."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as database:
+        return database.execute(statement).fetchall()
+
+
+async def read_to_end(response: aiohttp.ClientResponse) -> tuple[list[bytes], Any]:
+    """Return the events of a stream of the Responses API, and the response of the last."""
+    events = await events_of(response)
+    return events, json.loads(events[-1].split(b"data: ")[1])["response"]
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_stored_response_keeps_its_id_and_is_stored_once(
+    tmp_path: Path, has_ended: bool, is_stored: bool
+) -> None:
+    async def check() -> None:
+        ring = MergedRing(PIECES)
+        async with storing_gateway(tmp_path, ring) as gateway:
+            talk = (await ask(gateway, "/v1/conversations", {}))["id"]
+            fields = {"conversation": talk, "store": is_stored}
+            headers = MINE | {"X-Request-Id": "fox"}
+            async with streaming(gateway, "/v1/responses", headers, **fields) as response:
+                whole, final = await read_to_end(response)
+            assert final["id"] == "resp_fox" and final["store"] is is_stored
+            items = await ask(gateway, f"/v1/conversations/{talk}/items", method="get")
+        if not has_ended:  # as if the power was cut after the response was stored
+            in_file(tmp_path / FILE_NAME, "UPDATE streams SET ended_at = NULL")
+        for _ in range(2):
+            again = MergedRing(PIECES)
+            other_times(again)
+            async with storing_gateway(tmp_path, again) as gateway:
+                async with reading(gateway, "fox", headers=MINE) as response:
+                    assert await events_of(response) == whole
+                # The turn that the response has added is not in its own prompt.
+                assert again.submitted[0][0] == ring.submitted[0][0]
+                stored = await ask(gateway, "/v1/responses/resp_fox", method="get")
+                assert (stored.get("status") == "completed") is is_stored
+                now = await ask(gateway, f"/v1/conversations/{talk}/items", method="get")
+                assert now == items
+            (count,) = in_file(tmp_path / "responses.sqlite3", "SELECT count(*) FROM objects")
+            assert count == (1 + is_stored,)
+
+    run(check())
+
+
+def test_a_stream_goes_on_after_what_it_continues_was_deleted(tmp_path: Path) -> None:
+    async def check() -> None:
+        ring = MergedRing(PIECES)
+        async with storing_gateway(tmp_path, ring) as gateway:
+            first = await ask(gateway, "/v1/responses", {"input": "x"})
+            item = first["output"][0]["id"]
+            fields = {
+                "previous_response_id": first["id"],
+                "input": [
+                    {"role": "user", "content": "y"},
+                    {"type": "message", "role": "assistant", "content": "z"},
+                ],
+            }
+            async with streaming(gateway, "/v1/responses", MINE, **fields) as response:
+                name, whole = response.headers["X-Stream-Id"], await events_of(response)
+            fields = {"input": [{"type": "item_reference", "id": item}]}
+            async with streaming(gateway, "/v1/responses", MINE, **fields) as response:
+                by_item, referring = response.headers["X-Stream-Id"], await events_of(response)
+            await ask(gateway, f"/v1/responses/{first['id']}", method="delete")
+        async with storing_gateway(tmp_path, MergedRing(PIECES)) as gateway:
+            async with reading(gateway, name, headers=MINE) as response:
+                assert await events_of(response) == whole
+            async with reading(gateway, by_item, headers=MINE) as response:
+                assert await events_of(response) == referring
+
+    run(check())
+
+
+def test_another_request_does_not_get_the_id_of_a_stream_that_waits(tmp_path: Path) -> None:
+    async def check() -> None:
+        headers = MINE | {"X-Request-Id": "fox"}
+        async with (
+            storing_gateway(tmp_path, OpenRing(PIECES)) as gateway,
+            streaming(gateway, "/v1/responses", headers) as response,
+        ):
+            before = await events_of(response, 4)
+        ring = MergedRing(PIECES)
+        ring.facts["ready"] = False
+        async with storing_gateway(tmp_path, ring) as gateway:
+            other = await ask(gateway, "/v1/responses", {"input": "other"}, "fox")
+            assert other["id"].startswith("resp_fox~") and other["store"] is True
+            ring.facts["ready"] = True
+            async with reading(gateway, "fox", headers=MINE) as response:
+                events, final = await read_to_end(response)
+            assert events[: len(before)] == before and final["id"] == "resp_fox"
+            for response_id, text in (("resp_fox", "x"), (other["id"], "other")):
+                path = f"/v1/responses/{response_id}/input_items"
+                (item,) = (await ask(gateway, path, method="get"))["data"]
+                assert item["content"][0]["text"] == text
 
     run(check())
 

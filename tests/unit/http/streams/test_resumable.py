@@ -369,6 +369,7 @@ def test_metrics_count_streams() -> None:
             name, size = response.headers["X-Stream-Id"], len(await response.read())
             body = {"stream": True, "resumable": True} | BODIES["/v1/completions"]
             size += len(json.dumps(body))
+        size += sum(len(row.decisions) for row in gateway.stream_rows.all())
         async with reading(gateway, name) as response:
             await response.read()
         async with (
