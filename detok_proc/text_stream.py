@@ -6,7 +6,7 @@ from detok_proc.incremental import DecoderFactory
 from detok_proc.logprobs import LogprobCollector, TokenLogprobs, prompt_logprobs
 from detok_proc.stop_regexes import RequestBudget, SearchTooSlow
 from detok_proc.stop_strings import StopStrings
-from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.to_client import Chunk, End, ErrorInfo, PlainChunk, RichChunk
 from quadriga.wire.messages.to_detok import StreamStart
 
@@ -37,7 +37,8 @@ class TextStream:
         self.matched_stop: str | None = None
         self.error: ErrorInfo | None = None
         self._index = opening.index
-        self._decoder = decoders.make(opening.skip_special_tokens)
+        prompt_end = unpack_ids(opening.prompt_end)
+        self._decoder = decoders.make(opening.skip_special_tokens, prompt_end)
         self._keeps_stop = opening.keeps_stop
         self._min_tokens = opening.min_new_tokens
         self._stops: StopStrings | None = None

@@ -2,6 +2,7 @@
 
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.to_detok import (
+    PROMPT_END_TOKENS,
     PlainStreamEnd,
     PromptLogprobsData,
     StreamEnd,
@@ -32,8 +33,14 @@ def stream_start(request: Request) -> StreamStart:
         logprobs=params.num_top_logprobs,
         prompt=_prompt_logprobs(request),
         text_lengths=params.text_lengths,
+        prompt_end=_prompt_end(request) if params.continues_prompt else b"",
     )
     return start.sent()
+
+
+def _prompt_end(request: Request) -> bytes:
+    first = max(0, request.num_prompt - PROMPT_END_TOKENS)
+    return pack_ids(request.tokens[first : request.num_prompt])
 
 
 def _prompt_logprobs(request: Request) -> PromptLogprobsData | None:

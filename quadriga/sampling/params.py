@@ -119,6 +119,9 @@ class SamplingParams(
             as soon as possible, after those with a target of less than 5 s.
         text_lengths: a streamed chunk says how many characters each of its tokens adds to the
             text, so that a replay can be cut where the chunks before it were.
+        continues_prompt: the text goes on where the prompt's ends, so that its first space is kept;
+            False: it is a text of its own, whose first space SentencePiece's decoder strips. None:
+            False for the new turn of a chat that may begin with free text, else True.
     """
 
     max_new_tokens: int | None = None
@@ -155,6 +158,7 @@ class SamplingParams(
     logprob_token_ids: list[int] = msgspec.field(default_factory=list)
     text_lengths: bool = False
     ttft_target: float | None = None
+    continues_prompt: bool | None = None
     if TYPE_CHECKING:
         max_tokens: int | None = None
     else:

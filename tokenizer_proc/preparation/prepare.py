@@ -122,6 +122,9 @@ class Preparer:
             params = without_thinking(params)
         if params.logprob_token_ids and params.logprobs is None:
             params = msgspec.structs.replace(params, logprobs=0)
+        begins_anew = _is_new_turn(message) and (thinking is not None or _may_be_text(grammar))
+        if params.continues_prompt is None and not begins_anew:
+            params = msgspec.structs.replace(params, continues_prompt=True)
         ids, params = validation.fit(
             prompt.ids,
             params.filled(self._defaults),
@@ -190,6 +193,16 @@ class _Prompt(NamedTuple):
     def end(self) -> str:
         """The last characters of a rendered chat; "" for other prompts."""
         return self.text[-NUM_PROMPT_END_CHARS:] if self.is_chat else ""
+
+
+def _is_new_turn(message: Generate) -> bool:
+    """Return whether the answer begins a turn of a chat, and continues no text."""
+    return not isinstance(message.prompt, str) and message.chat.add_generation_prompt
+
+
+def _may_be_text(grammar: Grammar | None) -> bool:
+    """Return whether an answer may begin with free text; else the grammar says its first space."""
+    return grammar is None or grammar.kind == "structural_tag"
 
 
 def sampling_defaults(source: str, generation_config: dict[str, Any]) -> SamplingDefaults:

@@ -16,6 +16,9 @@ from quadriga.wire.messages.replica_news import HeldChoice, ReplicaNews
 from quadriga.wire.messages.to_client import ErrorInfo, Info, ProgressAnswer
 from quadriga.wire.messages.trace import RequestTrace
 
+# Of the prompt that a text continues, the detokenizer gets as many ids.
+PROMPT_END_TOKENS = 16
+
 
 class PromptLogprobsData(msgspec.Struct, array_like=True, frozen=True):
     """A prompt with its log-probabilities.
@@ -62,13 +65,16 @@ class StreamStart(PlainStreamStart, array_like=True, frozen=True):
 
     Attributes:
         text_lengths: chunks have the text lengths of their tokens.
+        prompt_end: the last PROMPT_END_TOKENS ids of the prompt that the text continues, int32
+            bytes; empty for a text of its own.
     """
 
     text_lengths: bool = False
+    prompt_end: bytes = b""
 
     def sent(self) -> "StreamStart":
         """Return the form that is sent: a PlainStreamStart where that suffices."""
-        if self.text_lengths:
+        if self.text_lengths or self.prompt_end:
             return self
         fields = PlainStreamStart.__struct_fields__
         return cast("StreamStart", PlainStreamStart(*(getattr(self, name) for name in fields)))

@@ -371,6 +371,59 @@ def pieces_of(chunks: Sequence[PlainChunk]) -> list[str]:
     return pieces
 
 
+# --- texts that continue a prompt -----------------------------------------------------------------
+
+
+def sentencepiece(prompt: str) -> tuple[Tokenizer, bytes]:
+    """Return a tokenizer whose decoder strips the first space, and the ids of a prompt."""
+    words = ["<s>", "▁the", "▁end", "▁▁", "▁is", ".", "▁is▁here"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "."))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<s>"])
+    return tokenizer, pack_ids(words.index(word) for word in prompt.split())
+
+
+THE, END, GAP, IS = 1, 2, 3, 4
+
+
+def continued(prompt: str, tokens: list[int], **fields: Any) -> list[PlainChunk]:
+    """Return the chunks of an answer behind a prompt, one for each token and one for its end."""
+    tokenizer, prompt_end = sentencepiece(prompt)
+    start = msgspec.structs.replace(opening(), prompt_end=prompt_end, **fields)
+    core = Detokenizer(tokenizer, 1, clock=lambda: NOW)
+    steps = [step([start], [(1, tokens[0])]), *(step(tokens=[(1, i)]) for i in tokens[1:])]
+    chunks, _ = play(core, [*steps, step(closed=[closing()])])
+    replayed = StreamReplay(start, pack_ids(tokens), [], closing())
+    again = core.process(StepOutput(5.0, [], [], b"", [], replayed=[replayed])).replays[ALICE]
+    assert "".join(c.text for c in again) == "".join(c.text for c in chunks)
+    return chunks
+
+
+def test_a_text_that_continues_a_prompt_keeps_its_first_space_also_in_a_replay() -> None:
+    assert [c.text for c in continued("<s> ▁the", [END, IS])] == [" end", " is", ""]
+    assert [c.text for c in continued("<s> ▁the", [GAP, IS])] == ["  ", " is", ""]
+    assert [c.text for c in continued("", [END, IS])] == ["end", " is", ""]
+    assert [c.text for c in continued("<s>", [END, IS])] == ["end", " is", ""]
+
+
+@pytest.mark.parametrize("fields", [{"stop_strings": [" is"]}, {"stop_regexes": [r"^ i\w| is"]}])
+def test_a_stop_that_begins_with_a_space_ends_a_text_at_its_first_token(
+    fields: dict[str, Any],
+) -> None:
+    chunks = continued("▁the", [IS, END], **fields)
+    assert "".join(chunk.text for chunk in chunks) == ""
+    assert end_of(chunks[-1]).finish_reason == "stop"
+    kept = continued("▁the", [IS, END], keeps_stop=True, **fields)
+    assert "".join(chunk.text for chunk in kept) in (" is", " i")
+
+
+def test_the_text_lengths_of_a_text_that_continues_a_prompt_count_its_first_space() -> None:
+    chunks = continued("▁the", [END, IS], text_lengths=True)
+    assert pieces_of(chunks) == [" end", " is", ""]
+
+
 @pytest.mark.parametrize("stops", [(), ("lo w",), ("zz",)])
 @pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.parametrize("num_before", range(14))

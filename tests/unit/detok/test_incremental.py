@@ -1,20 +1,24 @@
 """Incremental decoding: the pieces joined are tokenizer.decode's text, for any ids."""
 
 import time
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
 from detok_proc.incremental import (
+    REPLACEMENT,
     WINDOW_TOKENS,
     DecoderFactory,
+    Vocabulary,
     WindowedDecoder,
     _byte_alphabet,
 )
+from quadriga.wire.messages.to_detok import PROMPT_END_TOKENS
 
 SPACE = "\u2581"
 
@@ -67,8 +71,24 @@ BYTE_LEVEL = byte_level_tokenizer()
 WINDOWED = {
     "llama 2": sentencepiece_tokenizer(sentencepiece_decoder(decoders.Strip(" ", 1, 0))),
     "no strip": sentencepiece_tokenizer(sentencepiece_decoder()),
+    "two spaces stripped": sentencepiece_tokenizer(
+        sentencepiece_decoder(decoders.Strip(" ", 2, 0))
+    ),
+    "strip of tokens": sentencepiece_tokenizer(
+        decoders.Sequence([decoders.Replace(SPACE, " "), decoders.Strip(" ", 1, 0)])
+    ),
     "metaspace": sentencepiece_tokenizer(decoders.Metaspace()),
+    "metaspace first": sentencepiece_tokenizer(decoders.Metaspace(prepend_scheme="first")),
+    "metaspace never": sentencepiece_tokenizer(decoders.Metaspace(prepend_scheme="never")),
+    "metaspace and bytes": sentencepiece_tokenizer(
+        decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    ),
+    "replace": sentencepiece_tokenizer(decoders.Replace(SPACE, " ")),
+    "byte fallback": sentencepiece_tokenizer(decoders.ByteFallback()),
+    "fuse": sentencepiece_tokenizer(decoders.Fuse()),
+    "ctc": word_tokenizer(decoders.CTC("un", ".", cleanup=False)),
     "wordpiece": word_tokenizer(decoders.WordPiece()),
+    "wordpiece without cleanup": word_tokenizer(decoders.WordPiece(cleanup=False)),
     "bpe suffix": word_tokenizer(decoders.BPEDecoder("</w>")),
     "byte level in a sequence": byte_level_tokenizer(),
     "none": word_tokenizer(None),
@@ -84,8 +104,10 @@ def id_of(tokenizer: Tokenizer, token: str) -> int:
     return token_id
 
 
-def pieces(tokenizer: Tokenizer, ids: list[int], skip: bool = True) -> list[str]:
-    decoder = DecoderFactory(tokenizer).make(skip)
+def pieces(
+    tokenizer: Tokenizer, ids: list[int], skip: bool = True, prompt: Sequence[int] = ()
+) -> list[str]:
+    decoder = DecoderFactory(tokenizer).make(skip, prompt[-PROMPT_END_TOKENS:])
     return [*(decoder.push(token_id) for token_id in ids), decoder.flush()]
 
 
@@ -148,6 +170,78 @@ def test_windowed_pieces_joined_are_the_whole_decoded(
     ids = data.draw(ids_of(tokenizer, WINDOW_TOKENS - 1))
     expected = tokenizer.decode(ids, skip_special_tokens=skip)
     assert "".join(pieces(tokenizer, ids, skip)) == expected
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), skip=st.booleans())
+def test_an_answer_behind_a_prompt_is_the_text_of_both_less_the_prompts(
+    name: str, data: st.DataObject, skip: bool
+) -> None:
+    tokenizer = WINDOWED[name]
+    prompt = data.draw(ids_of(tokenizer, 2 * PROMPT_END_TOKENS))
+    ids = data.draw(ids_of(tokenizer, WINDOW_TOKENS - 1))
+    vocabulary = Vocabulary(tokenizer)
+    seen = [i for i in prompt if vocabulary.is_known(i) and not (skip and i < 3)]
+    begun = tokenizer.decode(prompt, skip_special_tokens=skip)
+    whole = tokenizer.decode(prompt + ids, skip_special_tokens=skip)
+    assume(not seen or not vocabulary.is_byte(seen[-1]))  # bytes go together, see below
+    assume(whole.startswith(begun))
+    assume(name != "byte level in a sequence" or not begun.endswith(REPLACEMENT))
+    assert "".join(pieces(tokenizer, ids, skip, prompt)) == whole[len(begun) :]
+
+
+@pytest.mark.parametrize("name", ["llama 2", "no strip", "metaspace and bytes"])
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=40), st.data())
+def test_a_prompt_that_ends_within_a_character_is_continued(
+    name: str, text: str, data: st.DataObject
+) -> None:
+    tokenizer = WINDOWED[name]
+    ids = [id_of(tokenizer, f"{SPACE}a")] + [
+        id_of(tokenizer, f"<0x{byte:02X}>") for byte in text.encode()
+    ]
+    cut = data.draw(st.integers(1, len(ids)))
+    # The prompt's text as far as it is whole characters.
+    begun = "a" + bytes(text.encode()[: cut - 1]).decode(errors="ignore")
+    assert begun + "".join(pieces(tokenizer, ids[cut:], True, ids[:cut])) == "a" + text
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=20), st.data())
+def test_a_byte_level_prompt_that_ends_within_a_character_is_continued(
+    text: str, data: st.DataObject
+) -> None:
+    characters = {value: piece for piece, value in byte_characters().items()}
+    ids = [id_of(BYTE_LEVEL, characters[byte]) for byte in text.encode()]
+    cut = data.draw(st.integers(0, len(ids)))
+    begun = text.encode()[:cut].decode(errors="ignore")
+    assert begun + "".join(pieces(BYTE_LEVEL, ids[cut:], True, ids[:cut])) == text
+
+
+@pytest.mark.parametrize("name", ["llama 2", "metaspace and bytes"])
+def test_bytes_at_a_prompts_end_that_stay_broken_are_not_in_the_answer(name: str) -> None:
+    tokenizer = WINDOWED[name]
+    prompt = [id_of(tokenizer, token) for token in (f"{SPACE}a", "<0xE6>", "<0x97>")]
+    assert "".join(pieces(tokenizer, [id_of(tokenizer, "b")], True, prompt)) == "b"
+    assert "".join(pieces(tokenizer, [], True, prompt)) == ""
+    characters = {value: piece for piece, value in byte_characters().items()}
+    begun = [id_of(BYTE_LEVEL, characters[byte]) for byte in (0x41, 0xE6, 0x97)]
+    assert "".join(pieces(BYTE_LEVEL, [id_of(BYTE_LEVEL, "ab")], True, begun)) == "ab"
+    assert "".join(pieces(BYTE_LEVEL, [], True, begun)) == ""
+
+
+def test_the_first_space_is_kept_behind_a_prompt_and_stripped_without_one() -> None:
+    tokenizer = WINDOWED["llama 2"]
+    ids = [id_of(tokenizer, token) for token in (f"{SPACE}a", f"{SPACE}{SPACE}", "b")]
+    start = id_of(tokenizer, "<s>")
+    assert pieces(tokenizer, ids) == ["a", "  ", "b", ""]
+    assert pieces(tokenizer, ids, True, [id_of(tokenizer, "b")]) == [" a", "  ", "b", ""]
+    assert pieces(tokenizer, ids, True, [id_of(tokenizer, "b"), start]) == [" a", "  ", "b", ""]
+    # A prompt without text is none, and with text that is far away it is one.
+    assert pieces(tokenizer, ids, True, [start]) == ["a", "  ", "b", ""]
+    far = [id_of(tokenizer, "b"), *[start] * PROMPT_END_TOKENS]
+    assert pieces(tokenizer, ids, True, far) == [" a", "  ", "b", ""]
 
 
 @pytest.mark.parametrize("name", ["llama 2", "no strip"])

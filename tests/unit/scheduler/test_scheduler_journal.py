@@ -9,6 +9,8 @@ import msgspec
 import pytest
 
 from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.to_detok import PROMPT_END_TOKENS, StepOutput, StreamStart
 from quadriga.wire.messages.to_scheduler import DetokReady, Shutdown, Submit
 from scheduler_proc.durability.journal import RETRY_INTERVAL_S, Journal, NoJournal
 from scheduler_proc.durability.journal_opening import FILE_NAME, open_journal
@@ -78,6 +80,40 @@ def test_streams_go_on_from_their_last_token_when_the_scheduler_crashes(tmp_path
     world.send(Shutdown())
     assert world.scheduler.stopped
     assert not (tmp_path / FILE_NAME).exists()
+
+
+@pytest.mark.parametrize("length", [3, PROMPT_END_TOKENS + 5])
+def test_the_detokenizer_gets_the_end_of_a_prompt_that_is_continued_after_every_crash(
+    tmp_path: Path, length: int
+) -> None:
+    world = MortalWorld(SchedulerArgs(), tmp_path)
+    seen: list[StreamStart] = []
+    send = world.detok.send
+
+    def observed(message: msgspec.Struct) -> None:
+        if isinstance(message, StepOutput):
+            seen.extend([*message.opened, *(replay.opening for replay in message.replayed)])
+        send(message)
+
+    world.detok.send = observed  # type: ignore[method-assign]
+    prompt = list(range(3, 3 + length))
+    text = submit("text", prompt, 12, ignore_eos=True)
+    chat = submit("chat", prompt, 12, ignore_eos=True)
+    continued = msgspec.structs.replace(text.params, continues_prompt=True)
+    world.send(msgspec.structs.replace(text, params=continued), chat)
+    for _ in range(4):
+        world.step()
+    world.restart_scheduler()
+    world.step()
+    world.kill_detok()
+    world.restart_detok()
+    world.run()
+    ends = {
+        name: {getattr(start, "prompt_end", b"") for start in seen if start.request_id == name}
+        for name in ("text", "chat")
+    }
+    assert ends == {"text": {pack_ids(prompt[-PROMPT_END_TOKENS:])}, "chat": {b""}}
+    assert len(seen) == 2 * 3
 
 
 def test_a_client_gets_an_empty_replay_where_no_token_was_journaled(

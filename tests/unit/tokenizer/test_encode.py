@@ -9,6 +9,7 @@ from tokenizers.processors import TemplateProcessing
 
 from quadriga.config.frontend_args import FrontendArgs
 from quadriga.model_files.resolve import ModelFiles
+from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.from_client import ChatMessage, ChatOptions, Generate, Tokenize
 from quadriga.wire.messages.to_client import Tokens
@@ -78,6 +79,33 @@ def test_the_end_of_a_chats_prompt_is_kept(tmp_path: Path) -> None:
     assert prepared.prompt_end == ("b " * 200 + "a")[-256:]
     text = cast(Prepared, prepare(tmp_path, Generate(1, "1", "a b")))
     assert text.prompt_end == ""
+
+
+def continues(directory: Path, message: Generate) -> bool | None:
+    return cast(Prepared, prepare(directory, message)).request.params.continues_prompt
+
+
+def test_an_answer_continues_the_prompt_unless_it_is_a_new_turn_of_a_chat(tmp_path: Path) -> None:
+    chat = [ChatMessage("user", "a")]
+    assert continues(tmp_path, Generate(1, "1", "a b"))
+    assert continues(tmp_path, Generate(1, "1", "", prompt_token_ids=pack_ids([A])))
+    assert not continues(tmp_path, Generate(1, "1", chat))
+    open_chat = Generate(1, "1", chat, chat=ChatOptions(add_generation_prompt=False))
+    assert continues(tmp_path, open_chat)
+    begun = ChatOptions(continue_final_message=True, add_generation_prompt=False)
+    assert continues(tmp_path, Generate(1, "1", [ChatMessage("assistant", "a")], chat=begun))
+    own = SamplingParams(continues_prompt=False)
+    assert continues(tmp_path, Generate(1, "1", "a b", own)) is False
+    assert continues(tmp_path, Generate(1, "1", chat, SamplingParams(continues_prompt=True)))
+
+
+def test_the_answer_to_a_grammar_keeps_the_first_space_that_the_grammar_has(tmp_path: Path) -> None:
+    chat = [ChatMessage("user", "a")]
+    assert continues(tmp_path, Generate(1, "1", chat, SamplingParams(choice=[" Paris."])))
+    tagged = SamplingParams(structural_tag='{"format": {"type": "any_text"}}')
+    assert not continues(tmp_path, Generate(1, "1", chat, tagged))
+    reasons = SamplingParams(choice=[" Paris."], thinking_end="</think>")
+    assert not continues(tmp_path, Generate(1, "1", chat, reasons))
 
 
 def test_the_text_of_a_prompt_is_sent_where_it_is_asked_for(tmp_path: Path) -> None:
