@@ -20,6 +20,7 @@ from http_proc.protocol.errors import ApiError, from_ring
 from http_proc.request_group import RequestGroup
 from http_proc.resumption import current_resumption
 from http_proc.ring_info import RingInfo
+from http_proc.shares import SharedBound, Shares
 from http_proc.streams.stream_rows import StreamRows
 from http_proc.what_if.recent import RecentChoices
 from quadriga.client.async_client import AsyncClient
@@ -34,6 +35,8 @@ from quadriga.tracing.exporter import make_exporter
 # Probes within this time share one question to the ring.
 READY_MAX_AGE_S = 0.5
 READY_POLL_S = 0.02
+# Of all bodies that are being received, unless --max-body-bytes is more than half of it.
+MAX_TOTAL_BODY_BYTES = 256 * 1024 * 1024
 
 # Stands between the X-Request-Id, which has no such character, and what makes an id unique.
 UNIQUE_MARK = "~"
@@ -76,7 +79,8 @@ class Gateway:
         log_level: which requests are logged.
         recent: what is known of the choices that have ended lately.
         traces: decides which requests are traced, and keeps their traces.
-        body_bytes: bytes of request bodies that are being received.
+        shares: how bounds are divided among tenants.
+        bodies: bytes of request bodies that are being received.
     """
 
     def __init__(
@@ -107,7 +111,10 @@ class Gateway:
         self.traces = WebTraces(config.traces, make_exporter(config.traces, self.model))
         self.started_at = wall_seconds()
         self.is_draining = False
-        self.body_bytes = 0
+        self.shares = Shares(config.tenants, self.tenant_file)
+        self.bodies = SharedBound(
+            self.shares, max(MAX_TOTAL_BODY_BYTES, 2 * config.http.max_body_bytes)
+        )
         self._idle = asyncio.Event()
         self._idle.set()
         self._groups: dict[str, RequestGroup] = {}

@@ -14,8 +14,6 @@ from http_proc.protocol.errors import RETRY_AFTER_S, ApiError, invalid
 from http_proc.protocol.sampling import wrong_type
 
 BODY_TIMEOUT_S = 60.0
-# Of all bodies that are being received, unless --max-body-bytes is more.
-MAX_TOTAL_BYTES = 256 * 1024 * 1024
 
 # A body that was received before its handler reads it.
 BODY = web.RequestKey("body", bytes)
@@ -89,27 +87,28 @@ async def read_object(request: web.Request) -> dict[str, Any]:
 
 async def _receive(request: web.Request) -> bytes:
     """Return the body, within the limits for one body and for all bodies together."""
-    gateway, max_bytes = request.app[GATEWAY], request.client_max_size
+    bodies, max_bytes = request.app[GATEWAY].bodies, request.client_max_size
+    owner = current_caller().owner
     if (request.content_length or 0) > max_bytes:
         raise _too_large(max_bytes)
     body = bytearray()
     try:
         async for piece in request.content.iter_any():
-            body += piece
-            gateway.body_bytes += len(piece)
-            if len(body) > max_bytes:
+            if len(body) + len(piece) > max_bytes:
                 raise _too_large(max_bytes)
-            if gateway.body_bytes > max(MAX_TOTAL_BYTES, max_bytes):
+            if not bodies.take(owner, len(piece)):
                 raise ApiError(
                     503,
-                    f"bodies of {gateway.body_bytes} bytes are being received, and at most"
-                    f" {MAX_TOTAL_BYTES} are taken at one time; try again",
+                    f"bodies of {bodies.total} bytes are being received, and at most"
+                    f" {bodies.limit} are taken at one time, with a share for each tenant; try"
+                    " again",
                     "server_error",
                     code="too_many_bodies",
                     retry_after=RETRY_AFTER_S,
                 )
+            body += piece
     finally:
-        gateway.body_bytes -= len(body)
+        bodies.give_back(owner, len(body))
     return bytes(body)
 
 

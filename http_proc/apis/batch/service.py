@@ -50,7 +50,10 @@ class BatchService:
         self._gateway = gateway
         self._directory: Path | None = gateway.data_dir
         self.files = FileStore(
-            (self._directory or Path()) / "files", args.max_file_bytes, args.max_files_bytes
+            (self._directory or Path()) / "files",
+            args.max_file_bytes,
+            args.max_files_bytes,
+            gateway.shares,
         )
         self.num_lines: Counter[str] = Counter()
         self._batches: dict[str, StoredBatch] = {}
@@ -162,12 +165,14 @@ class BatchService:
 
     def create(self, call: CreateBatchRequest) -> BatchObject:
         """Start a batch. Raise ApiError if too many are open; OSError if it cannot be kept."""
-        max_open = self._gateway.args.max_open_batches
-        if len(self._jobs) >= max_open:
+        max_open, owner = self._gateway.args.max_open_batches, current_caller().file_owner
+        opened = Counter(self._batches[name].owner for name in self._jobs)
+        if not self._gateway.shares.has_room(owner, opened, max_open):
             raise ApiError(
                 429,
-                f"{max_open} batches are open, the limit of this server (--max-open-batches): wait"
-                " until one has ended, or cancel one",
+                f"{len(self._jobs)} batches are open, {opened[owner]} of them yours, and this"
+                f" server takes {max_open} (--max-open-batches), with a share for each tenant:"
+                " wait until one has ended, or cancel one",
                 "rate_limit_error",
                 code="too_many_batches",
                 retry_after=RETRY_AFTER_S,

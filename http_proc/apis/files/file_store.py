@@ -20,6 +20,7 @@ import msgspec
 from http_proc.apis.files import durable
 from http_proc.caller import current_caller
 from http_proc.protocol.errors import ApiError, invalid
+from http_proc.shares import Shares
 from quadriga.clock import now
 
 _ID = re.compile(r"file-[0-9a-f]{32}", re.ASCII)
@@ -59,16 +60,20 @@ class FileStore:
     Args:
         max_file_bytes: size of the largest file that may be uploaded.
         max_total_bytes: size of all files from which uploads are refused.
+        shares: how that is divided among tenants.
 
     Attributes:
         num_bytes_of: size of each tenant's files, with those that are being received; those of no
             tenant have the name "".
     """
 
-    def __init__(self, directory: Path, max_file_bytes: int, max_total_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, max_file_bytes: int, max_total_bytes: int, shares: Shares
+    ) -> None:
         self._directory = directory
         self._max_file_bytes = max_file_bytes
         self._max_total_bytes = max_total_bytes
+        self._shares = shares
         self._files: dict[str, FileObject] = {}
         self.num_bytes_of: Counter[str] = Counter()
 
@@ -144,9 +149,9 @@ class FileStore:
         fd = await asyncio.to_thread(durable.create, self.path(file_id))
         try:
             while piece := await read():
+                self._check_limits(size + len(piece), len(piece))
                 size += len(piece)
                 self.num_bytes_of[current_caller().file_owner] += len(piece)
-                self._check_limits(size)
                 await asyncio.to_thread(durable.write_all, fd, piece)
             await asyncio.to_thread(os.fsync, fd)
         except BaseException:
@@ -190,19 +195,30 @@ class FileStore:
         if num_bytes > self._max_file_bytes + 64 * 1024:
             raise self._too_large()
 
-    def _check_limits(self, size: int) -> None:
+    def _check_limits(self, size: int, added: int) -> None:
+        """Raise ApiError for an upload that has a size with the bytes that are to be added."""
         if size > self._max_file_bytes:
             raise self._too_large()
-        if self.num_bytes > self._max_total_bytes:
+        limit, owner = self._max_total_bytes, current_caller().file_owner
+        if self.num_bytes + added > limit:
             raise _no_space(
-                f"all files together would have more than {self._max_total_bytes} bytes"
-                " (--max-files-bytes)"
+                f"all files together would have more than {limit} bytes (--max-files-bytes)"
+            )
+        if not self._shares.has_room(owner, self.num_bytes_of, limit, added):
+            raise _no_space(
+                f"the files of tenant {owner} would have more than"
+                f" {self.num_bytes_of[owner]} bytes, and what is left of {limit} bytes"
+                " (--max-files-bytes) is the share of other tenants"
             )
         entry = current_caller().entry
-        limit = None if entry is None else entry.max_files_bytes
-        if entry is not None and limit is not None and self.num_bytes_of[entry.name] > limit:
+        limit_of_tenant = None if entry is None else entry.max_files_bytes
+        if (
+            entry is not None
+            and limit_of_tenant is not None
+            and self.num_bytes_of[entry.name] + added > limit_of_tenant
+        ):
             raise _no_space(
-                f"the files of tenant {entry.name} would have more than {limit} bytes"
+                f"the files of tenant {entry.name} would have more than {limit_of_tenant} bytes"
                 " (max_files_bytes in the key file)"
             )
 

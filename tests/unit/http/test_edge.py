@@ -191,7 +191,7 @@ def test_a_body_that_does_not_come_is_a_408(monkeypatch: pytest.MonkeyPatch) -> 
         client = await connect(gateway, request(ASK, cut=1))
         response = await asyncio.get_running_loop().sock_recv(client, 4096)
         assert response.startswith(b"HTTP/1.1 408 ")
-        assert gateway.body_bytes == 0
+        assert gateway.bodies.total == 0
         client.close()
 
     run_at_gateway(ScriptedRing([]), test)
@@ -213,7 +213,7 @@ def test_a_client_that_leaves_while_its_body_ends_is_not_answered(num_turns: int
         was_cancelled = handler.cancel()  # False: the handler had the body before
         await asyncio.wait([handler])
         assert handler.cancelled() == was_cancelled
-        assert gateway.body_bytes == 0
+        assert gateway.bodies.total == 0
 
     run_at_gateway(ScriptedRing([]), test)
 
@@ -224,7 +224,7 @@ def test_bodies_that_come_at_once_have_a_bound_together(monkeypatch: pytest.Monk
     async def test(gateway: Any) -> None:
         large = ASK | {"prompt": "a" * 900}
         first = await connect(gateway, request(large, cut=1))
-        while not gateway.body_bytes:
+        while not gateway.bodies.total:
             await asyncio.sleep(0)
         second = await connect(gateway, request(large, cut=1))
         response = await asyncio.get_running_loop().sock_recv(second, 4096)
