@@ -1,7 +1,7 @@
 """Shares: how a bound that all tenants have together is divided among them.
 
 Half of a bound is shared out: each tenant has a part of that half by its weight, which no other
-tenant can take. The other half is for whoever comes first. Without tenants, one has all.
+tenant can take. The other half is for those that come first. Without tenants, one has all.
 """
 
 from collections import Counter
@@ -87,7 +87,8 @@ class Shares:
 
     def _weights(self, parties: Mapping[str, int]) -> _Weights:
         if self._file is None:
-            of = dict.fromkeys((NO_TENANT, *(+parties)), 1.0)
+            held = [party for party, amount in parties.items() if amount > 0]
+            of = dict.fromkeys((NO_TENANT, *held), 1.0)
             return _Weights(of, float(len(of)))
         if self._file.index is not self._index:
             self._index = self._file.index

@@ -225,6 +225,7 @@ class Frontend:
             self._scheduler.send(EndsDelivered(delivered.settled))
         if delivered.inspected:
             self._info_requests.end(client)
+            payload = self._owners.visible(client, payload)
         if not delivered.lost:
             self.clients.deliver(client, payload)
 

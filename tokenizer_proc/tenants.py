@@ -10,11 +10,16 @@ import msgspec
 from quadriga.config.tenant_args import TenantArgs
 from quadriga.errors import InvalidRequest
 from quadriga.tenants.key_file import TenantFile
+from quadriga.tenants.own_info import own_info
 from quadriga.tenants.tenant import MIN_PRIORITY, Tenant
 from quadriga.wire.client_address import is_gateway
 from quadriga.wire.messages.from_client import Generate
+from quadriga.wire.messages.to_client import Info
+from quadriga.wire.sockets import encode
 
 NUM_SHOWN_CHARS = 12
+
+_decode_info = msgspec.msgpack.Decoder(Info).decode
 
 
 class Owner(NamedTuple):
@@ -83,6 +88,19 @@ class RequestOwners:
                 f"this server has tenants, and {what} all of them: ask the web gateway, with a key"
                 " of --api-key"
             )
+
+    def visible(self, client: bytes, payload: bytes) -> bytes:
+        """Return the answer to a question as its client may see it.
+
+        With a key file the server's info shows a client of its own only what is its tenant's.
+        """
+        if self._file is None or self._is_gateway(client):
+            return payload
+        try:
+            info = _decode_info(payload)
+        except msgspec.ValidationError:  # an answer to another question
+            return payload
+        return encode(Info(info.request_id, own_info(info.values, self.owner(client, "").name)))
 
     def owner(self, client: bytes, named: str) -> Owner:
         """Return the tenant of a request. `named`: Generate.tenant.

@@ -3,7 +3,7 @@
 Names and meanings follow vLLM and SGLang, with the prefix `quadriga:`. docs/http.md lists them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -22,6 +22,7 @@ from http_proc.apis.batch.batch_metrics import BatchCollector
 from http_proc.apis.batch.service import BATCHES
 from http_proc.apis.responses.store import RESPONSE_STORE
 from http_proc.apis.responses.stored.store_metrics import ResponseStoreCollector
+from http_proc.caller import current_caller
 from http_proc.endpoints.metric_names import (
     COUNTERS,
     GAUGES,
@@ -231,20 +232,50 @@ def _processes(pids: dict[str, int]) -> Iterable[Metric]:
     return cpu, memory, started
 
 
+class UsageCollector:
+    """One sample of what a tenant has used, which is all that its own key shows.
+
+    Args:
+        usage: the numbers of TENANT_COUNTERS; empty without any.
+    """
+
+    def __init__(self, model: str, tenant: str, usage: Sequence[float]) -> None:
+        self._labels = [model, tenant]
+        self._usage = usage
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric family."""
+        for (name, text), count in zip(TENANT_COUNTERS, self._usage, strict=False):
+            family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", "tenant"])
+            family.add_metric(self._labels, count)
+            yield family
+
+
 async def metrics(request: web.Request) -> web.Response:
-    """Return all metrics, without those of the ring if it does not answer."""
+    """Return all metrics, without those of the ring if it does not answer.
+
+    A tenant's key gets those of the tenant's own usage.
+    """
     gateway = request.app[GATEWAY]
     try:
         info = await gateway.ring_info.current()
     except QuadrigaError:
         info = {}
     registry = CollectorRegistry(auto_describe=False)
+    if (entry := current_caller().entry) is not None:
+        usage = (info.get("tenants") or {}).get(entry.name, ())
+        registry.register(UsageCollector(gateway.model, entry.name, usage))
+        return _exposed(registry)
     has_failed = None if gateway.tenant_file is None else gateway.tenant_file.has_failed
     registry.register(Collector(gateway.model, info, gateway.num_open, gateway.metrics, has_failed))
     registry.register(BatchCollector(gateway.model, request.app[BATCHES]))
     registry.register(ResponseStoreCollector(gateway.model, request.app.get(RESPONSE_STORE)))
     registry.register(StreamCollector(gateway.model, request.app[STREAMS], gateway.stream_rows))
     registry.register(TraceCollector(gateway.model, [info, gateway.traces.info()]))
+    return _exposed(registry)
+
+
+def _exposed(registry: CollectorRegistry) -> web.Response:
     return web.Response(
         body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
     )

@@ -15,6 +15,7 @@ from http_proc.protocol.schema import Message, RequestBody, Tool
 from http_proc.responses import json_response
 from quadriga.answer_format import from_info
 from quadriga.errors import QuadrigaError
+from quadriga.tenants.own_info import own_info
 
 
 class TokenizeRequest(RequestBody):
@@ -145,8 +146,13 @@ async def _model(gateway: Gateway) -> ModelCard:
 
 
 async def server_info(request: web.Request) -> web.Response:
-    """Return the ring's info, described in docs/protocol.md, with the pid of this process."""
+    """Return the ring's info, described in docs/protocol.md, with the pid of this process.
+
+    A tenant's key gets what is served, and the tenant's own usage.
+    """
     info = await request.app[GATEWAY].ring_info.current()
+    if (entry := current_caller().entry) is not None:
+        return json_response(own_info(info, entry.name))
     return json_response(info | {"pids": info["pids"] | {"http_proc": os.getpid()}})
 
 

@@ -218,10 +218,9 @@ def test_a_client_that_leaves_while_its_body_ends_is_not_answered(num_turns: int
     run_at_gateway(ScriptedRing([]), test)
 
 
-def test_bodies_that_come_at_once_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_body, "MAX_TOTAL_BYTES", 1500)
-
+def test_bodies_that_come_at_once_have_a_bound_together() -> None:
     async def test(gateway: Any) -> None:
+        gateway.bodies.limit = 1500
         large = ASK | {"prompt": "a" * 900}
         first = await connect(gateway, request(large, cut=1))
         while not gateway.bodies.total:

@@ -1,6 +1,7 @@
 """Web requests belong to the tenants of their keys, users or addresses."""
 
 import asyncio
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,66 @@ def test_a_key_file_with_an_error_is_shown_by_a_metric(
         assert await failed(gateway) == "0.0"
 
     run_at_gateway(ScriptedRing(["a"], ready=False), test, keys=str(keys), api_key="op")
+
+
+def test_a_tenants_key_shows_no_name_and_no_usage_of_others(keys: Path) -> None:
+    usage = {"alice": [1.0, 2.0, 3.0, 4.0, 0.5], "bob": [50.0, 60.0, 70.0, 80.0, 0.5]}
+    ring = ScriptedRing(
+        ["a"], ready=False, running=7, generation_tokens_total=84.0, tenants=usage, num_replicas=1
+    )
+
+    async def seen(gateway: Any, path: str, key: str) -> str:
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as session,
+            session.get(gateway.args.url + path) as response,
+        ):
+            assert response.status == 200
+            return await response.text()
+
+    async def test(gateway: Any) -> None:
+        info = json.loads(await seen(gateway, "/server_info", "a-key"))
+        assert info["tenants"] == {"alice": usage["alice"]}
+        assert info["context_length"] == 100
+        assert not {"running", "generation_tokens_total", "pids"} & info.keys()
+        assert json.loads(await seen(gateway, "/server_info", "op"))["tenants"] == usage
+        lines = (await seen(gateway, "/metrics", "a-key")).splitlines()
+        samples = [line for line in lines if not line.startswith("#")]
+        assert len([line for line in samples if "_total{" in line]) == 5
+        assert all('tenant="alice"' in line for line in samples)
+        everything = await seen(gateway, "/metrics", "op")
+        assert "http_requests_live" in everything
+
+    run_at_gateway(ring, test, keys=str(keys), api_key="op")
+
+
+def test_batches_and_background_responses_of_one_tenant_leave_slots_for_others(
+    keys: Path, tmp_path: Path
+) -> None:
+    ring = ScriptedRing(["a"], running=0, waiting=0)
+    ring.leaves_open = True
+
+    async def test(gateway: Any) -> None:
+        alice, bob = ({"Authorization": f"Bearer {key}"} for key in ("a-key", "b-key"))
+        background = {"input": "a", "background": True}
+        asked = [await ask(gateway, background, "/v1/responses", **alice) for _ in range(6)]
+        assert asked == [200, 200, 200, 200, 429, 429]
+        assert await ask(gateway, background, "/v1/responses", **bob) == 200
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": ASK}
+        for headers, expected in ((alice, [200] * 4 + [429]), (bob, [200])):
+            form = aiohttp.FormData({"purpose": "batch"})
+            form.add_field("file", json.dumps(line), filename="a")
+            async with (
+                aiohttp.ClientSession(headers=headers) as session,
+                session.post(f"{gateway.args.url}/v1/files", data=form) as response,
+            ):
+                file = (await response.json())["id"]
+            batch = {"input_file_id": file, "endpoint": "/v1/completions"}
+            batch["completion_window"] = "24h"
+            started = [await ask(gateway, batch, "/v1/batches", **headers) for _ in expected]
+            assert started == expected
+
+    flags = {"max_background_responses": 6, "max_open_batches": 6}
+    run_at_gateway(ring, test, keys=str(keys), api_key="op", data_dir=str(tmp_path), **flags)
 
 
 def test_without_keys_requests_can_belong_to_addresses() -> None:

@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from quadriga.config.tenant_args import TenantArgs
 from quadriga.errors import InvalidRequest, QueueFull
 from quadriga.tenants.tenant import Tenant
 from quadriga.wire.client_address import gateway_address
-from quadriga.wire.messages.to_client import Refused
+from quadriga.wire.messages.to_client import Info, ProgressAnswer, Refused
 from quadriga.wire.messages.to_detok import Delivered
 from quadriga.wire.messages.to_scheduler import Submit
 from quadriga.wire.sockets import encode
@@ -67,6 +68,19 @@ def test_an_address_like_a_gateways_needs_the_servers_key(args: TenantArgs) -> N
     assert owners.owner(GATEWAY, "bob").name == "bob"
     owners.forget(b"x")
     assert b"x" not in names
+
+
+def test_a_client_of_its_own_sees_what_is_served_and_its_own_usage(args: TenantArgs) -> None:
+    usage = {"alice": [1, 2, 3, 4, 0.5], "bob": [5, 6, 7, 8, 0.5]}
+    values = {"context_length": 100, "waiting": 3, "generation_tokens_total": 12, "tenants": usage}
+    answer = encode(Info("q", values))
+    owners = RequestOwners(args, "tiny", {b"x": "bo", GATEWAY: ""})
+    assert owners.visible(GATEWAY, answer) == answer
+    shown = msgspec.msgpack.decode(owners.visible(b"x", answer), type=Info)
+    assert shown == Info("q", {"context_length": 100, "tenants": {"bob": usage["bob"]}})
+    other = encode(ProgressAnswer("q", []))
+    assert owners.visible(b"x", other) == other
+    assert RequestOwners(TenantArgs(), "tiny").visible(b"x", answer) == answer
 
 
 @pytest.fixture

@@ -84,6 +84,11 @@ class BackgroundRun:
         self.task = asyncio.create_task(self._run())
 
     @property
+    def owner(self) -> str:
+        """Whose it is, as Caller.owner."""
+        return self._job.caller.owner
+
+    @property
     def response(self) -> ResponseObject:
         """The response as it is now."""
         answer = self._shown.answer

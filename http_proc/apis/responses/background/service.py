@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from http_proc.apis.responses.schema import ResponseObject
 from http_proc.apis.responses.store import REMEDY, RESPONSE_STORE, Items
 from http_proc.apis.responses.stored.database import RETRY_S, StorageError
 from http_proc.apis.responses.stored.response_store import StoredResponses
+from http_proc.caller import current_caller
 from http_proc.gateway import GATEWAY, Gateway, ResponseHead
 from http_proc.protocol.errors import RETRY_AFTER_S, ApiError, from_ring, invalid
 from http_proc.responses import HEADERS, SERVER_SENT_EVENTS, json_response
@@ -28,7 +30,8 @@ class BackgroundResponses:
         self._gateway = gateway
         self._store = store
         self._runs: dict[str, BackgroundRun] = {}
-        self._opening: set[asyncio.Task[BackgroundRun]] = set()
+        # The owners of responses that are being stored.
+        self._opening: dict[asyncio.Task[BackgroundRun], str] = {}
         self._going_on: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -57,7 +60,7 @@ class BackgroundResponses:
         response.store = True
         # What is stored must be made, also if the client leaves while it is being stored.
         opening = asyncio.create_task(self._open(job, response, plan.given))
-        self._opening.add(opening)
+        self._opening[opening] = current_caller().owner
         opening.add_done_callback(self._opened)
         run = await asyncio.shield(opening)
         return await send_events(request, run, 0) if plan.call.stream else json_response(response)
@@ -69,7 +72,7 @@ class BackgroundResponses:
         return self._start(job, response, is_resent=False)
 
     def _opened(self, opening: "asyncio.Task[BackgroundRun]") -> None:
-        self._opening.discard(opening)
+        del self._opening[opening]
         if not opening.cancelled():
             opening.exception()  # its client has it, unless the client has left
 
@@ -84,12 +87,14 @@ class BackgroundResponses:
     def _check_room(self) -> None:
         if self._gateway.is_draining:
             raise from_ring(ServerStopping("the server is stopping and takes no new requests"), {})
-        limit = self._gateway.args.max_background_responses
-        if self.num_open + len(self._opening) >= limit:
+        limit, owner = self._gateway.args.max_background_responses, current_caller().owner
+        owners = Counter([*(run.owner for run in self._runs.values()), *self._opening.values()])
+        if not self._gateway.shares.has_room(owner, owners, limit):
             raise ApiError(
                 429,
-                f"{limit} responses are made in the background, the limit of this server"
-                " (--max-background-responses): try again, or leave out background",
+                f"{owners.total()} responses are made in the background, {owners[owner]} of them"
+                f" yours, and this server takes {limit} (--max-background-responses), with a share"
+                " for each tenant: try again, or leave out background",
                 "rate_limit_error",
                 code="too_many_responses",
                 retry_after=RETRY_AFTER_S,
