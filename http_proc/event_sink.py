@@ -1,9 +1,12 @@
 """Where the events of a stream go: to a connection, or to whatever a request names instead."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from aiohttp import web
+
+# What is kept is sent in such pieces, so that a reader that does not read holds one of them.
+PIECE_BYTES = 64 * 1024
 
 
 class EventSink(Protocol):
@@ -20,6 +23,17 @@ class EventSink(Protocol):
 
     async def close(self) -> web.StreamResponse:
         """Take the end, and return what the handler of the request returns."""
+
+
+async def write_pieces(response: web.StreamResponse, events: Sequence[bytes]) -> None:
+    """Send events, without a copy of a long one. Wait after each piece until it is sent."""
+    data = events[0] if len(events) == 1 else b"".join(events)
+    if len(data) <= PIECE_BYTES:
+        await response.write(data)
+        return
+    view = memoryview(data)
+    for first in range(0, len(view), PIECE_BYTES):
+        await response.write(view[first : first + PIECE_BYTES])
 
 
 class ConnectionSink:

@@ -211,6 +211,20 @@ class Gateway:
             await group.abort()
         return len(groups)
 
+    async def abort_resumable(self, key: str) -> bool:
+        """End the open groups of a resumable request. Return whether there was one.
+
+        `key`: as Resumption.key.
+        """
+        groups = [
+            group
+            for group in self._groups.values()
+            if group.resumption is not None and group.resumption.key == key
+        ]
+        for group in groups:
+            await group.abort()
+        return bool(groups)
+
     def fail_all(self, error: QuadrigaError) -> None:
         """End every open request with `error`: the ring sends nothing more."""
         for group in self._groups.values():

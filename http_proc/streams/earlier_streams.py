@@ -19,8 +19,8 @@ from http_proc.loopback import LoopbackServer
 from http_proc.observe.request_log import RECORD, RequestLogRecord
 from http_proc.protocol.errors import ApiError
 from http_proc.streams.stream_answer import HANDLERS, answer_of
-from http_proc.streams.stream_rows import StreamRow
-from http_proc.streams.stream_table import STREAMS, ResumableStream, StreamTable, check_owner
+from http_proc.streams.stream_rows import StreamName, StreamRow
+from http_proc.streams.stream_table import STREAMS, ResumableStream, StreamTable
 from quadriga.clock import now
 
 NAME_HEADER = "X-Stream-Id"
@@ -33,7 +33,7 @@ class EarlierStreams:
         self._app = app
         self._gateway: Gateway = app[GATEWAY]
         self._table: StreamTable = app[STREAMS]
-        self._rows: dict[str, StreamRow] = {}
+        self._rows: dict[StreamName, StreamRow] = {}
         self._timers: list[asyncio.TimerHandle] = []
         self._restarting: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
@@ -42,22 +42,22 @@ class EarlierStreams:
     async def open(self) -> None:
         """Read the rows, and start those streams again that had not ended."""
         for row in self._gateway.stream_rows.all():
-            self._rows[row.id] = row
+            self._rows[row.name] = row
             ended_at = now() if row.ended_at is None else row.ended_at
             rest_s = ended_at + self._table.window_s - now()
             if row.model != self._gateway.model or rest_s <= 0:
-                self._expire(row.id)
+                self._expire(row.name)
             elif row.ended_at is not None:
                 loop = asyncio.get_running_loop()
-                self._timers.append(loop.call_later(rest_s, self._expire, row.id))
+                self._timers.append(loop.call_later(rest_s, self._expire, row.name))
         if self._rows:
             self._server = _OwnRequests(self._app, self._take)
             await self._server.start()
             self._restarting = asyncio.get_running_loop().create_task(self._restart_all())
 
-    def has(self, name: str, path: str) -> bool:
-        """Return whether there is a stream of this id and path, of this or an earlier gateway."""
-        stream = self._table.find(name)
+    def has(self, name: StreamName, path: str) -> bool:
+        """Return whether there is a stream of this name and path, of this or an earlier gateway."""
+        stream = self._table.get(name)
         row = self._rows.get(name) if stream is None else stream.row
         return row is not None and row.path == path
 
@@ -68,34 +68,40 @@ class EarlierStreams:
             try:
                 await self._start(name)
             except (ApiError, aiohttp.ClientError) as error:
-                logging.error("resumable stream %s cannot go on: %s", name, error)
+                logging.error("resumable stream %s cannot go on: %s", name.id, error)
         if running:
             logging.info("resumable streams of the gateway before: %d go on", len(running))
 
-    def _expire(self, name: str) -> None:
+    def _expire(self, name: StreamName) -> None:
         if self._rows.pop(name, None) is not None:
             self._gateway.stream_rows.remove(name)
             self._table.note_expired(name)
 
-    async def find(self, name: str, owner: str) -> ResumableStream | None:
-        """Return a stream of this or an earlier gateway, by its id or that of its answer.
+    async def find(self, name: StreamName) -> ResumableStream | None:
+        """Return a stream of an owner by its id or that of its answer.
 
         Raises:
             ApiError: it is another owner's, or there is no room to start it again.
         """
-        stream = self._table.find(name)
-        if stream is None:
-            row = self._rows.get(name) or self._rows.get(without_prefix(name))
-            if row is None:
-                return None
-            check_owner(row, owner)
-            await self._start(row.id)
-            stream = self._table.find(row.id)
-        if stream is not None:
-            check_owner(stream.row, owner)
+        bare = name._replace(id=without_prefix(name.id))
+        stream = await self.named(name) or await self.named(bare)
+        ids = (name.id, bare.id)
+        if stream is None and any(other.id in ids for other in [*self._rows, *self._table]):
+            raise ApiError(
+                403,
+                f"stream {name.id} belongs to another API key: use the key that started it",
+                "permission_error",
+                code="not_your_stream",
+            )
         return stream
 
-    async def _start(self, name: str) -> None:
+    async def named(self, name: StreamName) -> ResumableStream | None:
+        """Return a stream of this or an earlier gateway. Raise ApiError without room for it."""
+        if self._table.get(name) is None and name in self._rows:
+            await self._start(name)
+        return self._table.get(name)
+
+    async def _start(self, name: StreamName) -> None:
         """Start a stream again, unless that is done."""
         async with self._starting:
             row = self._rows.get(name)
@@ -104,15 +110,17 @@ class EarlierStreams:
 
     async def _take(self, request: web.Request) -> web.Response:
         """Start the stream of a row, for a request that this process has sent to itself."""
-        name = request.headers[NAME_HEADER]
+        owner, _, stream_id = request.headers[NAME_HEADER].rpartition("/")
+        name = StreamName(owner, stream_id)
         row = self._rows[name]
         handler = _handlers(self._app)[row.path]
         await read_bytes(request)
-        request[REQUEST_ID] = name
-        request[RECORD] = RequestLogRecord(request_id=name)
+        request[REQUEST_ID] = name.id
+        request[RECORD] = RequestLogRecord(request_id=name.id)
         set_caller(Caller(row.tenant, user=row.user, key_hash=row.key_hash))
         try:
-            self._table.start(row._replace(ended_at=None), answer_of(request, handler, True))
+            answer = answer_of(request, handler, True)
+            self._table.start(row._replace(ended_at=None), answer, is_resent=True)
         except ApiError as error:
             return web.Response(status=error.status, text=str(error))
         del self._rows[name]
@@ -141,7 +149,7 @@ class _OwnRequests(LoopbackServer):
 
     async def send(self, row: StreamRow) -> None:
         """Send the request of a row. Raise an ApiError if it is not taken."""
-        url, headers = f"http://streams{row.path}", {NAME_HEADER: row.id}
+        url, headers = f"http://streams{row.path}", {NAME_HEADER: row.name.in_file}
         async with self.session.post(url, data=row.body, headers=headers) as response:
             if response.status != 202:
                 raise ApiError(503, await response.text(), "server_error", code="too_many_streams")

@@ -11,6 +11,7 @@ from http_proc.gateway import GATEWAY
 from http_proc.responses import json_response
 from http_proc.streams.earlier_streams import EARLIER_STREAMS
 from http_proc.streams.resumable import follow, num_read_before
+from http_proc.streams.stream_rows import StreamName
 from http_proc.streams.stream_table import STREAMS, ResumableStream
 
 
@@ -36,17 +37,18 @@ async def delete_stream(request: web.Request) -> web.Response:
     """
     table, stream = request.app[STREAMS], await _find(request)
     table.forget(stream)
-    if not await request.app[GATEWAY].abort(stream.id):
+    if not await request.app[GATEWAY].abort_resumable(stream.row.key):
         stream.cancel()
     # The next gateway must not find it.
-    await asyncio.shield(asyncio.wrap_future(request.app[GATEWAY].stream_rows.remove(stream.id)))
+    removal = request.app[GATEWAY].stream_rows.remove(stream.row.name)
+    await asyncio.shield(asyncio.wrap_future(removal))
     return json_response(StreamDeleted(stream.id))
 
 
 async def _find(request: web.Request) -> ResumableStream:
     """Return the stream of a request. Raise a 404 or 403."""
-    name = request.match_info["id"]
-    stream = await request.app[EARLIER_STREAMS].find(name, current_caller().owner)
+    name = StreamName(current_caller().owner, request.match_info["id"])
+    stream = await request.app[EARLIER_STREAMS].find(name)
     if stream is None:
         raise request.app[STREAMS].missing(name)
     return stream

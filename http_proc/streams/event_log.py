@@ -1,27 +1,34 @@
 """The events of one resumable stream, numbered from 1, for readers that come and go."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
 from aiohttp import web
 
+from http_proc.event_sink import PIECE_BYTES
 from http_proc.responses import END_OF_EVENT
 
 
 class EventLog:
-    """An EventSink that keeps every event, in memory.
+    """An EventSink that keeps its events in memory: all of them, unless the first are dropped.
+
+    Args:
+        on_growth: called after events were appended.
 
     Attributes:
         headers: of the response; None until they are known.
-        num_bytes: size of all events.
+        num_bytes: size of the events that are kept.
+        num_dropped: number of the first events, which are kept no more.
         is_ended: no event follows.
         error: why the stream has ended before its last event; None where it has not.
         last_comment: the last comment.
         num_comments: number of comments so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_growth: Callable[[], None] = lambda: None) -> None:
+        self._on_growth = on_growth
+        self.num_dropped = 0
         self.headers: Mapping[str, str] | None = None
         self.num_bytes = 0
         self.is_ended = False
@@ -33,7 +40,7 @@ class EventLog:
         self._held_until: Future[None] | None = None
 
     def __len__(self) -> int:
-        return len(self._events)
+        return self.num_dropped + len(self._events)
 
     # --- the writer -------------------------------------------------------------------------------
 
@@ -60,9 +67,10 @@ class EventLog:
         if self.is_ended:
             return
         for event in data.removesuffix(END_OF_EVENT).split(END_OF_EVENT):
-            numbered = b"id: %d\n%b\n\n" % (len(self._events) + 1, event)
+            numbered = b"id: %d\n%b\n\n" % (len(self) + 1, event)
             self._events.append(numbered)
             self.num_bytes += len(numbered)
+        self._on_growth()
         self._wake()
 
     async def comment(self, line: bytes) -> None:
@@ -92,9 +100,32 @@ class EventLog:
             await self.change()
         return self.headers
 
-    def since(self, num_read: int) -> bytes:
-        """Return the events after the first `num_read`."""
-        return b"".join(self._events[num_read:])
+    def drop_first(self, num_bytes: int) -> None:
+        """Keep the first events no more, of about this size, but always the last event."""
+        count = dropped = 0
+        while dropped < num_bytes and count < len(self._events) - 1:
+            dropped += len(self._events[count])
+            count += 1
+        del self._events[:count]
+        self.num_dropped += count
+        self.num_bytes -= dropped
+
+    def since(self, num_read: int) -> list[bytes]:
+        """Return events after the first `num_read`: at least one, and about PIECE_BYTES at most.
+
+        They are those of the log, not copies.
+
+        Raises:
+            LookupError: the next event was dropped.
+        """
+        first = last = num_read - self.num_dropped
+        if first < 0:
+            raise LookupError(f"the first {self.num_dropped} events are kept no more")
+        size = 0
+        while last < len(self._events) and size < PIECE_BYTES:
+            size += len(self._events[last])
+            last += 1
+        return self._events[first:last]
 
     async def change(self) -> None:
         """Wait until anything comes: headers, events, a comment, the end."""

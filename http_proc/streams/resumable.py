@@ -8,13 +8,14 @@ from aiohttp import web
 from http_proc.caller import current_caller
 from http_proc.endpoints.endpoint import Handler
 from http_proc.endpoints.request_body import read_bytes
+from http_proc.event_sink import write_pieces
 from http_proc.gateway import GATEWAY, REQUEST_ID, wall_seconds
 from http_proc.protocol.errors import ApiError, invalid
 from http_proc.resumption import new_key
 from http_proc.streams.earlier_streams import EARLIER_STREAMS
 from http_proc.streams.event_log import EventLog
 from http_proc.streams.stream_answer import HANDLERS, answer_of
-from http_proc.streams.stream_rows import StreamRow
+from http_proc.streams.stream_rows import StreamName, StreamRow
 from http_proc.streams.stream_table import STREAMS, ResumableStream, StreamTable
 
 RESUMABLE_HEADER, STREAM_HEADER = "X-Resumable", "X-Stream-Id"
@@ -82,8 +83,9 @@ async def _answer(
 async def _of_same_request(request: web.Request, body: bytes) -> ResumableStream | None:
     """Return the stream of the request that has the same X-Request-Id, and must be the same."""
     stream_id, table = request[REQUEST_ID], request.app[STREAMS]
-    stream = await request.app[EARLIER_STREAMS].find(stream_id, current_caller().owner)
-    if stream is None or stream.id != stream_id:
+    name = StreamName(current_caller().owner, stream_id)
+    stream = await request.app[EARLIER_STREAMS].named(name)
+    if stream is None:
         return None
     if stream.has_failed:
         table.forget(stream)
@@ -124,6 +126,15 @@ async def follow(
                 f"{STARTING_AFTER} is {num_read}, and the stream has ended with event {len(log)}",
                 STARTING_AFTER,
             )
+        if num_read < log.num_dropped:
+            raise ApiError(
+                404,
+                f"the events of stream {stream.id} up to number {log.num_dropped} have made room"
+                " for later ones, and the request was for those after number"
+                f" {num_read}: read a long stream while it is made, or resume with a later event",
+                param=STARTING_AFTER,
+                code="stream_expired",
+            )
         response = web.StreamResponse(headers={**headers, STREAM_HEADER: stream.id})
         await response.prepare(request)
         await _copy(log, response, num_read)
@@ -135,8 +146,12 @@ async def _copy(log: EventLog, response: web.StreamResponse, num_read: int) -> N
     num_comments = log.num_comments
     while True:
         if len(log) > num_read:
-            data, num_read = log.since(num_read), len(log)
-            await response.write(data)  # waits while the connection's buffer is full
+            try:
+                events = log.since(num_read)
+            except LookupError as error:
+                raise ConnectionResetError(f"the reader is too slow: {error}") from None
+            num_read += len(events)
+            await write_pieces(response, events)
         elif log.error is not None:
             raise ConnectionResetError("the stream has ended before its last event")
         elif log.is_ended:

@@ -31,6 +31,23 @@ CREATE TABLE IF NOT EXISTS address (hex TEXT NOT NULL);
 """
 
 
+class StreamName(NamedTuple):
+    """The name of a stream: an id is one of its owner, and others may have the same.
+
+    Attributes:
+        owner: as Caller.owner.
+        id: the X-Request-Id of its request.
+    """
+
+    owner: str
+    id: str
+
+    @property
+    def in_file(self) -> str:
+        """The id of its row; a stream's id has no slash."""
+        return f"{self.owner}/{self.id}"
+
+
 class StreamRow(NamedTuple):
     """One resumable stream.
 
@@ -58,6 +75,11 @@ class StreamRow(NamedTuple):
     def owner(self) -> str:
         """Who may read the stream, as Caller.owner."""
         return self.tenant or self.key_hash
+
+    @property
+    def name(self) -> StreamName:
+        """Its name."""
+        return StreamName(self.owner, self.id)
 
 
 class _Write(NamedTuple):
@@ -113,26 +135,26 @@ class StreamRows:
         """Return every row, in the order in which they were written."""
         names = ", ".join(StreamRow._fields)
         rows = self._database.execute(f"SELECT {names} FROM streams ORDER BY rowid")
-        return [StreamRow(*row) for row in rows]
+        return [StreamRow(row[0].rpartition("/")[2], *row[1:]) for row in rows]
 
     def add(self, row: StreamRow) -> "Future[None]":
         """Write a row."""
         names, marks = ", ".join(StreamRow._fields), ", ".join("?" * len(row))
         statement = f"INSERT OR REPLACE INTO streams ({names}) VALUES ({marks})"
-        return self._write(statement, row, is_new=True)
+        return self._write(statement, row._replace(id=row.name.in_file), is_new=True)
 
     def decide(self, row: StreamRow) -> "Future[None]":
         """Write the decisions of a row that is there."""
         statement = "UPDATE streams SET decisions = ? WHERE id = ?"
-        return self._write(statement, (row.decisions, row.id))
+        return self._write(statement, (row.decisions, row.name.in_file))
 
-    def end(self, stream_id: str, at: float) -> "Future[None]":
+    def end(self, name: StreamName, at: float) -> "Future[None]":
         """Note that a stream has ended."""
-        return self._write("UPDATE streams SET ended_at = ? WHERE id = ?", (at, stream_id))
+        return self._write("UPDATE streams SET ended_at = ? WHERE id = ?", (at, name.in_file))
 
-    def remove(self, stream_id: str) -> "Future[None]":
+    def remove(self, name: StreamName) -> "Future[None]":
         """Remove a row."""
-        return self._write("DELETE FROM streams WHERE id = ?", (stream_id,))
+        return self._write("DELETE FROM streams WHERE id = ?", (name.in_file,))
 
     def close(self) -> None:
         """Write what waits, and close the file."""
@@ -207,6 +229,10 @@ def _open(directory: Path | None) -> sqlite3.Connection:
             database.execute(
                 "ALTER TABLE streams ADD COLUMN decisions BLOB NOT NULL DEFAULT x'7b7d'"
             )
+        database.execute(  # a file of an earlier version has the ids without their owners
+            "UPDATE streams SET id = CASE tenant WHEN '' THEN key_hash ELSE tenant END || '/' || id"
+            " WHERE instr(id, '/') = 0"
+        )
     except sqlite3.Error:
         database.close()
         raise

@@ -10,6 +10,7 @@ from http_proc.apis.responses.plan import ResponsePlan, make_plan
 from http_proc.apis.responses.saving import Saving, SavingSink
 from http_proc.apis.responses.store import Items, ResponseStore, store_of
 from http_proc.apis.responses.stream import ResponseStream
+from http_proc.caller import current_caller
 from http_proc.chat.answers import read_chat, stream_chat
 from http_proc.endpoints.request_body import read_object
 from http_proc.event_sink import SINK, sink_of
@@ -18,6 +19,7 @@ from http_proc.observe.request_log import RECORD
 from http_proc.responses import json_response, record
 from http_proc.resumption import current_resumption
 from http_proc.streams.earlier_streams import EARLIER_STREAMS
+from http_proc.streams.stream_rows import StreamName
 
 _BEGIN = "response"
 
@@ -67,7 +69,8 @@ async def _new_id(request: web.Request, store: ResponseStore, response_id: str) 
     if "X-Request-Id" not in request.headers and current_resumption() is None:
         return response_id
     earlier = request.app.get(EARLIER_STREAMS) if current_resumption() is None else None
-    is_taken = earlier is not None and earlier.has(request[REQUEST_ID], request.path)
+    name = StreamName(current_caller().owner, request[REQUEST_ID])
+    is_taken = earlier is not None and earlier.has(name, request.path)
     return await store.unused_id(response_id, is_taken)
 
 

@@ -19,6 +19,7 @@ from http_proc.apis.responses.stored.response_store import StoredResponses
 from http_proc.apis.responses.stream import ResponseStream
 from http_proc.caller import set_caller
 from http_proc.chat.answers import read_chat
+from http_proc.event_sink import PIECE_BYTES
 from http_proc.gateway import Gateway
 from http_proc.protocol.errors import RETRY_AFTER_S, ApiError, from_ring
 from http_proc.responses import END_OF_EVENT
@@ -107,8 +108,12 @@ class BackgroundRun:
         return self.task.done() and not self.is_ended
 
     def events_after(self, num_read: int) -> list[bytes]:
-        """Return the events after the first `num_read`."""
-        return self._events[num_read:]
+        """Return events after the first `num_read`, about PIECE_BYTES at most; not copies."""
+        last, size = num_read, 0
+        while last < len(self._events) and size < PIECE_BYTES:
+            size += len(self._events[last])
+            last += 1
+        return self._events[num_read:last]
 
     async def change(self) -> None:
         """Wait until events come, or the end."""

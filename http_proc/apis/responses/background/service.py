@@ -17,6 +17,7 @@ from http_proc.apis.responses.store import REMEDY, RESPONSE_STORE, Items
 from http_proc.apis.responses.stored.database import RETRY_S, StorageError
 from http_proc.apis.responses.stored.response_store import StoredResponses
 from http_proc.caller import current_caller
+from http_proc.event_sink import write_pieces
 from http_proc.gateway import GATEWAY, Gateway, ResponseHead
 from http_proc.protocol.errors import RETRY_AFTER_S, ApiError, from_ring, invalid
 from http_proc.responses import HEADERS, SERVER_SENT_EVENTS, json_response
@@ -163,7 +164,7 @@ async def send_events(
     while True:
         if events := run.events_after(num_read):
             num_read += len(events)
-            await response.write(b"".join(events))  # waits while the connection's buffer is full
+            await write_pieces(response, events)
         elif run.is_ended:
             break
         elif run.is_stopped:

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from bench.client.server import free_port
+from http_proc.caller import short_hash
 from http_proc.gateway import Gateway
 from http_proc.listener import bind, listen, make_runner, tls_context
 from http_proc.streams.stream_rows import FILE_NAME, StreamRow, StreamRows
@@ -340,7 +341,8 @@ def test_the_same_request_sent_to_the_next_gateway_is_the_same_stream(tmp_path: 
 
 def test_streams_of_another_model_and_old_ones_are_expired(tmp_path: Path) -> None:
     def row(name: str, model: str, ended_at: float | None) -> StreamRow:
-        return StreamRow(name, name, "/v1/completions", b"{}", "", "", "", 0, model, ended_at)
+        mine = short_hash("mine")
+        return StreamRow(name, name, "/v1/completions", b"{}", "", "", mine, 0, model, ended_at)
 
     rows = StreamRows(tmp_path)
     rows.add(row("old", "tiny", 0.0)).result()
@@ -429,3 +431,20 @@ def test_a_full_disk_costs_one_line_and_no_stream(
 
     run(check())
     assert len([line for line in caplog.messages if "is full" in line]) == 1
+
+
+def test_rows_of_an_earlier_version_have_ids_of_their_owners_and_are_found(tmp_path: Path) -> None:
+    StreamRows(tmp_path).close()
+    database = sqlite3.connect(tmp_path / FILE_NAME)
+    for row_id, tenant, key_hash in (("1", "alice", ""), ("2", "", "hash"), ("3", "", "")):
+        values = (row_id, "key", "/v1/completions", b"{}", tenant, "", key_hash, 0, "tiny")
+        names = "id, key, path, body, tenant, user, key_hash, created, model"
+        database.execute(f"INSERT INTO streams ({names}) VALUES (?,?,?,?,?,?,?,?,?)", values)
+    database.commit()
+    database.close()
+    rows = StreamRows(tmp_path)
+    assert [row.name for row in rows.all()] == [("alice", "1"), ("hash", "2"), ("", "3")]
+    for row in rows.all():
+        rows.remove(row.name).result()
+    assert rows.all() == []
+    rows.close()

@@ -2,17 +2,24 @@
 
 import asyncio
 import json
+import socket
+import tracemalloc
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from http_proc.event_sink import write_pieces
 from http_proc.gateway import Gateway
-from http_proc.streams import stream_table
+from http_proc.streams import earlier_streams, stream_table
+from http_proc.streams.event_log import EventLog
+from http_proc.streams.stream_rows import StreamName
 from http_proc.streams.stream_table import ResumableStream, StreamTable
 from quadriga.errors import PromptTooLong
+from quadriga.tenants.key_file import hash_of_key
 from tests.unit.scripted_ring import ScriptedRing, chunk, run_at_gateway
 
 PIECES = ["One", " two", " three", " four"]
@@ -38,6 +45,20 @@ class OpenRing(ScriptedRing):
     async def abort(self, request_id: str) -> None:
         self.finish_reason = "abort"
         self.finish("")
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> list[StreamTable]:
+    """Return a list that gets the table of each gateway."""
+    found: list[StreamTable] = []
+
+    class Seen(StreamTable):
+        def __init__(self, gateway: Gateway) -> None:
+            super().__init__(gateway)
+            found.append(self)
+
+    monkeypatch.setattr(earlier_streams, "StreamTable", Seen)
+    return found
 
 
 @asynccontextmanager
@@ -296,17 +317,209 @@ def test_ended_streams_make_room_and_running_ones_do_not() -> None:
     run_at_gateway(ring, check, max_resumable_streams=1)
 
 
-def test_the_bytes_of_all_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_table, "MAX_BYTES", 100)
+def test_the_requests_of_running_streams_have_a_bound_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream_table, "MAX_BYTES", 3000)
     ring = OpenRing(PIECES)
 
     async def check(gateway: Gateway) -> None:
         async with streaming(gateway) as response:
             assert await events_of(response, 1)
-            async with streaming(gateway) as refused:
+            async with streaming(gateway, prompt="a" * 3000) as refused:
                 assert refused.status == 503
+            async with streaming(gateway, prompt="a" * 1000) as response:
+                assert await events_of(response, 1)
 
     run_at_gateway(ring, check)
+
+
+def test_a_long_stream_keeps_its_last_events_and_a_reader_that_keeps_up_gets_all(
+    monkeypatch: pytest.MonkeyPatch, tables: list[StreamTable]
+) -> None:
+    monkeypatch.setattr(stream_table, "MAX_BYTES", 20_000)
+    monkeypatch.setattr(stream_table, "DROPPED_AT_ONCE_BYTES", 1000)
+
+    class PacedRing(OpenRing):
+        """A ring that sends one piece after the other, as they are asked for."""
+
+        def _answer(self, handle: Any, sink: Any) -> None:
+            """Wait for the test."""
+
+    ring = PacedRing([])
+
+    async def first_piece(ring: PacedRing) -> None:
+        await until(lambda: ring.sinks)
+        ring.sinks[0](chunk("first"))
+
+    async def check(gateway: Gateway) -> None:
+        asked = asyncio.create_task(first_piece(ring))
+        async with streaming(gateway) as response:
+            await asked
+            name = response.headers["X-Stream-Id"]
+            events: list[bytes] = []
+            for number in range(200):
+                ring.sinks[0](chunk(f"piece {number} "))
+                events += await events_of(response, 1)
+                assert tables[0].num_bytes <= 20_000
+            ring.finish()
+            events += await events_of(response)
+        numbers = [int(event.split(b"\n")[0].removeprefix(b"id: ")) for event in events]
+        assert numbers == list(range(1, len(events) + 1))
+        async with reading(gateway, name) as response:
+            assert response.status == 404
+            error = (await response.json())["error"]
+            assert error["code"] == "stream_expired"
+        num_dropped = int(error["message"].split("up to number ")[1].split()[0])
+        assert 0 < num_dropped < len(events) - 10
+        async with reading(gateway, name, num_dropped) as response:
+            assert await events_of(response) == events[num_dropped:]
+
+    run_at_gateway(ring, check)
+
+
+def test_readers_that_do_not_read_share_one_copy(tables: list[StreamTable]) -> None:
+    pieces = ["a" * 1000] * 3000
+    num_readers = 20
+
+    async def check(gateway: Gateway) -> None:
+        async with streaming(gateway) as response:
+            name, size = response.headers["X-Stream-Id"], len(await response.read())
+        assert size > 3_000_000
+        address = ("127.0.0.1", gateway.args.port)
+        readers = []
+        loop = asyncio.get_running_loop()
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            for _ in range(num_readers):
+                reader = socket.socket()
+                reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                reader.setblocking(False)
+                await loop.sock_connect(reader, address)
+                line = f"GET /v1/streams/{name} HTTP/1.1\r\nHost: x\r\n\r\n"
+                await loop.sock_sendall(reader, line.encode())
+                assert await loop.sock_recv(reader, 100)
+                readers.append(reader)
+            stream = tables[0].get(StreamName("", name))
+            assert stream is not None
+            await until(lambda: stream.num_readers == num_readers)
+            for _ in range(100):
+                await asyncio.sleep(0)
+            held = tracemalloc.get_traced_memory()[1] - before
+        finally:
+            tracemalloc.stop()
+            for reader in readers:
+                reader.close()
+        assert held < size
+        await until(lambda: not stream.num_readers)
+
+    run_at_gateway(ScriptedRing(pieces), check)
+
+
+def test_a_long_event_is_sent_without_a_copy() -> None:
+    log, sent = EventLog(), []
+
+    class Response:
+        async def write(self, data: bytes | memoryview) -> None:
+            sent.append(data)
+
+    async def check() -> None:
+        await log.write(b"data: " + b"a" * 1_000_000 + b"\n\n")
+        (event,) = log.since(0)
+        await write_pieces(Response(), [event])  # type: ignore[arg-type]
+        assert all(isinstance(piece, memoryview) and piece.obj is event for piece in sent)
+        assert b"".join(sent) == event
+
+    asyncio.run(check())
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> dict[str, Any]:
+    path = tmp_path / "keys.yaml"
+    names = ("alice", "bob", "tiny")
+    path.write_text("".join(f"- name: {n}\n  key: {hash_of_key(n.encode())}\n" for n in names))
+    return {"keys": str(path), "api_key": "op"}
+
+
+def as_tenant(name: str, stream_id: str = "") -> dict[str, str]:
+    headers = {"Authorization": f"Bearer {name}"}
+    return headers | ({"X-Request-Id": stream_id} if stream_id else {})
+
+
+def test_an_id_of_a_stream_is_one_of_its_tenant(tenants: dict[str, Any]) -> None:
+    aborted: list[int] = []
+
+    class AbortedRing(OpenRing):
+        """A ring that ends the request that is aborted, and no other."""
+
+        async def abort(self, request_id: str) -> None:
+            aborted.append(int(request_id))
+            self.finish_reason = "abort"
+            self.handles[int(request_id)].done = True
+            self.sinks[int(request_id)](chunk("", self._completion()))
+
+    ring = AbortedRing(PIECES)
+
+    async def check(gateway: Gateway) -> None:
+        async with (
+            streaming(gateway, headers=as_tenant("alice", "1"), prompt="of alice") as first,
+            streaming(gateway, headers=as_tenant("bob", "1"), prompt="of bob") as second,
+            streaming(gateway, headers=as_tenant("bob", "job-1")) as third,
+            streaming(gateway, headers=as_tenant("op", "cmpl-1")) as fourth,
+        ):
+            begun = [await events_of(one, 1) for one in (first, second, third, fourth)]
+            assert len(ring.submitted) == 4
+            async with reading(gateway, "1", headers=as_tenant("bob")) as response:
+                assert await events_of(response, 1) == begun[1]
+            for name in ("alice", "bob"):
+                async with streaming(
+                    gateway, headers=as_tenant(name, "1"), prompt=f"of {name}"
+                ) as again:
+                    assert again.headers["X-Stream-Id"] == "1"
+            assert len(ring.submitted) == 4
+            async with reading(gateway, "job-1", headers=as_tenant("alice")) as response:
+                assert response.status == 200  # its own stream 1, with a prefix
+            async with reading(gateway, "1", headers=as_tenant("tiny")) as response:
+                assert response.status == 403
+            async with (
+                aiohttp.ClientSession(headers=as_tenant("bob")) as session,
+                session.delete(f"{gateway.args.url}/v1/streams/1") as response,
+            ):
+                assert response.status == 200
+            assert b'"finish_reason":"abort"' in b"".join(await events_of(second))
+            assert aborted == [1]
+
+    run_at_gateway(ring, check, **tenants)
+
+
+def test_streams_of_one_tenant_leave_room_for_those_of_others(tenants: dict[str, Any]) -> None:
+    ring = OpenRing(PIECES)
+
+    async def check(gateway: Gateway) -> None:
+        ring.leaves_open = False
+        async with streaming(gateway, headers=as_tenant("bob", "ended")) as response:
+            await events_of(response)
+        for number in range(12):
+            async with streaming(gateway, headers=as_tenant("alice", str(number))) as response:
+                await events_of(response)
+        async with reading(gateway, "ended", headers=as_tenant("bob")) as response:
+            assert len(await events_of(response)) == len(PIECES) + 1
+        async with reading(gateway, "0", headers=as_tenant("alice")) as response:
+            assert (await response.json())["error"]["code"] == "stream_expired"
+        ring.leaves_open = True
+        statuses = []
+        async with AsyncExitStack() as stack:
+            for number in range(20, 28):
+                headers = as_tenant("alice", str(number))
+                one = await stack.enter_async_context(streaming(gateway, headers=headers))
+                statuses.append(one.status)
+            assert statuses == [200] * 5 + [503] * 3
+            for name in ("bob", "tiny", "op"):
+                async with streaming(gateway, headers=as_tenant(name)) as response:
+                    assert response.status == 200
+
+    run_at_gateway(ring, check, max_resumable_streams=8, **tenants)
 
 
 def test_streams_that_are_resumable_by_default_run_without_room(
