@@ -10,7 +10,7 @@ from http_proc.endpoints import openapi
 from http_proc.endpoints.request_body import expect_continue
 from http_proc.gateway import GATEWAY, Gateway
 from http_proc.live.endpoint import add_live
-from http_proc.middleware import auth
+from http_proc.middleware import auth, web_pages
 from http_proc.middleware.request_scope import ERROR_BODIES, request_scope
 from http_proc.middleware.tracing import add_header, trace_requests
 from http_proc.streams.earlier_streams import stream_lifetime
@@ -22,8 +22,7 @@ def make_app(gateway: Gateway) -> web.Application:
     """Return the web application of a gateway."""
     args = gateway.args
     middlewares: list[Middleware] = [trace_requests, request_scope]
-    if args.origins:
-        middlewares.append(auth.answer_preflight)
+    middlewares.append(web_pages.page_check(args, gateway.config.tenants))
     if not args.no_ui:
         middlewares.append(serve_page())
     if auth.needs_key_check(args, gateway.config.tenants):
@@ -37,7 +36,7 @@ def make_app(gateway: Gateway) -> web.Application:
     app.cleanup_ctx.append(stream_lifetime)
     add_live(app)
     add_what_if(app)
-    app.on_response_prepare.append(auth.response_hook(args))
+    app.on_response_prepare.append(web_pages.response_hook(args))
     app.on_response_prepare.append(add_header)
     routes = {"get": web.get, "post": web.post, "delete": web.delete}
     for endpoint in openapi.ENDPOINTS:

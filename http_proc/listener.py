@@ -5,13 +5,16 @@ import errno
 import logging
 import socket
 import ssl
-from typing import cast
+from http import HTTPStatus
+from typing import Any, cast
 
-from aiohttp import web
+from aiohttp import http_exceptions, web
+from aiohttp.web_protocol import RequestHandler
 
 from http_proc.app import make_app
+from http_proc.endpoints.request_body import unsupported_coding
 from http_proc.gateway import Gateway
-from http_proc.protocol.errors import RETRY_AFTER_S, ApiError
+from http_proc.protocol.errors import RETRY_AFTER_S, ApiError, invalid
 from quadriga.config.http_args import HttpArgs
 from quadriga.errors import AddressInUse, ConfigError
 from quadriga.runtime.open_files import allow_open_files
@@ -68,14 +71,70 @@ def tls_context(args: HttpArgs) -> ssl.SSLContext | None:
     return context
 
 
+class GatewayConnection(RequestHandler):
+    """A connection that answers in the gateway's form also what no middleware sees.
+
+    That is what aiohttp's parser refuses, and what aiohttp refuses before the application is
+    called. The path, and so the API, of such a request is not known: OpenAI's form is taken.
+    """
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = HTTPStatus.INTERNAL_SERVER_ERROR,
+        exc: BaseException | None = None,
+        message: str | None = None,  # noqa: ARG002 - the parser's
+    ) -> web.StreamResponse:
+        """Answer a request that could not be read."""
+        if request.writer.output_size > 0:
+            raise ConnectionResetError("a part of the answer has been sent")
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            logging.error("a connection failed", exc_info=exc)
+            error = ApiError(status, "the gateway failed; its log says why", "server_error")
+        else:
+            error = refused_by_parser(exc)
+        response = response_of(error)
+        response.force_close()
+        return response
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: Any, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send a response; an error of aiohttp's own gets the gateway's form."""
+        if isinstance(resp, web.HTTPException) and resp.status >= HTTPStatus.BAD_REQUEST:
+            resp = response_of(ApiError(resp.status, resp.reason, code="refused"))
+        return await super().finish_response(request, resp, start_time)
+
+
+def refused_by_parser(error: BaseException | None) -> ApiError:
+    """Return the 4xx for what aiohttp's parser refuses, without the parser's words."""
+    if isinstance(error, http_exceptions.ContentEncodingError):
+        return unsupported_coding()
+    if isinstance(error, http_exceptions.LineTooLong):
+        return ApiError(
+            HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+            "a line of the request's head is too long: at most 8,190 bytes are read",
+            code="head_too_large",
+        )
+    return invalid("the bytes are no HTTP/1.0 or HTTP/1.1 request", code="invalid_http")
+
+
+def response_of(error: ApiError) -> web.Response:
+    """Return the answer to a request that reached no handler."""
+    response = web.Response(
+        body=error.body(), status=error.status, headers=error.headers(),
+        content_type="application/json",
+    )  # fmt: skip
+    response.headers["Server"] = "quadriga"
+    return response
+
+
 async def make_runner(gateway: Gateway) -> web.AppRunner:
     """Return aiohttp's runner of the gateway's application, without connections."""
     runner = web.AppRunner(
         make_app(gateway),
-        access_log=None,
         handler_cancellation=True,
         handle_signals=False,
-        keepalive_timeout=IDLE_TIMEOUT_S,
         shutdown_timeout=FLUSH_TIMEOUT_S,
     )
     await runner.setup()
@@ -90,13 +149,19 @@ async def listen(
     handlers = runner.server
     assert handlers is not None
 
+    loop = asyncio.get_running_loop()
+
     def make_protocol() -> asyncio.Protocol:
         if len(handlers.connections) < max_connections:
-            return handlers()
+            return GatewayConnection(
+                handlers,
+                loop=loop,
+                keepalive_timeout=IDLE_TIMEOUT_S,
+                access_log=None,  # type: ignore[arg-type]  # none is written, as by web.AppRunner
+            )
         gateway.metrics.num_refused_connections += 1
         return OverloadedProtocol(max_connections)
 
-    loop = asyncio.get_running_loop()
     return await loop.create_server(make_protocol, sock=listener, ssl=tls, backlog=BACKLOG)
 
 

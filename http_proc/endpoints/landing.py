@@ -9,8 +9,10 @@ from aiohttp import web
 
 from http_proc.gateway import GATEWAY
 from http_proc.responses import json_response
+from http_proc.ui.page import policy_of_inline
 
-PAGE = Template(Path(__file__).with_name("landing.html").read_text(encoding="utf-8"))
+HTML = Path(__file__).with_name("landing.html").read_text(encoding="utf-8")
+PAGE, POLICY = Template(HTML), policy_of_inline(HTML)
 
 
 class LandingAnswer(msgspec.Struct):
@@ -30,7 +32,8 @@ async def landing(request: web.Request) -> web.Response:
     model = request.app[GATEWAY].model
     if "text/html" in request.headers.get("Accept", ""):
         text = PAGE.substitute(model=html.escape(model))
-        response = web.Response(text=text, content_type="text/html")
+        policy = {"Content-Security-Policy": POLICY}
+        response = web.Response(text=text, content_type="text/html", headers=policy)
     else:
         response = json_response(LandingAnswer(model))
     response.headers["Vary"] = "Accept"

@@ -28,12 +28,14 @@ from http_proc.endpoints.traces import TRACE_ENDPOINTS
 from http_proc.live.endpoint import live
 from http_proc.protocol import sampling
 from http_proc.streams.endpoints import STREAM_ENDPOINTS
+from http_proc.ui.page import policy_of_inline
 from http_proc.what_if.endpoint import WHAT_IF_ENDPOINTS
 from quadriga.sampling.limits import LIMITS
 from quadriga.sampling.params import SamplingParams
 
 _PATH_NAME = re.compile(r"\{(\w+)\}")
-PAGE = Path(__file__).with_name("docs.html")
+PAGE = Path(__file__).with_name("docs.html").read_text(encoding="utf-8")
+PAGE_POLICY = policy_of_inline(PAGE)
 
 
 @cache
@@ -141,9 +143,10 @@ async def openapi(_: web.Request) -> web.Response:
     return web.Response(body=document(), content_type="application/json")
 
 
-async def docs(_: web.Request) -> web.FileResponse:
+async def docs(_: web.Request) -> web.Response:
     """Return a page that shows the document and loads nothing from other hosts."""
-    return web.FileResponse(PAGE, headers={"Content-Type": "text/html; charset=utf-8"})
+    policy = {"Content-Security-Policy": PAGE_POLICY}
+    return web.Response(text=PAGE, content_type="text/html", charset="utf-8", headers=policy)
 
 
 ENDPOINTS = [

@@ -15,6 +15,9 @@ from http_proc.protocol.sampling import wrong_type
 
 BODY_TIMEOUT_S = 60.0
 
+# Content-Encoding of bodies.
+CODINGS = frozenset({"identity", "gzip", "deflate"})
+
 # A body that was received before its handler reads it.
 BODY = web.RequestKey("body", bytes)
 
@@ -23,16 +26,35 @@ _decode = msgspec.json.Decoder().decode
 
 
 async def expect_continue(request: web.Request) -> None:
-    """Answer `Expect: 100-continue`.
-
-    aiohttp's own handler copies the header into its refusal, which fails if it is not UTF-8.
-    """
-    if request.version < HttpVersion11:
+    """Answer `Expect: 100-continue`; `check_head` refuses anything else."""
+    if request.version < HttpVersion11 or request.headers["Expect"].lower() != "100-continue":
         return
-    if request.headers["Expect"].lower() != "100-continue":
-        raise web.HTTPExpectationFailed(text="Expect may be 100-continue only")
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0  # the interim response is not part of the answer
+
+
+def check_head(request: web.Request) -> None:
+    """Raise ApiError for headers that ask for what the gateway cannot do."""
+    expected = request.headers.get("Expect", "100-continue")
+    if expected.lower() != "100-continue" and request.version >= HttpVersion11:
+        raise ApiError(
+            417,
+            "the header Expect may be 100-continue only: leave it out",
+            code="expectation_failed",
+        )
+    coding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if coding not in CODINGS:
+        raise unsupported_coding()
+
+
+def unsupported_coding() -> ApiError:
+    """Return the 415 for a body in a Content-Encoding that cannot be read."""
+    return ApiError(
+        415,
+        f"the header Content-Encoding may be {', '.join(sorted(CODINGS))}: leave it out, and send"
+        " the body as it is",
+        code="unsupported_content_encoding",
+    )
 
 
 async def read_bytes(request: web.Request) -> bytes:

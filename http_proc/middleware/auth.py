@@ -1,28 +1,20 @@
-"""API keys and CORS: which clients, and which web pages, may call the gateway."""
+"""API keys: which clients may call the gateway, and for which tenant."""
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from http_proc.caller import USER_HEADER, Caller, set_caller, short_hash
-from http_proc.gateway import REQUEST_ID, request_id
-from http_proc.protocol.errors import POSITION_HEADER, WAIT_HEADER, ApiError
+from http_proc.protocol.errors import ApiError
 from quadriga.config.http_args import HttpArgs
 from quadriga.config.tenant_args import TenantArgs
 from quadriga.tenants.key_file import TenantFile
 
 # Probes need no key: monitoring should not have to hold one.
 PUBLIC_PATHS = frozenset({"/livez", "/readyz", "/health"})
-PREFLIGHT_MAX_AGE_S = "600"
-EXPOSED_HEADERS = (
-    f"X-Request-Id, Request-Id, X-Stream-Id, Retry-After, {POSITION_HEADER}, {WAIT_HEADER}"
-)
-
-ResponseHook = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 
 
 def key_check(args: HttpArgs, tenants: TenantArgs, file: TenantFile | None) -> Middleware:
@@ -68,6 +60,11 @@ def key_check(args: HttpArgs, tenants: TenantArgs, file: TenantFile | None) -> M
     return check
 
 
+def needs_key(args: HttpArgs, tenants: TenantArgs) -> bool:
+    """Return whether a request without a key is refused."""
+    return bool(args.api_keys or tenants.keys)
+
+
 def needs_key_check(args: HttpArgs, tenants: TenantArgs) -> bool:
     """Return whether requests need keys, or belong to tenants."""
     return bool(args.api_keys) or tenants.has_tenants
@@ -94,35 +91,3 @@ def _caller_with_key(given: list[bytes], keys: list[bytes], tenant: str) -> Call
 def _as_bytes(text: str) -> bytes:
     """Encode a text that Python decoded from arbitrary bytes: a header, an argument."""
     return text.encode("utf-8", "surrogateescape")
-
-
-@web.middleware
-async def answer_preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer a browser's CORS preflight request; `response_hook` adds the headers."""
-    if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
-        return web.Response(status=204)
-    return await handler(request)
-
-
-def response_hook(args: HttpArgs) -> ResponseHook:
-    """Return a hook that adds the request id and the CORS headers to every response."""
-    origins = args.origins
-
-    async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-        response.headers["Server"] = "quadriga"
-        response.headers["X-Request-Id"] = request.get(REQUEST_ID) or request_id(request)
-        # The name by which Anthropic's clients read it.
-        response.headers["Request-Id"] = response.headers["X-Request-Id"]
-        origin = request.headers.get("Origin")
-        if origin is None or not ("*" in origins or origin in origins):
-            return
-        response.headers["Access-Control-Allow-Origin"] = "*" if "*" in origins else origin
-        response.headers["Vary"] = "Origin"
-        response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
-        if request.method == "OPTIONS":
-            response.headers["Access-Control-Allow-Methods"] = "GET, POST, DELETE"
-            requested = request.headers.get("Access-Control-Request-Headers", "")
-            response.headers["Access-Control-Allow-Headers"] = requested
-            response.headers["Access-Control-Max-Age"] = PREFLIGHT_MAX_AGE_S
-
-    return add_headers

@@ -6,16 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
+from http_proc.endpoints.request_body import check_head
 from http_proc.gateway import GATEWAY, REQUEST_ID, request_id
 from http_proc.middleware.slow_client import SlowClientGuard
 from http_proc.observe.request_log import RECORD, RequestLogRecord, log_request
-from http_proc.protocol.errors import ApiError, from_ring
+from http_proc.protocol.errors import ApiError, from_ring, invalid
 from http_proc.protocol.timings import SERVER_TIMING, server_timing, stages
 from quadriga.errors import QuadrigaError
 from quadriga.runtime.request_line import in_a_line
 
+BROKEN_BODY = (
+    "the body is not what its headers say: its Content-Encoding, Content-Length or chunks are wrong"
+)
 # The format of errors by the handler of an endpoint.
 ERROR_BODIES = web.AppKey("error_bodies", dict[Any, Callable[[ApiError], bytes]])
 
@@ -48,6 +53,7 @@ def _add_timing(request: web.Request, response: web.StreamResponse) -> None:
 async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamResponse, str]:
     """Return the answer, or an error in the API's format, and the outcome for the log."""
     try:
+        check_head(request)
         response = await handler(request)
         request[RECORD].status = response.status
         return response, str(response.status)
@@ -84,6 +90,8 @@ def _api_error(request: web.Request, error: Exception) -> ApiError:
         return error
     if isinstance(error, QuadrigaError):
         return from_ring(error, {})
+    if isinstance(error, web.RequestPayloadError | HttpProcessingError):
+        return invalid(BROKEN_BODY, code="invalid_body")
     if isinstance(error, web.HTTPException):
         code = error.reason.lower().replace(" ", "_")
         api_error = ApiError(error.status, _message(request, error), code=code)

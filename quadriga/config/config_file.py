@@ -17,7 +17,8 @@ def read_config(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Read a file of flags.
 
     A key is a flag without its dashes, `max-batch-size` or `max_batch_size`. A list stands for the
-    comma-separated items of a flag. Keys without a value are ignored.
+    comma-separated items of a flag. Keys without a value are
+    ignored, but for flags that protect the server.
 
     Args:
         path: the file.
@@ -34,9 +35,11 @@ def read_config(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
         name = str(key).replace("-", "_")
         if name not in fields:
             raise ConfigError(f"{path}: there is no flag {key!r}{_suggestions(name, fields)}")
-        if value is None:
-            continue
         field = fields[name]
+        if value is None:
+            if field.metadata["secures"]:
+                values[field.name] = ""  # which is refused
+            continue
         if name == field.metadata["alias"] and field.metadata["alias_value"]:
             if _converted(f"{path}: {key}", value, bool):
                 values[field.name] = field.metadata["alias_value"]

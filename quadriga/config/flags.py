@@ -19,6 +19,7 @@ def flag(
     basic: bool = False,
     alias: str = "",
     alias_value: str = "",
+    secures: bool = False,
 ) -> Any:
     """Make a dataclass field that is also a command line flag.
 
@@ -31,9 +32,11 @@ def flag(
         basic: shown by --help; the other flags are shown by --help-all only.
         alias: another name of the flag, as a field name.
         alias_value: value that the alias, which then takes none itself, gives the flag.
+        secures: the flag protects the server, so that an empty value, such as that of an unset
+            variable, is refused and not taken for the default.
     """
     metadata: dict[str, Any] = {"help": text, "choices": choices, "basic": basic, "unit": unit}
-    metadata |= {"alias": alias, "alias_value": alias_value}
+    metadata |= {"alias": alias, "alias_value": alias_value, "secures": secures}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -61,3 +64,18 @@ def check_positive(flags: Any, *names: str) -> None:
         value = getattr(flags, name)
         if value is not None and not value > 0:
             raise ConfigError(f"{name} must be positive (it is {value})")
+
+
+# Far above every useful value, and far below what counters and the C library hold.
+MAX_NUMBER = 2**48
+
+
+def check_numbers(flags: Any) -> None:
+    """Raise ConfigError for the first number of a group of flags that nothing can be sized by."""
+    for field in dataclasses.fields(flags):
+        value = getattr(flags, field.name)
+        if isinstance(value, int | float) and not abs(value) <= MAX_NUMBER:
+            raise ConfigError(
+                f"{field.name} is {value}: it must be a number of at most {MAX_NUMBER}; leave"
+                f" {flag_name(field.name)} out for the default"
+            )

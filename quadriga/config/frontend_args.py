@@ -31,6 +31,7 @@ class FrontendArgs:
         "directory of keys, made by quadriga keygen: only clients whose key is there may connect",
         unit="DIR",
         basic=True,
+        secures=True,
     )
     insecure: bool = flag(
         False, "serve other machines without keys: any client that reaches the socket may use it"

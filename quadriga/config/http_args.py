@@ -29,11 +29,21 @@ class HttpArgs:
         " needed)",
         unit="KEYS",
         basic=True,
+        secures=True,
     )
     allowed_origins: str = flag(
         "",
-        "comma-separated origins of web pages that may call the gateway, or * (default: none)",
+        "comma-separated origins of web pages that may call the gateway beside its own, or *"
+        " (default: none)",
         unit="ORIGINS",
+    )
+    allowed_hosts: str = flag(
+        "",
+        "comma-separated names under which the gateway may be called, such as that of a proxy;"
+        " .example.org stands for all names below it, * for any (default: with --api-key or --keys,"
+        " or beyond loopback, any name; else localhost)",
+        unit="NAMES",
+        secures=True,
     )
     max_body_bytes: int = flag(
         16 * 1024 * 1024, "bytes of an HTTP request's body; a larger one is refused", unit="BYTES"
@@ -97,7 +107,7 @@ class HttpArgs:
         " stretched)",
         unit="FILE",
     )
-    ssl_certfile: str = flag("", "certificate chain (PEM): serve HTTPS", unit="PATH")
+    ssl_certfile: str = flag("", "certificate chain (PEM): serve HTTPS", unit="PATH", secures=True)
     ssl_keyfile: str = flag("", "private key (PEM), unless --ssl-certfile holds it", unit="PATH")
 
     def validate(self) -> None:
@@ -129,6 +139,22 @@ class HttpArgs:
                 f"what_if_cost_model is {self.what_if_cost_model!r}: there is no such file; python"
                 " -m bench.simulate.fit_cost_model --out FILE writes one"
             )
+        self._check_access()
+
+    def _check_access(self) -> None:
+        if API_KEY_VARIABLE in os.environ and not _listed(os.environ[API_KEY_VARIABLE]):
+            raise ConfigError(
+                f"the environment variable {API_KEY_VARIABLE} has no key: an empty value would"
+                " leave the server unprotected; give it a key, or unset it"
+            )
+        if self.api_key and not _listed(self.api_key):
+            raise ConfigError(f"api_key is {self.api_key!r}: it has no key")
+        for host in self.hosts:
+            if not re.fullmatch(r"\*|(\*?\.)?[\w-]+(\.[\w-]+)*", host):
+                raise ConfigError(
+                    f"allowed_hosts has {host!r}: a name is like chat.example.org, without scheme"
+                    " and port"
+                )
         for origin in self.origins:
             if origin != "*" and not re.fullmatch(r"https?://[^/]+", origin):
                 raise ConfigError(
@@ -144,6 +170,11 @@ class HttpArgs:
     def origins(self) -> list[str]:
         """Origins of --allowed-origins."""
         return _listed(self.allowed_origins)
+
+    @property
+    def hosts(self) -> list[str]:
+        """Names of --allowed-hosts."""
+        return _listed(self.allowed_hosts)
 
     @property
     def url(self) -> str:

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from quadriga.config.config_file import read_config
-from quadriga.config.flags import check_positive, flag, flag_name, metavar, value_type
+from quadriga.config.flags import (
+    check_numbers,
+    check_positive,
+    flag,
+    flag_name,
+    metavar,
+    value_type,
+)
 from quadriga.config.frontend_args import FrontendArgs
 from quadriga.config.http_args import HttpArgs
 from quadriga.config.model_args import ModelArgs
@@ -109,6 +116,7 @@ class ServerConfig:
         """Raise ConfigError for the first flag that cannot work."""
         for group in self.groups():
             group.validate()
+            check_numbers(group)
         replicas = self.replicas
         by_cache = replicas.has_router and replicas.load_balance_method == BY_CACHE
         if by_cache and self.scheduler.disable_radix_cache:
@@ -262,6 +270,12 @@ def from_namespace(namespace: argparse.Namespace) -> ServerConfig:
     aliases = {f.metadata["alias"]: f for f in fields.values() if f.metadata["alias"]}
     from_file = read_config(namespace.config, fields | aliases) if "config" in namespace else {}
     given = {name: value for name, value in vars(namespace).items() if name in fields}
+    for name, value in (from_file | given).items():
+        if fields[name].metadata["secures"] and not str(value).strip(" ,"):
+            raise ConfigError(
+                f"{name} is {value!r}: an empty value would leave the server unprotected; give one,"
+                f" or leave {flag_name(name)} out"
+            )
     config = ServerConfig().replace(**from_file | given)
     if config.tenants.has_tenants:
         config = config.replace(fair_tenants=True)

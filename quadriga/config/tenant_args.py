@@ -17,6 +17,7 @@ class TenantArgs:
         "YAML file of tenants: API keys, weights and limits; quadriga keys add NAME makes entries."
         " It is read again when it changes (default: one tenant, which may use everything)",
         unit="FILE",
+        secures=True,
     )
     tenants_by: str = flag(
         "none",

@@ -347,7 +347,9 @@ def test_a_client_that_is_gone_mid_stream_leaves_nothing_running(
 def send(gateway: str, body: bytes) -> socket.socket:
     host, port = gateway.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)), timeout=30)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     connection.sendall(head.encode() + body)
     return connection
 

@@ -74,7 +74,9 @@ class _Upload:
             self._purpose = await _text(part)
             check_purpose(self._purpose)
         elif part.name == "file" and self._received is None:
-            self._filename = (part.filename or "file.jsonl")[:MAX_NAME_CHARS]
+            # aiohttp decodes bytes that are no UTF-8 to surrogates, which no answer can have.
+            name = (part.filename or "file.jsonl").encode("utf-8", "replace").decode()
+            self._filename = name[:MAX_NAME_CHARS]
             self._received = await self._store.receive(_pieces(part))
         else:
             name = (part.name or "")[:MAX_NAME_CHARS]

@@ -28,7 +28,7 @@ ASK = {"prompt": "a secret", "max_tokens": 4}
 def request(body: dict[str, Any], cut: int = 0, path: str = "/v1/completions") -> bytes:
     """Return a POST of the body without its last `cut` bytes."""
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data[: len(data) - cut]
 
 
@@ -177,7 +177,7 @@ def test_a_head_that_does_not_come_to_an_end_closes_its_connection(
     monkeypatch.setattr(listener, "IDLE_TIMEOUT_S", 0.2)
 
     async def test(gateway: Any) -> None:
-        slow = await connect(gateway, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
+        slow = await connect(gateway, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
         silent = await connect(gateway)
         assert await answer(slow) == await answer(silent) == b""
 

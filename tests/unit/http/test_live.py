@@ -261,7 +261,7 @@ def test_a_hundred_pages_that_read_nothing_take_bounded_memory_and_delay_no_requ
         host, port = url.removeprefix("http://").split(":")
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(100)]
         for _, writer in silent:
-            writer.write(b"GET /v1/live HTTP/1.1\r\nHost: x\r\n\r\n")
+            writer.write(b"GET /v1/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/live") as response:
             page = Page(response)
             await page.until("history")

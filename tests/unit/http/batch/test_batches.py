@@ -114,6 +114,30 @@ def test_a_file_is_kept_listed_and_deleted(tmp_path: Path) -> None:
     run(read, ring(), data_dir=str(tmp_path))
 
 
+@pytest.mark.parametrize("name", [b"a\xff.jsonl", b"\xed\xa0\x80", b"b" * 5000])
+def test_a_file_name_of_any_bytes_is_kept_as_text(tmp_path: Path, name: bytes) -> None:
+    head = b'--X\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--X\r\n'
+    head += b'Content-Disposition: form-data; name="file"; filename="' + name + b'"\r\n\r\n'
+    form = {"Content-Type": "multipart/form-data; boundary=X"}
+
+    async def test(http: Http) -> None:
+        data = head + b"x\r\n--X--\r\n"
+        status, file = await http.call("post", "/v1/files", data=data, headers=form)
+        assert status == 200 and 0 < len(file["filename"]) <= 255
+        assert (await http.call("get", "/v1/files"))[1]["data"][0] == file
+
+    run(test, ring(), data_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("limit", ["0" * 5000, "0" * 3000 + "1" * 3000, "9" * 5000, "0", "-1"])
+def test_a_limit_of_any_length_that_is_out_of_range_is_refused(tmp_path: Path, limit: str) -> None:
+    async def test(http: Http) -> None:
+        status, answer = await http.call("get", f"/v1/files?limit={limit}")
+        assert status == 400 and "it must be from 1 to" in answer["error"]["message"]
+
+    run(test, ring(), data_dir=str(tmp_path))
+
+
 def test_uploads_over_a_limit_or_of_another_form_are_refused_and_leave_nothing(
     tmp_path: Path,
 ) -> None:
