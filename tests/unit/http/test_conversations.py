@@ -113,6 +113,7 @@ def test_each_request_of_one_request_id_adds_its_turn(
             adding = [asyncio.create_task(add(text)) for text in ("One?", "Two?")]
             while len(ring.handles) < 2:
                 await asyncio.sleep(0.01)
+            await asyncio.sleep(0)  # the ring sends its pieces in the turn after a request
             for handle, sink in zip(ring.handles, ring.sinks, strict=True):
                 handle.done = True
                 sink(chunk("", ring._completion()))
