@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from http_proc.apis.files import durable
+from quadriga import disk
 from quadriga.wire.client_address import gateway_address
 
 FILE_NAME = "streams.sqlite"
@@ -213,9 +213,9 @@ class StreamRows:
 def _open(directory: Path | None) -> sqlite3.Connection:
     name = ":memory:"
     if directory is not None:
-        durable.make_directory(directory)
+        disk.make_directory(directory)
         path = directory / FILE_NAME
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, durable.FILE_MODE))
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, disk.FILE_MODE))
         name = str(path)
     database = sqlite3.connect(
         name, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False

@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from quadriga import disk
 from quadriga.cli.notes import note
 from quadriga.cli.server_api import CallRefused, ServerApi
 from quadriga.errors import InvalidRequest, RequestFailed, ServerUnreachable
@@ -79,9 +80,7 @@ def _batch_of(state: Path, arguments: argparse.Namespace, api: ServerApi) -> str
         raise InvalidRequest(f"there is no {state}: no batch of this output is open")
     endpoint = _endpoint(arguments.input)
     batch_id = str(api.create(api.upload(arguments.input), endpoint)["id"])
-    fresh = state.with_name(state.name + ".new")
-    fresh.write_text(json.dumps(source | {"batch": batch_id}))
-    os.replace(fresh, state)
+    disk.replace(state, json.dumps(source | {"batch": batch_id}).encode())
     return batch_id
 
 

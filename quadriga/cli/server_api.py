@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote, urlsplit
 
+from quadriga import disk
 from quadriga.errors import QuadrigaError, ServerUnreachable
 
 TIMEOUT_S = 60.0
@@ -93,6 +94,7 @@ class ServerApi:
             file.flush()
             os.fsync(file.fileno())
         os.replace(fresh, path)
+        disk.sync_directory(path.parent)
 
     def _call(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quadriga import disk
 from quadriga.errors import ConfigError
 from quadriga.tenants.key_file import hash_of_key
 from quadriga.tenants.parsing import parse_tenants, read_tenants
@@ -81,5 +82,6 @@ def _write(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         os.chmod(new, mode)
         os.replace(new, path)
+        disk.sync_directory(path.parent)
     finally:
         new.unlink(missing_ok=True)

@@ -22,6 +22,7 @@ import zmq
 import zmq.auth
 from zmq.auth.asyncio import AsyncioAuthenticator
 
+from quadriga import disk
 from quadriga.errors import ConfigError
 from quadriga.wire.async_port import AsyncPort
 
@@ -46,15 +47,16 @@ class KeyPair(NamedTuple):
 
 def make_server_keys(directory: Path) -> bool:
     """Make the server's directory and key pair; return False if the pair exists."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    disk.make_directory(directory)
     (directory / ALLOWED).mkdir(mode=0o700, exist_ok=True)
     if not (directory / (INNER + SECRET)).exists():
         _make_pair(directory, INNER)
         os.chmod(directory / (INNER + PUBLIC), 0o600)
-    if (directory / (SERVER + SECRET)).exists():
-        return False
-    _make_pair(directory, SERVER)
-    return True
+    is_new = not (directory / (SERVER + SECRET)).exists()
+    if is_new:
+        _make_pair(directory, SERVER)
+    disk.sync_tree(directory)
+    return is_new
 
 
 def make_client_keys(directory: Path, name: str) -> Path:
@@ -74,6 +76,7 @@ def make_client_keys(directory: Path, name: str) -> Path:
     _make_pair(hand_out, CLIENT)
     shutil.copy(directory / (SERVER + PUBLIC), hand_out)
     shutil.move(hand_out / (CLIENT + PUBLIC), allowed)
+    disk.sync_tree(directory)
     return hand_out
 
 

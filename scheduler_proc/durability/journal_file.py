@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from quadriga import disk
 from quadriga.wire.sockets import encode
 from scheduler_proc.durability.journal_records import (
     MAGIC,
@@ -54,7 +55,7 @@ class JournalFile:
         if self._directory_fd >= 0:
             return
         if not self.path.parent.is_dir():
-            os.makedirs(self.path.parent, 0o700, exist_ok=True)
+            disk.make_directory(self.path.parent)
         self._directory_fd = _lock(self.path.parent)
 
     def append(self, payload: bytes) -> None:

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,21 +18,33 @@ STOPPED_S = 2.0
 class Restarts:
     """A server with a journal, and those that resume it.
 
+    Args:
+        environment: variables of each server, in addition to those of this process.
+
     Attributes:
         server: the one that runs.
     """
 
-    def __init__(self, directory: Path, endpoint: str, flags: list[str]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        endpoint: str,
+        flags: list[str],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._directory = directory
         self._endpoint = endpoint
         self._flags = flags
+        self._environment = environment
         self._number = 0
         self._start()
 
     def _start(self, *flags: str) -> None:
         self._number += 1
         log = self._directory / f"resumed-{self._endpoint.rpartition(':')[2]}-{self._number}"
-        process = launch(self._endpoint, *self._flags, *flags, log=log)
+        process = launch(
+            self._endpoint, *self._flags, *flags, log=log, environment=self._environment
+        )
         self.server = Server(process, self._endpoint, log, self._directory, {})
         wait_until_ready(process, log)
 
@@ -58,9 +70,14 @@ class Restarts:
 
 
 @contextmanager
-def resumed_server(directory: Path, endpoint: str, flags: list[str]) -> Iterator[Restarts]:
+def resumed_server(
+    directory: Path,
+    endpoint: str,
+    flags: list[str],
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Restarts]:
     """Run a server that may be started again, and stop the last one."""
-    servers = Restarts(directory, endpoint, flags)
+    servers = Restarts(directory, endpoint, flags, environment)
     try:
         yield servers
         stop(servers.server.process)

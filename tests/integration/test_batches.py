@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from bench.client.server import free_port
-from tests.faults.power_cuts import PowerCuts
+from tests.faults.power_cuts import NO_POWER_CUTS, PowerCuts
 from tests.server import running_server, wait_until
 
 NUM_LINES = 200
@@ -90,6 +90,7 @@ def test_a_batch_survives_the_death_of_the_gateway(llama_dir: Path, tmp_path: Pa
         wait_for_every_line_once(client, batch_id)
 
 
+@pytest.mark.skipif(bool(NO_POWER_CUTS), reason=NO_POWER_CUTS or "-")
 @pytest.mark.timeout(300)
 def test_a_batch_and_streams_survive_power_cuts(llama_dir: Path, tmp_path: Path) -> None:
     print(PowerCuts(tmp_path, llama_dir, NUM_LINES, 10).run(2, random.Random(0)))

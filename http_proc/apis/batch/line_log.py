@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from http_proc.apis.batch.input_lines import ShortStep, digest
-from http_proc.apis.files import durable
+from quadriga import disk
 
 # What a power cut may take: these lines are answered again.
 MAX_UNSYNCED_LINES = 64
@@ -59,7 +59,7 @@ class LineLog:
         counts = []
         for file in files:
             counts.append((yield from file.recover(self._answered)))
-        durable.sync_directory(self._paths[0].parent)
+        disk.sync_directory(self._paths[0].parent)
         self.num_completed, self.num_failed = counts
 
     def has(self, custom_id: str) -> bool:
@@ -110,7 +110,7 @@ class _AppendFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._fd = os.open(path, flags, durable.FILE_MODE)
+        self._fd = os.open(path, flags, disk.FILE_MODE)
         self._size = os.fstat(self._fd).st_size
         self._num_unsynced = 0
         self._synced_at = time.monotonic()
@@ -146,7 +146,7 @@ class _AppendFile:
     def append(self, line: bytes) -> None:
         """Write a line, and sync at times. Raise OSError if it is not in the file."""
         try:
-            durable.write_all(self._fd, line)
+            disk.write_all(self._fd, line)
         except OSError:
             os.ftruncate(self._fd, self._size)
             raise

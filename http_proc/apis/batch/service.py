@@ -24,11 +24,11 @@ from http_proc.apis.batch.batch_types import (
 from http_proc.apis.batch.job import BatchJob, JobTools
 from http_proc.apis.batch.line_gate import LineGate
 from http_proc.apis.batch.line_server import LineServer
-from http_proc.apis.files import durable
 from http_proc.apis.files.file_store import FileStore, check_owner, new_file_id
 from http_proc.caller import current_caller
 from http_proc.gateway import GATEWAY, Gateway
 from http_proc.protocol.errors import RETRY_AFTER_S, ApiError
+from quadriga import disk
 from quadriga.clock import now
 
 WINDOW_S = 24 * 3600
@@ -88,7 +88,7 @@ class BatchService:
                     code="no_data_dir",
                 )
             try:
-                self._lock_fd = durable.lock_directory(self._states)
+                self._lock_fd = disk.lock_directory(self._states)
                 self._read()
             except BlockingIOError:
                 raise _unavailable(f"another server uses {self._directory}") from None
@@ -119,7 +119,7 @@ class BatchService:
 
     def _read(self) -> None:
         """Read the states of all batches, and the files."""
-        durable.make_directory(self._states)
+        disk.make_directory(self._states)
         for path in self._states.glob("batch_*.json"):
             try:
                 stored = msgspec.json.decode(path.read_bytes(), type=StoredBatch)
@@ -148,7 +148,7 @@ class BatchService:
         return self._directory / "batches"
 
     def _save(self, stored: StoredBatch) -> None:
-        durable.replace(self._states / f"{stored.batch.id}.json", msgspec.json.encode(stored))
+        disk.replace(self._states / f"{stored.batch.id}.json", msgspec.json.encode(stored))
 
     def _start(self, stored: StoredBatch) -> None:
         job = self._jobs[stored.batch.id] = BatchJob(stored, self._tools)

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import msgspec
 
-from http_proc.apis.files import durable
 from http_proc.caller import current_caller
 from http_proc.protocol.errors import ApiError, invalid
 from http_proc.shares import Shares
+from quadriga import disk
 from quadriga.clock import now
 
 _ID = re.compile(r"file-[0-9a-f]{32}", re.ASCII)
@@ -88,7 +88,7 @@ class FileStore:
         Args:
             kept: ids of contents whose description comes later: the output of open batches.
         """
-        durable.make_directory(self._directory)
+        disk.make_directory(self._directory)
         for path in self._directory.glob("file-*.json"):
             with suppress(msgspec.DecodeError):
                 file = msgspec.json.decode(path.read_bytes(), type=FileObject)
@@ -128,7 +128,7 @@ class FileStore:
         """Remove a file. Raise ApiError as `get`."""
         file = self.get(file_id)
         (self._directory / f"{file_id}.json").unlink(missing_ok=True)
-        durable.sync_directory(self._directory)
+        disk.sync_directory(self._directory)
         self.path(file_id).unlink(missing_ok=True)
         del self._files[file_id]
         self.num_bytes_of[file.owner] -= file.bytes
@@ -146,13 +146,13 @@ class FileStore:
             OSError: the disk refuses it.
         """
         file_id, size = new_file_id(), 0
-        fd = await asyncio.to_thread(durable.create, self.path(file_id))
+        fd = await asyncio.to_thread(disk.create, self.path(file_id))
         try:
             while piece := await read():
                 self._check_limits(size + len(piece), len(piece))
                 size += len(piece)
                 self.num_bytes_of[current_caller().file_owner] += len(piece)
-                await asyncio.to_thread(durable.write_all, fd, piece)
+                await asyncio.to_thread(disk.write_all, fd, piece)
             await asyncio.to_thread(os.fsync, fd)
         except BaseException:
             self.discard(file_id, size)
@@ -176,7 +176,7 @@ class FileStore:
             purpose=purpose,
             tenant=owner or msgspec.UNSET,
         )
-        durable.replace(self._directory / f"{file_id}.json", msgspec.json.encode(file))
+        disk.replace(self._directory / f"{file_id}.json", msgspec.json.encode(file))
         self._files[file_id] = file
         return file
 

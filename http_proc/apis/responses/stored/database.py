@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from http_proc.apis.files import durable
+from quadriga import disk
 
 RETRY_S = 10.0
 LOCK_TIMEOUT_S = 0.5
@@ -161,9 +161,9 @@ class Database:
     def _opened(self) -> sqlite3.Connection:
         """Return the connection, after the file was opened if it is not."""
         if self._connection is None:
-            durable.make_directory(self._path.parent)
+            disk.make_directory(self._path.parent)
             # SQLite would make a file that others can read.
-            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, durable.FILE_MODE))
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, disk.FILE_MODE))
             connection = sqlite3.connect(
                 self._path, LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )

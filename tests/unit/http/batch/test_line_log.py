@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from http_proc.apis.batch.line_log import LineLog
-from http_proc.apis.files import durable
+from quadriga import disk
 
 
 def output(custom_id: str) -> bytes:
@@ -60,13 +60,13 @@ def test_what_follows_a_hole_is_answered_again(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = opened(tmp_path)
     log.append("a", output("a"), False)
-    write_all = durable.write_all
+    write_all = disk.write_all
 
     def write_half(fd: int, data: bytes) -> None:
         write_all(fd, data[:5])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(durable, "write_all", write_half)
+    monkeypatch.setattr(disk, "write_all", write_half)
     with pytest.raises(OSError, match="No space"):
         log.append("b", output("b"), False)
     monkeypatch.undo()

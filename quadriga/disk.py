@@ -9,8 +9,14 @@ FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory that only its owner can read, with its parents."""
-    path.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
+    """Make a directory that only its owner can read, with its parents, durably."""
+    missing = [path]
+    while not missing[-1].parent.exists():
+        missing.append(missing[-1].parent)
+    for directory in reversed(missing):
+        if not directory.exists():
+            directory.mkdir(DIRECTORY_MODE, exist_ok=True)
+            sync_directory(directory.parent)
 
 
 def lock_directory(path: Path) -> int:
@@ -55,6 +61,18 @@ def sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def sync_tree(path: Path) -> None:
+    """Make a directory durable with all that lies in it."""
+    for directory, _, names in os.walk(path):
+        for name in names:
+            fd = os.open(os.path.join(directory, name), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        sync_directory(Path(directory))
 
 
 def replace(path: Path, data: bytes) -> None:
