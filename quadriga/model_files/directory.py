@@ -1,5 +1,6 @@
 """Check of a model directory, with a remedy for each missing file."""
 
+import codecs
 import json
 from pathlib import Path
 from typing import Any
@@ -61,16 +62,42 @@ def has_code(directory: Path) -> bool:
     return all((directory / f"{module}.py").is_file() for module in modules)
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a file in UTF-8, or in UTF-16 or UTF-32 with a byte order mark.
+
+    Raises:
+        ModelError: there is no such file, or it cannot be read.
+    """
+    try:
+        data = path.read_bytes()
+        if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+            return data.decode("utf-32")
+        if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            return data.decode("utf-16")
+        return data.decode("utf-8-sig")
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ModelError(
+            f"cannot read {path}: byte {error.start} is no {error.encoding}; fetch the file again"
+        ) from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, {} without a file. Raise ModelError if it is broken."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from None
+    text = read_text(path)
+    if not text.strip():
+        raise ModelError(f"cannot read {path}: it is empty; fetch the file again")
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"cannot read {path}: {error}; fetch the file again") from None
     if not isinstance(content, dict):
-        raise ModelError(f"cannot read {path}: it should hold a JSON object")
+        raise ModelError(
+            f"cannot read {path}: it holds a {type(content).__name__}, and should hold an object"
+        )
     return content
 
 

@@ -19,6 +19,7 @@ from quadriga.model_files.fingerprint import fingerprint
 from quadriga.model_files.gguf_header import header_files
 from quadriga.model_files.hub import cached_snapshot, looks_like_a_path, snapshot
 from quadriga.model_files.overrides import find_chat_template, find_tokenizer
+from quadriga.model_files.tokenizer import end_token_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +89,15 @@ class ModelFiles:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Ids that end a text, from config.json and generation_config.json."""
+        """Ids that end a text: of config.json, generation_config.json and the tokenizer."""
         ids: set[int] = set()
         for source in (self.config, self.generation_config):
             value = source.get("eos_token_id")
             ids.update(value if isinstance(value, list) else [] if value is None else [value])
+        if self.tensor_index is None or not self.own_tokenizer:  # a GGUF's are all in its header
+            end = end_token_id(self.tokenizer_dir)
+            if end is not None and end < self.vocab_size:
+                ids.add(end)
         return frozenset(ids)
 
 

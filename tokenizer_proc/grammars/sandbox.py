@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quadriga.model_files.tokenizer import tokenizer_json
 from quadriga.runtime.parent_death import signal_at_parents_death
 from quadriga.sampling.grammar import (
     check_begins,
@@ -33,13 +34,13 @@ MAX_ERROR_CHARS = 500
 
 
 def main() -> None:
-    """Serve stdin. argv: path of tokenizer.json, vocab_size, comma-separated end-of-text ids."""
+    """Serve stdin. argv: tokenizer's directory, vocab_size, comma-separated end-of-text ids."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the process ends with stdin
     signal_at_parents_death(signal.SIGKILL)  # also while it waits for a fork
-    path, vocab_size, eos = sys.argv[1:]
+    directory, vocab_size, eos = sys.argv[1:]
     eos_ids = frozenset(int(part) for part in eos.split(",") if part)
-    vocabulary = load_vocabulary(Path(path).read_text(encoding="utf-8"), int(vocab_size), eos_ids)
+    vocabulary = load_vocabulary(tokenizer_json(Path(directory)), int(vocab_size), eos_ids)
     try:
         for line in sys.stdin:
             print(_check_in_fork(vocabulary, Grammar(*json.loads(line))), flush=True)

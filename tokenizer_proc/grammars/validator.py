@@ -33,9 +33,8 @@ class GrammarValidator:
 
     def __init__(self, model: ModelFiles) -> None:
         eos = ",".join(str(i) for i in sorted(model.eos_token_ids))
-        path = str(model.tokenizer_dir / "tokenizer.json")
         sandbox = command_of("tokenizer_proc.grammars.sandbox")
-        self._command = [*sandbox, path, str(model.vocab_size), eos]
+        self._command = [*sandbox, str(model.tokenizer_dir), str(model.vocab_size), eos]
         self._threads = ThreadPoolExecutor(NUM_CHECKERS, thread_name_prefix="grammar")
         self._of_thread = threading.local()
         self._processes: set[subprocess.Popen[str]] = set()

@@ -1,6 +1,5 @@
 """Render chats to prompts with the model's own template, in Jinja's sandbox."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -11,7 +10,13 @@ from quadriga.answer_format import AnswerFormat, CallFormat
 from quadriga.config.frontend_args import AUTO
 from quadriga.errors import InvalidRequest
 from quadriga.known_formats import KNOWN_FORMATS
-from quadriga.model_files.tokenizer import template_source, tool_template_source
+from quadriga.model_files.directory import read_json
+from quadriga.model_files.tokenizer import (
+    TOKENIZER_CONFIG,
+    special_tokens,
+    template_source,
+    tool_template_source,
+)
 from quadriga.wire.messages.from_client import ChatMessage, ChatOptions
 from tokenizer_proc.preparation.templates.derive import GENERIC, derive_format
 from tokenizer_proc.preparation.templates.environment import compile_template
@@ -32,7 +37,6 @@ from tokenizer_proc.preparation.templates.turns import template_messages
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 # A template renders a short chat in about a millisecond. Long chats have their time, because some
 # templates look at all turns for each turn.
 MIN_CPU_S = 0.5
@@ -102,10 +106,8 @@ class ChatTemplate:
         marks: TokenMarks | None = None,
         parsers: ParserNames | None = None,
     ) -> None:
-        config = _read_config(tokenizer_dir / "tokenizer_config.json")
-        self._tokens = {
-            name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None
-        }
+        config = read_json(tokenizer_dir / TOKENIZER_CONFIG)
+        self._tokens = special_tokens(tokenizer_dir).texts
         if file is None:
             source = template_source(tokenizer_dir, config)
             tool_source = tool_template_source(tokenizer_dir, config)
@@ -224,14 +226,3 @@ def _cut_where_continued(text: str) -> str:
         )
     keeps_spaces = text.startswith(_CONTINUED_HERE, place)
     return text[:place] if keeps_spaces else text[:place].rstrip()
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return config
-
-
-def _content(token: "str | dict[str, Any]") -> str:
-    return token if isinstance(token, str) else str(token["content"])

@@ -1,10 +1,10 @@
 """Find the tokens of a vocabulary that mark prefix, suffix and middle of a text to be filled."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from quadriga.fill_format import FillFormat
+from quadriga.model_files.directory import read_json
 from quadriga.model_files.tokenizer import FILL_TOKENS_KEY
 
 if TYPE_CHECKING:
@@ -66,10 +66,10 @@ def find_fill_format(tokenizer: "Tokenizer", tokenizer_dir: Path) -> FillFormat 
 
 def _given_names(path: Path) -> dict[str, str]:
     """Return the names of the tokens by their roles, where the tokenizer's settings have them."""
-    if not path.exists():
+    names = read_json(path).get(FILL_TOKENS_KEY)
+    if not isinstance(names, dict):
         return {}
-    names: dict[str, str] = json.loads(path.read_text(encoding="utf-8")).get(FILL_TOKENS_KEY, {})
-    return names
+    return {role: name for role, name in names.items() if isinstance(name, str)}
 
 
 def _marks(tokenizer: "Tokenizer", given: dict[str, str]) -> KnownMarks | None:

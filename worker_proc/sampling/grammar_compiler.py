@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from quadriga.model_files.resolve import ModelFiles
+from quadriga.model_files.tokenizer import tokenizer_json
 from quadriga.sampling.grammar import load_vocabulary
 from quadriga.wire.messages.grammar import GrammarForm
 from quadriga.wire.messages.worker import GrammarReady
@@ -67,8 +68,8 @@ class GrammarCompiler:
 
     def _load_vocabulary(self) -> "LLTokenizer":
         if self._vocabulary is None:
-            path = self._files.tokenizer_dir / "tokenizer.json"
+            files = self._files
             self._vocabulary = load_vocabulary(
-                path.read_text(encoding="utf-8"), self._files.vocab_size, self._files.eos_token_ids
+                tokenizer_json(files.tokenizer_dir), files.vocab_size, files.eos_token_ids
             )
         return self._vocabulary

@@ -147,7 +147,7 @@ def test_dummy_gpt2_prefers_its_own_cached_tokenizer(
     monkeypatch.setattr(model_source, "cached_snapshot", lambda *_: directory)
     files = resolve_model(ModelArgs("gpt2", load_format="dummy"))
     assert files.tokenizer_dir == directory
-    assert files.eos_token_ids == {50256}
+    assert files.eos_token_ids == {1, 50256}, "the config's and the tokenizer's"
     assert files.notes == ()
 
 

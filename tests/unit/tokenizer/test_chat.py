@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.wire.messages.from_client import ChatMessage, ChatOptions
@@ -42,6 +44,25 @@ def test_a_file_takes_the_place_of_the_models_template(tmp_path: Path) -> None:
     template(tmp_path, WITH_TOOLS)
     chat = ChatTemplate(tmp_path, tmp_path / "own.jinja")
     assert chat.render([ChatMessage("user", "Hi")], ChatOptions()) == "own Hi"
+
+
+def test_every_named_token_is_a_variable_as_in_transformers(tmp_path: Path) -> None:
+    names = ("bos", "eos", "unk", "sep", "pad", "cls", "mask", "image", "boi", "eoi", "video")
+    source = " ".join(f"{{{{ {name}_token }}}}" for name in names)
+    config = {
+        "chat_template": source,
+        **{f"{name}_token": f"<{name}>" for name in ("bos", "eos", "sep", "cls", "mask", "image")},
+        "boi_token": {"__type": "AddedToken", "content": "<boi>", "lstrip": True},
+        "extra_special_tokens": {"eoi_token": "<eoi>"},
+        "pad_token": None,
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    Tokenizer(models.WordLevel({"a": 0}, "a")).save(str(tmp_path / "tokenizer.json"))
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path).apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False
+    )
+    assert ChatTemplate(tmp_path).render([ChatMessage("user", "Hi")], ChatOptions()) == theirs
+    assert theirs == "<bos> <eos>  <sep>  <cls> <mask> <image> <boi> <eoi> "
 
 
 def test_template_arguments_may_replace_no_messages(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_a_check_whose_process_dies_is_tried_again(num_deaths: int, tmp_path: Pa
 
 def test_a_checker_whose_frontend_has_died_ends_in_silence(llama_dir: Path) -> None:
     command = [sys.executable, "-m", "tokenizer_proc.grammars.sandbox"]
-    arguments = [str(llama_dir / "tokenizer.json"), "512", "0"]
+    arguments = [str(llama_dir), "512", "0"]
     process = subprocess.Popen(
         command + arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
