@@ -68,8 +68,10 @@ class Gateway:
 
     Attributes:
         config: the flags of the server.
+        run_dir: private directory of the server's run; None: one for sockets alone, below the
+            directory for temporary files.
         data_dir: directory of what is kept for clients; None: nothing is kept.
-        run_dir: private directory for sockets; None: one below the directory for temporary files.
+        outlives_server: what is kept stays when the server ends.
         progress: the poller of streams that wait.
         lasting_ring: the client for resumable requests, whose address is that of the gateways
             before and after this one.
@@ -93,8 +95,9 @@ class Gateway:
     ) -> None:
         self.config = config
         self.args = config.http
-        self.data_dir = config.data_dir
         self.run_dir = run_dir
+        self.outlives_server = config.data_dir is not None
+        self.data_dir = None if config.http.no_store else _data_dir(config, run_dir)
         self.model = config.model.shown_name
         self.ring = ring
         self.lasting_ring = lasting_ring or ring
@@ -249,6 +252,11 @@ class Gateway:
                 if (await self.ring_info.static())["ready"]:
                     return
             await asyncio.sleep(READY_POLL_S)
+
+
+def _data_dir(config: ServerConfig, run_dir: Path | None) -> Path | None:
+    in_run = None if run_dir is None else run_dir / "data"
+    return config.data_dir or in_run
 
 
 REQUEST_ID = web.RequestKey("request_id", str)

@@ -67,6 +67,19 @@ def _stream_rows(child: Child) -> StreamRows:
     return StreamRows(data_dir or child.endpoints.run_dir, outlives_server=data_dir is not None)
 
 
+def _report_what_ends(app: web.Application) -> None:
+    """Log the batches and responses in the background that are lost with the server."""
+    num_batches = app[BATCHES].num_open
+    num_responses = app[BACKGROUND].num_open if BACKGROUND in app else 0
+    if num_batches or num_responses:
+        logging.warning(
+            "%d open batches and %d responses in the background end with this server; a server with"
+            " --data-dir goes on with them at its next start",
+            num_batches,
+            num_responses,
+        )
+
+
 async def _serve_until_stopped(
     child: Child, gateway: Gateway, server: asyncio.Server, app: web.Application
 ) -> None:
@@ -92,6 +105,8 @@ async def _serve_until_stopped(
     child.control.fail_clients_at_launcher_death()
     await stopping.wait()
     server.close()
+    if not gateway.outlives_server:
+        _report_what_ends(app)
     await app[BATCHES].stop()
     if BACKGROUND in app:
         await app[BACKGROUND].stop()

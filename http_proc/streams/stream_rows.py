@@ -114,13 +114,13 @@ class StreamRows:
         self._lock = threading.Lock()
         self._writes: list[_Write] = []
         try:
-            self._database = _open(directory)
+            self._database = _open(directory, outlives_server)
         except (sqlite3.Error, OSError) as error:
             logging.error(
                 "resumable streams end with this gateway: %s cannot be used: %s", directory, error
             )
             self.has_failed, self.outlives_server = True, False
-            self._database = _open(None)
+            self._database = _open(None, False)
         self.address = self._address()
 
     def _address(self) -> uuid.UUID:
@@ -210,7 +210,7 @@ class StreamRows:
         self.has_failed = True
 
 
-def _open(directory: Path | None) -> sqlite3.Connection:
+def _open(directory: Path | None, outlives_server: bool) -> sqlite3.Connection:
     name = ":memory:"
     if directory is not None:
         disk.make_directory(directory)
@@ -221,7 +221,12 @@ def _open(directory: Path | None) -> sqlite3.Connection:
         name, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
     )
     try:
-        for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
+        synchronous = "FULL" if outlives_server else "OFF"
+        for pragma in (
+            "locking_mode = EXCLUSIVE",
+            "journal_mode = WAL",
+            f"synchronous = {synchronous}",
+        ):
             database.execute(f"PRAGMA {pragma}")
         database.executescript(_SCHEMA)
         columns = {name for _, name, *_ in database.execute("PRAGMA table_info(streams)")}

@@ -18,7 +18,7 @@ from quadriga.cli.server_api import CallRefused, ServerApi
 from quadriga.errors import InvalidRequest, RequestFailed, ServerUnreachable
 
 NAME = "batch"
-HELP = "run a file of requests on a server that has --data-dir; see docs/batches.md"
+HELP = "run a file of requests on a server; see docs/batches.md"
 DEFAULT_URL = "http://127.0.0.1:8000"
 POLL_S = 0.5
 # A server that is restarted answers again within this time.

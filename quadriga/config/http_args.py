@@ -69,9 +69,13 @@ class HttpArgs:
     )
     data_dir: str = flag(
         "",
-        "directory of /v1/files, /v1/batches and stored responses, which only one server may use"
-        " (default: data in the directory of --journal; without either they are not served)",
+        "directory of /v1/files, /v1/batches and stored responses, which only one server may use,"
+        " and where they outlive it (default: data in the directory of --journal; without either"
+        " they end with the server)",
         unit="DIR",
+    )
+    no_store: bool = flag(
+        False, "keep nothing for clients: no files, batches, stored or background responses"
     )
     max_file_bytes: int = flag(
         200 * 1024 * 1024, "bytes of an uploaded file; a larger one is refused", unit="BYTES"
@@ -117,6 +121,11 @@ class HttpArgs:
         check_positive(self, "max_open_batches", "batch_concurrency", "max_resumable_streams")
         check_positive(self, "max_background_responses")
         check_positive(self, "max_stored_bytes", "max_stored_age")
+        if self.no_store and self.data_dir:
+            raise ConfigError(
+                f"--no-store keeps nothing, and --data-dir is {self.data_dir}, where it would be"
+                " kept: leave one of them out"
+            )
         if self.max_stored_responses < 0:
             raise ConfigError(
                 f"max_stored_responses is {self.max_stored_responses}: it must be 0 or more"

@@ -151,7 +151,7 @@ class ServerConfig:
 
     @property
     def data_dir(self) -> Path | None:
-        """Directory of what the gateway keeps for its clients; None: nothing is kept."""
+        """Directory of what outlives the server; None: nothing that the gateway keeps does."""
         if self.http.data_dir:
             return Path(self.http.data_dir)
         journal = self.scheduler.journal

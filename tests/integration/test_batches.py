@@ -29,9 +29,10 @@ def input_file(path: Path, count: int = NUM_LINES) -> Path:
     return path
 
 
-def flags(llama_dir: Path, data: Path, port: int) -> list[str]:
+def flags(llama_dir: Path, port: int) -> list[str]:
+    """Return the flags of a server without a directory for data."""
     return ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1",
-            "--max-total-tokens", "8192", "--port", str(port), "--data-dir", str(data),
+            "--max-total-tokens", "8192", "--port", str(port),
             "--served-model-name", "tiny", "--batch-concurrency", "4"]  # fmt: skip
 
 
@@ -80,14 +81,18 @@ def wait_for_every_line_once(client: openai.OpenAI, batch_id: str) -> None:
 
 @pytest.mark.timeout(240)
 def test_a_batch_survives_the_death_of_the_gateway(llama_dir: Path, tmp_path: Path) -> None:
-    port, data = free_port(), tmp_path / "data"
-    with running_server(tmp_path / "log", *flags(llama_dir, data, port)) as server:
+    port = free_port()
+    with running_server(tmp_path / "log", *flags(llama_dir, port)) as server:
         client = connect(port)
+        kept: Any = client.responses.create(model="tiny", input="x", max_output_tokens=4)
+        assert kept.store is True
         batch_id = start(client, input_file(tmp_path / "in.jsonl"))
         for share in (0.1, 0.4, 0.7):
             wait_for_lines(client, batch_id, share * NUM_LINES)
             os.kill(server.pid_of("http_proc"), signal.SIGKILL)
         wait_for_every_line_once(client, batch_id)
+        found: Any = client.responses.retrieve(kept.id)
+        assert found.output_text == kept.output_text
 
 
 @pytest.mark.skipif(bool(NO_POWER_CUTS), reason=NO_POWER_CUTS or "-")

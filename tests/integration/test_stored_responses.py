@@ -42,7 +42,6 @@ pytestmark = pytest.mark.timeout(400)
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, str]]:
     directory, port = tmp_path_factory.mktemp("stored"), free_port()
     flags = ["--model", BUILT_IN, "--dtype", "float32", "--port", str(port)]
-    flags += ["--data-dir", str(directory / "data")]
     with running_server(directory / "log", *flags) as server:
         yield server, f"http://127.0.0.1:{port}/v1"
 

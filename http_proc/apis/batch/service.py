@@ -83,7 +83,8 @@ class BatchService:
             if self._directory is None:
                 raise ApiError(
                     501,
-                    "this server keeps no files: start it with --data-dir DIR, or with --journal",
+                    "this server keeps no files and runs no batches: it was started with"
+                    " --no-store",
                     "server_error",
                     code="no_data_dir",
                 )
@@ -256,6 +257,11 @@ class BatchService:
                     param="id",
                     code="file_in_use",
                 )
+
+    @property
+    def num_open(self) -> int:
+        """Number of batches that have not ended."""
+        return len(self._jobs)
 
     def num_by_status(self) -> dict[str, int]:
         """Return the number of batches in each state."""

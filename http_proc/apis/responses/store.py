@@ -11,7 +11,7 @@ from http_proc.apis.responses.schema import ResponseObject
 from http_proc.protocol.errors import ApiError, invalid
 
 Items = list[dict[str, Any]]
-REMEDY = "they need --data-dir or --journal, and lines of a batch have none"
+REMEDY = "it was started with --no-store, or this is a line of a batch"
 
 
 @dataclass(frozen=True, slots=True)

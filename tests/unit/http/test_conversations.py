@@ -181,7 +181,7 @@ def test_wrong_conversations_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_server_without_a_directory_has_no_conversations() -> None:
     async def test(client: Any) -> None:
-        with pytest.raises(openai.NotFoundError, match="--data-dir DIR"):
+        with pytest.raises(openai.NotFoundError, match="--no-store"):
             await client.conversations.create()
         with pytest.raises(openai.BadRequestError, match="stores no conversations"):
             await client.responses.create(**ASK, conversation="conv_1")

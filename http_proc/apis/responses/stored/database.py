@@ -78,9 +78,17 @@ class Database:
         path: of the file; its directory is made if it is missing.
         schema: makes the tables of a new file; its version is 1.
         on_change: called in the thread after the file was opened or written.
+        is_durable: what was written survives a power cut; else only the death of this process.
     """
 
-    def __init__(self, path: Path, schema: str, on_change: Callable[[sqlite3.Connection], None]):
+    def __init__(
+        self,
+        path: Path,
+        schema: str,
+        on_change: Callable[[sqlite3.Connection], None],
+        is_durable: bool,
+    ) -> None:
+        self._synchronous = "FULL" if is_durable else "OFF"
         self._path = path
         self._schema = schema
         self._on_change = on_change
@@ -180,7 +188,7 @@ class Database:
             "locking_mode = EXCLUSIVE",
             "auto_vacuum = INCREMENTAL",
             "journal_mode = WAL",
-            "synchronous = FULL",
+            f"synchronous = {self._synchronous}",
             "secure_delete = FAST",
             f"cache_size = -{CACHE_KIB}",
             f"journal_size_limit = {MAX_WAL_BYTES}",

@@ -43,7 +43,8 @@ def stored_responses(request: web.Request) -> StoredResponses:
         return store
     raise ApiError(
         404,
-        "this server stores no responses: start it with --data-dir DIR, or with --journal",
+        "this server stores no responses: it was started with --no-store, or with"
+        " --max-stored-responses 0",
         code="no_data_dir",
     )
 

@@ -43,6 +43,7 @@ class StoredResponses:
     Args:
         path: of the file.
         bounds: how much is kept.
+        is_durable: as in Database.
 
     Attributes:
         ids: those of the responses that are being made.
@@ -50,8 +51,8 @@ class StoredResponses:
         outcomes: number of responses that were kept ("stored") and that could not be ("failed").
     """
 
-    def __init__(self, path: Path, bounds: StoreBounds) -> None:
-        self._database = Database(path, tables.SCHEMA, self._on_change)
+    def __init__(self, path: Path, bounds: StoreBounds, is_durable: bool = True) -> None:
+        self._database = Database(path, tables.SCHEMA, self._on_change, is_durable)
         self._bounds = bounds
         self.ids = ResponseIds()
         self.size = StoreSize()

@@ -20,7 +20,7 @@ async def store_lifetime(app: web.Application) -> AsyncIterator[None]:
     if directory is None or not args.max_stored_responses:
         yield
         return
-    store = StoredResponses(directory / FILE_NAME, bounds)
+    store = StoredResponses(directory / FILE_NAME, bounds, gateway.outlives_server)
     app[RESPONSE_STORE] = store
     await store.open()
     yield

@@ -161,7 +161,7 @@ def test_without_a_directory_the_endpoints_say_what_they_need() -> None:
     async def test(http: Http) -> None:
         for path in ("/v1/files", "/v1/batches"):
             status, answer = await http.call("get", path)
-            assert status == 501 and "--data-dir" in answer["error"]["message"]
+            assert status == 501 and "--no-store" in answer["error"]["message"]
 
     run(test, ring())
 

@@ -435,7 +435,7 @@ def test_wrong_uses_of_the_background_are_refused(tmp_path: Path) -> None:
         await refused(client, "store", "must be true", background=True, store=False)
 
     async def without_store(client: Any) -> None:
-        await refused(client, "background", "--data-dir", background=True)
+        await refused(client, "background", "--no-store", background=True)
 
     run(ScriptedRing(["No"]), with_store, data_dir=str(tmp_path))
     run(ScriptedRing(["No"]), without_store)

@@ -1,5 +1,6 @@
 """Responses that are stored: continued, read, replayed, listed and removed."""
 
+import asyncio
 import json
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -9,6 +10,11 @@ import aiohttp
 import openai
 import pytest
 
+from bench.client.server import free_port
+from http_proc.gateway import Gateway
+from http_proc.listener import bind, listen, make_runner, tls_context
+from quadriga.config.server_config import ServerConfig
+from quadriga.errors import ConfigError
 from quadriga.tenants.key_file import hash_of_key
 from tests.unit.http.responses.asking import (
     ASK,
@@ -301,7 +307,7 @@ def test_wrong_queries_are_refused(tmp_path: Path) -> None:
 def test_a_server_without_a_directory_says_how_to_store() -> None:
     async def test(client: Any) -> None:
         assert (await client.responses.create(**ASK)).store is False
-        with pytest.raises(openai.NotFoundError, match="--data-dir DIR"):
+        with pytest.raises(openai.NotFoundError, match="--no-store"):
             await client.responses.retrieve("resp_1")
 
     run(ScriptedRing(["No"]), test)
@@ -374,3 +380,47 @@ def test_two_gateways_do_not_use_one_file(tmp_path: Path) -> None:
             assert answer.store is False
 
     run_at_gateway(ScriptedRing(["No"]), test, data_dir=str(tmp_path))
+
+
+def test_without_a_flag_responses_are_kept_in_the_run_directory(tmp_path: Path) -> None:
+    ring = ScriptedRing(["No", " rain."])
+
+    def gateway(**flags: Any) -> Gateway:
+        config = ServerConfig().replace(served_model_name="tiny", port=free_port(), **flags)
+        return Gateway(config, ring, tmp_path / "run")  # type: ignore[arg-type]
+
+    async def ask(running: Gateway, response_id: str = "") -> Any:
+        runner = await make_runner(running)
+        server = await listen(runner, bind(running.args), tls_context(running.args), running)
+        try:
+            url = f"{running.args.url}/v1"
+            async with openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0) as client:
+                if response_id:
+                    return await client.responses.retrieve(response_id)
+                file = await client.files.create(file=("a", b"{}"), purpose="batch")
+                assert (await client.files.content(file.id)).content == b"{}"
+                return await client.responses.create(**ASK)
+        finally:
+            server.close()
+            await runner.cleanup()
+
+    async def test() -> None:
+        (tmp_path / "run").mkdir()
+        first = await ask(gateway())
+        assert first.store is True
+        assert await ask(gateway(), first.id) == first
+        assert not gateway().outlives_server
+        other = gateway(data_dir=str(tmp_path / "data"))
+        assert other.outlives_server and other.data_dir == tmp_path / "data"
+        with pytest.raises(openai.NotFoundError, match="--no-store"):
+            await ask(gateway(no_store=True), first.id)
+        with pytest.raises(openai.InternalServerError, match="--no-store"):
+            await ask(gateway(no_store=True))
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_no_store_and_a_directory_for_data_are_refused(tmp_path: Path) -> None:
+    config = ServerConfig().replace(no_store=True, data_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        config.validate()

@@ -397,7 +397,7 @@ def test_readers_that_do_not_read_share_one_copy(tables: list[StreamTable]) -> N
                 reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 reader.setblocking(False)
                 await loop.sock_connect(reader, address)
-                line = f"GET /v1/streams/{name} HTTP/1.1\r\nHost: x\r\n\r\n"
+                line = f"GET /v1/streams/{name} HTTP/1.1\r\nHost: localhost\r\n\r\n"
                 await loop.sock_sendall(reader, line.encode())
                 assert await loop.sock_recv(reader, 100)
                 readers.append(reader)
