@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quadriga.errors import ModelError
+from quadriga.model_files.config.config_values import require
 from quadriga.model_files.config.decoder_config import DecoderConfig
 from quadriga.model_files.families.experts.gpt_oss import gpt_oss
 from quadriga.model_files.families.experts.granite import granitemoe
@@ -91,6 +92,7 @@ def read_architecture(config: dict[str, Any]) -> DecoderConfig:
     Raises:
         ModelError: The architecture, or something that the model needs, is not supported.
     """
+    require(config, "per_layer_config", (None,))
     return CONFIGS[find_architecture(config)](config)
 
 

@@ -18,12 +18,37 @@ from quadriga.model_files.gguf.llama_variants import gemma_values, granite_value
 from quadriga.model_files.gguf.phi3 import phi3_config
 from quadriga.model_files.gguf.reader import GGUFHeader, TensorIndex, read_float32, read_header
 from quadriga.model_files.gguf.starcoder2 import starcoder2_config
-from quadriga.model_files.gguf_rope import ROPE_TENSORS, rope_parameters
+from quadriga.model_files.gguf_rope import ROPE_TENSORS, rope_scaling
 from quadriga.model_files.gguf_start import read_architecture_name
 from quadriga.model_files.gguf_tokenizer import end_token_ids, write_tokenizer
 
 # Part of the cache key: increase it when the written files change.
-EXPORT_VERSION = 4
+EXPORT_VERSION = 5
+# Architectures in which a part of each head may be rotated.
+PARTLY_ROTATED = ("phi3",)
+# Keys of llama.cpp that change what a model computes -> their values that change nothing.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.output_scale": (0, 1),
+    "attention.scale": (0,),
+    "attention.shared_kv_layers": (0,),
+    "attention.sliding_window": (0,),
+    "attention.temperature_length": (0,),
+    "attention.temperature_scale": (0,),
+    "attention.value_scale": (0, 1),
+    "attn_logit_softcapping": (0,),
+    "deepstack_mapping": (-1,),
+    "embedding_scale": (0, 1),
+    "expert_shared_feed_forward_length": (0,),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "nextn_predict_layers": (0,),
+    "residual_scale": (0, 1),
+    "rope.dimension_sections": (0,),
+    "rope.scaling.alpha": (0,),
+}
 
 
 def header_files(path: Path) -> Path:
@@ -108,14 +133,19 @@ def make_config(
     architecture = metadata["general.architecture"]
     if architecture not in _CONFIGS:
         raise ModelError(_unsupported(architecture))
-    _refuse_unsupported(metadata, architecture)
-    values = {
-        name.removeprefix(f"{architecture}."): value
-        for name, value in metadata.items()
-        if name.startswith(f"{architecture}.")
-    }
+    values = _KeysRead(
+        {
+            name.removeprefix(f"{architecture}."): value
+            for name, value in metadata.items()
+            if name.startswith(f"{architecture}.")
+        }
+    )
+    if values.get("expert_count", 0) > 0:
+        raise ModelError("mixture-of-experts models are not supported")
     config = _CONFIGS[architecture](values, tensors)
-    config |= rope_parameters(values, rope_divisors)
+    _check_head_sizes(architecture, values)
+    config |= rope_scaling(values, rope_divisors)
+    _refuse_ignored(architecture, values)
     config["vocab_size"] = tensors["token_embd.weight"]["shape"][0]
     config["tie_word_embeddings"] = "output.weight" not in tensors
     for role in ("bos", "eos"):
@@ -124,11 +154,63 @@ def make_config(
     return config
 
 
-def _refuse_unsupported(metadata: Mapping[str, Any], architecture: str) -> None:
-    if metadata.get("split.count", 1) > 1:
-        raise ModelError("the model is split over several GGUF files; merge them into one")
-    if metadata.get(f"{architecture}.expert_count", 0) > 0:
-        raise ModelError("mixture-of-experts models are not supported")
+class _KeysRead(dict[str, Any]):
+    """An architecture's metadata without its prefix, which remembers the keys that were read."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value, or `default` without one."""
+        self.read.add(key)
+        return super().get(key, default)
+
+
+def _check_head_sizes(architecture: str, values: _KeysRead) -> None:
+    """Raise ModelError if values, or heads of layers with a window, have another size."""
+    if "attention.head_count" not in values:
+        return
+    head_dim = values.get("attention.key_length") or (
+        values["embedding_length"] // values["attention.head_count"]
+    )
+    rotated = values.get("rope.dimension_count") or head_dim
+    for name, allowed in (
+        ("attention.value_length", head_dim),
+        ("attention.key_length_swa", head_dim),
+        ("attention.value_length_swa", head_dim),
+        ("rope.dimension_count", rotated if architecture in PARTLY_ROTATED else head_dim),
+        ("rope.dimension_count_swa", rotated),
+    ):
+        if (value := values.get(name) or allowed) != allowed:
+            raise ModelError(
+                f"{architecture}.{name} = {value} is not supported; supported: {allowed}"
+            )
+
+
+def _refuse_ignored(architecture: str, values: _KeysRead) -> None:
+    """Raise ModelError for a key that would change the logits, and that nothing has read."""
+    for name, neutral in NEUTRAL_VALUES.items():
+        value = values.get(name) if name not in values.read else None
+        for item in value if isinstance(value, list) else [value]:
+            if item is not None and item not in neutral:
+                shown = ", ".join(str(allowed) for allowed in neutral)
+                raise ModelError(
+                    f"{architecture}.{name} = {item} is not supported for this architecture;"
+                    f" supported: {shown}"
+                )
+
+
+def _llama_config(values: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]:
+    """Return the config of a Llama; of a Mistral, if there is a window."""
+    window = values.get("attention.sliding_window", 0)
+    if not window:
+        return _like_llama("Llama", values, tensors)
+    return _like_llama("Mistral", values, tensors) | {"sliding_window": window}
 
 
 def _like_llama(name: str, values: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]:
@@ -178,7 +260,7 @@ def _gpt2_config(values: Mapping[str, Any], _: TensorIndex) -> dict[str, Any]:
 
 
 _CONFIGS: dict[str, Callable[[Mapping[str, Any], TensorIndex], dict[str, Any]]] = {
-    "llama": partial(_like_llama, "Llama"),
+    "llama": _llama_config,
     "qwen2": partial(_like_llama, "Qwen2"),
     "qwen3": partial(_like_llama, "Qwen3"),
     "gpt2": _gpt2_config,

@@ -1,8 +1,9 @@
-"""Rotary scaling in a GGUF as Hugging Face's `rope_parameters`.
+"""Rotary positions in a GGUF as Hugging Face's `rope_scaling`.
 
-Source: the GGUF specification (ggml, docs/gguf.md), and llama.cpp's use of the tensors.
+Source: the GGUF specification (ggml, docs/gguf.md), and llama.cpp's use of keys and tensors.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,9 +18,7 @@ ROPE_TENSORS = frozenset((ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS))
 _TYPES = ("none", "linear", "yarn", "longrope")
 
 
-def rope_parameters(
-    values: Mapping[str, Any], divisors: Mapping[str, list[float]]
-) -> dict[str, Any]:
+def rope_scaling(values: Mapping[str, Any], divisors: Mapping[str, list[float]]) -> dict[str, Any]:
     """Return the part of config.json that describes scaled positions; empty if there are none.
 
     Args:
@@ -29,7 +28,8 @@ def rope_parameters(
     Raises:
         ModelError: The scaling is unknown or incomplete.
     """
-    kind = values.get("rope.scaling.type", "none")
+    # Without a type, a factor is linear.
+    kind = values.get("rope.scaling.type", "linear")
     if kind not in _TYPES:
         raise ModelError(
             f"rope.scaling.type = {kind!r} is not supported; supported: {', '.join(_TYPES)}"
@@ -41,50 +41,83 @@ def rope_parameters(
     ):
         if values.get(f"rope.scaling.{name}", neutral) != neutral:
             raise ModelError(f"rope.scaling.{name} is not supported")
+    factor = 1.0 if kind == "none" else _factor(values)
+    attention_factor = float(values.get("rope.scaling.attn_factor") or 1.0)
+    if kind == "yarn":
+        parameters = _yarn(values, divisors, factor, attention_factor)
+    elif kind == "longrope" or LONG_FACTORS in divisors or SHORT_FACTORS in divisors:
+        parameters = _longrope(divisors, factor, attention_factor)
+    elif ROPE_FREQS in divisors or attention_factor != 1.0:
+        # The same divisors for every context.
+        divided = divisors.get(ROPE_FREQS) or [1.0] * (_num_rotated(values) // 2)
+        parameters = _longrope(
+            {SHORT_FACTORS: divided, LONG_FACTORS: divided}, factor, attention_factor
+        )
+    elif factor != 1.0:
+        parameters = {"rope_type": "linear", "factor": factor}
+    else:
+        return {}
     context = values["context_length"]
     original = values.get("rope.scaling.original_context_length") or context
-    parameters: dict[str, Any] = {"original_max_position_embeddings": original}
-    factor = values.get("rope.scaling.factor") or 1.0
-    # The converter writes no type for a Phi-3 with these factors.
-    if kind == "longrope" or (kind == "none" and LONG_FACTORS in divisors):
-        parameters |= _longrope(values, divisors, factor)
-    elif divisors:
-        parameters |= _divided(kind, divisors)
-    elif kind == "none":
-        return {}
-    else:
-        parameters |= {"rope_type": kind, "factor": factor}
-        for name in ("beta_fast", "beta_slow"):
-            parameters[name] = values.get(f"rope.scaling.yarn_{name}")
-    return {"rope_parameters": parameters}
+    return {"rope_scaling": {"original_max_position_embeddings": original, **parameters}}
 
 
-def _divided(kind: str, divisors: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Return the scaling of Llama 3.1, whose divisors are the same for every context."""
-    if kind != "none" or list(divisors) != [ROPE_FREQS]:
+def _factor(values: Mapping[str, Any]) -> float:
+    """Return the number by which positions are divided, of which an older key is the other name."""
+    key = "rope.scaling.factor"
+    if key not in values:
+        key = "rope.scale_linear"
+    factor = _decimal(values.get(key) or 1.0)
+    if not factor > 0 or not math.isfinite(factor):
+        raise ModelError(f"{key} = {factor} is not supported; supported: numbers above 0")
+    return factor
+
+
+def _num_rotated(values: Mapping[str, Any]) -> int:
+    head_dim = values["embedding_length"] // values["attention.head_count"]
+    return int(values.get("rope.dimension_count") or values.get("attention.key_length") or head_dim)
+
+
+def _yarn(
+    values: Mapping[str, Any],
+    divisors: Mapping[str, list[float]],
+    factor: float,
+    attention_factor: float,
+) -> dict[str, Any]:
+    if divisors:
         raise ModelError(
-            f"rope.scaling.type = {kind!r} is not supported together with {', '.join(divisors)}"
+            f"rope.scaling.type = 'yarn' is not supported together with {', '.join(divisors)}"
         )
-    factors = divisors[ROPE_FREQS]
-    return {
-        "rope_type": "longrope",
-        "short_factor": factors,
-        "long_factor": factors,
-        "attention_factor": 1.0,
-    }
+    parameters: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
+    for name in ("beta_fast", "beta_slow"):
+        parameters[name] = values.get(f"rope.scaling.yarn_{name}")
+    if attention_factor != 1.0:
+        # It multiplies YaRN's own factor.
+        own = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+        parameters["attention_factor"] = own * attention_factor
+    return parameters
 
 
 def _longrope(
-    values: Mapping[str, Any], divisors: Mapping[str, list[float]], factor: float
+    divisors: Mapping[str, list[float]], factor: float, attention_factor: float
 ) -> dict[str, Any]:
-    if factor != 1.0:
-        raise ModelError(f"rope.scaling.factor = {factor} is not supported with longrope")
+    """Return divisors for short and long contexts; `factor` divides all frequencies as well."""
     for name in (LONG_FACTORS, SHORT_FACTORS):
         if name not in divisors:
-            raise ModelError(f"rope.scaling.type is 'longrope', but there is no {name}")
+            raise ModelError(
+                "rope.scaling.type is 'longrope', or the file has some of its factors, but there"
+                f" is no {name}"
+            )
+    if ROPE_FREQS in divisors:
+        raise ModelError(f"{ROPE_FREQS} is not supported together with {LONG_FACTORS}")
     return {
         "rope_type": "longrope",
-        "short_factor": divisors[SHORT_FACTORS],
-        "long_factor": divisors[LONG_FACTORS],
-        "attention_factor": values.get("rope.scaling.attn_factor") or 1.0,
+        "short_factor": [factor * divisor for divisor in divisors[SHORT_FACTORS]],
+        "long_factor": [factor * divisor for divisor in divisors[LONG_FACTORS]],
+        "attention_factor": attention_factor,
     }
+
+
+def _decimal(value: float) -> float:
+    """Return the decimal number of a float32."""
+    return float(f"{value:.7g}")

@@ -5,9 +5,11 @@ model. Packed rows are views of the mapped file, unless their order has to chang
 """
 
 import dataclasses
+import enum
 import json
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,17 @@ import torch
 from torch import Tensor
 
 from quadriga.errors import ModelError
+from quadriga.model_files.config.decoder_config import DecoderConfig
 from quadriga.model_files.gguf.types import BLOCK_SIZES, check_packed_types
 from quadriga.model_files.gguf_rope import ROPE_TENSORS
 from worker_proc.loading.gguf_blocks import PackedRows
 from worker_proc.models.base import Model
+from worker_proc.models.checkpoint_parts import plain_name
 from worker_proc.system.generator import seeded_generator
 
 DUMMY_SEED = 0
 DUMMY_STD = 0.02
+COMPARED_ROWS = 4096  # of a head and an embedding at a time
 
 POSITION_EMBEDDING = "position_embd.weight"
 
@@ -62,6 +67,76 @@ def safetensors_files(directory: Path) -> list[Path]:
     if not files:
         raise ModelError(f"{directory} has no *.safetensors file")
     return files
+
+
+class StoredHead(enum.Enum):
+    """What a checkpoint has for the head of a model whose embedding is its head.
+
+    Attributes:
+        TIED: The embedding alone, or the same values for both.
+        OWN: Other values than the embedding's.
+        ONLY: The head alone, which is the embedding as well.
+    """
+
+    TIED = enum.auto()
+    OWN = enum.auto()
+    ONLY = enum.auto()
+
+
+def find_stored_head(directory: Path, config: DecoderConfig) -> StoredHead:
+    """Compare the head and the embedding of a directory's *.safetensors.
+
+    As in transformers, a head of its own counts, whatever `tie_word_embeddings` says.
+
+    Raises:
+        ModelError: A file cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    with ExitStack() as opened:
+        try:
+            files = [
+                opened.enter_context(safe_open(file, framework="pt"))
+                for file in safetensors_files(directory)
+            ]
+            stored = {
+                plain_name(config, name): (file, name)
+                for file in files
+                for name in file.keys()  # noqa: SIM118 (safe_open is not a mapping)
+            }
+            head, embedding = f"{config.name('head')}.", f"{config.name('embedding')}.weight"
+            if not any(name.startswith(head) for name in stored):
+                return StoredHead.TIED
+            if embedding not in stored:
+                return StoredHead.ONLY
+            # A quantized head has other tensors.
+            if f"{head}weight" not in stored:
+                return StoredHead.OWN
+            slices = [
+                file.get_slice(name) for file, name in (stored[f"{head}weight"], stored[embedding])
+            ]
+            return StoredHead.TIED if _are_equal(*slices) else StoredHead.OWN
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"cannot read {directory}: {error}; fetch the files again") from None
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    """Return whether two slices of safetensors have the same shape and values."""
+    if first.get_shape() != second.get_shape():
+        return False
+    rows = first.get_shape()[0]
+    return all(
+        torch.equal(first[at : at + COMPARED_ROWS].float(), second[at : at + COMPARED_ROWS].float())
+        for at in range(0, rows, COMPARED_ROWS)
+    )
+
+
+def head_as_embedding(source: NamedTensors, config: DecoderConfig) -> NamedTensors:
+    """Yield the tensors, the head under the name of the embedding."""
+    head = f"{config.name('head')}.weight"
+    for name, tensor in source:
+        is_head = plain_name(config, name) == head
+        yield f"{config.name('embedding')}.weight" if is_head else name, tensor
 
 
 def from_gguf(
@@ -123,13 +198,13 @@ def _undo_conversion(
 ) -> Tensor | PackedRows:
     """Undo the changes of layout that the converter to GGUF made.
 
-    Llama, Granite, SmolLM3: the rotary pairs of Q and K are interleaved; here they are half a head
-    apart. GPT-2: weights are [outputs, inputs]; its checkpoints have [inputs, outputs]. Gemma: 1 is
-    added to the weights of norms.
+    Llama, Mistral, Granite, SmolLM3: the rotary pairs of Q and K are interleaved; here they are
+    half a head apart. GPT-2: weights are [outputs, inputs]; its checkpoints have [inputs, outputs].
+    Gemma: 1 is added to the weights of norms.
     """
     if config["model_type"] in ("gemma", "gemma2", "gemma3") and isinstance(tensor, Tensor):
         return tensor - 1 if name.endswith("norm.weight") else tensor
-    if config["model_type"] in ("granite", "llama", "smollm3"):
+    if config["model_type"] in ("granite", "llama", "mistral", "smollm3"):
         if isinstance(tensor, PackedRows):
             return dataclasses.replace(tensor, data=_deinterleave_heads(name, tensor.data, config))
         return _deinterleave_heads(name, tensor, config)
@@ -185,6 +260,7 @@ _GGUF_NAMES = {
     "gemma3": _GEMMA_NAMES,
     "granite": _LLAMA_NAMES,
     "llama": _LLAMA_NAMES,
+    "mistral": _LLAMA_NAMES,
     "phi3": {
         **_LLAMA_NAMES,
         "attn_qkv": "self_attn.qkv_proj",

@@ -7,13 +7,17 @@ import torch
 from torch import Tensor
 
 from quadriga.errors import ConfigError, ModelError
+from quadriga.model_files.architectures import read_architecture
 from quadriga.model_files.quantized.methods import is_mxfp4, read_quantization
 from quadriga.model_files.resolve import ModelFiles
 from worker_proc.loading.checkpoints import (
     NamedTensors,
+    StoredHead,
     fill_at_random,
+    find_stored_head,
     from_gguf,
     from_safetensors,
+    head_as_embedding,
     safetensors_files,
 )
 from worker_proc.loading.gguf_blocks import PackedRows
@@ -59,7 +63,9 @@ def load_model(
             f"quantization gguf keeps the packed weights of a GGUF, but {files.location} is not"
             " read from one: leave it out, or use int8 or int4, which round any model"
         )
-    model = build_model(files.config, dtype, device, rank.count)
+    head = _stored_head(files)
+    untied = {"tie_word_embeddings": False} if head is StoredHead.OWN else {}
+    model = build_model(files.config | untied, dtype, device, rank.count)
     if files.weights is None:
         fill_at_random(model)
     elif quantization is not None:
@@ -74,6 +80,8 @@ def load_model(
                 round(dtype.itemsize * 8 / MXFP4_BITS),
             )
             stored = with_mxfp4_decoded(stored)
+        if head is StoredHead.ONLY:
+            stored = head_as_embedding(stored, read_architecture(files.config))
         fill(model, stored, files.location, rank)
     else:
         tensors = from_gguf(files.weights, files.tensor_index, files.config, packed)
@@ -85,6 +93,21 @@ def load_model(
         )
     model.finish_loading(files.context_length)
     return model.eval()
+
+
+def _stored_head(files: ModelFiles) -> StoredHead:
+    """Return what the checkpoint has for the head; OWN is logged where config.json ties it."""
+    config = read_architecture(files.config)
+    if files.weights is None or files.tensor_index is not None or not config.tie_word_embeddings:
+        return StoredHead.TIED
+    head = find_stored_head(files.weights, config)
+    if head is StoredHead.OWN:
+        logging.warning(
+            "config.json has tie_word_embeddings, but %s.weight is stored with other values than"
+            " the embedding: the stored head is used",
+            config.name("head"),
+        )
+    return head
 
 
 def fill(

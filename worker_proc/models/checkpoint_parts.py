@@ -28,8 +28,7 @@ def checkpoint_parts(
     """
     if name.startswith(config.skipped_starts):
         return
-    for part in config.removed:
-        name = name.replace(part, "")
+    name = plain_name(config, name)
     if name.endswith(config.skipped) or (
         config.tie_word_embeddings and name == f"{config.name('head')}.weight"
     ):
@@ -50,6 +49,13 @@ def checkpoint_parts(
     if config.interleaved_rope and any(f".{config.name(key)}." in name for key in ("q", "k")):
         tensor = take_rows(tensor, half_rotary_rows(config, tensor.shape[0] // config.head_dim))
     yield name, tensor
+
+
+def plain_name(config: DecoderConfig, name: str) -> str:
+    """Return the name of a stored tensor without the parts that `config` removes."""
+    for part in config.removed:
+        name = name.replace(part, "")
+    return name
 
 
 def take_rows(tensor: StoredTensor, rows: Tensor) -> StoredTensor:

@@ -4,6 +4,15 @@ from typing import Any
 
 from quadriga.errors import ConfigError, ModelError
 
+# Other names of what a GPT-2, a GPT-J and models with experts have.
+GPT_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+EXPERTS_ALIASES = {"num_experts": "num_local_experts"}
+
 
 class BrokenConfig(ModelError):
     """A config.json contradicts itself, so that nothing can run the model."""
@@ -26,6 +35,16 @@ def setting(config: dict[str, Any], key: str, default: Any = None) -> Any:
 def with_defaults(config: dict[str, Any], **defaults: Any) -> dict[str, Any]:
     """Return config.json with `defaults` for keys that are missing or null."""
     return config | {key: setting(config, key, value) for key, value in defaults.items()}
+
+
+def with_aliases(config: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Return config.json with values of other names, which transformers prefers.
+
+    Args:
+        config: config.json.
+        names: {the other name: the family's own name}.
+    """
+    return config | {own: config[other] for other, own in names.items() if other in config}
 
 
 def require(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:

@@ -54,7 +54,7 @@ def qwen_windows(config: dict[str, Any], num_layers: int) -> Windows:
     window = config.get("sliding_window", DEFAULT_WINDOW)
     if window is None or not config.get("use_sliding_window", False):
         return (None,) * num_layers
-    num_full = int(config.get("max_window_layers", DEFAULT_FULL_LAYERS))
+    num_full = int(setting(config, "max_window_layers", DEFAULT_FULL_LAYERS))
     types = [FULL if layer < num_full else SLIDING for layer in range(num_layers)]
     sizes = {"num_hidden_layers": num_layers, "sliding_window": window}
     return layer_windows(config | sizes, types)

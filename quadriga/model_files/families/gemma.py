@@ -13,7 +13,12 @@ from quadriga.model_files.config.layer_windows import (
     layer_windows,
     periodic_types,
 )
-from quadriga.model_files.config.rope_config import DEFAULT_THETA, RopeScaling
+from quadriga.model_files.config.rope_config import (
+    DEFAULT_THETA,
+    RopeScaling,
+    configs_by_layer,
+)
+from quadriga.windows import Windows
 
 NAMES = {
     "mlp_norm": "pre_feedforward_layernorm",
@@ -23,7 +28,10 @@ NAMES = {
 
 def gemma2(config: dict[str, Any]) -> DecoderConfig:
     """Read a Gemma 2's config.json."""
-    return _gemma(config, 2, theta=DEFAULT_THETA, local_theta=None)
+    windows = layer_windows(config, periodic_types(config, 2), DEFAULT_WINDOW)
+    rope = RopeScaling.from_hf(config, _head_dim(config))
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0} | config
+    return _gemma(caps, windows, rope, rope, attention_softcap=caps["attn_logit_softcapping"])
 
 
 def gemma3(config: dict[str, Any]) -> DecoderConfig:
@@ -31,11 +39,21 @@ def gemma3(config: dict[str, Any]) -> DecoderConfig:
 
     Of a checkpoint that also reads images, the text model alone is loaded.
     """
+    types = config.get("layer_types") or periodic_types(
+        config, int(setting(config, "sliding_window_pattern", 6))
+    )
+    thetas = (
+        float(setting(config, "rope_theta", 1e6)),
+        float(setting(config, "rope_local_base_freq", DEFAULT_THETA)),
+    )
+    rope, local = (
+        RopeScaling.from_hf(part, _head_dim(config)) for part in configs_by_layer(config, thetas)
+    )
     return _gemma(
         config,
-        6,
-        theta=1e6,
-        local_theta=float(setting(config, "rope_local_base_freq", DEFAULT_THETA)),
+        layer_windows(config, types, DEFAULT_WINDOW),
+        rope,
+        local,
         qk_norm="heads",
         removed=("language_model.",),
         skipped_starts=("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.",
@@ -43,37 +61,34 @@ def gemma3(config: dict[str, Any]) -> DecoderConfig:
     )  # fmt: skip
 
 
+def _head_dim(config: dict[str, Any]) -> int:
+    return int(setting(config, "head_dim", 256))
+
+
 def _gemma(
-    config: dict[str, Any], period: int, theta: float, local_theta: float | None, **fields: Any
+    config: dict[str, Any],
+    windows: Windows,
+    rope: RopeScaling,
+    local_rope: RopeScaling,
+    **fields: Any,
 ) -> DecoderConfig:
-    """Read what both have. `period`: every so many layers, one sees all tokens."""
+    """Read what both have; `local_rope` is of the layers with a window."""
     require(config, "use_bidirectional_attention", (False, None))
-    require(config, "tie_word_embeddings", (True, None))
-    head_dim = setting(config, "head_dim", 256)
-    period = int(setting(config, "sliding_window_pattern", period))
-    windows = layer_windows(config, periodic_types(config, period), DEFAULT_WINDOW)
-    ropes = config.get("rope_parameters") or {}
-    whole = {"rope_theta": theta} | config | {"rope_parameters": ropes.get("full_attention", ropes)}
-    rope = local = RopeScaling.from_hf(whole, head_dim)
-    if local_theta is not None:
-        parameters = {"rope_theta": local_theta} | (ropes.get("sliding_attention") or {})
-        local = RopeScaling.from_hf({"rope_parameters": parameters}, head_dim)
     bias = setting(config, "attention_bias", False)
     return DecoderConfig.from_hf(
         config,
-        head_dim=head_dim,
+        head_dim=_head_dim(config),
         qkv_bias=bias,
         out_bias=bias,
         norm_offset=1.0,
         norm_places="around",
         activation=activation_of(config, "hidden_activation", "gelu_pytorch_tanh"),
-        ropes=tuple(rope if window is None else local for window in windows),
+        ropes=tuple(rope if window is None else local_rope for window in windows),
         windows=windows,
         attention_scale=float(setting(config, "query_pre_attn_scalar", 256)) ** -0.5,
-        attention_softcap=config.get("attn_logit_softcapping"),
         embedding_scale=float(setting(config, "hidden_size")) ** 0.5,
         logit_softcap=config.get("final_logit_softcapping"),
-        tie_word_embeddings=True,
+        tie_word_embeddings=setting(config, "tie_word_embeddings", True),
         names=NAMES,
         **fields,
     )

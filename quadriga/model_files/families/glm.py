@@ -7,6 +7,7 @@ from typing import Any
 
 from quadriga.model_files.config.config_values import setting
 from quadriga.model_files.config.decoder_config import DecoderConfig
+from quadriga.model_files.config.rope_config import RopeScaling
 
 FUSED = {"gate_up": "mlp.gate_up_proj"}
 POST_NORMS = {
@@ -18,9 +19,12 @@ POST_NORMS = {
 def glm(config: dict[str, Any], **fields: Any) -> DecoderConfig:
     """Read the config.json of a GLM-4; `fields` are what a later model changes."""
     config = {"partial_rotary_factor": 0.5, **config}
+    head_dim = setting(config, "head_dim", 128)
+    rope = RopeScaling.from_hf(config, head_dim, may_be_partial=True)
     return DecoderConfig.from_hf(
         config,
-        head_dim=setting(config, "head_dim", 128),
+        head_dim=head_dim,
+        ropes=(rope,) * setting(config, "num_hidden_layers"),
         norm_eps=setting(config, "rms_norm_eps", 1.5625e-07),
         qkv_bias=setting(config, "attention_bias", True),
         interleaved_rope=True,

@@ -5,7 +5,7 @@ Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 
 from typing import Any
 
-from quadriga.model_files.config.config_values import require, setting
+from quadriga.model_files.config.config_values import GPT_ALIASES, require, setting, with_aliases
 from quadriga.model_files.config.decoder_config import DecoderConfig, activation_of
 
 NAMES = {
@@ -27,6 +27,7 @@ def gpt2(config: dict[str, Any]) -> DecoderConfig:
     require(config, "scale_attn_weights", (True,))
     require(config, "scale_attn_by_inverse_layer_idx", (False, None))
     require(config, "add_cross_attention", (False, None))
+    config = with_aliases(config, GPT_ALIASES)
     hidden_size, num_layers = setting(config, "n_embd"), setting(config, "n_layer")
     sizes = {
         "hidden_size": hidden_size,

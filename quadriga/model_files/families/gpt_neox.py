@@ -6,8 +6,9 @@ https://arxiv.org/abs/2304.01373.
 
 from typing import Any
 
-from quadriga.model_files.config.config_values import setting
+from quadriga.model_files.config.config_values import head_dim_of, setting
 from quadriga.model_files.config.decoder_config import DecoderConfig, activation_of
+from quadriga.model_files.config.rope_config import RopeScaling
 
 NAMES = {
     "embedding": "embed_in",
@@ -23,13 +24,15 @@ NAMES = {
 
 def gpt_neox(config: dict[str, Any]) -> DecoderConfig:
     """Read a GPT-NeoX's config.json."""
-    rope = {
+    names = {
         "rope_theta": setting(config, "rotary_emb_base", 10000.0),
         "partial_rotary_factor": setting(config, "rotary_pct", 0.25),
     }
+    rope = RopeScaling.from_hf(config | names, head_dim_of(config), may_be_partial=True)
     bias = setting(config, "attention_bias", True)
     return DecoderConfig.from_hf(
-        config | rope,
+        config,
+        ropes=(rope,) * setting(config, "num_hidden_layers"),
         norm="layer",
         norm_eps=setting(config, "layer_norm_eps", 1e-5),
         parallel=setting(config, "use_parallel_residual", True),

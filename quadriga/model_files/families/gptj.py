@@ -5,7 +5,12 @@ Wang and Komatsuzaki 2021, https://github.com/kingoflolz/mesh-transformer-jax.
 
 from typing import Any
 
-from quadriga.model_files.config.config_values import setting
+from quadriga.model_files.config.config_values import (
+    GPT_ALIASES,
+    BrokenConfig,
+    setting,
+    with_aliases,
+)
 from quadriga.model_files.config.decoder_config import DecoderConfig, activation_of
 from quadriga.model_files.config.rope_config import RopeScaling
 
@@ -26,9 +31,15 @@ NAMES = {
 
 def gptj(config: dict[str, Any]) -> DecoderConfig:
     """Read a GPT-J's config.json."""
+    config = with_aliases(config, GPT_ALIASES)
     hidden_size, num_layers = setting(config, "n_embd"), setting(config, "n_layer")
     num_heads = setting(config, "n_head")
     rotated = config.get("rotary_dim", 64) or hidden_size // num_heads
+    if rotated > hidden_size // num_heads:
+        raise BrokenConfig(
+            f"the model's config.json has rotary_dim = {rotated}; heads have"
+            f" {hidden_size // num_heads} channels"
+        )
     rope = RopeScaling.from_hf({"max_position_embeddings": setting(config, "n_positions")}, rotated)
     sizes = {
         "hidden_size": hidden_size,

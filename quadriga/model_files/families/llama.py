@@ -8,7 +8,11 @@ from typing import Any
 
 from quadriga.model_files.config.config_values import setting
 from quadriga.model_files.config.decoder_config import DecoderConfig
-from quadriga.model_files.config.layer_windows import mistral_windows
+from quadriga.model_files.config.layer_windows import (
+    DEFAULT_WINDOW,
+    layer_windows,
+    mistral_windows,
+)
 
 
 def llama(config: dict[str, Any]) -> DecoderConfig:
@@ -24,6 +28,9 @@ def llama(config: dict[str, Any]) -> DecoderConfig:
 
 
 def mistral(config: dict[str, Any]) -> DecoderConfig:
-    """Read a Mistral's config.json."""
-    windows = mistral_windows(config, setting(config, "num_hidden_layers"))
+    """Read a Mistral's config.json; with `layer_types`, some layers may have no window."""
+    num_layers = setting(config, "num_hidden_layers")
+    windows = mistral_windows(config, num_layers)
+    if config.get("layer_types"):
+        windows = layer_windows(config, [], DEFAULT_WINDOW)
     return DecoderConfig.from_hf(config, windows=windows)

@@ -15,15 +15,27 @@ def gemma_values(_: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def granite_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the factors of a Granite. Raise KeyError if one is missing."""
-    names = {
-        "attention_multiplier": "attention.scale",
-        "embedding_multiplier": "embedding_scale",
-        "residual_multiplier": "residual_scale",
-        "logits_scaling": "logit_scale",
+    """Return the factors of a Granite. Raise KeyError without the one of the logits.
+
+    Raises:
+        ModelError: Nothing is rotated.
+    """
+    if not values.get("rope.scaling.finetuned", True):
+        raise ModelError(
+            "granite.rope.scaling.finetuned = False, a model that rotates nothing, is not"
+            " supported in a GGUF; supported: True"
+        )
+    head_dim = values.get("attention.key_length") or (
+        values["embedding_length"] // values["attention.head_count"]
+    )
+    factors = {
+        "attention_multiplier": values.get("attention.scale") or head_dim**-0.5,
+        "embedding_multiplier": values.get("embedding_scale") or 1.0,
+        "residual_multiplier": values.get("residual_scale") or 1.0,
+        "logits_scaling": values["logit_scale"],
     }
     # GGUF stores float32.
-    return {key: float(f"{values[name]:.7g}") for key, name in names.items()}
+    return {key: float(f"{value:.7g}") for key, value in factors.items()}
 
 
 def olmo2_values(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,7 +44,7 @@ def olmo2_values(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ModelError: The model is an Olmo 3, whose GGUF has the same architecture.
     """
-    if "attention.sliding_window" in values:
+    if values.get("attention.sliding_window", 0):
         raise ModelError(
             "the GGUF is of an Olmo 3 (olmo2.attention.sliding_window ="
             f" {values['attention.sliding_window']}), which is not supported in a GGUF; use the"

@@ -23,6 +23,9 @@ def phi3_config(values: Mapping[str, Any], _: TensorIndex) -> dict[str, Any]:
         "rope_theta": float(f"{values.get('rope.freq_base', 10000.0):.7g}"),
         "rms_norm_eps": float(f"{values['attention.layer_norm_rms_epsilon']:.7g}"),
         "max_position_embeddings": values["context_length"],
+        "original_max_position_embeddings": (
+            values.get("rope.scaling.original_context_length") or values["context_length"]
+        ),
         "sliding_window": values.get("attention.sliding_window") or None,
         "hidden_act": "silu",
     }

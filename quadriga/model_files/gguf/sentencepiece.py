@@ -5,7 +5,7 @@ a tokenizer.json: the pair that gives the piece with the highest score is merged
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SPACE = "▁"
 # Values of tokenizer.ggml.token_type.
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+NORMAL, USER_DEFINED = 1, 4
 # Tokens of a Phi-3 that keep the spaces after them; its other special tokens swallow these. A GGUF
 # does not say so; llama.cpp has the same list.
 PHI3_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
@@ -25,8 +25,14 @@ PHI3_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 Merge = tuple[str, str]
 
 
-def build_sentencepiece_tokenizer(metadata: Mapping[str, Any]) -> "Tokenizer":
+def build_sentencepiece_tokenizer(
+    metadata: Mapping[str, Any], control: Collection[int]
+) -> "Tokenizer":
     """Build a tokenizer that gives the ids of the model's published tokenizer.json.
+
+    Args:
+        metadata: The GGUF's.
+        control: Ids of tokens that no answer shows.
 
     Raises:
         ModelError: the vocabulary has no unknown token, or no scores.
@@ -65,12 +71,12 @@ def build_sentencepiece_tokenizer(metadata: Mapping[str, Any]) -> "Tokenizer":
         [
             AddedToken(
                 token,
-                special=kind == CONTROL,
+                special=token_id in control,
                 normalized=False,
                 rstrip=strips and token not in PHI3_KEEP_SPACES,
             )
-            for token, kind in zip(tokens, types, strict=True)
-            if kind in (CONTROL, USER_DEFINED)
+            for token_id, (token, kind) in enumerate(zip(tokens, types, strict=True))
+            if token_id in control or kind == USER_DEFINED
         ]
     )
     return tokenizer

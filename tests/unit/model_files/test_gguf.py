@@ -127,7 +127,7 @@ def test_the_header_says_whether_a_text_begins_with_bos(
     ("options", "said"),
     [
         ({"architecture": "mamba"}, "supported: llama, qwen2, qwen3, gpt2, gemma2"),
-        ({"pre": "tekken"}, "'tekken' is not known"),
+        ({"pre": "kimi-k2"}, "'kimi-k2' is not known"),
         ({"kind": "t5"}, "Hugging Face directory"),
         ({"scaling": "su"}, "rope.scaling.type = 'su' is not supported; supported: none, linear"),
         ({"scaling": "longrope"}, "no rope_factors_long.weight"),

@@ -93,6 +93,11 @@ def test_a_gemma_2_has_soft_caps_and_a_window_in_every_second_layer() -> None:
 def test_the_largest_models_scale_scores_by_the_width_of_a_head(
     architecture: str, num_layers: int
 ) -> None:
-    sizes = {"embedding_length": 4608, "attention.head_count": 32, "attention.key_length": 128}
+    sizes = {
+        "embedding_length": 4608,
+        "attention.head_count": 32,
+        "attention.key_length": 128,
+        "attention.value_length": 128,
+    }
     config = config_of(architecture, block_count=num_layers, **sizes)
     assert config.attention_scale == 144**-0.5

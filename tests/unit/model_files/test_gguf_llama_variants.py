@@ -75,9 +75,15 @@ def test_a_header_says_what_config_json_says(
     assert thetas[0] == thetas[1]
 
 
-def test_a_granite_without_its_factors_is_incomplete() -> None:
-    with pytest.raises(KeyError, match=r"attention\.scale"):
+def test_a_granite_without_a_factor_of_its_logits_is_incomplete() -> None:
+    with pytest.raises(KeyError, match="logit_scale"):
         config_of("granite", {})
+
+
+def test_other_factors_of_a_granite_have_the_values_that_llama_cpp_takes() -> None:
+    config = config_of("granite", {"logit_scale": 8.0})
+    assert config.attention_scale == pytest.approx(config.head_dim**-0.5)
+    assert (config.embedding_scale, config.residual_scale) == (1.0, 1.0)
 
 
 def test_an_olmo_3_has_the_architecture_of_an_olmo_2_and_is_refused() -> None:

@@ -12,7 +12,7 @@ from quadriga.errors import ModelError
 from quadriga.model_files.config.rope_config import RopeScaling
 from quadriga.model_files.gguf.reader import read_header
 from quadriga.model_files.gguf_header import rope_divisors_of
-from quadriga.model_files.gguf_rope import rope_parameters
+from quadriga.model_files.gguf_rope import rope_scaling
 from worker_proc.models.rope_scaling import rope_frequencies
 
 HEAD_DIM, CONTEXT, ORIGINAL = 16, 256, 64
@@ -39,7 +39,7 @@ def test_the_divisors_of_llama_3_give_the_frequencies_of_its_config(tmp_path: Pa
     writer.write_tensors_to_file()
     writer.close()
     read = rope_divisors_of(tmp_path / "llama3.gguf", read_header(tmp_path / "llama3.gguf"))
-    scaling = scaling_of(rope_parameters({"context_length": CONTEXT}, read))
+    scaling = scaling_of(rope_scaling({"context_length": CONTEXT}, read))
     for context in (ORIGINAL, CONTEXT):
         frequencies, attention_factor = rope_frequencies(scaling, context)
         torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
@@ -55,7 +55,7 @@ def test_types_with_a_factor_give_the_frequencies_of_their_config(kind: str) -> 
         "rope.scaling.original_context_length": ORIGINAL,
     }
     parameters = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
-    ours, factor = rope_frequencies(scaling_of(rope_parameters(values, {})), CONTEXT)
+    ours, factor = rope_frequencies(scaling_of(rope_scaling(values, {})), CONTEXT)
     theirs = scaling_of({"rope_parameters": parameters})
     expected, expected_factor = rope_frequencies(theirs, CONTEXT)
     assert torch.equal(ours, expected)
@@ -63,10 +63,10 @@ def test_types_with_a_factor_give_the_frequencies_of_their_config(kind: str) -> 
 
 
 def test_a_file_without_scaling_has_no_parameters() -> None:
-    assert rope_parameters({"context_length": CONTEXT}, {}) == {}
+    assert rope_scaling({"context_length": CONTEXT}, {}) == {}
 
 
-def test_divisors_beside_another_type_are_refused() -> None:
-    values = {"context_length": CONTEXT, "rope.scaling.type": "linear"}
-    with pytest.raises(ModelError, match=r"'linear' is not supported together with rope_freqs"):
-        rope_parameters(values, {"rope_freqs.weight": [1.0]})
+def test_divisors_beside_yarn_are_refused() -> None:
+    values = {"context_length": CONTEXT, "rope.scaling.type": "yarn", "rope.scaling.factor": 2.0}
+    with pytest.raises(ModelError, match=r"'yarn' is not supported together with rope_freqs"):
+        rope_scaling(values, {"rope_freqs.weight": [1.0]})

@@ -5,7 +5,12 @@ OpenAI 2025, https://arxiv.org/abs/2508.10925.
 
 from typing import Any
 
-from quadriga.model_files.config.config_values import require, setting
+from quadriga.model_files.config.config_values import (
+    EXPERTS_ALIASES,
+    require,
+    setting,
+    with_aliases,
+)
 from quadriga.model_files.config.decoder_config import DecoderConfig, ExpertsConfig
 from quadriga.model_files.config.layer_windows import layer_windows, periodic_types
 
@@ -33,6 +38,7 @@ NAMES = {
 
 def gpt_oss(config: dict[str, Any]) -> DecoderConfig:
     """Read a gpt-oss's config.json."""
+    config = with_aliases(config, EXPERTS_ALIASES)
     require(config, "hidden_act", ("silu",))
     require(config, "swiglu_alpha", (1.702,))
     require(config, "swiglu_limit", (7.0,))

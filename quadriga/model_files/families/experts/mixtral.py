@@ -5,7 +5,7 @@ Jiang et al. 2024, https://arxiv.org/abs/2401.04088.
 
 from typing import Any
 
-from quadriga.model_files.config.config_values import setting
+from quadriga.model_files.config.config_values import EXPERTS_ALIASES, setting, with_aliases
 from quadriga.model_files.config.decoder_config import DecoderConfig, ExpertsConfig
 
 DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8}
@@ -20,6 +20,7 @@ NAMES = {
 
 def mixtral(config: dict[str, Any]) -> DecoderConfig:
     """Read a Mixtral's config.json."""
+    config = with_aliases(config, EXPERTS_ALIASES)
     window = config.get("sliding_window")
     return DecoderConfig.from_hf(
         DEFAULTS | config,

@@ -5,13 +5,14 @@ Yang et al. 2025, https://arxiv.org/abs/2505.09388.
 
 from typing import Any
 
-from quadriga.model_files.config.config_values import setting
+from quadriga.model_files.config.config_values import EXPERTS_ALIASES, setting, with_aliases
 from quadriga.model_files.config.decoder_config import DecoderConfig, ExpertsConfig
 from quadriga.model_files.config.layer_windows import DEFAULT_WINDOW
 
 
 def qwen3_moe(config: dict[str, Any]) -> DecoderConfig:
     """Read the config.json of a Qwen 3 with experts."""
+    config = with_aliases(config, EXPERTS_ALIASES)
     num_layers = setting(config, "num_hidden_layers")
     window = config.get("sliding_window", DEFAULT_WINDOW)
     if not config.get("use_sliding_window", False):
@@ -19,8 +20,7 @@ def qwen3_moe(config: dict[str, Any]) -> DecoderConfig:
     bias = setting(config, "attention_bias", False)
     sparse_step, dense = setting(config, "decoder_sparse_step", 1), config.get("mlp_only_layers")
     experts = ExpertsConfig(
-        # transformers 5 writes another name than the published checkpoints have.
-        num_experts=setting(config, "num_local_experts", config.get("num_experts") or 128),
+        num_experts=setting(config, "num_local_experts", 128),
         num_chosen=setting(config, "num_experts_per_tok", 8),
         intermediate_size=setting(config, "moe_intermediate_size", 768),
         renormalize=setting(config, "norm_topk_prob", False),

@@ -5,11 +5,12 @@ OLMo team 2024, https://arxiv.org/abs/2501.00656; 2025, https://arxiv.org/abs/25
 
 from typing import Any
 
-from quadriga.errors import ModelError
 from quadriga.model_files.config.config_values import head_dim_of, setting, with_defaults
 from quadriga.model_files.config.decoder_config import DecoderConfig
-from quadriga.model_files.config.layer_windows import FULL, SLIDING, layer_windows, periodic_types
-from quadriga.model_files.config.rope_config import RopeScaling
+from quadriga.model_files.config.layer_windows import layer_windows, periodic_types
+from quadriga.model_files.config.rope_config import RopeScaling, configs_by_layer
+
+DEFAULT_THETA = 500000.0  # of an OLMo 3
 
 
 def olmo2(config: dict[str, Any], **fields: Any) -> DecoderConfig:
@@ -27,19 +28,12 @@ def olmo2(config: dict[str, Any], **fields: Any) -> DecoderConfig:
 
 def olmo3(config: dict[str, Any]) -> DecoderConfig:
     """Read an OLMo 3's config.json: every fourth layer has no window, and scaled positions."""
-    config = with_defaults(config, sliding_window=4096, rope_theta=500000.0)
+    config = with_defaults(config, sliding_window=4096)
     windows = layer_windows(config, periodic_types(config, 4))
-    ropes = config.get("rope_parameters") or {FULL: config.get("rope_scaling"), SLIDING: None}
-    if unknown := ropes.keys() - {FULL, SLIDING}:
-        raise ModelError(
-            f"the model's config.json has {', '.join(sorted(unknown))} in rope_parameters;"
-            f" supported: {FULL} and {SLIDING}"
-        )
-    head_dim = head_dim_of(config)
-    unscaled = config | {"rope_scaling": None}
+    # As in transformers, `rope_theta` outside of `rope_parameters` is that of the other layers.
+    thetas = (setting(config, "rope_theta", DEFAULT_THETA), DEFAULT_THETA)
     full, sliding = (
-        RopeScaling.from_hf(unscaled | {"rope_parameters": ropes.get(kind)}, head_dim)
-        for kind in (FULL, SLIDING)
+        RopeScaling.from_hf(part, head_dim_of(config)) for part in configs_by_layer(config, thetas)
     )
     return olmo2(
         config,

@@ -29,9 +29,9 @@ def smollm3(config: dict[str, Any]) -> DecoderConfig:
             f" num_hidden_layers is {num_layers}"
         )
     rotates = rotates[:num_layers]
-    windows: tuple[int | None, ...] = (None,) * num_layers
-    if config.get("use_sliding_window") and config.get("sliding_window") is not None:
-        windows = layer_windows(config, [FULL if rotated else SLIDING for rotated in rotates])
+    has_windows = config.get("use_sliding_window") and config.get("sliding_window") is not None
+    types = [FULL if rotated or not has_windows else SLIDING for rotated in rotates]
+    windows = layer_windows(config, types)
     bias = setting(config, "attention_bias", False)
     rope = RopeScaling.from_hf(config, head_dim_of(config))
     return DecoderConfig.from_hf(
