@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quadriga.errors import ModelError
+from quadriga.model_files.gguf.parts import gguf_files
 
 # The last bytes of each weights file: two trainings of one model differ there.
 TAIL_BYTES = 4096
@@ -60,7 +61,7 @@ def weights_digest(weights: Path | None) -> str:
 def _weight_files(weights: Path | None) -> list[Path]:
     if weights is None:
         return []
-    return sorted(weights.glob("*.safetensors")) if weights.is_dir() else [weights]
+    return sorted(weights.glob("*.safetensors")) if weights.is_dir() else gguf_files(weights)
 
 
 def _tail(file: Path) -> bytes:

@@ -15,8 +15,9 @@ from quadriga.errors import ModelError
 from quadriga.model_files.cache import cache_directory, publish_directory, scratch_directory
 from quadriga.model_files.gguf.gemma import gemma2_config, gemma3_config
 from quadriga.model_files.gguf.llama_variants import gemma_values, granite_values, olmo2_values
+from quadriga.model_files.gguf.parts import first_file, gguf_files, read_whole_header
 from quadriga.model_files.gguf.phi3 import phi3_config
-from quadriga.model_files.gguf.reader import GGUFHeader, TensorIndex, read_float32, read_header
+from quadriga.model_files.gguf.reader import GGUFHeader, TensorIndex, read_float32
 from quadriga.model_files.gguf.starcoder2 import starcoder2_config
 from quadriga.model_files.gguf_rope import ROPE_TENSORS, rope_scaling
 from quadriga.model_files.gguf_start import read_architecture_name
@@ -54,12 +55,15 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 def header_files(path: Path) -> Path:
     """Return the directory of a GGUF's converted header, and make it if it does not exist.
 
+    Of a split GGUF, `path` is any part.
+
     It holds config.json, generation_config.json, tokenizer.json, tokenizer_config.json and
     tensors.json, the tensor index with the GGUF's names.
 
     Raises:
         ModelError: the file cannot be used.
     """
+    path = first_file(path)
     directory = cache_directory() / "gguf-headers" / _key(path)
     if not directory.is_dir():
         with scratch_directory() as scratch:
@@ -71,15 +75,17 @@ def header_files(path: Path) -> Path:
 
 
 def _key(path: Path) -> str:
+    states = [file.stat() for file in gguf_files(path)]  # links have the names of the parts
     path = path.resolve()
-    status = path.stat()
-    identity = f"{EXPORT_VERSION} {path} {status.st_size} {status.st_mtime_ns}"
+    identity = " ".join(
+        [f"{EXPORT_VERSION} {path}", *(f"{state.st_size} {state.st_mtime_ns}" for state in states)]
+    )
     return f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 
 
 def _export(path: Path, directory: Path) -> None:
     _check_architecture(path)
-    header = read_header(path)
+    header = read_whole_header(path)
     metadata, tensors = header.metadata, header.tensors
     try:
         config = make_config(metadata, tensors, rope_divisors_of(path, header))
@@ -113,8 +119,9 @@ def _unsupported(architecture: str) -> str:
 
 def rope_divisors_of(path: Path, header: GGUFHeader) -> dict[str, list[float]]:
     """Return the values of the tensors that scale rotary positions."""
+    files = gguf_files(path)
     return {
-        name: read_float32(path, entry)
+        name: read_float32(files[entry.get("part", 0)], entry)
         for name, entry in header.tensors.items()
         if name in ROPE_TENSORS
     }

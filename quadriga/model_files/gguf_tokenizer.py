@@ -156,7 +156,10 @@ def _control_ids(metadata: Mapping[str, Any]) -> set[int]:
     }
     control |= {token_id for token_id, token in enumerate(tokens) if token in ends}
     fill = {_fill_token_id(metadata, role) for role in _FILL_TOKEN_NAMES}
-    return control | {token_id for token_id in fill if token_id is not None}
+    texts = {text for names in _FILL_TOKEN_NAMES.values() for text in names}
+    return control | {
+        token_id for token_id in fill if token_id is not None and tokens[token_id] in texts
+    }
 
 
 def _fill_token_id(metadata: Mapping[str, Any], role: str) -> int | None:

@@ -16,6 +16,7 @@ from quadriga.model_files.builtin.catalog import BUILTINS
 from quadriga.model_files.builtin.fetch import builtin_sampling, builtin_weights
 from quadriga.model_files.directory import find_problem, has_code, read_config, read_json
 from quadriga.model_files.fingerprint import fingerprint
+from quadriga.model_files.gguf.parts import first_file
 from quadriga.model_files.gguf_header import header_files
 from quadriga.model_files.hub import cached_snapshot, looks_like_a_path, snapshot
 from quadriga.model_files.overrides import find_chat_template, find_tokenizer
@@ -32,7 +33,8 @@ class ModelFiles:
         config: contents of config.json; for a GGUF, made from its header.
         generation_config: contents of generation_config.json, or {}.
         tokenizer_dir: directory of tokenizer.json and tokenizer_config.json.
-        weights: directory of *.safetensors or a .gguf file; None: random weights.
+        weights: directory of *.safetensors or a .gguf file, the first one of a split GGUF; None:
+            random weights.
         tensor_index: for a .gguf, the tensors.json of gguf_header.header_files.
         context_limit: the value of --context-length.
         own_tokenizer: whether the tokenizer is the model's, and not that of --tokenizer.
@@ -174,7 +176,7 @@ def _remedy(size: gpt2_sizes.Gpt2Size | None) -> str:
 
 
 def _from_gguf(name: str, path: Path, dummy: bool) -> ModelFiles:
-    path = path.absolute()
+    path = first_file(path.absolute())
     header = header_files(path)
     return ModelFiles(
         name=name,

@@ -19,9 +19,11 @@ def write_tiny_gguf(path: Path, architecture: str = "llama", **overrides: Any) -
     """Write the file, and return its path.
 
     `overrides` may have `pre`, `kind` (tokenizer.ggml.model), `add_bos`, `output` (untied head),
-    `scaling` and `fill` (ids of the tokens for filling in the middle, by the header's names).
+    `scaling`, `fill` (ids of the tokens for filling in the middle, by the header's names),
+    `templates` (further chat templates by name), `keys` (of the architecture) and `max_tensors` (of
+    each file, if the model is split).
     """
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, architecture, split_max_tensors=overrides.get("max_tensors", 0))
     writer.add_block_count(1)
     writer.add_context_length(128)
     writer.add_embedding_length(32)
@@ -35,6 +37,9 @@ def write_tiny_gguf(path: Path, architecture: str = "llama", **overrides: Any) -
         writer.add_layer_norm_eps(1e-5)
     if "scaling" in overrides:
         writer.add_string(f"{architecture}.rope.scaling.type", overrides["scaling"])
+    for key, value in overrides.get("keys", {}).items():
+        add = writer.add_bool if isinstance(value, bool) else writer.add_float32
+        add(f"{architecture}.{key}", value)
     _add_tokenizer(writer, overrides)
     writer.add_tensor("token_embd.weight", np.zeros((len(TOKENS), 32), dtype=np.float32))
     writer.add_tensor("blk.0.attn_k.weight", np.zeros((16, 32), dtype=np.float16))
@@ -55,7 +60,10 @@ def _add_tokenizer(writer: GGUFWriter, overrides: dict[str, Any]) -> None:
     writer.add_token_merges(MERGES)
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
-    writer.add_chat_template("{{ messages }}")
+    named = overrides.get("templates", {})
+    templates = [{"name": name, "template": text} for name, text in named.items()]
+    default = {"name": "default", "template": "{{ messages }}"}
+    writer.add_chat_template([default, *templates] if templates else default["template"])
     if "add_bos" in overrides:
         writer.add_add_bos_token(overrides["add_bos"])
     for role, token_id in overrides.get("fill", {}).items():

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quadriga.errors import ModelError
 from quadriga.model_files.config.decoder_config import DecoderConfig
+from quadriga.model_files.gguf.parts import gguf_files
 from quadriga.model_files.gguf.types import BLOCK_SIZES, check_packed_types
 from quadriga.model_files.gguf_rope import ROPE_TENSORS
 from worker_proc.loading.gguf_blocks import PackedRows
@@ -145,8 +146,9 @@ def from_gguf(
     """Yield every tensor of a GGUF, named and laid out as in a Hugging Face checkpoint.
 
     Args:
-        file: The GGUF.
-        tensor_index: JSON {name: {type, shape (outermost first), offset, bytes}}.
+        file: The GGUF; the first file of a split one.
+        tensor_index: JSON {name: {type, shape (outermost first), offset, bytes, part}}; without a
+            part, the tensor is in the first file.
         config: The model's config.json.
         packed: Keep quantized matrices packed, always as [outputs, inputs]. Without it, everything
             is unpacked to float32.
@@ -161,11 +163,12 @@ def from_gguf(
     tensors: dict[str, dict[str, Any]] = json.loads(tensor_index.read_text())
     if packed:
         check_packed_types(file, tensors)
-    data = np.asarray(np.memmap(file, mode="c", dtype=np.uint8))
+    data = [np.asarray(np.memmap(part, mode="c", dtype=np.uint8)) for part in gguf_files(file)]
     for name, entry in tensors.items():
         if name in ROPE_TENSORS:
             continue
-        raw = data[entry["offset"] : entry["offset"] + entry["bytes"]]
+        begin = entry["offset"]
+        raw = data[entry.get("part", 0)][begin : begin + entry["bytes"]]
         kind, shape = entry["type"], entry["shape"]
         rows = raw.reshape(math.prod(shape[:-1]), -1)
         is_matrix = len(shape) == 2 and name != POSITION_EMBEDDING

@@ -8,6 +8,7 @@ import torch
 
 from quadriga.config.replica_args import ONLY_REPLICA, ReplicaPlace
 from quadriga.config.server_config import ServerConfig
+from quadriga.model_files.gguf.parts import gguf_files
 from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl, native_refusal
 from quadriga.model_files.model_impl.flags import check_flags
 from quadriga.model_files.resolve import ModelFiles
@@ -171,7 +172,7 @@ def _log_widened(files: ModelFiles, model: Model, dtype: torch.dtype) -> None:
         return
     num_bytes, file_bytes = (
         sum(values.numel() for values in model.parameters()) * dtype.itemsize,
-        files.weights.stat().st_size,
+        sum(file.stat().st_size for file in gguf_files(files.weights)),
     )
     if num_bytes > file_bytes:
         logging.info(

@@ -10,6 +10,7 @@ from typing import Any
 
 from quadriga.errors import ModelError
 from quadriga.model_files.directory import read_json
+from quadriga.model_files.gguf.parts import gguf_files
 from quadriga.model_files.quantized.methods import read_quantization
 from quadriga.model_files.quantized.scheme import parameters_of
 from quadriga.model_files.resolve import ModelFiles
@@ -52,11 +53,13 @@ def summarize_weights(files: ModelFiles, checks_files: bool = True) -> WeightSum
     if files.weights is None:
         return summary
     if files.tensor_index is not None:
-        end = 0
+        ends = Counter[int]()
         for entry in read_json(files.tensor_index).values():
             summary.add(entry["type"], math.prod(entry["shape"]), entry["bytes"])
-            end = max(end, entry["offset"] + entry["bytes"])
-        _check_size(files.weights, end)
+            part = entry.get("part", 0)
+            ends[part] = max(ends[part], entry["offset"] + entry["bytes"])
+        for part, file in enumerate(gguf_files(files.weights)):
+            _check_size(file, ends[part])
         return summary
     quantization = read_quantization(files.config)
     for path in weight_files(files.weights):
@@ -74,7 +77,7 @@ def summarize_weights(files: ModelFiles, checks_files: bool = True) -> WeightSum
 def weight_files(weights: Path) -> list[Path]:
     """Return the files that hold a model's weights."""
     if weights.is_file():
-        return [weights]
+        return gguf_files(weights)
     index = read_json(weights / "model.safetensors.index.json").get("weight_map")
     if index:
         return [weights / name for name in sorted(set(index.values()))]

@@ -2,18 +2,37 @@
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quadriga.config.model_args import ModelArgs
 from quadriga.errors import ModelError
+from quadriga.model_files.architectures import read_architecture
 from quadriga.model_files.builtin.fetch import builtin_weights
+from quadriga.model_files.gguf.pre_tokenizers import RULES, build_pre_tokenizer, find_rule
 from quadriga.model_files.gguf_header import header_files
-from quadriga.model_files.tokenizer import load_tokenizer
-from tests.unit.tiny_gguf import TOKENS, write_tiny_gguf
+from quadriga.model_files.gguf_tokenizer import build_tokenizer, end_token_ids, write_tokenizer
+from quadriga.model_files.resolve import ModelFiles, resolve_model
+from quadriga.model_files.tokenizer import (
+    load_tokenizer,
+    template_source,
+    tool_template_source,
+)
+from tests.unit.tiny_gguf import (
+    BYTES,
+    CONTROL,
+    NORMAL,
+    TOKENS,
+    USER_DEFINED,
+    write_tiny_gguf,
+)
+from worker_proc.loading.checkpoints import from_gguf
 
 TEXTS = [
     "",
@@ -88,17 +107,220 @@ def test_some_take_every_digit_by_itself(tmp_path: Path, pre: str) -> None:
     assert joined == ["a", "12"]
 
 
-@pytest.mark.parametrize(
-    "pre", ["smollm", "refact", "starcoder", "gpt-2", "default", "llama-bpe", "dbrx", "qwen2"]
-)
-@pytest.mark.parametrize("text", [*TEXTS, "日本 12 ab ab\n\n  ab's"])
-def test_every_pre_tokenizer_gives_the_text_back(tmp_path: Path, pre: str, text: str) -> None:
+@pytest.mark.parametrize("pre", RULES)
+def test_every_pre_tokenizer_gives_the_text_back(tmp_path: Path, pre: str) -> None:
     import unicodedata
 
     tokenizer = tiny(tmp_path, pre=pre, add_bos=False)
-    ids = tokenizer.encode(text).ids
-    expected = unicodedata.normalize("NFC", text) if pre == "qwen2" else text
-    assert tokenizer.decode(ids, skip_special_tokens=False) == expected
+    for text in (*TEXTS, "日本 12 ab ab\n\n  ab's"):
+        ids = tokenizer.encode(text).ids
+        expected = unicodedata.normalize("NFC", text) if pre == "qwen2" else text
+        assert tokenizer.decode(ids, skip_special_tokens=False) == expected
+
+
+# A text, and the words of it. llama.cpp gives the same ids with a vocabulary whose merges join
+# everything.
+WORDS_OF = "Hello  WORLD's camelCase 12345\n\n  x=[1] 日本語カタカナ Привет/ !?\r\n\tend "
+WORDS = {
+    "default": "Hello| | WORLD|'|s| camelCase| |123|45|\n\n | x|=[|1|]| 日本語カタカナ| Привет|/"
+    "| |!?|\r\n|\t|end| ",
+    "gpt-2": "Hello| | WORLD|'s| camelCase| 12345|\n\n | x|=[|1|]| 日本語カタカナ| Привет|/| !?"
+    "|\r\n|\t|end| ",
+    "smollm": "Hello| | WORLD|'s| camelCase| |1|2|3|4|5|\n\n | x|=[|1|]| 日本語カタカナ| Привет|/"
+    "| !?|\r\n|\t|end| ",
+    "llama-bpe": "Hello| | WORLD|'s| camelCase| |123|45|\n\n| | x|=[|1|]| 日本語カタカナ| Привет|/"
+    "| !?\r\n|\tend| ",
+    "deepseek-r1-qwen": "Hello| | WORLD|'s| camelCase| |1|2|3|4|5|\n\n| | x|=[|1|]| 日本語カタカナ"
+    "| Привет|/| !?\r\n|\tend| ",
+    "tekken": "Hello| | WORLD|'s| camel|Case| |1|2|3|4|5|\n\n| | x|=[|1|]| 日本語カタカナ| Привет|/"
+    "| !?\r\n|\tend| ",
+    "gpt-4o": "Hello| | WORLD's| camel|Case| |123|45|\n\n| | x|=[|1|]| 日本語カタカナ| Привет|/"
+    "| !?\r\n|\tend| ",
+    "deepseek-llm": "Hello| | WORLD|'|s| camelCase| |12345|\n|\n| | x|=[|1|]| |日本語カタカナ"
+    "| Привет|/| !?|\r|\n|\tend| ",
+    "deepseek-coder": "Hello| | WORLD|'|s| camelCase| |1|2|3|4|5|\n|\n| | x|=|[|1|]| "
+    "|日本語カタカナ| Привет|/| !?|\r|\n|\tend| ",
+    "deepseek-v3": "Hello| | WORLD|'s| camelCase| |123|45|\n\n| | x|=[|1|]| |日本語カタカナ"
+    "| Привет|/| !?\r\n|\tend| ",
+    "falcon": "Hello| | WORLD|'|s| camelCase| |123|45|\n\n | x|=[|1|]| 日本語カタカナ| Привет|/"
+    "| |!?|\r\n|\t|end| ",
+    "viking": "Hello| | WORLD's| camelCase| |1|2|3|4|5|\n\n | x=[|1|]| 日本語カタカナ| Привет/"
+    "| !?\r\n\t|end| ",
+    "seed-coder": "Hello| | WORLD|'s| camelCase| |1|2|3|4|5|\n\n| | x|=[|1|]| 日本語カタカナ"
+    "| Привет|/| !?|\r\n|\tend| ",
+}
+
+
+@pytest.mark.parametrize("pre", WORDS)
+def test_a_text_has_the_words_of_its_pre_tokenizer(pre: str) -> None:
+    pieces = build_pre_tokenizer(find_rule(pre)).pre_tokenize_str(WORDS_OF)
+    assert "|".join(WORDS_OF[begin:end] for _, (begin, end) in pieces) == WORDS[pre]
+
+
+def test_words_of_deepseek_llm_have_the_letters_that_it_knows(tmp_path: Path) -> None:
+    pieces = build_pre_tokenizer(find_rule("deepseek-llm")).pre_tokenize_str(
+        "a\u03a9\uab70\u0560b\uff01!c"
+    )
+    assert [end - begin for _, (begin, end) in pieces] == [3, 1, 1, 2, 1]
+
+
+@pytest.mark.parametrize("pre", [None, ""])
+def test_a_header_without_a_pre_tokenizer_has_the_default_one(pre: str | None) -> None:
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": TOKENS,
+        "tokenizer.ggml.merges": ["1 2"],
+        **({} if pre is None else {"tokenizer.ggml.pre": pre}),
+    }
+    words = build_tokenizer(metadata).pre_tokenizer.pre_tokenize_str("a1234")
+    assert [word for word, _ in words] == ["a", "123", "4"]
+
+
+ENDS = ["<|end|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "</s>", "<EOT>", "<|eom_id|>",
+        "<|file_sep|>", "<fim_pad>"]  # fmt: skip
+
+
+def byte_level(*tokens: str, kind: int = USER_DEFINED, **keys: Any) -> dict[str, Any]:
+    """Return the metadata of a vocabulary of bytes and `tokens` of a kind."""
+    vocabulary = [*BYTES, *tokens]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": vocabulary,
+        "tokenizer.ggml.token_type": [NORMAL] * len(BYTES) + [kind] * len(tokens),
+        "tokenizer.ggml.merges": [],
+        **{f"tokenizer.ggml.{key}": value for key, value in keys.items()},
+    }
+
+
+def ends_of(metadata: dict[str, Any]) -> list[str]:
+    tokens = metadata["tokenizer.ggml.tokens"]
+    return [tokens[token_id] for token_id in end_token_ids(metadata)]
+
+
+@pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER_DEFINED])
+@pytest.mark.parametrize("token", ENDS)
+def test_an_end_token_is_known_by_its_text_and_not_shown(token: str, kind: int) -> None:
+    metadata = byte_level("<other>", token, kind=kind, eos_token_id=0)
+    assert ends_of(metadata) == [BYTES[0], token]
+    tokenizer = build_tokenizer(metadata)
+    ids = tokenizer.encode(f"a{token}").ids
+    assert tokenizer.id_to_token(ids[-1]) == token
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a"
+
+
+@pytest.mark.parametrize(
+    ("others", "no_end"),
+    [
+        (["<|return|>", "<|call|>"], "<|end|>"),
+        (["<|calls|>", "<|flush|>"], "<|end|>"),
+        (["<|tool_response>"], "</s>"),
+    ],
+)
+def test_a_token_that_ends_answers_elsewhere_is_no_end_beside_some_others(
+    others: list[str], no_end: str
+) -> None:
+    assert ends_of(byte_level(no_end, *others)) == others
+    assert ends_of(byte_level(no_end, others[0][:-1])) == [no_end]
+
+
+def test_ids_of_the_header_that_are_not_in_the_vocabulary_are_left_out(tmp_path: Path) -> None:
+    metadata = byte_level(eos_token_id=9999, bos_token_id=9999, add_bos_token=True)
+    assert end_token_ids(metadata) == []
+    assert len(build_tokenizer(metadata).encode("a").ids) == 1
+    write_tokenizer(metadata, tmp_path)
+
+
+def test_a_text_ends_with_eos_where_the_header_asks_for_it() -> None:
+    keys = {"bos_token_id": 1, "eos_token_id": 2, "add_bos_token": True, "add_eos_token": True}
+    ids = build_tokenizer(byte_level(**keys)).encode("a").ids
+    assert (ids[0], ids[-1], len(ids)) == (1, 2, 3)
+
+
+def test_chat_templates_are_kept_by_their_names(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", templates={"tool_use": "T", "rag": "R"})
+    directory = header_files(path)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    assert template_source(directory, config) == "{{ messages }}"
+    assert tool_template_source(directory, config) == "T"
+
+
+@pytest.mark.parametrize("given", [1, 2, 3])
+def test_any_part_of_a_split_gguf_stands_for_the_whole_model(tmp_path: Path, given: int) -> None:
+    write_tiny_gguf(tmp_path / "tiny.gguf", output=True, max_tensors=1)
+    whole = resolve_model(ModelArgs(model=str(write_tiny_gguf(tmp_path / "one.gguf", output=True))))
+    files = resolve_model(ModelArgs(model=str(tmp_path / f"tiny-0000{given}-of-00003.gguf")))
+    assert files.config == whole.config
+    assert files.weights == tmp_path / "tiny-00001-of-00003.gguf"
+    assert files.tensor_index is not None and whole.tensor_index is not None
+    for name, tensor in whole_tensors(whole).items():
+        assert torch.equal(whole_tensors(files)[name], tensor)
+    assert resolve_model(ModelArgs(model=files.location)) == replace(files, name=files.location)
+
+
+def whole_tensors(files: ModelFiles) -> dict[str, Any]:
+    assert files.weights is not None and files.tensor_index is not None
+    return dict(from_gguf(files.weights, files.tensor_index, files.config))
+
+
+def test_a_missing_part_of_a_split_gguf_is_named(tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "tiny.gguf", output=True, max_tensors=1)
+    (tmp_path / "tiny-00002-of-00003.gguf").unlink()
+    with pytest.raises(
+        ModelError, match=r"of 3 parts .*, and tiny-00002-of-00003\.gguf is missing"
+    ):
+        resolve_model(ModelArgs(model=str(tmp_path / "tiny-00003-of-00003.gguf")))
+
+
+def test_a_part_of_another_model_is_named(tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "tiny.gguf", output=True, max_tensors=1)
+    third = tmp_path / "tiny-00003-of-00003.gguf"
+    third.write_bytes((tmp_path / "tiny-00002-of-00003.gguf").read_bytes())
+    with pytest.raises(ModelError, match=r"00003\.gguf is not part 3 of 3"):
+        header_files(third)
+
+
+def test_a_renamed_part_is_refused_with_the_name_that_it_should_have(tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "tiny.gguf", output=True, max_tensors=1)
+    renamed = (tmp_path / "tiny-00001-of-00003.gguf").rename(tmp_path / "model.gguf")
+    with pytest.raises(ModelError, match=r"one of 3 parts .* NAME-00001-of-00003\.gguf"):
+        header_files(renamed)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention.causal", False),
+        ("attention.clamp_kqv", 8.0),
+        ("attention.max_alibi_bias", 8.0),
+        ("attention.scale", 0.5),
+        ("attn_logit_softcapping", 50.0),
+        ("embedding_scale", 12.0),
+        ("final_logit_softcapping", 30.0),
+        ("logit_scale", 0.5),
+        ("residual_scale", 0.25),
+        ("rope.scaling.alpha", 1000.0),
+        ("attention.value_length", 4.0),
+        ("rope.dimension_count", 4.0),
+    ],
+)
+def test_a_key_that_would_change_the_logits_is_refused_by_name(
+    tmp_path: Path, key: str, value: float
+) -> None:
+    path = write_tiny_gguf(tmp_path / "odd.gguf", keys={key: value})
+    with pytest.raises(ModelError, match=rf"llama\.{key} = {value} is not supported.*supported:"):
+        header_files(path)
+
+
+def test_values_that_change_nothing_are_no_reason_to_refuse_a_model(tmp_path: Path) -> None:
+    keys = {"attention.causal": True, "logit_scale": 1.0, "attention.sliding_window": 0.0}
+    assert header_files(write_tiny_gguf(tmp_path / "tiny.gguf", keys=keys)).is_dir()
+
+
+def test_a_llama_with_a_window_is_a_mistral(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", keys={"attention.sliding_window": 16.0})
+    files = resolve_model(ModelArgs(model=str(path)))
+    assert read_architecture(files.config).windows == (16,)
 
 
 def test_special_tokens_are_skipped_and_user_defined_ones_are_not(tmp_path: Path) -> None:

@@ -189,6 +189,11 @@ ODD = {
     "gpt_oss: rope_scaling in place of YaRN's defaults": Odd(
         "gpt_oss", removed=ROPE, added={"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     ),
+    "gpt_oss: no scaling": Odd("gpt_oss", added={"rope_parameters": {}}),
+    "gpt_oss: an original length outside of rope_parameters": Odd(
+        "gpt_oss", added={"original_max_position_embeddings": 32}
+    ),
+    "granitemoe: no factor of scores": Odd("granitemoe", added={"attention_multiplier": None}),
     "mistral: layer_types": Odd("mistral", added={"layer_types": [FULL, SLIDING, FULL]}),
     "mistral: no window": Odd("mistral", added={"sliding_window": None}),
     "qwen2: windows from the second layer on": Odd(

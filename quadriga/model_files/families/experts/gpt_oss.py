@@ -42,7 +42,8 @@ def gpt_oss(config: dict[str, Any]) -> DecoderConfig:
     require(config, "hidden_act", ("silu",))
     require(config, "swiglu_alpha", (1.702,))
     require(config, "swiglu_limit", (7.0,))
-    if not (config.get("rope_parameters") or config.get("rope_scaling")):
+    # An empty object stands for positions that are not scaled.
+    if config.get("rope_parameters") is None and not config.get("rope_scaling"):
         config = config | {"rope_scaling": DEFAULT_ROPE}
     bias = setting(config, "attention_bias", True)
     return DecoderConfig.from_hf(

@@ -5,7 +5,7 @@ IBM 2024, https://github.com/ibm-granite/granite-3.0-language-models.
 
 from typing import Any
 
-from quadriga.model_files.config.config_values import setting
+from quadriga.model_files.config.config_values import head_dim_of, setting
 from quadriga.model_files.config.decoder_config import DecoderConfig, ExpertsConfig
 
 NAMES = {
@@ -19,11 +19,12 @@ NAMES = {
 def granitemoe(config: dict[str, Any]) -> DecoderConfig:
     """Read the config.json of a Granite with experts."""
     bias = setting(config, "attention_bias", False)
+    scale = config.get("attention_multiplier", 1.0)
     return DecoderConfig.from_hf(
         config,
         qkv_bias=bias,
         out_bias=bias,
-        attention_scale=float(setting(config, "attention_multiplier", 1.0)),
+        attention_scale=head_dim_of(config) ** -0.5 if scale is None else float(scale),
         embedding_scale=float(setting(config, "embedding_multiplier", 1.0)),
         residual_scale=float(setting(config, "residual_multiplier", 1.0)),
         logit_scale=1 / float(setting(config, "logits_scaling", 1.0)),
