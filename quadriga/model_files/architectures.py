@@ -92,6 +92,8 @@ def read_architecture(config: dict[str, Any]) -> DecoderConfig:
     Raises:
         ModelError: The architecture, or something that the model needs, is not supported.
     """
+    # transformers reads both for every family.
+    require(config, "is_causal", (True, None))
     require(config, "per_layer_config", (None,))
     return CONFIGS[find_architecture(config)](config)
 
