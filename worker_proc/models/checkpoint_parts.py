@@ -73,7 +73,8 @@ def half_rotary_rows(config: DecoderConfig, heads: int) -> Tensor:
     The stored rows have the channels of a pair side by side.
     """
     scaling = next(rope for rope in config.ropes if rope is not None)
-    dim, rotated = config.head_dim, scaling.head_dim
+    # Of an odd number, the channel after the last one is rotated as well.
+    dim, rotated = config.head_dim, scaling.head_dim + scaling.head_dim % 2
     head = torch.cat((torch.arange(rotated).view(-1, 2).t().flatten(), torch.arange(rotated, dim)))
     return (torch.arange(heads).unsqueeze(1) * dim + head).flatten()
 

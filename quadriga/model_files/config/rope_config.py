@@ -113,11 +113,6 @@ class RopeScaling:
                     f" rope_type = {parameters['rope_type']!r}; supported for this model_type: 1"
                 )
             num_rotated = head_dim
-        if num_rotated % 2:
-            raise ModelError(
-                f"the model's config.json has partial_rotary_factor = {part}, which rotates"
-                f" {num_rotated} of {head_dim} channels; supported: an even number"
-            )
         return cls(num_rotated, max_length, parameters)
 
     @property

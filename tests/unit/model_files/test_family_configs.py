@@ -188,7 +188,6 @@ def test_a_smollm3_may_list_the_layers_that_rotate() -> None:
             {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
             "partial_rotary_factor = 0.5 together with rope_type = 'linear'",
         ),
-        ("glm", {"partial_rotary_factor": 0.06}, "rotates 7 of 128 channels"),
         ("gptj", {"n_embd": 64, "n_head": 8, "rotary_dim": 64}, "rotary_dim = 64; heads have 8"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "2 values in no_rope_layers"),
         ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern = 'LLLG'"),

@@ -150,7 +150,6 @@ def test_old_and_new_configs_describe_the_same_positions(tmp_path: Path) -> None
     [
         ({"hidden_activation": "mish"}, "hidden_activation = 'mish'"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings = False"),
         ({"layer_types": ["full_attention"]}, "for each of the 4 layers"),
         ({"layer_types": ["chunked_attention"] * 4}, "supported: full_attention or"),
     ],

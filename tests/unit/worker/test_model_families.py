@@ -19,7 +19,8 @@ def test_the_page_of_supported_models_lists_the_registered_families() -> None:
 
 
 def test_a_family_of_a_gguf_has_a_config_names_of_tensors_and_an_architecture() -> None:
-    assert _CONFIGS.keys() == _GGUF_NAMES.keys()
+    # A `llama` with a window is a `mistral`.
+    assert _CONFIGS.keys() | {"mistral"} == _GGUF_NAMES.keys()
     assert _CONFIGS.keys() <= CONFIGS.keys()
 
 

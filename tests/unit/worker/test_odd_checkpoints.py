@@ -149,8 +149,8 @@ ODD = {
     "llama: a part of the heads, which Llama rotates whole": Odd(
         "llama", added={"partial_rotary_factor": 0.5}
     ),
-    "glm: a part of the heads by the older key": Odd(
-        "glm", removed=ROPE, added={"partial_rotary_factor": 0.3, "rope_theta": 500.0}
+    "glm: 7 of 28 channels by the older key": Odd(
+        "glm", removed=ROPE, added={"partial_rotary_factor": 0.25, "rope_theta": 500.0}
     ),
     "phi3: an original length that contradicts rope_scaling": Odd(
         "phi3",
