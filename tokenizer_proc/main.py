@@ -19,6 +19,7 @@ from quadriga.runtime.control_channel import Command
 from quadriga.runtime.malloc import map_large_blocks
 from quadriga.runtime.open_files import FileWatch
 from quadriga.runtime.request_line import RequestLogLevel
+from quadriga.sampling.validation import find_unserved_tokens
 from quadriga.tracing.exporter import make_exporter
 from quadriga.wire.async_port import AsyncPort
 from quadriga.wire.connection_watch import ConnectionWatch
@@ -81,14 +82,15 @@ def _load(child: Child) -> Loaded:
     chat = ChatTemplate(model.tokenizer_dir, model.chat_template, marks, parsers)
     num_ids = tokenizer.get_vocab_size(with_added_tokens=True)
     check_tokenizer(model, num_ids)
-    for note in chat.notes:
+    unserved = find_unserved_tokens(tokenizer, model.vocab_size)
+    for note in filter(None, (unserved.note, *chat.notes)):
         logging.warning(note)
     encoder = Encoder(tokenizer, chat)
-    preparer = Preparer(config.frontend, model, encoder)
+    preparer = Preparer(config.frontend, model, encoder, unserved)
     fork_server = ForkServer(preparer.prepare_frame)
     pids = {"launcher": os.getppid(), "tokenizer_proc": os.getpid()}
     child.phase("load tokenizer", time.monotonic() - began_at)
-    fill_format = find_fill_format(tokenizer, model.tokenizer_dir)
+    fill_format = find_fill_format(tokenizer, model.tokenizer_dir, model.vocab_size)
     info = static_server_info(config, model, chat.exists, chat.answer_format, fill_format, pids)
     return Loaded(model, preparer, fork_server, info)
 

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import torch
 
-from quadriga.wire.messages.worker import GuessingPlan, StepPlan, StepResult
+from quadriga.wire.messages.worker import FailedRow, GuessingPlan, StepPlan, StepResult
 from worker_proc.speculation.guess_source import GuessSource
 from worker_proc.startup.dummy_plans import decode_plan, prefill_plan, release_plan
 from worker_proc.step.engine_base import Engine
 from worker_proc.step.outputs import EngineOutput, PendingStep
-from worker_proc.step.slot_table import SlotTable
+from worker_proc.step.slot_table import SlotTable, ints_of
 from worker_proc.system.step_clock import step_clock
 
 NO_ROWS = PendingStep(lambda: EngineOutput(b""))
@@ -57,6 +57,7 @@ class Runner:
         """
         clock = self._start_clock()
         self._apply(plan)
+        refused = self._refused_rows(plan)
         pending = self.engine.execute(plan, self.table, clock) if plan.slots else NO_ROWS
         times = clock.stop()
 
@@ -70,7 +71,7 @@ class Runner:
                 ended=ended,
                 logprobs=output.logprobs,
                 prompt_logprobs=output.prompt_logprobs,
-                failed=output.failed,
+                failed=output.failed + refused,
                 session=plan.session,
                 forced=output.forced,
                 guessed=output.guessed,
@@ -90,6 +91,14 @@ class Runner:
         guesser.begin(plan)
         self.table.apply(plan)
         guesser.guess(plan)
+
+    def _refused_rows(self, plan: StepPlan) -> list[FailedRow]:
+        """Return the rows of requests that the slot table has refused."""
+        refused = self.table.refused
+        if not refused:
+            return []
+        slots = ints_of(plan.slots).tolist()
+        return [FailedRow(row, refused[slot]) for row, slot in enumerate(slots) if slot in refused]
 
     def warm_up(self) -> None:
         """Run a short prefill and, if there is room, a decode step, and leave nothing behind."""

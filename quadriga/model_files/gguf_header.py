@@ -50,6 +50,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "rope.dimension_sections": (0,),
     "rope.scaling.alpha": (0,),
 }
+# Tensors with a row for each id. The model has the ids that all of them have.
+VOCABULARY_TENSORS = ("token_embd.weight", "output.weight")
 
 
 def header_files(path: Path) -> Path:
@@ -153,7 +155,8 @@ def make_config(
     _check_head_sizes(architecture, values)
     config |= rope_scaling(values, rope_divisors)
     _refuse_ignored(architecture, values)
-    config["vocab_size"] = tensors["token_embd.weight"]["shape"][0]
+    rows = (tensors[name]["shape"][0] for name in VOCABULARY_TENSORS if name in tensors)
+    config["vocab_size"] = min(tensors["token_embd.weight"]["shape"][0], *rows)
     config["tie_word_embeddings"] = "output.weight" not in tensors
     for role in ("bos", "eos"):
         if (token_id := metadata.get(f"tokenizer.ggml.{role}_token_id")) is not None:

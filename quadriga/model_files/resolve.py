@@ -70,7 +70,10 @@ class ModelFiles:
 
     @property
     def vocab_size(self) -> int:
-        """Number of rows of the embedding; the tokenizer may have fewer ids."""
+        """Number of ids that the model has, in its embedding and in its head.
+
+        The tokenizer may have fewer ids, or more.
+        """
         return int(self.config["vocab_size"])
 
     @property
@@ -91,14 +94,34 @@ class ModelFiles:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Ids that end a text: of config.json, generation_config.json and the tokenizer."""
+        """Ids that end a text: of config.json, generation_config.json and the tokenizer.
+
+        Ids that the model does not have are left out, as it never samples them.
+        """
+        vocab_size = self.vocab_size
+        return frozenset(i for i in self._named_eos_ids if 0 <= i < vocab_size)
+
+    @property
+    def eos_note(self) -> str:
+        """What the start says about ids that cannot end a text; "" without such ids."""
+        unserved = sorted(self._named_eos_ids - self.eos_token_ids)
+        if not unserved:
+            return ""
+        left = "" if self.eos_token_ids else "; no other id ends a text"
+        return (
+            f"eos_token_id names {', '.join(map(str, unserved))}, which the model, whose ids are 0"
+            f" to {self.vocab_size - 1}, does not have: left out{left}"
+        )
+
+    @property
+    def _named_eos_ids(self) -> frozenset[int]:
         ids: set[int] = set()
         for source in (self.config, self.generation_config):
             value = source.get("eos_token_id")
             ids.update(value if isinstance(value, list) else [] if value is None else [value])
         if self.tensor_index is None or not self.own_tokenizer:  # a GGUF's are all in its header
             end = end_token_id(self.tokenizer_dir)
-            if end is not None and end < self.vocab_size:
+            if end is not None:
                 ids.add(end)
         return frozenset(ids)
 
@@ -126,7 +149,7 @@ def resolve_model(args: ModelArgs, show_progress: bool = False) -> ModelFiles:
     if args.chat_template:
         files = replace(files, chat_template=find_chat_template(args.chat_template))
     _check_config(files)
-    return files
+    return replace(files, notes=(*files.notes, files.eos_note)) if files.eos_note else files
 
 
 def _find(args: ModelArgs, show_progress: bool) -> ModelFiles:

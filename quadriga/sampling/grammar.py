@@ -3,7 +3,10 @@
 Imported by the frontend's grammar check and by the worker; only they load the library.
 """
 
+import re
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from quadriga.sampling.params import Grammar
 from quadriga.sampling.structural_tag import escape_slashes, read_structural_tag, to_lark
@@ -27,6 +30,7 @@ PARSER_LIMITS: dict[str, Any] = {
     "precompute_large_lexemes": False,
     "verbose_errors": False,
 }
+_UNSERVED_ID = re.compile(r"Token range end too large: (\d+)")
 
 
 def to_library_form(grammar: Grammar, vocabulary: "LLTokenizer") -> str:
@@ -51,17 +55,44 @@ def to_library_form(grammar: Grammar, vocabulary: "LLTokenizer") -> str:
 def load_vocabulary(tokenizer_json: str, vocab_size: int, eos_ids: frozenset[int]) -> "LLTokenizer":
     """Return the bytes of every token, as the library keeps them.
 
+    A token with an id that the model does not have is left out: no mask allows it, and text that a
+    grammar forces is never encoded with it.
+
     Args:
         tokenizer_json: contents of tokenizer.json.
-        vocab_size: number of ids of the model, which may exceed the tokenizer's.
-        eos_ids: ids that end a text.
-
-    Raises:
-        ValueError: the model has fewer ids than the tokenizer.
+        vocab_size: number of ids of the model; the tokenizer may have fewer, or more.
+        eos_ids: ids of the model that end a text.
     """
     from llguidance import LLTokenizer
 
-    return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=sorted(eos_ids) or None)
+    served = _without_unserved_tokens(tokenizer_json, vocab_size)
+    return LLTokenizer(served, n_vocab=vocab_size, eos_token=sorted(eos_ids) or None)
+
+
+def _without_unserved_tokens(tokenizer_json: str, vocab_size: int) -> str:
+    """Return a tokenizer.json without the tokens whose ids are not below `vocab_size`."""
+    from tokenizers import Tokenizer
+
+    content = msgspec.json.decode(tokenizer_json)
+    model, added = content["model"], content.get("added_tokens") or []
+    vocabulary = model["vocab"]
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    # The library chooses the ids of added tokens that its model does not have.
+    if max(ids, default=0) + len(added) < vocab_size:
+        return tokenizer_json
+    all_ids = Tokenizer.from_str(tokenizer_json).get_vocab(with_added_tokens=True)
+    unserved = {token for token, token_id in all_ids.items() if token_id >= vocab_size}
+    if not unserved:
+        return tokenizer_json
+    content["added_tokens"] = [token for token in added if token["content"] not in unserved]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {token: i for token, i in vocabulary.items() if token not in unserved}
+    else:
+        model["vocab"] = vocabulary[:vocab_size]
+    if "merges" in model:
+        pairs = (pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"])
+        model["merges"] = [p for p in pairs if not unserved.intersection((*p, "".join(p)))]
+    return msgspec.json.encode(content).decode()
 
 
 def compile_grammar(vocabulary: "LLTokenizer", text: str) -> "LLMatcher":
@@ -70,7 +101,11 @@ def compile_grammar(vocabulary: "LLTokenizer", text: str) -> "LLMatcher":
 
     matcher = LLMatcher(vocabulary, text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
     if matcher.is_error():
-        raise ValueError(matcher.get_error().removesuffix("\n<non-verbose/>"))
+        error = matcher.get_error().removesuffix("\n<non-verbose/>")
+        if wrong := _UNSERVED_ID.search(error):
+            rule = f"ids of this model are 0 to {vocabulary.vocab_size - 1}"
+            raise ValueError(f"it names the token id {wrong[1]}: {rule}")
+        raise ValueError(error)
     return matcher
 
 

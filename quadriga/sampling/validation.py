@@ -1,12 +1,17 @@
 """Checks a request's parameters against `LIMITS`, and against each other."""
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quadriga.errors import InvalidRequest
 from quadriga.sampling.limits import LIMITS
 from quadriga.sampling.params import GRAMMAR_FIELDS, SamplingParams, grammar_of
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+NO_TEXTS: Mapping[int, str] = {}
+MAX_TOKENS_SHOWN = 5
 _NUMBERS = [
     field
     for field in SamplingParams.__struct_fields__
@@ -36,8 +41,16 @@ def check_number(field: str, number: float) -> None:
         raise InvalidRequest(f"{field} is {number}: {limit.rule}", field)
 
 
-def validate_params(params: SamplingParams, vocab_size: int) -> None:
-    """Raise InvalidRequest for the first value out of its range."""
+def validate_params(
+    params: SamplingParams, vocab_size: int, texts: Mapping[int, str] = NO_TEXTS
+) -> None:
+    """Raise InvalidRequest for the first value out of its range.
+
+    Args:
+        params: the parameters.
+        vocab_size: number of ids of the model.
+        texts: the tokenizer's tokens that the model does not have, by id, for the error.
+    """
     for field in _NUMBERS:
         number = getattr(params, field)
         if number is not None:
@@ -52,25 +65,25 @@ def validate_params(params: SamplingParams, vocab_size: int) -> None:
     _check_texts("stop", params.stop_strings)
     _check_texts("stop_regex", params.stop_regexes)
     _check_texts("bad_words", params.bad_words)
-    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
-    _check_ids("logit_bias", params.logit_bias, vocab_size)
+    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size, texts)
+    _check_ids("logit_bias", params.logit_bias, vocab_size, texts)
     for token_id, bias in params.logit_bias.items():
         limit = LIMITS["logit_bias"]
         _check(limit.contains(bias), "logit_bias", f"{bias} for id {token_id}", limit.rule)
-    _check_ids("logprob_token_ids", params.logprob_token_ids, vocab_size)
+    _check_ids("logprob_token_ids", params.logprob_token_ids, vocab_size, texts)
     _check_thinking(params)
     if params.allowed_token_ids is not None:
-        _check_allowed_ids(params.allowed_token_ids, vocab_size)
+        _check_allowed_ids(params.allowed_token_ids, vocab_size, texts)
     _check_grammar(params)
 
 
-def _check_allowed_ids(allowed: list[int], vocab_size: int) -> None:
+def _check_allowed_ids(allowed: list[int], vocab_size: int, texts: Mapping[int, str]) -> None:
     field = "allowed_token_ids"
     rule = "at least one id must be allowed; leave it out to allow all"
     _check(len(allowed) > 0, field, "empty", rule)
     count = len(allowed)
     _check(count <= vocab_size, field, f"{count} ids", f"at most {vocab_size} are allowed")
-    _check_ids(field, allowed, vocab_size)
+    _check_ids(field, allowed, vocab_size, texts)
 
 
 def _check_grammar(params: SamplingParams) -> None:
@@ -126,21 +139,74 @@ def _check_count(field: str, values: Collection[Any]) -> None:
     _check(len(values) <= limit.max_items, field, f"{len(values)} {limit.items}", rule)
 
 
-def _check_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
+def _check_ids(field: str, ids: Collection[int], vocab_size: int, texts: Mapping[int, str]) -> None:
     if LIMITS[field].max_items is not None:
         _check_count(field, ids)
-    check_token_ids(field, ids, vocab_size)
+    check_token_ids(field, ids, vocab_size, texts)
 
 
-def check_token_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
-    """Raise InvalidRequest for an id that the model does not have."""
+def check_token_ids(
+    field: str, ids: Collection[int], vocab_size: int, texts: Mapping[int, str] = NO_TEXTS
+) -> None:
+    """Raise InvalidRequest for an id that the model does not have, with its text from `texts`."""
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+        token = f" (the token {texts[wrong]!r})" if wrong in texts else ""
         raise InvalidRequest(
-            f"{field} holds {wrong}: ids of this model are 0 to {vocab_size - 1}", field
+            f"{field} holds {wrong}{token}: ids of this model are 0 to {vocab_size - 1}", field
         )
 
 
 def _check(holds: bool, field: str, value: object, rule: str) -> None:
     if not holds:
         raise InvalidRequest(f"{field} is {value}: {rule}", field)
+
+
+class UnservedTokens(NamedTuple):
+    """A tokenizer's tokens whose ids the model does not have: no row of its embedding or head.
+
+    Requests that hold one of them are refused, and none of them is ever sampled.
+
+    Attributes:
+        vocab_size: number of ids of the model.
+        texts: the tokens by their ids, in ascending order.
+        added: those that every text has as one token wherever it contains them.
+    """
+
+    vocab_size: int
+    texts: Mapping[int, str] = NO_TEXTS
+    added: Mapping[int, str] = NO_TEXTS
+
+    def check_ids(self, name: str, ids: Collection[int]) -> None:
+        """Raise InvalidRequest if the field `name` holds an id that the model does not have."""
+        check_token_ids(name, ids, self.vocab_size, self.texts)
+
+    def check_text(self, name: str, text: str) -> None:
+        """Raise InvalidRequest if the text of the field `name` contains one of the added tokens."""
+        for token_id, token in self.added.items():
+            if token in text:
+                self.check_ids(name, [token_id])
+
+    @property
+    def note(self) -> str:
+        """What the start of a server says about the tokens; "" without such tokens."""
+        count = len(self.texts)
+        if not count:
+            return ""
+        shown = [f"{text!r} ({token_id})" for token_id, text in self.texts.items()]
+        more = f" and {count - MAX_TOKENS_SHOWN} more" if count > MAX_TOKENS_SHOWN else ""
+        return (
+            f"{count} tokens of the tokenizer have ids that the model, whose ids are 0 to"
+            f" {self.vocab_size - 1}, does not have: {', '.join(shown[:MAX_TOKENS_SHOWN])}{more};"
+            " requests that contain them are refused"
+        )
+
+
+def find_unserved_tokens(tokenizer: "Tokenizer", vocab_size: int) -> UnservedTokens:
+    """Return the tokens of a tokenizer that are beyond the ids of a model with `vocab_size` ids."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    beyond = sorted((i, text) for text, i in vocabulary.items() if i >= vocab_size)
+    added = tokenizer.get_added_tokens_decoder()
+    return UnservedTokens(
+        vocab_size, dict(beyond), {i: text for i, text in beyond if i in added and text}
+    )

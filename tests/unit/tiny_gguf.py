@@ -20,8 +20,9 @@ def write_tiny_gguf(path: Path, architecture: str = "llama", **overrides: Any) -
 
     `overrides` may have `pre`, `kind` (tokenizer.ggml.model), `add_bos`, `output` (untied head),
     `scaling`, `fill` (ids of the tokens for filling in the middle, by the header's names),
-    `templates` (further chat templates by name), `keys` (of the architecture) and `max_tensors` (of
-    each file, if the model is split).
+    `templates` (further chat templates by name), `keys` (of the architecture), `max_tensors` (of
+    each file, if the model is split), `rows` (of the embedding), `head_rows`, `eos` (an id) and
+    `ids` (of further special tokens, by the header's names).
     """
     writer = GGUFWriter(path, architecture, split_max_tensors=overrides.get("max_tensors", 0))
     writer.add_block_count(1)
@@ -41,10 +42,12 @@ def write_tiny_gguf(path: Path, architecture: str = "llama", **overrides: Any) -
         add = writer.add_bool if isinstance(value, bool) else writer.add_float32
         add(f"{architecture}.{key}", value)
     _add_tokenizer(writer, overrides)
-    writer.add_tensor("token_embd.weight", np.zeros((len(TOKENS), 32), dtype=np.float32))
+    rows = overrides.get("rows", len(TOKENS))
+    writer.add_tensor("token_embd.weight", np.zeros((rows, 32), dtype=np.float32))
     writer.add_tensor("blk.0.attn_k.weight", np.zeros((16, 32), dtype=np.float16))
     if overrides.get("output"):
-        writer.add_tensor("output.weight", np.ones((len(TOKENS), 32), dtype=np.float32))
+        rows = overrides.get("head_rows", rows)
+        writer.add_tensor("output.weight", np.ones((rows, 32), dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -59,12 +62,12 @@ def _add_tokenizer(writer: GGUFWriter, overrides: dict[str, Any]) -> None:
     writer.add_token_types(TYPES)
     writer.add_token_merges(MERGES)
     writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
+    writer.add_eos_token_id(overrides.get("eos", 1))
     named = overrides.get("templates", {})
     templates = [{"name": name, "template": text} for name, text in named.items()]
     default = {"name": "default", "template": "{{ messages }}"}
     writer.add_chat_template([default, *templates] if templates else default["template"])
     if "add_bos" in overrides:
         writer.add_add_bos_token(overrides["add_bos"])
-    for role, token_id in overrides.get("fill", {}).items():
+    for role, token_id in {**overrides.get("fill", {}), **overrides.get("ids", {})}.items():
         writer.add_uint32(f"tokenizer.ggml.{role}_token_id", token_id)

@@ -6,13 +6,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from quadriga.config.model_args import ModelArgs
 from quadriga.config.server_config import ServerConfig
 from quadriga.model_files.resolve import resolve_model
-from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.worker import DECODE, EXTEND, MIXED, NewSlot, StepPlan
+from quadriga.wire.messages.arrays import pack_floats, pack_ids, unpack_ids
+from quadriga.wire.messages.worker import (
+    DECODE,
+    EXTEND,
+    MIXED,
+    NewSlot,
+    SlotSamplingParams,
+    StepPlan,
+    WantedLogprobs,
+)
 from worker_proc.loading.loader import load_model
 from worker_proc.models.base import Model
 from worker_proc.runner import Runner
@@ -106,6 +115,13 @@ class Driver:
         )
         return request
 
+    def set_rules(self, request: Request, rules: SlotSamplingParams) -> None:
+        """Give a request that no plan has yet further sampling parameters."""
+        self._new = [
+            msgspec.structs.replace(new, rules=rules) if new.slot == request.slot else new
+            for new in self._new
+        ]
+
     def release(self, request: Request) -> None:
         """Free slot and pages, which may be used again at once."""
         self._released.append(request.slot)
@@ -159,3 +175,46 @@ class Driver:
 def prompts_of(lengths: Sequence[int], seed: int = 0, vocab_size: int = 400) -> list[list[int]]:
     draw = random.Random(seed)
     return [[draw.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+def failures_of_unknown_ids(runner: Runner) -> list[str]:
+    """Run requests with ids that the model does not have beside one without, in two steps.
+
+    Check that the other request gets the tokens that it gets alone, and that the slots can be used
+    again. Return the errors of the first step's rows.
+    """
+    vocab_size = runner.table.vocab_size
+    (prompt,) = prompts_of([9])
+    driver = Driver(runner)
+    alone = driver.add(prompt)
+    driver.generate([alone], 3)
+    driver.release(alone)
+    good = driver.add(prompt)
+    wrong = [driver.add(ids) for ids in ([1, vocab_size, 2], [-1, 3], [2**31 - 1], prompt)]
+    unknown = pack_ids([vocab_size])
+    rules = (
+        SlotSamplingParams(num_prompt=9, bad_words=[pack_ids([1]), unknown]),
+        SlotSamplingParams(num_prompt=9, stop_ids=unknown, min_new_tokens=2),
+        SlotSamplingParams(num_prompt=9, bias_ids=unknown, bias=pack_floats([1.0])),
+        SlotSamplingParams(num_prompt=9, allowed_ids=unknown),
+        SlotSamplingParams(num_prompt=9, logprobs=WantedLogprobs(1, unknown)),
+    )
+    of_rules = [driver.add(prompt) for _ in rules[1:]]
+    for new, rule in zip((wrong[-1], *of_rules), rules, strict=True):
+        driver.set_rules(new, rule)
+    refused = [*wrong, *of_rules]
+    rows = [(request, len(request.prompt)) for request in (good, *refused)]
+    errors: list[str] = []
+    for step_rows in (rows, [(request, 1) for request, _ in rows]):
+        result = runner.run(driver.plan(step_rows))
+        assert [row.row for row in result.failed] == list(range(1, len(rows)))
+        good.output.append(unpack_ids(result.token_ids)[0])
+        errors = errors or [row.error for row in result.failed]
+    for request in refused:
+        driver.release(request)
+    driver.step((good, 1))
+    assert good.output == alone.output
+    again = driver.add(prompt)
+    driver.generate([again], 3)
+    assert again.output == alone.output
+    return errors

@@ -4,7 +4,6 @@ from array import array
 from typing import TYPE_CHECKING
 
 from quadriga.errors import InvalidRequest
-from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.from_client import ChatMessage, ChatOptions
 from tokenizer_proc.preparation.chat import ChatTemplate
 
@@ -66,8 +65,8 @@ class Encoder:
         """Return the text of token ids."""
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens))
 
-    def bad_words(self, words: list[str]) -> list[bytes]:
-        """Return the token ids (int32 bytes) of each spelling of each word.
+    def bad_words(self, words: list[str]) -> list[list[int]]:
+        """Return the token ids of each spelling of each word.
 
         A word is spelled with a space before it, and without one, as within another word.
 
@@ -84,4 +83,4 @@ class Encoder:
                 " allowed; shorten it",
                 "bad_words",
             )
-        return [pack_ids(ids) for ids in distinct_ids]
+        return [list(ids) for ids in distinct_ids]

@@ -1,5 +1,6 @@
 """Find the tokens of a vocabulary that mark prefix, suffix and middle of a text to be filled."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,18 +40,29 @@ END_MARKS = ("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<|endoftext|>", "▁<EOT>
              "<|cursor|>")  # fmt: skip
 
 
-def find_fill_format(tokenizer: "Tokenizer", tokenizer_dir: Path) -> FillFormat | None:
-    """Return the format of a tokenizer that has the tokens, else None.
+def find_fill_format(
+    tokenizer: "Tokenizer", tokenizer_dir: Path, vocab_size: int
+) -> FillFormat | None:
+    """Return the format of a model that has the tokens, else None.
 
     The names come from the header of a GGUF, else from KNOWN_MARKS. A mark counts if its text is
-    encoded as this one token, for prompts are sent as text.
+    encoded as this one token, for prompts are sent as text, and if the model has its id.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        tokenizer_dir: the directory of its settings.
+        vocab_size: number of ids of the model.
     """
     given = _given_names(tokenizer_dir / "tokenizer_config.json")
-    marks = _marks(tokenizer, given)
+
+    def is_one_token(mark: str) -> bool:
+        return _is_one_token(tokenizer, vocab_size, mark)
+
+    marks = _marks(is_one_token, given)
     if marks is None:
         return None
-    repository = _first(tokenizer, (given.get("repository", ""), *REPOSITORY_MARKS))
-    file = _first(tokenizer, (given.get("file", ""), *FILE_MARKS))
+    repository = _first(is_one_token, (given.get("repository", ""), *REPOSITORY_MARKS))
+    file = _first(is_one_token, (given.get("file", ""), *FILE_MARKS))
     ends = (*marks[:3], repository, file, given.get("pad", ""), *END_MARKS)
     end_ids = {tokenizer.token_to_id(end) for end in ends if end}
     return FillFormat(
@@ -60,7 +72,9 @@ def find_fill_format(tokenizer: "Tokenizer", tokenizer_dir: Path) -> FillFormat 
         suffix_first=marks.suffix_first,
         repository=repository if file else "",
         file=file,
-        stop_token_ids=sorted(end_id for end_id in end_ids if end_id is not None),
+        stop_token_ids=sorted(
+            end_id for end_id in end_ids if end_id is not None and end_id < vocab_size
+        ),
     )
 
 
@@ -72,27 +86,25 @@ def _given_names(path: Path) -> dict[str, str]:
     return {role: name for role, name in names.items() if isinstance(name, str)}
 
 
-def _marks(tokenizer: "Tokenizer", given: dict[str, str]) -> KnownMarks | None:
+def _marks(is_one_token: Callable[[str], bool], given: dict[str, str]) -> KnownMarks | None:
     candidates = KNOWN_MARKS
     if given.get("prefix") and given.get("suffix"):
         named = KnownMarks(given["prefix"], given["suffix"], given.get("middle", ""))
         alike = (known for known in KNOWN_MARKS if known[:2] == named[:2])
         candidates = (next(alike, named), *KNOWN_MARKS)
-    return next((known for known in candidates if _has_all(tokenizer, known)), None)
+    complete = (known for known in candidates if all(map(is_one_token, filter(None, known[:3]))))
+    return next(complete, None)
 
 
-def _has_all(tokenizer: "Tokenizer", known: KnownMarks) -> bool:
-    return all(_is_one_token(tokenizer, mark) for mark in known[:3] if mark)
+def _first(is_one_token: Callable[[str], bool], names: tuple[str, ...]) -> str:
+    return next((name for name in names if name and is_one_token(name)), "")
 
 
-def _first(tokenizer: "Tokenizer", names: tuple[str, ...]) -> str:
-    return next((name for name in names if name and _is_one_token(tokenizer, name)), "")
-
-
-def _is_one_token(tokenizer: "Tokenizer", mark: str) -> bool:
+def _is_one_token(tokenizer: "Tokenizer", vocab_size: int, mark: str) -> bool:
     """Return whether a text that contains the mark is encoded with the mark's own token."""
     token_id = tokenizer.token_to_id(mark)
     return (
         token_id is not None
+        and token_id < vocab_size
         and token_id in tokenizer.encode(f"a{mark}b", add_special_tokens=False).ids
     )

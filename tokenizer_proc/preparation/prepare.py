@@ -23,7 +23,7 @@ from quadriga.sampling.params import (
     without_grammar,
 )
 from quadriga.sampling.stop_regex import compile_stop_regex
-from quadriga.sampling.validation import validate_params
+from quadriga.sampling.validation import UnservedTokens, validate_params
 from quadriga.wire.chat_limits import check_chat, check_chat_options
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.from_client import (
@@ -80,12 +80,26 @@ def decode_outcome(data: bytes) -> Outcome:
 
 
 class Preparer:
-    """Check, render, encode and fit messages. It has no state, so that forks may share it."""
+    """Check, render, encode and fit messages. It has no state, so that forks may share it.
 
-    def __init__(self, args: FrontendArgs, model: ModelFiles, encoder: Encoder) -> None:
+    Args:
+        args: the flags.
+        model: the model's files.
+        encoder: encodes texts and chats.
+        unserved: the tokenizer's tokens that the model does not have; None: there are none.
+    """
+
+    def __init__(
+        self,
+        args: FrontendArgs,
+        model: ModelFiles,
+        encoder: Encoder,
+        unserved: UnservedTokens | None = None,
+    ) -> None:
         self._args = args
         self._model = model
         self._encoder = encoder
+        self._unserved = unserved or UnservedTokens(model.vocab_size)
         self._defaults = sampling_defaults(args.sampling_defaults, model.generation_config)
 
     def prepare_frame(self, frame: bytes) -> bytes:
@@ -108,16 +122,19 @@ class Preparer:
         """
         model, params, args = self._model, message.params, self._args
         validation.check_urgency(message)
-        validate_params(params, model.vocab_size)
+        validate_params(params, model.vocab_size, self._unserved.texts)
         for pattern in params.stop_regexes:
             compile_stop_regex(pattern)
         grammar = grammar_of(params)
         if grammar is not None:
             validation.check_can_end(params, model)
+            validation.check_grammar_tokens(grammar, self._unserved)
             params = without_grammar(params)
         prompt = self._encode_prompt(message)
         thinking = None
         if params.thinking_end:
+            self._unserved.check_text("thinking_start", params.thinking_start)
+            self._unserved.check_text("thinking_end", params.thinking_end)
             thinking = thinking_form(params, self._text_end(prompt), grammar is not None)
             params = without_thinking(params)
         if params.logprob_token_ids and params.logprobs is None:
@@ -133,7 +150,7 @@ class Preparer:
             given(message.truncate_prompt, args.allow_auto_truncate),
             message.clamp_max_new_tokens,
         )
-        bad_words = self._encoder.bad_words(params.bad_words) if params.bad_words else []
+        bad_words = self._bad_words(params.bad_words) if params.bad_words else []
         request = msgspec.structs.replace(
             message,
             prompt="",
@@ -153,13 +170,20 @@ class Preparer:
             prompt = self._encode(message.prompt, message.chat)
             text = prompt.text if message.with_text else ""
             return Tokens(request_id, pack_ids(prompt.ids), text)
-        ids = validation.check_ids(message.token_ids, "token_ids", self._model.vocab_size)
+        ids = validation.check_ids(message.token_ids, "token_ids", self._unserved)
         return Text(request_id, self._encoder.decode(ids, message.skip_special_tokens))
 
     def _encode_prompt(self, message: Generate) -> "_Prompt":
         if message.prompt_token_ids is not None:
-            return _Prompt(validation.check_prompt_ids(message, self._model.vocab_size))
+            return _Prompt(validation.check_prompt_ids(message, self._unserved))
         return self._encode(message.prompt, message.chat)
+
+    def _bad_words(self, words: list[str]) -> list[bytes]:
+        """Return the token ids of each spelling of each word. Raise InvalidRequest."""
+        spellings = self._encoder.bad_words(words)
+        for ids in spellings:
+            self._unserved.check_ids("bad_words", ids)
+        return [pack_ids(ids) for ids in spellings]
 
     def _text_end(self, prompt: "_Prompt") -> str:
         """Return the end of a prompt's text, that of token ids decoded."""
@@ -174,7 +198,10 @@ class Preparer:
                 check_chat(prompt)
                 check_chat_options(chat)
             text = self._encoder.render(prompt, chat)
-            return _Prompt(self._encoder.encode(text, is_chat), text, is_chat)
+            ids = self._encoder.encode(text, is_chat)
+            if self._unserved.texts:
+                self._unserved.check_ids("prompt", ids)
+            return _Prompt(ids, text, is_chat)
         except QuadrigaError:
             raise
         except Exception as error:  # a template or a tokenizer may raise anything

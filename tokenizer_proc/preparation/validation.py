@@ -1,15 +1,17 @@
 """Parse and check the messages of clients; each error names the field, the value and the limit."""
 
+import json
 from array import array
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import msgpack
 import msgspec
 
 from quadriga.errors import InvalidRequest, PromptTooLong
 from quadriga.model_files.resolve import ModelFiles
-from quadriga.sampling.params import SamplingParams
-from quadriga.sampling.validation import check_number, check_token_ids
+from quadriga.sampling.params import Grammar, SamplingParams
+from quadriga.sampling.validation import UnservedTokens, check_number
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.from_client import (
     MAX_FRAME_BYTES,
@@ -22,6 +24,9 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_TIMEOUT_S = 7 * 24 * 3600
 # So many bytes hold the first fields of every message whose request_id is not too long.
 NUM_PEEKED_BYTES = 1024
+# Kinds of grammars that are JSON, and keys of a schema whose values no text has to obey.
+JSON_GRAMMARS = ("json_schema", "choice", "structural_tag")
+_NOTES = ("title", "description", "$comment", "default", "examples")
 
 _decode = msgspec.msgpack.Decoder(ClientMessage).decode
 
@@ -112,23 +117,51 @@ def check_can_end(params: SamplingParams, model: ModelFiles) -> None:
         )
 
 
-def check_prompt_ids(message: Generate, vocab_size: int) -> "array[int]":
+def check_grammar_tokens(grammar: Grammar, unserved: UnservedTokens) -> None:
+    """Raise InvalidRequest if a text of the grammar has an added token beyond the model's ids."""
+    if not unserved.added:
+        return
+    texts: Iterator[str] = iter([grammar.text])
+    if grammar.kind in JSON_GRAMMARS:
+        try:
+            texts = _strings_of(json.loads(grammar.text))
+        except (ValueError, RecursionError):
+            return  # the check of the grammar says what is wrong with it
+    for text in texts:
+        unserved.check_text(grammar.kind, text)
+
+
+def _strings_of(value: Any) -> Iterator[str]:
+    """Yield the strings of a JSON value that the texts of a grammar may have."""
+    stack = [value]
+    while stack:
+        match stack.pop():
+            case str() as text:
+                yield text
+            case list() as items:
+                stack += items
+            case dict() as members:
+                yield from members
+                stack += [item for key, item in members.items() if key not in _NOTES]
+
+
+def check_prompt_ids(message: Generate, unserved: UnservedTokens) -> "array[int]":
     """Return the token ids that a request has in place of a text. Raise InvalidRequest."""
     if message.prompt:
         raise InvalidRequest(
             "prompt and prompt_token_ids are both given: leave one of them empty", "prompt"
         )
-    return check_ids(message.prompt_token_ids or b"", "prompt_token_ids", vocab_size)
+    return check_ids(message.prompt_token_ids or b"", "prompt_token_ids", unserved)
 
 
-def check_ids(packed: bytes, field: str, vocab_size: int) -> "array[int]":
+def check_ids(packed: bytes, field: str, unserved: UnservedTokens) -> "array[int]":
     """Return the token ids in a field's int32 bytes. Raise InvalidRequest."""
     if len(packed) % 4:
         raise InvalidRequest(
             f"{field} is {len(packed)} bytes: token ids are int32, 4 bytes each", field
         )
     ids = unpack_ids(packed)
-    check_token_ids(field, ids, vocab_size)
+    unserved.check_ids(field, ids)
     return ids
 
 

@@ -21,6 +21,7 @@ from quadriga.errors import ModelError
 from quadriga.model_files.config.decoder_config import DecoderConfig
 from quadriga.model_files.gguf.parts import gguf_files
 from quadriga.model_files.gguf.types import BLOCK_SIZES, check_packed_types
+from quadriga.model_files.gguf_header import VOCABULARY_TENSORS
 from quadriga.model_files.gguf_rope import ROPE_TENSORS
 from worker_proc.loading.gguf_blocks import PackedRows
 from worker_proc.models.base import Model
@@ -171,6 +172,9 @@ def from_gguf(
         raw = data[entry.get("part", 0)][begin : begin + entry["bytes"]]
         kind, shape = entry["type"], entry["shape"]
         rows = raw.reshape(math.prod(shape[:-1]), -1)
+        if name in VOCABULARY_TENSORS:
+            rows = rows[: config.get("vocab_size")]
+            shape = [len(rows), *shape[1:]]
         is_matrix = len(shape) == 2 and name != POSITION_EMBEDDING
         tensor: Tensor | PackedRows
         if kind in BLOCK_SIZES:

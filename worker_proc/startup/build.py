@@ -91,7 +91,9 @@ def make_runner(
         engine = make_engine(
             args, model, num_pages, dtype, device, max_decode_rows, ranks, has_draft, guesses
         )
-        table = SlotTable(num_slots, context_length, num_pages, args.page_size, device)
+        table = SlotTable(
+            num_slots, context_length, num_pages, args.page_size, device, files.vocab_size
+        )
         return Runner(engine, table, dtype, model.window)
 
     step_bytes = draft_bytes(model) if has_draft and isinstance(model, Model) else 0

@@ -1,15 +1,18 @@
 """Everything that the worker keeps of each slot between steps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from quadriga.wire.messages.worker import NewSlot, StepPlan
+from quadriga.wire.messages.worker import NewSlot, StepPlan, WantedLogprobs
 from worker_proc.attention.base import Ints
 from worker_proc.sampling.slot_sampling import SamplingState
 from worker_proc.system.transfer import DeviceToHostCopier, Fetch, TokenIds, send_all
+
+MAX_VOCAB_SIZE = 2**31
 
 
 class SlotTable:
@@ -28,6 +31,8 @@ class SlotTable:
             step reads them in `tokens`, behind those, and may write what it samples there.
         num_guesses: `[slots]` on the host: their number.
         held: The slots in use.
+        refused: Why the requests of slots cannot be computed, by slot: they hold ids that the model
+            does not have. Their rows are computed with other tokens, and have failed.
         num_pages_used: Every page that a slot ever had has a lower number.
         copier: Copies what a step samples to the host.
     """
@@ -39,8 +44,10 @@ class SlotTable:
         num_pages: int,
         page_size: int,
         device: torch.device,
+        vocab_size: int = MAX_VOCAB_SIZE,
     ) -> None:
         self.num_slots = num_slots
+        self.vocab_size = vocab_size
         self.context_length = context_length
         self.num_pages = num_pages
         self.page_size = page_size
@@ -57,6 +64,7 @@ class SlotTable:
         self.guesses: dict[int, Sequence[int]] = {}
         self.num_guesses = np.zeros(num_slots, dtype=np.int64)
         self.held: set[int] = set()
+        self.refused: dict[int, str] = {}
         self.num_pages_used = 0
         self.copier = DeviceToHostCopier(device)
 
@@ -77,6 +85,8 @@ class SlotTable:
         """Forget these slots. Raises ValueError for a slot that is not held."""
         self.require_held(slots, "releases")
         self.held.difference_update(slots)
+        for slot in slots if self.refused else ():
+            self.refused.pop(slot, None)
         self.num_known[slots] = 0
         self.sampling.release(slots)
 
@@ -85,7 +95,12 @@ class SlotTable:
         self.release(list(self.held))
 
     def admit(self, new: Sequence[NewSlot]) -> None:
-        """Fill slots with requests. Raises ValueError for a request that cannot be admitted."""
+        """Fill slots with requests. Raises ValueError for a request that cannot be admitted.
+
+        A request with an id that the model does not have is refused: nothing that has such an id
+        may reach a kernel, where it would read other memory.
+        """
+        new = [self._without_unknown_ids(slot) for slot in new]
         token_ids = [np.frombuffer(slot.token_ids, dtype="<i4") for slot in new]
         pages = [np.frombuffer(slot.pages, dtype="<i4") for slot in new]
         for slot, slot_ids, slot_pages in zip(new, token_ids, pages, strict=True):
@@ -208,6 +223,19 @@ class SlotTable:
         if not self.held.issuperset(slots):
             raise ValueError(f"the plan {verb} slots {slots}, not all of them held")
 
+    def _without_unknown_ids(self, new: NewSlot) -> NewSlot:
+        """Return a request, or refuse it and return it with other tokens and without rules."""
+        for ids in _ids_of(new):
+            if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+                wrong = int(ids.max()) if ids.max() >= self.vocab_size else int(ids.min())
+                self.refused[new.slot] = (
+                    f"the request holds the token id {wrong}: ids of this model are 0 to"
+                    f" {self.vocab_size - 1}"
+                )
+                others = bytes(len(new.token_ids))
+                return msgspec.structs.replace(new, token_ids=others, rules=None)
+        return new
+
     def _check_new(self, new: NewSlot, num_known: int, pages: Ints) -> None:
         if not 0 <= new.slot < self.num_slots or new.slot in self.held:
             raise ValueError(f"the plan admits to slot {new.slot}, which is held or does not exist")
@@ -235,6 +263,17 @@ def _places(slots: Ints, rows: list[Ints]) -> tuple[Ints, Ints, Ints]:
     lengths = np.array([len(row) for row in rows])
     columns = np.concatenate([np.arange(length) for length in lengths])
     return np.repeat(slots, lengths), columns, np.concatenate(rows)
+
+
+def _ids_of(new: NewSlot) -> Iterator[Ints]:
+    """Yield all token ids of a request and of its parameters."""
+    packed, rules = [new.token_ids], new.rules
+    if rules is not None:
+        packed += (rules.bias_ids, rules.allowed_ids, rules.stop_ids, *rules.bad_words)
+        if isinstance(rules.logprobs, WantedLogprobs):
+            packed.append(rules.logprobs.token_ids)
+    for ids in packed:
+        yield np.frombuffer(ids, dtype="<i4")
 
 
 def ints_of(packed: bytes) -> Ints:

@@ -63,14 +63,14 @@ def load_transformers_model(
         raise ModelError(_refusal(files, str(error))) from None
     except Exception as error:  # whatever the model's code raises ends the start
         raise ModelError(_refusal(files, f"{type(error).__name__}: {_one_line(error)}")) from error
-    if model.vocab_size != files.vocab_size:
-        raise ModelError(
-            _refusal(
-                files,
-                f"it has {model.vocab_size} logits, but config.json a vocab_size of"
-                f" {files.vocab_size}",
-            )
-        )
+    num_rows = len(causal_lm.get_input_embeddings().weight)
+    for what, is_wrong in (
+        (f"{model.vocab_size} logits", model.vocab_size != files.vocab_size),
+        (f"an embedding of {num_rows} ids", num_rows < files.vocab_size),
+    ):
+        if is_wrong:
+            reason = f"it has {what}, but config.json a vocab_size of {files.vocab_size}"
+            raise ModelError(_refusal(files, reason))
     return model
 
 

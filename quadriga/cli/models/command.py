@@ -97,6 +97,7 @@ def _check(arguments: argparse.Namespace) -> None:
             ("vocabulary", _count(report.vocab_size)),
             ("chat template", _yes_no(report.chat_template)),
             ("tokenizer", _yes_no(report.tokenizer)),
+            *(("note", note) for note in report.notes),
         ]
         _print_table([row for row in rows if row[1]])
     if not report.is_servable:

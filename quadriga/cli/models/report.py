@@ -20,8 +20,12 @@ from quadriga.model_files.hub import cached_snapshot, looks_like_a_path
 from quadriga.model_files.quantized.methods import read_quantization
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from quadriga.model_files.servable import check_native_heads, check_servable, check_tokenizer
-from quadriga.model_files.tokenizer import load_tokenizer, template_source
+from quadriga.model_files.tokenizer import (
+    load_tokenizer,
+    template_source,
+)
 from quadriga.runtime.compiler import NoCompiler, find_compiler
+from quadriga.sampling.validation import find_unserved_tokens
 from quadriga.windows import common_window, num_seen_pages
 
 NATIVE, TORCH, REFUSED = "native kernels", "torch", "refused"
@@ -43,6 +47,7 @@ class ModelReport:
         window: tokens that every layer's attention is limited to; 0 if a layer sees all.
         max_context_here: tokens of one request that the KV pool holds in the memory free now.
         rope: kind of the rotary positions' scaling, or learned.
+        notes: what the start of a server says about the model.
     """
 
     name: str
@@ -61,6 +66,7 @@ class ModelReport:
     vocab_size: int | None = None
     chat_template: bool | None = None
     tokenizer: bool | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def is_servable(self) -> bool:
@@ -120,6 +126,7 @@ def _describe_files(report: ModelReport, files: ModelFiles) -> None:
     report.location = files.location
     report.architecture = str(files.config.get("model_type") or "")
     report.context_length, report.vocab_size = files.context_length, files.vocab_size
+    report.notes += files.notes
     settings = read_json(files.tokenizer_dir / "tokenizer_config.json")
     report.chat_template = template_source(files.tokenizer_dir, settings) is not None
     report.tokenizer = (files.tokenizer_dir / "tokenizer.json").is_file()
@@ -142,8 +149,11 @@ def _describe_architecture(report: ModelReport, files: ModelFiles, config: Decod
 
 def _check_tokenizer(report: ModelReport, files: ModelFiles) -> None:
     report.tokenizer = False
-    check_tokenizer(files, load_tokenizer(files.tokenizer_dir).get_vocab_size())
+    tokenizer = load_tokenizer(files.tokenizer_dir)
+    check_tokenizer(files, tokenizer.get_vocab_size())
     report.tokenizer = True
+    if note := find_unserved_tokens(tokenizer, files.vocab_size).note:
+        report.notes.append(note)
 
 
 def _way(config: DecoderConfig) -> str:

@@ -252,7 +252,8 @@ class StepResult(msgspec.Struct, tag="result", array_like=True, frozen=True):
         began, ended: Unix seconds around forward and sampling.
         logprobs, prompt_logprobs: log-probabilities that slots request; those of a row's further
             tokens follow in order.
-        failed: rows whose grammar allows no token.
+        failed: rows whose grammar allows no token, or whose request holds an id that the model
+            does not have.
         forced: rows whose grammar forces further tokens.
         guessed: rows with guesses, whose further tokens come before the forced ones.
     """

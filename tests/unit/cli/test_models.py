@@ -15,6 +15,7 @@ from quadriga.config.worker_args import OTHER_FRACTION
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_mistral
 from tests.unit.fake_server import running_fake_server
 from tests.unit.tiny_gguf import write_tiny_gguf
+from tests.unit.tokenizer.test_unserved_tokens import add_unserved_tokens
 
 
 @pytest.fixture(autouse=True)
@@ -203,3 +204,14 @@ def test_a_check_does_not_import_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
     assert "way" in done.stdout
+
+
+def test_ids_that_the_model_does_not_have_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = add_unserved_tokens(tiny_llama(tmp_path / "model", eos_token_id=[2, 99999]))
+    of_config, of_tokenizer = check(model, capsys)["notes"]
+    assert of_config.startswith("eos_token_id names 99999, ")
+    assert "'<|beyond|>' (512), '<|above|>' (513)" in of_tokenizer
+    assert main(["models", "check", str(model)]) == 0
+    assert capsys.readouterr().out.count("\nnote ") == 2

@@ -28,7 +28,13 @@ from tests.tiny_models import (
 
 from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
 
-from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of, runner_of
+from tests.unit.worker_driver import (
+    Driver,
+    failures_of_unknown_ids,
+    load_on_cpu,
+    prompts_of,
+    runner_of,
+)
 from worker_proc.engine_factory import make_engine
 from worker_proc.gpu.engine import TritonEngine
 from worker_proc.gpu.ops import PaddedHeads
@@ -187,3 +193,7 @@ def test_triton_on_a_cpu_is_refused_outside_its_interpreter(
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ConfigError, match="needs a CUDA device, but the device is cpu"):
         runner_of(gpt2_dir, **TRITON)
+
+
+def test_a_request_with_ids_that_the_model_does_not_have_fails_alone(gpt2_dir: Path) -> None:
+    assert len(failures_of_unknown_ids(runner_of(gpt2_dir, **TRITON, max_running_requests=10))) == 8

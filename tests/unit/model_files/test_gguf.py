@@ -24,6 +24,7 @@ from quadriga.model_files.tokenizer import (
     template_source,
     tool_template_source,
 )
+from quadriga.sampling.validation import find_unserved_tokens
 from tests.unit.tiny_gguf import (
     BYTES,
     CONTROL,
@@ -406,3 +407,28 @@ def test_the_headers_tokens_for_filling_in_the_middle_are_kept_by_name(
         "suffix": TOKENS[2],
         "middle": TOKENS[3],
     }
+
+
+def resolved(path: Path) -> ModelFiles:
+    return resolve_model(ModelArgs(model=str(path)))
+
+
+@pytest.mark.parametrize(("rows", "head_rows", "num_ids"), [(260, 260, 260), (264, 261, 261)])
+def test_the_model_has_the_ids_that_embedding_and_head_have(
+    rows: int, head_rows: int, num_ids: int, tmp_path: Path
+) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", output=True, rows=rows, head_rows=head_rows)
+    files = resolved(path)
+    assert files.vocab_size == num_ids < len(TOKENS)
+    unserved = find_unserved_tokens(load_tokenizer(files.tokenizer_dir), num_ids)
+    assert unserved.texts == dict(enumerate(TOKENS[num_ids:], num_ids))
+
+
+def test_special_tokens_that_are_not_in_the_list_are_left_out(tmp_path: Path) -> None:
+    ids = {"eot": 77777, "padding": 2**32 - 1, "unknown": len(TOKENS)}
+    files = resolved(write_tiny_gguf(tmp_path / "tiny.gguf", eos=99999, ids=ids))
+    assert files.eos_token_ids == {1, 2}
+    assert "eos_token_id names 99999" in files.notes[0]
+    settings = json.loads((files.tokenizer_dir / "tokenizer_config.json").read_text())
+    assert settings["bos_token"] == "<|im_start|>"
+    assert not {"eos_token", "pad_token", "unk_token"} & settings.keys()

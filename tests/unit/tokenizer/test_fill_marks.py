@@ -14,6 +14,8 @@ from quadriga.fill_format import (
 )
 from tokenizer_proc.preparation.fill_marks import KNOWN_MARKS, KnownMarks, find_fill_format
 
+VOCAB_SIZE = 1000
+
 
 def tokenizer_with(*added: str, plain: tuple[str, ...] = ()) -> Tokenizer:
     """Return a byte-level tokenizer. `plain`: words of the vocabulary that are no added tokens."""
@@ -40,7 +42,7 @@ def test_the_prompt_is_the_marks_tokens_around_those_of_the_texts(
 ) -> None:
     prefix, suffix, middle, suffix_first = marks
     tokenizer = tokenizer_with(*(mark for mark in (prefix, suffix, middle) if mark))
-    found = find_fill_format(tokenizer, settings(tmp_path))
+    found = find_fill_format(tokenizer, settings(tmp_path), VOCAB_SIZE)
     assert found is not None
     before = [tokenizer.token_to_id(prefix), *ids_of(tokenizer, "def f(")]
     after = [tokenizer.token_to_id(suffix), *ids_of(tokenizer, "):\n")]
@@ -56,11 +58,15 @@ def test_the_marks_of_a_gguf_are_those_of_its_header_with_the_order_of_their_fam
     tmp_path: Path,
 ) -> None:
     names = {"prefix": "<a>", "suffix": "<b>", "middle": "<c>", "pad": "<d>"}
-    found = find_fill_format(tokenizer_with(*names.values()), settings(tmp_path, fill_tokens=names))
+    found = find_fill_format(
+        tokenizer_with(*names.values()), settings(tmp_path, fill_tokens=names), VOCAB_SIZE
+    )
     assert found is not None and found.prompt("x", "y") == "<a>x<b>y<c>"
     assert len(found.stop_token_ids) == 4
     names = {"prefix": "[PREFIX]", "suffix": "[SUFFIX]"}
-    found = find_fill_format(tokenizer_with(*names.values()), settings(tmp_path, fill_tokens=names))
+    found = find_fill_format(
+        tokenizer_with(*names.values()), settings(tmp_path, fill_tokens=names), VOCAB_SIZE
+    )
     assert found is not None and found.prompt("x", "y") == "[SUFFIX]y[PREFIX]x"
 
 
@@ -69,27 +75,42 @@ def test_other_files_stand_before_the_gap_with_the_marks_that_the_model_has(tmp_
     qwen = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
     gap = "<|fim_prefix|>x<|fim_suffix|>y<|fim_middle|>"
     tokenizer = tokenizer_with(*qwen, "<|repo_name|>", "<|file_sep|>")
-    full = find_fill_format(tokenizer, settings(tmp_path))
+    full = find_fill_format(tokenizer, settings(tmp_path), VOCAB_SIZE)
     assert full is not None
     assert full.prompt("x", "y", files) == (
         "<|repo_name|>repository\n<|file_sep|>a.py\nA = 1\n<|file_sep|>b.py\nB = 2\n"
         f"<|file_sep|>file\n{gap}"
     )
-    bare = find_fill_format(tokenizer_with(*qwen), settings(tmp_path))
+    bare = find_fill_format(tokenizer_with(*qwen), settings(tmp_path), VOCAB_SIZE)
     assert bare is not None and bare.prompt("x", "y", files) == f"A = 1\nB = 2\n{gap}"
 
 
 def test_a_vocabulary_without_all_marks_has_no_format(tmp_path: Path) -> None:
-    assert find_fill_format(tokenizer_with("<|fim_prefix|>"), settings(tmp_path)) is None
-    assert find_fill_format(tokenizer_with(), tmp_path / "nothing") is None
+    assert (
+        find_fill_format(tokenizer_with("<|fim_prefix|>"), settings(tmp_path), VOCAB_SIZE) is None
+    )
+    assert find_fill_format(tokenizer_with(), tmp_path / "nothing", VOCAB_SIZE) is None
 
 
 def test_a_mark_that_a_text_cannot_reach_does_not_count(tmp_path: Path) -> None:
     marks = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
-    assert find_fill_format(tokenizer_with(plain=marks), settings(tmp_path)) is None
+    assert find_fill_format(tokenizer_with(plain=marks), settings(tmp_path), VOCAB_SIZE) is None
 
 
 def test_a_format_is_the_same_after_its_way_through_the_info() -> None:
     known = FillFormat(prefix="<p>", suffix="<s>", suffix_first=True, stop_token_ids=[3])
     assert fill_format_from_info(fill_format_to_info(known)) == known
     assert fill_format_from_info(fill_format_to_info(None)) is None
+
+
+def test_marks_beyond_the_models_ids_do_not_count(tmp_path: Path) -> None:
+    qwen = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>")
+    tokenizer = tokenizer_with(*qwen)
+    num_ids = tokenizer.get_vocab_size()
+    whole = find_fill_format(tokenizer, settings(tmp_path), num_ids)
+    assert whole is not None
+    assert whole.stop_token_ids[-1] == num_ids - 1
+    without_pad = find_fill_format(tokenizer, settings(tmp_path), num_ids - 1)
+    assert without_pad is not None
+    assert without_pad.stop_token_ids == whole.stop_token_ids[:-1]
+    assert find_fill_format(tokenizer, settings(tmp_path), num_ids - 2) is None

@@ -17,7 +17,7 @@ from quadriga.config.frontend_args import FrontendArgs
 from quadriga.errors import InvalidRequest, PromptTooLong
 from quadriga.model_files.resolve import ModelFiles
 from quadriga.sampling.params import SamplingParams
-from quadriga.sampling.validation import validate_params
+from quadriga.sampling.validation import UnservedTokens, validate_params
 from quadriga.wire.async_port import AsyncPort
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.from_client import MAX_FRAME_BYTES, Generate, Ping
@@ -32,6 +32,7 @@ from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.prepare import Preparer
 
 VOCAB = 100
+IDS = UnservedTokens(VOCAB)
 
 
 def model(context: int = 16) -> ModelFiles:
@@ -131,17 +132,17 @@ def test_a_message_of_several_frames_is_refused() -> None:
 def test_an_id_outside_the_vocabulary_is_named(wrong: int) -> None:
     message = Generate(1, "id", "", prompt_token_ids=pack_ids([1, wrong]))
     with pytest.raises(InvalidRequest, match=f"holds {wrong}: ids of this model are 0 to 99"):
-        validation.check_prompt_ids(message, VOCAB)
+        validation.check_prompt_ids(message, IDS)
 
 
 def test_ids_of_a_broken_length_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="5 bytes"):
-        validation.check_prompt_ids(Generate(1, "id", "", prompt_token_ids=b"12345"), VOCAB)
+        validation.check_prompt_ids(Generate(1, "id", "", prompt_token_ids=b"12345"), IDS)
 
 
 def test_a_prompt_beside_token_ids_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="both given"):
-        validation.check_prompt_ids(Generate(1, "id", "x", prompt_token_ids=pack_ids([1])), VOCAB)
+        validation.check_prompt_ids(Generate(1, "id", "x", prompt_token_ids=pack_ids([1])), IDS)
 
 
 def test_an_empty_prompt_becomes_the_end_of_text_token() -> None:

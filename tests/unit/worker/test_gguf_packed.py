@@ -175,3 +175,20 @@ def test_a_gguf_without_quantized_matrices_is_refused_with_what_to_take_instead(
     files = gguf_of(llama(tmp_path), lambda name: Kind.F16)
     with pytest.raises(ConfigError, match=r"no matrix of .*tiny\.gguf is quantized.*int8 or int4"):
         load(files, packed=True)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_beyond_the_models_ids_are_not_read(packed: bool, tmp_path: Path) -> None:
+    """An embedding and a head of different lengths have the ids of the shorter one."""
+    files = gguf_of(tiny_llama(tmp_path, tie=False))
+    shorter = dataclasses.replace(files, config=files.config | {"vocab_size": 500})
+    whole, cut = (
+        load_model(of, torch.float32, torch.device("cpu"), packed) for of in (files, shorter)
+    )
+    for name in ("embedding", "lm_head"):
+        wide, narrow = getattr(whole, name), getattr(cut, name)
+        if packed:
+            (wide,), (narrow,) = wide.blocks, narrow.blocks
+            assert torch.equal(narrow.dense(), wide.dense()[:500])
+        else:
+            assert torch.equal(narrow.weight, wide.weight[:500])

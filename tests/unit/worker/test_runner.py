@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.worker import DECODE, NewSlot, StepPlan
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
-from tests.unit.worker_driver import Driver, prompts_of, runner_of
+from tests.unit.worker_driver import Driver, failures_of_unknown_ids, prompts_of, runner_of
 from worker_proc.attention import dense, torch_reference
 from worker_proc.runner import Runner
 
@@ -318,3 +318,14 @@ def test_bfloat16_mostly_agrees_with_float32(name: str, tmp_path: Path) -> None:
     agreeing = sum(r.output[0] == tokens[0] for r, tokens in zip(requests, expected, strict=True))
     assert agreeing >= len(prompts) - 2
     assert all(0 <= token < 512 for request in requests for token in request.output)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_a_request_with_ids_that_the_model_does_not_have_fails_alone(
+    llama: Case, backend: str
+) -> None:
+    flags = {"attention_backend": backend, "max_running_requests": 10}
+    errors = failures_of_unknown_ids(runner_of(llama.directory, **flags))
+    rule = "ids of this model are 0 to 511"
+    named = [512, -1, 2**31 - 1, 512, 512, 512, 512, 512]
+    assert errors == [f"the request holds the token id {wrong}: {rule}" for wrong in named]

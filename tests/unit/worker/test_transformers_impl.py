@@ -15,7 +15,7 @@ from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl
 from quadriga.model_files.resolve import resolve_model
 from tests.tiny_models import tiny_llama
 from tests.transformers_models import CONTEXT_LENGTH, FAMILIES, tiny_model
-from tests.unit.worker_driver import Driver, prompts_of, runner_of
+from tests.unit.worker_driver import Driver, failures_of_unknown_ids, prompts_of, runner_of
 from worker_proc.runner import Runner
 from worker_proc.startup.build import make_runner
 from worker_proc.step.inputs import make_inputs
@@ -217,3 +217,8 @@ def test_code_of_a_repository_runs_with_the_flag_only(
     request = driver.add(prompts_of([9])[0])
     driver.generate([request], NEW_TOKENS)
     assert request.output == expected[0]
+
+
+def test_a_request_with_ids_that_the_model_does_not_have_fails_alone(llama_dir: Path) -> None:
+    runner = transformers_runner(llama_dir, max_running_requests=10)
+    assert len(failures_of_unknown_ids(runner)) == 8
