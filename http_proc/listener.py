@@ -15,6 +15,7 @@ from http_proc.app import make_app
 from http_proc.endpoints.request_body import unsupported_coding
 from http_proc.gateway import Gateway
 from http_proc.protocol.errors import RETRY_AFTER_S, ApiError, invalid
+from quadriga import disk
 from quadriga.config.http_args import HttpArgs
 from quadriga.errors import AddressInUse, ConfigError
 from quadriga.runtime.open_files import allow_open_files
@@ -65,6 +66,8 @@ def tls_context(args: HttpArgs) -> ssl.SSLContext | None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
+        for file in filter(None, (args.ssl_certfile, args.ssl_keyfile)):
+            disk.check_regular(file)
         context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile or None)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"cannot read the certificate {args.ssl_certfile}: {error}") from None

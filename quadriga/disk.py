@@ -1,11 +1,90 @@
-"""Directories of one process, and writes that a power cut cannot leave half done."""
+"""Files on disk: opened only where they are files, and written so that a power cut halves none."""
 
+import errno
 import fcntl
 import os
+import stat
+from contextlib import suppress
 from pathlib import Path
 
 # Only the server's user may read what clients upload.
 FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
+
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a symbolic link",
+}
+
+
+# --- open -----------------------------------------------------------------------------------------
+
+
+def check_regular(path: str | Path, mode: int | None = None) -> None:
+    """Check that a file is a regular one, so that nothing waits for its other end.
+
+    Args:
+        path: of the file.
+        mode: as in os.stat_result; None: it is read.
+
+    Raises:
+        OSError: there is no such file, or strerror says what it is instead.
+    """
+    kind = stat.S_IFMT(os.stat(path).st_mode if mode is None else mode)
+    if kind != stat.S_IFREG:
+        what = _KINDS.get(kind, "no file")
+        raise OSError(errno.EINVAL, f"it is {what}, not a regular file", str(path))
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    """Return the descriptor of a regular file, which only its owner can read if it is made.
+
+    Raises:
+        OSError: it cannot be opened, or strerror says what it is instead.
+    """
+    with suppress(FileNotFoundError):
+        check_regular(path)  # the opening of a device may have effects
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, FILE_MODE)
+    try:
+        check_regular(path, os.fstat(fd).st_mode)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """Return the content of a regular file. Raise OSError as open_regular."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read()
+
+
+def read_text(path: str | Path) -> str:
+    """Return the text of a regular file in UTF-8. Raise OSError, or UnicodeDecodeError."""
+    with os.fdopen(open_regular(path), encoding="utf-8") as file:
+        return file.read()
+
+
+def make_sqlite_file(path: Path) -> None:
+    """Make a file for SQLite that only its owner can read, unless there is one.
+
+    SQLite would make one that others can read, and wait for the other end of a FIFO, which it may
+    find also as one of the files beside it.
+
+    Raises:
+        OSError: the file cannot be opened, or is no regular one.
+    """
+    os.close(open_regular(path, os.O_RDWR | os.O_CREAT))
+    for ending in ("-wal", "-shm", "-journal"):
+        with suppress(FileNotFoundError):
+            check_regular(f"{path}{ending}")
+
+
+# --- write ----------------------------------------------------------------------------------------
 
 
 def make_directory(path: Path) -> None:
@@ -43,8 +122,7 @@ def lock_directory(path: Path) -> int:
 
 def create(path: Path) -> int:
     """Return the descriptor of a new, empty file that only its owner can read."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    return os.open(path, flags, FILE_MODE)
+    return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
 
 
 def write_all(fd: int, data: bytes) -> None:
@@ -67,7 +145,7 @@ def sync_tree(path: Path) -> None:
     """Make a directory durable with all that lies in it."""
     for directory, _, names in os.walk(path):
         for name in names:
-            fd = os.open(os.path.join(directory, name), os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_regular(os.path.join(directory, name))
             try:
                 os.fsync(fd)
             finally:

@@ -6,7 +6,6 @@ has all else of which they are made.
 """
 
 import logging
-import os
 import sqlite3
 import threading
 import uuid
@@ -215,7 +214,7 @@ def _open(directory: Path | None, outlives_server: bool) -> sqlite3.Connection:
     if directory is not None:
         disk.make_directory(directory)
         path = directory / FILE_NAME
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, disk.FILE_MODE))
+        disk.make_sqlite_file(path)
         name = str(path)
     database = sqlite3.connect(
         name, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from quadriga import disk
 from quadriga.config.flags import flag_name, value_type
 from quadriga.config.foreign_flags import foreign_flag_advice
 from quadriga.errors import ConfigError
@@ -57,7 +58,7 @@ def _read_map(path: Path) -> dict[Any, Any]:
             f"--config needs PyYAML, which is not installed: {install_command('serve')}"
         ) from None
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(disk.read_text(path))
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

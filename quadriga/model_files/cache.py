@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from quadriga import disk
 from quadriga.errors import ModelError
 
 
@@ -27,7 +28,9 @@ def cache_lock(directory: Path, on_wait: Callable[[], None]) -> Iterator[None]:
         directory: the scratch directory.
         on_wait: called once if another process holds the lock.
     """
-    with (directory.parent / "lock").open("w") as file:
+    with os.fdopen(
+        disk.open_regular(directory.parent / "lock", os.O_WRONLY | os.O_CREAT), "w"
+    ) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

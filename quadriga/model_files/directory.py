@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from quadriga import disk
 from quadriga.errors import ModelError
 
 # Defaults of transformers' Gemma3TextConfig, which the published files leave out.
@@ -69,7 +70,7 @@ def read_text(path: Path) -> str:
         ModelError: there is no such file, or it cannot be read.
     """
     try:
-        data = path.read_bytes()
+        data = disk.read_bytes(path)
         if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
             return data.decode("utf-32")
         if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -120,8 +121,9 @@ def _weights_problem(directory: Path) -> str | None:
         shards = set(index.get("weight_map", {}).values())
         missing = sorted(shard for shard in shards if not (directory / shard).is_file())
         return f"lacks {len(missing)} weight files ({missing[0]}, ...)" if missing else None
-    if any(directory.glob("*.safetensors")):
-        return None
+    if found := list(directory.glob("*.safetensors")):
+        others = [path.name for path in found if not path.is_file()]
+        return f"has {others[0]}, which is not a regular file" if others else None
     return (
         "has no *.safetensors weights (other formats are not read); for random weights add"
         " --load-format dummy"

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from quadriga import disk
 from quadriga.errors import ModelError
 from quadriga.model_files.builtin.catalog import BUILTINS
 from quadriga.model_files.builtin.fetch import builtin_weights
@@ -52,7 +53,7 @@ def find_chat_template(file: str) -> Path:
     """Return the absolute path of a chat template. Raise ModelError if it cannot be read."""
     path = Path(file).expanduser().absolute()
     try:
-        path.read_text(encoding="utf-8")
+        disk.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ModelError(f"--chat-template {file} cannot be read: {reason}") from None

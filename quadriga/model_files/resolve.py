@@ -170,6 +170,8 @@ def _find(args: ModelArgs, show_progress: bool) -> ModelFiles:
         return _from_directory(args, path, show_progress)
     if path.is_file():
         return _from_gguf(args.model, path, dummy)
+    if path.exists():
+        raise ModelError(f"--model {args.model} is neither a regular file nor a directory")
     if looks_like_a_path(args.model):
         raise ModelError(f"--model {args.model}: there is no such file or directory")
     hub_id = size.hub_id if size is not None else args.model

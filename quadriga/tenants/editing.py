@@ -9,7 +9,7 @@ from typing import Any
 from quadriga import disk
 from quadriga.errors import ConfigError
 from quadriga.tenants.key_file import hash_of_key
-from quadriga.tenants.parsing import parse_tenants, read_tenants
+from quadriga.tenants.parsing import parse_tenants, read_tenants, read_text
 
 KEY_PREFIX = "qk-"
 NUM_KEY_BYTES = 32
@@ -27,7 +27,7 @@ def add_tenant(path: Path, name: str, values: Mapping[str, Any]) -> str:
         ConfigError: the file or the new entry is wrong, or the name is taken.
     """
     key = KEY_PREFIX + secrets.token_urlsafe(NUM_KEY_BYTES)
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = read_text(path) if path.exists() else ""
     tenants = parse_tenants(text, path)
     if any(tenant.name == name for tenant in tenants):
         raise ConfigError(f"{path} has a tenant {name!r}: choose another name, or remove it first")
@@ -46,7 +46,7 @@ def remove_tenant(path: Path, name: str) -> None:
     names = [tenant.name for tenant in tenants]
     if name not in names:
         raise ConfigError(f"{path} has no tenant {name!r}: it has {', '.join(names) or 'none'}")
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path)
     root = yaml.compose(text, yaml.SafeLoader)
     if root.flow_style:
         raise ConfigError(f"{path} is a list in brackets: remove {name!r} with an editor")

@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quadriga import disk
 from quadriga.errors import ConfigError
 from quadriga.programs import install_command
 from quadriga.tenants.tenant import CACHE_KINDS, MAX_PRIORITY, MIN_PRIORITY, Tenant, is_name
@@ -30,7 +31,7 @@ def read_tenants(path: Path) -> list[Tenant]:
 def read_text(path: Path) -> str:
     """Return the text of a key file. Raise ConfigError if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return disk.read_text(path)
     except OSError as error:
         raise ConfigError(f"--keys {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -89,6 +89,7 @@ def load_pair(directory: Path, name: str) -> KeyPair:
     """Load a key pair. Raise ConfigError if there is none."""
     path = directory / (name + SECRET)
     try:
+        disk.check_regular(path)
         public, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no key in {path} ({error}); make one with: quadriga keygen") from None
@@ -180,6 +181,7 @@ def _stamp(path: str) -> tuple[int, ...]:
 
 def _public_key(path: str) -> bytes:
     try:
+        disk.check_regular(path)
         return zmq.auth.load_certificate(path)[0]
     except (OSError, ValueError):
         return b""
@@ -201,6 +203,7 @@ def secure_client(socket: "zmq.Socket[bytes]", directory: Path) -> None:
     name = CLIENT if (directory / (CLIENT + SECRET)).exists() else SERVER
     pair, server = load_pair(directory, name), directory / (SERVER + PUBLIC)
     try:
+        disk.check_regular(server)
         socket.curve_serverkey = zmq.auth.load_certificate(server)[0]
     except (OSError, ValueError) as error:
         raise ConfigError(f"no key in {server} ({error}): ask the server's owner") from None

@@ -78,7 +78,7 @@ class JournalFile:
         """Write a new file, and put it in the place of the present one once it is whole."""
         self.lock_directory()
         fresh = self.path.with_suffix(".new")
-        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        fd = disk.open_regular(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             size, checksum = self._fill(fd, payloads)
             if self._durable:
@@ -127,7 +127,7 @@ class JournalFile:
     def _mark_given_up(self) -> None:
         """Mark the file as given up, in place: a full disk has room for that."""
         if self._fd < 0:
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+            self._fd = disk.open_regular(self.path, os.O_WRONLY)
         os.pwrite(self._fd, run_tag(self.header.run), len(MAGIC))
 
     def release(self) -> None:

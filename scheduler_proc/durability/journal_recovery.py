@@ -6,6 +6,7 @@ the first frame that is damaged or makes no sense. A record counts whole, or not
 
 import itertools
 import logging
+import os
 from array import array
 from collections import Counter
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
+from quadriga import disk
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock
 from quadriga.wire.messages.to_scheduler import Submit
@@ -87,7 +89,7 @@ def read_journal(path: Path) -> JournalContents:
         OSError: there is a file, but it cannot be opened.
     """
     try:
-        file = path.open("rb")
+        file = os.fdopen(disk.open_regular(path), "rb")
     except FileNotFoundError:
         return JournalContents(None, [])
     with file:

@@ -55,7 +55,9 @@ class UsageLog:
         self._has_failed = False
         self._num_left_out = 0
         try:
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+            self._file = os.open(path, flags, 0o600)  # a FIFO without a reader is refused
+            os.set_blocking(self._file, True)
         except OSError as error:
             raise ConfigError(f"--usage-log {path} cannot be written: {error.strerror}") from None
         self._thread = threading.Thread(target=self._write, name="usage log", daemon=True)

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from quadriga import disk
 from quadriga.errors import ConfigError
 from worker_proc.kv_offload.pool_pages import Bytes
 
@@ -74,8 +75,8 @@ class PageFiles:
             self._scan()
         except OSError as error:
             raise ConfigError(
-                f"kv_cache_dir is {directory}: {error.strerror}; name a directory that this user"
-                " can write to"
+                f"kv_cache_dir is {directory}: {error.filename}: {error.strerror}; name a directory"
+                " that this user can write to"
             ) from None
 
     def names(self) -> Iterable[bytes]:
@@ -129,7 +130,7 @@ class PageFiles:
 
     def _read(self, path: str, name: bytes, buffers: Sequence[Bytes]) -> bool:
         header = bytearray(HEADER.size)
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = disk.open_regular(path)
         try:
             if (
                 os.preadv(fd, [header, *(buffer.data for buffer in buffers)], 0)
@@ -146,7 +147,7 @@ class PageFiles:
     def _write(self, path: str, header: bytes, page: Bytes) -> None:
         os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
         unfinished = f"{path}.new"
-        fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        fd = disk.open_regular(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             with os.fdopen(fd, "wb", buffering=0) as file:
                 for data in (header, page.data):
@@ -163,7 +164,7 @@ class PageFiles:
         if not self.has_failed:
             logging.warning(
                 "cannot write KV pages to %s: %s; requests go on, and no further pages are stored"
-                " until that works again", self._root, error.strerror or error,
+                " until that works again", error.filename or self._root, error.strerror or error,
             )  # fmt: skip
         self.has_failed = True
         self._retry_at = time.monotonic() + RETRY_S
@@ -199,10 +200,15 @@ class PageFiles:
     def _scan(self) -> None:
         found = []
         for path in _page_files(self._root):
+            stat = os.lstat(path)
+            try:
+                disk.check_regular(path, stat.st_mode)
+            except OSError as error:
+                logging.warning("%s is no stored page: %s; remove it", path, error.strerror)
+                continue
             if path.endswith(".new"):
                 os.unlink(path)
                 continue
-            stat = os.stat(path)
             found.append((stat.st_mtime_ns, path, stat.st_size))
         self._sizes.update((path, size) for _used_at, path, size in sorted(found))
         self._num_bytes = sum(self._sizes.values())
@@ -227,7 +233,7 @@ def _page_files(root: Path) -> Iterator[str]:
 
 def _lock(directory: Path) -> int:
     """Lock a directory as long as this process lives. Return the open file."""
-    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = disk.open_regular(directory / "lock", os.O_RDWR | os.O_CREAT)
     give_up_at = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         try:

@@ -1,6 +1,7 @@
 """Read and check the input file of a batch, line by line."""
 
 import hashlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 
 from http_proc.apis.batch.batch_types import LineError
+from quadriga import disk
 
 # OpenAI's limit.
 MAX_LINES = 50_000
@@ -58,7 +60,7 @@ def digest(custom_id: str) -> bytes:
 
 def read_lines(path: Path, endpoint: str, max_line_bytes: int) -> Iterator[InputLine]:
     """Yield the requests of a file that a `FileCheck` has accepted."""
-    with path.open("rb", READ_BYTES) as file:
+    with os.fdopen(disk.open_regular(path), "rb", READ_BYTES) as file:
         for number, data in _raw_lines(file, max_line_bytes):
             yield _parse(number, data, endpoint, max_line_bytes)
 
@@ -87,7 +89,7 @@ class FileCheck:
         """Check the file; each step takes about STEP_S."""
         seen: dict[bytes, int] = {}
         step = ShortStep()
-        with self._path.open("rb", READ_BYTES) as file:
+        with os.fdopen(disk.open_regular(self._path), "rb", READ_BYTES) as file:
             for number, data in _raw_lines(file, self._max_line_bytes):
                 self.num_lines += 1
                 try:

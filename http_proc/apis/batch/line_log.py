@@ -109,8 +109,7 @@ class _AppendFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._fd = os.open(path, flags, disk.FILE_MODE)
+        self._fd = disk.open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._size = os.fstat(self._fd).st_size
         self._num_unsynced = 0
         self._synced_at = time.monotonic()

@@ -123,7 +123,7 @@ class BatchService:
         disk.make_directory(self._states)
         for path in self._states.glob("batch_*.json"):
             try:
-                stored = msgspec.json.decode(path.read_bytes(), type=StoredBatch)
+                stored = msgspec.json.decode(disk.read_bytes(path), type=StoredBatch)
             except msgspec.DecodeError as error:
                 logging.error("%s is not the state of a batch and is ignored: %s", path, error)
                 continue

@@ -91,7 +91,7 @@ class FileStore:
         disk.make_directory(self._directory)
         for path in self._directory.glob("file-*.json"):
             with suppress(msgspec.DecodeError):
-                file = msgspec.json.decode(path.read_bytes(), type=FileObject)
+                file = msgspec.json.decode(disk.read_bytes(path), type=FileObject)
                 self._files[file.id] = file
         for path in self._directory.iterdir():
             name, _, ending = path.name.partition(".")

@@ -6,7 +6,6 @@ nothing else: the next call after that tries again.
 
 import asyncio
 import logging
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -170,8 +169,7 @@ class Database:
         """Return the connection, after the file was opened if it is not."""
         if self._connection is None:
             disk.make_directory(self._path.parent)
-            # SQLite would make a file that others can read.
-            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, disk.FILE_MODE))
+            disk.make_sqlite_file(self._path)
             connection = sqlite3.connect(
                 self._path, LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
