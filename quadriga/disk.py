@@ -94,7 +94,8 @@ def make_directory(path: Path) -> None:
         missing.append(missing[-1].parent)
     for directory in reversed(missing):
         if not directory.exists():
-            directory.mkdir(DIRECTORY_MODE, exist_ok=True)
+            with suppress(FileExistsError):  # another process makes it, too
+                os.mkdir(directory, DIRECTORY_MODE)
             sync_directory(directory.parent)
 
 

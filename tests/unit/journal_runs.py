@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from quadriga import disk
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock
@@ -93,7 +94,7 @@ def outline(recovered: list[RecoveredRequest]) -> list[tuple[Any, ...]]:
 
 
 class FaultyOs:
-    """The `os` of journal_file.py, with calls that fail.
+    """The `os` of journal_file.py and disk.py, with calls that fail.
 
     Attributes:
         fails: returns the errno to raise, or 0, for the name of a call and the number of calls of
@@ -103,7 +104,7 @@ class FaultyOs:
     """
 
     FALLIBLE = ("open", "write", "replace", "fdatasync", "fsync", "ftruncate", "pwrite", "unlink",
-                "makedirs", "dup", "close")  # fmt: skip
+                "mkdir", "dup", "close")  # fmt: skip
 
     def __init__(self) -> None:
         self.fails: Callable[[str, int], int] = lambda _name, _number: 0
@@ -136,10 +137,11 @@ class FaultyOs:
 def faulty_os() -> Iterator[FaultyOs]:
     faulty = FaultyOs()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal_file, "os", faulty)
+        for module in (journal_file, disk):
+            patch.setattr(module, "os", faulty)
         yield faulty
 
 
 def full_disk(name: str, _number: int) -> int:
     """Fail every call that needs space on the disk."""
-    return errno.ENOSPC if name in ("write", "makedirs", "fdatasync", "fsync") else 0
+    return errno.ENOSPC if name in ("write", "mkdir", "fdatasync", "fsync") else 0

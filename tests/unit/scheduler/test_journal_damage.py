@@ -1,6 +1,7 @@
 """A damaged journal is read up to the damage: a beginning of what was written, and no more."""
 
 import random
+import stat
 import tracemalloc
 import zlib
 from collections.abc import Callable
@@ -290,7 +291,7 @@ class Grown:
     """A file that is said to be larger than what can be read of it."""
 
     def __init__(self, size: int) -> None:
-        self.st_size = size
+        self.st_size, self.st_mode = size, stat.S_IFREG
 
 
 def test_an_own_file_is_read_with_any_number_of_frames(tmp_path: Path) -> None:
