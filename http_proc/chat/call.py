@@ -11,6 +11,8 @@ from http_proc.protocol.schema import Tool
 from quadriga.client.types import Chat
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]+")
+# Anthropic's limit; names of MCP servers' tools need it in every API.
+MAX_TOOL_NAME_CHARS = 128
 
 
 class ToolMode(Enum):
@@ -64,7 +66,6 @@ class ChatCall:
         template_args: further variables of the chat template.
         continues_message: the answer continues the last turn, which is the assistant's.
         has_generation_prompt: the prompt ends with the beginning of the assistant's turn.
-        max_name_chars: largest number of characters of a tool's name.
         names: the request's names of `messages`, `tools` and `tool_choice`, for error messages.
     """
 
@@ -77,7 +78,6 @@ class ChatCall:
     template_args: dict[str, Any] = field(default_factory=dict)
     continues_message: bool = False
     has_generation_prompt: bool = True
-    max_name_chars: int = 64
     priority: int = 0
     stream: bool = False
     names: dict[str, str] = field(default_factory=dict)
@@ -95,10 +95,10 @@ class ChatCall:
         """Raise ApiError for wrong names of tools, and for a choice that the tools do not allow."""
         names = [tool.function.name for tool in self.tools]
         for index, name in enumerate(names):
-            if not _NAME.fullmatch(name) or len(name) > self.max_name_chars:
+            if not _NAME.fullmatch(name) or len(name) > MAX_TOOL_NAME_CHARS:
                 raise invalid(
                     f"{self.name('tools')}[{index}] has the name {name!r}: a name has 1 to"
-                    f" {self.max_name_chars} letters, digits, _ and -",
+                    f" {MAX_TOOL_NAME_CHARS} letters, digits, _ and -",
                     f"{self.name('tools')}[{index}]",
                 )
         twice = next((name for name in names if names.count(name) > 1), None)

@@ -14,14 +14,20 @@ from http_proc.apis.anthropic.request_types import (
     ToolDefinition,
     ToolSelection,
 )
-from http_proc.chat.call import ChatCall, ReasoningOptions, ToolChoice, ToolMode
+from http_proc.chat.call import (
+    MAX_TOOL_NAME_CHARS,
+    ChatCall,
+    ReasoningOptions,
+    ToolChoice,
+    ToolMode,
+)
 from http_proc.chat.thinking import BUDGET
 from http_proc.protocol.errors import invalid
 from http_proc.protocol.response_format import with_grammar
 from http_proc.protocol.sampling import Sampling
 from http_proc.protocol.schema import FunctionSchema, Tool
 
-TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
+TOOL_NAME = re.compile(rf"[a-zA-Z0-9_-]{{1,{MAX_TOOL_NAME_CHARS}}}")
 TOOL_MODES = {
     "auto": ToolMode.AUTO,
     "any": ToolMode.REQUIRED,
@@ -112,7 +118,9 @@ def _tool(index: int, tool: ToolDefinition) -> Tool:
         )
     if TOOL_NAME.fullmatch(tool.name) is None:
         raise invalid(
-            f"{path}.name is {tool.name!r}: it must have 1 to 128 letters, digits, _ or -", "tools"
+            f"{path}.name is {tool.name!r}: it must have 1 to"
+            f" {MAX_TOOL_NAME_CHARS} letters, digits, _ or -",
+            "tools",
         )
     if tool.input_schema is None:
         raise invalid(f"{path}.input_schema is missing: give the JSON schema of its input", "tools")

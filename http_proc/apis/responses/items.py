@@ -50,11 +50,12 @@ class ReasoningItem(InputItem, kw_only=True, tag="reasoning"):
 
 
 class FunctionCallItem(InputItem, kw_only=True, tag="function_call"):
-    """A call of a function. arguments: JSON text."""
+    """A call of a function, possibly of a namespace. arguments: JSON text."""
 
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
 
 
 class FunctionOutputItem(InputItem, kw_only=True, tag="function_call_output"):
@@ -65,11 +66,12 @@ class FunctionOutputItem(InputItem, kw_only=True, tag="function_call_output"):
 
 
 class CustomCallItem(InputItem, kw_only=True, tag="custom_tool_call"):
-    """A call of a custom tool."""
+    """A call of a custom tool, possibly of a namespace."""
 
     call_id: str
     name: str
     input: str
+    namespace: str | None = None
 
 
 class CustomOutputItem(InputItem, kw_only=True, tag="custom_tool_call_output"):
@@ -79,9 +81,28 @@ class CustomOutputItem(InputItem, kw_only=True, tag="custom_tool_call_output"):
     output: Content
 
 
+class AdditionalToolsItem(InputItem, kw_only=True, tag="additional_tools"):
+    """Tools that may be called from here on."""
+
+    tools: list[dict[str, Any]]
+
+
+class ToolSearchCallItem(InputItem, kw_only=True, tag="tool_search_call"):
+    """A search for tools. The model is shown all tools at once, and searches for none."""
+
+
+class ToolSearchOutputItem(InputItem, kw_only=True, tag="tool_search_output"):
+    """The tools that a search has found, which may be called from here on."""
+
+    tools: list[dict[str, Any]] = []
+
+
 CallItem = FunctionCallItem | CustomCallItem
 OutputItem = FunctionOutputItem | CustomOutputItem
-AnyItem = MessageItem | ReasoningItem | CallItem | OutputItem
+ToolsItem = AdditionalToolsItem | ToolSearchCallItem | ToolSearchOutputItem
+# What becomes a part of the chat.
+TurnItem = MessageItem | ReasoningItem | CallItem | OutputItem
+AnyItem = TurnItem | ToolsItem
 
 _TYPES: dict[str, type[AnyItem]] = {
     "message": MessageItem,
@@ -90,6 +111,9 @@ _TYPES: dict[str, type[AnyItem]] = {
     "function_call_output": FunctionOutputItem,
     "custom_tool_call": CustomCallItem,
     "custom_tool_call_output": CustomOutputItem,
+    "additional_tools": AdditionalToolsItem,
+    "tool_search_call": ToolSearchCallItem,
+    "tool_search_output": ToolSearchOutputItem,
 }
 
 
@@ -134,6 +158,17 @@ def item_names(count: int, num_stored: int) -> list[str]:
     """Return the names of items in error messages: the request counts only its own."""
     stored = [f"stored_items[{index}]" for index in range(num_stored)]
     return stored + [f"input[{index}]" for index in range(count - num_stored)]
+
+
+def tools_of(items: list[AnyItem], num_stored: int) -> list[tuple[str, dict[str, Any]]]:
+    """Return the tools that items add to those of the request, each with its name in errors."""
+    names = item_names(len(items), num_stored)
+    return [
+        (f"{name}.tools[{index}]", tool)
+        for name, item in zip(names, items, strict=True)
+        if isinstance(item, AdditionalToolsItem | ToolSearchOutputItem)
+        for index, tool in enumerate(item.tools)
+    ]
 
 
 def text_of(content: Content, name: str) -> str:

@@ -1,5 +1,6 @@
 """The output of a response: answer events to items, and to the stream's events about them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from http_proc.answer.events import (
@@ -16,6 +17,7 @@ from http_proc.apis.responses.output_items import (
     FunctionCallOutput,
     ItemPlace,
     MessageOutput,
+    NamedTool,
     OpenItem,
     ReasoningOutput,
     StreamEvent,
@@ -28,12 +30,12 @@ class ResponseOutput:
 
     Args:
         response_id: id of the response, of which the ids of the items are made.
-        custom_tools: names of the tools whose calls are of the type custom_tool_call.
+        tools: the tools of the request, by the names under which the model calls them.
     """
 
-    def __init__(self, response_id: str, custom_tools: frozenset[str]) -> None:
+    def __init__(self, response_id: str, tools: Mapping[str, NamedTool]) -> None:
         self._response_id = response_id
-        self._custom_tools = custom_tools
+        self._tools = tools
         self._ended: list[dict[str, Any]] = []
         self._open: OpenItem | None = None
         self._logprobs: list[TokenLogprob] = []
@@ -102,8 +104,9 @@ class ResponseOutput:
         return out
 
     def _call(self, event: CallBegin) -> CallOutput:
-        kind = CustomCallOutput if event.name in self._custom_tools else FunctionCallOutput
-        return kind(self._place, event)
+        tool = self._tools.get(event.name, NamedTool(event.name))
+        kind = CustomCallOutput if tool.is_custom else FunctionCallOutput
+        return kind(self._place, event.id, tool)
 
     @property
     def _next_index(self) -> int:

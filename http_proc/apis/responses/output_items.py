@@ -3,7 +3,6 @@
 import hashlib
 from typing import Any, NamedTuple
 
-from http_proc.answer.events import CallBegin
 from http_proc.apis.responses.custom_input import CustomInputReader
 from http_proc.protocol.logprobs import chat_logprobs
 from quadriga.client.logprobs import TokenLogprob
@@ -16,6 +15,25 @@ def item_id(prefix: str, response_id: str, place: str) -> str:
     """Return the id of an item: `place` is unique among the items of the response."""
     name = f"{response_id}/{place}".encode()
     return f"{prefix}_{hashlib.blake2b(name, digest_size=ID_BYTES).hexdigest()}"
+
+
+class NamedTool(NamedTuple):
+    """A tool as calls name it.
+
+    Attributes:
+        name: Of the tool, in its namespace.
+        namespace: Name of the namespace; "" for none.
+        is_custom: Its calls are of the type custom_tool_call, with a text as input.
+    """
+
+    name: str
+    namespace: str = ""
+    is_custom: bool = False
+
+    def call(self, call_id: str) -> dict[str, Any]:
+        """Return the fields of a call that name it."""
+        named = {"call_id": call_id, "name": self.name}
+        return {**named, "namespace": self.namespace} if self.namespace else named
 
 
 class ItemPlace(NamedTuple):
@@ -124,9 +142,9 @@ class MessageOutput:
 class FunctionCallOutput:
     """A call of a function."""
 
-    def __init__(self, place: ItemPlace, call: CallBegin) -> None:
+    def __init__(self, place: ItemPlace, call_id: str, tool: NamedTool) -> None:
         self._events = ItemEvents("fc", place)
-        self._call = call
+        self._call_id, self._tool = call_id, tool
         self._pieces: list[str] = []
 
     def begin(self) -> list[StreamEvent]:
@@ -140,7 +158,7 @@ class FunctionCallOutput:
 
     def end(self, status: str) -> list[StreamEvent]:
         """Return the events of the end."""
-        fields = {"arguments": "".join(self._pieces), "name": self._call.name}
+        fields = {"arguments": "".join(self._pieces), "name": self._tool.name}
         return [
             self._events.of_value("function_call_arguments.done", **fields),
             self._events.of_item("done", self.body(status)),
@@ -149,16 +167,16 @@ class FunctionCallOutput:
     def body(self, status: str) -> dict[str, Any]:
         """Return the item as it is now."""
         head = {"id": self._events.id, "type": "function_call", "status": status}
-        call = {"call_id": self._call.id, "name": self._call.name}
-        return {**head, "arguments": "".join(self._pieces), **call}
+        arguments = "".join(self._pieces)
+        return {**head, "arguments": arguments, **self._tool.call(self._call_id)}
 
 
 class CustomCallOutput:
     """A call of a custom tool, whose input is the one argument of a function."""
 
-    def __init__(self, place: ItemPlace, call: CallBegin) -> None:
+    def __init__(self, place: ItemPlace, call_id: str, tool: NamedTool) -> None:
         self._events = ItemEvents("ctc", place)
-        self._call = call
+        self._call_id, self._tool = call_id, tool
         self._reader = CustomInputReader()
         self._pieces: list[str] = []
 
@@ -183,8 +201,7 @@ class CustomCallOutput:
     def body(self, status: str) -> dict[str, Any]:
         """Return the item as it is now."""
         head = {"id": self._events.id, "type": "custom_tool_call", "status": status}
-        call = {"call_id": self._call.id, "name": self._call.name}
-        return {**head, "input": "".join(self._pieces), **call}
+        return {**head, "input": "".join(self._pieces), **self._tool.call(self._call_id)}
 
     def _add(self, text: str) -> list[StreamEvent]:
         if not text:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from http_proc.apis.responses.answer import ResponseAnswer, new_response
-from http_proc.apis.responses.items import list_items, parse_items
+from http_proc.apis.responses.items import list_items, parse_items, tools_of
 from http_proc.apis.responses.output import ResponseOutput
 from http_proc.apis.responses.schema import (
     LOGPROBS,
@@ -57,7 +57,7 @@ class ResponsePlan:
     def answer(self, head: ResponseHead) -> ResponseAnswer:
         """Return the response before its answer."""
         response = new_response(head, self.fields, self.params, self.tools)
-        return ResponseAnswer(response, ResponseOutput(head.id, self.tools.custom))
+        return ResponseAnswer(response, ResponseOutput(head.id, self.tools.named))
 
     def submit(self, group: RequestGroup) -> None:
         """Send the chat to the ring.
@@ -97,8 +97,9 @@ async def make_plan(
     if history is None:
         history = await _stored_items(fields, store)
     given = await list_items(fields.input, store)
-    tools = request_tools(fields.tools, fields.tool_choice)
     parsed = parse_items(history + given, len(history))
+    found = tools_of(parsed, len(history))
+    tools = request_tools(fields.tools, fields.tool_choice, found)
     turns = chat_turns(fields.instructions, parsed, len(history))
     call = _chat_call(fields, turns, tools, _sampling(sampling, fields, tools))
     prepared = await prepare_chat(gateway, call)

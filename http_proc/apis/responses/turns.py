@@ -12,6 +12,8 @@ from http_proc.apis.responses.items import (
     MessageItem,
     OutputItem,
     ReasoningItem,
+    ToolsItem,
+    TurnItem,
     item_names,
     text_of,
 )
@@ -53,49 +55,51 @@ def chat_turns(instructions: str | None, items: list[AnyItem], num_stored: int =
     assistant's reasoning, text and calls that follow each other are one turn.
     """
     names = item_names(len(items), num_stored)
+    parts = [(name, item) for name, item in zip(names, items, strict=True)
+             if not isinstance(item, ToolsItem)]  # fmt: skip
     head: list[str] = [instructions] if instructions else []
     num_head = 0
-    for index, item in enumerate(items):
+    for name, item in parts:
         if not _is_system(item):
             break
-        head.append(text_of(item.content, f"{names[index]}.content"))
+        head.append(text_of(item.content, f"{name}.content"))
         num_head += 1
     turns: Chat = [{"role": "system", "content": "\n\n".join(head)}] if head else []
     answer: _AssistantTurn | None = None
-    for index, item in enumerate(items[num_head:], num_head):
+    for name, item in parts[num_head:]:
         if _is_others(item):
             turns += [answer.turn()] if answer else []
-            turns.append(_turn(names[index], item))
+            turns.append(_turn(name, item))
             answer = None
             continue
         if answer is None or (answer.ends_with_text and not isinstance(item, CallItem)):
             turns += [answer.turn()] if answer else []
             answer = _AssistantTurn()
-        _add(answer, names[index], item)
+        _add(answer, name, item)
     return turns + ([answer.turn()] if answer else [])
 
 
-def _is_system(item: AnyItem) -> TypeGuard[MessageItem]:
+def _is_system(item: TurnItem) -> TypeGuard[MessageItem]:
     return isinstance(item, MessageItem) and item.role in SYSTEM_ROLES
 
 
-def _is_others(item: AnyItem) -> TypeGuard[MessageItem | OutputItem]:
+def _is_others(item: TurnItem) -> TypeGuard[MessageItem | OutputItem]:
     """Return whether an item is not the assistant's."""
     if isinstance(item, MessageItem):
         return item.role != "assistant"
     return isinstance(item, OutputItem)
 
 
-def _add(answer: _AssistantTurn, name: str, item: AnyItem) -> None:
+def _add(answer: _AssistantTurn, name: str, item: TurnItem) -> None:
     match item:
         case MessageItem():
             answer.texts.append(text_of(item.content, f"{name}.content"))
         case ReasoningItem():
             answer.reasoning += _reasoning(name, item)
         case CustomCallItem():
-            answer.calls.append(_call(item.call_id, item.name, {CUSTOM_ARGUMENT: item.input}))
+            answer.calls.append(_call(item, {CUSTOM_ARGUMENT: item.input}))
         case FunctionCallItem():
-            answer.calls.append(_call(item.call_id, item.name, _arguments(name, item)))
+            answer.calls.append(_call(item, _arguments(name, item)))
 
 
 def _reasoning(name: str, item: ReasoningItem) -> list[str]:
@@ -119,8 +123,15 @@ def _turn(name: str, item: MessageItem | OutputItem) -> dict[str, Any]:
     return {"role": "tool", "content": output, "tool_call_id": item.call_id}
 
 
-def _call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+def _call(item: CallItem, arguments: Any) -> dict[str, Any]:
+    name = function_name(item.name, item.namespace)
+    function = {"name": name, "arguments": arguments}
+    return {"id": item.call_id, "type": "function", "function": function}
+
+
+def function_name(name: str, namespace: str | None) -> str:
+    """Return the name under which the model calls a tool, possibly of a namespace."""
+    return f"{namespace}__{name}" if namespace else name
 
 
 def _arguments(name: str, item: FunctionCallItem) -> Any:

@@ -355,7 +355,7 @@ def test_an_error_within_a_stream_ends_it_with_a_failed_response() -> None:
 
 def test_an_error_before_all_events_follows_those_of_the_begin() -> None:
     response = ResponseObject(id="resp_1", created_at=1, model="tiny")
-    stream = ResponseStream(ResponseAnswer(response, ResponseOutput("resp_1", frozenset())))
+    stream = ResponseStream(ResponseAnswer(response, ResponseOutput("resp_1", {})))
     data = stream.error(ApiError(429, "the queue is full", code="queue_full")).decode()
     events = [json.loads(line[6:]) for line in data.splitlines() if line.startswith("data: ")]
     assert [(event["type"], event["sequence_number"]) for event in events] == [

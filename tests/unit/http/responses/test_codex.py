@@ -1,10 +1,13 @@
 """Requests in the shape of Codex CLI's are taken, and its stream has what that client reads."""
 
 import json
+import logging
+import re
 from typing import Any
 
 import aiohttp
 import openai
+import pytest
 
 from tests.unit.http.responses.asking import THINKING, run, turns_of
 from tests.unit.scripted_ring import ScriptedRing
@@ -89,6 +92,30 @@ REQUEST: Any = {
 }
 
 
+TICKETS: Any = {
+    "type": "namespace",
+    "name": "mcp__tracker",
+    "description": "Tools in the mcp__tracker namespace.",
+    "tools": [
+        {
+            "type": "function",
+            "name": "list_tickets",
+            "description": "List the open tickets.",
+            "strict": False,
+            "parameters": {"type": "object", "properties": {"status": {"type": "string"}}},
+        },
+        {"type": "custom", "name": "query", "description": "A query."},
+    ],
+}
+SEARCH: Any = {
+    "type": "tool_search",
+    "execution": "client",
+    "description": "Find tools.",
+    "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
+}
+FOUND: Any = {**SHELL, "name": "found", "defer_loading": True}
+
+
 async def events_of(client: openai.AsyncOpenAI, body: Any) -> list[Any]:
     """Return the events of a stream as their JSON bodies, each after a check of its name."""
     async with (
@@ -161,3 +188,121 @@ def output_of(item: Any) -> Any:
     """Return the output of a call."""
     kind = f"{item['type']}_output"
     return {"type": kind, "call_id": item["call_id"], "output": "Done!"}
+
+
+def call_of(name: str, arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "expected"),
+    [
+        (
+            "mcp__tracker__list_tickets",
+            {"status": "open"},
+            {
+                "type": "function_call",
+                "name": "list_tickets",
+                "namespace": "mcp__tracker",
+                "arguments": '{"status": "open"}',
+            },
+        ),
+        (
+            "mcp__tracker__query",
+            {"input": "all"},
+            {
+                "type": "custom_tool_call",
+                "name": "query",
+                "namespace": "mcp__tracker",
+                "input": "all",
+            },
+        ),
+        (
+            "shell",
+            {"command": []},
+            {"type": "function_call", "name": "shell", "arguments": '{"command": []}'},
+        ),
+    ],
+)
+def test_tools_of_a_namespace_are_offered_and_calls_name_both(
+    function: str, arguments: Any, expected: Any
+) -> None:
+    ring = ScriptedRing([call_of(function, arguments)], answer_format=THINKING)
+
+    async def test(client: openai.AsyncOpenAI) -> None:
+        body = {**REQUEST, "tools": [SHELL, TICKETS, SEARCH], "parallel_tool_calls": True}
+        events = await events_of(client, body)
+        tools = ring.submitted[-1][2]["chat"].tools
+        assert [tool["function"]["name"] for tool in tools] == [
+            "shell", "mcp__tracker__list_tickets", "mcp__tracker__query",
+        ]  # fmt: skip
+        description = "mcp__tracker: Tools in the mcp__tracker namespace.\n\nList the open tickets."
+        assert tools[1]["function"]["description"] == description
+        items = [e["item"] for e in events if e["type"].startswith("response.output_item.")]
+        assert [item.get("namespace") for item in items] == [expected.get("namespace")] * 2
+        done = {name: items[-1].get(name) for name in expected}
+        assert done == expected and "namespace" not in items[-1].keys() - expected.keys()
+        assert events[-1]["response"]["tools"][1:] == [TICKETS, SEARCH]
+        back = [sent_back(items[-1]), output_of(items[-1])]
+        await events_of(client, {**body, "input": [*REQUEST["input"], *back]})
+        (call,) = turns_of(ring)[-2]["tool_calls"]
+        assert call["function"] == {"name": function, "arguments": arguments}
+
+    run(ring, test)
+
+
+def test_tools_that_the_client_found_are_offered_and_its_searches_are_no_turns() -> None:
+    ring = ScriptedRing([call_of("found", {"command": ["x"]})], answer_format=THINKING)
+    added = {"type": "additional_tools", "role": "developer", "tools": [FOUND, TICKETS]}
+    search: Any = {"type": "tool_search_call", "call_id": "s1", "arguments": {"query": "x"}}
+    search |= {"execution": "client", "status": "completed"}
+    output: Any = {**search, "type": "tool_search_output", "tools": [FOUND, SHELL]}
+    items = [added, *REQUEST["input"], search, output]
+
+    async def test(client: openai.AsyncOpenAI) -> None:
+        body = {**REQUEST, "tools": [SHELL, SEARCH], "input": items}
+        events = await events_of(client, body)
+        tools = ring.submitted[-1][2]["chat"].tools
+        names = ["shell", "found", "mcp__tracker__list_tickets", "mcp__tracker__query"]
+        assert [tool["function"]["name"] for tool in tools] == names
+        assert [turn["role"] for turn in turns_of(ring)] == ["system", "user", "user", "user"]
+        assert events[-1]["response"]["output"][0]["name"] == "found"
+        assert events[-1]["response"]["tools"] == [SHELL, SEARCH]
+
+    run(ring, test)
+
+
+def test_a_tool_of_a_namespace_can_be_forced_and_a_wrong_one_is_named() -> None:
+    ring = ScriptedRing(['{"status": "open"}'], answer_format=THINKING)
+
+    async def test(client: openai.AsyncOpenAI) -> None:
+        choice: Any = {"type": "function", "name": "list_tickets", "namespace": "mcp__tracker"}
+        body: Any = {"model": "tiny", "input": "x", "tools": [SHELL, TICKETS]}
+        await client.responses.create(**body, tool_choice=choice)
+        for wrong, text in (
+            ({"tool_choice": {**choice, "namespace": "other"}}, "no tool of type 'function'"),
+            ({"tools": [{**TICKETS, "tools": [SEARCH]}]}, "tools[0].tools[0].type must be"),
+            ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools is missing"),
+            ({"tools": [TICKETS, TICKETS]}, "twice"),
+            ({"tools": [{"type": "web_search_2025_08_26"}]}, "runs no tools of its own"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=re.escape(text)):
+                await client.responses.create(**{**body, **wrong})
+
+    run(ring, test)
+
+
+def test_tools_that_the_client_runs_itself_are_passed_over_with_a_line_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ring = ScriptedRing(["Hi"], answer_format=THINKING)
+    kinds = ["local_shell", "apply_patch", f"of_the_future_{id(ring)}"]
+
+    async def test(client: openai.AsyncOpenAI) -> None:
+        tools: Any = [{"type": kind} for kind in kinds] * 2
+        answer = await client.responses.create(model="tiny", input="x", tools=tools)
+        assert answer.output_text == "Hi"
+
+    caplog.set_level(logging.INFO)
+    run(ring, test)
+    assert sum(kinds[2] in record.getMessage() for record in caplog.records) == 1

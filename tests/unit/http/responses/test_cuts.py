@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from http_proc.answer.parser import ToolSchemas, make_parser
 from http_proc.apis.responses.output import ResponseOutput
+from http_proc.apis.responses.output_items import NamedTool
 from http_proc.chat.reasoning_tokens import ReasoningTokens
 from quadriga.answer_format import AnswerFormat, ReasoningFormat
 from tests.unit.scripted_ring import HERMES
@@ -33,7 +34,10 @@ PARTS = st.one_of(
 def output_of(pieces: list[str]) -> tuple[list[Any], int]:
     """Return the items of an answer, and the number of pieces that were reasoning."""
     parser = make_parser(FORMAT, tools=TOOLS)
-    output, reasoning = ResponseOutput("resp_1", frozenset({"apply_patch"})), ReasoningTokens()
+    output, reasoning = (
+        ResponseOutput("resp_1", {"apply_patch": NamedTool("apply_patch", is_custom=True)}),
+        ReasoningTokens(),
+    )
     events: list[Any] = []
     for piece in pieces:
         parsed = parser.push(piece)
