@@ -28,7 +28,12 @@ class LandingAnswer(msgspec.Struct):
 
 
 async def landing(request: web.Request) -> web.Response:
-    """Return the list if the client accepts HTML, as browsers do; http_proc/ui comes before."""
+    """Return the list if the client accepts HTML, as browsers do; http_proc/ui comes before.
+
+    Clients of Ollama probe a server by this path, and read a text.
+    """
+    if "ollama" in request.headers.get("User-Agent", "").lower():
+        return web.Response(text="Ollama is running")
     model = request.app[GATEWAY].model
     if "text/html" in request.headers.get("Accept", ""):
         text = PAGE.substitute(model=html.escape(model))

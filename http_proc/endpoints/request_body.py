@@ -153,4 +153,4 @@ def convert(body: dict[str, Any], body_type: type[T], sampling_names: Iterable[s
     try:
         return msgspec.convert(fields, body_type)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise wrong_type(error, {}, [*known, *sampling_names]) from None
+        raise wrong_type(error, {}, [*known, *sampling_names], body_type) from None

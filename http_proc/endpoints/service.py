@@ -1,6 +1,7 @@
 """The handlers beside generation: models, tokens, aborts, cache, server info and probes."""
 
 import os
+from datetime import datetime, timezone
 from typing import Any
 
 import msgspec
@@ -16,6 +17,9 @@ from http_proc.responses import json_response
 from quadriga.answer_format import from_info
 from quadriga.errors import QuadrigaError
 from quadriga.tenants.own_info import own_info
+
+# Anthropic's clients send it with every request.
+ANTHROPIC_HEADER = "anthropic-version"
 
 
 class TokenizeRequest(RequestBody):
@@ -79,6 +83,30 @@ class ModelList(msgspec.Struct):
     object: str = "list"
 
 
+class NamedModel(msgspec.Struct):
+    """A model in Anthropic's form. created_at: RFC 3339."""
+
+    id: str
+    display_name: str
+    created_at: str
+    type: str = "model"
+
+    @classmethod
+    def of(cls, served: ModelCard) -> "NamedModel":
+        """Return the model of a served."""
+        created_at = datetime.fromtimestamp(served.created, timezone.utc)
+        return cls(served.id, served.id, created_at.strftime("%Y-%m-%dT%H:%M:%SZ"))
+
+
+class NamedModelList(msgspec.Struct):
+    """The one model that is served, in Anthropic's form."""
+
+    data: list[NamedModel]
+    first_id: str
+    last_id: str
+    has_more: bool = False
+
+
 class TokenizeAnswer(msgspec.Struct):
     """Token ids of a text or a chat. max_model_len: context in tokens."""
 
@@ -116,15 +144,20 @@ class HealthStatus(msgspec.Struct):
 
 
 async def models(request: web.Request) -> web.Response:
-    """List the one model that is served."""
-    return json_response(ModelList([await _model(request.app[GATEWAY])]))
+    """List the one model that is served, in the form of the client's API."""
+    served = await _model(request.app[GATEWAY])
+    if ANTHROPIC_HEADER not in request.headers:
+        return json_response(ModelList([served]))
+    return json_response(NamedModelList([NamedModel.of(served)], served.id, served.id))
 
 
 async def model(request: web.Request) -> web.Response:
-    """Return a model by its name, which may contain slashes."""
+    """Return a model by its name, which may contain slashes, in the form of the client's API."""
     gateway = request.app[GATEWAY]
     gateway.check_model(request.match_info["name"])
-    return json_response(await _model(gateway))
+    served = await _model(gateway)
+    is_anthropics = ANTHROPIC_HEADER in request.headers
+    return json_response(NamedModel.of(served) if is_anthropics else served)
 
 
 async def _model(gateway: Gateway) -> ModelCard:

@@ -1,9 +1,13 @@
 """Logprobs in OpenAI's two formats, and prompt logprobs in vLLM's."""
 
 import codecs
+import re
 from typing import Any
 
 from quadriga.client.logprobs import TokenLogprob
+
+# What special tokens look like: <s>, <|im_end|>, [EOS].
+_SPECIAL = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 
 
 class CompletionLogprobs:
@@ -15,18 +19,28 @@ class CompletionLogprobs:
 
     def __init__(self, text_offset: int) -> None:
         self._offset = text_offset
+        self._rest = ""  # of the text: what no token was found for yet
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def render(self, tokens: list[TokenLogprob]) -> dict[str, Any]:
+    def render(self, tokens: list[TokenLogprob], text: str) -> dict[str, Any]:
         """Return OpenAI's four lists for the next tokens.
 
         The token itself is always in `top_logprobs`. A token that ends within a character has the
-        offset of that character.
+        offset of that character. A special token adds no characters where the text lacks it.
+
+        Args:
+            tokens: the next tokens.
+            text: the text that came with them, which may end before that of the tokens does.
         """
+        self._rest += text
         offsets = []
         for token in tokens:
             offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(token.bytes))
+            piece = self._decoder.decode(token.bytes)
+            if _SPECIAL.fullmatch(piece) and not self._rest.startswith(piece):
+                continue
+            self._offset += len(piece)
+            self._rest = self._rest[len(piece) :]
         return {
             "tokens": [_name(token.bytes) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],

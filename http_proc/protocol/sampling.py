@@ -4,16 +4,17 @@ A new field of SamplingParams needs one line in a table of this file.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
+import msgspec.inspect
 
 from http_proc.protocol.errors import ApiError, from_ring, invalid, shortened
 from http_proc.protocol.schema import OpenAIRequest
 from quadriga.errors import InvalidRequest
 from quadriga.keywords import nearest
-from quadriga.sampling.limits import MAX_CHOICES
+from quadriga.sampling.limits import MAX_CHOICES, MAX_SEED
 from quadriga.sampling.params import GRAMMAR_FIELDS, SamplingParams
 from quadriga.sampling.validation import check_counts
 
@@ -46,6 +47,7 @@ SGLANG = {
     "sampling_seed": "seed",
 }
 
+_STEP = re.compile(r"\.(\w+)|\[[^\]]*\]")
 _PATH = re.compile(r"\$(?:\.(\w+))?")
 
 
@@ -77,6 +79,7 @@ def take_sampling(
         if field in names and field in GRAMMAR_FIELDS:
             raise invalid(f"{name} and {names[field]} are the same field; leave one out", name)
         values[field], names[field] = value, name
+    _read_as_elsewhere(values)
     try:
         check_counts(values)
         return Sampling(msgspec.convert(values, SamplingParams, str_keys=True), names)
@@ -86,12 +89,39 @@ def take_sampling(
         raise wrong_type(error, names) from None
 
 
-def wrong_type(error: Exception, names: Mapping[str, str], known: Iterable[str] = ()) -> ApiError:
+def _read_as_elsewhere(values: dict[str, Any]) -> None:
+    """Replace values that other servers take and the ring does not.
+
+    `top_p: 0` keeps the likeliest token alone, so it is greedy. The seed -1 stands for none, as at
+    vLLM, and another negative one of 64 bits for the number of its lower 63 bits.
+    """
+    top_p, seed = values.get("top_p"), values.get("seed")
+    if type(top_p) in (int, float) and top_p == 0:
+        values |= {"top_p": 1.0, "temperature": 0.0}
+    if type(seed) is int and seed == -1:
+        values["seed"] = None
+    elif type(seed) is int and -MAX_SEED - 1 <= seed < 0:
+        values["seed"] = seed & MAX_SEED
+
+
+def wrong_type(
+    error: Exception,
+    names: Mapping[str, str],
+    known: Iterable[str] = (),
+    body_type: type | None = None,
+) -> ApiError:
     """Return a 400 that names the field of msgspec's message (`… - at `$.field``).
 
-    `names`: the request's name of each field. `known`: the fields that the request may have.
+    Args:
+        error: of msgspec.
+        names: the request's name of each field.
+        known: the fields that the request may have.
+        body_type: the type that the value does not have; where a field has a few values, the
+            message lists them.
     """
     text = shortened(str(error))
+    if body_type is not None and (allowed := allowed_values(body_type, text)):
+        text += f": it must be one of {', '.join(map(repr, allowed))}"
     path = _PATH.search(text)
     field = path[1] if path and path[1] else ""
     name = names.get(field, field)
@@ -104,6 +134,46 @@ def wrong_type(error: Exception, names: Mapping[str, str], known: Iterable[str] 
     if missing is not None and not field:
         return invalid(f"{missing[1]} is missing", missing[1])
     return invalid(text.replace(f"$.{field}", f"$.{name}"), name or None)
+
+
+def allowed_values(body_type: type, message: str) -> list[str | int | bool | None]:
+    """Return the values of the field that msgspec's message names, if it has a few.
+
+    Args:
+        body_type: the type of the whole body.
+        message: such as "Invalid enum value 'x' - at `$.messages[0].role`".
+    """
+    if "enum value" not in message:
+        return []
+    _, _, path = message.rpartition("`$")
+    kinds: list[msgspec.inspect.Type] = [msgspec.inspect.type_info(body_type)]
+    for name in _STEP.findall(path):
+        kinds = [inner for kind in _flat(kinds) for inner in _below(kind, name)]
+    return [
+        value
+        for kind in _flat(kinds)
+        if isinstance(kind, msgspec.inspect.LiteralType)
+        for value in kind.values
+    ]
+
+
+def _flat(kinds: Iterable[msgspec.inspect.Type]) -> Iterator[msgspec.inspect.Type]:
+    """Yield types with the members of unions in place of the unions."""
+    for kind in kinds:
+        if isinstance(kind, msgspec.inspect.UnionType):
+            yield from _flat(kind.types)
+        else:
+            yield kind
+
+
+def _below(kind: msgspec.inspect.Type, name: str) -> Iterator[msgspec.inspect.Type]:
+    """Yield the types of a field, or of the items if the name is an index or a key."""
+    if isinstance(kind, msgspec.inspect.StructType):
+        yield from (field.type for field in kind.fields if field.encode_name == name)
+    elif isinstance(kind, msgspec.inspect.ListType):
+        yield kind.item_type
+    elif isinstance(kind, msgspec.inspect.DictType):
+        yield kind.value_type
 
 
 def check_receipt(call: OpenAIRequest) -> None:

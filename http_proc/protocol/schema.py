@@ -67,7 +67,8 @@ class OpenAIRequest(RequestBody, kw_only=True):
 
     resumable: the stream goes on when its connection breaks, and can be resumed. prompt_logprobs:
     number of top tokens for each token of the prompt, in vLLM's format. receipt: the answer
-    has receipts, unless it is a stream. The fields after structured_outputs have no effect.
+    has receipts, unless it is a stream. return_token_ids: the answer has the token ids of the
+    prompt and of each choice, in vLLM's fields. The fields after structured_outputs have no effect.
     """
 
     model: str | None = None
@@ -78,6 +79,7 @@ class OpenAIRequest(RequestBody, kw_only=True):
     prompt_logprobs: Top | None = None
     response_format: ResponseFormat | None = None
     receipt: bool = False
+    return_token_ids: bool = False
     structured_outputs: StructuredOutputs | None = None
     guided_decoding_backend: str | None = None
     user: str | None = None
@@ -237,6 +239,8 @@ class CompletionChoice(msgspec.Struct):
     logprobs: dict[str, Any] | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionBody(msgspec.Struct):
@@ -272,6 +276,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str
     logprobs: dict[str, Any] | None = None
     stop_reason: str | int | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatBody(msgspec.Struct):
@@ -285,7 +290,13 @@ class ChatBody(msgspec.Struct):
     timings: TimingsBody
     object: str = "chat.completion"
     prompt_logprobs: list[dict[str, Any] | None] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     receipts: list[Receipt] | msgspec.UnsetType = msgspec.UNSET
+
+
+def last_ids(prompt_ids: list[int], num_kept: int) -> list[int]:
+    """Return the token ids of a prompt of which only the last ones may have been kept."""
+    return prompt_ids[len(prompt_ids) - num_kept :] if num_kept < len(prompt_ids) else prompt_ids
 
 
 def usage_body(usages: list[Usage], n: int) -> UsageBody:

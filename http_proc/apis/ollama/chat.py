@@ -6,7 +6,12 @@ from http_proc.apis.ollama.lines import OllamaLines, chat_answer, loaded_answer,
 from http_proc.apis.ollama.messages import ollama_chat
 from http_proc.apis.ollama.models import check_ollama_model
 from http_proc.apis.ollama.requests import OllamaChatRequest, OllamaMessage
-from http_proc.apis.ollama.sampling import length_options, ollama_reasoning, ollama_sampling
+from http_proc.apis.ollama.sampling import (
+    length_options,
+    ollama_reasoning,
+    ollama_sampling,
+    with_known_options,
+)
 from http_proc.chat.answers import collect_chat, stream_chat
 from http_proc.chat.call import ChatCall
 from http_proc.chat.prepare import prepare_chat
@@ -21,7 +26,7 @@ async def ollama_chat_answer(request: web.Request) -> web.StreamResponse:
     gateway = request.app[GATEWAY]
     body = await read_object(request)
     check_counts(body)
-    fields = convert(body, OllamaChatRequest)
+    fields = convert(with_known_options(body), OllamaChatRequest)
     check_ollama_model(gateway, fields.model)
     if not fields.messages:
         return json_response(loaded_answer(fields.model, chat_answer))

@@ -12,6 +12,7 @@ from http_proc.apis.ollama.sampling import (
     length_options,
     ollama_reasoning,
     ollama_sampling,
+    with_known_options,
     without_images,
 )
 from http_proc.chat.answers import collect_chat, stream_chat
@@ -56,7 +57,8 @@ class GeneratePrompt:
 async def ollama_generate(request: web.Request) -> web.StreamResponse:
     """Answer a prompt, as a stream unless the request says otherwise."""
     gateway = request.app[GATEWAY]
-    fields = convert(await read_object(request), OllamaGenerateRequest)
+    body = with_known_options(await read_object(request))
+    fields = convert(body, OllamaGenerateRequest)
     check_ollama_model(gateway, fields.model)
     _check_supported(fields)
     if not fields.prompt and not fields.suffix:

@@ -1,6 +1,11 @@
 """Convert Ollama's options, format and think to the gateway's terms."""
 
+import logging
+import math
+from functools import lru_cache
 from typing import Any
+
+import msgspec
 
 from http_proc.apis.ollama.requests import OllamaOptions, OllamaRequest
 from http_proc.chat.call import ReasoningOptions
@@ -24,12 +29,40 @@ OPTIONS = {
     "seed": "seed",
     "num_predict": "max_new_tokens",
 }
+_FIELDS = {field.name: field.type for field in msgspec.structs.fields(OllamaOptions)}
+_INTEGERS = {name for name, kind in _FIELDS.items() if "int" in str(kind)}
+MAX_OPTION_CHARS = 64
 # The request's name of each field of the ring, for error messages.
 NAMES = {
     **{field: f"options.{name}" for name, field in OPTIONS.items()},
     "logprobs": "top_logprobs",
     "template_args": "think",
 }
+
+
+def with_known_options(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a body whose options are read as at Ollama.
+
+    A number with a fraction stands for the integer below it where one is wanted, and an unknown
+    option has no effect but a line in the log.
+    """
+    options = body.get("options")
+    if not isinstance(options, dict):
+        return body
+    known = {}
+    for name, value in options.items():
+        if name not in _FIELDS:
+            _warn_of_unknown(name[:MAX_OPTION_CHARS])
+            continue
+        is_whole = isinstance(value, float) and math.isfinite(value) and name in _INTEGERS
+        known[name] = int(value) if is_whole else value
+    return body | {"options": known}
+
+
+@lru_cache(maxsize=256)
+def _warn_of_unknown(name: str) -> None:
+    """Log an unknown option, once for each name."""
+    logging.warning("Ollama's option %r is not known here, and has no effect", name)
 
 
 def ollama_sampling(call: OllamaRequest, context_length: int) -> Sampling:

@@ -17,6 +17,7 @@ from http_proc.protocol.schema import (
     ChatBody,
     ChatChoice,
     ChatRequest,
+    last_ids,
     usage_body,
 )
 from http_proc.protocol.timings import timings_body
@@ -39,13 +40,22 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         # The tokens of the reasoning are counted by chunks.
         stream = call.stream or prepared.reader.separates_reasoning
         group.submit(call.messages, prepared.params, stream, prepared.options)
+        prompt_ids: list[int] | None = None
+        if fields.return_token_ids:
+            rendered = await gateway.ring.render(call.messages, prepared.options["chat"])
+            prompt_ids = rendered.token_ids
         if call.stream:
             counts_reasoning = prepared.reader.separates_reasoning
             usage = StreamUsage(fields.stream_options, prepared.params.n, counts_reasoning)
-            renderer = ChatStream(head, usage, AnswerForm.of(fields))
+            renderer = ChatStream(head, usage, AnswerForm.of(fields), prompt_ids)
             return await stream_chat(request, group, prepared, renderer)
         answers = await collect_chat(request, group, prepared)
         answer = _body(head, answers, AnswerForm.of(fields))
+        if prompt_ids is not None:
+            usages = [each.completion.usage for each in answers]
+            answer.prompt_token_ids = last_ids(prompt_ids, usages[0].prompt_tokens)
+            for choice, each in zip(answer.choices, answers, strict=True):
+                choice.token_ids = each.completion.token_ids
         if fields.receipt:
             answer.receipts = await group.receipts([each.completion for each in answers])
     return json_response(answer)

@@ -18,6 +18,7 @@ from http_proc.chat.answers import finish_reason
 from http_proc.gateway import ResponseHead
 from http_proc.protocol.errors import ApiError
 from http_proc.protocol.logprobs import chat_logprobs
+from http_proc.protocol.schema import last_ids
 from http_proc.responses import DONE, SERVER_SENT_EVENTS, Template, event
 from quadriga.client.types import StreamChunk
 
@@ -44,8 +45,15 @@ class ChatStream:
 
     framing = SERVER_SENT_EVENTS
 
-    def __init__(self, head: ResponseHead, usage: StreamUsage, form: AnswerForm) -> None:
+    def __init__(
+        self,
+        head: ResponseHead,
+        usage: StreamUsage,
+        form: AnswerForm,
+        prompt_ids: list[int] | None = None,
+    ) -> None:
         self._head = head
+        self._prompt_ids = prompt_ids
         self._form = form
         self._usage = usage
         self._choices: dict[int, ChatChoiceStream] = {}
@@ -53,6 +61,8 @@ class ChatStream:
     def start(self, num_prompt_tokens: int) -> bytes:
         """Note the length of the prompt."""
         self._usage.start([num_prompt_tokens])
+        if self._prompt_ids is not None:
+            self._prompt_ids = last_ids(self._prompt_ids, num_prompt_tokens)
         return b""
 
     def render(self, index: int, events: list[AnswerEvent], chunk: StreamChunk) -> bytes:
@@ -63,8 +73,11 @@ class ChatStream:
         choice, pieces = self._choices.get(index), []
         if choice is None:
             choice = self._choices[index] = self._open(index)
-            pieces.append(self._delta(index, {"role": "assistant", "content": ""}, usage))
+            of_prompt = self._prompt_ids
+            end = {} if of_prompt is None else {"prompt_token_ids": of_prompt}
+            pieces.append(self._delta(index, {"role": "assistant", "content": ""}, usage, end=end))
         is_full = chunk.completion is not None or chunk.logprobs is not None
+        is_full = is_full or self._prompt_ids is not None
         if len(events) == 1 and not (pieces or is_full) and type(events[0]) is TextDelta:
             return choice.template.fill(_encode(events[0].text), usage)  # nearly every chunk
         text = ""
@@ -112,11 +125,13 @@ class ChatStream:
     def _full(
         self, index: int, choice: ChatChoiceStream, text: str, chunk: StreamChunk, usage: bytes
     ) -> bytes:
-        """Return an event with more than text: logprobs, or the end of the choice."""
+        """Return an event with more than text: logprobs, token ids, or the end of the choice."""
         fields: dict[str, Any] = {}
         end: dict[str, Any] = {}
         if chunk.logprobs is not None:
             fields["logprobs"] = chat_logprobs(chunk.logprobs)
+        if self._prompt_ids is not None:
+            fields["token_ids"] = chunk.token_ids
         if chunk.completion is not None:
             reason = finish_reason(chunk.completion, choice.num_calls > 0)
             fields["finish_reason"] = self._form.finish_reason(reason)

@@ -25,6 +25,7 @@ from http_proc.protocol.schema import (
     CompletionBody,
     CompletionChoice,
     CompletionRequest,
+    last_ids,
     usage_body,
 )
 from http_proc.protocol.timings import timings_body
@@ -79,12 +80,15 @@ async def completions(request: web.Request) -> web.StreamResponse:
         for prompt in prompts:
             group.submit(prompt, params, call.stream, options)
         echoes = await _echoes(gateway, prompts, params.skip_special_tokens, call.echo)
+        prompt_ids = await _ids_of(gateway, prompts) if call.return_token_ids else None
         if call.stream:
             usage = StreamUsage(call.stream_options, n)
-            renderer = CompletionStream(head, n, echoes, usage)
+            renderer = CompletionStream(head, n, echoes, usage, prompt_ids)
             return await stream_events(request, group, renderer, names)
         completions = await collect(request, group)
         answer = _body(head, n, echoes, completions, call)
+        if prompt_ids is not None:
+            _add_ids(answer, n, prompt_ids, completions)
         if call.receipt:
             answer.receipts = await group.receipts(completions)
     return json_response(answer)
@@ -152,6 +156,24 @@ async def _echoes(
     ]
 
 
+async def _ids_of(gateway: Gateway, prompts: list[Prompt]) -> list[list[int]]:
+    """Return the token ids of prompts."""
+    return [
+        (await gateway.ring.render(prompt)).token_ids
+        if isinstance(prompt, str)
+        else cast(list[int], prompt)
+        for prompt in prompts
+    ]
+
+
+def _add_ids(
+    answer: CompletionBody, n: int, prompt_ids: list[list[int]], completions: list[Completion]
+) -> None:
+    for index, (choice, completion) in enumerate(zip(answer.choices, completions, strict=True)):
+        choice.prompt_token_ids = last_ids(prompt_ids[index // n], completion.usage.prompt_tokens)
+        choice.token_ids = completion.token_ids
+
+
 def _body(
     head: ResponseHead,
     n: int,
@@ -168,7 +190,7 @@ def _body(
         choice.stop_reason = completion.matched_stop
         if completion.logprobs is not None:
             echoed = (of_prompt or []) if call.echo else []
-            choice.logprobs = CompletionLogprobs(0).render([*echoed, *completion.logprobs])
+            choice.logprobs = CompletionLogprobs(0).render([*echoed, *completion.logprobs], text)
         if call.prompt_logprobs is not None and of_prompt is not None:
             choice.prompt_logprobs = prompt_logprobs(of_prompt)
         choices.append(choice)
@@ -183,8 +205,16 @@ class CompletionStream(OpenAIEvents):
     A chunk without text is sent only if it is the first or the last of its choice.
     """
 
-    def __init__(self, head: ResponseHead, n: int, echoes: list[str], usage: StreamUsage) -> None:
-        self._head = head
+    def __init__(
+        self,
+        head: ResponseHead,
+        n: int,
+        echoes: list[str],
+        usage: StreamUsage,
+        prompt_ids: list[list[int]] | None = None,
+    ) -> None:
+        self._head, self._n = head, n
+        self._prompt_ids = prompt_ids
         self._usage = usage
         self._echoes = [echo for echo in echoes for _ in range(n)]
         self._templates: dict[int, Template] = {}
@@ -192,23 +222,41 @@ class CompletionStream(OpenAIEvents):
 
     def start(self, accepted: Sequence[Accepted]) -> bytes:
         """Note the lengths of the prompts."""
-        self._usage.start([of_prompt.num_prompt_tokens for of_prompt in accepted])
+        lengths = [of_prompt.num_prompt_tokens for of_prompt in accepted]
+        self._usage.start(lengths)
+        if self._prompt_ids is not None:
+            self._prompt_ids = list(map(last_ids, self._prompt_ids, lengths))
         return b""
 
     def render(self, choice: int, chunk: StreamChunk) -> bytes:
         """Return the event of a chunk, if any."""
         usage = self._usage.of_chunk(choice, chunk)
         template, text = self._templates.get(choice), chunk.text
+        is_first = template is None
         if template is None:
             template = self._templates[choice] = Template(
                 self._chunk(choice, TEXT) | self._usage.slot, TEXT, *self._usage.slot.values()
             )
             text = self._echoes[choice] + text
-        elif not (text or chunk.completion or chunk.logprobs) and usage == b"null":
+        elif usage == b"null" and not (self._has_ids or text or chunk.completion or chunk.logprobs):
             return b""
+        if self._has_ids:
+            full = self._full(choice, text, chunk, usage)
+            full["choices"][0] |= self._ids(choice, chunk, is_first)
+            return event(_encode(full))
         if chunk.completion is not None or chunk.logprobs is not None:
             return event(_encode(self._full(choice, text, chunk, usage)))
         return template.fill(_encode(text), usage)
+
+    @property
+    def _has_ids(self) -> bool:
+        return self._prompt_ids is not None
+
+    def _ids(self, choice: int, chunk: StreamChunk, is_first: bool) -> dict[str, list[int]]:
+        ids = {"token_ids": chunk.token_ids}
+        if is_first and self._prompt_ids is not None:
+            ids["prompt_token_ids"] = self._prompt_ids[choice // self._n]
+        return ids
 
     def finish(self) -> bytes:
         """Return the event with the usage of all choices, if it is asked for, and the end."""
@@ -226,7 +274,9 @@ class CompletionStream(OpenAIEvents):
             if choice not in self._logprobs:
                 offset = 0 if chunk.prompt_logprobs else len(self._echoes[choice])
                 self._logprobs[choice] = CompletionLogprobs(offset)
-            full["choices"][0]["logprobs"] = self._logprobs[choice].render(tokens)
+            full["choices"][0]["logprobs"] = self._logprobs[choice].render(
+                tokens, text if chunk.prompt_logprobs else chunk.text
+            )
         if end is not None:
             full |= self._usage.at_end_of(choice)
         return full | ({"usage": msgspec.Raw(usage)} if self._usage.slot else {})

@@ -288,6 +288,17 @@ def turns_of(messages: Any, **fields: Any) -> Any:
     return ring.submitted[0][0]
 
 
+@pytest.mark.parametrize("length", [65, 128])
+def test_names_of_tools_may_have_128_characters(length: int) -> None:
+    name = "mcp__" + "n" * (length - 5)
+    ring = ScriptedRing(["a"])
+    choice = {"type": "tool", "name": name}
+    ask(ring, tools=[{**WEATHER, "name": name}], tool_choice=choice)
+    assert ring.submitted[0][2]["chat"].tools[0]["function"]["name"] == name
+    refused = ask(ring, tools=[{**WEATHER, "name": name + "n" * (129 - length)}])
+    assert refused.status == 400 and "1 to 128 letters" in refused.text
+
+
 def test_results_of_tools_are_turns_of_tools_before_the_text() -> None:
     conversation = [
         *HELLO,

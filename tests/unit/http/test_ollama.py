@@ -6,6 +6,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from http_proc.apis.ollama import sampling
 from quadriga.answer_format import AnswerFormat, ReasoningFormat, to_info
 from quadriga.client.logprobs import LikelyToken, TokenLogprob
 from quadriga.errors import ServerFailed
@@ -52,6 +53,19 @@ def send(
 
     run_at_gateway(ring, test)
     return answers[0]
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_numbers_are_cast_and_unknown_options_warned_of_as_at_ollama(
+    caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    ring = ScriptedRing(["a"])
+    options = {"num_ctx": 2048.0, "num_predict": 7.9, "seed": 3.0, "top_k": 40.0, "penalise": 1}
+    sampling._warn_of_unknown.cache_clear()
+    ask(ring, path, options=options, **({} if path == "/api/chat" else {"prompt": "x"}))
+    params = ring.submitted[-1][1]
+    assert (params.max_new_tokens, params.seed, params.top_k) == (7, 3, 40)
+    assert sum("'penalise'" in record.getMessage() for record in caplog.records) == 1
 
 
 def ask(ring: ScriptedRing, path: str = "/api/chat", **body: Any) -> dict[str, Any]:
@@ -214,7 +228,6 @@ def test_an_error_in_a_stream_is_its_last_line() -> None:
         ({"messages": HELLO, "think": True}, 400, "tiny does not reason"),
         ({"messages": HELLO, "top_logprobs": 2}, 400, "needs logprobs"),
         ({"messages": HELLO, "options": {"typical_p": 0.5}}, 400, "options.typical_p is 0.5"),
-        ({"messages": HELLO, "options": {"temprature": 0.5}}, 400, "temprature"),
         ({"messages": HELLO, "tool": []}, 400, "tool is not a field"),
         ({"messages": HELLO, "format": "yaml"}, 400, "yaml"),
     ],

@@ -275,7 +275,7 @@ def saying(*messages: Any) -> dict[str, Any]:
                  "function": {"name": "f", "arguments": "{"}}]}),
          "messages[1].tool_calls", "not JSON"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0]", "'a b'"),
-        ({"tools": [{"type": "function", "function": {"name": "n" * 65}}]}, "tools[0]", "64"),
+        ({"tools": [{"type": "function", "function": {"name": "n" * 129}}]}, "tools[0]", "128"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "twice"),
         ({"functions": [{"name": "ä"}]}, "functions[0]", "'ä'"),
         ({"functions": [WEATHER], "tools": TOOLS}, "functions", "leave functions out"),
@@ -285,7 +285,9 @@ def saying(*messages: Any) -> dict[str, Any]:
         ({"tools": TOOLS, "tool_choice": allowed("auto", "x")}, "tool_choice", "'x'"),
         ({"tools": TOOLS, "tool_choice": allowed("none", "clock")}, "tool_choice", "'required'"),
         ({"tool_choice": "required"}, "tool_choice", "give tools"),
-        ({"reasoning_effort": "huge"}, "reasoning_effort", "huge"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort", "'high', 'low', 'max', 'medium'"),
+        (saying({"role": "critic", "content": "x"}), "messages",
+         "'assistant', 'developer', 'function', 'system', 'tool', 'user'"),
         ({"audio": {"voice": "alloy", "format": "mp3"}}, "audio", "null"),
         ({"continue_final_message": True, "add_generation_prompt": True},
          "add_generation_prompt", "both true"),
@@ -399,5 +401,62 @@ def test_gpt_oss_has_reasoning_calls_and_grammars_in_its_channels() -> None:
             (parsed,) = answer.choices[0].message.tool_calls or []
             assert parsed.type == "function" and parsed.function.arguments == '{"a": 1}'
             assert (ring.submitted[-1][1].structural_tag is not None) == (choice == "required")
+
+    run(ring, test)
+
+
+# --- what other servers take, too -----------------------------------------------------------------
+
+
+def test_token_ids_are_those_of_the_prompt_and_of_each_choice_whole_and_streamed() -> None:
+    ring = thinking_ring(["Hel", "lo"])
+
+    async def test(client: openai.AsyncOpenAI) -> None:
+        wanted: Any = {"return_token_ids": True}
+        whole: Any = await client.chat.completions.create(**ASK, extra_body=wanted)
+        assert whole.prompt_token_ids == [1, 1, 1]
+        text: Any = await client.completions.create(model="tiny", prompt="x", extra_body=wanted)
+        assert text.choices[0].prompt_token_ids == [1, 1, 1]
+        given: Any = await client.completions.create(
+            model="tiny", prompt=[7, 8, 9], extra_body=wanted
+        )
+        assert given.choices[0].prompt_token_ids == [7, 8, 9]
+        for ids, stream in (
+            (whole.choices[0].token_ids,
+             await client.chat.completions.create(**ASK, extra_body=wanted, stream=True)),
+            (text.choices[0].token_ids,
+             await client.completions.create(
+                 model="tiny", prompt="x", extra_body=wanted, stream=True)),
+        ):  # fmt: skip
+            parts: list[Any] = [part async for part in stream]
+            of_choices = [part.choices[0] for part in parts]
+            streamed_ids = [id_ for one in of_choices for id_ in getattr(one, "token_ids", [])]
+            assert set(streamed_ids) == set(ids) == {1}, "those of the scripted ring"
+            first = [getattr(one, "prompt_token_ids", None) for one in (parts[0], of_choices[0])]
+            assert [1, 1, 1] in first
+        plain = (await client.chat.completions.create(**ASK)).to_dict()
+        assert "prompt_token_ids" not in plain and "token_ids" not in plain["choices"][0]
+
+    run(ring, test)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"top_p": 0}, {"top_p": 1.0, "temperature": 0.0}),
+        ({"top_p": 0.0, "temperature": 1.0}, {"top_p": 1.0, "temperature": 0.0}),
+        ({"seed": -1}, {"seed": None}),
+        ({"seed": -2}, {"seed": 2**63 - 2}),
+        ({"seed": -(2**63)}, {"seed": 0}),
+        ({"seed": 5}, {"seed": 5}),
+    ],
+)
+def test_values_that_other_servers_take_are_read_as_there(fields: Any, expected: Any) -> None:
+    ring = thinking_ring(["a"])
+
+    async def test(client: openai.AsyncOpenAI) -> None:
+        await client.chat.completions.create(**{**ASK, **fields})
+        params = ring.submitted[-1][1]
+        assert {name: getattr(params, name) for name in expected} == expected
 
     run(ring, test)

@@ -81,7 +81,7 @@ class BackgroundRun:
         self._changed = asyncio.Event()
         self._is_cancelled = self._is_ending = False
         # The one that has made the last event: a later one makes the same events again first.
-        self._shown = _Attempt.of(ResponseAnswer(response, ResponseOutput(job.id, frozenset())))
+        self._shown = _Attempt.of(ResponseAnswer(response, ResponseOutput(job.id, {})))
         self.task = asyncio.create_task(self._run())
 
     @property
