@@ -35,7 +35,8 @@ from quadriga.tracing.exporter import make_exporter
 # Probes within this time share one question to the ring.
 READY_MAX_AGE_S = 0.5
 READY_POLL_S = 0.02
-# Of all bodies that are being received, unless --max-body-bytes is more than half of it.
+# Of all bodies that are being received, and of all stored items that open requests hold, unless
+# --max-body-bytes is more than half of it.
 MAX_TOTAL_BODY_BYTES = 256 * 1024 * 1024
 
 # Stands between the X-Request-Id, which has no such character, and what makes an id unique.
@@ -83,6 +84,7 @@ class Gateway:
         traces: decides which requests are traced, and keeps their traces.
         shares: how bounds are divided among tenants.
         bodies: bytes of request bodies that are being received.
+        stored_items: bytes of the stored items to which open requests refer, unpacked.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class Gateway:
         self.bodies = SharedBound(
             self.shares, max(MAX_TOTAL_BODY_BYTES, 2 * config.http.max_body_bytes)
         )
+        self.stored_items = SharedBound(self.shares, self.bodies.limit)
         self._idle = asyncio.Event()
         self._idle.set()
         self._groups: dict[str, RequestGroup] = {}

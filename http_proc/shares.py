@@ -5,9 +5,12 @@ tenant can take. The other half is for those that come first. Without tenants, o
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
+from http_proc.caller import current_caller
 from quadriga.config.tenant_args import TenantArgs
 from quadriga.tenants.key_file import TenantFile, TenantIndex
 
@@ -122,9 +125,15 @@ class SharedBound:
         """What all owners hold."""
         return self.used.total()
 
-    def take(self, owner: str, amount: int = 1) -> bool:
-        """Take an amount, and return whether there was room for it."""
-        if not self._shares.has_room(owner, self.used, self.limit, amount):
+    def take(self, owner: str, amount: int = 1, is_needed: bool = False) -> bool:
+        """Take an amount, and return whether that was done.
+
+        Args:
+            owner: who takes it.
+            amount: how much.
+            is_needed: take it also without room, for what was accepted before.
+        """
+        if not is_needed and not self._shares.has_room(owner, self.used, self.limit, amount):
             return False
         self.used[owner] += amount
         return True
@@ -134,3 +143,40 @@ class SharedBound:
         self.used[owner] -= amount
         if self.used[owner] <= 0:
             del self.used[owner]
+
+
+class _Holding:
+    """What one request holds of several bounds."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[SharedBound, str, int]] = []
+
+
+_holding: ContextVar[_Holding | None] = ContextVar("holding", default=None)
+
+
+@contextmanager
+def holding() -> Iterator[None]:
+    """Let the request of this task hold what it takes by `hold` to the end of a `with` block."""
+    held = _Holding()
+    token = _holding.set(held)
+    try:
+        yield
+    finally:
+        _holding.reset(token)
+        for bound, owner, amount in held.taken:
+            bound.give_back(owner, amount)
+
+
+def hold(bound: SharedBound, amount: int) -> bool:
+    """Take an amount of a bound for the caller's request, and return whether there was room.
+
+    Without `holding` nothing is taken.
+    """
+    held, owner = _holding.get(), current_caller().owner
+    if held is None or not amount:
+        return True
+    if not bound.take(owner, amount):
+        return False
+    held.taken.append((bound, owner, amount))
+    return True

@@ -15,6 +15,7 @@ from http_proc.middleware.slow_client import SlowClientGuard
 from http_proc.observe.request_log import RECORD, RequestLogRecord, log_request
 from http_proc.protocol.errors import ApiError, from_ring, invalid
 from http_proc.protocol.timings import SERVER_TIMING, server_timing, stages
+from http_proc.shares import holding
 from quadriga.errors import QuadrigaError
 from quadriga.runtime.request_line import in_a_line
 
@@ -33,7 +34,7 @@ async def request_scope(request: web.Request, handler: Handler) -> web.StreamRes
     request[RECORD] = RequestLogRecord(request_id=request[REQUEST_ID])
     outcome = "the client left"
     try:
-        with SlowClientGuard(request, gateway.metrics):
+        with holding(), SlowClientGuard(request, gateway.metrics):
             response, outcome = await _answer(request, handler)
             _add_timing(request, response)
             await response.prepare(request)

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from http_proc.gateway import Gateway, without_prefix
 from http_proc.protocol.errors import RETRY_AFTER_RESTART_S, RETRY_AFTER_S, ApiError
+from http_proc.shares import holding
 from http_proc.streams.event_log import EventLog
 from http_proc.streams.stream_rows import StreamName, StreamRow
 from quadriga.clock import now
@@ -150,7 +151,8 @@ class StreamTable:
     async def _run(self, stream: ResumableStream, answer: Answer) -> None:
         try:
             stream.log.hold(self._rows.add(stream.row))
-            await answer(stream)
+            with holding():
+                await answer(stream)
         except Exception as error:
             if not isinstance(error, ApiError | QuadrigaError):
                 logging.error("stream %s failed", stream.id, exc_info=error)

@@ -9,7 +9,7 @@ from http_proc.apis.responses.store import Items
 from http_proc.apis.responses.stored import tables
 from http_proc.apis.responses.stored.item_forms import stored_items
 from http_proc.apis.responses.stored.response_store import StoredResponses
-from http_proc.apis.responses.stored.tables import ObjectKind, StoredItem, StoredObject
+from http_proc.apis.responses.stored.tables import ItemKey, ObjectKind, StoredItem, StoredObject
 from http_proc.apis.responses.stored.tenant_reader import TenantReader
 from http_proc.protocol.errors import ApiError
 from quadriga.clock import now
@@ -56,30 +56,32 @@ class Conversations:
 
         return await self._store.write(work)
 
-    async def items(self, conversation_id: str) -> list[StoredItem]:
-        """Return the items of a conversation, in order."""
+    async def item_keys(self, conversation_id: str) -> list[ItemKey]:
+        """Return the keys of the items of a conversation, in order."""
         return await self._store.read(
-            lambda reader: reader.items(_find(reader, conversation_id), is_output=False)
+            lambda reader: reader.item_keys(_find(reader, conversation_id), is_output=False)
         )
 
     async def item(self, conversation_id: str, item_id: str) -> StoredItem:
         """Return an item of a conversation."""
-        for item in await self.items(conversation_id):
-            if item.id == item_id:
-                return item
-        raise _no_item(conversation_id, item_id)
+        item = await self._store.read(
+            lambda reader: reader.item_of(_find(reader, conversation_id), item_id)
+        )
+        if item is None:
+            raise _no_item(conversation_id, item_id)
+        return item
 
-    async def add_items(self, conversation_id: str, items: Items) -> list[StoredItem]:
-        """Add checked items to a conversation, and return them."""
+    async def add_items(self, conversation_id: str, items: Items) -> Items:
+        """Add checked items to a conversation, and return them as they are stored."""
 
-        def work(connection: sqlite3.Connection, reader: TenantReader) -> list[StoredItem]:
+        def work(connection: sqlite3.Connection, reader: TenantReader) -> Items:
             owner, new = _find(reader, conversation_id), _with_ids(items)
-            known = reader.items(owner, is_output=False)
+            known = reader.item_keys(owner, is_output=False)
             check_num_items(len(known) + len(new), "items with those of the conversation")
             _check_new({item.id for item in known}, new)
             tables.add_items(connection, owner, new, is_output=False)
             tables.touch(connection, [owner], reader.read_at)
-            return reader.items(owner, is_output=False)[len(known) :]
+            return new
 
         return await self._store.write(work)
 

@@ -52,8 +52,8 @@ async def delete_conversation(request: web.Request) -> web.Response:
 
 async def list_items(request: web.Request) -> web.Response:
     """List the items of a conversation."""
-    items = await _conversations(request).items(request.match_info["id"])
-    return json_response(item_page(request, items))
+    keys = await _conversations(request).item_keys(request.match_info["id"])
+    return json_response(await item_page(request, stored_responses(request), keys))
 
 
 async def add_items(request: web.Request) -> web.Response:
@@ -63,8 +63,7 @@ async def add_items(request: web.Request) -> web.Response:
     if not call.items:
         raise invalid("items has no items: send at least one", "items")
     added = await conversations.add_items(request.match_info["id"], checked_items(call.items))
-    bodies = [item.body for item in added]
-    return json_response(ItemList(bodies, False, added[0].id, added[-1].id))
+    return json_response(ItemList(added, False, added[0]["id"], added[-1]["id"]))
 
 
 async def get_item(request: web.Request) -> web.Response:

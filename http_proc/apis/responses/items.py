@@ -124,7 +124,12 @@ async def list_items(given: str | Items, store: ResponseStore) -> Items:
     if not given:
         raise invalid("input has no items: send at least one", "input")
     check_num_items(len(given), "input")
-    return [await _dereferenced(index, item, store) for index, item in enumerate(given)]
+    ids = _given_ids(given)
+    names = {ids[index]: f"input[{index}]" for index, item in enumerate(given) if _refers(item)}
+    found = dict(zip(names, await store.items(names), strict=True))
+    return [
+        found[ids[index]] if _refers(item) else with_type(item) for index, item in enumerate(given)
+    ]
 
 
 def check_num_items(count: int, name: str) -> None:
@@ -199,11 +204,21 @@ def converted(value: Any, kind: type[T], name: str) -> T:
         raise invalid(f"{field}: {text.partition(' - at `')[0]}", field) from None
 
 
-async def _dereferenced(index: int, item: dict[str, Any], store: ResponseStore) -> dict[str, Any]:
+def _refers(item: dict[str, Any]) -> bool:
+    """Return whether an item is a reference to a stored one."""
     kind = item.get("type")
-    if kind == "item_reference" or (kind is None and item.keys() == {"id"}):
-        return await store.item(str(item.get("id")), f"input[{index}]")
-    return with_type(item)
+    return kind == "item_reference" or (kind is None and item.keys() == {"id"})
+
+
+def _given_ids(given: Items) -> dict[int, str]:
+    """Return the ids of an input by the places of their items. Raise ApiError for two of one id."""
+    ids: dict[int, str] = {}
+    seen: dict[str, str] = {}
+    for index, item in enumerate(given):
+        if _refers(item) or isinstance(item.get("id"), str):
+            ids[index] = str(item.get("id"))
+            _check_new_id(seen, ids[index], f"input[{index}]")
+    return ids
 
 
 def with_type(item: dict[str, Any]) -> dict[str, Any]:
@@ -226,11 +241,16 @@ def parse_item(name: str, item: dict[str, Any]) -> AnyItem:
 def _check_ids(names: list[str], items: list[AnyItem]) -> None:
     seen: dict[str, str] = {}
     for name, item in zip(names, items, strict=True):
-        if item.id and seen.setdefault(item.id, name) != name:
-            raise invalid(
-                f"{name}.id is {item.id!r}, which {seen[item.id]} has too: send each item once",
-                f"{name}.id",
-            )
+        _check_new_id(seen, item.id or "", name)
+
+
+def _check_new_id(seen: dict[str, str], item_id: str, name: str) -> None:
+    """Note the name of an item by its id, unless that is empty. Raise ApiError if it is known."""
+    if item_id and seen.setdefault(item_id, name) != name:
+        raise invalid(
+            f"{name}.id is {item_id[:100]!r}, which {seen[item_id]} has too: send each item once",
+            f"{name}.id",
+        )
 
 
 def _check_calls(names: list[str], items: list[AnyItem]) -> None:

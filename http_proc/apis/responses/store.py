@@ -1,6 +1,6 @@
 """Where responses are kept, for requests that refer to them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -77,8 +77,12 @@ class ResponseStore(Protocol):
     async def items_of_conversation(self, conversation_id: str) -> Items:
         """Return the items of a conversation. Raise ApiError."""
 
-    async def item(self, item_id: str, name: str) -> dict[str, Any]:
-        """Return an item; `name` is the request's name of the reference. Raise ApiError."""
+    async def items(self, names: Mapping[str, str]) -> Items:
+        """Return items. Raise ApiError.
+
+        Args:
+            names: the request's name of the reference to each, by their ids.
+        """
 
     async def save(self, ended: EndedResponse) -> bool:
         """Keep a response. Return whether that has succeeded."""
@@ -104,9 +108,11 @@ class NoResponseStore:
         """Refuse the reference."""
         raise _refusal("conversation", conversation_id, "conversations")
 
-    async def item(self, item_id: str, name: str) -> dict[str, Any]:
-        """Refuse the reference."""
-        raise _refusal(name, item_id, "items")
+    async def items(self, names: Mapping[str, str]) -> Items:
+        """Refuse the first reference."""
+        for item_id, name in names.items():
+            raise _refusal(name, item_id, "items")
+        return []
 
     async def save(self, ended: EndedResponse) -> bool:  # noqa: ARG002
         """Keep nothing."""

@@ -15,7 +15,7 @@ from http_proc.apis.responses.plan import ResponsePlan
 from http_proc.apis.responses.schema import ResponseObject
 from http_proc.apis.responses.store import REMEDY, RESPONSE_STORE, Items
 from http_proc.apis.responses.stored.database import RETRY_S, StorageError
-from http_proc.apis.responses.stored.response_store import StoredResponses
+from http_proc.apis.responses.stored.response_store import StoredResponses, no_room_for_items
 from http_proc.caller import current_caller
 from http_proc.event_sink import write_pieces
 from http_proc.gateway import GATEWAY, Gateway, ResponseHead
@@ -59,18 +59,26 @@ class BackgroundResponses:
         self._check_room()
         job, response = new_job(plan, body, head), plan.answer(head).response
         response.store = True
+        data = msgspec.msgpack.encode(job)
+        held = self._gateway.stored_items
+        if not held.take(job.caller.owner, len(data)):
+            raise no_room_for_items(held)
         # What is stored must be made, also if the client leaves while it is being stored.
-        opening = asyncio.create_task(self._open(job, response, plan.given))
+        opening = asyncio.create_task(self._open(job, response, plan.given, data))
         self._opening[opening] = current_caller().owner
         opening.add_done_callback(self._opened)
         run = await asyncio.shield(opening)
         return await send_events(request, run, 0) if plan.call.stream else json_response(response)
 
     async def _open(
-        self, job: BackgroundJob, response: ResponseObject, given: Items
+        self, job: BackgroundJob, response: ResponseObject, given: Items, data: bytes
     ) -> BackgroundRun:
-        await self._store.open_response(response, given, msgspec.msgpack.encode(job))
-        return self._start(job, response, is_resent=False)
+        try:
+            await self._store.open_response(response, given, data)
+        except BaseException:
+            self._gateway.stored_items.give_back(job.caller.owner, len(data))
+            raise
+        return self._start(job, response, len(data), is_resent=False)
 
     def _opened(self, opening: "asyncio.Task[BackgroundRun]") -> None:
         del self._opening[opening]
@@ -102,11 +110,17 @@ class BackgroundResponses:
             )
 
     def _start(
-        self, job: BackgroundJob, response: ResponseObject, is_resent: bool
+        self, job: BackgroundJob, response: ResponseObject, size: int, is_resent: bool
     ) -> BackgroundRun:
+        """Start a run, which holds the bytes of its job to its end."""
         run = BackgroundRun(self._gateway, self._store, job, response, is_resent)
         self._runs[job.id] = run
-        run.task.add_done_callback(lambda _: self._runs.pop(job.id))
+
+        def forget(_: "asyncio.Task[None]") -> None:
+            del self._runs[job.id]
+            self._gateway.stored_items.give_back(run.owner, size)
+
+        run.task.add_done_callback(forget)
         return run
 
     async def _go_on(self) -> bool:
@@ -120,7 +134,9 @@ class BackgroundResponses:
         for response, data in left:
             job = msgspec.msgpack.decode(data, type=BackgroundJob)
             if job.id not in self._runs:
-                self._start(job, msgspec.convert(response, ResponseObject), is_resent=True)
+                self._gateway.stored_items.take(job.caller.owner, len(data), is_needed=True)
+                whole = msgspec.convert(response, ResponseObject)
+                self._start(job, whole, len(data), is_resent=True)
         return True
 
     async def _go_on_later(self) -> None:

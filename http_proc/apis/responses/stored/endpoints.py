@@ -1,5 +1,7 @@
 """The handlers and the table of stored responses."""
 
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -10,7 +12,7 @@ from http_proc.apis.responses.background.service import BACKGROUND, send_events
 from http_proc.apis.responses.schema import ResponseObject
 from http_proc.apis.responses.store import RESPONSE_STORE
 from http_proc.apis.responses.stored.response_store import StoredResponses
-from http_proc.apis.responses.stored.tables import ObjectKind, StoredItem
+from http_proc.apis.responses.stored.tables import ItemKey, ObjectKind
 from http_proc.endpoints.endpoint import Endpoint
 from http_proc.protocol.errors import ApiError, invalid
 from http_proc.responses import END_OF_EVENT, HEADERS, SERVER_SENT_EVENTS, json_response
@@ -49,11 +51,21 @@ def stored_responses(request: web.Request) -> StoredResponses:
     )
 
 
-def item_page(request: web.Request, items: list[StoredItem]) -> ItemList:
-    """Return the page that the query asks for of items in order. Raise ApiError."""
-    found, has_more = page(request, items[::-1], DEFAULT_PAGE, LARGEST_PAGE)
-    first, last = (found[0].id, found[-1].id) if found else (None, None)
-    return ItemList([item.body for item in found], has_more, first, last)
+async def item_page(request: web.Request, store: StoredResponses, keys: list[ItemKey]) -> ItemList:
+    """Return the page of items that the query asks for, or the begin of it that has room.
+
+    Args:
+        request: has the query.
+        store: has the items.
+        keys: those of all items, in order.
+
+    Raises:
+        ApiError: the query is wrong, or the store cannot be read.
+    """
+    found, has_more = page(request, keys[::-1], DEFAULT_PAGE, LARGEST_PAGE)
+    items = await store.page(found)
+    first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+    return ItemList(items, has_more or len(items) < len(found), first, last)
 
 
 async def get_response(request: web.Request) -> web.StreamResponse:
@@ -66,9 +78,31 @@ async def get_response(request: web.Request) -> web.StreamResponse:
     first = _starting_after(request) + 1
     if run is not None:
         return await send_events(request, run, first)
-    events = (await store.events(response_id)).split(END_OF_EVENT)[first:]
     headers = HEADERS | {"Content-Type": SERVER_SENT_EVENTS.content_type}
-    return web.Response(body=END_OF_EVENT.join(events), headers=headers)
+    answer = web.StreamResponse(headers=headers)
+    async with aclosing(store.events(response_id)) as pieces:
+        async for piece in _without_events(pieces, first):
+            if not answer.prepared:
+                await answer.prepare(request)
+            await answer.write(piece)  # waits while the connection's buffer is full
+    if not answer.prepared:
+        await answer.prepare(request)
+    await answer.write_eof()
+    return answer
+
+
+async def _without_events(pieces: AsyncIterator[bytes], count: int) -> AsyncIterator[bytes]:
+    """Yield a stream without its first events."""
+    data = b""
+    async for piece in pieces:
+        data += piece
+        while count and (end := data.find(END_OF_EVENT)) >= 0:
+            data = data[end + len(END_OF_EVENT) :]
+            count -= 1
+        if not count and data:
+            yield data
+            data = b""
+        data = data[-1:]  # the begin of an event's end
 
 
 async def delete_response(request: web.Request) -> web.Response:
@@ -83,8 +117,9 @@ async def delete_response(request: web.Request) -> web.Response:
 
 async def input_items(request: web.Request) -> web.Response:
     """List the items of which a response was made."""
-    items = await stored_responses(request).input_items(request.match_info["id"])
-    return json_response(item_page(request, items))
+    store = stored_responses(request)
+    keys = await store.input_items(request.match_info["id"])
+    return json_response(await item_page(request, store, keys))
 
 
 async def cancel_response(request: web.Request) -> web.Response:

@@ -1,9 +1,8 @@
 """StoredResponses: the ResponseStore whose responses outlive the server."""
 
 import sqlite3
-import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from string import hexdigits
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from http_proc.apis.responses.items import check_num_items
 from http_proc.apis.responses.schema import ResponseObject
 from http_proc.apis.responses.store import EndedResponse, Items, ResponseIds
 from http_proc.apis.responses.stored import tables
@@ -22,17 +22,24 @@ from http_proc.apis.responses.stored.bounds import (
 )
 from http_proc.apis.responses.stored.database import RETRY_S, Database, StorageError
 from http_proc.apis.responses.stored.item_forms import continued_items, stored_items
-from http_proc.apis.responses.stored.tables import ObjectKind, StoredItem, StoredObject
+from http_proc.apis.responses.stored.tables import ItemKey, ObjectKind, StoredItem, StoredObject
 from http_proc.apis.responses.stored.tenant_reader import TenantReader
 from http_proc.caller import current_caller
+from http_proc.endpoints.body_shape import MAX_CONTAINERS
 from http_proc.gateway import UNIQUE_MARK
-from http_proc.protocol.errors import ApiError
+from http_proc.protocol.errors import RETRY_AFTER_S, ApiError
 from http_proc.resumption import id_chars
+from http_proc.shares import SharedBound, hold
 from quadriga.clock import now
 from quadriga.wire.messages.from_client import MAX_TURNS
 
 # What makes the id of a response unique.
 NUM_UNIQUE_CHARS = 8
+MAX_ITEMS_BYTES = 16 * 1024 * 1024
+# Of one page of items, unless its first item has more.
+MAX_PAGE_BYTES = 4 * 1024 * 1024
+# The compressed stream of a response is read from the file in such pieces.
+READ_BYTES = 256 * 1024
 
 T = TypeVar("T")
 
@@ -44,6 +51,8 @@ class StoredResponses:
         path: of the file.
         bounds: how much is kept.
         is_durable: as in Database.
+        max_items_bytes: of the items that one request may refer to.
+        held: bytes of the items of all open requests; None: they are not bounded.
 
     Attributes:
         ids: those of the responses that are being made.
@@ -51,9 +60,18 @@ class StoredResponses:
         outcomes: number of responses that were kept ("stored") and that could not be ("failed").
     """
 
-    def __init__(self, path: Path, bounds: StoreBounds, is_durable: bool = True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        bounds: StoreBounds,
+        is_durable: bool = True,
+        max_items_bytes: int = MAX_ITEMS_BYTES,
+        held: SharedBound | None = None,
+    ) -> None:
         self._database = Database(path, tables.SCHEMA, self._on_change, is_durable)
         self._bounds = bounds
+        self._max_items_bytes = max_items_bytes
+        self._held = held
         self.ids = ResponseIds()
         self.size = StoreSize()
         self.outcomes: Counter[str] = Counter()
@@ -92,20 +110,71 @@ class StoredResponses:
 
     async def items_of_response(self, response_id: str) -> Items:
         """Return the input and output items up to and with a response. Raise ApiError."""
-        return await self.read(lambda reader: _bodies(_items_up_to(reader, response_id)))
+        return await self._loaded(
+            "previous_response_id", lambda reader: _items_up_to(reader, response_id)
+        )
 
     async def items_of_conversation(self, conversation_id: str) -> Items:
         """Return the items of a conversation. Raise ApiError."""
 
-        def work(reader: TenantReader) -> Items:
+        def found(reader: TenantReader) -> Iterator[StoredItem]:
             owner = reader.find(ObjectKind.CONVERSATION, conversation_id, "conversation")
-            return _bodies(reader.items(owner, is_output=False))
+            return reader.items(owner, is_output=False)
 
-        return await self.read(work)
+        return await self._loaded("conversation", found)
 
-    async def item(self, item_id: str, name: str) -> dict[str, Any]:
-        """Return an item; `name` is the request's name of the reference. Raise ApiError."""
-        return await self.read(lambda reader: reader.item(item_id, name).body)
+    async def items(self, names: Mapping[str, str]) -> Items:
+        """Return items by their ids; `names`: the request's names of them. Raise ApiError."""
+        if not names:
+            return []
+
+        def found(reader: TenantReader) -> Iterator[StoredItem]:
+            return (reader.item(item_id, name) for item_id, name in names.items())
+
+        return await self._loaded("input", found, keeps_all=True)
+
+    async def _loaded(
+        self,
+        param: str,
+        find: Callable[[TenantReader], Iterator[StoredItem]],
+        keeps_all: bool = False,
+    ) -> Items:
+        """Return the items that a request refers to, which it holds until its end.
+
+        Args:
+            param: the request's name of the reference.
+            find: yields the items.
+            keeps_all: also calls that were cut.
+
+        Raises:
+            ApiError: they have more bytes than a request may have, or there is no room for them.
+        """
+        unpacker = tables.Unpacker(self._max_items_bytes)
+
+        def work(reader: TenantReader) -> Items:
+            items: Items = []
+            for item in find(reader):
+                check_num_items(len(items) + 1, "input with the stored conversation")
+                body = unpacker.body(item)
+                if body is None:
+                    raise self._too_large(param)
+                items.append(body)
+            return items if keeps_all else continued_items(items)
+
+        items = await self.read(work)
+        if self._held is not None and not hold(self._held, unpacker.num_bytes):
+            raise no_room_for_items(self._held)
+        return items
+
+    def _too_large(self, param: str) -> ApiError:
+        return ApiError(
+            400,
+            f"the stored items that {param} refers to have more than {self._max_items_bytes} bytes,"
+            f" the most that a request may have (--max-body-bytes), or more than {MAX_CONTAINERS}"
+            " objects and arrays: refer to fewer, or begin a new conversation",
+            param=param,
+            code="stored_items_too_large",
+        )
 
     async def save(self, ended: EndedResponse) -> bool:
         """Keep a response. Return whether that has succeeded."""
@@ -159,21 +228,46 @@ class StoredResponses:
         """Return a response as JSON object. Raise ApiError."""
         return await self.read(lambda reader: _response(reader, response_id))
 
-    async def events(self, response_id: str) -> bytes:
-        """Return the stream of a response. Raise ApiError."""
+    async def events(self, response_id: str) -> AsyncIterator[bytes]:
+        """Yield the stream of a response in pieces, as they are asked for. Raise ApiError."""
+        first = 0
 
         def work(reader: TenantReader) -> bytes:
-            return zlib.decompress(reader.events(reader.find(ObjectKind.RESPONSE, response_id)))
+            owner = reader.find(ObjectKind.RESPONSE, response_id)
+            return reader.events(owner, first, READ_BYTES)
+
+        stream = tables.StreamUnpacker()
+        while packed := await self.read(work):
+            first += len(packed)
+            for piece in stream.pieces(packed):
+                yield piece
+
+    async def input_items(self, response_id: str) -> list[ItemKey]:
+        """Return the keys of all items of which a response was made, in order. Raise ApiError."""
+
+        def work(reader: TenantReader) -> list[ItemKey]:
+            owner = reader.find(ObjectKind.RESPONSE, response_id)
+            before = reader.chain(owner.previous, MAX_TURNS) if owner.previous else []
+            keys: list[ItemKey] = []
+            for one in before:
+                keys += reader.item_keys(one, is_output=False)
+                keys += reader.item_keys(one, is_output=True)
+            return keys + reader.item_keys(owner, is_output=False)
 
         return await self.read(work)
 
-    async def input_items(self, response_id: str) -> list[StoredItem]:
-        """Return all items of which a response was made, in order. Raise ApiError."""
+    async def page(self, keys: Sequence[ItemKey]) -> Items:
+        """Return the first items of keys: those that fit in MAX_PAGE_BYTES, and at least one."""
 
-        def work(reader: TenantReader) -> list[StoredItem]:
-            owner = reader.find(ObjectKind.RESPONSE, response_id)
-            before = _items_up_to(reader, owner.previous) if owner.previous else []
-            return before + reader.items(owner, is_output=False)
+        def work(reader: TenantReader) -> Items:
+            unpacker = tables.Unpacker(MAX_PAGE_BYTES)
+            items: Items = []
+            for item in reader.with_keys(keys):
+                body = unpacker.body(item)
+                if body is None and items:
+                    break
+                items.append(item.body if body is None else body)
+            return items
 
         return await self.read(work)
 
@@ -259,7 +353,7 @@ def _add_new_items(
     connection: sqlite3.Connection, reader: TenantReader, owner: StoredObject, items: Items
 ) -> None:
     """Add items to a conversation, but those that it has."""
-    known = {item.id for item in reader.items(owner, is_output=False)}
+    known = {key.id for key in reader.item_keys(owner, is_output=False)}
     new = [item for item in items if item["id"] not in known]
     tables.add_items(connection, owner, new, is_output=False)
     tables.touch(connection, [owner], reader.read_at)
@@ -272,20 +366,16 @@ def _without_output(response: ResponseObject) -> ResponseObject:
 def _response(reader: TenantReader, response_id: str) -> dict[str, Any]:
     owner = reader.find(ObjectKind.RESPONSE, response_id)
     body: dict[str, Any] = tables.unpacked(reader.body(owner))
-    body["output"] = _bodies(reader.items(owner, is_output=True))
+    output = [item.body for item in reader.items(owner, is_output=True)]
+    body["output"] = continued_items(output)
     return body
 
 
-def _items_up_to(reader: TenantReader, response_id: str) -> list[StoredItem]:
-    """Return at least the first MAX_TURNS items of a chain; more are refused later."""
-    items: list[StoredItem] = []
+def _items_up_to(reader: TenantReader, response_id: str) -> Iterator[StoredItem]:
+    """Yield the items of a chain, in order."""
     for owner in reader.chain(response_id, MAX_TURNS):
-        items += reader.items(owner, is_output=False) + reader.items(owner, is_output=True)
-    return items
-
-
-def _bodies(items: list[StoredItem]) -> Items:
-    return continued_items([item.body for item in items])
+        yield from reader.items(owner, is_output=False)
+        yield from reader.items(owner, is_output=True)
 
 
 def _unavailable(error: StorageError) -> ApiError:
@@ -295,4 +385,16 @@ def _unavailable(error: StorageError) -> ApiError:
         "server_error",
         code="no_storage",
         retry_after=RETRY_S,
+    )
+
+
+def no_room_for_items(held: SharedBound) -> ApiError:
+    """Return the error where stored items of open requests leave no room for those of one more."""
+    return ApiError(
+        503,
+        f"open requests refer to stored items of {held.total} bytes, and at most {held.limit} are"
+        " held at one time, with a share for each tenant; try again",
+        "server_error",
+        code="too_many_stored_items",
+        retry_after=RETRY_AFTER_S,
     )

@@ -20,7 +20,13 @@ async def store_lifetime(app: web.Application) -> AsyncIterator[None]:
     if directory is None or not args.max_stored_responses:
         yield
         return
-    store = StoredResponses(directory / FILE_NAME, bounds, gateway.outlives_server)
+    store = StoredResponses(
+        directory / FILE_NAME,
+        bounds,
+        gateway.outlives_server,
+        args.max_body_bytes,
+        gateway.stored_items,
+    )
     app[RESPONSE_STORE] = store
     await store.open()
     yield

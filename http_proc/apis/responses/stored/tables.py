@@ -6,12 +6,14 @@ its id. A response is open, with a job, while it is made in the background. JSON
 
 import sqlite3
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import msgspec
+
+from http_proc.endpoints.body_shape import MAX_CONTAINERS, num_containers
 
 SCHEMA = """
 CREATE TABLE objects (
@@ -38,6 +40,8 @@ CREATE TRIGGER count_added AFTER INSERT ON objects BEGIN
 CREATE TRIGGER count_removed AFTER DELETE ON objects BEGIN
     UPDATE counts SET num = num - 1 WHERE kind = OLD.kind; END;
 """
+# A stream is unpacked in such pieces.
+PIECE_BYTES = 64 * 1024
 # Ids of removed objects beyond these are forgotten, the oldest first: then they are unknown.
 MAX_REMOVED_IDS = 100_000
 
@@ -63,6 +67,13 @@ class StoredObject(NamedTuple):
     is_open: bool
 
 
+class ItemKey(NamedTuple):
+    """Row of an item, without the item."""
+
+    seq: int
+    id: str
+
+
 @dataclass(slots=True)
 class StoredItem:
     """An item, compressed."""
@@ -77,6 +88,35 @@ class StoredItem:
         return item
 
 
+class Unpacker:
+    """Unpack items for one request, up to a number of bytes.
+
+    Attributes:
+        num_bytes: JSON of the items that were unpacked.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = self._num_containers = 0
+
+    def body(self, item: StoredItem) -> dict[str, Any] | None:
+        """Return the JSON object of an item; None if it is over the bound.
+
+        No more is unpacked than the bound allows, whatever the item holds.
+        """
+        stream = zlib.decompressobj()
+        rest = self._max_bytes - self.num_bytes
+        data = stream.decompress(item.data, rest + 1)
+        if len(data) > rest or not stream.eof:
+            return None
+        self.num_bytes += len(data)
+        self._num_containers += num_containers(data)
+        if self._num_containers > MAX_CONTAINERS:
+            return None
+        body: dict[str, Any] = msgspec.json.decode(data)
+        return body
+
+
 def packed(body: Any) -> bytes:
     """Return compressed JSON."""
     return zlib.compress(msgspec.json.encode(body), 1)
@@ -85,6 +125,20 @@ def packed(body: Any) -> bytes:
 def unpacked(data: bytes) -> Any:
     """Return what `packed` was given, as plain objects."""
     return msgspec.json.decode(zlib.decompress(data))
+
+
+class StreamUnpacker:
+    """Unpack a compressed stream, piece by piece."""
+
+    def __init__(self) -> None:
+        self._stream = zlib.decompressobj()
+
+    def pieces(self, packed: bytes) -> Iterator[bytes]:
+        """Yield what the next bytes hold, in pieces of at most PIECE_BYTES."""
+        while packed:
+            if piece := self._stream.decompress(packed, PIECE_BYTES):
+                yield piece
+            packed = self._stream.unconsumed_tail
 
 
 def add_object(

@@ -1,9 +1,10 @@
 """Find what the store has of one tenant, and say why it does not have the rest."""
 
 import sqlite3
+from collections.abc import Iterable, Iterator
 
 from http_proc.apis.responses.stored.item_forms import first_item_ids
-from http_proc.apis.responses.stored.tables import ObjectKind, StoredItem, StoredObject
+from http_proc.apis.responses.stored.tables import ItemKey, ObjectKind, StoredItem, StoredObject
 from http_proc.protocol.errors import ApiError
 
 
@@ -105,13 +106,38 @@ class TenantReader:
             self._check_tenant("item", item_id, None, name)
         raise _missing("item", item_id, "unknown", name, "item_not_found")
 
-    def items(self, owner: StoredObject, is_output: bool) -> list[StoredItem]:
-        """Return the items of an object, in order. Those of conversations are no outputs."""
+    def items(self, owner: StoredObject, is_output: bool) -> Iterator[StoredItem]:
+        """Yield the items of an object, in order. Those of conversations are no outputs."""
         rows = self._connection.execute(
             "SELECT id, data FROM items WHERE owner = ? AND is_output = ? ORDER BY seq",
             (owner.seq, is_output),
         )
-        return [StoredItem(*row) for row in rows]
+        return (StoredItem(*row) for row in rows)
+
+    def item_keys(self, owner: StoredObject, is_output: bool) -> list[ItemKey]:
+        """Return the keys of the items of an object, in order."""
+        rows = self._connection.execute(
+            "SELECT seq, id FROM items WHERE owner = ? AND is_output = ? ORDER BY seq",
+            (owner.seq, is_output),
+        )
+        return [ItemKey(*row) for row in rows]
+
+    def item_of(self, owner: StoredObject, item_id: str) -> StoredItem | None:
+        """Return an item of a conversation; None if it has none of this id."""
+        row = self._connection.execute(
+            "SELECT id, data FROM items WHERE owner = ? AND is_output = 0 AND id = ? LIMIT 1",
+            (owner.seq, item_id),
+        ).fetchone()
+        return None if row is None else StoredItem(*row)
+
+    def with_keys(self, keys: Iterable[ItemKey]) -> Iterator[StoredItem]:
+        """Yield the items of keys that were read before, without those removed meanwhile."""
+        for key in keys:
+            row = self._connection.execute(
+                "SELECT id, data FROM items WHERE seq = ? AND id = ?", key
+            ).fetchone()
+            if row is not None:
+                yield StoredItem(*row)
 
     def body(self, owner: StoredObject) -> bytes:
         """Return the compressed body of an object."""
@@ -121,10 +147,11 @@ class TenantReader:
         found: bytes = body
         return found
 
-    def events(self, owner: StoredObject) -> bytes:
-        """Return the compressed stream of a response."""
+    def events(self, owner: StoredObject, first: int, count: int) -> bytes:
+        """Return bytes of the compressed stream of a response, from number `first` on."""
         (events,) = self._connection.execute(
-            "SELECT events FROM contents WHERE owner = ?", (owner.seq,)
+            "SELECT substr(events, ?, ?) FROM contents WHERE owner = ?",
+            (first + 1, count, owner.seq),
         ).fetchone()
         found: bytes = events
         return found
