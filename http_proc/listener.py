@@ -21,6 +21,9 @@ from quadriga.errors import AddressInUse, ConfigError
 from quadriga.runtime.open_files import allow_open_files
 
 BACKLOG = 1024
+# Of a connection, in the kernel. Left to itself it takes megabytes for each client that does not
+# read, and the time to copy them.
+SEND_BUFFER_BYTES = 128 * 1024
 # A connection is closed if no complete request head arrives in this time.
 IDLE_TIMEOUT_S = 60
 # Time for the last answers to reach slow clients when the server stops.
@@ -44,6 +47,7 @@ def bind(args: HttpArgs) -> socket.socket:
         )
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:

@@ -11,7 +11,9 @@ from http_proc.protocol.errors import invalid
 class Listed(Protocol):
     """An object with an id."""
 
-    id: str
+    @property
+    def id(self) -> str:
+        """Its id."""
 
 
 T = TypeVar("T", bound=Listed)

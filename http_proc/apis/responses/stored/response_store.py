@@ -2,7 +2,7 @@
 
 import sqlite3
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from string import hexdigits
@@ -15,6 +15,7 @@ from http_proc.apis.responses.schema import ResponseObject
 from http_proc.apis.responses.store import EndedResponse, Items, ResponseIds
 from http_proc.apis.responses.stored import tables
 from http_proc.apis.responses.stored.bounds import (
+    NoRoomError,
     StoreBounds,
     StoreSize,
     give_back_pages,
@@ -211,11 +212,13 @@ class StoredResponses:
                 tables.touch(connection, [owner], reader.read_at)
                 _add_to_conversation(connection, reader, ended)
 
-        return await self._save(work)
+        return await self._save(work, keeps_used=False)
 
-    async def _save(self, work: Callable[[sqlite3.Connection, TenantReader], None]) -> bool:
+    async def _save(
+        self, work: Callable[[sqlite3.Connection, TenantReader], None], keeps_used: bool = True
+    ) -> bool:
         try:
-            await self.write(work)
+            await self.write(work, keeps_used)
         except ApiError:  # the file cannot be written, which is logged
             self.outcomes["failed"] += 1
             return False
@@ -228,7 +231,7 @@ class StoredResponses:
         """Return a response as JSON object. Raise ApiError."""
         return await self.read(lambda reader: _response(reader, response_id))
 
-    async def events(self, response_id: str) -> AsyncIterator[bytes]:
+    async def events(self, response_id: str) -> AsyncGenerator[bytes, None]:
         """Yield the stream of a response in pieces, as they are asked for. Raise ApiError."""
         first = 0
 
@@ -289,22 +292,39 @@ class StoredResponses:
         except StorageError as error:
             raise _unavailable(error) from None
 
-    async def write(self, work: Callable[[sqlite3.Connection, TenantReader], T]) -> T:
-        """Change what the caller's tenant has, in one transaction. Raise ApiError."""
+    async def write(
+        self, work: Callable[[sqlite3.Connection, TenantReader], T], keeps_used: bool = True
+    ) -> T:
+        """Change what the caller's tenant has, in one transaction. Raise ApiError.
+
+        Args:
+            work: makes the change.
+            keeps_used: refuse a change of which nothing would be kept.
+        """
         tenant, written_at = current_caller().owner, now()
 
         def change(connection: sqlite3.Connection) -> T:
             reader = TenantReader(connection, tenant, written_at, self._bounds.max_age_s)
             result = work(connection, reader)
-            self._bounds.enforce(connection, written_at)
+            self._bounds.enforce(connection, written_at, keeps_used)
             return result
 
         try:
             return await self._database.write(change)
         except StorageError as error:
             raise _unavailable(error) from None
+        except NoRoomError:
+            raise ApiError(
+                507,
+                "this has no room in the store beside what cannot be removed: the store has"
+                f" {self._bounds.max_bytes} bytes (--max-stored-bytes) for"
+                f" {self._bounds.max_objects} objects (--max-stored-responses)",
+                "server_error",
+                code="object_too_large",
+            ) from None
 
     def _on_change(self, connection: sqlite3.Connection) -> None:
+        tables.add_missing(connection)
         give_back_pages(connection)
         self.size = store_size(connection)
 

@@ -16,7 +16,9 @@ async def store_lifetime(app: web.Application) -> AsyncIterator[None]:
     """Keep responses while the application runs, if it has a directory for them."""
     gateway = app[GATEWAY]
     args, directory = gateway.args, gateway.data_dir
-    bounds = StoreBounds(args.max_stored_responses, args.max_stored_bytes, args.max_stored_age)
+    bounds = StoreBounds(
+        args.max_stored_responses, args.max_stored_bytes, args.max_stored_age, gateway.shares
+    )
     if directory is None or not args.max_stored_responses:
         yield
         return

@@ -40,6 +40,44 @@ CREATE TRIGGER count_added AFTER INSERT ON objects BEGIN
 CREATE TRIGGER count_removed AFTER DELETE ON objects BEGIN
     UPDATE counts SET num = num - 1 WHERE kind = OLD.kind; END;
 """
+# What a file of an earlier version lacks: the sizes of objects, and the usage of each tenant.
+ADDITIONS = """
+BEGIN;
+ALTER TABLE objects ADD COLUMN num_bytes INTEGER NOT NULL DEFAULT 0;
+CREATE INDEX objects_by_tenant ON objects (tenant, is_open, used_at, seq);
+CREATE TABLE usage (
+    tenant TEXT PRIMARY KEY, num INTEGER NOT NULL, num_bytes INTEGER NOT NULL) WITHOUT ROWID;
+UPDATE objects SET num_bytes =
+    (SELECT coalesce(sum(length(body) + length(events)), 0) FROM contents WHERE owner = objects.seq)
+    + (SELECT coalesce(sum(length(data)), 0) FROM jobs WHERE owner = objects.seq)
+    + (SELECT coalesce(sum(length(data)), 0) FROM items WHERE owner = objects.seq);
+INSERT INTO usage SELECT tenant, count(*), sum(num_bytes) FROM objects GROUP BY tenant;
+CREATE TRIGGER usage_added AFTER INSERT ON objects BEGIN
+    INSERT OR IGNORE INTO usage VALUES (NEW.tenant, 0, 0);
+    UPDATE usage SET num = num + 1 WHERE tenant = NEW.tenant; END;
+CREATE TRIGGER usage_changed AFTER UPDATE OF num_bytes ON objects BEGIN
+    UPDATE usage SET num_bytes = num_bytes + NEW.num_bytes - OLD.num_bytes
+    WHERE tenant = NEW.tenant; END;
+CREATE TRIGGER usage_removed AFTER DELETE ON objects BEGIN
+    UPDATE usage SET num = num - 1, num_bytes = num_bytes - OLD.num_bytes
+    WHERE tenant = OLD.tenant;
+    DELETE FROM usage WHERE tenant = OLD.tenant AND num <= 0; END;
+CREATE TRIGGER content_added AFTER INSERT ON contents BEGIN
+    UPDATE objects SET num_bytes = num_bytes + length(NEW.body) + length(NEW.events)
+    WHERE seq = NEW.owner; END;
+CREATE TRIGGER content_changed AFTER UPDATE ON contents BEGIN
+    UPDATE objects SET num_bytes = num_bytes + length(NEW.body) + length(NEW.events)
+    - length(OLD.body) - length(OLD.events) WHERE seq = NEW.owner; END;
+CREATE TRIGGER job_added AFTER INSERT ON jobs BEGIN
+    UPDATE objects SET num_bytes = num_bytes + length(NEW.data) WHERE seq = NEW.owner; END;
+CREATE TRIGGER job_removed AFTER DELETE ON jobs BEGIN
+    UPDATE objects SET num_bytes = num_bytes - length(OLD.data) WHERE seq = OLD.owner; END;
+CREATE TRIGGER item_added AFTER INSERT ON items BEGIN
+    UPDATE objects SET num_bytes = num_bytes + length(NEW.data) WHERE seq = NEW.owner; END;
+CREATE TRIGGER item_removed AFTER DELETE ON items BEGIN
+    UPDATE objects SET num_bytes = num_bytes - length(OLD.data) WHERE seq = OLD.owner; END;
+COMMIT;
+"""
 # A stream is unpacked in such pieces.
 PIECE_BYTES = 64 * 1024
 # Ids of removed objects beyond these are forgotten, the oldest first: then they are unknown.
@@ -115,6 +153,31 @@ class Unpacker:
             return None
         body: dict[str, Any] = msgspec.json.decode(data)
         return body
+
+
+def add_missing(connection: sqlite3.Connection) -> None:
+    """Add what a file of an earlier version lacks."""
+    columns = {name for _, name, *_ in connection.execute("PRAGMA table_info(objects)")}
+    if "num_bytes" in columns:
+        return
+    try:
+        connection.executescript(ADDITIONS)
+    finally:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+
+
+class StoredUsage(NamedTuple):
+    """What a tenant has in the store. num_bytes: of compressed JSON."""
+
+    num_objects: int
+    num_bytes: int
+
+
+def usage(connection: sqlite3.Connection) -> dict[str, StoredUsage]:
+    """Return what each tenant has."""
+    rows = connection.execute("SELECT tenant, num, num_bytes FROM usage")
+    return {tenant: StoredUsage(*numbers) for tenant, *numbers in rows}
 
 
 def packed(body: Any) -> bytes:
