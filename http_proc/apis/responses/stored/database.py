@@ -7,12 +7,13 @@ nothing else: the next call after that tries again.
 import asyncio
 import logging
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from quadriga import disk
 
@@ -70,6 +71,27 @@ class Outage:
         self._reason = ""
 
 
+class _Write(NamedTuple):
+    """A change that waits for the thread."""
+
+    work: Work[Any]
+    done: "Future[Any]"
+
+
+def _outcome(connection: sqlite3.Connection, work: Work[Any]) -> Any:
+    """Return the result of a change, or the error that it has raised, and then it is undone."""
+    connection.execute("SAVEPOINT change")
+    try:
+        result = work(connection)
+    except sqlite3.Error:
+        raise
+    except Exception as error:
+        connection.execute("ROLLBACK TO change")
+        result = error
+    connection.execute("RELEASE change")
+    return result
+
+
 class Database:
     """One file. Only one process can use it.
 
@@ -92,6 +114,8 @@ class Database:
         self._schema = schema
         self._on_change = on_change
         self._thread = ThreadPoolExecutor(1, "response-store")
+        self._lock = threading.Lock()
+        self._writes: list[_Write] = []
         self._connection: sqlite3.Connection | None = None
         self._outage = Outage(path)
 
@@ -114,12 +138,21 @@ class Database:
         return await self._in_thread(lambda: self._read(work))
 
     async def write(self, work: Work[T]) -> T:
-        """Do `work` in one transaction, which is on the disk afterwards.
+        """Do `work`, all or nothing of which is on the disk afterwards.
+
+        What waits at one time shares a transaction, and so a sync of the disk.
 
         Raises:
             StorageError: the file cannot be written, and nothing was.
         """
-        return await self._in_thread(lambda: self._write(work))
+        write = _Write(work, Future())
+        with self._lock:
+            self._writes.append(write)
+            is_first = len(self._writes) == 1
+        if is_first:
+            self._thread.submit(self._write_all)
+        result: T = await asyncio.shield(asyncio.wrap_future(write.done))
+        return result
 
     async def close(self) -> None:
         """Finish what was begun and close the file."""
@@ -137,21 +170,35 @@ class Database:
         with self._errors():
             return work(self._opened())
 
-    def _write(self, work: Work[T]) -> T:
+    def _write_all(self) -> None:
+        """Do what waits in one transaction."""
+        with self._lock:
+            writes, self._writes = self._writes, []
+        for write, outcome in zip(writes, self._outcomes(writes), strict=True):
+            if isinstance(outcome, BaseException):
+                write.done.set_exception(outcome)
+            else:
+                write.done.set_result(outcome)
+
+    def _outcomes(self, writes: "list[_Write]") -> list[Any]:
+        """Return the result of each write, or its error, after one transaction of all."""
         if not self._outage.is_over:
-            raise self._outage.error()
-        with self._errors():
-            connection = self._opened()
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                result = work(connection)
-                connection.execute("COMMIT")
-            finally:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-            self._on_change(connection)
+            return [self._outage.error() for _ in writes]
+        try:
+            with self._errors():
+                connection = self._opened()
+                connection.execute("BEGIN IMMEDIATE")
+                try:
+                    outcomes = [_outcome(connection, write.work) for write in writes]
+                    connection.execute("COMMIT")
+                finally:
+                    if connection.in_transaction:
+                        connection.execute("ROLLBACK")
+                self._on_change(connection)
+        except StorageError as error:
+            return [error for _ in writes]
         self._outage.end()
-        return result
+        return outcomes
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

@@ -96,6 +96,28 @@ def test_what_is_too_old_has_expired_and_its_use_prolongs_it(
     with_store(tmp_path, test)
 
 
+def test_changes_that_wait_together_are_made_or_refused_one_by_one(tmp_path: Path) -> None:
+    async def test(store: StoredResponses) -> None:
+        changes = [store.save(ended(number)) for number in range(20)]
+        changes.append(store.save(ended(3)))
+        removals = [store.delete(ObjectKind.RESPONSE, f"resp_{number}") for number in (4, 4, 99)]
+        saved = await asyncio.gather(*changes)
+        assert saved == [True] * 20 + [False]
+        removed = await asyncio.gather(*removals, return_exceptions=True)
+        assert removed[0] is None and all(isinstance(one, ApiError) for one in removed[1:])
+        assert store.size.num_responses == 19 and not store.has_failed
+
+    with_store(tmp_path, test)
+    with_store(tmp_path, count_of(19))
+
+
+def count_of(expected: int) -> Any:
+    async def test(store: StoredResponses) -> None:
+        assert store.size.num_responses == expected
+
+    return test
+
+
 def test_the_file_keeps_its_size(tmp_path: Path) -> None:
     async def test(store: StoredResponses) -> None:
         for number in range(200):
