@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import islice
 
 import msgspec
@@ -54,6 +55,9 @@ class RequestGroup:
         self._began_at = self._accepted_at = self._loop.time()
         self._num_choices = 0
         self._num_unfinished = 0
+        self._finished_choices: set[int] = set()
+        self._ended_choices: set[int] = set()
+        self._abort: asyncio.Task[None] | None = None
         self.finished = asyncio.Event()
         self._accepted: dict[int, Accepted] = {}
         self._order: TokenOrder | None = None
@@ -65,6 +69,8 @@ class RequestGroup:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.abort()
+        if self._abort is not None:
+            self._abort.cancel()
         self.finished.set()
 
     @property
@@ -141,7 +147,10 @@ class RequestGroup:
                 self.fail(item)
                 return
             self._chunks.append((first_choice + item.index, item))
-            self._num_unfinished -= item.completion is not None
+            if item.completion is not None:
+                self._num_unfinished -= 1
+                self._finished_choices.add(first_choice + item.index)
+                self._abort_if_all_ended()
             if not self._num_unfinished:
                 self.finished.set()
             self.wake()
@@ -218,6 +227,25 @@ class RequestGroup:
         self._num_unfinished = 0
         self.finished.set()
         self.wake()
+
+    def end_choice(self, choice: int) -> None:
+        """Let the ring end a choice whose reader needs no more of it.
+
+        The ring ends requests, not choices: it does so when the other choices have ended, too.
+        """
+        self._ended_choices.add(choice)
+        self._abort_if_all_ended()
+
+    def _abort_if_all_ended(self) -> None:
+        ended = self._ended_choices
+        if not ended or self._abort is not None or not self._num_unfinished:
+            return
+        if len(ended | self._finished_choices) == self._num_choices:
+            self._abort = self._loop.create_task(self._try_abort())
+
+    async def _try_abort(self) -> None:
+        with suppress(QuadrigaError):  # else the requests go on to their own ends
+            await self.abort()
 
     async def abort(self) -> None:
         """End the open requests, which finish with the reason "abort" and their text so far."""

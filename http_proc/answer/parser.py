@@ -18,6 +18,10 @@ __all__ = ["AnswerParser", "ToolSchemas", "make_parser", "parse_answer"]
 class AnswerParser(Protocol):
     """Parse one answer, piece by piece, however it is cut into pieces."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer has ended at a call that repeats an earlier one."""
+
     def push(self, text: str) -> list[AnswerEvent]:
         """Take the next piece of the answer and return what is certain now."""
 
@@ -32,6 +36,7 @@ def make_parser(
     begins_in_reasoning: bool = False,
     parses_reasoning: bool = True,
     max_calls: int | None = None,
+    ends_at_repeat: bool = False,
 ) -> AnswerParser:
     """Return a parser for one answer.
 
@@ -42,8 +47,9 @@ def make_parser(
         parses_reasoning: separate the reasoning from the text. Otherwise it is part of the text,
             with its marks; marks of calls within it still begin no call.
         max_calls: number of calls after which further ones are dropped; None: no limit.
+        ends_at_repeat: a call that repeats an earlier one ends the answer, and is dropped.
     """
-    source, writer = AnswerInput(), EventWriter(max_calls)
+    source, writer = AnswerInput(), EventWriter(max_calls, ends_at_repeat)
     calls = answer_format.calls
     if calls is not None and calls.style is CallStyle.HARMONY:
         return HarmonyParser(source, writer, tools, begins_in_reasoning, parses_reasoning)

@@ -53,6 +53,11 @@ class SteppedParser(ABC):
         self._copied: tuple[Marks, TextSink] | None = None
         self._runner = StepRunner(source, self._answer())
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer has ended at a call that repeats an earlier one."""
+        return self._writer.is_over
+
     def push(self, text: str) -> list[AnswerEvent]:
         """Take the next piece of the answer and return what is certain now."""
         if self._copied is not None and not self._source.has_rest:

@@ -21,9 +21,13 @@ Schema = Mapping[str, Any]
 # Keywords of a string's schema that free text between marks cannot be made to obey.
 _OF_STRINGS = {"pattern", "format", "minLength", "maxLength"}
 # Keywords that an object and an array of QUOTED calls are made to obey, or that say nothing.
-_NOTES = {"title", "description", "default", "examples", "$defs", "definitions", "$comment"}
-_OF_OBJECTS = _NOTES | {"type", "properties", "required", "additionalProperties", "strict"}
-_OF_ARRAYS = _NOTES | {"type", "items"}
+NOTES = {
+    "title", "description", "default", "examples", "$defs", "definitions", "$comment", "$schema"
+}  # fmt: skip
+_OF_OBJECTS = NOTES | {"type", "properties", "required", "additionalProperties", "strict"}
+_OF_ARRAYS = NOTES | {"type", "items"}
+# Keywords through which an object without properties of its own has some.
+_COMBINING = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}
 _MAX_REFERENCES, _MAX_LEVELS = 8, 8
 # Each of them is a way to begin the arguments, which repeats the arguments behind it.
 MAX_LEADING_OPTIONAL_ARGUMENTS = 16
@@ -50,7 +54,7 @@ def tagged_arguments(marks: CallFormat, parameters: Schema | None) -> Format:
     Raises:
         Inexpressible: a string has to match a pattern or to have a length.
     """
-    if parameters is None or not parameters.get("properties"):
+    if parameters is None or _takes_any(parameters):
         return SeparatedTags(tags=_any_tagged(marks), separator="")
     parts = []
     for name, schema, is_required in _properties(parameters):
@@ -93,7 +97,7 @@ def pythonic_arguments(parameters: Schema | None) -> Format:
     Raises:
         Inexpressible: too many arguments are optional.
     """
-    if parameters is None or not parameters.get("properties"):
+    if parameters is None or _takes_any(parameters):
         value = Alternatives(elements=[text("True"), text("False"), text("None"), JsonValue()])
         argument = Sequence(elements=[RegexMatch(pattern=_KEY), text("="), value])
         return SeparatedTags(tags=[Tag(begin="", content=argument, end="")], separator=", ")
@@ -196,6 +200,14 @@ def _properties(schema: Schema) -> list[tuple[str, Any, bool]]:
     if not isinstance(properties, Mapping) or not isinstance(required, list | tuple):
         raise Inexpressible
     return [(name, value, name in required) for name, value in properties.items()]
+
+
+def _takes_any(parameters: Schema) -> bool:
+    """Return whether arguments of any name are allowed, and none has a schema."""
+    has_names = parameters.get("properties") or parameters.get("additionalProperties") is False
+    if not has_names and parameters.keys() & _COMBINING:
+        raise Inexpressible
+    return not has_names
 
 
 def _resolve(schema: Any, root: Schema) -> Schema:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from http_proc.chat.argument_forms import (
+    NOTES,
     Inexpressible,
     optional,
     pythonic_arguments,
@@ -14,6 +15,7 @@ from http_proc.chat.argument_forms import (
     tagged_arguments,
     text,
 )
+from http_proc.protocol.schema import FunctionSchema
 from quadriga.answer_format import CallFormat, CallStyle
 from quadriga.sampling.tag_formats import (
     Alternatives,
@@ -28,6 +30,7 @@ from quadriga.sampling.tag_formats import (
 )
 
 ANY_OBJECT = {"type": "object"}
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _CALL_ID, _CALL_INDEX = "[a-zA-Z0-9]{9}", "[0-9]+"
 # gpt-oss: each message but the last ends with these tokens, after which the next one begins.
 _NEXT_MESSAGE = "<|start|>assistant"
@@ -44,6 +47,16 @@ class CallableTool(msgspec.Struct, frozen=True):
 
     name: str
     parameters: Mapping[str, Any] | None = None
+
+
+def parameters_of(function: FunctionSchema) -> Mapping[str, Any]:
+    """Return the schema of a function's arguments: a function without parameters takes none."""
+    given = function.parameters
+    if not given:
+        return NO_ARGUMENTS
+    is_empty = given.get("properties") == {} and not given.get("additionalProperties")
+    says_more = given.keys() - NOTES - {"type", "properties", "additionalProperties", "required"}
+    return NO_ARGUMENTS if is_empty and not given.get("required") and not says_more else given
 
 
 def only_calls(marks: CallFormat, tools: list[CallableTool], is_parallel: bool) -> Format:

@@ -10,12 +10,12 @@ import msgspec
 from http_proc.chat.argument_forms import Inexpressible
 from http_proc.chat.call import ChatCall
 from http_proc.chat.call_forms import (
-    ANY_OBJECT,
     CallableTool,
     calls_in_text,
     calls_or_json,
     harmony_answer,
     only_calls,
+    parameters_of,
 )
 from http_proc.protocol.errors import invalid
 from quadriga.answer_format import CallFormat, CallStyle
@@ -55,7 +55,7 @@ def forced_calls(call: ChatCall, calls: CallFormat | None, is_trained: bool = Tr
     """
     name = call.tool_choice.name
     tools = [
-        CallableTool(tool.function.name, tool.function.parameters or ANY_OBJECT)
+        CallableTool(tool.function.name, parameters_of(tool.function))
         for tool in call.tools
         if not name or tool.function.name == name
     ]
@@ -98,7 +98,7 @@ def _callable_tools(call: ChatCall) -> list[CallableTool]:
     return [
         CallableTool(
             tool.function.name,
-            (tool.function.parameters or ANY_OBJECT) if tool.function.strict else None,
+            parameters_of(tool.function) if tool.function.strict else None,
         )
         for tool in call.tools
     ]

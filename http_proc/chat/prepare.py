@@ -43,12 +43,22 @@ class AnswerReader:
         tools: the tools that may be called; empty: answers have no calls.
         max_calls: number of calls that an answer may have; None: any.
         parses_reasoning: the reasoning is separated from the text.
+        ends_at_repeat: a call that repeats an earlier one ends the answer.
     """
 
     answer_format: AnswerFormat
     tools: ToolSchemas
     max_calls: int | None
     parses_reasoning: bool
+    ends_at_repeat: bool
+
+    @property
+    def needs_chunks(self) -> bool:
+        """Whether an answer is read while it is written, even if it is sent as a whole.
+
+        The tokens of the reasoning are counted by chunks, and a repeat ends the answer.
+        """
+        return self.separates_reasoning or self.ends_at_repeat
 
     @property
     def separates_reasoning(self) -> bool:
@@ -63,6 +73,7 @@ class AnswerReader:
             begins_in_reasoning=ends_in_reasoning(prompt_end, self.answer_format.reasoning),
             parses_reasoning=self.parses_reasoning,
             max_calls=self.max_calls,
+            ends_at_repeat=self.ends_at_repeat,
         )
 
 
@@ -97,13 +108,17 @@ async def prepare_chat(gateway: Gateway, call: ChatCall) -> PreparedChat:
         _schemas(call),
         None if call.is_parallel else 1,
         call.reasoning.is_parsed,
+        ends_at_repeat=call.is_parallel and call.tool_choice.mode is ToolMode.REQUIRED,
     )
     options: RequestOptions = {
         "priority": call.priority,
         "chat": _chat_options(call, answer_format),
     }
     names = {**NAMES, **call.names, **sampling.names}
-    return PreparedChat(_params(sampling.params, call, answer_format), options, names, reader)
+    params = _params(sampling.params, call, answer_format)
+    if reader.ends_at_repeat:
+        params = msgspec.structs.replace(params, text_lengths=True)
+    return PreparedChat(params, options, names, reader)
 
 
 def ends_in_reasoning(prompt_end: str, reasoning: ReasoningFormat | None) -> bool:

@@ -40,7 +40,8 @@ async def messages(request: web.Request) -> web.StreamResponse:
     head = gateway.head(request, "msg", "_")
     writer = BlockWriter(display_of(fields.thinking))
     with gateway.open_group(head.id, prepared.names) as group:
-        group.submit(call.messages, prepared.params, call.stream, options)
+        in_chunks = call.stream or prepared.reader.ends_at_repeat
+        group.submit(call.messages, prepared.params, in_chunks, options)
         if call.stream:
             stream = MessageStream(head, writer, fields.max_tokens)
             return await stream_chat(request, group, prepared, stream)

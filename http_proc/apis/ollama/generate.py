@@ -124,7 +124,7 @@ def _no_template(gateway: Gateway, field: str) -> ApiError:
 
 def _plain(prompt: str, sampling: Sampling) -> GeneratePrompt:
     """Return a prompt whose answer is text alone."""
-    reader = AnswerReader(AnswerFormat(), ToolSchemas(), None, False)
+    reader = AnswerReader(AnswerFormat(), ToolSchemas(), None, False, False)
     params: SamplingParams = sampling.params
     return GeneratePrompt(prompt, PreparedChat(params, {}, {**NAMES, **sampling.names}, reader))
 
@@ -142,7 +142,12 @@ async def _with_context(
     text_end = await gateway.ring.detokenize(own_ids[-NUM_END_TOKENS:], False)
     reader = prepared.reader
     after = ReaderAfter(
-        reader.answer_format, reader.tools, reader.max_calls, reader.parses_reasoning, text_end
+        reader.answer_format,
+        reader.tools,
+        reader.max_calls,
+        reader.parses_reasoning,
+        reader.ends_at_repeat,
+        text_end,
     )
     return GeneratePrompt(
         ids, PreparedChat(prepared.params, {}, {**prepared.names, **NAMES}, after), ids

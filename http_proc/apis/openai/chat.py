@@ -37,8 +37,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     prepared = await prepare_chat(gateway, call)
     head = gateway.head(request, "chatcmpl")
     with gateway.open_group(head.id, prepared.names) as group:
-        # The tokens of the reasoning are counted by chunks.
-        stream = call.stream or prepared.reader.separates_reasoning
+        stream = call.stream or prepared.reader.needs_chunks
         group.submit(call.messages, prepared.params, stream, prepared.options)
         prompt_ids: list[int] | None = None
         if fields.return_token_ids:

@@ -62,8 +62,8 @@ class ResponsePlan:
     def submit(self, group: RequestGroup) -> None:
         """Send the chat to the ring.
 
-        Chunks say which tokens are reasoning and to which text logprobs belong, so that a whole
-        answer is read in chunks, too, if it may have either.
+        Chunks say which tokens are reasoning, to which text logprobs belong and where a call is
+        repeated, so that a whole answer is read in chunks, too, if it may have one of them.
         """
         call, options, fields = self.call, self.prepared.options, self.fields
         if fields.truncation is not None:
@@ -71,7 +71,7 @@ class ResponsePlan:
         params = self.prepared.params
         has_logprobs = params.logprobs is not None or bool(params.logprob_token_ids)
         reads_events = call.stream or fields.background
-        in_chunks = reads_events or has_logprobs or self.prepared.reader.separates_reasoning
+        in_chunks = reads_events or has_logprobs or self.prepared.reader.needs_chunks
         group.submit(call.messages, params, in_chunks, options)
 
 
