@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quadriga.answer_format import CallFormat
+from quadriga.sampling.json_schema import OPTIONS
 from quadriga.sampling.tag_formats import (
     Alternatives,
     AnyText,
@@ -22,7 +23,8 @@ Schema = Mapping[str, Any]
 _OF_STRINGS = {"pattern", "format", "minLength", "maxLength"}
 # Keywords that an object and an array of QUOTED calls are made to obey, or that say nothing.
 NOTES = {
-    "title", "description", "default", "examples", "$defs", "definitions", "$comment", "$schema"
+    "title", "description", "default", "examples", "$defs", "definitions", "$comment", "$schema",
+    OPTIONS,
 }  # fmt: skip
 _OF_OBJECTS = NOTES | {"type", "properties", "required", "additionalProperties", "strict"}
 _OF_ARRAYS = NOTES | {"type", "items"}
@@ -251,5 +253,5 @@ def _may_be_string(schema: Schema, root: Schema) -> bool:
 
 def _json(schema: Schema, root: Schema) -> Format:
     """Return JSON of a schema, to which the definitions of the root are added."""
-    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    definitions = {key: root[key] for key in ("$defs", "definitions", OPTIONS) if key in root}
     return JsonValue(json_schema={**schema, **definitions})

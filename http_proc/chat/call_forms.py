@@ -8,7 +8,6 @@ import msgspec
 
 from http_proc.chat.argument_forms import (
     NOTES,
-    Inexpressible,
     optional,
     pythonic_arguments,
     quoted_arguments,
@@ -17,6 +16,7 @@ from http_proc.chat.argument_forms import (
 )
 from http_proc.protocol.schema import FunctionSchema
 from quadriga.answer_format import CallFormat, CallStyle
+from quadriga.sampling.json_schema import OPTIONS
 from quadriga.sampling.tag_formats import (
     Alternatives,
     AnyText,
@@ -49,13 +49,24 @@ class CallableTool(msgspec.Struct, frozen=True):
     parameters: Mapping[str, Any] | None = None
 
 
-def parameters_of(function: FunctionSchema) -> Mapping[str, Any]:
-    """Return the schema of a function's arguments: a function without parameters takes none."""
+def arguments_schema(function: FunctionSchema, name: str) -> Mapping[str, Any]:
+    """Return the schema of a function's arguments, which is lenient unless the function is strict.
+
+    A function without parameters takes no arguments.
+
+    Args:
+        function: the function.
+        name: what errors call the schema.
+    """
     given = function.parameters
     if not given:
         return NO_ARGUMENTS
+    options = {"lenient": not function.strict, "name": name}
+    given = {**given, "type": "object", OPTIONS: options}
     is_empty = given.get("properties") == {} and not given.get("additionalProperties")
-    says_more = given.keys() - NOTES - {"type", "properties", "additionalProperties", "required"}
+    says_more = (
+        given.keys() - NOTES - {"type", "properties", "additionalProperties", "required", OPTIONS}
+    )
     return NO_ARGUMENTS if is_empty and not given.get("required") and not says_more else given
 
 
@@ -68,13 +79,20 @@ def only_calls(marks: CallFormat, tools: list[CallableTool], is_parallel: bool) 
     if marks.style is CallStyle.HARMONY:
         return _harmony_message([_call(marks, tool) for tool in tools], [_ANALYSIS, _PREAMBLE])
     if _has_inner_calls(marks):
-        return _group(marks, marks.open, tools, is_parallel)
-    return SeparatedTags(
-        tags=[_single_call(marks, marks.open, tool) for tool in tools],
-        separator=marks.separator or ("\n" if marks.open.endswith("\n") else ""),
-        at_least_one=True,
-        stop_after_first=not is_parallel,
-    )
+        calls: Format = _group(marks, marks.open, tools, is_parallel)
+        separator = "" if _is_list(marks) or marks.close else marks.separator
+    else:
+        separator = marks.separator or ("\n" if marks.open.endswith("\n") else "")
+        calls = SeparatedTags(
+            tags=[_single_call(marks, marks.open, tool) for tool in tools],
+            separator=separator,
+            at_least_one=True,
+            stop_after_first=not is_parallel,
+        )
+    if not (is_parallel and separator.isspace()):
+        return calls
+    # Many models write the separator, and only then decide whether another call follows.
+    return Sequence(elements=[calls, optional(text(separator))])
 
 
 def calls_in_text(marks: CallFormat, tools: list[CallableTool], is_parallel: bool) -> Format:
@@ -116,37 +134,20 @@ def calls_or_json(
         last = [*(_call(marks, tool) for tool in tools), final]
         return _harmony_message(last, [_ANALYSIS, _PREAMBLE])
     if marks.style is CallStyle.JSON and not (marks.open or marks.call_open or marks.is_list):
-        return JsonValue(json_schema=_any_of([schema, *(_object(marks, tool) for tool in tools)]))
+        own = {**schema, OPTIONS: schema.get(OPTIONS, {"lenient": False})}
+        return JsonValue(json_schema={"anyOf": [own, *(_object(marks, tool) for tool in tools)]})
     calls = only_calls(marks, tools, is_parallel)
     return Alternatives(elements=[JsonValue(json_schema=schema), calls])
 
 
 def _object(marks: CallFormat, tool: CallableTool) -> dict[str, Any]:
-    """Return the schema of a call that is a JSON object; its $defs are those of its arguments."""
-    arguments = dict(tool.parameters or ANY_OBJECT)
-    definitions = {"$defs": arguments.pop("$defs")} if "$defs" in arguments else {}
+    """Return the schema of a call that is a JSON object."""
     properties: dict[str, Any] = {marks.name_key: {"const": tool.name}} if marks.name_key else {}
-    properties[marks.arguments_key if marks.name_key else tool.name] = arguments
+    properties[marks.arguments_key if marks.name_key else tool.name] = dict(
+        tool.parameters or ANY_OBJECT
+    )
     closed = {"required": list(properties), "additionalProperties": False}
-    return {"type": "object", "properties": properties, **closed, **definitions}
-
-
-def _any_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the schema of a value that obeys one of the schemas.
-
-    References point to the root of a schema, to which all `$defs` move.
-
-    Raises:
-        Inexpressible: two schemas define one name differently.
-    """
-    definitions: dict[str, Any] = {}
-    for schema in schemas:
-        own = schema.get("$defs", {})
-        if not isinstance(own, dict) or any(definitions.get(k, v) != v for k, v in own.items()):
-            raise Inexpressible
-        definitions.update(own)
-    rest = [{key: value for key, value in s.items() if key != "$defs"} for s in schemas]
-    return {"anyOf": rest} | ({"$defs": definitions} if definitions else {})
+    return {"type": "object", "properties": properties, **closed}
 
 
 def _has_inner_calls(marks: CallFormat) -> bool:

@@ -11,11 +11,11 @@ from http_proc.chat.argument_forms import Inexpressible
 from http_proc.chat.call import ChatCall
 from http_proc.chat.call_forms import (
     CallableTool,
+    arguments_schema,
     calls_in_text,
     calls_or_json,
     harmony_answer,
     only_calls,
-    parameters_of,
 )
 from http_proc.protocol.errors import invalid
 from quadriga.answer_format import CallFormat, CallStyle
@@ -47,6 +47,8 @@ class CallGrammar(NamedTuple):
 def forced_calls(call: ChatCall, calls: CallFormat | None, is_trained: bool = True) -> CallGrammar:
     """Return the grammar of calls, and no text, that obey their tools.
 
+    What no grammar can enforce of a tool that is not strict is left out.
+
     Args:
         call: the chat. A tool that it names is called once.
         calls: the model's own form; None: it has none.
@@ -55,8 +57,8 @@ def forced_calls(call: ChatCall, calls: CallFormat | None, is_trained: bool = Tr
     """
     name = call.tool_choice.name
     tools = [
-        CallableTool(tool.function.name, parameters_of(tool.function))
-        for tool in call.tools
+        CallableTool(tool.function.name, arguments_schema(tool.function, _title(call, index)))
+        for index, tool in enumerate(call.tools)
         if not name or tool.function.name == name
     ]
     is_parallel = call.is_parallel and is_trained and not name
@@ -98,10 +100,15 @@ def _callable_tools(call: ChatCall) -> list[CallableTool]:
     return [
         CallableTool(
             tool.function.name,
-            parameters_of(tool.function) if tool.function.strict else None,
+            arguments_schema(tool.function, _title(call, index)) if tool.function.strict else None,
         )
-        for tool in call.tools
+        for index, tool in enumerate(call.tools)
     ]
+
+
+def _title(call: ChatCall, index: int) -> str:
+    """Return what errors call the parameters of a tool."""
+    return f"{call.name('tools')}[{index}] ({call.tools[index].function.name})"
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import msgspec
 from http_proc.protocol.errors import invalid
 from http_proc.protocol.sampling import Sampling
 from http_proc.protocol.schema import OpenAIRequest, ResponseFormat, StructuredOutputs
+from quadriga.sampling.json_schema import OPTIONS
 from quadriga.sampling.params import GRAMMAR_FIELDS
 
 ANY_OBJECT = {"type": "object"}
@@ -39,6 +40,11 @@ def with_grammar(sampling: Sampling, name: str, grammar: dict[str, Any]) -> Samp
     return Sampling(params, {**sampling.names, **dict.fromkeys(grammar, name)})
 
 
+def lenient(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema of which what no grammar can enforce is left out, instead of refused."""
+    return {**schema, OPTIONS: {"lenient": True}}
+
+
 def _response_format(wanted: ResponseFormat) -> dict[str, Any]:
     match wanted.type:
         case "text":
@@ -46,9 +52,10 @@ def _response_format(wanted: ResponseFormat) -> dict[str, Any]:
         case "json_object":
             return {"json_schema": ANY_OBJECT}
         case "json_schema":
-            schema = (wanted.json_schema or {}).get("schema")
+            given = wanted.json_schema or {}
+            schema = given.get("schema")
             if isinstance(schema, dict):
-                return {"json_schema": schema}
+                return {"json_schema": schema if given.get("strict") else lenient(schema)}
             raise invalid(
                 "response_format.json_schema.schema is missing: it must be a JSON schema",
                 "response_format",

@@ -3,13 +3,18 @@
 Imported by the frontend's grammar check and by the worker; only they load the library.
 """
 
+import json
 import re
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from quadriga.sampling.exact_integers import holds_exact
+from quadriga.sampling.json_schema import parse_schema, prepared_schema
 from quadriga.sampling.params import Grammar
 from quadriga.sampling.structural_tag import escape_slashes, read_structural_tag, to_lark
+from quadriga.sampling.tag_formats import Format, JsonValue
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -33,20 +38,118 @@ PARSER_LIMITS: dict[str, Any] = {
 _UNSERVED_ID = re.compile(r"Token range end too large: (\d+)")
 
 
-def to_library_form(grammar: Grammar, vocabulary: "LLTokenizer") -> str:
+# Bounds of the search for the texts of a pattern.
+MAX_STATES_OF_PATTERN, MAX_BYTES_OF_TEXT = 2_000, 256
+
+
+@cache
+def byte_vocabulary() -> "LLTokenizer":
+    """Return a vocabulary of single bytes."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
+
+
+class LibrarySchemas:
+    """A SchemaLibrary: compiles schemas over a vocabulary of single bytes."""
+
+    def __init__(self) -> None:
+        self._bytes = byte_vocabulary()
+        self._texts: dict[str, list[str] | None] = {}
+
+    def error(self, schema: dict[str, Any]) -> str:
+        """Return why the library cannot compile a schema, or an empty string."""
+        try:
+            check_begins(self._compiled(schema))
+        except BaseException as error:  # a panic of the library is no Exception
+            return str(error) or type(error).__name__
+        return ""
+
+    def accepts(self, schema: dict[str, Any], text: str) -> bool:
+        """Return whether a text obeys the grammar of a schema."""
+        try:
+            matcher = self._compiled(schema)
+        except ValueError:
+            return False
+        return _takes(matcher, text.encode()) and matcher.is_accepting()
+
+    def texts(self, pattern: str, max_texts: int) -> list[str] | None:
+        """Return the texts that a pattern matches; None if there are more than max_texts."""
+        if pattern not in self._texts:
+            is_whole = pattern.startswith("^") and pattern.endswith("$")
+            self._texts[pattern] = self._search(pattern, max_texts) if is_whole else None
+        return self._texts[pattern]
+
+    def _compiled(self, schema: dict[str, Any]) -> "LLMatcher":
+        return compile_grammar(self._bytes, _json_grammar(schema))
+
+    def _search(self, pattern: str, max_texts: int) -> list[str] | None:
+        try:
+            states = [(self._compiled({"type": "string", "pattern": pattern}), b"")]
+        except ValueError:
+            return None
+        found: dict[str, None] = {}
+        for _ in range(MAX_STATES_OF_PATTERN):
+            if not states:
+                return list(found)
+            matcher, text = states.pop()
+            if matcher.is_accepting():
+                found[json.loads(text)] = None
+            mask = matcher.compute_bitmask()
+            if matcher.is_error() or len(text) == MAX_BYTES_OF_TEXT or len(found) > max_texts:
+                return None
+            for byte in (i for i in range(255, -1, -1) if mask[i >> 3] >> (i & 7) & 1):
+                after = matcher.deep_copy()
+                if after.consume_token(byte):
+                    states.append((after, text + bytes([byte])))
+        return None
+
+
+def _takes(matcher: "LLMatcher", text: bytes) -> bool:
+    return matcher.try_consume_tokens(list(text)) == len(text)
+
+
+def _json_grammar(schema: dict[str, Any]) -> str:
+    from llguidance import LLMatcher
+
+    text = json.dumps(schema)
+    grammar: str = LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
+    return grammar
+
+
+def to_library_form(
+    grammar: Grammar, vocabulary: "LLTokenizer", frees_lenient: bool = False
+) -> str:
     """Return the grammar as LLMatcher takes it.
 
+    Args:
+        grammar: the grammar of a client.
+        vocabulary: llguidance's tokenizer.
+        frees_lenient: lenient schemas allow any value of their types.
+
     Raises:
-        ValueError: the grammar cannot be read; `compile_grammar` finds other errors.
+        ValueError: the grammar cannot be read, or a schema of it cannot be obeyed;
+            `compile_grammar` finds other errors.
     """
     from llguidance import LLMatcher, grammar_from
 
+    schemas = LibrarySchemas()
+
+    def prepared(schema: Any) -> dict[str, Any]:
+        return prepared_schema(schema, schemas, frees_lenient)
+
     if grammar.kind == "json_schema":
-        options: Any = JSON_OPTIONS
-        return LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
+        schema = parse_schema(grammar.text)
+        if not isinstance(schema, dict):
+            raise ValueError("the schema must be an object")
+        ready = prepared(schema)
+        if not holds_exact(ready):
+            return _json_grammar(ready)
+        tag: Format = JsonValue(json_schema=ready)
+        return LLMatcher.grammar_from_lark(to_lark(tag, vocabulary, lambda _: ready, JSON_OPTIONS))
     if grammar.kind == "structural_tag":
-        tag_format = read_structural_tag(grammar.text)
-        return LLMatcher.grammar_from_lark(to_lark(tag_format, vocabulary, JSON_OPTIONS))
+        lark = to_lark(read_structural_tag(grammar.text), vocabulary, prepared, JSON_OPTIONS)
+        return LLMatcher.grammar_from_lark(lark)
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_lark(f"start: /{escape_slashes(grammar.text)}/")
     return grammar_from(grammar.kind, grammar.text)  # type: ignore[arg-type]

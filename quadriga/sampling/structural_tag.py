@@ -6,11 +6,12 @@ text in which each trigger must be continued by one of some tags.
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from quadriga.sampling.exact_integers import exact_rule, holds_exact
 from quadriga.sampling.tag_formats import (
     Alternatives,
     AnyText,
@@ -29,6 +30,8 @@ from quadriga.sampling.tag_formats import (
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
+# Returns a schema as the library takes it. Raises ValueError if it cannot be obeyed.
+PrepareSchema = Callable[[Any], dict[str, Any]]
 ANY_TEXT = r"/(.|\n)*/"
 _TO_ESCAPE = re.compile(r"\\.|/")
 
@@ -59,7 +62,12 @@ def _tag(structure: Structure) -> Tag:
     return Tag(begin=structure.begin, content=content, end=structure.end)
 
 
-def to_lark(tag_format: Format, vocabulary: "LLTokenizer", json_options: dict[str, Any]) -> str:
+def to_lark(
+    tag_format: Format,
+    vocabulary: "LLTokenizer",
+    prepared: PrepareSchema,
+    json_options: dict[str, Any],
+) -> str:
     """Return a format as a Lark grammar.
 
     Text for which the vocabulary has a special token becomes that token. A special token that ends
@@ -68,12 +76,13 @@ def to_lark(tag_format: Format, vocabulary: "LLTokenizer", json_options: dict[st
     Args:
         tag_format: the format of a structural tag.
         vocabulary: llguidance's tokenizer.
+        prepared: returns a schema as llguidance takes it.
         json_options: llguidance's options for each schema.
 
     Raises:
         ValueError: the format contradicts itself.
     """
-    rules = _Rules(vocabulary, json_options)
+    rules = _Rules(vocabulary, prepared, json_options)
     try:
         start = rules.name_of(tag_format)
     except RecursionError:
@@ -86,8 +95,11 @@ def to_lark(tag_format: Format, vocabulary: "LLTokenizer", json_options: dict[st
 class _Rules:
     """The rules of a grammar. Equal parts share a rule."""
 
-    def __init__(self, vocabulary: "LLTokenizer", json_options: dict[str, Any]) -> None:
+    def __init__(
+        self, vocabulary: "LLTokenizer", prepared: PrepareSchema, json_options: dict[str, Any]
+    ) -> None:
         self.lines: list[str] = []
+        self._prepared = prepared
         self._vocabulary = vocabulary
         self._json_options = json_options
         self._names: dict[str, str] = {}
@@ -100,7 +112,9 @@ class _Rules:
         """Return the name of a rule with this body."""
         name = self._names.get(attributes + body)
         if name is None:
-            name = self._names[attributes + body] = f"r{len(self._names)}"
+            # Only terminals, whose names are in capitals, may be intersected.
+            kind = "T" if " & ~" in body else "r"
+            name = self._names[attributes + body] = f"{kind}{len(self._names)}"
             self.lines.append(f"{name}{attributes}: {body}")
         return name
 
@@ -126,9 +140,9 @@ class _Rules:
                 return f"/{escape_slashes(part.pattern)}/"
             case AnyText():
                 return "TEXT"
-        schema = {} if part.json_schema is True else part.json_schema
-        if schema is False:
-            raise ValueError("a json_schema is false: no text obeys it")
+        schema = self._prepared(part.json_schema)
+        if holds_exact(schema):
+            return exact_rule(schema, self._json_options, self._rule)
         return "%json " + json.dumps(schema | {"x-guidance": self._json_options})
 
     def _sequence(self, elements: Iterable[Format]) -> str:

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING
 from quadriga.model_files.tokenizer import tokenizer_json
 from quadriga.runtime.parent_death import signal_at_parents_death
 from quadriga.sampling.grammar import (
+    byte_vocabulary,
     check_begins,
     compile_grammar,
     load_vocabulary,
     to_library_form,
 )
+from quadriga.sampling.json_schema import OPTIONS
 from quadriga.sampling.params import Grammar
 
 if TYPE_CHECKING:
@@ -41,27 +43,33 @@ def main() -> None:
     directory, vocab_size, eos = sys.argv[1:]
     eos_ids = frozenset(int(part) for part in eos.split(",") if part)
     vocabulary = load_vocabulary(tokenizer_json(Path(directory)), int(vocab_size), eos_ids)
+    byte_vocabulary()  # the forks share it
+    too_slow = f"it takes more than {MAX_CPU_S} s or too much memory to compile; simplify it"
     try:
         for line in sys.stdin:
-            print(_check_in_fork(vocabulary, Grammar(*json.loads(line))), flush=True)
+            grammar = Grammar(*json.loads(line))
+            answer = _check_in_fork(vocabulary, grammar, frees_lenient=False)
+            if not answer and OPTIONS in grammar.text:
+                answer = _check_in_fork(vocabulary, grammar, frees_lenient=True)
+            print(answer or json.dumps(["", too_slow]), flush=True)
     except BrokenPipeError:
         os._exit(0)  # the frontend has died; what is left in stdout has no reader
 
 
-def _check_in_fork(vocabulary: "LLTokenizer", grammar: Grammar) -> str:
+def _check_in_fork(vocabulary: "LLTokenizer", grammar: Grammar, frees_lenient: bool) -> str:
+    """Return the line that answers a grammar; "" if it takes too much."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
         _limit_resources()
         with os.fdopen(write_end, "w") as pipe:
-            pipe.write(_check_grammar(vocabulary, grammar))
+            pipe.write(_check_grammar(vocabulary, grammar, frees_lenient))
         os._exit(0)
     os.close(write_end)
     with os.fdopen(read_end) as pipe:
         answer = pipe.read()
     os.waitpid(pid, 0)
-    too_slow = f"it takes more than {MAX_CPU_S} s or too much memory to compile; simplify it"
-    return answer or json.dumps(["", too_slow])
+    return answer
 
 
 def _limit_resources() -> None:
@@ -72,9 +80,9 @@ def _limit_resources() -> None:
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
 
 
-def _check_grammar(vocabulary: "LLTokenizer", grammar: Grammar) -> str:
+def _check_grammar(vocabulary: "LLTokenizer", grammar: Grammar, frees_lenient: bool) -> str:
     try:
-        form = to_library_form(grammar, vocabulary)
+        form = to_library_form(grammar, vocabulary, frees_lenient)
         check_begins(compile_grammar(vocabulary, form))
     except BaseException as error:  # a panic of the library is no Exception
         return json.dumps(["", str(error).strip()[:MAX_ERROR_CHARS] or type(error).__name__])

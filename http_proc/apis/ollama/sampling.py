@@ -10,7 +10,7 @@ import msgspec
 from http_proc.apis.ollama.requests import OllamaOptions, OllamaRequest
 from http_proc.chat.call import ReasoningOptions
 from http_proc.protocol.errors import invalid
-from http_proc.protocol.response_format import ANY_OBJECT, with_grammar
+from http_proc.protocol.response_format import ANY_OBJECT, lenient, with_grammar
 from http_proc.protocol.sampling import Sampling
 from quadriga.answer_format import from_info
 from quadriga.client.async_client import RequestOptions
@@ -101,7 +101,7 @@ def _fields(options: OllamaOptions, context_length: int) -> dict[str, Any]:
 
 def _grammar(wanted: str | dict[str, Any]) -> dict[str, Any]:
     if isinstance(wanted, dict):
-        return {"json_schema": wanted}
+        return {"json_schema": lenient(wanted)}
     return {"json_schema": ANY_OBJECT} if wanted == "json" else {}
 
 

@@ -22,7 +22,7 @@ from http_proc.chat.prepare import PreparedChat, prepare_chat
 from http_proc.endpoints.request_body import convert
 from http_proc.gateway import Gateway, ResponseHead
 from http_proc.protocol.errors import invalid
-from http_proc.protocol.response_format import ANY_OBJECT, with_grammar
+from http_proc.protocol.response_format import ANY_OBJECT, lenient, with_grammar
 from http_proc.protocol.sampling import Sampling, take_sampling
 from http_proc.request_group import RequestGroup
 from quadriga.client.types import Chat
@@ -144,6 +144,7 @@ def _sampling(sampling: Sampling, fields: ResponsesRequest, tools: RequestTools)
     schema = ANY_OBJECT if wanted.type == "json_object" else wanted.schema
     if schema is None:
         raise invalid("text.format.schema is missing: it must be a JSON schema", "text.format")
+    schema = schema if wanted.strict else lenient(schema)
     return with_grammar(sampling, "text", {"json_schema": schema})
 
 

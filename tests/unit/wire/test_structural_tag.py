@@ -123,7 +123,7 @@ def test_a_format_allows_its_texts_and_no_others(
         ({"format": CONST, "triggers": ["a"]}, "either format"),
         ({"format": {"type": "or", "elements": []}}, "at least one alternative"),
         ({"format": OF_TEXT | {"tags": []}}, "at least one tag"),
-        ({"format": {"type": "json_schema", "json_schema": False}}, "no text obeys"),
+        ({"format": {"type": "json_schema", "json_schema": False}}, "no value obeys"),
         ({"format": {"type": "no_such_part"}}, "no_such_part"),
     ],
 )
