@@ -126,7 +126,7 @@ def quoted_arguments(marks: CallFormat, parameters: Schema | None) -> Format:
     Raises:
         Inexpressible: a schema has a keyword that this form cannot be made to obey.
     """
-    if parameters is None:
+    if parameters is None or _takes_any(parameters):
         return Sequence(elements=[text("{"), _any_quoted(marks), AnyText()])
     return _quoted_object(marks, parameters, parameters, 0)
 

@@ -10,8 +10,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-# Keywords whose numbers the library would round are kept in an object of this name.
-EXACT = "x-exact"
+# Keywords whose numbers the library would round are kept in an object of this name, which it
+# passes over as it does every unknown one.
+EXACT = "\0exact"
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _STRING = r'"([^"\\\x00-\x1F\x7F]|\\["\\\/bfnrt]|\\u[0-9a-fA-F]{4})*"'
 _TYPES: dict[str, tuple[type, ...]] = {

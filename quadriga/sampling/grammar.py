@@ -112,9 +112,8 @@ def _takes(matcher: "LLMatcher", text: bytes) -> bool:
 def _json_grammar(schema: dict[str, Any]) -> str:
     from llguidance import LLMatcher
 
-    text = json.dumps(schema)
-    grammar: str = LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
-    return grammar
+    options: Any = JSON_OPTIONS
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
 
 
 def to_library_form(

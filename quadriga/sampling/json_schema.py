@@ -147,12 +147,7 @@ class _Preparation:
         self._references: dict[str, str] = {}
         self._dead_ends: list[_Fault] = []
         self._titles: dict[str, str] = {}
-        draft = schema.get("$schema") if isinstance(schema, Mapping) else None
-        known = _DRAFT.fullmatch(draft) if isinstance(draft, str) else None
-        protocol, end = ("https", "") if known and "/" in known[2] else ("http", "#")
-        self._draft = (
-            {"$schema": f"{protocol}://json-schema.org/{known[1]}/schema{end}"} if known else {}
-        )
+        self._draft = _draft_of(schema)
 
     def run(self) -> dict[str, Any]:
         """Return the prepared schema. Raise ValueError."""
@@ -453,6 +448,16 @@ def _without_exact(part: Any, exact: Any) -> Any:
 
 
 # --- parts of schemas -----------------------------------------------------------------------------
+
+
+def _draft_of(schema: Schema) -> dict[str, str]:
+    """Return the keyword $schema by its official address; empty for one that is not known."""
+    draft = schema.get("$schema") if isinstance(schema, Mapping) else None
+    known = _DRAFT.fullmatch(draft) if isinstance(draft, str) else None
+    if known is None:
+        return {}
+    protocol, end = ("https", "") if "/" in known[1] else ("http", "#")
+    return {"$schema": f"{protocol}://json-schema.org/{known[1]}/schema{end}"}
 
 
 def _options(schema: Schema) -> Mapping[str, Any]:

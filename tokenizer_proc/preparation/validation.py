@@ -19,6 +19,7 @@ from quadriga.wire.messages.from_client import (
     ClientMessage,
     Generate,
 )
+from quadriga.wire.messages.large_integers import unpack_integer
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_TIMEOUT_S = 7 * 24 * 3600
@@ -28,7 +29,7 @@ NUM_PEEKED_BYTES = 1024
 JSON_GRAMMARS = ("json_schema", "choice", "structural_tag")
 _NOTES = ("title", "description", "$comment", "default", "examples")
 
-_decode = msgspec.msgpack.Decoder(ClientMessage).decode
+_decode = msgspec.msgpack.Decoder(ClientMessage, ext_hook=unpack_integer).decode
 
 
 class FrameHeader(NamedTuple):
@@ -70,7 +71,7 @@ def parse(frame: bytes) -> ClientMessage:
     """Return the message in a frame. Raise InvalidRequest if there is none."""
     try:
         message: ClientMessage = _decode(frame)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise InvalidRequest(f"unreadable message: {error}; see docs/protocol.md") from None
     if message.version != PROTOCOL_VERSION:
         raise InvalidRequest(

@@ -26,6 +26,7 @@ from quadriga.client.connection.search import Search
 from quadriga.errors import InvalidRequest, QuadrigaError, RequestAborted, ServerUnreachable
 from quadriga.wire import sockets
 from quadriga.wire.messages.from_client import MAX_FRAME_BYTES, PROTOCOL_VERSION, Ping
+from quadriga.wire.messages.large_integers import with_large_integers
 from quadriga.wire.messages.to_client import ErrorInfo, Pong, ServerMessage
 
 # A search without an answer for so long continues through a new socket, in case the reconnecting of
@@ -172,7 +173,7 @@ class Connection:
             InvalidRequest: the message is too large or cannot be encoded.
         """
         try:
-            frame = sockets.encode(message)
+            frame = _encode(message)
         except (OverflowError, TypeError, ValueError, RecursionError) as error:
             raise InvalidRequest(f"the request cannot be encoded: {error}") from None
         if len(frame) > self._max_frame_bytes:
@@ -312,3 +313,10 @@ def _unreachable(reason: str) -> ErrorInfo:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def _encode(message: msgspec.Struct) -> bytes:
+    try:
+        return sockets.encode(message)
+    except OverflowError:
+        return sockets.encode(with_large_integers(message))

@@ -111,12 +111,16 @@ def test_a_forced_call_is_asked_for_by_a_grammar_and_is_the_whole_answer(choice:
         async for part in await client.chat.completions.create(**fields, stream=True):
             calls += part.choices[0].delta.tool_calls or []
         assert names_of(calls) == [(0, "weather")]
-        calls_form = ring.submitted[0][1].structural_tag["format"]["content"]
+        form = ring.submitted[0][1].structural_tag["format"]
+        calls_form = (form["elements"][0] if choice == "required" else form)["content"]
         assert calls_form["at_least_one"]
         begins = [tag["begin"] for tag in calls_form["tags"]]
         names = ["weather", "other"] if choice == "required" else ["weather"]
         assert begins == [f'<tool_call>\n{{"name": "{name}", "arguments": ' for name in names]
-        assert calls_form["tags"][0]["content"]["json_schema"] == function["parameters"]
+        assert calls_form["tags"][0]["content"]["json_schema"] == {
+            **function["parameters"],
+            "x-guidance": {"lenient": True, "name": "tools[0] (weather)"},
+        }
 
     run(ring, test)
 
@@ -140,7 +144,10 @@ def test_strict_tools_that_need_not_be_called_are_obeyed_where_they_are() -> Non
         first, second = tag["tags"]
         assert tag["triggers"] == ["<tool_call>"]
         assert first["begin"] == '<tool_call>\n{"name": "weather", "arguments": '
-        assert first["content"]["json_schema"] == parameters
+        assert first["content"]["json_schema"] == {
+            **parameters,
+            "x-guidance": {"lenient": False, "name": "tools[0] (weather)"},
+        }
         assert first["end"] == "}\n</tool_call>"
         assert second["content"]["json_schema"] == {"type": "object"}
         with pytest.raises(openai.BadRequestError, match="both given"):
