@@ -220,9 +220,9 @@ def _call_numbers(marks: CallFormat) -> list[Format]:
 def _unmarked(marks: CallFormat, tools: list[CallableTool], is_parallel: bool) -> Format:
     """Return a text that is calls alone if it begins as a call does, else free."""
     first = "[" if _is_list(marks) else "{"
-    free = RegexMatch(pattern=rf"\s*[^\s\{first}](.|\n)*")
+    free = RegexMatch(pattern=rf"\s{{0,20}}[^\s\{first}](.|\n)*")
     lead: list[Format] = [text(mark) for mark in ("", *marks.open_variants)]
-    space = RegexMatch(pattern=r"\s*")
+    space = RegexMatch(pattern=r"\s{0,20}")
     calls = only_calls(marks, tools, is_parallel)
     with_lead = Sequence(elements=[Alternatives(elements=lead), space, calls])
     return Alternatives(elements=[text(""), free, with_lead])
