@@ -195,7 +195,7 @@ class ChatTemplate:
 
 def _max_cpu_s(messages: list[ChatMessage], options: ChatOptions) -> float:
     """Return the CPU time in which a template renders a chat, by a generous measure."""
-    num_bytes = len(msgspec.msgpack.encode((messages, options)))
+    num_bytes = len(msgspec.json.encode((messages, options)))
     num_items = len(messages) + len(options.tools)
     return MIN_CPU_S + ITEM_CPU_S * num_items + MEGABYTE_CPU_S * num_bytes / 2**20
 
