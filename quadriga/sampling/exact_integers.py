@@ -30,7 +30,10 @@ AddRule = Callable[[str], str]
 
 
 class InexpressibleInteger(Exception):
-    """A schema that no rule can be made of. Its argument: the value of its keyword EXACT."""
+    """A schema that no rule can be made of.
+
+    Its arguments are the value of its keyword EXACT, and why, if it is not for the place.
+    """
 
 
 def holds_exact(document: Any) -> bool:
@@ -142,7 +145,7 @@ class _ExactRules:
             values = [exact["const"]] if "const" in exact else exact["enum"]
             texts = [json.dumps(v, ensure_ascii=False) for v in values if _has_type(v, kinds)]
             if not texts:
-                raise ValueError(f"no value of {json.dumps(exact)} has the type {kinds}")
+                raise InexpressibleInteger(schema[EXACT], f"no value has the type {kinds}")
             return self._any_of(json.dumps(text, ensure_ascii=False) for text in texts)
         if exact.keys() <= set(BOUNDS) and "integer" in kinds and "number" not in kinds:
             own = {key: value for key, value in schema.items() if key in BOUNDS}
@@ -150,7 +153,8 @@ class _ExactRules:
                 raise InexpressibleInteger(schema[EXACT])
             least, most = integer_bounds({**own, **exact})
             if least is not None and most is not None and least > most:
-                raise ValueError(f"no integer is within {json.dumps({**own, **exact})}")
+                reason = f"no integer is within {json.dumps({**own, **exact})}"
+                raise InexpressibleInteger(schema[EXACT], reason)
             integers = f"/{integers_between(least, most)}/"
             rest = [self._of_library({"type": kind}) for kind in kinds if kind != "integer"]
             return self._any_of([self._add(integers), *rest])

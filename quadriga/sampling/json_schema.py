@@ -48,12 +48,13 @@ _KEPT_FIRST = (
 _DRAFT = re.compile(r"https?://json-schema\.org/(draft(-0[467]|/2019-09|/2020-12))/schema#?")
 # Every integer below this is a double, and so is the one after it.
 MAX_EXACT_INTEGER = 2**53
+MAX_DIGITS_OF_BOUND = 60
 # A pattern with at most so many texts becomes names of properties.
 MAX_NAMES_OF_PATTERN = 64
 MAX_SHOWN_CHARS = 80
 _INEXACT: Final = object()
 _ROUNDED = (
-    "grammars keep numbers in double precision, which has no such number; give it as a string"
+    "grammars keep numbers in double precision, and this one not to the last digit; use a string"
 )
 
 
@@ -229,10 +230,10 @@ class _Preparation:
         """
         if exact is not _INEXACT:
             normal[fault.keyword] = exact
-        elif _are_finite(fault.value) and fault.keyword != "multipleOf":
+        elif _is_expressible(fault.keyword, fault.value):
+            place = self._shown(fault._replace(reason="")).removesuffix(": ")
             kept = normal.setdefault(
-                EXACT,
-                {"keywords": {}, "fault": self._shown(fault), "is_lenient": scope.is_lenient},
+                EXACT, {"keywords": {}, "place": place, "is_lenient": scope.is_lenient}
             )
             kept["keywords"][fault.keyword] = fault.value
         else:
@@ -279,7 +280,7 @@ class _Preparation:
             return int(value)
         if isinstance(value, int) and abs(value) < MAX_EXACT_INTEGER:
             return value
-        if is_integer:
+        if is_integer or (keyword in ("enum", "const") and value == int(value)):
             return _INEXACT if abs(value) >= MAX_EXACT_INTEGER else value
         if keyword not in ("enum", "const"):
             return value if _is_double(value) else _INEXACT
@@ -427,9 +428,9 @@ def _with_exact_integers(document: dict[str, Any]) -> dict[str, Any]:
             exact_rule(document, {"whitespace_pattern": ""}, lambda _: "rule")
             break
         except InexpressibleInteger as error:
-            (exact,) = error.args
+            exact, *reasons = error.args
             if not exact["is_lenient"]:
-                raise ValueError(exact["fault"]) from None
+                raise ValueError(f"{exact['place']}: {(*reasons, _ROUNDED)[0]}") from None
             document = _without_exact(document, exact)
     return document
 
@@ -544,16 +545,24 @@ def _anchored(anchor: str, part: Any) -> Schema:
 
 
 def _is_double(number: float) -> bool:
-    """Return whether a number is kept in double precision and, as an integer, in 64 bits."""
+    """Return whether double precision has a number."""
     try:
-        return isinstance(number, float) or (float(number) == number and abs(number) < 2**63)
+        return float(number) == number
     except OverflowError:
         return False
 
 
 def _is_of_integers(kinds: Any) -> bool:
     kinds = [kinds] if isinstance(kinds, str) else kinds
-    return isinstance(kinds, list) and "integer" in kinds and "number" not in kinds
+    return isinstance(kinds, list) and "integer" in kinds
+
+
+def _is_expressible(keyword: str, value: Any) -> bool:
+    """Return whether a rule can have the numbers of a keyword as text."""
+    if keyword in ("enum", "const"):
+        return _are_finite(value)
+    is_number = isinstance(value, int | float)
+    return keyword in BOUNDS and is_number and abs(value) < 10**MAX_DIGITS_OF_BOUND
 
 
 def _are_finite(value: Any) -> bool:

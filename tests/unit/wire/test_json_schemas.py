@@ -160,7 +160,13 @@ def nested(levels: int, schema: Any) -> Any:
         (an_object(n={"type": "number", "maximum": 2**70 + 1}), "properties.n.maximum is 11805"),
         (an_object(n={"multipleOf": 2**53 + 1}), "properties.n.multipleOf is 9007199254740993"),
         ('{"properties": {"n": {"const": 1e400}}}', "properties.n.const"),
-        ({"allOf": [{"const": BIG}, {"type": "integer"}]}, f"allOf[0].const is {BIG}"),
+        ({"allOf": [{"const": BIG}, {"type": "integer"}]}, f"allOf[0].const is {BIG}: grammars"),
+        (an_object(n={"type": "string", "const": BIG}), f"const is {BIG}: no value has the type"),
+        (
+            an_object(n={"type": "integer", "minimum": BIG, "maximum": BIG - 1}),
+            f"properties.n.minimum is {BIG}: ",
+        ),
+        (an_object(n={"type": "integer", "maximum": 1e300}), "properties.n.maximum is 1e+300"),
         (an_object(n={"$ref": "#/$defs/none"}), 'properties.n.$ref is "#/$defs/none"'),
         (an_object(n={"$ref": "#"}), 'properties.n.$ref is "#": it leads to itself'),
         (an_object(n={"enum": []}), "properties.n.enum is []"),
@@ -204,6 +210,10 @@ def test_a_schema_is_called_by_its_name_in_errors() -> None:
         (
             {**an_object(a={}), "required": ["b"]},
             {key: value for key, value in an_object(a={}).items() if key != "required"},
+        ),
+        (
+            an_object(n={"type": "string", "const": BIG}),
+            an_object(n={"type": "string"}),
         ),
         (
             {"allOf": [{"const": BIG}, {"type": "integer"}], "type": "integer"},
