@@ -676,7 +676,9 @@ def _reluctance(keyword: str) -> int:
 def _reason(error: str) -> str:
     """Return the library's error as the reason why a keyword is refused."""
     if error.startswith("Unimplemented keys"):
-        return "grammars cannot enforce this keyword"
+        return "grammars cannot enforce this keyword; leave it out"
+    if error.startswith("Unknown format"):
+        return "grammars do not know this format; leave it out, or give a pattern"
     lines = [line for line in error.splitlines() if line.strip()]
     reason = lines[-1].removeprefix("error: ") if lines else "it cannot be compiled"
     return reason.removeprefix("Unsatisfiable schema: ")
