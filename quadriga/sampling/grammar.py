@@ -117,13 +117,19 @@ def _json_grammar(schema: dict[str, Any]) -> str:
 
 
 def to_library_form(
-    grammar: Grammar, vocabulary: "LLTokenizer", frees_lenient: bool = False
+    grammar: Grammar,
+    vocabulary: "LLTokenizer",
+    *,
+    finds_faults: bool = True,
+    frees_lenient: bool = False,
 ) -> str:
     """Return the grammar as LLMatcher takes it.
 
     Args:
         grammar: the grammar of a client.
         vocabulary: llguidance's tokenizer.
+        finds_faults: keywords of schemas that cannot be obeyed are refused, or left out of lenient
+            schemas; it takes more time than to compile them.
         frees_lenient: lenient schemas allow any value of their types.
 
     Raises:
@@ -135,7 +141,9 @@ def to_library_form(
     schemas = LibrarySchemas()
 
     def prepared(schema: Any) -> dict[str, Any]:
-        return prepared_schema(schema, schemas, frees_lenient)
+        return prepared_schema(
+            schema, schemas, finds_faults=finds_faults, frees_lenient=frees_lenient
+        )
 
     if grammar.kind == "json_schema":
         schema = parse_schema(grammar.text)

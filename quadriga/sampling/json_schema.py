@@ -105,12 +105,20 @@ def parse_schema(text: str) -> Schema:
         raise ValueError("the schema is nested too deeply") from None
 
 
-def prepared_schema(schema: Schema, library: SchemaLibrary, frees_lenient: bool) -> dict[str, Any]:
-    """Return a schema that the library compiles, and all of whose texts have an end.
+def prepared_schema(
+    schema: Schema,
+    library: SchemaLibrary,
+    *,
+    finds_faults: bool = True,
+    frees_lenient: bool = False,
+) -> dict[str, Any]:
+    """Return a schema for the library, all of whose texts have an end.
 
     Args:
         schema: the schema as it was given.
         library: compiles schemas.
+        finds_faults: try whether the library compiles the schema, and look for the keywords that
+            it cannot: they are refused, or left out.
         frees_lenient: leave out everything that lenient schemas say beside their types.
 
     Raises:
@@ -118,7 +126,7 @@ def prepared_schema(schema: Schema, library: SchemaLibrary, frees_lenient: bool)
             keyword and its path.
     """
     try:
-        return _Preparation(schema, library, frees_lenient).run()
+        return _Preparation(schema, library, frees_lenient).run(finds_faults)
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
 
@@ -150,14 +158,20 @@ class _Preparation:
         self._titles: dict[str, str] = {}
         self._draft = _draft_of(schema)
 
-    def run(self) -> dict[str, Any]:
+    def run(self, finds_faults: bool) -> dict[str, Any]:
         """Return the prepared schema. Raise ValueError."""
         is_lenient = _is_lenient(self._given)
         root = self._normal(self._given, "", _Scope(self._given, is_lenient))
         root = self._without_dead_ends(root, is_lenient)
+        if finds_faults:
+            root = self._without_faults(root, is_lenient)
+        return _with_exact_integers(self._document(root))
+
+    def _without_faults(self, root: Schema, is_lenient: bool) -> Schema:
+        """Return a schema that the library compiles. Raise ValueError."""
         for error_of in (self._shallow_error, self._error):
             if not self._error(root):
-                break
+                return root
             for name, part in self._definitions.items():
                 self._definitions[name] = self._repaired(
                     part, self._paths[name], self._lenient[name], error_of
@@ -165,7 +179,7 @@ class _Preparation:
             root = self._repaired(root, "", is_lenient, error_of)
         if error := self._error(root):
             raise ValueError(self._shown(_Fault("", "", None, _reason(error))))
-        return _with_exact_integers(self._document(root))
+        return root
 
     def _refuse(self, fault: _Fault, is_lenient: bool) -> None:
         """Raise ValueError for what cannot be obeyed, unless the schema is lenient."""
@@ -443,7 +457,8 @@ def _without_exact(part: Any, exact: Any) -> Any:
         return part
     if part.get(EXACT) is not exact:
         return {key: _without_exact(value, exact) for key, value in part.items()}
-    values = exact["keywords"].get("enum", [exact["keywords"].get("const")])
+    keywords = part[EXACT]["keywords"]
+    values = keywords.get("enum", [keywords.get("const")])
     kept = {key: value for key, value in part.items() if key != EXACT}
     return {"type": "integer", **kept} if _are_integers(values) else kept
 

@@ -59,3 +59,43 @@ def test_forced_calls_are_parsed_whole_and_streamed_alike(client: openai.OpenAI)
         with client.chat.completions.stream(**fields) as stream:
             (streamed,) = stream.get_final_completion().choices[0].message.tool_calls or []
         assert json.loads(streamed.function.arguments) == given
+
+
+def test_forced_answers_end_where_a_call_is_repeated(client: openai.OpenAI) -> None:
+    """There are four different calls, and random weights do not end by themselves."""
+    num_ended = 0
+    for seed in range(4):
+        fields: Any = {"model": MODEL, "messages": HELLO, "tools": [TOOL], "seed": seed,
+                       "tool_choice": "required", "max_tokens": 900}  # fmt: skip
+        answer = client.chat.completions.create(**fields)
+        choice, usage = answer.choices[0], answer.usage
+        given = [call.function.arguments for call in choice.message.tool_calls or []]  # type: ignore[union-attr]
+        parsed = [json.dumps(json.loads(each)) for each in given]
+        assert 1 <= len(set(parsed)) == len(parsed) <= 4
+        assert choice.message.content is None
+        with client.chat.completions.stream(
+            **fields, stream_options={"include_usage": True}
+        ) as stream:
+            streamed = stream.get_final_completion()
+        calls: Any = streamed.choices[0].message.tool_calls
+        assert [call.function.arguments for call in calls] == given
+        assert streamed.choices[0].finish_reason == choice.finish_reason
+        assert usage is not None and streamed.usage is not None
+        assert streamed.usage.completion_tokens == usage.completion_tokens
+        num_ended += choice.finish_reason == "tool_calls"
+    assert num_ended, "at least one of them has come to a repeat"
+
+
+def test_a_forced_function_without_parameters_gets_none(client: openai.OpenAI) -> None:
+    for parameters in (
+        {},
+        {"parameters": {}},
+        {"parameters": {"type": "object", "properties": {}}},
+    ):
+        tool: Any = {"type": "function", "function": {"name": "now", **parameters}}
+        answer = client.chat.completions.create(
+            model=MODEL, messages=HELLO, tools=[tool], tool_choice="required", max_tokens=300
+        )
+        (call,) = answer.choices[0].message.tool_calls or []
+        assert call.type == "function" and json.loads(call.function.arguments) == {}
+        assert answer.choices[0].finish_reason == "tool_calls"

@@ -80,12 +80,17 @@ def _limit_resources() -> None:
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
 
 
-def _check_grammar(vocabulary: "LLTokenizer", grammar: Grammar, frees_lenient: bool) -> str:
+def _check_grammar(vocabulary: "LLTokenizer", grammar: Grammar, frees_lenient: bool = False) -> str:
+    """Return the line that answers a grammar. What is wrong is looked for only where it is."""
     try:
-        form = to_library_form(grammar, vocabulary, frees_lenient)
+        form = to_library_form(grammar, vocabulary, finds_faults=False, frees_lenient=frees_lenient)
         check_begins(compile_grammar(vocabulary, form))
-    except BaseException as error:  # a panic of the library is no Exception
-        return json.dumps(["", str(error).strip()[:MAX_ERROR_CHARS] or type(error).__name__])
+    except BaseException:  # a panic of the library is no Exception
+        try:
+            form = to_library_form(grammar, vocabulary, frees_lenient=frees_lenient)
+            check_begins(compile_grammar(vocabulary, form))
+        except BaseException as error:
+            return json.dumps(["", str(error).strip()[:MAX_ERROR_CHARS] or type(error).__name__])
     return json.dumps([form, ""])
 
 

@@ -84,7 +84,7 @@ def test_a_text_that_is_over_matches_its_regex_in_full(
 def test_a_regex_that_cannot_be_obeyed_is_refused_with_the_reason(
     vocabulary: LLTokenizer, pattern: str
 ) -> None:
-    form, error = json.loads(_check_grammar(vocabulary, Grammar("regex", pattern), False))
+    form, error = json.loads(_check_grammar(vocabulary, Grammar("regex", pattern)))
     assert form == ""
     assert error
 
@@ -152,17 +152,13 @@ def as_text(schema: Any) -> str:
 def test_a_schema_that_nothing_obeys_is_refused_with_the_reason(
     vocabulary: LLTokenizer, schema: Any
 ) -> None:
-    form, error = json.loads(
-        _check_grammar(vocabulary, Grammar("json_schema", as_text(schema)), False)
-    )
+    form, error = json.loads(_check_grammar(vocabulary, Grammar("json_schema", as_text(schema))))
     assert form == ""
     assert error
 
 
 @pytest.mark.parametrize("schema", OBEYED, ids=lambda schema: as_text(schema)[:40])
 def test_a_schema_that_some_text_obeys_is_taken(vocabulary: LLTokenizer, schema: Any) -> None:
-    form, error = json.loads(
-        _check_grammar(vocabulary, Grammar("json_schema", as_text(schema)), False)
-    )
+    form, error = json.loads(_check_grammar(vocabulary, Grammar("json_schema", as_text(schema))))
     assert error == ""
     walk(compile_grammar(vocabulary, form), random.Random(0), most=20)

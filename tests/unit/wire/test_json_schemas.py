@@ -222,7 +222,7 @@ def test_a_schema_is_called_by_its_name_in_errors() -> None:
     ],
 )
 def test_a_lenient_schema_loses_only_what_cannot_be_obeyed(schema: Any, relaxed: Any) -> None:
-    found = prepared_schema({**schema, **LENIENT}, LibrarySchemas(), frees_lenient=False)
+    found = prepared_schema({**schema, **LENIENT}, LibrarySchemas())
     assert found == relaxed
     matcher_of({**schema, **LENIENT})
     with pytest.raises(ValueError, match=r"."):
