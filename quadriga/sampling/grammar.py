@@ -56,14 +56,18 @@ class LibrarySchemas:
     def __init__(self) -> None:
         self._bytes = byte_vocabulary()
         self._texts: dict[str, list[str] | None] = {}
+        self._errors: dict[str, str] = {}
 
     def error(self, schema: dict[str, Any]) -> str:
         """Return why the library cannot compile a schema, or an empty string."""
-        try:
-            check_begins(self._compiled(schema))
-        except BaseException as error:  # a panic of the library is no Exception
-            return str(error) or type(error).__name__
-        return ""
+        text = json.dumps(schema)
+        if text not in self._errors:
+            self._errors[text] = ""
+            try:
+                check_begins(self._compiled(schema))
+            except BaseException as error:  # a panic of the library is no Exception
+                self._errors[text] = str(error) or type(error).__name__
+        return self._errors[text]
 
     def accepts(self, schema: dict[str, Any], text: str) -> bool:
         """Return whether a text obeys the grammar of a schema."""

@@ -367,7 +367,9 @@ class _Preparation:
         while isinstance(schema, dict) and (conflict := _conflict(schema, known)) is not None:
             keyword, reason = conflict
             if is_lenient:
-                schema.pop(keyword)
+                possible = _possible_names(schema, known) if keyword == "required" else []
+                schema = {key: value for key, value in schema.items() if key != keyword}
+                schema |= {"required": possible} if possible else {}
                 continue
             value = schema.get(keyword)
             if keyword == "$ref":
@@ -659,6 +661,16 @@ def _conflict_of_objects(
         if num_possible < least:
             return "minProperties", f"only {num_possible} properties are possible"
     return _above(schema, "minProperties", "maxProperties")
+
+
+def _possible_names(schema: dict[str, Any], known: Mapping[str, bool]) -> list[Any]:
+    """Return the required names for which there is a value."""
+
+    def is_possible(name: Any) -> bool:
+        conflict = _conflict_of_objects({**schema, "required": [name]}, known)
+        return conflict is None or conflict[0] != "required"
+
+    return [name for name in schema["required"] if is_possible(name)]
 
 
 def _conflict_of_arrays(

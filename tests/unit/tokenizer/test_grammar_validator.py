@@ -1,6 +1,7 @@
 """The check of grammars: requests that share one, requests that are refused, processes that die."""
 
 import asyncio
+import json
 import subprocess
 import sys
 import threading
@@ -112,6 +113,17 @@ def test_a_check_whose_process_dies_is_tried_again(num_deaths: int, tmp_path: Pa
             assert [type(result) for result in results] == [RequestFailed] * 2
 
     asyncio.run(run())
+
+
+def test_a_lenient_schema_that_takes_too_long_is_any_value_of_its_type(llama_dir: Path) -> None:
+    command = [sys.executable, "-m", "tokenizer_proc.grammars.sandbox", str(llama_dir), "512", "0"]
+    slow = {"type": "object", "properties": {"n": {"type": "integer", "multipleOf": 999_983}}}
+    lenient = {**slow, "x-guidance": {"lenient": True}}
+    lines = "".join(f"{json.dumps(['json_schema', json.dumps(s)])}\n" for s in (slow, lenient))
+    found = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=60)
+    refused, freed = (json.loads(line) for line in found.stdout.splitlines())
+    assert refused[0] == "" and "simplify it" in refused[1]
+    assert freed[1] == "" and "multipleOf" not in freed[0] and "object" in freed[0]
 
 
 def test_a_checker_whose_frontend_has_died_ends_in_silence(llama_dir: Path) -> None:

@@ -208,6 +208,10 @@ def test_a_schema_is_called_by_its_name_in_errors() -> None:
             an_object(n={"type": "array", "maxItems": 2}),
         ),
         (
+            {**an_object(a={}, n=False), "required": ["a", "b", "n"]},
+            {**an_object(a={}, n=False), "required": ["a"]},
+        ),
+        (
             {**an_object(a={}), "required": ["b"]},
             {key: value for key, value in an_object(a={}).items() if key != "required"},
         ),
