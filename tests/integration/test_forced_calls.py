@@ -69,7 +69,7 @@ def test_forced_answers_end_where_a_call_is_repeated(client: openai.OpenAI) -> N
                        "tool_choice": "required", "max_tokens": 900}  # fmt: skip
         answer = client.chat.completions.create(**fields)
         choice, usage = answer.choices[0], answer.usage
-        given = [call.function.arguments for call in choice.message.tool_calls or []]  # type: ignore[union-attr]
+        given = [call.function.arguments for call in choice.message.tool_calls or []]
         parsed = [json.dumps(json.loads(each)) for each in given]
         assert 1 <= len(set(parsed)) == len(parsed) <= 4
         assert choice.message.content is None

@@ -98,7 +98,7 @@ def test_with_one_call_at_a_time_the_others_are_left_out() -> None:
 def test_a_forced_call_is_asked_for_by_a_grammar_and_is_the_whole_answer(choice: Any) -> None:
     ring = ScriptedRing(list(CALL))
     parameters = {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}}
-    function = {"name": "weather", "parameters": {**parameters, "$defs": {"city": {}}}}
+    function: Any = {"name": "weather", "parameters": {**parameters, "$defs": {"city": {}}}}
     other = {"type": "function", "function": {"name": "other", "strict": True}}
     tools: Any = [{"type": "function", "function": function}, other]
 
