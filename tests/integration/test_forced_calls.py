@@ -87,11 +87,8 @@ def test_forced_answers_end_where_a_call_is_repeated(client: openai.OpenAI) -> N
 
 
 def test_a_forced_function_without_parameters_gets_none(client: openai.OpenAI) -> None:
-    for parameters in (
-        {},
-        {"parameters": {}},
-        {"parameters": {"type": "object", "properties": {}}},
-    ):
+    empty: list[dict[str, Any]] = [{}, {"type": "object", "properties": {}}]
+    for parameters in ({}, *({"parameters": each} for each in empty)):
         tool: Any = {"type": "function", "function": {"name": "now", **parameters}}
         answer = client.chat.completions.create(
             model=MODEL, messages=HELLO, tools=[tool], tool_choice="required", max_tokens=300

@@ -142,23 +142,24 @@ def test_large_integers_of_schemas_are_exact(gateway: str) -> None:
             "required": ["id", "n"],
             "additionalProperties": False,
         }
-        wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+        lax: Any = {"name": "s", "schema": schema}
+        forms: list[dict[str, Any]] = [
+            {"type": "json_schema", "json_schema": lax},
+            {"type": "json_schema", "json_schema": {**lax, "strict": True}},
+        ]
         tool: Any = {"type": "function", "function": {"name": "get", "parameters": schema}}
-        for fields in (
-            {"response_format": wanted},
-            {
-                "response_format": wanted
-                | {"json_schema": {**wanted["json_schema"], "strict": True}}
-            },
+        asked: list[dict[str, Any]] = [
+            *({"response_format": form} for form in forms),
             {"extra_body": {"guided_json": schema}},
             {"tools": [tool], "tool_choice": "required"},
-        ):
+        ]
+        for fields in asked:
             answer = client.chat.completions.create(
                 model=MODEL,
                 messages=[{"role": "user", "content": "Hello!"}],
                 max_tokens=300,
                 seed=2,
-                **fields,  # type: ignore[arg-type]
+                **fields,
             )
             message = answer.choices[0].message
             calls: Any = message.tool_calls
