@@ -123,11 +123,10 @@ def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
     tokens = metadata.get("tokenizer.ggml.tokens", [])
     named = [_token_id(metadata, f"{key}_token_id") for key in ("eos", "eot", "eom")]
     fill = [_fill_token_id(metadata, role) for role in _ENDING_FILL_ROLES]
-    known = [token_id for token_id, token in enumerate(tokens) if token in _end_tokens(tokens)]
+    ends, exempt = _end_tokens(tokens), _exempt(tokens)
+    known = [token_id for token_id, token in enumerate(tokens) if token in ends]
     found = [token_id for token_id in (*named, *known, *fill) if token_id is not None]
-    return [
-        token_id for token_id in dict.fromkeys(found) if tokens[token_id] not in _exempt(tokens)
-    ]
+    return [token_id for token_id in dict.fromkeys(found) if tokens[token_id] not in exempt]
 
 
 def _end_tokens(tokens: Collection[str]) -> frozenset[str]:
