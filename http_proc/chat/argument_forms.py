@@ -37,7 +37,7 @@ _KEY = r"[A-Za-z_][A-Za-z0-9_.\-]*"
 
 
 class Inexpressible(Exception):
-    """A style of calls cannot be made to obey a schema."""
+    """A style of calls cannot be made to obey a schema. An argument, if it has one: a keyword."""
 
 
 def text(value: str) -> Format:
@@ -82,8 +82,8 @@ def _tagged_value(marks: CallFormat, schema: Any, root: Schema) -> tuple[Format,
         value: Format = Alternatives(elements=[text(choice) for choice in choices])
         return value, marks.string_key_close or marks.key_close, marks.value_close
     if choices is None and _may_be_string(resolved, root):
-        if _OF_STRINGS & resolved.keys():
-            raise Inexpressible
+        if keywords := _OF_STRINGS & resolved.keys():
+            raise Inexpressible(min(keywords))
         return AnyText(), marks.string_key_close or marks.key_close, _end_of_text(marks)
     return _json(resolved, root), marks.key_close, marks.value_close
 
@@ -139,7 +139,9 @@ def _any_quoted(marks: CallFormat) -> Format:
 
 
 def _quoted_object(marks: CallFormat, schema: Schema, root: Schema, level: int) -> Format:
-    if level == _MAX_LEVELS or schema.keys() - _OF_OBJECTS:
+    if keywords := schema.keys() - _OF_OBJECTS:
+        raise Inexpressible(min(keywords))
+    if level == _MAX_LEVELS:
         raise Inexpressible
     if not schema.get("properties") and schema.get("additionalProperties") is not False and level:
         raise Inexpressible
@@ -169,7 +171,7 @@ def _quoted_value(marks: CallFormat, schema: Any, root: Schema, level: int) -> F
             item = _quoted_value(marks, resolved["items"], root, level + 1)
             items = SeparatedTags(tags=[Tag(begin="", content=item, end="")], separator=",")
             return Sequence(elements=[text("["), items, text("]")])
-    raise Inexpressible
+    raise Inexpressible(min(resolved.keys() - NOTES - {"type", "items"}, default="type"))
 
 
 def _comma_separated(items: list[tuple[Format, bool]], separator: str) -> Format:
@@ -177,7 +179,7 @@ def _comma_separated(items: list[tuple[Format, bool]], separator: str) -> Format
     ways: list[Format] = []
     for index, (first, is_required) in enumerate(items):
         if index == MAX_LEADING_OPTIONAL_ARGUMENTS:
-            raise Inexpressible
+            raise Inexpressible("required")
         rest = [
             part if needed else optional(part)
             for part, needed in (

@@ -79,7 +79,7 @@ def strict_calls(call: ChatCall, calls: CallFormat) -> CallGrammar:
     Raises:
         ApiError: the model's form cannot be made to obey a strict tool.
     """
-    with _inexpressible(call):
+    with _inexpressible(call, calls):
         form = calls_in_text(calls, _callable_tools(call), call.is_parallel)
         return CallGrammar(_fields(form), calls)
 
@@ -90,7 +90,7 @@ def strict_calls_or_json(call: ChatCall, calls: CallFormat, schema: dict[str, An
     Raises:
         ApiError: the model's form cannot be made to obey a strict tool.
     """
-    with _inexpressible(call):
+    with _inexpressible(call, calls):
         form = calls_or_json(calls, _callable_tools(call), call.is_parallel, schema)
         return CallGrammar(_fields(form), calls)
 
@@ -112,17 +112,28 @@ def _title(call: ChatCall, index: int) -> str:
 
 
 @contextmanager
-def _inexpressible(call: ChatCall) -> Iterator[None]:
+def _inexpressible(call: ChatCall, calls: CallFormat) -> Iterator[None]:
     """Convert the error of a strict tool that the form of calls cannot be made to obey."""
     try:
         yield
     except Inexpressible:
         field = call.name("tools")
         raise invalid(
-            f"{field}: a strict tool has parameters that this model's form of calls cannot be made"
+            f"{_inexpressible_tool(call, calls)}, which this model's form of calls cannot be made"
             " to obey; leave strict out, or require the call",
             field,
         ) from None
+
+
+def _inexpressible_tool(call: ChatCall, calls: CallFormat) -> str:
+    """Return the first strict tool that the form cannot be made to obey, and the keyword."""
+    for index, tool in enumerate(_callable_tools(call)):
+        try:
+            calls_in_text(calls, [tool], call.is_parallel)
+        except Inexpressible as error:
+            keyword = f"the keyword {error.args[0]}" if error.args else "parameters"
+            return f"{_title(call, index)} has {keyword}"
+    return f"{call.name('tools')} have parameters"
 
 
 def in_final_message(params: SamplingParams) -> SamplingParams:

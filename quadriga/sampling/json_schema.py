@@ -132,10 +132,16 @@ def prepared_schema(
 
 
 class _Scope(NamedTuple):
-    """What a schema of its own says about its parts. root: what its references are relative to."""
+    """What a schema of its own says about its parts.
+
+    Attributes:
+        root: the schema, to which references are relative.
+        path: where it stands.
+    """
 
     root: Schema
     is_lenient: bool
+    path: str
 
 
 class _Preparation:
@@ -161,7 +167,7 @@ class _Preparation:
     def run(self, finds_faults: bool) -> dict[str, Any]:
         """Return the prepared schema. Raise ValueError."""
         is_lenient = _is_lenient(self._given)
-        root = self._normal(self._given, "", _Scope(self._given, is_lenient))
+        root = self._normal(self._given, "", _Scope(self._given, is_lenient, ""))
         root = self._without_dead_ends(root, is_lenient)
         if finds_faults:
             root = self._without_faults(root, is_lenient)
@@ -205,7 +211,7 @@ class _Preparation:
             self._refuse(_Fault(path, "", schema, reason), scope.is_lenient)
             return {}
         if options := _options(schema):
-            scope = _Scope(schema, _is_lenient(schema))
+            scope = _Scope(schema, _is_lenient(schema), path)
             if isinstance(name := options.get("name"), str):
                 self._titles[path] = name
         if scope.is_lenient and self._frees_lenient:
@@ -266,7 +272,8 @@ class _Preparation:
             return None
         name = self._names[key] = f"d{len(self._names)}"
         self._references[name] = key[0]
-        where = key[0].removeprefix("#").strip("/").replace("/", ".")
+        steps = (scope.path, *key[0].removeprefix("#").split("/"))
+        where = ".".join(step for step in steps if step)
         self._paths[name], self._lenient[name] = where, scope.is_lenient
         self._definitions[name] = True  # while it is made
         self._definitions[name] = self._normal(target, where, scope)

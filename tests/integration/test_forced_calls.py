@@ -5,7 +5,6 @@ The weights are random: whatever the grammar allows is written.
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -32,9 +31,12 @@ HELLO: Any = [{"role": "user", "content": "Hello!"}]
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.fixture(params=["hermes", "mistral", "qwen3_coder", "pythonic", "gemma4"])
-def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[openai.OpenAI]:
-    directory = tiny_llama(tmp_path / "model", max_position_embeddings=1024)
+@pytest.fixture(params=["hermes", "mistral", "qwen3_coder", "pythonic", "gemma4"], scope="module")
+def client(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[openai.OpenAI]:
+    tmp_path = tmp_path_factory.mktemp("forced")
+    directory = tiny_llama(tmp_path / "model", max_position_embeddings=4096)
     flags = ["--model", str(directory), "--dtype", "float32", "--worker-threads", "1"]
     flags += ["--tool-call-parser", request.param]
     with (
@@ -66,7 +68,7 @@ def test_forced_answers_end_where_a_call_is_repeated(client: openai.OpenAI) -> N
     num_ended = 0
     for seed in range(4):
         fields: Any = {"model": MODEL, "messages": HELLO, "tools": [TOOL], "seed": seed,
-                       "tool_choice": "required", "max_tokens": 900}  # fmt: skip
+                       "tool_choice": "required", "max_tokens": 1500}  # fmt: skip
         answer = client.chat.completions.create(**fields)
         choice, usage = answer.choices[0], answer.usage
         given = [call.function.arguments for call in choice.message.tool_calls or []]
@@ -96,3 +98,66 @@ def test_a_forced_function_without_parameters_gets_none(client: openai.OpenAI) -
         (call,) = answer.choices[0].message.tool_calls or []
         assert call.type == "function" and json.loads(call.function.arguments) == {}
         assert answer.choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("tool_choice", ["auto", "required"])
+def test_a_strict_tool_that_no_grammar_can_enforce_is_refused_by_name_and_keyword(
+    client: openai.OpenAI, tool_choice: Any
+) -> None:
+    tags = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    parameters = {
+        "type": "object",
+        "properties": {"path": {"type": "string", "format": "path"}, "tags": tags},
+        "required": ["path"],
+        "additionalProperties": False,
+    }
+    save: Any = {"name": "save", "parameters": parameters, "strict": True}
+    tools: Any = [
+        {"type": "function", "function": {"name": "other"}},
+        {"type": "function", "function": save},
+    ]
+    ask: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}], "tools": tools}
+    with pytest.raises(openai.BadRequestError, match=r"tools\[1\] \(save\).*[ .]format"):
+        client.chat.completions.create(**ask, tool_choice=tool_choice)
+    save["strict"] = False
+    del tools[0]
+    call = client.chat.completions.create(**ask, tool_choice="required", seed=1, max_tokens=200)
+    (made,) = call.choices[0].message.tool_calls or []
+    assert made.type == "function" and '"path"' in made.function.arguments
+
+
+def test_large_integers_of_schemas_are_exact(client: openai.OpenAI) -> None:
+    for number in (1234567890123456789, 2**70 + 1, 2**53 + 1):
+        properties: Any = {
+            "id": {"enum": [number]},
+            "n": {"type": "integer", "minimum": number, "maximum": number},
+        }
+        schema: Any = {
+            "type": "object",
+            "properties": properties,
+            "required": ["id", "n"],
+            "additionalProperties": False,
+        }
+        lax: Any = {"name": "s", "schema": schema}
+        forms: list[dict[str, Any]] = [
+            {"type": "json_schema", "json_schema": lax},
+            {"type": "json_schema", "json_schema": {**lax, "strict": True}},
+        ]
+        tool: Any = {"type": "function", "function": {"name": "get", "parameters": schema}}
+        asked: list[dict[str, Any]] = [
+            *({"response_format": form} for form in forms),
+            {"extra_body": {"guided_json": schema}},
+            {"tools": [tool], "tool_choice": "required"},
+        ]
+        for fields in asked:
+            answer = client.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": "Hello!"}],
+                max_tokens=300,
+                seed=2,
+                **fields,
+            )
+            message = answer.choices[0].message
+            calls: Any = message.tool_calls
+            text = calls[0].function.arguments if calls else message.content
+            assert json.loads(text) == {"id": number, "n": number}

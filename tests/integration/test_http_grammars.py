@@ -1,6 +1,5 @@
 """Grammars for OpenAI's clients."""
 
-import json
 import re
 from typing import Any
 
@@ -98,70 +97,3 @@ def test_a_schema_that_no_text_obeys_is_a_400(gateway: str, schema: Any) -> None
     wanted["strict"] = False
     if isinstance(schema, dict):
         client.completions.create(model=MODEL, prompt="One", extra_body=fields, max_tokens=20)
-
-
-@pytest.mark.parametrize("tool_choice", ["auto", "required"])
-def test_a_strict_tool_that_no_grammar_can_enforce_is_refused_by_name_and_keyword(
-    gateway: str, tool_choice: Any
-) -> None:
-    client = openai.OpenAI(base_url=f"{gateway}/v1", api_key="none", max_retries=0, timeout=30)
-    tags = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
-    parameters = {
-        "type": "object",
-        "properties": {"path": {"enum": ["a"], "format": "path", "type": "string"}, "tags": tags},
-        "required": ["path"],
-        "additionalProperties": False,
-    }
-    save: Any = {"name": "save", "parameters": parameters, "strict": True}
-    tools: Any = [
-        {"type": "function", "function": {"name": "other"}},
-        {"type": "function", "function": save},
-    ]
-    ask: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}], "tools": tools}
-    with pytest.raises(
-        openai.BadRequestError, match=r"tools\[1\] \(save\): properties\.path\.format"
-    ):
-        client.chat.completions.create(**ask, tool_choice=tool_choice)
-    save["strict"] = False
-    del tools[0]
-    call = client.chat.completions.create(**ask, tool_choice="required", seed=1, max_tokens=200)
-    (made,) = call.choices[0].message.tool_calls or []
-    assert made.type == "function" and '"path"' in made.function.arguments
-
-
-def test_large_integers_of_schemas_are_exact(gateway: str) -> None:
-    client = openai.OpenAI(base_url=f"{gateway}/v1", api_key="none", max_retries=0, timeout=30)
-    for number in (1234567890123456789, 2**70 + 1, 2**53 + 1):
-        properties: Any = {
-            "id": {"enum": [number]},
-            "n": {"type": "integer", "minimum": number, "maximum": number},
-        }
-        schema: Any = {
-            "type": "object",
-            "properties": properties,
-            "required": ["id", "n"],
-            "additionalProperties": False,
-        }
-        lax: Any = {"name": "s", "schema": schema}
-        forms: list[dict[str, Any]] = [
-            {"type": "json_schema", "json_schema": lax},
-            {"type": "json_schema", "json_schema": {**lax, "strict": True}},
-        ]
-        tool: Any = {"type": "function", "function": {"name": "get", "parameters": schema}}
-        asked: list[dict[str, Any]] = [
-            *({"response_format": form} for form in forms),
-            {"extra_body": {"guided_json": schema}},
-            {"tools": [tool], "tool_choice": "required"},
-        ]
-        for fields in asked:
-            answer = client.chat.completions.create(
-                model=MODEL,
-                messages=[{"role": "user", "content": "Hello!"}],
-                max_tokens=300,
-                seed=2,
-                **fields,
-            )
-            message = answer.choices[0].message
-            calls: Any = message.tool_calls
-            text = calls[0].function.arguments if calls else message.content
-            assert json.loads(text) == {"id": number, "n": number}

@@ -233,6 +233,14 @@ def test_a_lenient_schema_loses_only_what_cannot_be_obeyed(schema: Any, relaxed:
         matcher_of(schema)
 
 
+def test_definitions_of_a_named_schema_are_called_by_its_name() -> None:
+    tool = {**an_object(p={"$ref": "#/$defs/p"}), "$defs": {"p": {"not": {}}}}
+    named = {**tool, OPTIONS: {"name": "tools[0] (f)"}}
+    for schema in (named, an_object(arguments=named)):
+        with pytest.raises(ValueError, match=r"^tools\[0\] \(f\): \$defs\.p\.not is "):
+            matcher_of(schema)
+
+
 def test_a_lenient_schema_may_be_freed_but_for_its_type() -> None:
     schema = {"anyOf": [{**an_object(a={}), **LENIENT}, an_object(b={})]}
     found = prepared_schema(schema, LibrarySchemas(), frees_lenient=True)
