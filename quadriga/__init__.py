@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from quadriga.errors import DeadlineExceeded as DeadlineExceeded
     from quadriga.errors import InvalidRequest as InvalidRequest
     from quadriga.errors import ModelError as ModelError
+    from quadriga.errors import NonFiniteLogits as NonFiniteLogits
     from quadriga.errors import PromptTooLong as PromptTooLong
     from quadriga.errors import QuadrigaError as QuadrigaError
     from quadriga.errors import QueueFull as QueueFull
@@ -54,8 +55,8 @@ _MODULES = {
     "quadriga.client.types": ("Completion", "RequestOptions", "StreamChunk", "Timings"),
     "quadriga.errors": (
         "AddressInUse", "ConfigError", "DeadlineExceeded", "InvalidRequest", "ModelError",
-        "PromptTooLong", "QuadrigaError", "QueueFull", "RequestAborted", "RequestFailed",
-        "ServerFailed", "ServerStopping", "ServerUnreachable", "SlowReader",
+        "NonFiniteLogits", "PromptTooLong", "QuadrigaError", "QueueFull", "RequestAborted",
+        "RequestFailed", "ServerFailed", "ServerStopping", "ServerUnreachable", "SlowReader",
     ),
     "quadriga.llm.llm": ("LLM",),
     "quadriga.sampling.params": ("SamplingParams",),

@@ -4,7 +4,9 @@
         InvalidRequest          the request must change
             PromptTooLong
         QueueFull               try again later
-        RequestAborted  RequestFailed  DeadlineExceeded  SlowReader
+        RequestAborted  DeadlineExceeded  SlowReader
+        RequestFailed
+            NonFiniteLogits
         ServerStopping  ServerFailed  ServerUnreachable
         ConfigError  ModelError  AddressInUse
 
@@ -73,6 +75,22 @@ class RequestFailed(QuadrigaError):
     """The server could not continue the request; the message says why."""
 
     code = "failed"
+
+
+class NonFiniteLogits(RequestFailed):
+    """The model's numbers overflow for this request: no token can be chosen."""
+
+    code = "non_finite_logits"
+
+    @classmethod
+    def at(cls, position: int) -> "NonFiniteLogits":
+        """Return the error of a request. position: of the token that could not be chosen."""
+        return cls(
+            f"the model's logits for token {position} of the request are NaN or infinite, or none"
+            " of them is finite: its numbers overflow for this text. The same request would end"
+            " alike: change its text; if it happens to many, start the server with --dtype float32,"
+            " and check the checkpoint (`quadriga models check`)"
+        )
 
 
 class ServerStopping(QuadrigaError):

@@ -8,6 +8,7 @@ from quadriga.wire.messages.worker import StepResult
 from scheduler_proc.planning.batching import ContinuousBatching
 from scheduler_proc.planning.retraction import Retraction
 from scheduler_proc.state.batch import RunningBatch, ScheduleBatch
+from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.plan import StepUpdate
 from scheduler_proc.state.request import FinishReason, Request, RequestStatus
 
@@ -19,14 +20,20 @@ class StepCompletion:
         running: the requests that decode.
         batching: how requests leave.
         retraction: queues retracted requests again.
+        kv: the KV pages.
     """
 
     def __init__(
-        self, running: RunningBatch, batching: ContinuousBatching, retraction: Retraction
+        self,
+        running: RunningBatch,
+        batching: ContinuousBatching,
+        retraction: Retraction,
+        kv: KVCache,
     ) -> None:
         self._running = running
         self._batching = batching
         self._retraction = retraction
+        self._kv = kv
 
     def complete(self, batch: ScheduleBatch, result: StepResult) -> StepUpdate:
         """Take in the result of a step and return what it brought.
@@ -37,6 +44,8 @@ class StepCompletion:
         requests, update = batch.requests, StepUpdate()
         for piece in result.prompt_logprobs:
             requests[piece.row].prompt_logprobs.append(piece.block)
+        for nonfinite in result.nonfinite:
+            self._kv.withdraw(requests[nonfinite.row], nonfinite.position)
         for request in requests:
             request.in_flight -= 1
         token_ids = unpack_ids(result.token_ids)

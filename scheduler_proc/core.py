@@ -83,7 +83,7 @@ class SchedulerCore:
         self.retraction = retraction = Retraction(args, state, num_retractions)
         self._growth = growth = PageGrowth(state, batching, retraction)
         self.prefill = PrefillPlanner(args, state, budget, self.costs, batching, retraction, growth)
-        self._completion = StepCompletion(state.running, batching, retraction)
+        self._completion = StepCompletion(state.running, batching, retraction, kv)
         self._last_step_prefilled = False
 
     # --- requests come and go ---------------------------------------------------------------------

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from quadriga.config.scheduler_args import SchedulerArgs
-from quadriga.errors import InvalidRequest
+from quadriga.errors import from_code
 from quadriga.wire.messages import to_detok, to_scheduler
 from quadriga.wire.messages import worker as to_worker
 from quadriga.wire.messages.to_client import InfoValues
@@ -147,7 +147,7 @@ class Scheduler:
         lifecycle = self.lifecycle
         batch = self.pipeline.complete(result)
         for row in result.failed:
-            lifecycle.fail(batch.requests[row.row], InvalidRequest(row.error))
+            lifecycle.fail(batch.requests[row.row], from_code(row.code, row.error))
         update = lifecycle.core.complete(batch, result)
         if lifecycle.tracer.live:
             lifecycle.tracer.on_step(batch, result)

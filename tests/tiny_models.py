@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     Ernie4_5Config,
@@ -330,6 +331,36 @@ FAMILIES: dict[str, Callable[..., Path]] = {
     "phi3": tiny_phi3,
     "starcoder2": tiny_starcoder2,
 }
+
+
+def let_token_overflow(directory: Path, token: int, value: float = 1e38, part: str = "v") -> Path:
+    """Change the finite weights of a saved model so that one token's numbers overflow.
+
+    The token's vector is a channel of its own, which nothing else adds to, and by which the layers
+    multiply `value`.
+
+    Args:
+        directory: Of a model of 3 or more layers with the names of a Llama.
+        token: Its id.
+        value: Of the weights; times the root of the number of channels it is infinite.
+        part: Where it overflows: "v" in values, "k" in keys.
+    """
+    channel, file = 5, directory / "model.safetensors"
+    weights = load_file(file)
+    for name, weight in weights.items():
+        if name.endswith("embed_tokens.weight"):
+            weight[:, channel], weight[token] = 0, 0
+            weight[token, channel] = 1
+        elif name == "lm_head.weight":
+            weight[token] = 0  # so that it is not sampled
+        elif "o_proj" in name or "down_proj" in name or name.endswith("w2.weight"):
+            is_expert = "experts.down_proj" in name and "." not in name.split("experts.")[1]
+            place = (..., channel) if is_expert or weight.dim() == 1 else channel
+            weight[place] = 0
+        elif name.endswith(f"{part}_proj.weight"):
+            weight[:, channel] = value
+    save_file(weights, file, metadata={"format": "pt"})
+    return directory
 
 
 def _gemma(model_class: Any, config_class: Any, directory: Path, changes: dict[str, Any]) -> Path:

@@ -75,6 +75,7 @@ class Runner:
                 session=plan.session,
                 forced=output.forced,
                 guessed=output.guessed,
+                nonfinite=output.nonfinite,
             )
 
         if pending.blocks_next:

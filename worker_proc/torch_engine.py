@@ -57,7 +57,10 @@ class TorchEngine(Engine):
         }
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        return self.model.forward(TorchOps(self._packed, inputs, self._attention, self.ranks))
+        ops = TorchOps(self._packed, inputs, self._attention, self.ranks)
+        hidden = self.model.forward(ops)
+        ops.note_nonfinite(inputs)
+        return hidden
 
     def kv_parts(self) -> Sequence[Tensor]:
         return self._attention.layers
@@ -86,6 +89,10 @@ class TorchOps(Ops[Tensor]):
             self._attention = attention.begin_step(inputs.layout)
         self._ranks = ranks
         self._angles: dict[Rope, tuple[Tensor, Tensor]] = {}
+
+    def note_nonfinite(self, inputs: StepInputs) -> None:
+        """Note in the slot table which keys and values of the step are not finite."""
+        self._attention.note_nonfinite(inputs)
 
     def embed(
         self, tokens: Embedding, positions: Embedding | None = None, scale: float = 1.0

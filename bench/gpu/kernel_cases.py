@@ -187,11 +187,21 @@ class Cases:
         qkv = self._draw(rows, sizes.heads + 2 * sizes.kv_heads, sizes.head_dim)
         slots = torch.arange(rows, device=self._device)
         positions = torch.zeros_like(slots)
+        out = torch.empty(
+            rows, sizes.heads * sizes.head_dim, device=self._device, dtype=sizes.dtype
+        )
         return KernelCase(
             "rotate and write",
             f"{rows} rows",
             lambda: rotate_and_write(
-                qkv, pages.layers[0], table.pages, slots, positions, attention
+                qkv,
+                pages.layers[0],
+                table.pages,
+                slots,
+                positions,
+                attention,
+                table.nonfinite_from,
+                out,
             ),
             2 * qkv.nbytes,
         )

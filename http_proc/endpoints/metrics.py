@@ -40,7 +40,7 @@ from http_proc.observe.request_metrics import HISTOGRAMS, RequestMetrics
 from http_proc.observe.trace_metrics import TraceCollector
 from http_proc.streams.stream_metrics import StreamCollector
 from http_proc.streams.stream_table import STREAMS
-from quadriga.errors import QuadrigaError
+from quadriga.errors import NonFiniteLogits, QuadrigaError
 from quadriga.histogram import buckets
 
 
@@ -134,6 +134,11 @@ class Collector:
             yield self._gauge(name, text, derived[name] if not key else info[key])
         for name, (key, text) in COUNTERS.items():
             yield self._counter(name, text, info[key])
+        yield self._counter(
+            "nan_logits",
+            "Number of choices that ended because the model's logits were not finite",
+            info["errors"].get(NonFiniteLogits.code, 0),
+        )
         if SPECULATION_BY_PLACE in info:
             yield from self._speculation(info)
         if "kv_offload_pages" in info:

@@ -14,6 +14,8 @@ RETRY_AFTER_S = 1
 RETRY_AFTER_RESTART_S = 10
 
 POSITION_HEADER, WAIT_HEADER = "X-Queue-Position", "X-Expected-Wait"
+# Read by the SDKs of OpenAI and Anthropic, which otherwise repeat what ends with a 500.
+RETRY_HEADER = "X-Should-Retry"
 
 INVALID = "invalid_request_error"
 # A message may quote what the client has sent.
@@ -84,6 +86,7 @@ class ApiError(Exception):
             "Allow": self.allow,
             POSITION_HEADER: self.answer.error.queue_position,
             WAIT_HEADER: self.answer.error.expected_wait,
+            RETRY_HEADER: "false" if self.answer.error.code in _IN_VAIN else None,
         }
         missing = (None, msgspec.UNSET)
         return {name: str(value) for name, value in values.items() if value not in missing}
@@ -112,6 +115,8 @@ _STATUS: dict[type[QuadrigaError], tuple[int, str, float | None]] = {
     errors.ServerUnreachable: (503, "server_error", RETRY_AFTER_RESTART_S),
     errors.SlowReader: (503, "server_error", RETRY_AFTER_S),
 }
+# Errors of the server that the same request would run into again.
+_IN_VAIN = (errors.NonFiniteLogits.code,)
 _CODES = {errors.PromptTooLong.code: "context_length_exceeded"}
 # OpenAI's wording, by which some clients recognize the error.
 CONTEXT_EXCEEDED = "this model's maximum context length is exceeded: "

@@ -18,7 +18,7 @@ from quadriga.wire.messages.to_client import InfoValues
 from scheduler_proc.kv_offload.offload_stats import OffloadStats
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.prefix_tree import Node
-from scheduler_proc.state.request import Request
+from scheduler_proc.state.request import ALL_TOKENS, Request
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +38,7 @@ class PageLoad:
     first_page: int = 0
     page_capacity: int = 0
     prefix_path: list[Node] = field(default_factory=list)
+    num_shareable: int = ALL_TOKENS
     waiting: list[int] = field(default_factory=list)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from scheduler_proc.state.prefix_tree import Node, PrefixTree
-from scheduler_proc.state.request import Request
+from scheduler_proc.state.request import ALL_TOKENS, Request
 
 
 class PageHolder(Protocol):
@@ -26,6 +26,7 @@ class PageHolder(Protocol):
     first_page: int
     page_capacity: int
     prefix_path: list[Node]
+    num_shareable: int
 
 
 class KVCache:
@@ -92,8 +93,8 @@ class KVCache:
         prompt computed, so such a request matches nothing.
         """
         node, root = request.prefix_node, self.tree.root
-        if node is None or (node.parent is None and node is not root):  # evicted
-            node = root
+        if node is None or not node.is_shared or (node.parent is None and node is not root):
+            node = root  # the node was evicted, or is not shared any more
         elif request.prefix_miss and request.prefix_miss not in node.children:
             return node
         request.prefix_miss = b""
@@ -138,7 +139,7 @@ class KVCache:
         """Give `num_pages` pages to a holder: those of a path, which it locks, and then others."""
         for node in path:
             self.tree.lock(node)
-        holder.prefix_path = path
+        holder.prefix_path, holder.num_shareable = path, ALL_TOKENS
         holder.num_computed_tokens = len(path) * self.page_size
         holder.pages = [node.page for node in path]
         holder.pages += self._take(num_pages - len(path))
@@ -164,7 +165,8 @@ class KVCache:
         if not self._prefix_cache:
             return
         path, tree = holder.prefix_path, self.tree
-        num_full = min(holder.num_computed_tokens, len(holder.tokens)) // self.page_size
+        num_known = min(holder.num_computed_tokens, len(holder.tokens))
+        num_full = min(num_known, holder.num_shareable) // self.page_size
         for index in range(len(path), num_full):
             parent = path[-1] if path else tree.root
             key = self.page_key(holder, index)
@@ -176,6 +178,14 @@ class KVCache:
                     self._replace_page(node, holder.pages[index])
                 tree.lock(node)
             path.append(node)
+
+    def withdraw(self, request: Request, position: int) -> None:
+        """Share no page of a request with tokens from `position` on, whose KV is not finite."""
+        request.num_shareable = min(request.num_shareable, position)
+        first = position // self.page_size
+        for node, page in zip(request.prefix_path[first:], request.pages[first:]):  # noqa: B905
+            if node.page == page:
+                self.tree.withdraw(node)
 
     def release(self, holder: PageHolder) -> None:
         """Take the holder's pages back. What it has computed stays cached."""

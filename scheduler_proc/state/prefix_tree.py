@@ -22,9 +22,10 @@ class Node:
         parent: None for the root, and for a node that was evicted.
         depth: number of pages from the root down to this one.
         ref_count: number of requests that lock it.
+        is_shared: whether requests may match it. Once they may not, they never may again.
     """
 
-    __slots__ = ("children", "depth", "key", "page", "parent", "ref_count")
+    __slots__ = ("children", "depth", "is_shared", "key", "page", "parent", "ref_count")
 
     def __init__(self, parent: "Node | None", key: bytes, page: int) -> None:
         self.parent = parent
@@ -32,6 +33,7 @@ class Node:
         self.page = page
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.ref_count = 0
+        self.is_shared = True
         self.children: dict[bytes, Node] = {}
 
     def path(self) -> "list[Node]":
@@ -69,6 +71,7 @@ class PrefixTree:
         self.observers: list[TreeObserver] = []
         self.root = Node(None, b"", -1)
         self._unlocked: OrderedDict[Node, None] = OrderedDict()
+        self._num_withdrawn = 0
 
     @property
     def num_unlocked(self) -> int:
@@ -110,6 +113,26 @@ class PrefixTree:
                 observer.forget(node)
             pages.append(node.page)
         return pages
+
+    def withdraw(self, node: Node) -> None:
+        """Let no request match a node or those below it any more; those that lock them keep them.
+
+        It stays in the tree until it is evicted, under a key that is not one of tokens.
+        """
+        if not node.is_shared:
+            return
+        assert node.parent is not None, "a locked node is in the tree"
+        del node.parent.children[node.key]
+        self._num_withdrawn += 1
+        node.key = b"withdrawn %d" % self._num_withdrawn
+        node.parent.children[node.key] = node
+        stack = [node]
+        while stack:
+            below = stack.pop()
+            below.is_shared = False
+            for observer in self.observers:
+                observer.evict(below)
+            stack += below.children.values()
 
     def nodes(self) -> Iterator[Node]:
         """Yield every node below the root, parents first."""

@@ -1,6 +1,7 @@
 """The state of one request, from the waiting queue to its end."""
 
 import enum
+import sys
 from array import array
 from dataclasses import dataclass, field
 
@@ -69,6 +70,9 @@ class FinishReason(str, enum.Enum):
     ERROR = "error"
 
 
+ALL_TOKENS = sys.maxsize
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """State of one request, or of one of its choices.
@@ -95,6 +99,8 @@ class Request:
         page_capacity: number of tokens that `pages` hold.
         prefix_path: nodes of the prefix tree that the request holds, one for each of its first
             pages.
+        num_shareable: number of its first tokens whose pages others may share: those before the
+            first one with keys or values that are not finite.
         prefix_node: deepest node found while the request waited.
         prefix_miss: key of the page below prefix_node that was not in the tree, if looked for.
         may_load: whether pages that are not in the tree may still be loaded before the admission.
@@ -142,6 +148,7 @@ class Request:
     first_page: int = 0
     page_capacity: int = 0
     prefix_path: list[Node] = field(default_factory=list)
+    num_shareable: int = ALL_TOKENS
     prefix_node: Node | None = None
     prefix_miss: bytes = b""
     may_load: bool = True

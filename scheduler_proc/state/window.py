@@ -16,7 +16,7 @@ from typing import NamedTuple
 from quadriga.windows import num_seen_pages
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.prefix_tree import Node, PrefixTree
-from scheduler_proc.state.request import Request
+from scheduler_proc.state.request import ALL_TOKENS, Request
 
 NO_PAGE = -1  # of a node whose page was evicted
 UNSEEN = 0  # stands in a page table for a page that is not held, because no token to come sees it
@@ -61,6 +61,11 @@ class WindowedTree(PrefixTree):
         self._usable.clear()
         for observer in self.observers:
             observer.add(node)
+
+    def withdraw(self, node: Node) -> None:
+        """Let no request match a node or those below it any more."""
+        super().withdraw(node)
+        self._usable.clear()
 
     def evict(self, count: int) -> list[int]:
         """Take the pages of the `count` least recently used nodes, and return them."""
@@ -178,6 +183,7 @@ class WindowedKVCache(KVCache):
         for node in path[first:]:
             self.tree.lock(node)
         request.prefix_path, request.first_page = path, first
+        request.num_shareable = ALL_TOKENS
         request.num_computed_tokens = len(path) * self.page_size
         request.pages = [UNSEEN] * first + [node.page for node in path[first:]]
         request.pages += self._take(end - len(path))

@@ -17,6 +17,8 @@ from torch import Tensor
 from worker_proc.attention import dense
 from worker_proc.attention.base import AttentionShape, BatchLayout, Ints
 from worker_proc.models.layers import Attention
+from worker_proc.step.inputs import StepInputs
+from worker_proc.step.slot_table import ALL_FINITE
 from worker_proc.system.transfer import send
 
 # A group may waste half of its query-key pairs on padding, and so many more.
@@ -34,6 +36,8 @@ class _Group:
         spread: `[rows * queries]` the token at each padded place; None without padding.
         collect: `[tokens]` the padded place of each token; None without padding.
         gather: The parts of pages to gather; None for rows without a past.
+        beyond: Vectors of the gathered, or else padded, keys and values that lie behind the end of
+            their row: what is there may be NaN, and 0 times NaN is NaN. None if there are none.
         mask: `[rows, queries, keys]` true where a query sees a key; None where the diagonal
             decides.
         bias: The mask as 0 or -inf, for each batched matrix of scores
@@ -48,6 +52,7 @@ class _Group:
     spread: Tensor | None
     collect: Tensor | None
     gather: Tensor | None
+    beyond: Tensor | None
     mask: Tensor | None
     bias: Tensor | None
 
@@ -118,6 +123,8 @@ class TorchAttention:
             self._buffer = torch.empty(size, dtype=self.dtype, device=self.device)
         gathered = self._buffer[:size].view(-1, part)
         torch.index_select(self.layers[layer].view(-1, part), 0, group.gather, out=gathered)
+        if group.beyond is not None:
+            gathered.view(-1, self.shape.head_dim).index_fill_(0, group.beyond, 0)
         return gathered.view(2, group.rows, self.shape.kv_heads, group.keys, self.shape.head_dim)
 
     def _write_places(self, layout: BatchLayout, first_tokens: Ints) -> Tensor:
@@ -180,10 +187,14 @@ class TorchAttention:
             num_pages = -(-int((num_computed + num_tokens - first_keys).max()) // self.page_size)
             keys = num_pages * self.page_size
             gather = self._gather_index(layout, start, stop, first_pages, num_pages)
-        spread, collect = None, None
+        spread, collect, beyond = None, None, None
+        if gather is not None:
+            beyond = self._places_beyond(num_computed + num_tokens - first_keys, keys)
         if (num_tokens != queries).any():
             inside = np.arange(queries) < num_tokens[:, None]
             collect = send(np.flatnonzero(inside), self.device)
+            if gather is None:
+                beyond = send(np.flatnonzero(~inside), self.device)
             places = (first_tokens[start:stop] - first_tokens[start])[:, None] + np.arange(queries)
             spread = send(np.where(inside, places, 0).ravel(), self.device)
         limits = (num_computed - first_keys)[:, None] + np.arange(queries)
@@ -203,11 +214,22 @@ class TorchAttention:
             spread=spread,
             collect=collect,
             gather=gather,
+            beyond=beyond,
             mask=None if is_causal and not materialised else mask,
             bias=dense.score_bias(mask, self.shape.heads, self.shape.kv_heads, self.dtype)
             if materialised
             else None,
         )
+
+    def _places_beyond(self, num_keys: Ints, keys: int) -> Tensor | None:
+        """Return which gathered vectors `[2, rows, kv_heads, keys]` lie behind their row's end."""
+        row, key = np.nonzero(np.arange(keys) >= num_keys[:, None])
+        if not len(row):
+            return None
+        heads = np.arange(self.shape.kv_heads)
+        one = (row[:, None] * len(heads) + heads) * keys + key[:, None]
+        both = np.stack((one, one + len(num_keys) * len(heads) * keys))
+        return send(both.ravel(), self.device)
 
     def _gather_index(
         self, layout: BatchLayout, start: int, stop: int, first_pages: Ints, num_pages: int
@@ -231,6 +253,7 @@ class TorchStepAttention:
         self._layout = layout
         self._first_tokens = first_tokens
         self._places = places
+        self._largest: list[Tensor] = []  # of each layer: [tokens] the largest key or value
         self._groups: dict[int | None, list[_Group]] = {}
 
     def attend(self, layer: int, q: Tensor, kv: Tensor, attention: Attention) -> Tensor:
@@ -246,12 +269,20 @@ class TorchStepAttention:
             `[tokens, heads * head_dim]`.
         """
         self._pool.write(layer, self._places, kv)
+        self._largest.append(torch.linalg.vector_norm(kv, torch.inf, (1, 2, 3)))
         window = attention.window
         if (groups := self._groups.get(window)) is None:
             groups = self._pool.groups(self._layout, self._first_tokens, window)
             self._groups[window] = groups
         parts = [self._attend_group(layer, group, q, kv, attention) for group in groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def note_nonfinite(self, inputs: StepInputs) -> None:
+        """Note in the slot table which keys and values of all layers are not finite."""
+        slots = send(inputs.token_slots, self._pool.device)
+        is_finite = torch.stack(self._largest).amax(0).isfinite()
+        positions = inputs.positions.masked_fill(is_finite, ALL_FINITE)
+        inputs.table.nonfinite_from.scatter_reduce_(0, slots, positions, "amin")
 
     def _attend_group(
         self, layer: int, group: _Group, q: Tensor, kv: Tensor, attention: Attention
@@ -263,6 +294,8 @@ class TorchStepAttention:
             k, v = self._pool.gather(layer, group)
         else:
             fresh = _pad(group, kv[group.first : group.last])
+            if group.beyond is not None:
+                fresh.flatten(0, 1).index_fill_(0, group.beyond, 0)
             k, v = fresh.permute(2, 0, 3, 1, 4)
         if group.bias is not None:
             out = dense.attend_materialised(group.bias, attention, q, k, v)

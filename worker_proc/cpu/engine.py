@@ -3,7 +3,6 @@
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +33,8 @@ from worker_proc.models.base import Model
 from worker_proc.sampling.sampler import SamplingRows, argmax, uniform
 from worker_proc.step.engine_base import Engine
 from worker_proc.step.inputs import StepInputs
-from worker_proc.step.outputs import EngineOutput, PendingStep, SampledTokens
-from worker_proc.step.slot_table import SlotTable
+from worker_proc.step.outputs import EngineOutput, PendingStep, SampledTokens, add_nonfinite
+from worker_proc.step.slot_table import SlotTable, ints_of
 from worker_proc.system.step_clock import RunningStep
 
 # Scratch for rows whose context is split over threads: 8 MiB, touched as far as it is needed.
@@ -43,6 +42,7 @@ PART_FLOATS = 1 << 21
 # Elements between the rows of a buffer: rows whose distance is a power of two would compete for
 # the same sets of the cache.
 STRIDE_EXTRA = 32
+SOME_NOT_FINITE = 2  # what quadriga_decode returns where the logits of a row are not finite
 
 
 class NativeEngine(Engine):
@@ -111,10 +111,16 @@ class NativeEngine(Engine):
     def kv_parts(self) -> Sequence[Tensor]:
         return self.pools.layers
 
+    def kv_numbers(self) -> Sequence[Tensor]:
+        if not self._int8_panel_bytes:
+            return [layer.view(self._dtype) for layer in self.pools.layers]
+        panels = [layer.unflatten(1, (-1, self._int8_panel_bytes)) for layer in self.pools.layers]
+        return [panel[..., -2 * LANES * INT8_SCALE_BYTES :].view(torch.float32) for panel in panels]
+
     def execute(self, plan: StepPlan, table: SlotTable, clock: RunningStep) -> PendingStep:
         decodes = plan.forward_mode == DECODE and not table.has_guesses
-        if decodes and (token_ids := self.decode(plan, table)) is not None:
-            return PendingStep(partial(EngineOutput, token_ids))
+        if decodes and (decoded := self.decode(plan, table)) is not None:
+            return PendingStep(lambda: decoded)
         return super().execute(plan, table, clock)
 
     def forward(self, inputs: StepInputs) -> Tensor:
@@ -134,21 +140,31 @@ class NativeEngine(Engine):
         self._forward(self._whole, inputs, inputs.last_tokens)
         return SampledTokens(self._rows.argmax[: len(inputs.samples)])
 
-    def decode(self, plan: StepPlan, table: SlotTable) -> bytes | None:
+    def decode(self, plan: StepPlan, table: SlotTable) -> EngineOutput | None:
         """Run a step from its plan to its tokens in one call of the kernels.
 
         Returns:
-            The tokens as in StepResult; None, with nothing changed, unless every row decodes one
-            token greedily.
+            What the step brought; None, with nothing changed, unless every row decodes one token
+            greedily.
         """
         if len(plan.num_tokens) != len(plan.slots):
             return None
         count = len(plan.slots) // 4
         self._prepare(self._whole, count, count, count, table)
         token_ids = ctypes.create_string_buffer(4 * count)
+        self._step.has_nonfinite = 0
         arguments = (ctypes.byref(self._slots), plan.slots, plan.num_tokens, token_ids)
         decoded = self._call(self._library.quadriga_decode, self._whole, count, None, *arguments)
-        return token_ids.raw if decoded else None
+        if not decoded:
+            return None
+        output = EngineOutput(token_ids.raw)
+        if decoded == SOME_NOT_FINITE or self._step.has_nonfinite:
+            slots = ints_of(plan.slots)
+            rows = np.flatnonzero(ints_of(output.token_ids) < 0).tolist()
+            broken = {row: int(table.num_known[slots[row]]) - 1 for row in rows}
+            first, begins = table.nonfinite_from.numpy()[slots], table.num_computed[slots] - 1
+            add_nonfinite(output, broken, np.arange(count), first, begins)
+        return output
 
     def logits(self, hidden: Tensor) -> Tensor:
         self._reserve(self._head, len(hidden))
@@ -211,6 +227,7 @@ class NativeEngine(Engine):
         dim = round_up(shape.head_dim, LANES)
         row_bytes = dim + INT8_SCALE_BYTES if int8_pages else dim * self._dtype.itemsize
         page_bytes = page_size * 2 * shape.kv_heads * row_bytes
+        self._int8_panel_bytes = 2 * LANES * row_bytes if int8_pages else 0
         self.pools = pools or KVPools(shape.layers, num_pages, page_bytes)
         addresses = (layer.data_ptr() for layer in self.pools.layers)
         settings = {
@@ -264,6 +281,7 @@ class NativeEngine(Engine):
         step, tokens, pages = self._step, table.tokens, table.pages
         step.tokens, step.token_stride = tokens.data_ptr(), tokens.stride(0)
         step.page_table, step.page_stride = pages.data_ptr(), pages.stride(0)
+        step.nonfinite_from = table.nonfinite_from.data_ptr()
         sampling = table.sampling
         arrays = (table.num_known, table.num_computed, table.num_pages_of, sampling.greedy_only)
         self._slots = Slots(table.num_slots, *(values.ctypes.data for values in arrays))

@@ -201,6 +201,8 @@ class Step(ctypes.Structure):
         ("parts", ctypes.c_void_p),
         ("part_floats", ctypes.c_int64),
         ("op_seconds", ctypes.c_void_p),
+        ("nonfinite_from", ctypes.c_void_p),
+        ("has_nonfinite", ctypes.c_int64),
     ]
 
 

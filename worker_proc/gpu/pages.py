@@ -89,6 +89,7 @@ class AttentionMetadata:
         known: `[slots, context + 1]` int32: the known tokens of every slot.
         page_table: `[slots, pages]` int64.
         slots, positions: `[tokens]` int64.
+        nonfinite_from: `[slots]` int64, see SlotTable.
         launches: Kernel launches for the attention of all tokens.
     """
 
@@ -96,7 +97,15 @@ class AttentionMetadata:
     page_table: Tensor
     slots: Tensor
     positions: Tensor
+    nonfinite_from: Tensor
     launches: tuple[Launch, ...]
+
+    @classmethod
+    def of(
+        cls, table: SlotTable, slots: Tensor, positions: Tensor, *launches: Launch
+    ) -> "AttentionMetadata":
+        """Return the metadata of a step of a table."""
+        return cls(table.tokens, table.pages, slots, positions, table.nonfinite_from, launches)
 
     def attend(self, pool: Tensor, qkv: Tensor, attention: Attention) -> Tensor:
         """Normalize and rotate queries and keys, write keys and values to the pages, attend.
@@ -110,8 +119,11 @@ class AttentionMetadata:
             `[tokens, heads * head_dim]`.
         """
         heads = qkv.shape[1] - 2 * pool.shape[3]
-        rotate_and_write(qkv, pool, self.page_table, self.slots, self.positions, attention)
         out = qkv.new_empty(len(qkv), heads * qkv.shape[2])
+        rotate_and_write(
+            qkv, pool, self.page_table, self.slots, self.positions, attention,
+            self.nonfinite_from, out,
+        )  # fmt: skip
         for launch in self.launches:
             tokens = slice(launch.first, launch.last)
             launch.attend(qkv[tokens, :heads], pool, out[tokens], attention)
@@ -156,7 +168,7 @@ class TritonAttention:
     ) -> AttentionMetadata:
         """Plan a step from blocks `[4, blocks]` that are on the device, see query_blocks."""
         launch = TritonLaunch(0, len(slots), table.pages, blocks, 1)
-        return AttentionMetadata(table.tokens, table.pages, slots, positions, (launch,))
+        return AttentionMetadata.of(table, slots, positions, launch)
 
     def plan_all_kinds(self, table: SlotTable) -> AttentionMetadata:
         """Plan a step of padding that launches every kernel that a step may launch."""
@@ -167,7 +179,7 @@ class TritonAttention:
         if not self._deterministic:
             kinds += [(several, 2), (one, 1), (one, 2)]
         launches = tuple(TritonLaunch(0, 1, table.pages, *kind) for kind in kinds)
-        return AttentionMetadata(table.tokens, table.pages, slots, positions, launches)
+        return AttentionMetadata.of(table, slots, positions, *launches)
 
     def plan_step(self, inputs: StepInputs) -> AttentionMetadata:
         """Plan a step of any kind."""
@@ -188,7 +200,7 @@ class TritonAttention:
             launches.append(TritonLaunch(0, num_single, table.pages, decode, splits))
         if num_single < len(slots):
             launches.append(self.launch_prompts(inputs, num_single, cut, blocks))
-        return AttentionMetadata(table.tokens, table.pages, slots, positions, tuple(launches))
+        return AttentionMetadata.of(table, slots, positions, *launches)
 
     def launch_prompts(
         self, inputs: StepInputs, num_single: int, blocks: Ints, on_device: Tensor
@@ -228,7 +240,7 @@ class TritonAttention:
             index = torch.arange(num_rows, device=slots.device)
             blocks, splits = [*blocks, index, torch.ones_like(index)], 1
         launch = TritonLaunch(0, num_rows, table.pages, torch.stack(blocks), splits)
-        return AttentionMetadata(table.tokens, table.pages, slots, positions, (launch,))
+        return AttentionMetadata.of(table, slots, positions, launch)
 
 
 def query_blocks(layout: BatchLayout, first_row: int, max_queries: int) -> Ints:

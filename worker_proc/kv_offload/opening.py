@@ -40,7 +40,7 @@ def open_tiers(
     if not args.has_offload:
         return None
     _check(args, runner)
-    pages = PoolPages(runner.engine.kv_parts())
+    pages = PoolPages(runner.engine.kv_parts(), runner.engine.kv_numbers())
     tiers: list[Tier] = []
     if args.kv_offloading_size:
         num_bytes = int(args.kv_offloading_size * GIB / replica.num_replicas)

@@ -1,7 +1,8 @@
 """Copies pages between the pool and the tiers, in a thread beside the steps.
 
 A step waits for the thread only while it copies the very page that the step is about to overwrite.
-Pages that wait to be stored and are overwritten before it is their turn are not stored.
+Pages that wait to be stored and are overwritten before it is their turn are not stored, nor are
+pages with a number that is NaN or infinite.
 """
 
 import os
@@ -160,12 +161,14 @@ class PageMover:
             return None, self._copying, name
 
     def _store(self, page: int, name: bytes) -> None:
-        self._pages.copy_out(page, self._staging)
+        is_finite = self._pages.is_finite(page)
+        if is_finite:
+            self._pages.copy_out(page, self._staging)
         with self._changed:
             self._copying = -1
             self._changed.notify_all()
         lost: list[bytes] = []
-        for tier in self._tiers:
+        for tier in self._tiers if is_finite else ():
             lost += tier.write(name, self._staging)
         with self._changed:
             self._unreported.update((each, None) for each in lost if not self._has(each))
@@ -182,6 +185,8 @@ class PageMover:
             if not any(tier.read(name, buffers) for tier in self._tiers):
                 with self._changed:
                     self._unreported[name] = None
+                break
+            if not self._pages.is_finite(page):
                 break
             num_loaded += 1
         send(PagesLoaded(message.load, num_loaded, session, time.monotonic() - began))

@@ -9,7 +9,8 @@ and vLLM:
    subtracted. The first counts prompt and generated tokens, the others generated tokens only.
 4. Tokens are masked: those not in allowed_token_ids or not allowed by the grammar, bad_words, and
    stop tokens before min_new_tokens. If every token is masked, the request gets some token, or
-   with a grammar an error. (logits_processors.py does 2 to 4.)
+   with a grammar an error. (logits_processors.py does 2 to 4.) If the model's own logits have NaN
+   or infinity, or no finite number, there is no token, and the request ends with an error.
 5. Greedy rows take the argmax, the first of equals. The other rows:
 6. divide by the temperature;
 7. filter by top_k, then top_p (of the rest), then min_p;
@@ -27,6 +28,7 @@ from torch import Tensor
 
 BLOCK = 512  # columns that are searched as one before a column is
 LIKELY_TOKENS = 256  # top_p sorts a whole row only if it needs more tokens
+NO_SAMPLE = -1  # in place of the token of a row that is not finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,30 +55,42 @@ class SamplingRows:
 
 
 def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
-    """Sample from logits [rows, vocab_size]; `rows` None: all are greedy. Return [rows] int64."""
+    """Sample from logits [rows, vocab_size]; `rows` None: all are greedy.
+
+    Returns:
+        `[rows]` int64: a token, or NO_SAMPLE where a row has NaN or infinity, or no finite number.
+    """
     if rows is None:
         return argmax(logits)
-    scores = _scaled(logits, rows.greedy, rows.temperature)
+    highest = logits.amax(-1)
+    scores = _scaled(logits, highest, rows.greedy, rows.temperature)
     threshold = _threshold(scores, rows)
     if threshold is not None:
         scores.masked_fill_(scores < threshold.unsqueeze(1), float("-inf"))
     drawn = _invert(scores, uniform(rows.seed, rows.position)).clamp_(max=logits.shape[1] - 1)
+    drawn.masked_fill_(~highest.isfinite(), NO_SAMPLE)
     return torch.where(rows.greedy, argmax(logits), drawn) if rows.greedy.any() else drawn
 
 
-def _scaled(logits: Tensor, greedy: Tensor, temperature: Tensor) -> Tensor:
-    """Divide by the temperature. Return float32 scores, padded with -inf to a multiple of BLOCK."""
+def _scaled(logits: Tensor, highest: Tensor, greedy: Tensor, temperature: Tensor) -> Tensor:
+    """Divide by the temperature. Return float32 scores, padded with -inf to a multiple of BLOCK.
+
+    Logits whose quotient would be infinite are divided after `highest` [rows] is subtracted.
+    """
     vocab_size = logits.shape[1]
     columns = -(-vocab_size // BLOCK) * BLOCK
     scores = torch.empty(len(logits), columns, device=logits.device)
     scores[:, vocab_size:] = float("-inf")
     temperature = torch.where(greedy, 1.0, temperature).unsqueeze(1)
+    overflows = (highest / temperature.squeeze(1)).isinf()
+    if bool(overflows.any()):
+        logits = torch.where(overflows.unsqueeze(1), logits - highest.unsqueeze(1), logits)
     torch.div(logits, temperature, out=scores[:, :vocab_size])
     return scores
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Return the argmax [rows] of logits [rows, vocab_size], the first of equals.
+    """Return the argmax [rows] of logits [rows, vocab_size], the first of equals, or NO_SAMPLE.
 
     torch's argmax is slow on a CPU, but its maximum is fast. So find the block with the maximum
     first, then the index in the block. The last block overlaps the one before it.
@@ -87,7 +101,8 @@ def argmax(logits: Tensor) -> Tensor:
     maxima = torch.cat((blocks.amax(-1), logits[:, -size:].amax(-1, keepdim=True)), 1)
     starts = (maxima.argmax(-1, keepdim=True) * size).clamp(max=vocab_size - size)
     block = logits.gather(1, starts + torch.arange(size, device=logits.device))
-    return starts.squeeze(1) + block.argmax(-1)
+    places = starts.squeeze(1) + block.argmax(-1)
+    return places.masked_fill_(~maxima.amax(-1).isfinite(), NO_SAMPLE)
 
 
 def _invert(scores: Tensor, draws: Tensor) -> Tensor:

@@ -42,10 +42,12 @@ class SelfDrafter(GuessSource):
             return
         table, slots = self._table, list(numbers)
         known, computed = table.num_known[slots], table.num_computed[slots]  # copies
+        nonfinite_from = table.nonfinite_from.clone()  # the step computes all of it again
         for place in range(max(numbers.values())):
             self._decode([slot for slot, count in numbers.items() if count > place])
         drafted = [table.known_tokens(*at) for at in zip(slots, known.tolist(), strict=True)]
         table.num_known[slots], table.num_computed[slots] = known, computed
+        table.nonfinite_from.copy_(nonfinite_from)
         table.guess(dict(zip(slots, drafted, strict=True)))
 
     def _numbers(self, plan: GuessingPlan) -> dict[int, int]:

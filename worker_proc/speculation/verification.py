@@ -46,6 +46,8 @@ def verify_guesses(
     num_wrong = np.cumsum(token_ids != np.array(guesses))
     num_wrong_before = np.concatenate(([0], num_wrong[:-1]))
     kept = num_wrong_before == np.repeat(num_wrong_before[starts], counts)
+    is_first = np.diff(samples, prepend=-1) != 0
+    kept &= is_first | (token_ids >= 0)  # the next step finds out about what could not be sampled
     num_kept = np.add.reduceat(kept, starts, dtype=np.int64)
     guessed = [
         GuessedRow(

@@ -6,15 +6,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quadriga import __version__
 from quadriga.runtime.cpu_affinity import Cpus
 from quadriga.wire.messages.logprobs import PromptPiece
-from quadriga.wire.messages.worker import StepPlan
+from quadriga.wire.messages.worker import GuessedRow, StepPlan
 from worker_proc.sampling.logits_processors import apply_logits_processors, constrained
-from worker_proc.sampling.sampler import SamplingRows, sample
+from worker_proc.sampling.sampler import NO_SAMPLE, SamplingRows, sample
 from worker_proc.speculation.verification import verify_guesses
 from worker_proc.step.inputs import StepInputs, make_inputs
 from worker_proc.step.logprobs import prompt_logprobs, prompt_spans, row_logprobs, sampled_logprobs
@@ -25,9 +26,9 @@ from worker_proc.step.outputs import (
     SampledTokens,
     pending_step,
 )
-from worker_proc.step.slot_table import SlotTable
-from worker_proc.system.step_clock import RunningStep
-from worker_proc.system.transfer import Fetch
+from worker_proc.step.slot_table import ALL_FINITE, SlotTable
+from worker_proc.system.step_clock import HostStep, RunningStep
+from worker_proc.system.transfer import send
 
 if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup
@@ -97,24 +98,51 @@ class Engine(ABC):
             sampled = self.forward_and_sample(inputs)
         table.num_computed[inputs.layout.slots] = inputs.num_computed_after
         if table.has_guesses:
-            fetch = table.copier.begin(sampled.token_ids)
-            verify = partial(self._verify, inputs, sampled, fetch, prompt_pieces)
+            fetch = table.copier.begin_all(sampled.token_ids, table.nonfinite_from)
+            verify = partial(self._verify, plan, inputs, sampled, fetch, prompt_pieces)
             return PendingStep(verify, blocks_next=True)
         self._append_tokens(inputs, sampled)
         return pending_step(inputs, sampled, prompt_pieces, self.supports_jump_forward)
 
     def _verify(
         self,
+        plan: StepPlan,
         inputs: StepInputs,
         sampled: SampledTokens,
-        fetch: Fetch,
+        fetch: Callable[[], Sequence[np.ndarray]],
         prompt_pieces: Sequence[Callable[[], PromptPiece]],
     ) -> EngineOutput:
         """Wait for the samples of a step with guesses, and add those that count to the slots."""
-        inputs, sampled, guessed = verify_guesses(inputs, sampled._replace(token_ids=fetch()))
+        token_ids, nonfinite_from = fetch()
+        is_first = np.diff(inputs.samples, prepend=-1) != 0
+        has_guesses = inputs.table.num_guesses[inputs.sampled_slots] > 0
+        if (token_ids[is_first & has_guesses] < 0).any():
+            return self._compute_without_guesses(plan, inputs)
+        slots = inputs.layout.slots
+        inputs, sampled, guessed = verify_guesses(inputs, sampled._replace(token_ids=token_ids))
+        num_computed = inputs.table.num_computed[slots]
+        is_wrong = (nonfinite_from[slots] >= num_computed) & (nonfinite_from[slots] < ALL_FINITE)
+        if is_wrong.any():
+            inputs.table.forget_nonfinite(slots[is_wrong], num_computed[is_wrong])
         self._append_tokens(inputs, sampled)
         jump_forward = self.supports_jump_forward
         return pending_step(inputs, sampled, prompt_pieces, jump_forward, guessed).wait()
+
+    def _compute_without_guesses(self, plan: StepPlan, inputs: StepInputs) -> EngineOutput:
+        """Compute a step again, as if there had been no guesses.
+
+        The numbers of a guess may overflow where the tokens before it do not, and what a query does
+        not see has weight 0, which makes NaN of infinity.
+        """
+        table, slots, before = inputs.table, inputs.layout.slots, inputs.layout.num_computed
+        rows = zip(inputs.plan_rows.tolist(), table.num_guesses[slots].tolist(), strict=True)
+        guessed = [GuessedRow(row, count, b"") for row, count in rows if count]
+        table.forget_guesses()
+        table.num_computed[slots] = before
+        table.forget_nonfinite(slots, before)
+        output = self.execute(plan, table, HostStep()).wait()
+        output.guessed = guessed
+        return output
 
     def _append_tokens(self, inputs: StepInputs, sampled: SampledTokens) -> None:
         """Add the sampled tokens to the slots."""
@@ -165,8 +193,13 @@ class Engine(ABC):
         asked = row_logprobs(logits, rules)
         changing = [row for row in rules if row.changes_logits]
         if changing:
+            numbers = send(np.array([row.row for row in changing]), logits.device)
+            is_finite = logits.index_select(0, numbers).amax(-1).isfinite()
             logits = apply_logits_processors(logits, changing, positions, table.tokens)
         token_ids = self.sample_slots(logits, inputs)
+        if changing:  # what they mask is no error of the model, nor do they hide one
+            sampled = token_ids.index_select(0, numbers).clamp(min=0)
+            token_ids[numbers] = sampled.masked_fill_(~is_finite, NO_SAMPLE)
         logprobs = asked and sampled_logprobs(asked, token_ids, inputs.sampled_rows, table.copier)
         return SampledTokens(token_ids, logprobs, constrained(rules), self.stores_tokens)
 
@@ -190,6 +223,10 @@ class Engine(ABC):
             copy of them in the rows of another page means the same.
         """
         raise NotImplementedError
+
+    def kv_numbers(self) -> Sequence[Tensor]:
+        """Return the floating-point numbers of the KV pages, `[pages, …]` as in `kv_parts`."""
+        return self.kv_parts()
 
     def prefault_pages(self, cpus: Cpus) -> None:  # noqa: B027 (most engines have written to all)
         """Let a thread write to the KV pages before steps do.

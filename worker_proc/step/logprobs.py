@@ -77,7 +77,7 @@ def sampled_logprobs(
         plan_rows: `[samples]` the number of each sampling row in its plan.
         copier: Copies them to the host.
     """
-    tokens = sampled[send(np.array(asked.rows), sampled.device)]
+    tokens = sampled[send(np.array(asked.rows), sampled.device)].clamp(min=0)
     if any(map(len, asked.chosen)):
         picked = _pick_with_chosen(asked, tokens)
     else:
@@ -201,6 +201,12 @@ def _packed(own: Tensor, ids: Tensor, values: Tensor) -> Tensor:
         `[tokens, 1 + 2 * width]` int32, with the bits of the logprobs.
     """
     return torch.cat((own.view(torch.int32), ids.int(), values.view(torch.int32)), 1)
+
+
+def first_nan(block: LogprobBlock) -> int | None:
+    """Return the place of the first token whose logprob is NaN; None if there is none."""
+    is_nan = np.isnan(np.frombuffer(block.values, dtype="<f4"))
+    return int(is_nan.argmax()) if is_nan.any() else None
 
 
 def _block(packed: npt.NDArray[np.int32]) -> LogprobBlock:

@@ -13,6 +13,7 @@ from worker_proc.sampling.slot_sampling import SamplingState
 from worker_proc.system.transfer import DeviceToHostCopier, Fetch, TokenIds, send_all
 
 MAX_VOCAB_SIZE = 2**31
+ALL_FINITE = 1 << 40  # no position is as high
 
 
 class SlotTable:
@@ -30,6 +31,8 @@ class SlotTable:
         guesses: Tokens that the next step of a slot computes after the known ones, by slot. The
             step reads them in `tokens`, behind those, and may write what it samples there.
         num_guesses: `[slots]` on the host: their number.
+        nonfinite_from: `[slots]` int64 on the device: the lowest position with keys or values that
+            are NaN or infinite since the slot was filled, or ALL_FINITE. The engine lowers it.
         held: The slots in use.
         refused: Why the requests of slots cannot be computed, by slot: they hold ids that the model
             does not have. Their rows are computed with other tokens, and have failed.
@@ -63,6 +66,7 @@ class SlotTable:
         self.has_forced = np.zeros(num_slots, dtype=np.bool_)
         self.guesses: dict[int, Sequence[int]] = {}
         self.num_guesses = np.zeros(num_slots, dtype=np.int64)
+        self.nonfinite_from = torch.full((num_slots,), ALL_FINITE, device=device)
         self.held: set[int] = set()
         self.refused: dict[int, str] = {}
         self.num_pages_used = 0
@@ -114,6 +118,7 @@ class SlotTable:
         places = (*_places(slots, token_ids), *_places(slots, pages))
         device_slots, *places_on_device = send_all(self.device, slots, *places)
         self.pages[device_slots] = self.num_pages
+        self.nonfinite_from[device_slots] = ALL_FINITE
         for table, at in ((self.tokens, places_on_device[:3]), (self.pages, places_on_device[3:])):
             rows, columns, values = at
             table[rows, columns] = values.to(table.dtype)
@@ -169,14 +174,26 @@ class SlotTable:
         return self.copier.begin(self.tokens[slot, begin : int(self.num_known[slot])].clone())
 
     def write_tokens(self, slots: Ints, positions: Ints, token_ids: TokenIds) -> None:
-        """Write a token `[n]` at a position of each slot; `num_known` stays as it is."""
+        """Write a token `[n]` at a position of each slot; `num_known` stays as it is.
+
+        A 0 takes the place of one that could not be sampled.
+        """
         if self._host_tokens is not None:
-            self._host_tokens[slots, positions] = np.asarray(token_ids)
+            self._host_tokens[slots, positions] = np.maximum(np.asarray(token_ids), 0)
             return
         on_host = [token_ids] if isinstance(token_ids, np.ndarray) else []
         device_slots, device_positions, *sent = send_all(self.device, slots, positions, *on_host)
         values = sent[0] if sent else torch.as_tensor(token_ids)
-        self.tokens[device_slots, device_positions] = values.to(self.tokens.dtype)
+        self.tokens[device_slots, device_positions] = values.to(self.tokens.dtype).clamp_(min=0)
+
+    def forget_nonfinite(self, slots: Ints, positions: Ints) -> None:
+        """Forget that keys or values from a position of each slot on `[n]` are not finite.
+
+        They are computed again before anything reads them.
+        """
+        device_slots, begins = send_all(self.device, slots, positions)
+        lowest = self.nonfinite_from[device_slots]
+        self.nonfinite_from[device_slots] = lowest.masked_fill_(lowest >= begins, ALL_FINITE)
 
     def append_forced(self, slot: int, token_ids: list[int]) -> None:
         """Append tokens that a grammar forces to what is known of a slot."""

@@ -74,21 +74,29 @@ class DeviceToHostCopier:
 
         On a CPU the values must not change before the function is called.
         """
-        if isinstance(values, np.ndarray):
-            return lambda: values
-        if self._stream is None:
-            return lambda: values.cpu().numpy()
+        fetch = self.begin_all(values)
+        return lambda: fetch()[0]
+
+    def begin_all(self, *arrays: TokenIds) -> Callable[[], list[npt.NDArray[Any]]]:
+        """Start copies as `begin` does, and return a function that waits for all of them."""
+        tensors = [values for values in arrays if isinstance(values, Tensor)]
+        if self._stream is None or not tensors:
+            return lambda: [
+                values.cpu().numpy() if isinstance(values, Tensor) else values for values in arrays
+            ]
         ready, copied = torch.cuda.Event(), torch.cuda.Event(blocking=True)
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        on_host = [torch.empty(v.shape, dtype=v.dtype, pin_memory=True) for v in tensors]
         ready.record(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
-            host.copy_(values, non_blocking=True)
-            values.record_stream(self._stream)
+            for host, values in zip(on_host, tensors, strict=True):
+                host.copy_(values, non_blocking=True)
+                values.record_stream(self._stream)
             copied.record(self._stream)
 
-        def fetch() -> npt.NDArray[Any]:
+        def fetch() -> list[npt.NDArray[Any]]:
             copied.synchronize()
-            return host.numpy()
+            copies = iter(on_host)
+            return [next(copies).numpy() if isinstance(v, Tensor) else v for v in arrays]
 
         return fetch

@@ -25,12 +25,11 @@ class TransformersEngine(Engine):
         self._attention = attention
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        step = StepAttention(
-            self._attention.begin_step(inputs.layout),
-            self.model.layers,
-            self._attention.shape.head_dim,
-        )
-        return self.model.hidden_states(inputs.token_ids, inputs.positions, step)
+        attention = self._attention.begin_step(inputs.layout)
+        step = StepAttention(attention, self.model.layers, self._attention.shape.head_dim)
+        hidden = self.model.hidden_states(inputs.token_ids, inputs.positions, step)
+        attention.note_nonfinite(inputs)
+        return hidden
 
     def kv_parts(self) -> Sequence[Tensor]:
         return self._attention.layers

@@ -210,10 +210,26 @@ class GrammarReady(msgspec.Struct, tag="grammar", array_like=True, frozen=True):
 
 
 class FailedRow(msgspec.Struct, array_like=True, frozen=True):
-    """A row of a plan whose request cannot continue; its token is invalid."""
+    """A row of a plan whose request cannot continue; its token is invalid.
+
+    Attributes:
+        code: of the error, see quadriga/errors.py.
+    """
 
     row: int
     error: str
+    code: str = "invalid_request"
+
+
+class NonFiniteRow(msgspec.Struct, array_like=True, frozen=True):
+    """A row of a plan whose request has keys or values that are NaN or infinite.
+
+    Attributes:
+        position: of its first token that may have them.
+    """
+
+    row: int
+    position: int
 
 
 class ForcedRow(msgspec.Struct, array_like=True, frozen=True):
@@ -252,10 +268,11 @@ class StepResult(msgspec.Struct, tag="result", array_like=True, frozen=True):
         began, ended: Unix seconds around forward and sampling.
         logprobs, prompt_logprobs: log-probabilities that slots request; those of a row's further
             tokens follow in order.
-        failed: rows whose grammar allows no token, or whose request holds an id that the model
-            does not have.
+        failed: rows whose grammar allows no token, whose logits are not finite, or whose request
+            holds an id that the model does not have.
         forced: rows whose grammar forces further tokens.
         guessed: rows with guesses, whose further tokens come before the forced ones.
+        nonfinite: rows whose pages must not be shared from some position on.
     """
 
     step: int
@@ -268,6 +285,7 @@ class StepResult(msgspec.Struct, tag="result", array_like=True, frozen=True):
     session: int = 0
     forced: list[ForcedRow] = []
     guessed: list[GuessedRow] = []
+    nonfinite: list[NonFiniteRow] = []
 
 
 ResultMessage = WorkerReady | GrammarReady | StepResult | StoredPages | PagesLoaded

@@ -241,7 +241,11 @@ def test_positions_are_applied_and_keys_and_values_lie_in_their_pages(
     for row in (0, 2, 3):
         kv = expected[row, heads:].to(dtype).unflatten(0, (2, kv_heads))
         expected_pool[:, pages[row], positions[row] % 4] = kv
-    rotate_and_write(qkv, pool, case.page_table(), slots, positions, attention)
+    nonfinite_from = torch.full((len(case.page_table()),), 1 << 40, device=qkv.device)
+    out = qkv.new_full((len(qkv), heads * dim), float("nan"))
+    rotate_and_write(qkv, pool, case.page_table(), slots, positions, attention, nonfinite_from, out)
+    assert (nonfinite_from == 1 << 40).all()
+    assert (out[1] == 0).all(), "the row of padding"
     real = [0, 2, 3]
     assert close(qkv[real, :heads], expected[real, :heads], dtype)
     assert close(pool, expected_pool, dtype)

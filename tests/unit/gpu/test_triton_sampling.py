@@ -109,12 +109,19 @@ def test_drawn_tokens_have_the_shares_of_their_weights() -> None:
     assert shares[1] == 0 and (shares - weights).abs().max() < 0.15
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_rows_without_a_possible_token_get_a_token_of_the_vocabulary(value: float) -> None:
-    state, logits = sampling_of(PARAMS), torch.full((len(PARAMS), 5000), value, device=DEVICE)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_rows_that_are_not_finite_have_no_token_and_change_no_other(value: float) -> None:
+    state, logits = sampling_of(PARAMS), draw(len(PARAMS), 5000, 3.0)
     slots, positions = ints(list(range(len(PARAMS)))), ints([5] * len(PARAMS))
-    token_ids = sample_tokens(logits, slots, positions, state, known_tokens())
-    assert ((token_ids >= 0) & (token_ids < 5000)).all()
+    good = sample_tokens(logits, slots, positions, state, known_tokens())
+    broken, known = logits.clone(), known_tokens()
+    broken[::2, 4999] = value
+    if value == float("-inf"):
+        broken[::2] = value
+    token_ids = sample_tokens(broken, slots, positions, state, known)
+    assert token_ids[1::2].equal(good[1::2])
+    assert (token_ids[::2] == -1).all()
+    assert (known[: len(PARAMS) : 2, 6] == 0).all()
 
 
 def test_masked_logits_are_never_drawn() -> None:

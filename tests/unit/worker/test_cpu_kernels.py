@@ -20,10 +20,10 @@ from worker_proc.cpu.quantization import quantize
 from worker_proc.cpu.quantized_panels import to_quantized_panels
 from worker_proc.cpu.weights import interleave, round_up, to_panels
 from worker_proc.runner import Runner
-from worker_proc.sampling.sampler import SamplingRows, sample
+from worker_proc.sampling.sampler import NO_SAMPLE, SamplingRows, sample
 from worker_proc.step.engine_base import Engine
 from worker_proc.step.inputs import StepInputs
-from worker_proc.step.outputs import SampledTokens
+from worker_proc.step.outputs import EngineOutput, SampledTokens
 from worker_proc.step.slot_table import SlotTable
 from worker_proc.torch_engine import TorchEngine
 
@@ -173,7 +173,7 @@ def test_decode_steps_in_one_go_give_the_same_tokens_and_the_same_table(
             engine: NativeEngine = engine,
             taken: list[bool] = taken,
             may: bool = in_one_go,
-        ) -> bytes | None:
+        ) -> EngineOutput | None:
             tokens = NativeEngine.decode(engine, plan, table) if may else None
             taken.append(tokens is not None)
             return tokens
@@ -206,7 +206,7 @@ def test_a_step_that_is_no_plain_decode_step_is_declined_without_effect(tmp_path
     kept = (table.tokens, table.num_known, table.num_computed)
     before = [values.clone() if isinstance(values, Tensor) else values.copy() for values in kept]
 
-    def decode(slots: list[int], counts: list[int]) -> bytes | None:
+    def decode(slots: list[int], counts: list[int]) -> EngineOutput | None:
         plan = StepPlan(9, DECODE, pack_ids(slots), pack_ids(counts), [], b"")
         return engine.decode(plan, table)
 
@@ -323,8 +323,13 @@ def test_the_kernels_choose_no_token_that_is_barred(tmp_path: Path) -> None:
         position=torch.zeros(count, dtype=torch.int64),
     )
     assert set(engine.sample(logits, rows).tolist()) == {700, 701, 702}
-    broken = engine.sample(torch.full((count, 1000), float("nan")), rows)
-    assert 0 <= broken.min() <= broken.max() < 1000
+    for value in (float("nan"), float("inf"), float("-inf")):
+        assert set(engine.sample(torch.full((count, 1000), value), rows).tolist()) == {NO_SAMPLE}
+    for value in (float("nan"), float("inf")):
+        logits[::2, 999] = value
+        tokens = engine.sample(logits, rows).tolist()
+        assert set(tokens[::2]) == {NO_SAMPLE}
+        assert set(tokens[1::2]) == {700, 701, 702}
 
 
 def test_panels_hold_sixteen_outputs_side_by_side() -> None:

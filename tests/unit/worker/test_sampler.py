@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.tiny_models import tiny_gpt2
 from tests.unit.worker_driver import Driver, Request, prompts_of, runner_of
 from worker_proc.sampling import sampler
-from worker_proc.sampling.sampler import SamplingRows, argmax, sample, uniform
+from worker_proc.sampling.sampler import NO_SAMPLE, SamplingRows, argmax, sample, uniform
 
 
 def rows_of(
@@ -128,8 +128,11 @@ def test_the_search_in_blocks_finds_what_argmax_finds(vocab_size: int, dtype: to
     with_equals = torch.randint(-3, 3, (64, vocab_size), generator=generator).to(dtype)
     broken = spread.clone()
     broken[::2, vocab_size // 2 :] = float("nan")
-    for logits in (spread, with_equals, broken, torch.full_like(spread, float("-inf"))):
+    for logits in (spread, with_equals):
         assert argmax(logits).equal(logits.argmax(-1))
+    assert argmax(broken)[1::2].equal(spread[1::2].argmax(-1))
+    assert argmax(broken)[::2].eq(NO_SAMPLE).all()
+    assert argmax(torch.full_like(spread, float("-inf"))).eq(NO_SAMPLE).all()
 
 
 def test_a_row_samples_alone_what_it_samples_among_rows_of_any_other_kind() -> None:
@@ -219,13 +222,34 @@ def test_a_request_continued_in_a_new_slot_samples_what_it_would_have(tmp_path: 
     assert continued.output == whole.output[8:20]
 
 
-@pytest.mark.parametrize("logits", [0.0, float("nan"), float("-inf")])
 @pytest.mark.parametrize("draw", [0.0, 0.5, 1.0])
-def test_no_draw_and_no_logits_give_a_token_outside_the_vocabulary(
-    monkeypatch: pytest.MonkeyPatch, logits: float, draw: float
+def test_no_draw_gives_a_token_outside_the_vocabulary(
+    monkeypatch: pytest.MonkeyPatch, draw: float
 ) -> None:
     monkeypatch.setattr(sampler, "uniform", lambda seed, position: torch.full(seed.shape, draw))
     for rows in (rows_of(3), rows_of(3, top_k=5), rows_of(3, top_p=1e-30), rows_of(3, 1e30)):
-        tokens = sample(torch.full((3, 100), logits), rows)
+        tokens = sample(torch.zeros(3, 100), rows)
         assert tokens.min() >= 0
         assert tokens.max() < 100
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        [float("nan")] * 4,
+        [1.0, float("nan"), 2.0, 3.0],
+        [1.0, 2.0, float("inf"), 3.0],
+        [float("-inf")] * 4,
+    ],
+)
+def test_a_row_that_is_not_finite_has_no_token_and_others_have_theirs(row: list[float]) -> None:
+    logits = torch.tensor([row, [float("-inf"), 5.0, float("-inf"), 5.0]])
+    for rows in (None, rows_of(2), rows_of(2, top_k=2), rows_of(2, top_p=0.9), rows_of(2, 0.0)):
+        broken, good = sample(logits, rows).tolist()
+        assert broken == NO_SAMPLE
+        assert good in (1, 3)
+
+
+def test_large_finite_logits_are_drawn_from_at_a_low_temperature() -> None:
+    logits = torch.tensor([[2e38, 3e38, -3e38], [1.0, 2.0, 3.0]])
+    assert sample(logits, rows_of(2, temperature=0.02)).tolist() == [1, 2]

@@ -75,9 +75,20 @@ struct Attend {
     // Computes piece i. next: the piece that this thread computes afterwards, or -1.
     void piece(long i, long next, Scratch<E>& s) const {
         const Item& item = item_of(i);
-        long kv_head = i % program.kv_heads, rows = item.count * program.heads / program.kv_heads;
+        long kv_head = i % program.kv_heads;
+        if (!attend(item, kv_head, next, false, s)) attend_to_seen(item, kv_head, s);
+    }
+
+  private:
+    // Attends, and returns whether the results are finite. Keys that a query does not see have weight 0,
+    // and the products read their values: keys behind a query, before its window, and behind the end of
+    // the row, where a page has what an earlier request has left. only_seen: one query; what it does not
+    // see is replaced by zeros, as 0 times NaN is NaN.
+    bool attend(const Item& item, long kv_head, long next, bool only_seen, Scratch<E>& s) const {
+        long rows = item.count * program.heads / program.kv_heads;
         load_queries(item, kv_head, s);
         bool first = true;  // block of its part
+        bool is_finite = true;
         long part = 0;
         KeyBlock block = key_block(item, kv_head, item.key_begin), after;
         for (; block.count; block = after) {
@@ -90,18 +101,27 @@ struct Attend {
                 after = KeyBlock();
             if (first)
                 for (long r = 0; r < rows; r++) s.max_score[r] = LOWEST, s.total[r] = Floats{};
-            add_block(item, kv_head, block, after, int(rows), first, s);
+            add_block(item, kv_head, block, after, int(rows), first, only_seen, s);
             first = end % PART_KEYS == 0;
             if (end == item.key_end) break;
-            if (first) end_part(item, kv_head, rows, part++, s);
+            if (first) is_finite &= end_part(item, kv_head, rows, part++, s);
         }
-        if (item.part < 0)
-            store_output(item, kv_head, part, s);
-        else
-            store_part(item, kv_head, part, s);
+        return is_finite & (item.part < 0 ? store_output(item, kv_head, part, s)
+                                          : store_part(item, kv_head, part, s));
     }
 
-  private:
+    // Attends again, each query by itself and only to what it sees. In 8 bits no value is NaN, and its
+    // scale is not applied to a weight of 0.
+    void attend_to_seen(const Item& item, long kv_head, Scratch<E>& s) const {
+        if (program.int8_pages) return;
+        for (long q = 0; q < item.count; q++) {
+            Item one = item;
+            one.token += q, one.position += q, one.output += q, one.count = 1;
+            one.key_end = std::min(item.key_end, one.position + 1);
+            attend(one, kv_head, -1, true, s);
+        }
+    }
+
     void load_queries(const Item& item, long kv_head, Scratch<E>& s) const {
         long group_size = program.heads / program.kv_heads;
         const Passed* from = (const Passed*)step.buffers[op.input];
@@ -114,8 +134,8 @@ struct Attend {
 
     // Adds a block of keys to the sums, and prefetches the one after it.
     void add_block(const Item& item, long kv_head, KeyBlock& block, const KeyBlock& after, int rows,
-                   bool first, Scratch<E>& s) const {
-        if (!pages.direct()) assemble(item, kv_head, block, s);
+                   bool first, bool only_seen, Scratch<E>& s) const {
+        if (!pages.direct() || only_seen) assemble(item, kv_head, block, s);
         const KeyBlock* next = prefetches_in_products(item, block, after) ? &after : nullptr;
         int width = item.count == 1 ? DECODE_KEY_PANELS : KEY_PANELS;
         for (int p = 0; p < KEY_PANELS; p += width) {
@@ -130,13 +150,18 @@ struct Attend {
         }
     }
 
-    // Sets the part that ends aside, and leaves the sums to the next part.
-    void end_part(const Item& item, long kv_head, long rows, long part, Scratch<E>& s) const {
+    // Sets the part that ends aside, and leaves the sums to the next part. Returns false where they are
+    // known not to be finite.
+    bool end_part(const Item& item, long kv_head, long rows, long part, Scratch<E>& s) const {
         if (item.part >= 0) return store_part(item, kv_head, part, s);
-        if (part > 0) return merge_part(rows, s);
-        sum_totals(rows, s.merged_total, s);
-        memcpy(s.merged_max, s.max_score, rows * sizeof(float));
-        memcpy(s.merged_sums, s.sums, rows * program.padded_dim * sizeof(float));
+        if (part > 0) {
+            merge_part(rows, s);
+        } else {
+            sum_totals(rows, s.merged_total, s);
+            memcpy(s.merged_max, s.max_score, rows * sizeof(float));
+            memcpy(s.merged_sums, s.sums, rows * program.padded_dim * sizeof(float));
+        }
+        return true;
     }
 
     static void sum_totals(long rows, float* to, Scratch<E>& s) {
@@ -209,14 +234,22 @@ struct Attend {
         }
     }
 
-    // Assembles panels of keys and values that cannot be multiplied in place.
+    // Assembles panels of keys and values that cannot be multiplied in place, or have more than the
+    // item's first query sees. Pages before its window may be those of other requests.
     void assemble(const Item& item, long kv_head, KeyBlock& block, Scratch<E>& s) const {
+        long begin = op.window ? std::max(0L, item.position + 1 - op.window) : 0;
+        long end = block.key + block.keys;
         for (int i = 0; i < block.count; i++) {
             Stored* to = s.gathered + i * pages.panel_size();
+            long key = block.key + i * LANES;
             if (block.bytes[i])
                 pages.widen_panel(to, block.bytes[i]);
+            else if (!pages.direct())
+                pages.gather(to, item.row, key, begin, end, kv_head);
+            else if (begin > key || end < key + LANES)
+                pages.copy_seen(to, block.panels[i], begin - key, end - key);
             else
-                pages.gather(to, item.row, block.key + i * LANES, block.key + block.keys, kv_head);
+                continue;
             block.panels[i] = to;
         }
     }
@@ -313,7 +346,8 @@ struct Attend {
                 Floats score = load<Floats>(scores + i * LANES), w = E::softmax_exp(score - max_score);
                 if (!PLAIN) w = select(score == -INFINITY, 0.0f, w);
                 total += w;
-                if (!PLAIN && block.bytes[i]) w *= value_scales(block, i);
+                if (!PLAIN && block.bytes[i])
+                    w = select(score == -INFINITY, 0.0f, w * value_scales(block, i));
                 narrow(s.weights + r * KEY_BLOCK + i * LANES, w);
             }
             s.total[r] = s.total[r] * s.scale[r] + total;
@@ -344,31 +378,37 @@ struct Attend {
         }
     }
 
-    // Writes the results. part: number of parts before the last one.
-    void store_output(const Item& item, long kv_head, long part, Scratch<E>& s) const {
+    // Writes the results, and returns whether they are finite. part: number of parts before the last one.
+    bool store_output(const Item& item, long kv_head, long part, Scratch<E>& s) const {
         long group_size = program.heads / program.kv_heads, dim = program.head_dim;
         long rows = item.count * group_size;
         if (part > 0) merge_part(rows, s);
+        bool is_finite = true;
         for (long r = 0; r < rows; r++) {
             long head = kv_head * group_size + r % group_size, first = r * program.padded_dim;
             Passed* to = (Passed*)step.buffers[op.output] + head * dim +
                          (item.output + r / group_size) * step.strides[op.output];
             const float* sink = op.sinks ? op.sinks + head : nullptr;
-            if (part > 0)
-                write_mean(to, s.merged_max[r], s.merged_total[r], s.merged_sums + first, sink, dim);
-            else
-                write_mean(to, s.max_score[r], sum(s.total[r]), s.sums + first, sink, dim);
+            is_finite &= part > 0 ? write_mean(to, s.merged_max[r], s.merged_total[r],
+                                               s.merged_sums + first, sink, dim)
+                                  : write_mean(to, s.max_score[r], sum(s.total[r]), s.sums + first,
+                                               sink, dim);
         }
+        return is_finite;
     }
 
-    void store_part(const Item& item, long kv_head, long part, Scratch<E>& s) const {
+    // Sets a part aside, and returns whether it is finite.
+    bool store_part(const Item& item, long kv_head, long part, Scratch<E>& s) const {
         long group_size = program.heads / program.kv_heads, dim = program.padded_dim;
+        Floats zeros = {};
         for (long r = 0; r < group_size; r++) {
             float* to = step.parts + (item.part + part) * AttentionWork::part_floats(program) +
                         (kv_head * group_size + r) * (dim + 2);
             to[0] = s.max_score[r], to[1] = sum(s.total[r]);
             memcpy(to + 2, s.sums + r * dim, dim * sizeof(float));
+            for (long d = 0; d < dim; d += LANES) zeros += zeros_of(load<Floats>(to + 2 + d));
         }
+        return all_finite(zeros);
     }
 };
 

@@ -32,12 +32,18 @@ __attribute__((noinline)) inline void merge(RowSums sums, const RowSums& other, 
     }
 }
 
-// Writes the mean of the values. sink: a score without a value, or null. Not inlined, as above.
+// Writes the mean of the values, and returns whether it is finite. sink: a score without a value, or
+// null. Not inlined, as above.
 template <class T>
-__attribute__((noinline)) void write_mean(T* to, float max_score, float total, const float* values,
+__attribute__((noinline)) bool write_mean(T* to, float max_score, float total, const float* values,
                                           const float* sink, long dim) {
     if (sink) total += std::exp(*sink - max_score);
     float scale = 1 / total;
-    for (long d = 0; d < dim; d += LANES)
-        narrow_partial(to + d, load<Floats>(values + d) * scale, dim - d);
+    Floats zeros = {};
+    for (long d = 0; d < dim; d += LANES) {
+        Floats mean = load<Floats>(values + d) * scale;
+        zeros += zeros_of(mean);
+        narrow_partial(to + d, mean, dim - d);
+    }
+    return all_finite(zeros);
 }

@@ -36,14 +36,19 @@ class Decode {
         return true;
     }
 
-    // Appends the argmax of each row to the tokens of its slot. token_ids: [rows], in the plan's
-    // order.
-    void end(int32_t* token_ids) const {
+    // Appends the argmax of each row to the tokens of its slot; of a row whose logits are not finite
+    // a 0, and token_ids has -1. token_ids: [rows], in the plan's order. Returns whether every row has
+    // a token.
+    bool end(int32_t* token_ids) const {
+        bool all_have_tokens = true;
         for (long row = 0; row < step.row_count; row++) {
             long slot = step.slots[row], position = slots.known[slot]++;
-            token_ids[order[row]] = step.tokens[slot * step.token_stride + position] =
-                int32_t(step.argmax[row]);
+            int32_t token = int32_t(step.argmax[row]);
+            token_ids[order[row]] = token;
+            step.tokens[slot * step.token_stride + position] = std::max(token, 0);
+            all_have_tokens &= token >= 0;
         }
+        return all_have_tokens;
     }
 
   private:

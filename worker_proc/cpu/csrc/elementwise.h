@@ -1,6 +1,7 @@
 // Operations on each token by itself: embedding, norms, rotary positions.
 #pragma once
 
+#include <atomic>
 #include <cmath>
 
 #include "attention_work.h"
@@ -139,6 +140,14 @@ INLINE void narrow_all(T* to, const float* from, long count, float scale) {
     for (long d = 0; d < count; d += LANES) narrow(to + d, load<Floats>(from + d) * scale);
 }
 
+// Notes that the keys or values of a slot's token are not finite.
+inline void note_nonfinite(const Step& step, long slot, long position) {
+    std::atomic_ref<int64_t> from(step.nonfinite_from[slot]);
+    int64_t lowest = from.load();
+    while (position < lowest && !from.compare_exchange_weak(lowest, position)) {}
+    std::atomic_ref<int64_t>(const_cast<Step&>(step).has_nonfinite).store(1);
+}
+
 template <class E>
 void rotate_write(const Program& program, const Step& step, const Op& op, TokenPosition at,
                   long token) {
@@ -167,6 +176,7 @@ void rotate_write(const Program& program, const Step& step, const Op& op, TokenP
                    op.sines + position * (begin / 2), begin);
         memcpy(rotated + begin, from + begin, (dim - begin) * sizeof(float));
     };
+    Floats zeros = {};
     auto scale_of_all = [&](const float* heads, long count) {
         return op.norm_whole ? norm_scale(heads, 0, count * dim, op.epsilon) : 0;
     };
@@ -183,5 +193,8 @@ void rotate_write(const Program& program, const Step& step, const Op& op, TokenP
         memcpy(padded, values + h * dim, dim * sizeof(float));
         narrow_all(value, padded, program.padded_dim, 1);
         pages.write(at.row, position, h, key, value);
+        for (long d = 0; d < program.padded_dim; d += LANES)
+            zeros += zeros_of(widen(key + d)) + zeros_of(widen(value + d));
     }
+    if (!all_finite(zeros)) note_nonfinite(step, step.slots[at.row], position);
 }

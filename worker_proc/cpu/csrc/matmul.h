@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,8 @@
 constexpr long BLOCK_BYTES = 512 * 1024;  // of inputs, which stay in the second-level cache
 constexpr int PANELS_A_PIECE = 2;  // a panel of gate and its panel of up are in one piece
 constexpr int PIECE_COLUMNS = PANELS_A_PIECE * LANES;
+
+constexpr int64_t NO_COLUMN = -1;  // of a row that is not finite, or has no finite number
 
 struct RowMax {
     float value;
@@ -250,7 +253,7 @@ struct Matmul {
         case SILU: return silu(x);
         case GELU_TANH: return gelu(x);
         case GELU: return gelu_erf(x);
-        default: return max(x, 0.0f);
+        default: return max(0.0f, x);
         }
     }
     INLINE Floats gate(Floats gate, Floats up) const {
@@ -278,12 +281,14 @@ struct Matmul {
                 __builtin_prefetch(output_of(row, column) + line, 1, 3);
     }
 
-    // The first of equal columns wins.
+    // The first of equal columns wins, and NaN or infinity against every number.
     INLINE void update_max(RowMax& max, Floats v, long column) const {
         long columns = std::min<long>(LANES, matrix.columns - column);
-        if (columns == LANES && max_lane(v) < max.value) return;
+        if (columns == LANES && all_below(v, max.value)) return;
         for (int i = 0; i < columns; i++)
-            if (v[i] > max.value || (v[i] == max.value && column + i < max.column))
+            if (!(v[i] < INFINITY))
+                max = {INFINITY, NO_COLUMN};
+            else if (v[i] > max.value || (v[i] == max.value && column + i < max.column))
                 max = {v[i], column + i};
     }
 };

@@ -45,9 +45,10 @@ INLINE Floats scale(Floats x, Floats n) {
 #endif
 }
 
-// Returns e^x to 2 ulp, by Cephes' reduction (x = n ln 2 + r) and polynomial.
+// Returns e^x to 2 ulp, by Cephes' reduction (x = n ln 2 + r) and polynomial. NaN stays NaN, as `max`
+// and `min` return their second operand then.
 INLINE Floats exp(Floats x) {
-    x = max(min(x, 88.0f), -87.3f);
+    x = max(-87.3f, min(88.0f, x));
     Floats n = round_to_even(x * 1.44269504f);
     Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
     Floats p = 1.9875691500e-4f;
@@ -63,7 +64,7 @@ INLINE Floats exp(Floats x) {
 // Returns e^x to 3e-6, enough for bfloat16: a polynomial for 2^f, f being the fraction of x / ln 2.
 INLINE Floats exp_approx(Floats x) {
 #if defined(__AVX512DQ__)
-    Floats t = max(x * 1.44269504f, -126.0f);
+    Floats t = max(-126.0f, x * 1.44269504f);
     Floats f = Floats::of([&](int i) INLINED {
         return (Floats::Part)_mm512_reduce_ps((__m512)t.parts[i], _MM_FROUND_TO_NEG_INF);
     });
@@ -104,7 +105,7 @@ INLINE Floats soft_cap(Floats x, float cap) { return cap * tanh(x / cap); }
 
 // The gate of gpt-oss.
 INLINE Floats clamped_swiglu(Floats gate, Floats up) {
-    gate = min(gate, 7.0f), up = max(min(up, 7.0f), -7.0f);
+    gate = min(7.0f, gate), up = max(-7.0f, min(7.0f, up));
     return gate / (1.0f + exp(-1.702f * gate)) * (up + 1.0f);
 }
 

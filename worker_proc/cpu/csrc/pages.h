@@ -80,12 +80,23 @@ struct Pages {
         for (long n = 0; n < panel_size(); n += LANES) narrow(to + n, from_bytes(from + n));
     }
 
-    // Assembles a panel of tokens `position` to `end` - 1 (at most 16) of pages without panels.
-    void gather(Stored* to, long row, long position, long end, long kv_head) const {
+    // Assembles a panel of the tokens from `position` on that are at `begin` to `end` - 1; the others
+    // are zeros. For pages without panels.
+    void gather(Stored* to, long row, long position, long begin, long end, long kv_head) const {
         std::fill(to, to + panel_size(), Stored(0));
-        for (long i = 0; i < LANES && position + i < end; i++)
+        for (long i = std::max(0L, begin - position); i < LANES && position + i < end; i++)
             write_to_panel(to, i, vector(row, position + i, kv_head, 0),
                            vector(row, position + i, kv_head, 1));
+    }
+
+    // Copies a panel, with zeros as the values of all but the tokens `begin` to `end` - 1 of it.
+    void copy_seen(Stored* to, const Stored* panel, long begin, long end) const {
+        std::copy(panel, panel + panel_size(), to);
+        for (long i = 0; i < LANES; i++) {
+            if (i >= begin && i < end) continue;
+            Stored* values = to + (LANES + i / E::PACK * E::PACK) * program.padded_dim + i % E::PACK;
+            for (long d = 0; d < program.padded_dim; d++) values[d * E::PACK] = 0;
+        }
     }
 
   private:
@@ -128,16 +139,18 @@ struct Pages {
         write_to_panel(to, position % LANES, keys, values);
     }
 
-    // Rounds a vector so that its largest number becomes 127 or -127. Returns the scale.
+    // Rounds a vector so that its largest number becomes 127 or -127. Returns the scale, which is NaN
+    // if a number is not finite.
     float to_int8(int8_t* to, const Stored* from) const {
-        Floats max_abs = {};
+        Floats max_abs = {}, zeros = {};
         for (long d = 0; d < program.padded_dim; d += LANES) {
             Floats v = widen(from + d);
             max_abs = max(max_abs, max(v, -v));
+            zeros += zeros_of(v);
         }
         float scale = max_lane(max_abs) / 127, inverse = scale > 0 ? 1 / scale : 0;
         for (long d = 0; d < program.padded_dim; d += LANES)
             store(to + d, to_bytes(round_to_even(widen(from + d) * inverse)));
-        return scale;
+        return scale + sum(zeros);
     }
 };

@@ -23,14 +23,13 @@ void quadriga_run(const Program* program, const Step* step) {
 }
 
 // Runs a greedy decode step of the slots in `plan` [rows], see decode.h. Returns 0, with nothing
-// changed, if the step is not one.
+// changed, if the step is not one; 2 if the logits of a row are not finite; else 1.
 int64_t quadriga_decode(const Program* program, const Step* step, const Slots* slots,
                         const int32_t* plan, const int32_t* num_tokens, int32_t* token_ids) {
     Decode decode(*program, *step, *slots, plan);
     if (!decode.begin(num_tokens)) return 0;
     quadriga_run(program, step);
-    decode.end(token_ids);
-    return 1;
+    return decode.end(token_ids) ? 1 : 2;
 }
 
 // Samples a token from each of `count` rows of logits [columns], which are `stride` floats apart.

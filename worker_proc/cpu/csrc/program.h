@@ -121,6 +121,8 @@ struct Step {
     float* parts;              // scratch for rows whose context is split
     int64_t part_floats;       // size of the scratch
     float* op_seconds;         // [ops] duration of each operation, or null
+    int64_t* nonfinite_from;   // [slots] the lowest position whose keys or values are not finite
+    int64_t has_nonfinite;     // set to 1 where one of them was lowered
 };
 
 // Arrays of SlotTable and SamplingState, indexed by slot.

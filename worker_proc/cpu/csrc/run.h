@@ -114,7 +114,7 @@ class Run {
                                         (maxima[row].value == max.value &&
                                          maxima[row].column < max.column)))
                     max = maxima[row];
-            step.argmax[row] = max.column == INT64_MAX ? 0 : max.column;
+            step.argmax[row] = max.value == -INFINITY ? NO_COLUMN : max.column;
         }
     }
 

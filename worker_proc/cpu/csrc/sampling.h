@@ -24,8 +24,10 @@ class RowSampler {
     explicit RowSampler(long columns)
         : columns(columns), weights((columns + BLOCK - 1) / BLOCK * BLOCK, 0.0f) {}
 
+    // Returns -1 if a logit is NaN or infinity, or none is finite.
     int64_t sample(const float* logits, const SamplingRow& row) {
         long argmax = std::max_element(logits, logits + columns) - logits;
+        if (!is_finite(logits) || logits[argmax] == -INFINITY) return -1;
         if (row.temperature == 0) return argmax;
         compute_weights(logits, logits[argmax], row.temperature);
         float threshold = std::max(cutoff(row), row.min_p);
@@ -41,6 +43,14 @@ class RowSampler {
     const long columns;
     std::vector<float> weights;  // e^((logit - maximum) / temperature), zero-padded to whole blocks
     std::vector<float> candidates;
+
+    // Whether every logit is a number or -infinity.
+    bool is_finite(const float* logits) const {
+        Ints finite = Ints(-1);
+        for (long i = 0; i < columns; i += LANES)
+            finite = finite & (load_partial(logits + i, columns - i) < Floats(INFINITY));
+        return all_below(select(finite, 0.0f, 1.0f), 1.0f);
+    }
 
     void compute_weights(const float* logits, float maximum, float temperature) {
         for (long i = 0; i < columns; i += LANES) {
@@ -99,7 +109,7 @@ class RowSampler {
     }
 
     // Returns the first token whose cumulated weight exceeds the fraction `draw` of the whole, among
-    // tokens of at least `threshold`; -1 if none has a weight (NaN of a broken model).
+    // tokens of at least `threshold`; -1 if none has a weight.
     long invert(float draw, float threshold) const {
         std::vector<double> sums(weights.size() / BLOCK);
         double whole = 0;

@@ -126,6 +126,7 @@ INLINE Floats select(Ints where, Floats one, Floats other) {
     });
 }
 
+// The larger and the smaller of two: b where one of them is NaN.
 #if defined(__AVX512F__)  // compilers use two instructions if an operand is constant
 INLINE Floats max(Floats a, Floats b) {
     return Floats::of([&](int i) INLINED {
@@ -169,3 +170,18 @@ INLINE float sum(Floats v) {
 INLINE float max_lane(Floats v) {
     return fold(v, [](auto a, auto b) INLINED { return a > b ? a : b; });
 }
+
+// Whether every lane is below x, which NaN is not.
+INLINE bool all_below(Floats v, float x) {
+#if defined(__AVX512F__)
+    return !_mm512_cmp_ps_mask((__m512)v.parts[0], _mm512_set1_ps(x), _CMP_NLT_US);
+#else
+    return max_lane(select(v < Floats(x), 0.0f, 1.0f)) == 0;
+#endif
+}
+
+// Zeros where x is finite, else NaN.
+INLINE Floats zeros_of(Floats x) { return x * 0.0f; }
+
+// Whether all lanes of added `zeros_of` are zeros.
+INLINE bool all_finite(Floats zeros) { return sum(zeros) == 0; }

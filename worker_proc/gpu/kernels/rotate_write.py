@@ -41,22 +41,30 @@ def _store(
     x, pool_keys, pool_values, page_place, head, channel, exists,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Write the keys and values of x `[heads, channels]` to a place in a page."""
+    """Write the keys and values of x `[heads, channels]` to a place in a page.
+
+    Returns:
+        How many of them are NaN or infinite.
+    """
+    number = x.to(tl.float32)
     is_key = exists & (head >= HEADS) & (head < HEADS + KV_HEADS)
     key_place = page_place + (head - HEADS) * DIM + channel
     x = x.to(pool_keys.dtype.element_ty)
     tl.store(pool_keys + key_place, x, mask=is_key)
     is_value = exists & (head >= HEADS + KV_HEADS)
     tl.store(pool_values + key_place - KV_HEADS * DIM, x, mask=is_value)
+    is_wrong = (is_key | is_value) & ~(tl.abs(number) < float("inf"))
+    return tl.sum(tl.sum(is_wrong.to(tl.int32), 1), 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "nonfinite_from"])
 def _rotate_write(
     qkv, pool_keys, pool_values, cosines, sines, query_gain, key_gain,
-    slots, positions, page_table, qkv_stride, page_table_stride, epsilon, offset,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr, ROTATED: tl.constexpr, NORMED: tl.constexpr, WHOLE: tl.constexpr,
+    slots, positions, page_table, nonfinite_from, out, qkv_stride, page_table_stride, epsilon,
+    offset, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_HEADS: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, ROTATED: tl.constexpr,
+    NORMED: tl.constexpr, WHOLE: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
@@ -104,19 +112,28 @@ def _rotate_write(
             tl.store(qkv + places + HALF, second, mask=exists_second & is_query)
         page = tl.load(page_table + slot * page_table_stride + position // PAGE_SIZE)
         place = (page * PAGE_SIZE + position % PAGE_SIZE) * (KV_HEADS * DIM)
-        _store(first, pool_keys, pool_values, place, head, dim, exists, HEADS, KV_HEADS, DIM)
-        _store(second, pool_keys, pool_values, place, head, dim + HALF, exists_second,
-               HEADS, KV_HEADS, DIM)  # fmt: skip
+        num_wrong = _store(first, pool_keys, pool_values, place, head, dim, exists,
+                           HEADS, KV_HEADS, DIM)  # fmt: skip
+        num_wrong += _store(second, pool_keys, pool_values, place, head, dim + HALF, exists_second,
+                            HEADS, KV_HEADS, DIM)  # fmt: skip
         if BLOCK_REST:
-            _store(rest, pool_keys, pool_values, place, head, channel, exists_rest,
-                   HEADS, KV_HEADS, DIM)  # fmt: skip
+            num_wrong += _store(rest, pool_keys, pool_values, place, head, channel, exists_rest,
+                                HEADS, KV_HEADS, DIM)  # fmt: skip
+        tl.atomic_min(nonfinite_from + slot, position, mask=num_wrong > 0)
+    else:
+        column = tl.arange(0, BLOCK_OUT)
+        zeros = tl.zeros([BLOCK_OUT], tl.float32).to(out.dtype.element_ty)
+        tl.store(out + token * (HEADS * DIM) + column, zeros, mask=column < HEADS * DIM)
 
 
 def rotate_and_write(
     qkv: Tensor, pool: Tensor, page_table: Tensor, slots: Tensor, positions: Tensor,
-    attention: Attention,
+    attention: Attention, nonfinite_from: Tensor, out: Tensor,
 ) -> None:  # fmt: skip
     """Normalize and rotate queries in place, and keys on their way to the pages.
+
+    Padding gets zeros as its attention, which no other kernel writes in a step with prompts: a
+    mixture of experts would choose experts by what was in the memory.
 
     Args:
         qkv: `[tokens, heads + 2 * kv_heads, head_dim]`.
@@ -125,6 +142,9 @@ def rotate_and_write(
         slots: `[tokens]` int64; a token with slot -1 is padding.
         positions: `[tokens]` int64.
         attention: Its norms and rotary positions.
+        nonfinite_from: `[slots]` int64, lowered to the positions of keys or values that are NaN or
+            infinite.
+        out: `[tokens, heads * head_dim]`: the rows of padding are filled.
     """
     tokens, all_heads, head_dim = qkv.shape
     _, _, page_size, kv_heads, _ = pool.shape
@@ -134,7 +154,7 @@ def rotate_and_write(
     angles = (rope.cosines, rope.sines) if rope is not None else (qkv, qkv)
     gains = (norms.queries.weight, norms.keys.weight) if norms is not None else (qkv, qkv)
     _rotate_write[(tokens,)](
-        qkv, pool[0], pool[1], *angles, *gains, slots, positions, page_table,
+        qkv, pool[0], pool[1], *angles, *gains, slots, positions, page_table, nonfinite_from, out,
         qkv.stride(0), page_table.stride(0), norms.keys.epsilon if norms is not None else 0.0,
         norms.keys.offset if norms is not None else 0.0,
         HEADS=all_heads - 2 * kv_heads, KV_HEADS=kv_heads, DIM=head_dim, PAGE_SIZE=page_size,
@@ -143,4 +163,5 @@ def rotate_and_write(
         BLOCK_REST=triton.next_power_of_2(num_rest) if num_rest else 0,
         ROTATED=rope is not None, NORMED=norms is not None,
         WHOLE=norms is not None and norms.whole,
+        BLOCK_OUT=triton.next_power_of_2(out.shape[1]),
     )  # fmt: skip

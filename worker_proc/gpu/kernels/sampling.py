@@ -27,6 +27,7 @@ from worker_proc.gpu.kernels.row_search import (
     threshold_of_row,
     units,
 )
+from worker_proc.sampling import sampler
 from worker_proc.sampling.slot_sampling import SamplingState
 
 BLOCK, CHUNK_WARPS = 4096, 8  # columns of a chunk, and warps of its program
@@ -36,6 +37,7 @@ MAX_LIKELY = 8192  # tokens in the lists of a row
 # A likely token has 2^-14 of the largest weight, or more; 2^-11, 2^-8 or 2^-5 where those are too
 # many.
 LIKELY_BITS, BITS_STEP, NUM_DISTANCES = tl.constexpr(14), tl.constexpr(3), tl.constexpr(4)
+NO_SAMPLE = tl.constexpr(sampler.NO_SAMPLE)
 INDICES = ["slots", "positions"]
 
 
@@ -43,13 +45,13 @@ INDICES = ["slots", "positions"]
 def _chunk_maxima(
     logits, maxima, places, vocab_size, logits_stride, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Store the largest logit of a chunk, and its first place."""
+    """Store the largest logit of a chunk, and its first place; infinity if there is a NaN."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = chunk * BLOCK + tl.arange(0, BLOCK)
     exists = column < vocab_size
     x = tl.load(logits + row * logits_stride + column, mask=exists, other=float("-inf"))
     x = x.to(tl.float32)
-    highest = tl.max(x, 0)
+    highest = tl.max(tl.where(x < float("inf"), x, float("inf")), 0)
     place = tl.min(tl.where((x == highest) & exists, column, vocab_size - 1), 0)
     tl.store(maxima + row * CHUNKS + chunk, highest)
     tl.store(places + row * CHUNKS + chunk, place)
@@ -173,7 +175,8 @@ def _sample(
     token = tl.min(tl.where(is_first, place, vocab_size - 1), 0)
     existing = tl.maximum(slot, 0)
     temperature = tl.load(temperatures + existing)
-    if (slot >= 0) & (temperature > 0):
+    is_finite = (highest < float("inf")) & (highest > float("-inf"))
+    if (slot >= 0) & (temperature > 0) & is_finite:
         row_logits = logits + row * logits_stride
         scale, seed = LOG2_E / temperature, tl.load(seeds + existing)
         top_k, top_p = tl.load(top_ks + existing), tl.load(top_ps + existing)
@@ -217,15 +220,17 @@ def _sample(
                 row_logits, begin, begin + SPAN, target - before, highest * 0.0 + float("-inf"),
                 floor, highest, scale, vocab_size, BLOCK,
             )  # fmt: skip
-        token = tl.minimum(token, vocab_size - 1)  # logits that are NaN have no weights
+    token = tl.where(is_finite & (token < vocab_size), token, NO_SAMPLE)
     tl.store(token_ids + row, token.to(tl.int64))
-    tl.store(known + existing * known_stride + position, token, mask=slot >= 0)
+    tl.store(known + existing * known_stride + position, tl.maximum(token, 0), mask=slot >= 0)
 
 
 def sample_tokens(
     logits: Tensor, slots: Tensor, positions: Tensor, sampling: SamplingState, known: Tensor
 ) -> Tensor:
     """Sample the token behind a position of each slot, and write it to the known tokens.
+
+    A row with NaN or infinity, or without a finite number, has no token: the known one is 0.
 
     Args:
         logits: `[rows, vocab_size]`, which may be strided by row.
@@ -235,7 +240,7 @@ def sample_tokens(
         known: `[slots, context + 1]` int32, the tokens of every slot.
 
     Returns:
-        `[rows]` int64.
+        `[rows]` int64; -1 for a row without a token.
     """
     rows, vocab_size = logits.shape
     num_chunks, num_spans = triton.cdiv(vocab_size, BLOCK), triton.cdiv(vocab_size, SPAN)

@@ -29,14 +29,16 @@ struct QuantizedRow {
     }
 };
 
-// Rounds x to 255 steps between -max|x| and max|x|, group by group.
+// Rounds x to 255 steps between -max|x| and max|x|, group by group. The scale of a group that is not
+// finite is NaN.
 template <class T>
 void quantize(void* to, const T* x, long groups) {
     QuantizedRow row(to, groups);
     for (long g = 0; g < groups; g++, x += GROUP) {
         Floats a = widen(x), b = widen(x + LANES);
         float max_abs = max_lane(max(max(a, -a), max(b, -b)));
-        float scale = max_abs / 127, inverse = max_abs > 0 ? 127 / max_abs : 0;
+        float scale = max_abs / 127 + sum(zeros_of(a) + zeros_of(b));
+        float inverse = max_abs > 0 ? 127 / max_abs : 0;
         Floats first = round_to_even(a * inverse), second = round_to_even(b * inverse);
         int8_t* codes = (int8_t*)(row.units + g * GROUP_UNITS);
         store(codes, to_bytes(first));
