@@ -71,7 +71,7 @@ class Runner:
                 ended=ended,
                 logprobs=output.logprobs,
                 prompt_logprobs=output.prompt_logprobs,
-                failed=output.failed + refused,
+                failed=refused + output.failed,  # the first reason counts
                 session=plan.session,
                 forced=output.forced,
                 guessed=output.guessed,
