@@ -52,6 +52,8 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         return await _answer(request, store, plan, begin)
     plan = await make_plan(gateway, store, body)
     is_kept = plan.fields.store and store.keeps_responses
+    if is_kept:
+        store.check_size(plan.given)
     head = gateway.head(request, "resp", "_")
     if is_kept or plan.fields.conversation is not None:
         head = head._replace(id=await _new_id(request, store, head.id))

@@ -71,6 +71,9 @@ class ResponseStore(Protocol):
     async def unused_id(self, response_id: str, is_taken: bool = False) -> str:
         """Return the id for a new response, which is longer if it is taken."""
 
+    def check_size(self, items: Items) -> None:
+        """Raise an ApiError where a response with these items cannot be kept for their size."""
+
     async def items_of_response(self, response_id: str) -> Items:
         """Return the input and output items up to and with a response. Raise ApiError."""
 
@@ -99,6 +102,9 @@ class NoResponseStore:
     async def unused_id(self, response_id: str, is_taken: bool = False) -> str:  # noqa: ARG002
         """Return the id as it is."""
         return response_id
+
+    def check_size(self, items: Items) -> None:
+        """Keep none, of any size."""
 
     async def items_of_response(self, response_id: str) -> Items:
         """Refuse the reference."""

@@ -8,7 +8,7 @@ from http_proc.answer.events import AnswerEvent
 from http_proc.apis.responses.answer import ResponseAnswer
 from http_proc.apis.responses.output_items import StreamEvent
 from http_proc.protocol.errors import ApiError
-from http_proc.responses import SERVER_SENT_EVENTS, named_event
+from http_proc.responses import END_OF_EVENT, SERVER_SENT_EVENTS, named_event
 from quadriga.client.types import StreamChunk
 
 # The last event of a stream, by the response's status.
@@ -65,6 +65,10 @@ class ResponseStream:
         """Return the last event, with the response as it is now, after `finish`."""
         self._num_events -= 1
         return self._of_response(_LAST[self._answer.response.status])
+
+    def take_back(self, events: bytes) -> None:
+        """Let other events take the place of the last ones, which were not sent."""
+        self._num_events -= events.count(END_OF_EVENT)
 
     def cancel(self) -> bytes:
         """Return the events that end the stream of a response that is cancelled."""

@@ -221,17 +221,26 @@ class BackgroundRun:
         """
         response = self._shown.answer.response
         conversation = response.conversation
-        ended = EndedResponse(
-            response,
-            self._job.body["input"],
-            True,
-            None if conversation is None else conversation.id,
-            b"".join(self._events) + last,
-        )
-        while not await self._store.close_response(ended):
-            self._show_end(last)
-            await asyncio.sleep(RETRY_S)
+        conversation_id = None if conversation is None else conversation.id
+        ended = self._ended(b"".join(self._events) + last, conversation_id)
+        try:
+            while not await self._store.close_response(ended):
+                self._show_end(last)
+                await asyncio.sleep(RETRY_S)
+        except ApiError as error:  # it is too large: the output is lost
+            response.completed_at = response.incomplete_details = None
+            self._shown.stream.take_back(last)
+            self._shown.answer.output = ResponseOutput(self._job.id, {})
+            last = self._shown.stream.error(error)
+            ended = self._ended(last, None)
+            while not await self._store.close_response(ended, keeps_it=False):
+                self._show_end(last)
+                await asyncio.sleep(RETRY_S)
         self._show_end(last)
+
+    def _ended(self, events: bytes, conversation_id: str | None) -> EndedResponse:
+        response, given = self._shown.answer.response, self._job.body["input"]
+        return EndedResponse(response, given, True, conversation_id, events)
 
     def _show_end(self, last: bytes) -> None:
         if not self.is_ended:

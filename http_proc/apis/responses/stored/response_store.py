@@ -36,6 +36,8 @@ from quadriga.wire.messages.from_client import MAX_TURNS
 
 # What makes the id of a response unique.
 NUM_UNIQUE_CHARS = 8
+# The code of the error for what the store has no room for.
+TOO_LARGE = "object_too_large"
 MAX_ITEMS_BYTES = 16 * 1024 * 1024
 # Of one page of items, unless its first item has more.
 MAX_PAGE_BYTES = 4 * 1024 * 1024
@@ -177,6 +179,21 @@ class StoredResponses:
             code="stored_items_too_large",
         )
 
+    def check_size(self, items: Items) -> None:
+        """Raise an ApiError where a response with these items cannot be kept for their size."""
+        limit = self._bounds.max_bytes
+        if sum(len(msgspec.json.encode(item)) for item in items) <= limit:
+            return
+        size = sum(len(tables.packed(item)) for item in items)
+        if size > limit:
+            raise ApiError(
+                413,
+                f"input has {size} bytes in the store, which has {limit} (--max-stored-bytes): send"
+                " store: false, or start the server with a larger --max-stored-bytes",
+                param="input",
+                code=TOO_LARGE,
+            )
+
     async def save(self, ended: EndedResponse) -> bool:
         """Keep a response. Return whether that has succeeded."""
         return await self._save(lambda connection, reader: _save(connection, reader, ended))
@@ -199,8 +216,16 @@ class StoredResponses:
         found = await self._database.read(tables.jobs)
         return [(tables.unpacked(body), job) for body, job in found]
 
-    async def close_response(self, ended: EndedResponse) -> bool:
-        """Keep an open response as it has ended. Return whether that has succeeded."""
+    async def close_response(self, ended: EndedResponse, keeps_it: bool = True) -> bool:
+        """Keep an open response as it has ended. Return whether that has succeeded.
+
+        Args:
+            ended: the response.
+            keeps_it: refuse it, and leave it open, where the store would remove it at once.
+
+        Raises:
+            ApiError: it is refused.
+        """
 
         def work(connection: sqlite3.Connection, reader: TenantReader) -> None:
             response = ended.response
@@ -212,14 +237,20 @@ class StoredResponses:
                 tables.touch(connection, [owner], reader.read_at)
                 _add_to_conversation(connection, reader, ended)
 
-        return await self._save(work, keeps_used=False)
-
-    async def _save(
-        self, work: Callable[[sqlite3.Connection, TenantReader], None], keeps_used: bool = True
-    ) -> bool:
         try:
-            await self.write(work, keeps_used)
-        except ApiError:  # the file cannot be written, which is logged
+            await self.write(work, keeps_it)
+        except ApiError as error:
+            self.outcomes["failed"] += 1
+            if error.answer.error.code == TOO_LARGE:
+                raise
+            return False
+        self.outcomes["stored"] += 1
+        return True
+
+    async def _save(self, work: Callable[[sqlite3.Connection, TenantReader], None]) -> bool:
+        try:
+            await self.write(work)
+        except ApiError:  # the file cannot be written, which is logged, or it is too large
             self.outcomes["failed"] += 1
             return False
         self.outcomes["stored"] += 1
@@ -320,7 +351,7 @@ class StoredResponses:
                 f" {self._bounds.max_bytes} bytes (--max-stored-bytes) for"
                 f" {self._bounds.max_objects} objects (--max-stored-responses)",
                 "server_error",
-                code="object_too_large",
+                code=TOO_LARGE,
             ) from None
 
     def _on_change(self, connection: sqlite3.Connection) -> None:

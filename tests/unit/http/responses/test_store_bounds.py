@@ -1,6 +1,7 @@
 """The store stays within its bounds, and a disk that fails ends the storing, not the serving."""
 
 import asyncio
+import random
 import resource
 import sqlite3
 from collections.abc import Coroutine
@@ -258,3 +259,69 @@ def test_pages_that_are_damaged_while_the_store_is_open_are_an_error_of_one_requ
     data[3 * 4096 :] = b"\xff" * (len(data) - 3 * 4096)
     path.write_bytes(data)
     with_store(tmp_path, read)
+
+
+SMALL: dict[str, Any] = {"max_stored_bytes": 400_000}
+
+
+def long_text(num_bytes: int) -> str:
+    """Return a text that takes as many bytes when it is compressed."""
+    return random.Random(0).randbytes(num_bytes // 2).hex()[:num_bytes] * 2
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_input_that_is_too_large_for_the_store_is_refused_before_the_work(
+    tmp_path: Path, background: bool
+) -> None:
+    ring = ScriptedRing(["No"])
+
+    async def test(client: Any) -> None:
+        ask = {**ASK, "input": long_text(800_000), "background": background}
+        with pytest.raises(openai.APIStatusError, match="--max-stored-bytes") as raised:
+            await client.responses.create(**ask)
+        assert (raised.value.status_code, raised.value.code) == (413, "object_too_large")
+        assert not ring.submitted
+        if not background:
+            assert (await client.responses.create(**ask, store=False)).store is False
+        assert (await client.responses.create(**ASK)).store is True
+
+    run(ring, test, data_dir=str(tmp_path), **SMALL)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_answer_that_is_too_large_says_that_it_is_not_stored(
+    tmp_path: Path, streams: bool
+) -> None:
+    ring = ScriptedRing([long_text(500_000)])
+
+    async def test(client: Any) -> None:
+        pieces, ring.pieces = ring.pieces, ["No"]
+        first = await client.responses.create(**ASK)
+        ring.pieces = pieces
+        if streams:
+            events = [event async for event in await client.responses.create(**ASK, stream=True)]
+            assert events[0].response.store is True
+            answered: Any = events[-1].response
+        else:
+            answered = await client.responses.create(**ASK)
+        assert answered.status == "completed" and answered.store is False
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(answered.id)
+        assert await client.responses.retrieve(first.id) == first
+
+    run(ring, test, data_dir=str(tmp_path), **SMALL)
+
+
+def test_a_background_answer_that_is_too_large_has_failed(tmp_path: Path) -> None:
+    ring = ScriptedRing([long_text(500_000)])
+
+    async def test(client: Any) -> None:
+        created = await client.responses.create(**ASK, background=True, stream=True)
+        events = [event async for event in created]
+        final = events[-1].response
+        assert events[-1].type == "response.failed" and final.status == "failed"
+        assert "--max-stored-bytes" in final.error.message and final.output == []
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert await client.responses.retrieve(final.id) == final
+
+    run(ring, test, data_dir=str(tmp_path), **SMALL)
