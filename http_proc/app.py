@@ -11,7 +11,8 @@ from http_proc.endpoints.request_body import expect_continue
 from http_proc.gateway import GATEWAY, Gateway
 from http_proc.live.endpoint import add_live
 from http_proc.middleware import auth, web_pages
-from http_proc.middleware.request_scope import ERROR_BODIES, request_scope
+from http_proc.middleware.request_scope import ERROR_BODIES, UNREAD_ANSWERS, request_scope
+from http_proc.middleware.slow_client import UnreadAnswers
 from http_proc.middleware.tracing import add_header, trace_requests
 from http_proc.streams.earlier_streams import stream_lifetime
 from http_proc.ui.page import serve_page
@@ -29,6 +30,7 @@ def make_app(gateway: Gateway) -> web.Application:
         middlewares.append(auth.key_check(args, gateway.config.tenants, gateway.tenant_file))
     app = web.Application(middlewares=middlewares, client_max_size=args.max_body_bytes)
     app[GATEWAY] = gateway
+    app[UNREAD_ANSWERS] = UnreadAnswers(gateway.shares)
     app[ERROR_BODIES] = {endpoint.handler: endpoint.error_body for endpoint in openapi.ENDPOINTS}
     app.cleanup_ctx.append(store_lifetime)
     app.cleanup_ctx.append(background_lifetime)

@@ -110,6 +110,9 @@ class GatewayConnection(RequestHandler):
         """Send a response; an error of aiohttp's own gets the gateway's form."""
         if isinstance(resp, web.HTTPException) and resp.status >= HTTPStatus.BAD_REQUEST:
             resp = response_of(ApiError(resp.status, resp.reason, code="refused"))
+        if "Content-Encoding" in request.headers and not request.content.is_eof():
+            # aiohttp would read the rest, and so unpack it, in one piece.
+            self._lingering_time = 0.0
         return await super().finish_response(request, resp, start_time)
 
 

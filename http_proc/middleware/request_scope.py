@@ -9,9 +9,10 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
+from http_proc.caller import current_caller
 from http_proc.endpoints.request_body import check_head
 from http_proc.gateway import GATEWAY, REQUEST_ID, request_id
-from http_proc.middleware.slow_client import SlowClientGuard
+from http_proc.middleware.slow_client import SlowClientGuard, UnreadAnswers
 from http_proc.observe.request_log import RECORD, RequestLogRecord, log_request
 from http_proc.protocol.errors import ApiError, from_ring, invalid
 from http_proc.protocol.timings import SERVER_TIMING, server_timing, stages
@@ -22,6 +23,7 @@ from quadriga.runtime.request_line import in_a_line
 BROKEN_BODY = (
     "the body is not what its headers say: its Content-Encoding, Content-Length or chunks are wrong"
 )
+UNREAD_ANSWERS = web.AppKey("unread_answers", UnreadAnswers)
 # The format of errors by the handler of an endpoint.
 ERROR_BODIES = web.AppKey("error_bodies", dict[Any, Callable[[ApiError], bytes]])
 
@@ -34,14 +36,22 @@ async def request_scope(request: web.Request, handler: Handler) -> web.StreamRes
     request[RECORD] = RequestLogRecord(request_id=request[REQUEST_ID])
     outcome = "the client left"
     try:
-        with holding(), SlowClientGuard(request, gateway.metrics):
+        with holding(), SlowClientGuard(request, gateway.metrics) as guard:
             response, outcome = await _answer(request, handler)
             _add_timing(request, response)
-            await response.prepare(request)
-            await response.write_eof()
+            size = _size_of_body(response)
+            with request.app[UNREAD_ANSWERS].sending(guard, current_caller().owner, size):
+                await response.prepare(request)
+                await response.write_eof()
         return response
     finally:
         log_request(request, outcome, gateway.log_level)
+
+
+def _size_of_body(response: web.StreamResponse) -> int:
+    """Return the size of a whole answer; 0 for one that is sent in pieces."""
+    body = response.body if isinstance(response, web.Response) else None
+    return len(body) if isinstance(body, bytes | bytearray) else 0
 
 
 def _add_timing(request: web.Request, response: web.StreamResponse) -> None:

@@ -11,7 +11,8 @@ from http_proc.apis.responses.create import create_response
 from http_proc.caller import Caller, set_caller
 from http_proc.gateway import GATEWAY, Gateway
 from http_proc.loopback import LoopbackServer
-from http_proc.middleware.request_scope import ERROR_BODIES, request_scope
+from http_proc.middleware.request_scope import ERROR_BODIES, UNREAD_ANSWERS, request_scope
+from http_proc.middleware.slow_client import UnreadAnswers
 from http_proc.middleware.tracing import trace_requests
 from quadriga.sampling.limits import LIMITS
 
@@ -55,6 +56,7 @@ class LineServer(LoopbackServer):
         middlewares = [trace_requests, request_scope, take_caller]
         app = web.Application(middlewares=middlewares, client_max_size=max_bytes)
         app[GATEWAY], app[ERROR_BODIES] = gateway, {}
+        app[UNREAD_ANSWERS] = UnreadAnswers(gateway.shares)
         app.router.add_routes([web.post(path, handler) for path, handler in ENDPOINTS.items()])
         super().__init__(app, gateway.run_dir, "lines")
 

@@ -6,10 +6,13 @@ import logging
 import socket
 import ssl
 import subprocess
+import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import aiohttp
 import pytest
 import uvloop
 from aiohttp.streams import StreamReader
@@ -95,6 +98,56 @@ def test_a_client_that_does_not_read_a_whole_answer_is_disconnected_too(
         client.close()
 
     run_at_gateway(ring, test)
+
+
+def test_whole_answers_that_are_not_read_have_a_bound_together_and_a_reader_gets_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slow_client, "MAX_UNREAD_BYTES", 20_000_000)
+    ring = ScriptedRing(["a" * 8_000_000])
+
+    async def test(gateway: Any) -> None:
+        clients = [await connect(gateway, request(ASK), 4096) for _ in range(6)]
+        while gateway.metrics.num_slow_readers < 4:
+            await asyncio.sleep(0.01)
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{gateway.args.url}/v1/completions", json=ASK) as response,
+        ):
+            assert len(await response.read()) > 8_000_000
+        assert gateway.metrics.num_slow_readers == 5
+        for client in clients:
+            client.close()
+
+    run_at_gateway(ring, test)
+
+
+@pytest.mark.parametrize(("coding", "window_bits"), [("gzip", 31), ("deflate", 15)])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/nothing", "/v1/models"])
+def test_a_body_that_unpacks_to_much_is_unpacked_up_to_the_limit_only(
+    monkeypatch: pytest.MonkeyPatch, coding: str, window_bits: int, path: str
+) -> None:
+    packer = zlib.compressobj(9, zlib.DEFLATED, window_bits)
+    bomb = packer.compress(b'{"prompt":"') + packer.compress(b"a" * 200_000_000) + packer.flush()
+    unpacked, feed = [], aiohttp.StreamReader.feed_data
+
+    def feed_data(reader: aiohttp.StreamReader, data: bytes, size: int = 0) -> bool:
+        unpacked.append(len(data))
+        return feed(reader, data, size)
+
+    monkeypatch.setattr(aiohttp.StreamReader, "feed_data", feed_data)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Encoding: {coding}\r\n"
+
+    async def test(gateway: Any) -> None:
+        data = f"{head}Content-Length: {len(bomb)}\r\n\r\n".encode() + bomb
+        client = await connect(gateway, data)
+        said = await asyncio.get_running_loop().sock_recv(client, 1 << 16)
+        assert int(said.split()[1]) in (404, 405, 413)
+        with suppress(ConnectionResetError):  # the rest of the body is not read
+            await answer(client)
+        assert sum(unpacked) < 4_000_000
+
+    run_at_gateway(ScriptedRing([]), test, max_body_bytes=1_000_000)
 
 
 @pytest.mark.parametrize("stream", [False, True])
