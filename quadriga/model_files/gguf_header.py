@@ -24,7 +24,7 @@ from quadriga.model_files.gguf_start import read_architecture_name
 from quadriga.model_files.gguf_tokenizer import end_token_ids, write_tokenizer
 
 # Part of the cache key: increase it when the written files change.
-EXPORT_VERSION = 5
+EXPORT_VERSION = 6
 # Architectures in which a part of each head may be rotated.
 PARTLY_ROTATED = ("phi3",)
 # Keys of llama.cpp that change what a model computes -> their values that change nothing.
@@ -96,13 +96,30 @@ def _export(path: Path, directory: Path) -> None:
         raise ModelError(f"{path} lacks {error}: it is not a complete GGUF model") from None
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
-    ends = {"eos_token_id": end_token_ids(metadata)}
+    generation = {"eos_token_id": end_token_ids(metadata), **_sampling(metadata)}
     for name, content in (
         ("config.json", config),
-        ("generation_config.json", ends),
+        ("generation_config.json", generation),
         ("tensors.json", tensors),
     ):
         (directory / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def _sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recommended sampling parameters, by their names in generation_config.json."""
+    names = {
+        "temp": "temperature",
+        "top_k": "top_k",
+        "top_p": "top_p",
+        "min_p": "min_p",
+        "penalty_repeat": "repetition_penalty",
+    }
+    given = {name: metadata.get(f"general.sampling.{key}") for key, name in names.items()}
+    return {
+        name: _decimal(value) if isinstance(value, float) else value
+        for name, value in given.items()
+        if value is not None
+    }
 
 
 def _check_architecture(path: Path) -> None:

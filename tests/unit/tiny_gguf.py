@@ -20,9 +20,9 @@ def write_tiny_gguf(path: Path, architecture: str = "llama", **overrides: Any) -
 
     `overrides` may have `pre`, `kind` (tokenizer.ggml.model), `add_bos`, `output` (untied head),
     `scaling`, `fill` (ids of the tokens for filling in the middle, by the header's names),
-    `templates` (further chat templates by name), `keys` (of the architecture), `max_tensors` (of
-    each file, if the model is split), `rows` (of the embedding), `head_rows`, `eos` (an id) and
-    `ids` (of further special tokens, by the header's names).
+    `templates` (further chat templates by name), `keys` (of the architecture), `sampling` (top_k is
+    an integer), `max_tensors` (of each file, if the model is split), `rows` (of the embedding),
+    `head_rows`, `eos` (an id) and `ids` (of further special tokens, by the header's names).
     """
     writer = GGUFWriter(path, architecture, split_max_tensors=overrides.get("max_tensors", 0))
     writer.add_block_count(1)
@@ -41,6 +41,9 @@ def write_tiny_gguf(path: Path, architecture: str = "llama", **overrides: Any) -
     for key, value in overrides.get("keys", {}).items():
         add = writer.add_bool if isinstance(value, bool) else writer.add_float32
         add(f"{architecture}.{key}", value)
+    for key, value in overrides.get("sampling", {}).items():
+        add = writer.add_int32 if key == "top_k" else writer.add_float32
+        add(f"general.sampling.{key}", value)
     _add_tokenizer(writer, overrides)
     rows = overrides.get("rows", len(TOKENS))
     writer.add_tensor("token_embd.weight", np.zeros((rows, 32), dtype=np.float32))

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from quadriga.errors import ModelError
 from quadriga.model_files.config.config_values import (
+    BrokenConfig,
     check_divides,
     check_tp_size,
     head_dim_of,
@@ -197,6 +198,12 @@ class DecoderConfig:
             values["ropes"] = (RopeScaling.from_hf(config, head_dim),) * num_layers
         if "activation" not in fields:
             values["activation"] = activation_of(config, "hidden_act")
+        experts = fields.get("experts")
+        if experts is not None and not 0 < experts.num_chosen <= experts.num_experts:
+            raise BrokenConfig(
+                f"the model's config.json chooses {experts.num_chosen} of {experts.num_experts}"
+                " experts for a token; take the config.json that the checkpoint was published with"
+            )
         values |= fields
         values["names"] = MappingProxyType(fields.get("names") or {})
         return cls(**values)

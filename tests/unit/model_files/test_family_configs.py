@@ -181,6 +181,7 @@ def test_a_smollm3_may_list_the_layers_that_rotate() -> None:
         ("gemma3_text", {"rope_parameters": {"factor": 2.0}}, "factor in rope_parameters"),
         ("gemma3_text", {"rope_scaling": {"type": "linear"}}, "type = 'linear' in rope_scaling"),
         ("llama", {"rope_parameters": {"full_attention": {}}}, "full_attention in rope_parameters"),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 5}, "chooses 5 of 4 experts"),
         ("llama", {"is_causal": False}, "is_causal = False; supported: True"),
         ("llama", {"per_layer_config": {"0": {}}}, "per_layer_config = .*; supported: None"),
         (

@@ -33,6 +33,7 @@ from tests.unit.tiny_gguf import (
     USER_DEFINED,
     write_tiny_gguf,
 )
+from tokenizer_proc.preparation.prepare import sampling_defaults
 from worker_proc.loading.checkpoints import from_gguf
 
 TEXTS = [
@@ -244,6 +245,17 @@ def test_chat_templates_are_kept_by_their_names(tmp_path: Path) -> None:
     config = json.loads((directory / "tokenizer_config.json").read_text())
     assert template_source(directory, config) == "{{ messages }}"
     assert tool_template_source(directory, config) == "T"
+
+
+def test_recommended_sampling_parameters_are_those_of_requests_without_them(
+    tmp_path: Path,
+) -> None:
+    sampling = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.05}
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", sampling=sampling)
+    config = resolve_model(ModelArgs(model=str(path))).generation_config
+    defaults = sampling_defaults("model", config)
+    assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.6, 20, 0.95)
+    assert (defaults.min_p, defaults.repetition_penalty) == (0.05, 1.05)
 
 
 @pytest.mark.parametrize("given", [1, 2, 3])
