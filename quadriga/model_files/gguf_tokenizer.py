@@ -123,14 +123,11 @@ def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
     tokens = metadata.get("tokenizer.ggml.tokens", [])
     named = [_token_id(metadata, f"{key}_token_id") for key in ("eos", "eot", "eom")]
     fill = [_fill_token_id(metadata, role) for role in _ENDING_FILL_ROLES]
-    ends, exempt = _end_tokens(tokens), _exempt(tokens)
+    exempt = _exempt(tokens)
+    ends = _END_TOKENS - exempt
     known = [token_id for token_id, token in enumerate(tokens) if token in ends]
     found = [token_id for token_id in (*named, *known, *fill) if token_id is not None]
     return [token_id for token_id in dict.fromkeys(found) if tokens[token_id] not in exempt]
-
-
-def _end_tokens(tokens: Collection[str]) -> frozenset[str]:
-    return _END_TOKENS - _exempt(tokens)
 
 
 def _exempt(tokens: Collection[str]) -> frozenset[str]:
@@ -147,7 +144,8 @@ def _control_ids(metadata: Mapping[str, Any]) -> set[int]:
     """Return the ids of tokens that no answer shows: by their type, or by their text."""
     tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata.get("tokenizer.ggml.token_type", [])
-    exempt, ends = _exempt(tokens), _end_tokens(tokens)
+    exempt = _exempt(tokens)
+    ends = _END_TOKENS - exempt
     control = {
         token_id
         for token_id, kind in enumerate(types)

@@ -211,6 +211,12 @@ def test_an_end_token_is_known_by_its_text_and_not_shown(token: str, kind: int) 
     assert tokenizer.decode(ids, skip_special_tokens=True) == "a"
 
 
+@pytest.mark.timeout(30)
+def test_the_end_tokens_of_a_large_vocabulary_are_found_in_one_pass() -> None:
+    words = [f"word{number}" for number in range(200_000)]
+    assert ends_of(byte_level(*words, "<|im_end|>", kind=NORMAL)) == ["<|im_end|>"]
+
+
 @pytest.mark.parametrize(
     ("others", "no_end"),
     [
