@@ -93,6 +93,31 @@ def test_sharing_what_is_cached_already_makes_no_page_less_available() -> None:
     kv.check([second])
 
 
+def test_pages_with_numbers_that_are_not_finite_are_found_by_no_other_request() -> None:
+    kv = KVCache(9, PAGE)
+    bad = make_request([1, 2, 3, 4, 5, 6, 7])
+    kv.allocate(bad)
+    bad.num_computed_tokens = 6
+    kv.cache_computed(bad)
+    other, waiting = make_request([1, 2, 3, 4, 5, 6, 8], 1), make_request([1, 2, 3, 4, 5, 6, 9], 2)
+    kv.allocate(other)  # it has the page before the result is known
+    assert kv.match_prefix(waiting).depth == 3
+    kv.withdraw(bad, 3)
+    assert kv.match_prefix(waiting).depth == 1
+    bad.num_computed_tokens = other.num_computed_tokens = 7
+    kv.release(bad)
+    kv.check([other])
+    again = make_request([1, 2, 3, 4, 5, 6, 7], 3)
+    kv.allocate(again)
+    assert again.num_computed_tokens == 2
+    again.num_computed_tokens = 7
+    kv.release(again)  # this time they are finite
+    kv.release(other)
+    assert kv.match_prefix(make_request([1, 2, 3, 4, 5, 6, 7, 8])).depth == 3
+    kv.check([])
+    kv.hold(make_request([0] * 18, 4), [], 9)  # all pages can be taken again
+
+
 def test_the_least_recently_used_goes_first_and_leaves_before_what_they_hang_on() -> None:
     kv = KVCache(6, PAGE)
     kv.release(run(kv, [1, 2, 3, 4, 5]))

@@ -3,6 +3,7 @@
 Torch's device `meta` stands for the GPU: its tensors have no values, and a question for one fails.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -35,7 +36,7 @@ from worker_proc.step import logprobs
 from worker_proc.step.logprobs import row_logprobs, sampled_logprobs
 from worker_proc.step.slot_table import SlotTable
 from worker_proc.system import transfer
-from worker_proc.system.transfer import DeviceToHostCopier, Fetch, send_all
+from worker_proc.system.transfer import DeviceToHostCopier, send_all
 
 META = torch.device("meta")
 VOCAB_SIZE = 100
@@ -120,12 +121,11 @@ class WatchedCopier(DeviceToHostCopier):
         super().__init__(torch.device("cpu"))
         self.num_begun = self.num_fetched = 0
 
-    def begin(self, values: transfer.TokenIds) -> Fetch:
+    def begin_all(self, *arrays: transfer.TokenIds) -> Callable[[], list[npt.NDArray[Any]]]:
         self.num_begun += 1
-        return self._watched(super().begin(values))
+        fetch = super().begin_all(*arrays)
 
-    def _watched(self, fetch: Fetch) -> Fetch:
-        def watched() -> npt.NDArray[Any]:
+        def watched() -> list[npt.NDArray[Any]]:
             self.num_fetched += 1
             return fetch()
 
