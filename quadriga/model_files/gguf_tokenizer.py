@@ -165,7 +165,7 @@ def _fill_token_id(metadata: Mapping[str, Any], role: str) -> int | None:
         if (token_id := _token_id(metadata, f"{key}_token_id")) is not None:
             return token_id
     tokens = metadata.get("tokenizer.ggml.tokens", [])
-    names = _FILL_TOKEN_NAMES[role]
+    names = frozenset(_FILL_TOKEN_NAMES[role])
     return next((token_id for token_id, token in enumerate(tokens) if token in names), None)
 
 
