@@ -39,7 +39,7 @@ _UNSERVED_ID = re.compile(r"Token range end too large: (\d+)")
 
 
 # Bounds of the search for the texts of a pattern.
-MAX_STATES_OF_PATTERN, MAX_BYTES_OF_TEXT = 2_000, 256
+MAX_STATES_OF_PATTERN, MAX_BYTES_OF_TEXT = 1_000, 128
 
 
 @cache
@@ -80,8 +80,9 @@ class LibrarySchemas:
     def texts(self, pattern: str, max_texts: int) -> list[str] | None:
         """Return the texts that a pattern matches; None if there are more than max_texts."""
         if pattern not in self._texts:
-            is_whole = pattern.startswith("^") and pattern.endswith("$")
-            self._texts[pattern] = self._search(pattern, max_texts) if is_whole else None
+            is_finite = pattern.startswith("^") and pattern.endswith("$")
+            is_finite = is_finite and not _repeats_without_end(pattern)
+            self._texts[pattern] = self._search(pattern, max_texts) if is_finite else None
         return self._texts[pattern]
 
     def _compiled(self, schema: dict[str, Any]) -> "LLMatcher":
@@ -94,19 +95,27 @@ class LibrarySchemas:
             return None
         found: dict[str, None] = {}
         for _ in range(MAX_STATES_OF_PATTERN):
-            if not states:
-                return list(found)
             matcher, text = states.pop()
+            if text:
+                matcher = matcher.deep_copy()
+                matcher.consume_token(text[-1])
             if matcher.is_accepting():
                 found[json.loads(text)] = None
             mask = matcher.compute_bitmask()
             if matcher.is_error() or len(text) == MAX_BYTES_OF_TEXT or len(found) > max_texts:
                 return None
-            for byte in (i for i in range(255, -1, -1) if mask[i >> 3] >> (i & 7) & 1):
-                after = matcher.deep_copy()
-                if after.consume_token(byte):
-                    states.append((after, text + bytes([byte])))
+            following = (i for i in range(256) if mask[i >> 3] >> (i & 7) & 1)
+            states += [(matcher, text + bytes([byte])) for byte in following]
+            if not states:
+                return list(found)
         return None
+
+
+def _repeats_without_end(pattern: str) -> bool:
+    """Return whether a pattern has `*`, `+` or a repetition without an upper bound."""
+    bare = re.sub(r"\\.", "x", pattern)
+    bare = re.sub(r"\[[^\]]*\]", "x", bare)
+    return re.search(r"[*+]|\{\d*,\}", bare) is not None
 
 
 def _takes(matcher: "LLMatcher", text: bytes) -> bool:

@@ -285,6 +285,32 @@ def test_no_text_comes_to_a_place_where_nothing_may_follow(schema: Any) -> None:
             assert matcher.consume_token(draw.choice(chosen))
 
 
+@pytest.mark.parametrize(
+    ("pattern", "texts"),
+    [
+        ("^(name|other)$", ["name", "other"]),
+        ("^[+*]$", ["*", "+"]),
+        (r"^a\+\*?$", ["a+", "a+*"]),
+        ("^$", [""]),
+        ("^p{1,2}$", ["p", "pp"]),
+        (f"^({'|'.join(f'property_number_{i}' for i in range(20))})$", 20),
+        ("^a*$", None),
+        ("^a{2,}$", None),
+        ("a", None),
+        ("^.$", None),
+        ("^.{1,200}$", None),
+        ("^[a-z]{30}$", None),
+        ("^(", None),
+    ],
+)
+def test_the_texts_of_a_pattern_are_found_if_they_are_few(pattern: str, texts: Any) -> None:
+    found = LibrarySchemas().texts(pattern, 64)
+    if isinstance(texts, int):
+        assert found is not None and len(found) == texts
+    else:
+        assert (None if found is None else sorted(found)) == texts
+
+
 def test_whitespace_between_values_is_bounded() -> None:
     for schema in ({"type": "object"}, an_object(id={"const": BIG})):
         matcher = matcher_of(schema)
