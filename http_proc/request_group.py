@@ -100,8 +100,8 @@ class RequestGroup:
 
     @property
     def is_done(self) -> bool:
-        """True if every choice has finished and all its chunks were taken."""
-        return not self._num_unfinished and not self._chunks
+        """True if every choice has finished without an error, and all its chunks were taken."""
+        return not self._num_unfinished and not self._chunks and self._error is None
 
     def submit(
         self, prompt: Prompt, params: SamplingParams, stream: bool, options: RequestOptions

@@ -19,7 +19,11 @@ from quadriga.client.types import Completion, Prompt, StreamChunk
 from quadriga.sampling.params import SamplingParams
 
 # The request's name of each field of the ring.
-NAMES = {"prompt": "text", "prompt_token_ids": "input_ids"}
+NAMES = {
+    "prompt": "text",
+    "prompt_token_ids": "input_ids",
+    "logprob_token_ids": "token_ids_logprob",
+}
 
 Start = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
 

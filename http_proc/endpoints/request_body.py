@@ -24,6 +24,8 @@ BODY = web.RequestKey("body", bytes)
 
 T = TypeVar("T", bound=msgspec.Struct)
 _decode = msgspec.json.Decoder().decode
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+NUMBERS = "that is out of range: integers have at most 4300 digits, others are below 1.8e308"
 
 
 async def expect_continue(request: web.Request) -> None:
@@ -99,6 +101,8 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     try:
         body = _decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        if "out of range" in str(error) and (field := _field_that_fails(data)):
+            raise invalid(f"{field} holds a number {NUMBERS}", field, "invalid_json") from None
         raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise invalid("the body must be a JSON object", code="invalid_json")
@@ -106,6 +110,21 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     if len(data) > SMALL_BYTES:
         await asyncio.sleep(0)
     return body
+
+
+def _field_that_fails(data: bytes | msgspec.Raw) -> str:
+    """Return the path of the innermost field of an object that cannot be decoded; "" for none."""
+    try:
+        fields = _decode_fields(data)
+    except (msgspec.DecodeError, RecursionError):
+        return ""
+    for name, value in fields.items():
+        try:
+            _decode(value)
+        except (msgspec.DecodeError, RecursionError):
+            inner = _field_that_fails(value)
+            return f"{name}.{inner}" if inner else name
+    return ""
 
 
 async def _receive(request: web.Request) -> bytes:

@@ -20,6 +20,8 @@ from quadriga.tenants.own_info import own_info
 
 # Anthropic's clients send it with every request.
 ANTHROPIC_HEADER = "anthropic-version"
+# The ring's names of a list of token ids.
+_ID_FIELDS = ("prompt", "prompt_token_ids", "token_ids")
 
 
 class TokenizeRequest(RequestBody):
@@ -216,7 +218,7 @@ async def detokenize(request: web.Request) -> web.Response:
     try:
         text = await gateway.ring.detokenize(call.tokens, call.skip_special_tokens)
     except QuadrigaError as error:
-        raise from_ring(error, {"prompt": "tokens", "token_ids": "tokens"}) from None
+        raise from_ring(error, dict.fromkeys(_ID_FIELDS, "tokens")) from None
     return json_response(DetokenizeAnswer(text, text))
 
 

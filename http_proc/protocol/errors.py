@@ -1,6 +1,7 @@
 """Errors in OpenAI's format: a status and {"error": {message, type, param, code}}."""
 
 import math
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -120,6 +121,8 @@ _IN_VAIN = (errors.NonFiniteLogits.code,)
 _CODES = {errors.PromptTooLong.code: "context_length_exceeded"}
 # OpenAI's wording, by which some clients recognize the error.
 CONTEXT_EXCEEDED = "this model's maximum context length is exceeded: "
+# Fields of the ring that errors name beside the one that is wrong.
+_LENGTHS = ("max_new_tokens", "min_new_tokens")
 _PREFIXES = {errors.PromptTooLong.code: CONTEXT_EXCEEDED}
 
 
@@ -132,6 +135,9 @@ def from_ring(error: QuadrigaError, names: Mapping[str, str]) -> ApiError:
     param, message = names.get(field, field), str(error)
     if field and message.startswith(field):
         message = param + message[len(field) :]
+    for of_ring in _LENGTHS:
+        if of_ring in names:
+            message = re.sub(rf"\b{of_ring}\b", names[of_ring], message)
     message = _PREFIXES.get(error.code, "") + message
     api_error = ApiError(status, message, kind, param or None, code, retry_after)
     if isinstance(error, errors.QueueFull) and error.queue_position is not None:

@@ -16,7 +16,7 @@ from quadriga.errors import InvalidRequest
 from quadriga.keywords import nearest
 from quadriga.sampling.limits import MAX_CHOICES, MAX_SEED
 from quadriga.sampling.params import GRAMMAR_FIELDS, SamplingParams
-from quadriga.sampling.validation import check_counts
+from quadriga.sampling.validation import check_counts, check_numbers
 
 MAX_CHOICES_PER_REQUEST = 1024  # prompts times n
 
@@ -66,7 +66,8 @@ def take_sampling(
     `table` maps the request's names to SamplingParams' names, which `defaults` has as keys.
 
     Raises:
-        ApiError: a wrong type, a list that is too long, or a grammar given by two names.
+        ApiError: a wrong type, a number out of its range, a list that is too long, or a grammar
+            given by two names.
     """
     values: dict[str, Any] = dict(defaults)
     names: dict[str, str] = {}
@@ -82,7 +83,9 @@ def take_sampling(
     _read_as_elsewhere(values)
     try:
         check_counts(values)
-        return Sampling(msgspec.convert(values, SamplingParams, str_keys=True), names)
+        params = msgspec.convert(values, SamplingParams, str_keys=True)
+        check_numbers(params)
+        return Sampling(params, names)
     except InvalidRequest as error:
         raise from_ring(error, names) from None
     except msgspec.ValidationError as error:

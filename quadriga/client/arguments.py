@@ -9,6 +9,7 @@ import msgspec
 from quadriga.errors import InvalidRequest
 from quadriga.keywords import check_keywords
 from quadriga.sampling.params import SamplingParams
+from quadriga.sampling.validation import shown_number
 from quadriga.wire.messages.from_client import ChatMessage
 
 # Chat templates may know further roles, so that only a misspelt one of these is refused.
@@ -105,3 +106,28 @@ def _wrong_turn(chat: Sequence[Any]) -> InvalidRequest:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple)
+
+
+def check_integers(message: Any, field: str = "") -> None:
+    """Raise InvalidRequest for an integer of a message that has more than 64 bits, with its field.
+
+    Args:
+        message: a struct, or a value within one.
+        field: name of the field that holds the value.
+    """
+    if isinstance(message, msgspec.Struct):
+        for name in message.__struct_fields__:
+            check_integers(getattr(message, name), name)
+    elif isinstance(message, dict):
+        for key, value in message.items():
+            check_integers(key, field)
+            check_integers(value, field)
+    elif isinstance(message, list | tuple):
+        for value in message:
+            check_integers(value, field)
+    elif isinstance(message, int) and not -(2**63) <= message < 2**64:
+        raise InvalidRequest(
+            f"{field} holds {shown_number(message)}: integers of a request are from {-(2**63)} to"
+            f" {2**64 - 1}",
+            field,
+        )

@@ -8,6 +8,7 @@ from quadriga.client.arguments import checked_chat, shown
 from quadriga.client.logprobs import TokenLogprob
 from quadriga.client.receipts import Receipt
 from quadriga.errors import InvalidRequest
+from quadriga.sampling.validation import shown_number
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.from_client import ChatMessage, ChatOptions
 from quadriga.wire.messages.to_client import Usage
@@ -248,7 +249,13 @@ def wire_prompt(prompt: Any) -> WirePrompt:
     if isinstance(prompt, list | tuple):
         try:
             return WirePrompt("", pack_ids(prompt))
-        except (TypeError, OverflowError) as error:
+        except OverflowError:
+            wrong = next(i for i in prompt if not -(2**31) <= i < 2**31)
+            raise InvalidRequest(
+                f"prompt_token_ids holds {shown_number(wrong)}: token ids are 0 to {2**31 - 1}",
+                "prompt_token_ids",
+            ) from None
+        except TypeError as error:
             raise InvalidRequest(f"prompt is no list of token ids: {error}", "prompt") from None
     raise InvalidRequest(
         f"prompt is {shown(prompt)}: it must be a string, a list of token ids, or a list of"

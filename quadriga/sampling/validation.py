@@ -1,5 +1,6 @@
 """Checks a request's parameters against `LIMITS`, and against each other."""
 
+import math
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 NO_TEXTS: Mapping[int, str] = {}
 MAX_TOKENS_SHOWN = 5
+MAX_DIGITS_SHOWN = 40
 _NUMBERS = [
     field
     for field in SamplingParams.__struct_fields__
@@ -38,7 +40,24 @@ def check_number(field: str, number: float) -> None:
     """Raise InvalidRequest if the number is out of its field's range."""
     limit = LIMITS[field]
     if not limit.contains(number):
-        raise InvalidRequest(f"{field} is {number}: {limit.rule}", field)
+        raise InvalidRequest(f"{field} is {shown_number(number)}: {limit.rule}", field)
+
+
+def check_numbers(params: SamplingParams) -> None:
+    """Raise InvalidRequest for the first number out of its range; 0 new tokens are in it."""
+    for field in _NUMBERS:
+        number = getattr(params, field)
+        if number is not None and not (field == "max_new_tokens" and number == 0):
+            check_number(field, number)
+
+
+def shown_number(number: float) -> str:
+    """Return a number for an error message; of a very large integer the number of its digits."""
+    if isinstance(number, int) and abs(number) >= 10**MAX_DIGITS_SHOWN:
+        # Python writes no integer of more than 4,300 digits.
+        num_digits = round(number.bit_length() * math.log10(2))
+        return f"a {'negative ' if number < 0 else ''}number of about {num_digits} digits"
+    return str(number)
 
 
 def validate_params(
@@ -152,9 +171,8 @@ def check_token_ids(
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
         token = f" (the token {texts[wrong]!r})" if wrong in texts else ""
-        raise InvalidRequest(
-            f"{field} holds {wrong}{token}: ids of this model are 0 to {vocab_size - 1}", field
-        )
+        rule = f"ids of this model are 0 to {vocab_size - 1}"
+        raise InvalidRequest(f"{field} holds {shown_number(wrong)}{token}: {rule}", field)
 
 
 def _check(holds: bool, field: str, value: object, rule: str) -> None:

@@ -170,7 +170,7 @@ def test_an_endpoint_without_server_is_an_error_after_the_connect_timeout() -> N
         ([-1], {}, "holds -1"),
         ([5] * 300, {}, "300 tokens"),
         ([{"role": "user", "content": 5}], {}, "content"),
-        ([2**40], {}, "no list of token ids"),
+        ([2**40], {}, "prompt_token_ids holds 1099511627776: token ids are 0 to 2147483647"),
         (17, {}, "must be a string"),
     ],
 )

@@ -15,11 +15,13 @@ import asyncio
 import enum
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from quadriga.client.arguments import check_integers
 from quadriga.client.connection.http_port import HttpProbe
 from quadriga.client.connection.link import LinkEvents, ServerLink
 from quadriga.client.connection.search import Search
@@ -175,6 +177,8 @@ class Connection:
         try:
             frame = _encode(message)
         except (OverflowError, TypeError, ValueError, RecursionError) as error:
+            with suppress(RecursionError):
+                check_integers(message)
             raise InvalidRequest(f"the request cannot be encoded: {error}") from None
         if len(frame) > self._max_frame_bytes:
             raise InvalidRequest(
