@@ -15,6 +15,8 @@ from quadriga.wire.messages.from_client import ChatMessage
 # Chat templates may know further roles, so that only a misspelt one of these is refused.
 COMMON_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_SHOWN_CHARS = 40
+# Fields of messages whose values are any JSON.
+JSON_FIELDS = ("tools", "template_args", "tool_calls", "json_schema", "structural_tag")
 
 
 def shown(value: Any) -> str:
@@ -111,13 +113,16 @@ def _is_list(value: Any) -> bool:
 def check_integers(message: Any, field: str = "") -> None:
     """Raise InvalidRequest for an integer of a message that has more than 64 bits, with its field.
 
+    JSON of the client, such as the schemas of tools, may have any integers.
+
     Args:
         message: a struct, or a value within one.
         field: name of the field that holds the value.
     """
     if isinstance(message, msgspec.Struct):
         for name in message.__struct_fields__:
-            check_integers(getattr(message, name), name)
+            if name not in JSON_FIELDS:
+                check_integers(getattr(message, name), name)
     elif isinstance(message, dict):
         for key, value in message.items():
             check_integers(key, field)

@@ -40,7 +40,6 @@ WRONG: list[tuple[str, str, Any, str]] = [
     ("/generate", "input_ids", [-FAR], "input_ids holds a negative number of about 400 digits: "),
     ("/api/generate", "context", [2**63], f"context holds {2**63}: token ids are 0 to"),
     ("/detokenize", "tokens", [HUGE], f"tokens holds {HUGE}: token ids are 0 to"),
-    ("/v1/chat/completions", "chat_template_kwargs", {"a": HUGE}, f"kwargs holds {HUGE}: "),
     ("/v1/chat/completions", "top_logprobs", 2**53 + 1, "top_logprobs"),
     ("/v1/completions", "max_tokens", True, "max_tokens"),
     ("/v1/completions", "max_tokens", 1.5, "max_tokens"),

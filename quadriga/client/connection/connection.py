@@ -15,7 +15,6 @@ import asyncio
 import enum
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -177,8 +176,6 @@ class Connection:
         try:
             frame = _encode(message)
         except (OverflowError, TypeError, ValueError, RecursionError) as error:
-            with suppress(RecursionError):
-                check_integers(message)
             raise InvalidRequest(f"the request cannot be encoded: {error}") from None
         if len(frame) > self._max_frame_bytes:
             raise InvalidRequest(
@@ -323,4 +320,5 @@ def _encode(message: msgspec.Struct) -> bytes:
     try:
         return sockets.encode(message)
     except OverflowError:
+        check_integers(message)
         return sockets.encode(with_large_integers(message))
