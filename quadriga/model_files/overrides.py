@@ -35,7 +35,8 @@ def find_tokenizer(source: str, show_progress: bool) -> Path:
             raise ModelError(f"--tokenizer {source}: the directory has no tokenizer.json")
         return path
     if looks_like_a_path(source):
-        raise ModelError(f"--tokenizer {source}: there is no such file or directory")
+        what = "it is no regular file" if path.exists() else "there is no such file or directory"
+        raise ModelError(f"--tokenizer {source}: {what}")
     size = find_size(source)
     hub_id = source if size is None else size.hub_id
     try:

@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import json
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -257,10 +258,18 @@ def test_a_batch_that_is_interrupted_goes_on_at_the_next_start(tmp_path: Path) -
         data = await http.content(batch["output_file_id"])
         assert ids(data) == Counter(f"line-{number}" for number in range(20))
         assert batch["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
+        lines = map(json.loads, data.splitlines())
+        line_ids.append({line["custom_id"]: line["id"] for line in lines})
 
-    run(start, scripted, data_dir=str(tmp_path), batch_concurrency=4)
+    line_ids: list[dict[str, str]] = []
+    data = tmp_path / "data"
+    run(start, scripted, data_dir=str(data), batch_concurrency=4)
     assert all(handle.done for handle in scripted.handles), "no request goes on without its batch"
-    run(go_on, ring(), data_dir=str(tmp_path))
+    shutil.copytree(data, tmp_path / "copy")
+    for directory in (data, tmp_path / "copy"):
+        run(go_on, ring(), data_dir=str(directory))
+    assert line_ids[0] == line_ids[1], "a line that is answered again has another id"
+    assert len(set(line_ids[0].values())) == 20
 
 
 def test_a_cancelled_batch_keeps_its_answers(tmp_path: Path) -> None:
