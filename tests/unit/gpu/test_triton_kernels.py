@@ -230,7 +230,7 @@ def test_positions_are_applied_and_keys_and_values_lie_in_their_pages(
             part.copy_(F.rms_norm(wide, gain.shape, gain, 1e-5).view_as(part))
     if rotated is not None:
         values = {"rope_theta": 100.0, "partial_rotary_factor": rotated}
-        frequencies, _ = rope_frequencies(RopeScaling.from_hf(values, dim), CONTEXT)
+        frequencies, _ = rope_frequencies(RopeScaling.from_hf(values, dim, rotated != 1.0), CONTEXT)
         rope = attention.rope = Rope(frequencies, CONTEXT, DEVICE, attention_factor=1.2)
         cosines, sines = (x[positions].unsqueeze(1) for x in (rope.cosines, rope.sines))
         assert 2 * len(frequencies) == int(rotated * dim)
