@@ -10,6 +10,7 @@ from typing import Any
 from quadriga.errors import ModelError
 from quadriga.model_files.config.config_values import require
 from quadriga.model_files.config.decoder_config import DecoderConfig
+from quadriga.model_files.config.field_types import check_native_types, check_shared_types
 from quadriga.model_files.families.experts.gpt_oss import gpt_oss
 from quadriga.model_files.families.experts.granite import granitemoe
 from quadriga.model_files.families.experts.mixtral import mixtral
@@ -92,10 +93,13 @@ def read_architecture(config: dict[str, Any]) -> DecoderConfig:
     Raises:
         ModelError: The architecture, or something that the model needs, is not supported.
     """
+    check_shared_types(config)
+    architecture = find_architecture(config)
+    check_native_types(config)
     # transformers reads both for every family.
     require(config, "is_causal", (True, None))
     require(config, "per_layer_config", (None,))
-    return CONFIGS[find_architecture(config)](config)
+    return CONFIGS[architecture](config)
 
 
 def kv_bytes_per_token(

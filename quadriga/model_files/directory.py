@@ -17,6 +17,7 @@ _GEMMA3_TEXT = {
     "max_position_embeddings": 131072,
 }
 ADAPTER_CONFIG = "adapter_config.json"
+WEIGHT_INDEX = "model.safetensors.index.json"
 _SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
 
 
@@ -97,9 +98,33 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"cannot read {path}: {error}; fetch the file again") from None
     if not isinstance(content, dict):
         raise ModelError(
-            f"cannot read {path}: it holds a {type(content).__name__}, and should hold an object"
+            f"cannot read {path}: it holds {text.strip()!r:.40}, and should hold an object; fetch"
+            " the file again"
         )
     return content
+
+
+def indexed_shards(directory: Path) -> list[Path]:
+    """Return the weight files that a directory's index names; empty without an index.
+
+    Raises:
+        ModelError: the index is broken, or names something else than files of the directory.
+    """
+    path = directory / WEIGHT_INDEX
+    if not path.exists():
+        return []
+    shards = read_json(path).get("weight_map")
+    wanted = "a map of tensors to files in this directory"
+    if not isinstance(shards, dict) or not shards:
+        raise ModelError(
+            f"cannot read {path}: weight_map is {shards!r:.80}, and should be {wanted}"
+        )
+    for tensor, shard in shards.items():
+        if not isinstance(shard, str) or not shard or Path(shard).name != shard:
+            raise ModelError(
+                f"cannot read {path}: weight_map.{tensor} is {shard!r:.80}, and should be {wanted}"
+            )
+    return [directory / shard for shard in sorted(set(shards.values()))]
 
 
 def _tokenizer_problem(directory: Path) -> str:
@@ -116,10 +141,9 @@ def _tokenizer_problem(directory: Path) -> str:
 
 
 def _weights_problem(directory: Path) -> str | None:
-    index = read_json(directory / "model.safetensors.index.json")
-    if index:
-        shards = set(index.get("weight_map", {}).values())
-        missing = sorted(shard for shard in shards if not (directory / shard).is_file())
+    shards = indexed_shards(directory)
+    if shards:
+        missing = [shard.name for shard in shards if not shard.is_file()]
         return f"lacks {len(missing)} weight files ({missing[0]}, ...)" if missing else None
     if found := list(directory.glob("*.safetensors")):
         others = [path.name for path in found if not path.is_file()]

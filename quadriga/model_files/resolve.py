@@ -14,6 +14,7 @@ from quadriga.model_files import gpt2_sizes
 from quadriga.model_files.architectures import find_architecture
 from quadriga.model_files.builtin.catalog import BUILTINS
 from quadriga.model_files.builtin.fetch import builtin_sampling, builtin_weights
+from quadriga.model_files.config.field_types import check_shared_types
 from quadriga.model_files.directory import find_problem, has_code, read_config, read_json
 from quadriga.model_files.fingerprint import fingerprint
 from quadriga.model_files.gguf.parts import first_file
@@ -272,6 +273,11 @@ def _with_stand_in_tokenizer(files: ModelFiles, show_progress: bool) -> ModelFil
 
 
 def _check_config(files: ModelFiles) -> None:
+    try:
+        check_shared_types(files.config)
+        check_shared_types(files.generation_config, "generation_config.json")
+    except ModelError as error:
+        raise type(error)(f"{files.location}: {error}") from None
     try:
         context_length, _ = files.model_context_length, files.vocab_size
     except (KeyError, StopIteration, TypeError, ValueError):

@@ -174,8 +174,10 @@ def special_tokens(directory: Path) -> SpecialTokens:
     """
     path = directory / TOKENIZER_CONFIG
     config = read_json(path)
-    if config.get(_OLDER_EXTRA) is not None and not config.get(_EXTRA):
-        config[_EXTRA] = config.pop(_OLDER_EXTRA)
+    if config.get(_OLDER_EXTRA) is not None:
+        config[_OLDER_EXTRA] = _list_of(path, _OLDER_EXTRA, config[_OLDER_EXTRA])
+        if not config.get(_EXTRA):
+            config[_EXTRA] = config.pop(_OLDER_EXTRA)
     own = _take_own_names(path, config, str)
     by_id: dict[int, AddedTokenSpec] = {}
     by_text: dict[str, AddedTokenSpec] = {}
@@ -194,12 +196,10 @@ def special_tokens(directory: Path) -> SpecialTokens:
             token = _token(path, name, config[name])
             named[name] = by_text.get(token.content, token)
     extra = config.get(_EXTRA, config.get(_OLDER_EXTRA))
-    if extra is not None and not isinstance(extra, list):
-        raise _wrong(path, _EXTRA, extra, "a list of tokens, or a map of names to tokens")
     return SpecialTokens(
         {name: named[name] for name in (*TOKEN_NAMES, *named) if name in named},
         by_id,
-        [_token(path, f"{_EXTRA}[{index}]", value) for index, value in enumerate(extra or ())],
+        [_token(path, _EXTRA, value) for value in _list_of(path, _EXTRA, extra or [])],
         config.get("split_special_tokens") is True,
     )
 
@@ -212,25 +212,33 @@ def _take_own_names(
     The names in a map of `extra_special_tokens` are taken, too.
     """
     names = [name for name in config if name.endswith("_token") and name not in TOKEN_NAMES]
-    values = {name: config.pop(name) for name in names if isinstance(config[name], kinds)}
+    found = [name for name in names if isinstance(config[name], kinds)]
+    named = {name: _token(path, name, config.pop(name)) for name in found}
     if isinstance(config.get(_EXTRA), dict):
-        values |= config.pop(_EXTRA)
-    return {name: _token(path, name, value) for name, value in values.items()}
+        named |= _map_of_tokens(path, config.pop(_EXTRA))
+    return named
+
+
+def _map_of_tokens(path: Path, values: dict[str, Any]) -> dict[str, AddedTokenSpec]:
+    return {name: _token(path, f"{_EXTRA}.{name}", value) for name, value in values.items()}
 
 
 def _read_special_tokens_map(directory: Path, config: dict[str, Any]) -> None:
     """Read special_tokens_map.json over the values of `config`."""
     path = directory / "special_tokens_map.json"
     for name, value in read_json(path).items():
-        if name == _EXTRA and isinstance(value, list):
+        if name == _OLDER_EXTRA and value is not None:
+            config[name] = _list_of(path, name, value)
+        elif name == _EXTRA and isinstance(value, list):
             tokens = list(config.get(_EXTRA) or [])
-            for index, item in enumerate(value):
-                if not isinstance(item, str):
-                    item = _token(path, f"{name}[{index}]", item).decided(special=True)
-                if item not in tokens:
-                    tokens.append(item)
+            for item in _list_of(path, name, value):
+                token = item if isinstance(item, str) else item.decided(special=True)
+                if token not in tokens:
+                    tokens.append(token)
             config[_EXTRA] = tokens
-        elif isinstance(value, dict) and name != _EXTRA:
+        elif name == _EXTRA and isinstance(value, dict):
+            config[name] = _map_of_tokens(path, value)
+        elif isinstance(value, dict):
             config[name] = _token(path, name, value).decided(special=True)
         else:
             config[name] = value
@@ -245,7 +253,8 @@ def _read_added_tokens(
     """Read added_tokens.json, and the added tokens of tokenizer.json."""
     path = directory / "added_tokens.json"
     special = {_text(config.get(name)) for name in TOKEN_NAMES}
-    special |= {_text(value) for value in config.get(_EXTRA) or ()}
+    extra = config.get(_EXTRA)
+    special |= {_text(value) for value in extra} if isinstance(extra, list) else set()
     for content, number in read_json(path).items():
         is_special = content in special
         token = AddedTokenSpec(content, normalized=not is_special, special=is_special)
@@ -283,6 +292,16 @@ def _token(path: Path, field: str, value: Any) -> AddedTokenSpec:
         raise _wrong(path, field, value, "a text, or a map with content and flags") from None
 
 
+def _list_of(path: Path, field: str, value: Any) -> list[str | AddedTokenSpec]:
+    """Return a list of tokens, which are texts or maps with their contents."""
+    if not isinstance(value, list):
+        raise _wrong(path, field, value, "a list of tokens")
+    return [
+        item if isinstance(item, str) else _token(path, f"{field}[{index}]", item)
+        for index, item in enumerate(value)
+    ]
+
+
 def _text(value: Any) -> str | None:
     if isinstance(value, AddedTokenSpec):
         return value.content
@@ -297,8 +316,8 @@ def _map_of(path: Path, field: str, value: Any) -> dict[str, Any]:
 
 def _index(path: Path, field: str, value: Any) -> int:
     try:
-        return int(value)
-    except (TypeError, ValueError):
+        return msgspec.convert(value, int, strict=False)
+    except msgspec.ValidationError:
         raise _wrong(path, field, value, "a token id") from None
 
 

@@ -10,7 +10,7 @@ from quadriga.answer_format import AnswerFormat, CallFormat
 from quadriga.config.frontend_args import AUTO
 from quadriga.errors import InvalidRequest
 from quadriga.known_formats import KNOWN_FORMATS
-from quadriga.model_files.directory import read_json
+from quadriga.model_files.directory import read_json, read_text
 from quadriga.model_files.tokenizer import (
     TOKENIZER_CONFIG,
     special_tokens,
@@ -113,7 +113,7 @@ class ChatTemplate:
             tool_source = tool_template_source(tokenizer_dir, config)
             given = read_response_template(config)
         else:
-            source, tool_source = file.read_text(encoding="utf-8"), None
+            source, tool_source = read_text(file), None
             given = ResponseMarks()
         origin = file or tokenizer_dir
         self._template = None if source is None else compile_template(source, origin)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quadriga.errors import ModelError
 from quadriga.model_files.config.decoder_config import DecoderConfig
+from quadriga.model_files.directory import WEIGHT_INDEX, indexed_shards
 from quadriga.model_files.gguf.parts import gguf_files
 from quadriga.model_files.gguf.types import BLOCK_SIZES, check_packed_types
 from quadriga.model_files.gguf_header import VOCABULARY_TENSORS
@@ -56,13 +57,11 @@ def from_safetensors(directory: Path, device: torch.device) -> NamedTensors:
 
 def safetensors_files(directory: Path) -> list[Path]:
     """Return the files that the index names, or all if there is no index."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        files = [directory / name for name in sorted(names)]
+    files = indexed_shards(directory)
+    if files:
         missing = [file.name for file in files if not file.is_file()]
         if missing:
-            raise ModelError(f"{directory} lacks {', '.join(missing)}, named in {index.name}")
+            raise ModelError(f"{directory} lacks {', '.join(missing)}, named in {WEIGHT_INDEX}")
         return files
     single = directory / "model.safetensors"
     files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))

@@ -1,15 +1,15 @@
 """What the weights files of a model hold, read from their headers."""
 
-import json
 import math
 import struct
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from quadriga.errors import ModelError
-from quadriga.model_files.directory import read_json
+from quadriga.model_files.directory import indexed_shards, read_json
 from quadriga.model_files.gguf.parts import gguf_files
 from quadriga.model_files.quantized.methods import read_quantization
 from quadriga.model_files.quantized.scheme import parameters_of
@@ -39,6 +39,14 @@ class WeightSummary:
         self.num_parameters += 2 * math.prod(shape) if name.endswith("_blocks") else 0
 
 
+class _Tensor(msgspec.Struct):
+    """A tensor in the header of a safetensors file; the offsets are in bytes."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
 def summarize_weights(files: ModelFiles, checks_files: bool = True) -> WeightSummary:
     """Return the sums over all tensors.
 
@@ -64,13 +72,12 @@ def summarize_weights(files: ModelFiles, checks_files: bool = True) -> WeightSum
     quantization = read_quantization(files.config)
     for path in weight_files(files.weights):
         for name, entry in _safetensors_header(path, checks_files).items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                if entry["dtype"] == "U8" and name.endswith(("_blocks", "_scales")):
-                    summary.add_mxfp4(name, entry["shape"], end - begin)
-                    continue
-                count = parameters_of(name, entry["shape"], quantization)
-                summary.add(entry["dtype"], count, end - begin)
+            begin, end = entry.data_offsets
+            if entry.dtype == "U8" and name.endswith(("_blocks", "_scales")):
+                summary.add_mxfp4(name, entry.shape, end - begin)
+                continue
+            count = parameters_of(name, entry.shape, quantization)
+            summary.add(entry.dtype, count, end - begin)
     return summary
 
 
@@ -78,15 +85,14 @@ def weight_files(weights: Path) -> list[Path]:
     """Return the files that hold a model's weights."""
     if weights.is_file():
         return gguf_files(weights)
-    index = read_json(weights / "model.safetensors.index.json").get("weight_map")
-    if index:
-        return [weights / name for name in sorted(set(index.values()))]
+    if shards := indexed_shards(weights):
+        return shards
     single = weights / "model.safetensors"
     return [single] if single.is_file() else sorted(weights.glob("*.safetensors"))
 
 
-def _safetensors_header(path: Path, checks_file: bool) -> dict[str, Any]:
-    """Return the header {name: {dtype, shape, data_offsets}}; the library checks the file."""
+def _safetensors_header(path: Path, checks_file: bool) -> dict[str, _Tensor]:
+    """Return the tensors of a header by name; the library checks the file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -97,9 +103,14 @@ def _safetensors_header(path: Path, checks_file: bool) -> dict[str, Any]:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > path.stat().st_size:
                 raise ValueError(f"its header would have {length} bytes")
-            header: dict[str, Any] = json.loads(file.read(length))
-            return header
-    except (SafetensorError, OSError, ValueError, struct.error) as error:
+            header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        return {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in header.items()}
+    except struct.error:
+        raise ModelError(
+            f"cannot read {path}: it is empty or cut short; fetch the file again"
+        ) from None
+    except (SafetensorError, OSError, ValueError, msgspec.MsgspecError) as error:
         raise ModelError(f"cannot read {path}: {error}; fetch the file again") from None
 
 

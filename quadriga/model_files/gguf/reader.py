@@ -10,19 +10,71 @@ import struct
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from quadriga.errors import ModelError
 
 TensorIndex = dict[str, dict[str, Any]]
 
 VERSIONS = (2, 3)
+BIG_ENDIAN_VERSIONS = tuple(version << 24 for version in VERSIONS)  # as little-endian numbers
 STRING_TYPE, ARRAY_TYPE, BOOL_TYPE = 8, 9, 7
 # Formats of struct and array by GGUF's value types.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B",
            10: "Q", 11: "q", 12: "d"}  # fmt: skip
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
+MAX_SHOWN_CHARS = 60
+MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
+# Keys without the architecture's prefix that may have a value for each layer.
+LAYER_VALUES = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+_SIZE = (Annotated[int, Meta(ge=1, le=MAX_SIZE)], f"a whole number from 1 to {MAX_SIZE}")
+_COUNT = (Annotated[int, Meta(ge=0, le=MAX_SIZE)], f"a whole number from 0 to {MAX_SIZE}")
+_NUMBER, _BOOL, _TEXT = (float, "a number"), (bool, "a truth value"), (str, "a text")
+# Types of values, and the words that an error has for them, by keys without the architecture.
+_KINDS: dict[str, tuple[Any, str]] = {
+    "general.architecture": _TEXT,
+    "block_count": (Annotated[int, Meta(ge=1, le=MAX_LAYERS)], f"a number from 1 to {MAX_LAYERS}"),
+    **dict.fromkeys(LAYER_VALUES, _SIZE),
+    "context_length": _SIZE,
+    "embedding_length": _SIZE,
+    "attention.key_length": _SIZE,
+    "attention.value_length": _SIZE,
+    "rope.dimension_count": _SIZE,
+    "attention.sliding_window": _COUNT,
+    "expert_count": _COUNT,
+    "split.count": _COUNT,
+    "split.no": _COUNT,
+    "split.tensors.count": _COUNT,
+    "rope.scaling.original_context_length": _COUNT,
+    "attention.layer_norm_rms_epsilon": _NUMBER,
+    "attention.layer_norm_epsilon": _NUMBER,
+    "rope.freq_base": _NUMBER,
+    "rope.freq_base_swa": _NUMBER,
+    "rope.scale_linear": _NUMBER,
+    "rope.scaling.factor": _NUMBER,
+    "rope.scaling.attn_factor": _NUMBER,
+    "attention.scale": _NUMBER,
+    "embedding_scale": _NUMBER,
+    "residual_scale": _NUMBER,
+    "logit_scale": _NUMBER,
+    "attn_logit_softcapping": _NUMBER,
+    "final_logit_softcapping": _NUMBER,
+    "rope.scaling.type": _TEXT,
+    "tokenizer.chat_template": _TEXT,
+    "tokenizer.ggml.model": _TEXT,
+    "tokenizer.ggml.pre": _TEXT,
+    "tokenizer.ggml.add_bos_token": _BOOL,
+    "tokenizer.ggml.add_eos_token": _BOOL,
+    "tokenizer.ggml.add_space_prefix": _BOOL,
+    "tokenizer.ggml.tokens": (list[str], "a list of texts"),
+    "tokenizer.ggml.merges": (list[str], "a list of texts"),
+    "tokenizer.ggml.scores": (list[float], "a list of numbers"),
+    "tokenizer.ggml.token_type": (list[int], "a list of whole numbers"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +99,10 @@ def read_header(path: Path) -> GGUFHeader:
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Cursor(data).header()
+            header = _Cursor(data).header()
+        return GGUFHeader(checked_metadata(header.metadata), header.tensors)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from None
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
     except struct.error:
@@ -69,6 +124,45 @@ def read_float32(path: Path, entry: dict[str, Any]) -> list[float]:
         return list(struct.unpack(f"<{entry['bytes'] // 4}f", file.read(entry["bytes"])))
 
 
+def checked_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return metadata whose values have the types that are read.
+
+    A list with the same value for each layer becomes this value.
+
+    Raises:
+        ModelError: a value has another type, or differs between the layers.
+    """
+    checked = dict(metadata)
+    prefix = f"{metadata.get('general.architecture')}."
+    for key, value in metadata.items():
+        name = key.removeprefix(prefix) if key.startswith(prefix) else key
+        if name in LAYER_VALUES and isinstance(value, list):
+            if any(item != value[0] for item in value[1:]):
+                raise ModelError(
+                    f"{key} is {_shown(value)}: it differs between the layers, which is not"
+                    " supported; take a model whose layers have one size"
+                )
+            value = checked[key] = value[0] if value else None
+        kind = _kind_of(name)
+        if kind is not None:
+            try:
+                msgspec.convert(value, kind[0])
+            except msgspec.ValidationError:
+                raise ModelError(f"{key} is {_shown(value)}, and should be {kind[1]}") from None
+    return checked
+
+
+def _kind_of(name: str) -> tuple[Any, str] | None:
+    if name.startswith("tokenizer.ggml.") and name.endswith("_token_id"):
+        return _COUNT
+    return _TEXT if name.startswith("tokenizer.chat_template.") else _KINDS.get(name)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."
+
+
 class _Cursor:
     """A position in the header."""
 
@@ -79,14 +173,22 @@ class _Cursor:
     def header(self) -> GGUFHeader:
         """Read everything before the tensors' bytes."""
         magic, version, num_tensors, num_keys = self._values("4sIQQ")
+        if magic == b"GGUF" and version in BIG_ENDIAN_VERSIONS:
+            raise ModelError(
+                "the file is a GGUF in big-endian order, and only little-endian ones are read;"
+                " convert it in place with gguf-convert-endian FILE little (Python package gguf)"
+            )
         if magic != b"GGUF" or version not in VERSIONS:
-            raise ValueError(f"version {version} is not one of {VERSIONS} in little-endian order")
+            raise ValueError(f"version {version} is not one of {VERSIONS}")
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             name = self._string()
             metadata[name] = self._value(*self._values("I"))
         tensors = dict(self._tensor() for _ in range(num_tensors))
-        self._make_absolute(tensors, metadata.get("general.alignment", DEFAULT_ALIGNMENT))
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"general.alignment is {alignment!r}")
+        self._make_absolute(tensors, alignment)
         return GGUFHeader(metadata, tensors)
 
     def _values(self, layout: str) -> tuple[Any, ...]:

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+import msgspec
+
 from quadriga.errors import ModelError
 from quadriga.model_files.quantized.scheme import WHOLE_ROW, CheckpointQuantization, WeightScheme
 
@@ -41,7 +43,7 @@ def _gptq(settings: Settings) -> tuple[WeightScheme, ...]:
     layout = _require(settings, "checkpoint_format", ("gptq", "gptq_v2"))
     _require(settings, "pack_dtype", ("int32",))
     _require(settings, "is_marlin_format", (False,))
-    overrides = [key for key in settings.get("dynamic") or {} if not key.startswith("-")]
+    overrides = [key for key in _map(settings, "dynamic") if not key.startswith("-")]
     if overrides:
         _refuse(
             "dynamic", overrides[0], ("only patterns of unquantized layers, that begin with -",)
@@ -79,15 +81,14 @@ def _bitsandbytes(settings: Settings) -> tuple[WeightScheme, ...]:
 def _compressed_tensors(settings: Settings) -> tuple[WeightScheme, ...]:
     _require(settings, "quantization_status", ("compressed",))
     for key in ("sparsity_config", "transform_config"):
-        nested = settings.get(key) or {}
+        nested = _map(settings, key)
         if nested.get("format", "dense") != "dense" or nested.get("config_groups"):
             _refuse(key, nested.get("format", "config_groups"), ("none",))
-    groups = settings.get("config_groups") or {}
+    groups = _map(settings, "config_groups")
     if not groups:
         _refuse("config_groups", groups, ("groups with weights",))
     return tuple(
-        _compressed_scheme(f"config_groups.{name}", group, settings)
-        for name, group in groups.items()
+        _compressed_scheme(f"config_groups.{name}", _map(groups, name), settings) for name in groups
     )
 
 
@@ -115,7 +116,7 @@ def _compressed_scheme(where: str, group: Settings, settings: Settings) -> Weigh
         group_size,
         _block(weights.get("block_structure")) if strategy == "block" else None,
         bool(weights.get("symmetric", True)),
-        tuple(group.get("targets") or ("Linear",)),
+        _targets(f"{where}.targets", group.get("targets")),
     )
 
 
@@ -130,11 +131,30 @@ _METHODS: dict[str, Callable[[Settings], tuple[WeightScheme, ...]]] = {
 
 
 def _block(value: Any) -> tuple[int, int]:
-    if isinstance(value, str):  # such as 128x128
-        value = [int(size) for size in value.split("x")]
-    if not isinstance(value, list | tuple) or len(value) != 2:
+    sizes = value.split("x") if isinstance(value, str) else value  # such as 128x128
+    try:
+        outputs, inputs = msgspec.convert(sizes, tuple[int, int], strict=False)
+    except msgspec.ValidationError:
         _refuse("weight_block_size", value, ("[outputs, inputs]",))
-    return int(value[0]), int(value[1])
+    if min(outputs, inputs) < 1:
+        _refuse("weight_block_size", value, ("sizes from 1 on",))
+    return outputs, inputs
+
+
+def _map(settings: Settings, key: str) -> Settings:
+    """Return a setting that is a map; an empty one stands for a missing or null one."""
+    value = settings.get(key)
+    if not isinstance(value, Mapping | None):
+        _refuse(key, value, ("a map",))
+    return value or {}
+
+
+def _targets(where: str, value: Any) -> tuple[str, ...]:
+    """Return the names of the layers that a group has; by default all linear ones."""
+    try:
+        return msgspec.convert(value or ("Linear",), tuple[str, ...])
+    except msgspec.ValidationError:
+        _refuse(where, value, ("a list of texts",))
 
 
 def _require(settings: Settings, key: str, allowed: tuple[Any, ...], where: str = "") -> Any:
