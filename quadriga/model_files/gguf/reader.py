@@ -33,6 +33,8 @@ MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
 LAYER_VALUES = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 _SIZE = (Annotated[int, Meta(ge=1, le=MAX_SIZE)], f"a whole number from 1 to {MAX_SIZE}")
 _COUNT = (Annotated[int, Meta(ge=0, le=MAX_SIZE)], f"a whole number from 0 to {MAX_SIZE}")
+# An id that no vocabulary has stands for none in some files.
+_TOKEN_ID = (Annotated[int, Meta(ge=0, le=2**32 - 1)], "a token id")
 _NUMBER, _BOOL, _TEXT = (float, "a number"), (bool, "a truth value"), (str, "a text")
 # Types of values, and the words that an error has for them, by keys without the architecture.
 _KINDS: dict[str, tuple[Any, str]] = {
@@ -42,9 +44,9 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "context_length": _SIZE,
     "embedding_length": _SIZE,
     "attention.key_length": _SIZE,
-    "attention.value_length": _SIZE,
-    "rope.dimension_count": _SIZE,
-    "attention.sliding_window": _COUNT,
+    "attention.value_length": _NUMBER,
+    "rope.dimension_count": _NUMBER,
+    "attention.sliding_window": _NUMBER,
     "expert_count": _COUNT,
     "split.count": _COUNT,
     "split.no": _COUNT,
@@ -154,7 +156,7 @@ def checked_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
 
 def _kind_of(name: str) -> tuple[Any, str] | None:
     if name.startswith("tokenizer.ggml.") and name.endswith("_token_id"):
-        return _COUNT
+        return _TOKEN_ID
     return _TEXT if name.startswith("tokenizer.chat_template.") else _KINDS.get(name)
 
 
