@@ -39,8 +39,8 @@ def write_tiny_gguf(path: Path, architecture: str = "llama", **overrides: Any) -
     if "scaling" in overrides:
         writer.add_string(f"{architecture}.rope.scaling.type", overrides["scaling"])
     for key, value in overrides.get("keys", {}).items():
-        add = writer.add_bool if isinstance(value, bool) else writer.add_float32
-        add(f"{architecture}.{key}", value)
+        adds = {bool: writer.add_bool, int: writer.add_uint32}
+        adds.get(type(value), writer.add_float32)(f"{architecture}.{key}", value)
     for key, value in overrides.get("sampling", {}).items():
         add = writer.add_int32 if key == "top_k" else writer.add_float32
         add(f"general.sampling.{key}", value)

@@ -337,7 +337,7 @@ def test_values_that_change_nothing_are_no_reason_to_refuse_a_model(tmp_path: Pa
 
 
 def test_a_llama_with_a_window_is_a_mistral(tmp_path: Path) -> None:
-    path = write_tiny_gguf(tmp_path / "tiny.gguf", keys={"attention.sliding_window": 16.0})
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", keys={"attention.sliding_window": 16})
     files = resolve_model(ModelArgs(model=str(path)))
     assert read_architecture(files.config).windows == (16,)
 
