@@ -29,7 +29,9 @@ class LogprobCollector:
         bytes_of: returns the bytes of a token id.
     """
 
-    __slots__ = ("_bytes_of", "_ids", "_top_ids", "_top_values", "_values", "_width")
+    __slots__ = (
+        "_bytes", "_bytes_of", "_ids", "_top_bytes", "_top_ids", "_top_values", "_values", "_width",
+    )  # fmt: skip
 
     def __init__(self, width: int, bytes_of: BytesOf) -> None:
         self._width = width
@@ -39,6 +41,8 @@ class LogprobCollector:
     def _clear(self) -> None:
         self._ids, self._values = array("i"), array("f")
         self._top_ids, self._top_values = array("i"), array("f")
+        self._bytes: list[bytes] = []
+        self._top_bytes: list[bytes] = []
 
     def add(self, token_id: int, logprobs: TokenLogprobs) -> None:
         """Add a token.
@@ -50,9 +54,12 @@ class LogprobCollector:
         width = self._width
         self._ids.append(token_id)
         self._values.append(value)
+        self._bytes.append(self._bytes_of(token_id))
         num_missing = width - len(top_ids)
-        self._top_ids += top_ids[:width] + array("i", [-1] * num_missing)
+        top_ids = top_ids[:width] + array("i", [-1] * num_missing)
+        self._top_ids += top_ids
         self._top_values += top_values[:width] + array("f", [NAN] * num_missing)
+        self._top_bytes += [self._bytes_of(i) if i >= 0 else b"" for i in top_ids]
 
     def take(self) -> Logprobs:
         """Return all logprobs that were added since the last call."""
@@ -61,8 +68,8 @@ class LogprobCollector:
             self._width,
             pack_ids(self._top_ids),
             pack_floats(self._top_values),
-            [self._bytes_of(i) for i in self._ids],
-            [self._bytes_of(i) if i >= 0 else b"" for i in self._top_ids],
+            self._bytes,
+            self._top_bytes,
         )
         self._clear()
         return logprobs
@@ -75,14 +82,31 @@ def logprobs_by_row(sampled: SampledLogprobs | None) -> dict[int, TokenLogprobs]
     return dict(zip(unpack_ids(sampled.rows), iterate_blocks([sampled.block]), strict=True))
 
 
-def prompt_logprobs(prompt: PromptLogprobsData, bytes_of: BytesOf) -> PromptLogprobs:
-    """Return the logprobs of a prompt. Its first token follows nothing, and has NaN."""
-    collector = LogprobCollector(prompt.width, bytes_of)
-    first = TokenLogprobs(NAN, array("i"), array("f"))
-    all_logprobs = chain([first], iterate_blocks(prompt.blocks))
-    for token_id, logprobs in zip(unpack_ids(prompt.token_ids), all_logprobs, strict=True):
-        collector.add(token_id, logprobs)
-    return PromptLogprobs(prompt.token_ids, collector.take())
+class PromptLogprobCollector:
+    """Collect the logprobs of a prompt, a token at a time, since a prompt may be long.
+
+    Its first token follows nothing, and has NaN.
+    """
+
+    __slots__ = ("_collector", "_left", "_token_ids")
+
+    def __init__(self, prompt: PromptLogprobsData, bytes_of: BytesOf) -> None:
+        self._token_ids = prompt.token_ids
+        self._collector = LogprobCollector(prompt.width, bytes_of)
+        first = TokenLogprobs(NAN, array("i"), array("f"))
+        all_logprobs = chain([first], iterate_blocks(prompt.blocks))
+        self._left = zip(unpack_ids(prompt.token_ids), all_logprobs, strict=True)
+
+    def advance(self) -> bool:
+        """Add the next token. Return False once there is none."""
+        for token_id, logprobs in self._left:
+            self._collector.add(token_id, logprobs)
+            return True
+        return False
+
+    def take(self) -> PromptLogprobs:
+        """Return the logprobs of all tokens."""
+        return PromptLogprobs(self._token_ids, self._collector.take())
 
 
 def iterate_blocks(blocks: Iterable[LogprobBlock]) -> Iterator[TokenLogprobs]:

@@ -8,12 +8,13 @@ for Drained.
 import logging
 import os
 import time
+from collections import deque
 
 import msgspec
 
-from detok_proc.detokenizer import Detokenizer
+from detok_proc.detokenizer import Deliveries, Detokenizer
 from detok_proc.step_news import step_news
-from detok_proc.traces import close_traces, open_traces
+from detok_proc.traces import TraceKey, close_traces, open_traces
 from quadriga.model_files.resolve import resolve_model
 from quadriga.model_files.tokenizer import load_tokenizer
 from quadriga.runtime.child import Child, run_child
@@ -25,16 +26,20 @@ from quadriga.wire.messages.to_detok import (
     DetokMessage,
     Drained,
     ForecastStepOutput,
+    ForgetStreams,
     HandedBack,
     InfoReply,
+    KnownRequests,
     LiveFrame,
     ProgressReply,
     ReplicaDelivered,
     ReplicaOutput,
     SchedulerRestarted,
     StopDetok,
+    Withdrawn,
 )
 from quadriga.wire.messages.to_scheduler import DetokReady, StopFound
+from quadriga.wire.messages.trace import RequestTrace
 from quadriga.wire.sockets import Inbox, Outbox, Poller, encode
 
 
@@ -67,28 +72,146 @@ def serve(
     """Serve until StopDetok."""
     control.answer_in_loop()
     poller = Poller(inbox, control)
-    session = _begin_session(detokenizer, scheduler)
+    loop = DetokenizerLoop(detokenizer, delivery, scheduler)
     while True:
-        poller.wait()
+        poller.wait(0.0 if loop.has_work else None)
         control.read_commands()
+        loop.work()
         for message in inbox.drain():
             if isinstance(message, StopDetok):
                 severity = logging.WARNING if detokenizer.num_open else logging.DEBUG
                 logging.log(severity, "stopping with %d open requests", detokenizer.num_open)
                 return
-            if isinstance(message, SchedulerRestarted):
-                session = _begin_session(detokenizer, scheduler)
-            elif isinstance(message, ForecastStepOutput):
-                if message.session == session:
-                    deliver(message, detokenizer, delivery, scheduler)
-            else:
-                if isinstance(message, HandedBack):
-                    detokenizer.forget(message.seqs)
-                delivery.send_frames(*_passed_on(message))
+            loop.handle(message)
+
+
+class DetokenizerLoop:
+    """What the process does with each message, without the sockets.
+
+    Args:
+        detokenizer: holds the texts.
+        delivery: to the frontend.
+        scheduler: to the scheduler.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, delivery: Outbox, scheduler: Outbox) -> None:
+        self._detokenizer = detokenizer
+        self._delivery = delivery
+        self._scheduler = scheduler
+        self._traces: dict[TraceKey, RequestTrace] = {}
+        self._held: deque[HandedBack | Withdrawn] = deque()
+        self._is_replica = False
+        self.begin_session()
+
+    @property
+    def num_open(self) -> int:
+        """Number of open requests, each choice counted."""
+        return self._detokenizer.num_open
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `work` has something to do."""
+        return self._detokenizer.has_work
+
+    def begin_session(self) -> None:
+        """Forget every text and ask the scheduler to replay what runs."""
+        self._traces.clear()
+        self._session = _begin_session(self._detokenizer, self._scheduler)
+
+    def handle(self, message: DetokMessage) -> None:
+        """Handle a message of the scheduler."""
+        match message:
+            case SchedulerRestarted():
+                self.begin_session()
+            case ForecastStepOutput():
+                if message.session == self._session:
+                    self._handle_step(message)
+            case HandedBack() | Withdrawn():
+                self._detokenizer.forget(message.seqs)
+                self._held.append(message)
+                self._pass_on_held()
+            case ForgetStreams():
+                self._detokenizer.hold(message.seqs)
+            case InfoReply() | ProgressReply() | LiveFrame() | Drained() | KnownRequests():
+                self._delivery.send_frames(*_passed_on(message))
+
+    def work(self) -> bool:
+        """Do a slice of what may take long. Return whether there was something to do."""
+        if not self._detokenizer.has_work:
+            return False
+        self._deliver(self._detokenizer.work(), None, None)
+        self._pass_on_held()
+        return True
+
+    def _pass_on_held(self) -> None:
+        """Say that requests were given up, once everything before that has gone out."""
+        while self._held and not self._detokenizer.has_ends:
+            self._delivery.send_frames(*_passed_on(self._held.popleft()))
+
+    def _handle_step(self, output: ForecastStepOutput) -> None:
+        deliveries = self._detokenizer.process(output)
+        news = output.news if isinstance(output, ReplicaOutput) else None
+        self._is_replica = news is not None
+        if news is not None:
+            self._delivery.send_frames(b"", b"", encode(step_news(output, news)))
+        if output.closed or output.replayed:
+            self._traces.update(open_traces(output))
+        self._deliver(deliveries, output.waiting, output.wait_s)
+
+    def _deliver(self, deliveries: Deliveries, waiting: int | None, wait_s: float | None) -> None:
+        """Send what a step has brought: one message per client, and the stops for the scheduler.
+
+        The last message lists all ends of the step, because only then all of them are on their way.
+        Of the ends of lost clients the frontend gets the Delivered alone.
+
+        Args:
+            deliveries: the chunks.
+            waiting: as in Delivered.
+            wait_s: as in Delivered.
+        """
+        sent: list[tuple[bytes, SentReplay | SentChunks | None, list[PlainChunk]]] = [
+            *(
+                (client, SentReplay(chunks), chunks)
+                for client, chunks in deliveries.replays.items()
+            ),
+            *(
+                (client, SentChunks(chunks), chunks)
+                for client, chunks in deliveries.by_client.items()
+            ),
+            *((client, None, chunks) for client, chunks in deliveries.lost.items()),
+        ]
+        for number, (client, message, chunks) in enumerate(sent, start=1):
+            ended = [chunk for chunk in chunks if chunk.end is not None]
+            delivered = Delivered(
+                ended=[chunk.request_id for chunk in ended],
+                waiting=waiting,
+                settled=deliveries.ended if number == len(sent) else [],
+                generated=[chunk.end.usage.completion_tokens for chunk in ended if chunk.end],
+                wait_s=wait_s,
+                traces=close_traces(self._traces, client, chunks) if self._traces else [],
+                lost=message is None,
+            )
+            if self._is_replica:
+                names = ((client, chunk.request_id, chunk.choice) for chunk in ended)
+                delivered = ReplicaDelivered(
+                    **msgspec.structs.asdict(delivered),
+                    indexes=[chunk.choice for chunk in ended],
+                    placements=[deliveries.placements[name] for name in names],
+                )
+            payload = b"" if message is None else encode(message)
+            self._delivery.send_frames(client, payload, encode(delivered))
+        if deliveries.stop_found:
+            self._scheduler.send(StopFound(deliveries.stop_found))
 
 
 def _passed_on(
-    message: InfoReply | ProgressReply | LiveFrame | Drained | HandedBack,
+    message: InfoReply
+    | ProgressReply
+    | LiveFrame
+    | Drained
+    | HandedBack
+    | Withdrawn
+    | KnownRequests,
 ) -> tuple[bytes, bytes, bytes]:
     """Return the frames of a message of the scheduler that has no text."""
     match message:
@@ -101,6 +224,8 @@ def _passed_on(
             return b"", message.frame, b""
         case HandedBack():
             return b"", encode(HandedBack(message.number)), b""
+        case Withdrawn() | KnownRequests():
+            return b"", encode(message), b""
         case Drained():
             return b"", b"", b""
 
@@ -118,42 +243,3 @@ def _with_own_pid(info: Info) -> Info:
     if isinstance(pids, dict):
         info.values["pids"] = pids | {"detok_proc": os.getpid()}
     return info
-
-
-def deliver(
-    output: ForecastStepOutput, detokenizer: Detokenizer, delivery: Outbox, scheduler: Outbox
-) -> None:
-    """Send the results of one step: one message per client, and the stops for the scheduler.
-
-    The last message lists all ends of the step, because only then all of them are on their way. Of
-    the ends of lost clients the frontend gets the Delivered alone.
-    """
-    deliveries = detokenizer.process(output)
-    news = output.news if isinstance(output, ReplicaOutput) else None
-    if news is not None:
-        delivery.send_frames(b"", b"", encode(step_news(output, news)))
-    traces = open_traces(output) if deliveries.ended else {}
-    messages: list[tuple[bytes, SentReplay | SentChunks | None, list[PlainChunk]]] = [
-        *((client, SentReplay(chunks), chunks) for client, chunks in deliveries.replays.items()),
-        *((client, SentChunks(chunks), chunks) for client, chunks in deliveries.by_client.items()),
-        *((client, None, chunks) for client, chunks in deliveries.lost.items()),
-    ]
-    for number, (client, message, chunks) in enumerate(messages, start=1):
-        ended = [chunk for chunk in chunks if chunk.end is not None]
-        ended_seqs = deliveries.ended if number == len(messages) else []
-        delivered = Delivered(
-            ended=[chunk.request_id for chunk in ended],
-            waiting=output.waiting,
-            settled=ended_seqs,
-            generated=[chunk.end.usage.completion_tokens for chunk in ended if chunk.end],
-            wait_s=output.wait_s,
-            traces=close_traces(traces, client, chunks) if traces else [],
-            lost=message is None,
-        )
-        if news is not None:
-            indexes = [chunk.choice for chunk in ended]
-            delivered = ReplicaDelivered(**msgspec.structs.asdict(delivered), indexes=indexes)
-        payload = b"" if message is None else encode(message)
-        delivery.send_frames(client, payload, encode(delivered))
-    if deliveries.stop_found:
-        scheduler.send(StopFound(deliveries.stop_found))

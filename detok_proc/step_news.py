@@ -27,5 +27,6 @@ def _replayed(replay: StreamReplay, time: float) -> HeldChoice:
 
 def _held(start: StreamStart, token_ids: bytes, first_token_at: float) -> HeldChoice:
     return HeldChoice(
-        start.seq, start.client, start.request_id, start.index, token_ids, first_token_at
-    )
+        start.seq, start.client, start.request_id, start.index, token_ids, first_token_at,
+        start.placement,
+    )  # fmt: skip

@@ -1,14 +1,37 @@
 """The text of one choice between its first token and its end."""
 
 from array import array
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from detok_proc.incremental import DecoderFactory
-from detok_proc.logprobs import LogprobCollector, TokenLogprobs, prompt_logprobs
+from detok_proc.logprobs import (
+    LogprobCollector,
+    PromptLogprobCollector,
+    TokenLogprobs,
+    iterate_blocks,
+)
 from detok_proc.stop_regexes import RequestBudget, SearchTooSlow
 from detok_proc.stop_strings import StopStrings
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.to_client import Chunk, End, ErrorInfo, PlainChunk, RichChunk
-from quadriga.wire.messages.to_detok import StreamStart
+from quadriga.wire.messages.to_detok import StreamEnd, StreamReplay, StreamStart
+
+
+class Token(NamedTuple):
+    """A token of a stream.
+
+    Attributes:
+        time: Unix seconds.
+        is_stop: it ended the request.
+        logprobs: None where its client wants none.
+    """
+
+    token_id: int
+    time: float
+    is_stop: bool
+    logprobs: TokenLogprobs | None
 
 
 class TextStream:
@@ -19,17 +42,25 @@ class TextStream:
         num_tokens: tokens that were pushed.
         matched_stop: the stop string or expression that ended the text.
         error: why the text cannot go on.
+        seq: the scheduler's number.
+        is_told: the scheduler knows that the text is over.
+        is_slow: a token of it may take long.
+        is_replay: the next chunk has everything from the first token on.
+        may_send: the tokens of a replay, and the logprobs of the prompt, are all taken.
+        closing: its end, for when its waiting tokens are pushed.
     """
 
     __slots__ = (
         "_decoder", "_ids", "_index", "_keeps_stop", "_lengths", "_logprobs", "_min_tokens",
-        "_num_sent_chars", "_pieces", "_prompt_logprobs", "_stops", "_times", "client", "error",
-        "is_streamed", "matched_stop", "num_tokens", "request_id",
+        "_num_sent_chars", "_pieces", "_prompt_logprobs", "_replayed", "_stops", "_times",
+        "_waiting", "client", "closing", "error", "is_replay", "is_slow", "is_streamed", "is_told",
+        "matched_stop", "may_send", "num_tokens", "request_id", "seq",
     )  # fmt: skip
 
     def __init__(
         self, opening: StreamStart, decoders: DecoderFactory, budget: RequestBudget | None
     ) -> None:
+        self.seq = opening.seq
         self.client = opening.client
         self.request_id = opening.request_id
         self.is_streamed = opening.stream
@@ -48,7 +79,14 @@ class TextStream:
             )
         bytes_of, width, prompt = decoders.bytes_of, opening.logprobs, opening.prompt
         self._logprobs = None if width is None else LogprobCollector(width, bytes_of)
-        self._prompt_logprobs = None if prompt is None else prompt_logprobs(prompt, bytes_of)
+        self._prompt_logprobs = (
+            None if prompt is None else PromptLogprobCollector(prompt, bytes_of)
+        )  # fmt: skip
+        self.is_slow = bool(opening.stop_regexes) or prompt is not None
+        self.is_replay, self.may_send, self.is_told = False, prompt is None, False
+        self.closing: StreamEnd | None = None
+        self._replayed: Iterator[Token] = iter(())
+        self._waiting: deque[Token] = deque()
         # Of each token that was not sent, if the client asks for them.
         self._lengths: list[int] | None = [] if opening.text_lengths else None
         self._pieces: list[str] = []
@@ -60,6 +98,49 @@ class TextStream:
     def is_over(self) -> bool:
         """Whether the text has ended, so that the scheduler should end the request."""
         return self.matched_stop is not None or self.error is not None
+
+    # --- tokens that wait -------------------------------------------------------------------------
+
+    def replay(self, replay: StreamReplay, time: float) -> None:
+        """Take the tokens of a replay, to be pushed by `advance`."""
+        closing = replay.closing
+        ids, logprobs = unpack_ids(replay.token_ids), iterate_blocks(replay.logprobs)
+        last, stop_id = len(ids), None if closing is None else closing.matched_stop
+        self._replayed = (
+            Token(token_id, time, position == last and token_id == stop_id, next(logprobs, None))
+            for position, token_id in enumerate(ids, start=1)
+        )
+        self.is_replay, self.may_send, self.closing = True, False, closing
+
+    def wait(self, token: Token) -> None:
+        """Take a token, to be pushed by `advance` after those before it."""
+        self._waiting.append(token)
+
+    def advance(self) -> bool:
+        """Do a small piece of the work that waits. Return False once there is none."""
+        if self.is_over:
+            self.may_send = True
+            self._waiting.clear()
+            return False
+        if not self.may_send:
+            if self._prompt_logprobs is not None and self._prompt_logprobs.advance():
+                return True
+            token = next(self._replayed, None)
+            if token is not None:
+                self.push(*token)
+                return True
+            self.may_send = True
+        if not self._waiting:
+            return False
+        self.push(*self._waiting.popleft())
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is work for `advance`."""
+        return bool(self._waiting) or not self.may_send
+
+    # --- text -------------------------------------------------------------------------------------
 
     def push(
         self, token_id: int, time: float, is_stop: bool, logprobs: TokenLogprobs | None
@@ -104,7 +185,8 @@ class TextStream:
         if is_plain and self._index == 0 and lengths is None:
             return PlainChunk(self.request_id, offset, text, ids, times, end)
         logprobs = None if self._logprobs is None else self._logprobs.take()
-        prompt, self._prompt_logprobs = self._prompt_logprobs, None
+        collector, self._prompt_logprobs = self._prompt_logprobs, None
+        prompt = None if collector is None else collector.take()
         fields = (self.request_id, offset, text, ids, times, end, self._index, logprobs, prompt)
         return RichChunk(*fields) if lengths is None else Chunk(*fields, lengths)
 

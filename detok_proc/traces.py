@@ -30,7 +30,7 @@ def close_traces(
     for chunk in chunks:
         if chunk.end is None:
             continue
-        trace = traces.get((client, chunk.request_id, chunk.choice))
+        trace = traces.pop((client, chunk.request_id, chunk.choice), None)
         if trace is not None:
             began_at = trace.ended_at
             ended_at = max(began_at, chunk.end.times.detokenized)

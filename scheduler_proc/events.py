@@ -89,14 +89,18 @@ class StepEvents:
         wait_s: float | None,
         session: int,
         news: ReplicaNews | None,
+        finished: list[Request],
     ) -> StepOutput:
-        """Return the message for the detokenizer of this session."""
+        """Return the message for the detokenizer of this session.
+
+        `finished` are the requests whose ends it has; a replay to come has those of the others.
+        """
         output = StepOutput(
             time=self.time or now,
             opened=[stream_start(request) for request in self.started],
             seqs=self.seqs,
             token_ids=pack_ids(self.token_ids),
-            closed=[stream_end(request) for request in self.finished],
+            closed=[stream_end(request) for request in finished],
             logprobs=self.logprobs,
             waiting=num_waiting,
             session=session,

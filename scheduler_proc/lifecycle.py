@@ -12,6 +12,7 @@ from typing import Protocol
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import QuadrigaError, RequestFailed
 from quadriga.wire.messages import to_detok, to_scheduler
+from quadriga.wire.messages.replica_news import EndedRequest
 from quadriga.wire.messages.to_client import ErrorInfo
 from quadriga.wire.messages.worker import GrammarReady, WorkerReady
 from scheduler_proc.core import SchedulerCore
@@ -88,6 +89,7 @@ class RequestLifecycle:
         self.queue_wait_s: float | None = None
         self._is_draining = False
         self._reported_drained = False
+        self._recalls: list[int] = []  # that wait for replays
 
     def restore(self, recovered: Iterable[RecoveredRequest], first_seq: int) -> None:
         """Take over the requests of a journal. No new request gets a number below `first_seq`."""
@@ -112,6 +114,7 @@ class RequestLifecycle:
 
     def submit(self, message: to_scheduler.Submit) -> None:
         """Accept a request, or its choices that are not known. A refused one ends at once."""
+        self._withdraw_superseded(message)
         missing = self._missing(message)
         if not missing:
             return
@@ -149,17 +152,32 @@ class RequestLifecycle:
         A client that retries the request gets a replay of the others. Some are missing where the
         others had ended when the client was lost, or on a replica that is lost.
         """
-        name, indexes = (message.client, message.request_id), list(range(message.params.n))
-        live = self.table.of_client(*name)
-        if not message.client_retry:
-            is_known = bool(live) or (
-                message.frontend_retry and self.outbox.has_ended(*name, message.received_at)
-            )
-            return [] if is_known else indexes
-        ended = self.outbox.ended_choices(*name)
-        self._replay(live, list(ended.values()))
+        indexes = [choice.index for choice in to_scheduler.progress_of(message)]
+        names_choices = bool(indexes)
+        indexes = indexes or list(range(message.params.n))
+        is_retry = message.client_retry or message.frontend_retry
+        live = [r for r in self._live(message) if r.index in indexes]
+        ended = self.outbox.ended_choices(message, message.client_retry) if is_retry else {}
+        ended = {index: seq for index, seq in ended.items() if index in indexes}
+        for request in live:
+            request.placement = to_scheduler.placement_of(message)
+        self.outbox.place_again(ended.values(), to_scheduler.placement_of(message))
+        if message.client_retry:
+            self._replay(live, list(ended.values()))
         known = ended.keys() | {request.index for request in live}
+        if known and not names_choices and not message.client_retry:
+            return []  # the other choices have ended, and are not kept any more
         return [index for index in indexes if index not in known]
+
+    def _live(self, message: to_scheduler.Submit) -> list[Request]:
+        """Return the open choices of a request."""
+        return self.table.of_client(message.client, message.request_id)
+
+    def _withdraw_superseded(self, message: to_scheduler.Submit) -> None:
+        """Drop the choices of an earlier stay here, where a later one brings them again."""
+        since = to_scheduler.stay_of(message).start
+        if since:
+            self.withdraw([r for r in self._live(message) if r.placement < since])
 
     def _enqueue(self, request: Request) -> None:
         """Queue a request, at once or when the worker has compiled its grammar."""
@@ -265,9 +283,23 @@ class RequestLifecycle:
         Args:
             number: of the recall.
         """
+        self._recalls.append(number)
+        if not self.outbox.has_replays:
+            self.continue_replays()
+
+    def _hand_back(self, number: int) -> None:
+        self._detok.send(to_detok.HandedBack(number, self._give_up(list(self.table))))
+
+    def withdraw(self, requests: list[Request]) -> None:
+        """Drop choices that another replica owns. Each is gone from here without an end."""
+        if requests:
+            self._detok.send(to_detok.Withdrawn(self._give_up(requests)))
+
+    def _give_up(self, requests: list[Request]) -> list[int]:
+        """Drop requests without an end. Return their numbers."""
         self.publish()
-        requests = list(self.table)
         seqs = [request.seq for request in requests]
+        self.outbox.forget_replays(seqs)
         for request in requests:
             self.core.remove(request)
             request.finish(FinishReason.ABORT)
@@ -276,7 +308,7 @@ class RequestLifecycle:
         self.events.finished += requests
         self.events.acknowledged += seqs
         self.publish(to_detok=False)
-        self._detok.send(to_detok.HandedBack(number, seqs))
+        return seqs
 
     # --- publish and replay -----------------------------------------------------------------------
 
@@ -291,38 +323,58 @@ class RequestLifecycle:
         if to_detok:
             news = None
             if report is not None and (events.has_output or report.restates):
-                news = report.take(self.core.kv, self.table, self.outbox.replayable_names)
+                news = report.take(self.core.kv, self.table, self.outbox.replayable())
             self.outbox.send(events, self._clock(), self.num_waiting, self.queue_wait_s, news)
         self._journal.append(events)
 
     def _replay(self, live: Iterable[Request], ended: list[int]) -> None:
         """Send the whole streams of live requests, and of ended ones by their numbers."""
         self.publish()
-        self.events.replayed = self.outbox.replays(live, ended)
+        self.events.replayed = self.outbox.ask_replays(live, ended)
         self.publish()
+
+    def continue_replays(self) -> bool:
+        """Send more of the replays that are due. Return whether some are left."""
+        if self.outbox.has_replays:
+            self.publish()
+            self.events.replayed = self.outbox.next_replays()
+            self.publish()
+        if not self.outbox.has_replays:
+            recalls, self._recalls = self._recalls, []
+            for number in recalls:
+                self._hand_back(number)
+        return self.outbox.has_replays
 
     def replay_to_detok(self, session: int) -> None:
         """Give a new detokenizer every live stream, and every end that was not acknowledged."""
         self.tracer.note("detokenizer ready")
         self.publish(to_detok=False)  # the replay has it
         self.outbox.on_detok_restarted(session)
+        self.outbox.expect_once()
         if self.report is not None:
             self.report.restate()
         self._reported_drained = False
-        self._replay(self.table, self.outbox.seqs_to_replay)
+        self._replay(list(self.table), self.outbox.seqs_to_replay)
 
-    def replay_to_frontend(self) -> None:
-        """Send a new frontend every end that was not acknowledged."""
+    def replay_to_frontend(self, sender: int) -> None:
+        """Send a new frontend every end that was not acknowledged. sender: its number."""
         self.tracer.note("frontend ready")
         if self.report is not None:
             self.publish()
+            self.report.frontend = sender
             self.report.restate()
-        self._replay([], self.outbox.seqs_to_replay)
+        seqs = self.outbox.seqs_to_replay
+        self.outbox.expect_once()
+        self._replay([], seqs)
+
+    def name_requests(self) -> None:
+        """Send a new frontend the names of the requests that are known here."""
+        names = {(r.client, r.request_id) for r in self.table} | self.outbox.replayable_names
+        self._detok.send(to_detok.KnownRequests([EndedRequest(*name) for name in sorted(names)]))
 
     def acknowledge(self, seqs: list[int]) -> None:
         """Take in that clients have the ends of these requests."""
-        self.outbox.acknowledge(seqs)
-        self.events.acknowledged += seqs
+        self.events.acknowledged += self.outbox.acknowledge(seqs)
 
     # --- drain ------------------------------------------------------------------------------------
 

@@ -46,8 +46,8 @@ class RequestTable:
     def add(self, message: Submit) -> list[Request]:
         """Add a request for each choice that a message asks for, and return them.
 
-        Of a request that moves these are the choices that go on, with their tokens. No request of
-        the same client and id may be in the table.
+        Of a request that moves these are the choices that go on, with their tokens. None of them
+        may be in the table.
         """
         progress = {choice.index: choice for choice in progress_of(message)}
         requests = [

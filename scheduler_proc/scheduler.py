@@ -55,6 +55,7 @@ class Scheduler:
         self.lifecycle = RequestLifecycle(args, eos_ids, worker, detok, clock, self._journal)
         self.pipeline = Pipeline(worker, args.plan_at_once)
         self._feed: StepFeed | None = None  # only while a client watches
+        self._frontend = 0  # number of the newest frontend that was heard of
         self.speed = StepSpeed()
         self.progress = ProgressReport(self.lifecycle, self.speed, args.max_queued_requests)
         self.stopped = False
@@ -94,11 +95,14 @@ class Scheduler:
             self._worker.send(transfer)
         lifecycle.queue_wait_s = self.progress.wait_if_nearly_full(now)
         lifecycle.publish()
+        has_replays = lifecycle.continue_replays()
         self._journal.commit()
         if self.pipeline.idle:
             lifecycle.report_drained()
             if self._feed is not None:
                 self._feed.on_idle(now)
+        if has_replays:
+            return now
         wake_at = plan_at if wake_at is None else min(wake_at, plan_at)
         return wake_at if wake_at < math.inf else None
 
@@ -175,6 +179,8 @@ class Scheduler:
 
     def _on_message(self, message: to_scheduler.SchedulerMessage) -> None:  # noqa: C901
         lifecycle = self.lifecycle
+        if self._is_late(message):
+            return
         match message:
             case to_scheduler.Submit():
                 lifecycle.submit(message)
@@ -189,7 +195,9 @@ class Scheduler:
             case to_scheduler.EndsDelivered():
                 lifecycle.acknowledge(message.seqs)
             case to_scheduler.FrontendRestarted():
-                lifecycle.replay_to_frontend()
+                if message.wants_names:
+                    lifecycle.name_requests()
+                lifecycle.replay_to_frontend(message.sender)
             case to_scheduler.InfoRequest():
                 flushed = (
                     {"flushed_pages": lifecycle.core.kv.flush()} if message.flush_cache else {}
@@ -206,6 +214,8 @@ class Scheduler:
                 self._detok.send(to_detok.SchedulerRestarted())
             case to_scheduler.Recall():
                 lifecycle.hand_back(message.number)
+            case to_scheduler.Withdraw():
+                lifecycle.withdraw(lifecycle.table.with_seqs(message.seqs))
             case to_scheduler.AbortAll():
                 lifecycle.abort_all(message.reason)
             case to_scheduler.Shutdown():
@@ -213,6 +223,24 @@ class Scheduler:
                 self._detok.send(to_detok.StopDetok())
                 self._journal.close()
                 self.stopped = True
+
+    def _is_late(self, message: to_scheduler.SchedulerMessage) -> bool:
+        """Return whether a message is of a frontend that another one has replaced meanwhile.
+
+        A dead frontend's last messages may be read after the first ones of its successor.
+        """
+        match message:
+            case to_scheduler.Recall():
+                return message.number < self._frontend
+            case (
+                to_scheduler.MovedSubmit()
+                | to_scheduler.AbortRequest()
+                | to_scheduler.FrontendRestarted()
+            ):
+                is_late = 0 < message.sender < self._frontend
+                self._frontend = max(self._frontend, message.sender)
+                return is_late
+        return False
 
     def _watch_steps(self, message: to_scheduler.WatchSteps) -> None:
         """Make the live feed for some seconds; 0: no longer."""

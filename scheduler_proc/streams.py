@@ -1,6 +1,9 @@
 """What the detokenizer must know of a request's stream: at its start, its end, or all of it."""
 
+from itertools import groupby
+
 from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.messages.logprobs import LogprobBlock
 from quadriga.wire.messages.to_detok import (
     PROMPT_END_TOKENS,
     PlainStreamEnd,
@@ -14,6 +17,7 @@ from scheduler_proc.state.request import Request
 
 REQUEST_SPAN = "llm_request"  # as vLLM calls it
 MAX_ERROR_CHARS = 500
+MAX_SEPARATE_BLOCKS = 256
 
 
 def stream_start(request: Request) -> StreamStart:
@@ -34,6 +38,7 @@ def stream_start(request: Request) -> StreamStart:
         prompt=_prompt_logprobs(request),
         text_lengths=params.text_lengths,
         prompt_end=_prompt_end(request) if params.continues_prompt else b"",
+        placement=request.placement,
     )
     return start.sent()
 
@@ -70,7 +75,7 @@ def stream_end(request: Request) -> StreamEnd:
         first_token_at=request.first_token_at,
         index=request.index,
     )
-    return StreamEnd.with_trace(end, _trace_of(request))
+    return StreamEnd.of(end, _trace_of(request), request.placement)
 
 
 def _trace_of(request: Request) -> RequestTrace | None:
@@ -89,11 +94,29 @@ def _trace_of(request: Request) -> RequestTrace | None:
     )
 
 
+def merged_blocks(blocks: list[LogprobBlock]) -> list[LogprobBlock]:
+    """Return the logprobs of many tokens in few blocks, which are sent and read faster."""
+    if len(blocks) <= MAX_SEPARATE_BLOCKS:
+        return blocks
+    merged = []
+    for width, group in groupby(blocks, lambda block: block.width):
+        same = list(group)
+        merged.append(
+            LogprobBlock(
+                b"".join(block.values for block in same),
+                width,
+                b"".join(block.top_ids for block in same),
+                b"".join(block.top_values for block in same),
+            )
+        )
+    return merged
+
+
 def stream_replay(request: Request) -> StreamReplay:
     """Return all of a request's stream up to now."""
     return StreamReplay(
         opening=stream_start(request),
         token_ids=pack_ids(request.generated),
-        logprobs=request.logprobs,
+        logprobs=merged_blocks(request.logprobs),
         closing=stream_end(request) if request.finished else None,
     )

@@ -34,7 +34,7 @@ from quadriga.wire.messages.from_client import (
     Watch,
 )
 from quadriga.wire.messages.to_client import InfoValues, Pong
-from quadriga.wire.messages.to_detok import Delivered
+from quadriga.wire.messages.to_detok import Delivered, KnownRequests
 from quadriga.wire.messages.to_scheduler import (
     EndsDelivered,
     InfoRequest,
@@ -202,7 +202,11 @@ class Frontend:
         """
         client, payload, delivered_frame = frames
         if not client and payload:
-            self.show(payload)
+            known = read_known(payload)
+            if known is None:
+                self.show(payload)
+            else:
+                self.intake.on_known({(r.client, r.request_id) for r in known.requests})
             return
         self.deliver(client, payload, _decode_delivered(delivered_frame) if client else Delivered())
 
@@ -217,7 +221,9 @@ class Frontend:
             return
         if delivered.waiting is not None:
             self._guard.update_queue(delivered.waiting, delivered.wait_s)
-        if delivered.ended and not delivered.lost:
+        if delivered.ended and delivered.lost:
+            self.intake.count_lost_ends(client, delivered.ended, delivered.generated)
+        elif delivered.ended:
             self.intake.count_ends(client, delivered.ended, delivered.generated)
         if delivered.traces:
             self.traces.take(client, delivered.traces)
@@ -242,3 +248,16 @@ class Frontend:
 
 
 _decode_delivered = msgspec.msgpack.Decoder(Delivered).decode
+
+
+class _LiveMark(msgspec.Struct, tag="live_step", array_like=True):
+    """A LiveStep, of which nothing is read."""
+
+
+_decode_addressless = msgspec.msgpack.Decoder(KnownRequests | _LiveMark).decode
+
+
+def read_known(payload: bytes) -> KnownRequests | None:
+    """Return what a scheduler knows; None for a message of the live feed."""
+    message = _decode_addressless(payload)
+    return message if isinstance(message, KnownRequests) else None

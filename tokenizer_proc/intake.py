@@ -41,6 +41,8 @@ from tokenizer_proc.traces import RingTraces
 # The clients of a frontend that died try to connect many times a second; after this time the ones
 # that still have open requests have asked the next frontend for them.
 RETURN_TIMEOUT_S = 2.0
+# A scheduler that has not said by then which requests it knows may know none.
+PROOF_TIMEOUT_S = 30.0
 
 
 class RequestPreparation(NamedTuple):
@@ -110,13 +112,18 @@ class RequestIntake:
         self._open = OpenRequests(scheduler)
         self._is_draining = False
         self._awaits_clients = replaces
+        # What the scheduler knew when this frontend began; None: it has not said so yet.
+        self._known: set[tuple[bytes, str]] | None = None if replaces else set()
+        self._unproven: list[tuple[IncomingRequest, Prepared, str | None]] = []
         self.has_drained = False
 
     def start(self) -> None:
         """Announce a frontend that replaces another one, and await the clients of that one."""
         if self._replaces:
-            self._scheduler.send(FrontendRestarted())
-            asyncio.get_running_loop().call_later(RETURN_TIMEOUT_S, self._stop_awaiting_clients)
+            self._scheduler.send(FrontendRestarted(wants_names=True))
+            loop = asyncio.get_running_loop()
+            loop.call_later(RETURN_TIMEOUT_S, self._stop_awaiting_clients)
+            loop.call_later(PROOF_TIMEOUT_S, self.on_known, set())
 
     @property
     def num_open(self) -> int:
@@ -198,15 +205,27 @@ class RequestIntake:
         except QuadrigaError as error:
             self._clients.refuse(request.client, request.request_id, error)
         finally:
-            if self._incoming.find(request.client, request.request_id) is request:
+            waits = any(unproven is request for unproven, _, _ in self._unproven)
+            is_there = self._incoming.find(request.client, request.request_id) is request
+            if is_there and not waits:
                 self._incoming.remove(request.client, request.request_id)
                 self._drain_if_idle()
 
     def _submit(self, request: IncomingRequest, prepared: Prepared, form: str | None) -> None:
+        is_open = self._open.is_open(request.client, request.request_id)
+        may_be_known = self._known is None and request.resent and not is_open
+        if may_be_known and self._tenants.has_limits(request.client, prepared.request.tenant):
+            self._await_proof(request, prepared, form)
+            return
+        name = (request.client, request.request_id)
+        is_proven = request.resent and self._known is not None and name in self._known
         prompt_ids, received_at = prepared.request.prompt_token_ids or b"", request.received_at
-        is_new = self._is_new(request.client, request.request_id, request.resent)
         num_prompt = num_ids(prompt_ids)
-        message, owner = self._tenants.admit(request.client, prepared.request, num_prompt, is_new)
+        message, owner = self._tenants.admit(
+            request.client, prepared, request.resent, is_open, is_proven
+        )
+        if is_proven and self._known is not None:
+            self._known.discard(name)
         self._guard.count_submitted(message.params.n)
         if message.acknowledge:
             accepted = Accepted(request.request_id, num_prompt, prepared.prompt_end)
@@ -233,6 +252,32 @@ class RequestIntake:
         if self._open.submit(submit, request.aborted_by, message.keep_s):
             self._tenants.on_opened(owner)
 
+    # --- requests of a frontend before this one ---------------------------------------------------
+
+    def _await_proof(self, request: IncomingRequest, prepared: Prepared, form: str | None) -> None:
+        """Keep a request until the scheduler has said whether it knows the request.
+
+        One that it knows was counted by the frontend before this one. Any other one is new.
+        """
+        self._unproven.append((request, prepared, form))
+        self._incoming.put(request.client, request.request_id, request)
+
+    def on_known(self, names: set[tuple[bytes, str]]) -> None:
+        """Take in which requests the scheduler knows, and submit those that have waited for it."""
+        if self._known is not None:
+            return
+        self._known = names
+        unproven, self._unproven = self._unproven, []
+        for request, prepared, form in unproven:
+            if self._incoming.find(request.client, request.request_id) is not request:
+                continue
+            self._incoming.remove(request.client, request.request_id)
+            try:
+                self._submit(request, prepared, form)
+            except QuadrigaError as error:
+                self._clients.refuse(request.client, request.request_id, error)
+        self._drain_if_idle()
+
     def preparing(self, client: bytes, request_ids: list[str]) -> list[str]:
         """Return those of a client's requests that are not submitted yet."""
         incoming = self._incoming.of_client(client)
@@ -245,6 +290,9 @@ class RequestIntake:
         for name, request in self._incoming.of_client(client).items():
             if request_id in ("", name):
                 request.aborted_by = CLIENT
+        for opened in self._open.of_client(client):
+            if request_id in ("", opened.submit.request_id):
+                self._tenants.forget(client, opened.submit.request_id)
         self._open.abort(client, request_id, CLIENT)
 
     def count_ends(self, client: bytes, request_ids: list[str], num_generated: list[int]) -> None:
@@ -255,6 +303,14 @@ class RequestIntake:
             request = self._open.count_end(client, request_id)
             if request is not None:
                 self._tenants.on_choice_ended(request, num_tokens)
+
+    def count_lost_ends(
+        self, client: bytes, request_ids: list[str], num_generated: list[int]
+    ) -> None:
+        """Count the generated tokens of choices whose client's connection was lost."""
+        counts = num_generated or [0] * len(request_ids)
+        for request_id, num_tokens in zip(request_ids, counts, strict=True):
+            self._tenants.on_lost_choice_ended(client, request_id, num_tokens)
 
     def lose_client(self, client: bytes) -> None:
         """Forget the incoming requests of a client that is gone, and abort its open ones.
@@ -281,6 +337,8 @@ class RequestIntake:
     def on_scheduler_restarted(self) -> None:
         """Send what is open to a new scheduler, which may not know all of it."""
         self._scheduler.renew()
+        if self._known is None:
+            self._scheduler.send(FrontendRestarted(wants_names=True))
         self._open.resend_all()
         self._drain_if_idle()
 

@@ -115,6 +115,10 @@ class OpenRequests:
         is_lost = request_id in self._lost.get(client, ())
         return is_lost or self._open.find(client, request_id) is not None
 
+    def is_open(self, client: bytes, request_id: str) -> bool:
+        """Return whether a request is open."""
+        return self._open.find(client, request_id) is not None
+
     def submit(self, message: Submit, aborted_by: str, keep_s: float | None = None) -> bool:
         """Send a request to the scheduler, followed by its abort where `aborted_by` is not empty.
 

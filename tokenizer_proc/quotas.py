@@ -74,7 +74,7 @@ class Quotas:
             usage = self._usage[name] = TenantUsage()
         return usage
 
-    def check(self, tenant: Tenant, num_prompt_tokens: int) -> None:
+    def check(self, tenant: Tenant, num_prompt_tokens: int, is_open: bool = False) -> None:
         """Raise QueueFull for a request that is too much now.
 
         Its `retry_after` is exact for the limits a minute: the request is accepted then, unless
@@ -84,14 +84,9 @@ class Quotas:
             QueueFull: a limit of the tenant is reached.
             InvalidRequest: the prompt alone has more tokens than the tenant may use in a minute.
         """
+        if not is_open:
+            self.check_open(tenant)
         usage, now = self._of(tenant.name), self._clock()
-        if tenant.max_open_requests is not None and usage.num_open >= tenant.max_open_requests:
-            raise QueueFull(
-                f"tenant {tenant.name} has {usage.num_open} open requests and its max_open_requests"
-                f" is {tenant.max_open_requests}; wait until one has ended, or try again in"
-                f" {RETRY_AFTER_S:g} s",
-                RETRY_AFTER_S,
-            )
         if tenant.requests_per_minute is not None:
             _check(tenant, "requests", usage.requests, now, tenant.requests_per_minute, 1)
         limit = tenant.tokens_per_minute
@@ -105,6 +100,17 @@ class Quotas:
                 "prompt",
             )
         _check(tenant, "tokens", usage.tokens, now, limit, num_prompt_tokens)
+
+    def check_open(self, tenant: Tenant) -> None:
+        """Raise QueueFull where a tenant has as many open requests as it may have."""
+        usage = self._of(tenant.name)
+        if tenant.max_open_requests is not None and usage.num_open >= tenant.max_open_requests:
+            raise QueueFull(
+                f"tenant {tenant.name} has {usage.num_open} open requests and its max_open_requests"
+                f" is {tenant.max_open_requests}; wait until one has ended, or try again in"
+                f" {RETRY_AFTER_S:g} s",
+                RETRY_AFTER_S,
+            )
 
     def count_accepted(self, tenant: Tenant, num_prompt_tokens: int) -> None:
         """Count a new request that was accepted, and the tokens of its prompt."""

@@ -120,6 +120,11 @@ class Collector:
             "Number of requests that went on at another replica",
             self._info["requests_moved"],
         )
+        yield self._counter(
+            "results_dropped",
+            "Number of results of replicas that no longer owned the request",
+            self._info["results_dropped"],
+        )
         yield from families.values()
 
     def _ring(self, info: dict[str, Any]) -> Iterator[Metric]:

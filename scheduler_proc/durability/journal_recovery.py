@@ -19,7 +19,7 @@ import msgspec
 from quadriga import disk
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock
-from quadriga.wire.messages.to_scheduler import Submit
+from quadriga.wire.messages.to_scheduler import Submit, placement_of
 from scheduler_proc.durability.journal_records import (
     NOT_GIVEN_UP,
     AcceptedRecord,
@@ -269,11 +269,16 @@ def _check_block(block: LogprobBlock) -> None:
 
 
 def renumber(requests: Iterable[RecoveredRequest]) -> None:
-    """Number the requests of an earlier run from 0 on, choices of one message in a row."""
+    """Number the requests of an earlier run from 0 on, choices of one message in a row.
+
+    The placements of that run are over.
+    """
     next_seq = 0
     for _, choices in itertools.groupby(requests, lambda request: request.seq - request.index):
         for choice in choices:
             choice.seq = next_seq + choice.index
+            if placement_of(choice.message):
+                choice.message = choice.message.placed(0).begun()
             num_choices = choice.message.params.n
         next_seq += num_choices
 

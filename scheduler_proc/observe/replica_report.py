@@ -14,11 +14,13 @@ class ReplicaReport:
 
     Attributes:
         restates: the next report does not build on earlier ones.
+        frontend: as in ReplicaNews.
     """
 
     def __init__(self) -> None:
         self._changes: PageChanges | None = None
         self.restates = True
+        self.frontend = 0
 
     def watch(self, kv: KVCache) -> None:
         """Report the pages of a new, empty pool from now on."""
@@ -33,22 +35,21 @@ class ReplicaReport:
         self.restates = True
 
     def take(
-        self, kv: KVCache, live: Iterable[Request], ended: Iterable[tuple[bytes, str]]
+        self, kv: KVCache, live: Iterable[Request], ended: Iterable[EndedRequest]
     ) -> ReplicaNews:
         """Return the report, and begin a new one.
 
         Args:
             kv: the pool.
             live: all open requests.
-            ended: names of the ended requests that can be replayed.
+            ended: the ended requests that can be replayed.
         """
         added, evicted = (b"", b"") if self._changes is None else self._changes.take()
         restates, self.restates = self.restates, False
         if not restates:
             return ReplicaNews(added, evicted, kv.num_available)
         held = [_held(request) for request in live]
-        names = [EndedRequest(*name) for name in ended]
-        return ReplicaNews(added, b"", kv.num_available, True, held, names)
+        return ReplicaNews(added, b"", kv.num_available, True, held, list(ended), self.frontend)
 
 
 def _held(request: Request) -> HeldChoice:
@@ -59,4 +60,5 @@ def _held(request: Request) -> HeldChoice:
         request.index,
         pack_ids(request.generated),
         request.first_token_at,
+        request.placement,
     )

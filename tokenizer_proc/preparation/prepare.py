@@ -4,6 +4,7 @@ All of it costs time and memory in proportion to the message. Short messages are
 event loop, long ones by the processes of `pool.py`.
 """
 
+import hashlib
 import logging
 from array import array
 from typing import Any, NamedTuple
@@ -44,6 +45,7 @@ from tokenizer_proc.preparation.thinking import thinking_form, without_thinking
 MAX_INLINE_BYTES = 4096
 # The end of a chat's prompt says whether the answer begins in the reasoning.
 NUM_PROMPT_END_CHARS = 256
+DIGEST_BYTES = 16
 
 
 class Prepared(msgspec.Struct, tag="prepared", array_like=True, frozen=True):
@@ -57,6 +59,7 @@ class Prepared(msgspec.Struct, tag="prepared", array_like=True, frozen=True):
         prompt_end: the last NUM_PROMPT_END_CHARS characters of the rendered chat; "" for other
             prompts.
         thinking: the reasoning that is limited, or that precedes the grammar.
+        digest: hash of what the client has asked for, the same where it asks for it again.
     """
 
     request: Generate
@@ -64,12 +67,14 @@ class Prepared(msgspec.Struct, tag="prepared", array_like=True, frozen=True):
     grammar: Grammar | None
     prompt_end: str = ""
     thinking: ThinkingForm | None = None
+    digest: bytes = b""
 
 
 Answer = Tokens | Text
 # All but Prepared are public messages, which the client is sent as they stand.
 Outcome = Prepared | Tokens | Text | Refused
 
+_encode = msgspec.msgpack.Encoder().encode
 _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 
@@ -160,7 +165,9 @@ class Preparer:
             queue_timeout=given(message.queue_timeout, args.queue_timeout),
             timeout=given(message.timeout, args.request_timeout),
         )
-        return Prepared(request, bad_words, grammar, prompt.end, thinking)
+        asked = (message.prompt, message.prompt_token_ids, message.params, message.chat)
+        digest = hashlib.blake2b(_encode(asked), digest_size=DIGEST_BYTES).digest()
+        return Prepared(request, bad_words, grammar, prompt.end, thinking, digest)
 
     def convert(self, message: Tokenize | Detokenize) -> Answer:
         """Return the ids of a text, or the text of ids. Raise InvalidRequest."""

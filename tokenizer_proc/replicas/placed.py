@@ -1,7 +1,11 @@
-"""A request at its replica, with the tokens that its client may have."""
+"""A request at its replicas: the owner of each choice, and the tokens that its client may have."""
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
 
 from quadriga.prefix_blocks import block_hashes
 from quadriga.wire.messages.arrays import num_ids, pack_ids
@@ -9,21 +13,75 @@ from quadriga.wire.messages.to_scheduler import ChoiceProgress, MovedSubmit, Sub
 from tokenizer_proc.replicas.router import Prompt
 
 Name = tuple[bytes, str]
+NEVER_PLACED = -1
+
+
+class Owner(NamedTuple):
+    """The replica that has a choice.
+
+    Attributes:
+        placement: number of the last placement of the choice there, as in MovedSubmit.
+        since: number of the first one of its stay there.
+    """
+
+    replica: int
+    placement: int
+    since: int
+
+
+class RouterKey(NamedTuple):
+    """What the router counts as one: the choices of a request that are placed together."""
+
+    client: bytes
+    request_id: str
+    since: int
 
 
 @dataclass(slots=True)
 class PlacedChoice:
-    """A choice that is open at a replica.
+    """A choice of an open request.
+
+    Only results of its owner count, the replica at which it was placed last.
 
     Attributes:
-        seq: the scheduler's number; -1 while it is not known.
+        replica: the owner; None while the choice waits for one.
+        placement: number of its last placement; NEVER_PLACED before the first one. Its end is that
+            of this placement: its client may ignore an earlier one, since it has asked again.
+        since: number of the first placement of its stay at the owner, from which on results count.
+        has_ended: its end was passed on. Its owner can replay it.
+        ends_at_owner: it has ended, but its client has asked for it again, and the owner does not
+            know that yet.
+        seq: the owner's scheduler's number; -1 while it is not known.
         token_ids: every token that was generated. It is noted here before its text goes out.
         first_token_at: Unix seconds; 0.0 without a token.
     """
 
+    replica: int | None = None
+    placement: int = NEVER_PLACED
+    since: int = NEVER_PLACED
+    has_ended: bool = False
+    ends_at_owner: bool = False
     seq: int = -1
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     first_token_at: float = 0.0
+
+    @property
+    def owner(self) -> Owner | None:
+        """Where the choice is; None while it waits for a replica."""
+        return None if self.replica is None else Owner(self.replica, self.placement, self.since)
+
+    def give_to(self, owner: Owner) -> None:
+        """Take in where the choice is from now on."""
+        self.replica, self.placement, self.since = owner
+        self.ends_at_owner = False
+
+    def leave_replica(self) -> None:
+        """Take in that its replica has it no more."""
+        self.replica, self.seq = None, -1
+
+    def end(self) -> None:
+        """Take in that its end was passed on."""
+        self.has_ended, self.seq, self.token_ids = True, -1, array("i")
 
 
 @dataclass(slots=True, eq=False)
@@ -32,22 +90,20 @@ class PlacedRequest:
 
     Attributes:
         submit: None where its client has not sent it again to a frontend that was restarted.
-        replica: None while it waits for a replica.
-        choices: by index, as far as anything is known of them.
-        ended: indexes of choices whose ends were passed on.
+        choices: by index; without a Submit as far as anything is known of them.
         aborted_by: as in AbortRequest; "" if it was not aborted.
         num_losses: number of replicas that were lost while they had it.
         is_moving: it was at a replica before.
+        waits: its client has sent it again, and its owners do not know that yet.
     """
 
     name: Name
     submit: Submit | None = None
-    replica: int | None = None
     choices: dict[int, PlacedChoice] = field(default_factory=dict)
-    ended: set[int] = field(default_factory=set)
     aborted_by: str = ""
     num_losses: int = 0
     is_moving: bool = False
+    waits: bool = False
 
     def choice(self, index: int) -> PlacedChoice:
         """Return what is known of a choice."""
@@ -56,35 +112,53 @@ class PlacedRequest:
     @property
     def has_ended(self) -> bool:
         """Whether every choice has ended, or all that are known of a request without a Submit."""
-        if self.submit is None:
-            return not self.choices
-        return len(self.ended) >= self.submit.params.n
+        return all(choice.has_ended for choice in self.choices.values())
 
-    def prompt(self, block_tokens: int) -> Prompt:
-        """Return what the router has to know of the request."""
-        submit = self.submit
+    @property
+    def homeless(self) -> list[int]:
+        """Indexes of the open choices that are at no replica."""
+        return [i for i, c in self.choices.items() if c.replica is None and not c.has_ended]
+
+    def open_by_owner(self) -> dict[Owner, list[int]]:
+        """Return the indexes of the open choices at each owner."""
+        indexes: dict[Owner, list[int]] = {}
+        for index, choice in self.choices.items():
+            if choice.owner is not None and not choice.has_ended:
+                indexes.setdefault(choice.owner, []).append(index)
+        return indexes
+
+    def is_at(self, number: int) -> bool:
+        """Return whether a replica owns an open choice."""
+        return any(c.replica == number and not c.has_ended for c in self.choices.values())
+
+    def prompt(self, block_tokens: int, indexes: Iterable[int] = (0,)) -> Prompt:
+        """Return what the router has to know of some choices of the request."""
+        submit, choices = self.submit, [self.choice(index) for index in indexes]
         if submit is None:
-            return Prompt(0, [], max(1, len(self.choices)))
-        num_open = submit.params.n - len(self.ended)
+            return Prompt(0, [], max(1, len(choices)))
         hashes = []
         if submit.params.prompt_logprobs is None:
             hashes = block_hashes(submit.prompt_ids, block_tokens, submit.cache_salt.encode())
-        num_generated = sum(len(choice.token_ids) for choice in self.choices.values())
-        return Prompt(num_ids(submit.prompt_ids) + num_generated, hashes, num_open)
+        num_generated = sum(len(choice.token_ids) for choice in choices)
+        return Prompt(num_ids(submit.prompt_ids) + num_generated, hashes, len(choices))
 
-    def leave_replica(self) -> None:
-        """Take in that its replica has it no more."""
-        self.replica, self.is_moving = None, True
-        for choice in self.choices.values():
-            choice.seq = -1
+    # --- what a replica is sent -------------------------------------------------------------------
 
-    def next_submit(self) -> Submit:
-        """Return the request as its next replica gets it."""
-        assert self.submit is not None
-        return self.moved() if self.is_moving else self.submit
+    def next_submit(self, indexes: Iterable[int] = (0,)) -> MovedSubmit:
+        """Return the request as the next replica of these choices gets it."""
+        return self.moved(indexes) if self.is_moving else self.sent_again(indexes)
 
-    def moved(self) -> MovedSubmit:
-        """Return the request as it goes on at another scheduler.
+    def sent_again(self, indexes: Iterable[int]) -> MovedSubmit:
+        """Return the request with these choices as their client has sent it."""
+        submit = self.submit
+        assert submit is not None
+        message, indexes = submit.placed(0), sorted(indexes)
+        if len(indexes) < submit.params.n:
+            message = message.of_choices(indexes)
+        return msgspec.structs.replace(message, num_losses=self.num_losses)
+
+    def moved(self, indexes: Iterable[int]) -> MovedSubmit:
+        """Return the request with these choices as they go on at another scheduler.
 
         It is computed from its first token there if it asks for logprobs, which are not noted here.
         """
@@ -92,16 +166,39 @@ class PlacedRequest:
         assert submit is not None
         params = submit.params
         begins_anew = params.num_top_logprobs is not None or params.prompt_logprobs is not None
+        known = [(index, self.choice(index)) for index in sorted(indexes)]
         progress = [
             ChoiceProgress(index)
-            if begins_anew or (known := self.choices.get(index)) is None
-            else ChoiceProgress(index, pack_ids(known.token_ids), known.first_token_at)
-            for index in range(params.n)
-            if index not in self.ended
+            if begins_anew
+            else ChoiceProgress(index, pack_ids(choice.token_ids), choice.first_token_at)
+            for index, choice in known
         ]
         was_admitted = any(choice.first_token_at for choice in self.choices.values())
-        fields = {name: getattr(submit, name) for name in Submit.__struct_fields__}
-        fields |= {"frontend_retry": True, "client_retry": False}
+        fields = {"frontend_retry": True, "client_retry": False}
+        message = msgspec.structs.replace(submit.placed(0), progress=progress, **fields)
         if was_admitted:
-            fields["queue_deadline"] = None
-        return MovedSubmit(**fields, progress=progress, num_losses=self.num_losses)
+            message = msgspec.structs.replace(message, queue_deadline=None)
+        return msgspec.structs.replace(message, num_losses=self.num_losses)
+
+
+@dataclass(slots=True, frozen=True)
+class Run:
+    """A choice that the scheduler of a replica has said to run.
+
+    Attributes:
+        placement: as in MovedSubmit.
+    """
+
+    name: Name
+    index: int
+    choice: PlacedChoice
+    placement: int
+
+    def counts(self, number: int) -> bool:
+        """Return whether what this replica generates for it counts."""
+        choice = self.choice
+        return (
+            choice.replica == number
+            and choice.since <= self.placement <= choice.placement
+            and not choice.has_ended
+        )  # fmt: skip

@@ -1,16 +1,41 @@
-"""The open requests of all clients: at which replica each is, and the tokens that it has there."""
+"""The open requests of all clients: the owner of each choice, and the tokens that it has there."""
 
+import enum
 from collections.abc import Callable, Mapping
+
+import msgspec
 
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.replica_news import HeldChoice
 from quadriga.wire.messages.to_detok import StepNews
-from quadriga.wire.messages.to_scheduler import Submit
+from quadriga.wire.messages.to_scheduler import MovedSubmit, Submit
 from tokenizer_proc.open_requests import ClientRequests
 from tokenizer_proc.replicas.ended_requests import EndedRequests
-from tokenizer_proc.replicas.placed import Name, PlacedRequest
+from tokenizer_proc.replicas.placed import (
+    NEVER_PLACED,
+    Name,
+    Owner,
+    PlacedChoice,
+    PlacedRequest,
+    RouterKey,
+    Run,
+)
 from tokenizer_proc.replicas.replica_set import ReplicaSet
 from tokenizer_proc.replicas.router import Router
+
+
+class EndKind(enum.Enum):
+    """What an end of a choice is.
+
+    Attributes:
+        COUNTED: the end of the choice.
+        REPEATED: one that its client may have, or ignores: it is passed on, and ends nothing here.
+        DROPPED: of a replica that does not own the choice.
+    """
+
+    COUNTED = enum.auto()
+    REPEATED = enum.auto()
+    DROPPED = enum.auto()
 
 
 class PlacedRequests:
@@ -22,18 +47,25 @@ class PlacedRequests:
         replicas: those that have joined.
         router: is kept informed of what the replicas have.
         block_tokens: tokens of a block of the router's index.
+        sender: number of this frontend, as in FrontendRestarted.
 
     Attributes:
         on_change: called when the number of open requests has changed.
+        num_results_dropped: chunks of replicas that did not own their choice.
     """
 
-    def __init__(self, replicas: ReplicaSet, router: Router[Name], block_tokens: int) -> None:
+    def __init__(
+        self, replicas: ReplicaSet, router: Router[RouterKey], block_tokens: int, sender: int
+    ) -> None:
         self._replicas = replicas
         self._router = router
         self._block_tokens = block_tokens
+        self._sender = sender
+        self._last_placement = sender
         self._open = ClientRequests[PlacedRequest]()
         self._ended = EndedRequests(replicas.size)
         self.on_change: Callable[[], None] = lambda: None
+        self.num_results_dropped = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -47,8 +79,8 @@ class PlacedRequests:
         return self._open.of_client(client)
 
     def of_replica(self, number: int) -> list[PlacedRequest]:
-        """Return the requests of a replica that can go on at another one."""
-        return [p for p in self._open if p.replica == number and p.submit is not None]
+        """Return the requests with choices at a replica that can go on at another one."""
+        return [p for p in self._open if p.submit is not None and p.is_at(number)]
 
     def _add(self, name: Name) -> PlacedRequest:
         placed = PlacedRequest(name)
@@ -60,100 +92,233 @@ class PlacedRequests:
         self._open.remove(*placed.name)
         self.on_change()
 
+    def is_of_this_frontend(self, placement: int) -> bool:
+        """Return whether this frontend has given a placement, and so knows the request."""
+        return placement > self._sender
+
     # --- what clients send ------------------------------------------------------------------------
 
     def submit(self, submit: Submit) -> PlacedRequest:
-        """Note a request of a client, new or sent again, and return it."""
+        """Note a request of a client, new or sent again, and return it.
+
+        Of one that is sent again, all choices end once more. Those that have ended are asked for
+        at the replicas that have their ends.
+        """
         name = submit.client, submit.request_id
-        placed = self.find(*name) or self._add(name)
-        placed.submit, placed.aborted_by = submit, ""
-        placed.ended.clear()  # all choices of a retry end once more
+        placed = self.find(*name)
+        if placed is None:
+            placed = self._add(name)
+            if not submit.client_retry:
+                self._ended.forget(name)
+        placed.submit, placed.aborted_by, placed.waits = submit, "", submit.client_retry
+        for index in range(submit.params.n):
+            if index not in placed.choices and submit.client_retry:
+                owner = self._ended.owner_of(name, index)
+                if owner is not None:
+                    placed.choices[index] = PlacedChoice(*owner)
+            placed.choice(index).has_ended = False
         return placed
 
-    def place(self, placed: PlacedRequest) -> int:
-        """Give a request to a replica: where it has ended before, or to the router's choice.
+    def place(self, placed: PlacedRequest) -> tuple[int, MovedSubmit]:
+        """Give the choices of a request that are at no replica to the router's choice.
 
         At least one replica must take requests.
 
         Returns:
-            The number of the replica.
+            The number of the replica, and what to send there.
         """
-        submit, prompt = placed.next_submit(), placed.prompt(self._block_tokens)
-        earlier = self._ended.replica_of(placed.name)
-        if submit.client_retry and earlier is not None:
-            self._router.count(placed.name, earlier, prompt)
-            placed.replica = earlier
-        else:
-            placed.replica = self._router.place(placed.name, prompt).replica
-        return placed.replica
+        indexes, placement = placed.homeless, self._next_placement()
+        message, prompt = placed.next_submit(indexes), placed.prompt(self._block_tokens, indexes)
+        number = self._router.place(RouterKey(*placed.name, placement), prompt).replica
+        owner = Owner(number, placement, placement)
+        for index in indexes:
+            placed.choices[index].give_to(owner)
+        return number, self._stamped(message, owner)
+
+    def sent_again(self, placed: PlacedRequest, owner: Owner, indexes: list[int]) -> MovedSubmit:
+        """Return what the owner of some choices is sent, where their client has sent them again."""
+        key = RouterKey(*placed.name, owner.since)
+        if key not in self._router.ledger:
+            self._router.count(key, owner.replica, placed.prompt(self._block_tokens, indexes))
+        owner = owner._replace(placement=self._next_placement())
+        for index in indexes:
+            placed.choices[index].give_to(owner)
+        return self._stamped(placed.sent_again(indexes), owner)
+
+    def resent(self, placed: PlacedRequest, owner: Owner, indexes: list[int]) -> MovedSubmit:
+        """Return what the new scheduler of an owner is sent, which may know the choices."""
+        message = self._stamped(placed.moved(indexes), owner)
+        assert placed.submit is not None
+        return msgspec.structs.replace(message, client_retry=placed.submit.client_retry)
+
+    def _next_placement(self) -> int:
+        self._last_placement += 1
+        return self._last_placement
+
+    def _stamped(self, message: MovedSubmit, owner: Owner) -> MovedSubmit:
+        return message.numbered(owner.placement, owner.since, self._sender)
 
     # --- what replicas report ---------------------------------------------------------------------
 
-    def on_news(self, number: int, step: StepNews) -> None:
-        """Note what a replica has, and the tokens of a step."""
+    def on_news(self, number: int, step: StepNews) -> list[tuple[int, int]]:
+        """Note what a replica has, and the tokens of a step.
+
+        Returns:
+            The choices that a replica has and does not own: its number, and its scheduler's number.
+        """
         replica, news = self._replicas[number], step.news
+        strays: list[tuple[int, int]] = []
         self._router.on_news(number, news)
         if news.restates:
-            replica.choices.clear()
+            replica.runs.clear()
+            replica.strays.clear()
             for ended in news.ended:
-                self._ended.note((ended.client, ended.request_id), number)
+                for index, placement in ended.placements.items():
+                    name = (ended.client, ended.request_id)
+                    strays += self._note_end(name, index, Owner(number, placement, placement))
         for held in (*news.held, *step.started):
-            self._hold(number, held)
+            strays += self._hold(number, held)
+        runs = replica.runs
         for seq, token in zip(step.seqs, unpack_ids(step.token_ids), strict=True):
-            if (choice := replica.choices.get(seq)) is not None:
-                choice.token_ids.append(token)
+            if (run := runs.get(seq)) is not None and run.counts(number):
+                run.choice.token_ids.append(token)
+        return strays
 
-    def _hold(self, number: int, held: HeldChoice) -> None:
-        """Note that a replica has a choice of a request, and its tokens."""
-        # One that is not known: its client comes back to this frontend, which replaces another one.
-        name, choices = (held.client, held.request_id), self._replicas[number].choices
-        placed = self.find(*name) or self._add(name)
-        if placed.replica is None:
-            placed.replica = number
-            self._router.count(name, number, placed.prompt(self._block_tokens))
-        if placed.replica != number or held.index in placed.ended:
-            return
-        choice = placed.choice(held.index)
-        choices.pop(choice.seq, None)
+    def _note_end(self, name: Name, index: int, owner: Owner) -> list[tuple[int, int]]:
+        """Note that a replica can replay the end of a choice. Return what is superseded by that."""
+        self._ended.note(name, index, owner)
+        placed = self.find(*name)
+        choice = placed.choices.get(index) if placed is not None else None
+        if placed is None or choice is None or choice.placement >= owner.placement:
+            return []
+        strays = self._disown(placed, index, choice)
+        choice.give_to(owner)
+        choice.has_ended = placed.submit is None
+        if placed.has_ended:
+            self._remove(placed)
+        return strays
+
+    def _hold(self, number: int, held: HeldChoice) -> list[tuple[int, int]]:
+        """Note that a replica has a choice of a request, and its tokens.
+
+        Returns:
+            As in on_news.
+        """
+        name, replica = (held.client, held.request_id), self._replicas[number]
+        placed, strays = self.find(*name), []
+        choice = None if placed is None else placed.choices.get(held.index)
+        if choice is None:
+            ended = self._ended.owner_of(name, held.index)
+            is_over = self.is_of_this_frontend(held.placement) or (
+                ended is not None and ended.placement > held.placement
+            )
+            if is_over:
+                choice = PlacedChoice()
+            else:  # its client comes back to this frontend, which replaces another one
+                placed = placed or self._add(name)
+                choice = placed.choice(held.index)
+        run = replica.runs[held.seq] = Run(name, held.index, choice, held.placement)
+        if placed is not None and held.placement > choice.placement:
+            strays = self._disown(placed, held.index, choice)
+            choice.give_to(Owner(number, held.placement, held.placement))
+        if not run.counts(number):
+            replica.strays[held.seq] = run
+            return [*strays, (number, held.seq)]
+        for seq in [s for s, stray in replica.strays.items() if stray.choice is choice]:
+            del replica.strays[seq]  # all of it came before
+        if choice.seq != held.seq:
+            replica.runs.pop(choice.seq, None)
         choice.seq = held.seq
         choice.token_ids = unpack_ids(held.token_ids)
         choice.first_token_at = choice.first_token_at or held.first_token_at
-        choices[held.seq] = choice
+        key = RouterKey(*name, choice.since)
+        if key not in self._router.ledger and placed is not None:
+            self._router.count(key, number, placed.prompt(self._block_tokens, [held.index]))
         if held.first_token_at:
-            self._router.on_start(name, held.index)
+            self._router.on_start(key, held.index)
+        return strays
 
-    def on_end(self, number: int, name: Name, index: int, is_lost: bool) -> None:
-        """Note the end of a choice at a replica. is_lost: because its client's connection was."""
+    def _disown(
+        self, placed: PlacedRequest, index: int, choice: PlacedChoice
+    ) -> list[tuple[int, int]]:
+        """Take a choice from its owner, as another replica has it. Return what runs there."""
+        if choice.replica is None or choice.placement == NEVER_PLACED:
+            return []
+        replica, seq = self._replicas[choice.replica], choice.seq
+        self._router.on_end(RouterKey(*placed.name, choice.since), index)
+        run = replica.runs.get(seq)
+        choice.seq = -1
+        if run is None:
+            return []
+        replica.strays[seq] = run
+        return [(choice.replica, seq)]
+
+    def on_withdrawn(self, number: int, seqs: list[int]) -> None:
+        """Note that nothing more comes of choices that a replica did not own."""
+        for seq in seqs:
+            self._replicas[number].runs.pop(seq, None)
+            self._replicas[number].strays.pop(seq, None)
+
+    def on_end(self, number: int, name: Name, index: int, placement: int) -> EndKind:
+        """Note the end of a choice at a replica. Return what it is for the client.
+
+        Args:
+            number: the replica.
+            name: the request.
+            index: the choice.
+            placement: as in MovedSubmit.
+        """
         placed = self.find(*name)
-        if placed is None or placed.replica != number:
-            return
-        if is_lost and not placed.aborted_by and placed.submit is not None:
-            return  # the client is back and has sent the request again
-        placed.ended.add(index)
-        self._router.on_end(name, index)
-        choice = placed.choices.pop(index, None)
-        if choice is not None:
-            self._replicas[number].choices.pop(choice.seq, None)
+        choice = None if placed is None else placed.choices.get(index)
+        if placed is None or choice is None:
+            known = self._ended.owner_of(name, index)
+            is_known = known is not None and known[:2] == (number, placement)
+            is_earlier = known is None and not self.is_of_this_frontend(placement)
+            return EndKind.REPEATED if is_known or is_earlier else EndKind.DROPPED
+        if choice.replica != number or not choice.since <= placement <= choice.placement:
+            return EndKind.DROPPED
+        if choice.has_ended or placement < choice.placement:
+            return EndKind.REPEATED
+        if placed.waits:
+            choice.ends_at_owner = True
+            return EndKind.REPEATED
+        self._replicas[number].runs.pop(choice.seq, None)
+        choice.end()
+        self._router.on_end(RouterKey(*name, choice.since), index)
+        self._ended.note(name, index, Owner(number, placement, choice.since))
         if placed.has_ended:
-            self._router.forget(name)
+            for since in {c.since for c in placed.choices.values()}:
+                self._router.forget(RouterKey(*name, since))
             self._remove(placed)
-            self._ended.note(name, number)
+        return EndKind.COUNTED
 
     # --- what leaves a replica --------------------------------------------------------------------
 
-    def take_back(self, placed: PlacedRequest) -> None:
-        """Note that a request is at no replica any more, and goes on at another one."""
-        placed.leave_replica()
-        self._router.forget(placed.name)
+    def take_back(self, placed: PlacedRequest, number: int) -> None:
+        """Note that the open choices of a request are not at a replica any more."""
+        for choice in placed.choices.values():
+            is_there = choice.replica == number
+            if is_there and not choice.has_ended and not choice.ends_at_owner:
+                self._replicas[number].runs.pop(choice.seq, None)
+                self._router.forget(RouterKey(*placed.name, choice.since))
+                choice.leave_replica()
+        placed.is_moving = True
 
     def forget_unsent(self, number: int) -> None:
         """Forget the requests of a replica that their clients have not sent to this frontend.
 
         Their clients send them again.
         """
-        for placed in [p for p in self._open if p.replica == number and p.submit is None]:
-            self._remove(placed)
+        for placed in [p for p in self._open if p.submit is None and p.is_at(number)]:
+            self.take_back(placed, number)
+            placed.choices = {i: c for i, c in placed.choices.items() if c.replica is not None}
+            if placed.has_ended:
+                self._remove(placed)
 
     def forget_ended(self, number: int) -> None:
         """Forget what has ended at a replica that is gone."""
         self._ended.forget_replica(number)
+        for placed in self._open:
+            for choice in placed.choices.values():
+                if choice.has_ended and choice.replica == number:
+                    choice.replica = None

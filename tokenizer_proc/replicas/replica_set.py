@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import msgspec
 
 from quadriga.wire.sockets import Outbox
-from tokenizer_proc.replicas.placed import Name
+from tokenizer_proc.replicas.placed import RouterKey
 from tokenizer_proc.replicas.router import Router
 from tokenizer_proc.replicas.state import ReplicaState
 
@@ -21,7 +21,7 @@ class ReplicaSet:
         size: largest number of replicas.
     """
 
-    def __init__(self, size: int, router: Router[Name]) -> None:
+    def __init__(self, size: int, router: Router[RouterKey]) -> None:
         self.size = size
         self._router = router
         self._states: dict[int, ReplicaState] = {}
@@ -51,11 +51,18 @@ class ReplicaSet:
             state.outbox.send(message)
 
     def set_up(self) -> None:
-        """Give new requests to the replicas that run; without any, to those that come back."""
+        """Give new requests to the replicas that run; without any, to those that come back.
+
+        None goes to a replica that has not answered a recall.
+        """
         has_running = any(state.is_running for _, state in self.live())
         for number in range(self.size):
             state = self.find_live(number)
-            is_up = state is not None and (state.is_running or not has_running)
+            is_up = (
+                state is not None
+                and not state.recall
+                and (state.is_running or not has_running)
+            )  # fmt: skip
             self._router.set_up(number, is_up)
 
     @property

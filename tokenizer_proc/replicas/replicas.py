@@ -1,20 +1,33 @@
 """The replicas, as the frontend sees them: one scheduler to send to, and one source of results.
 
-Each request is at one replica at a time. When a replica is lost, its requests go on at the others
-from the tokens that were noted (placed_requests.py).
+Each choice of a request has one owner at a time (placed.py). When a replica is lost, its requests
+go on at the others from the tokens that were noted (placed_requests.py). Results count only if they
+are of the owner, and of its last placement there. All others are dropped and counted, and their
+replica is made to drop the choice: after two deaths at once a replica may have what was moved.
 """
 
 import logging
+import time
 from collections.abc import Callable
+from itertools import compress
 
 import msgspec
 
 from quadriga.errors import InvalidRequest
-from quadriga.wire.messages.to_detok import Delivered, HandedBack, ReplicaDelivered, StepNews
+from quadriga.wire.messages.to_client import Chunks, Replay
+from quadriga.wire.messages.to_detok import (
+    Delivered,
+    HandedBack,
+    KnownRequests,
+    ReplicaDelivered,
+    StepNews,
+    Withdrawn,
+)
 from quadriga.wire.messages.to_scheduler import (
     AbortRequest,
     Drain,
     EndsDelivered,
+    FrontendRestarted,
     InfoRequest,
     LinkRestored,
     ProgressRequest,
@@ -24,15 +37,17 @@ from quadriga.wire.messages.to_scheduler import (
 )
 from quadriga.wire.sockets import Outbox, encode
 from tokenizer_proc.replicas.dispatch import Dispatch
-from tokenizer_proc.replicas.placed import Name
-from tokenizer_proc.replicas.placed_requests import PlacedRequests
+from tokenizer_proc.replicas.placed import Name, RouterKey
+from tokenizer_proc.replicas.placed_requests import EndKind, PlacedRequests
 from tokenizer_proc.replicas.questions import MergedAnswer, Questions
 from tokenizer_proc.replicas.replica_set import ReplicaSet
 from tokenizer_proc.replicas.router import Router
+from tokenizer_proc.replicas.state import ReplicaState
 
 Deliver = Callable[[bytes, bytes, Delivered], None]
 OnRecalled = Callable[[int], None]
 Show = Callable[[int, bytes], None]
+OnKnown = Callable[[set[Name]], None]
 
 
 class LiveMark(msgspec.Struct, tag="live_step", array_like=True):
@@ -40,8 +55,11 @@ class LiveMark(msgspec.Struct, tag="live_step", array_like=True):
 
 
 _decode_news = msgspec.msgpack.Decoder(StepNews).decode
-_decode_addressless = msgspec.msgpack.Decoder(HandedBack | LiveMark).decode
+_decode_addressless = msgspec.msgpack.Decoder(
+    HandedBack | Withdrawn | KnownRequests | LiveMark
+).decode
 _decode_delivered = msgspec.msgpack.Decoder(ReplicaDelivered).decode
+_decode_chunks = msgspec.msgpack.Decoder(Chunks | Replay).decode
 
 
 class Replicas:
@@ -55,6 +73,9 @@ class Replicas:
             address stands for Drained.
         on_recalled: called with the number of a replica that has given its requests back.
         show: called with a replica's number and its message of the live feed, encoded.
+        sender: number of this frontend, larger than that of each one before it.
+        on_known: called with the names of the requests that the replicas knew when this frontend
+            began, once all have said so.
 
     Attributes:
         requests: the open requests.
@@ -63,21 +84,28 @@ class Replicas:
     def __init__(
         self,
         num_replicas: int,
-        router: Router[Name],
+        router: Router[RouterKey],
         block_tokens: int,
         deliver: Deliver,
         on_recalled: OnRecalled,
         show: Show,
+        sender: int | None = None,
+        on_known: OnKnown = lambda _: None,
     ) -> None:
         self._router = router
         self._deliver = deliver
         self._on_recalled = on_recalled
         self._replicas = ReplicaSet(num_replicas, router)
         self._show = show
-        self.requests = PlacedRequests(self._replicas, router, block_tokens)
-        self._dispatch = Dispatch(self._replicas, router, self.requests)
+        self._on_known = on_known
+        self._names: set[Name] = set()
+        # A clock that never jumps is ahead of every number that an earlier frontend has given.
+        self._sender = time.monotonic_ns() if sender is None else sender
+        self.requests = PlacedRequests(self._replicas, router, block_tokens, self._sender)
+        self._dispatch = Dispatch(self._replicas, router, self.requests, self._sender)
         self._questions = Questions()
-        self._num_recalls = 0
+        self._replaces = False  # an earlier frontend has died
+        self._last_recall = self._sender
 
     # --- to the schedulers ------------------------------------------------------------------------
 
@@ -94,6 +122,9 @@ class Replicas:
                 self._watch(message)
             case Drain():
                 self._dispatch.begin_drain()
+            case FrontendRestarted():
+                self._replaces = True
+                self._replicas.broadcast(FrontendRestarted(self._sender, wants_names=True))
             case _:
                 self._replicas.broadcast(message)
 
@@ -103,6 +134,7 @@ class Replicas:
                 **question.values,
                 "num_replicas": self._replicas.size,
                 "requests_moved": self._dispatch.num_moved,
+                "results_dropped": self.requests.num_results_dropped,
             }
             question = msgspec.structs.replace(question, values=values)
         self._questions.ask(question, (n for n, r in self._replicas.live() if not r.dead))
@@ -138,19 +170,26 @@ class Replicas:
             return
         if not client and delivered_frame:
             self._on_news(number, _decode_news(delivered_frame))
-        elif replica.is_cut:
+        elif payload and not client:
+            self._on_addressless(number, payload)
+        elif replica.is_cut or self._is_strange(replica):
             return
         elif client:
             self._on_result(number, client, payload, _decode_delivered(delivered_frame))
-        elif payload:
-            message = _decode_addressless(payload)
-            if isinstance(message, HandedBack):
-                self._on_handed_back(number, message)
-            else:
-                self._show(number, payload)
         else:
             replica.has_drained = True
             self._report_drained()
+
+    def _on_addressless(self, number: int, payload: bytes) -> None:
+        match _decode_addressless(payload):
+            case HandedBack() as answer:
+                self._on_handed_back(number, answer)
+            case Withdrawn() as answer:
+                self.requests.on_withdrawn(number, answer.seqs)
+            case KnownRequests() as answer:
+                self._names.update((r.client, r.request_id) for r in answer.requests)
+            case _:
+                self._show(number, payload)
 
     def _report_drained(self) -> None:
         if self._dispatch.has_drained:
@@ -167,19 +206,42 @@ class Replicas:
             return
         if delivered.waiting is not None:
             replica.num_waiting, replica.wait_s = delivered.waiting, delivered.wait_s
-        for request_id, index in zip(delivered.ended, delivered.indexes, strict=True):
-            self.requests.on_end(number, (client, request_id), index, delivered.lost)
+        ends = list(zip(delivered.ended, delivered.indexes, delivered.placements, strict=True))
+        kinds = [
+            self.requests.on_end(number, (client, name), index, placement)
+            for name, index, placement in ends
+        ]
+        counts = [kind is EndKind.COUNTED for kind in kinds]
+        dropped = {
+            (name, index)
+            for (name, index, _), kind in zip(ends, kinds, strict=True)
+            if kind is EndKind.DROPPED
+        }
+        dropped |= {(s.name[1], s.index) for s in replica.strays.values() if s.name[0] == client}
         if delivered.settled:
             replica.outbox.send(EndsDelivered(delivered.settled))
+        if dropped and payload:
+            payload = self._without(payload, dropped)
+            if not payload:
+                return
         passed_on = Delivered(
-            delivered.ended,
+            list(compress(delivered.ended, counts)),
             self._replicas.num_waiting,
-            generated=delivered.generated,
+            generated=list(compress(delivered.generated, counts)),
             wait_s=self._replicas.wait_s,
-            traces=delivered.traces,
+            traces=[t for t in delivered.traces if (t.request_id, t.index) not in dropped],
             lost=delivered.lost,
         )
         self._deliver(client, payload, passed_on)
+
+    def _without(self, payload: bytes, dropped: set[tuple[str, int]]) -> bytes:
+        """Return a message without the chunks of these choices; empty if none is left."""
+        message = _decode_chunks(payload)
+        kept = [c for c in message.chunks if (c.request_id, c.choice) not in dropped]
+        self.requests.num_results_dropped += len(message.chunks) - len(kept)
+        if not kept:
+            return b""
+        return encode(msgspec.structs.replace(message, chunks=kept))
 
     def _deliver_answer(self, answer: MergedAnswer) -> None:
         self._deliver(answer.client, encode(answer.message), Delivered(inspected=True))
@@ -189,11 +251,27 @@ class Replicas:
         replica, restates = self._replicas[number], step.news.restates
         if replica.is_cut and not restates:
             return
+        if self._is_strange(replica) and not (restates and step.news.frontend == self._sender):
+            return
         replica.is_cut = False
-        self.requests.on_news(number, step)
+        self._dispatch.withdraw(self.requests.on_news(number, step))
         if restates and not replica.is_known:
             replica.is_known = True
+            self._report_known()
             self._dispatch.place_waiting()
+
+    def _report_known(self) -> None:
+        if self._replaces and self._replicas.all_known:
+            self._on_known(self._names)
+
+    def _is_strange(self, replica: ReplicaState) -> bool:
+        """Return whether what a replica sends may be older than this frontend."""
+        return self._replaces and not replica.is_known
+
+    def _announce(self, replica: ReplicaState) -> None:
+        """Make a replica say what it holds to a frontend that replaces another one."""
+        if self._is_strange(replica):
+            replica.outbox.send(FrontendRestarted(self._sender, wants_names=True))
 
     # --- joins and broken links -------------------------------------------------------------------
 
@@ -205,6 +283,7 @@ class Replicas:
             outbox: to its scheduler.
         """
         self._replicas.join(number, outbox)
+        self._announce(self._replicas[number])
         self._dispatch.send_drain()
 
     def on_link_broken(self, number: int) -> None:
@@ -246,7 +325,7 @@ class Replicas:
         """
         replica = self._replicas[number]
         replica.outbox.renew()
-        replica.choices.clear()
+        self._announce(replica)
         for message in first:
             replica.outbox.send(message)
         self._dispatch.resend(number)
@@ -277,6 +356,7 @@ class Replicas:
         self._give_up_answers(number)
         self.requests.forget_ended(number)
         num_moved = self._dispatch.move_all(number)
+        self._report_known()
         self._dispatch.place_waiting()
         self._dispatch.send_drain()
         self._report_drained()
@@ -297,9 +377,10 @@ class Replicas:
             self._recall(number)
 
     def _recall(self, number: int) -> None:
-        self._num_recalls += 1
-        self._replicas[number].recall = self._num_recalls
-        self._replicas[number].outbox.send(Recall(self._num_recalls))
+        self._last_recall += 1
+        self._replicas[number].recall = self._last_recall
+        self._replicas.set_up()
+        self._replicas[number].outbox.send(Recall(self._last_recall))
 
     def _on_handed_back(self, number: int, answer: HandedBack) -> None:
         """Send the requests of a replica to others; everything that it had sent has come."""
@@ -307,6 +388,7 @@ class Replicas:
         if answer.number != replica.recall:
             return
         replica.recall = 0
+        self._replicas.set_up()
         self._dispatch.move_all(number)
         self._on_recalled(number)
 

@@ -13,7 +13,7 @@ from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.open_requests import SchedulerLink
 from tokenizer_proc.replicas.load_report import LoadReport
 from tokenizer_proc.replicas.node_link import NodeLink
-from tokenizer_proc.replicas.placed import Name
+from tokenizer_proc.replicas.placed import Name, RouterKey
 from tokenizer_proc.replicas.replicas import Replicas
 from tokenizer_proc.replicas.router import Router
 
@@ -47,7 +47,7 @@ class Ring:
         block_tokens = page_size * pages_per_block(page_size)
         args = child.config.replicas
         count = args.num_slots
-        router = Router[Name](
+        router = Router[RouterKey](
             args.load_balance_method, count, block_tokens, page_size, limits.max_queued_requests
         )
 
@@ -57,7 +57,10 @@ class Ring:
         def on_recalled(number: int) -> None:
             child.control.report("replica", replica=number, state="recalled")
 
-        replicas = Replicas(count, router, block_tokens, self._deliver, on_recalled, self._show)
+        replicas = Replicas(
+            count, router, block_tokens, self._deliver, on_recalled, self._show,
+            on_known=self._on_known,
+        )  # fmt: skip
         if args.follows_load:
             requests = replicas.requests
             requests.on_change = LoadReport(lambda: len(requests), report_load).on_change
@@ -68,6 +71,10 @@ class Ring:
     def _deliver(self, client: bytes, payload: bytes, delivered: Delivered) -> None:
         assert self._frontend is not None
         self._frontend.deliver(client, payload, delivered)
+
+    def _on_known(self, names: set[Name]) -> None:
+        assert self._frontend is not None
+        self._frontend.intake.on_known(names)
 
     def _show(self, replica: int, frame: bytes) -> None:
         assert self._frontend is not None

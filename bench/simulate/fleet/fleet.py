@@ -146,7 +146,8 @@ class Fleet:
         self._open[message.request_id] = placed
         self._place(placed)
         self._watch_load()
-        return None if placed.replica is None else self._serving[placed.replica]
+        number = placed.choice(0).replica
+        return None if number is None else self._serving[number]
 
     def _place(self, placed: PlacedRequest) -> None:
         dispatcher, (_, request_id) = self._dispatcher, placed.name
@@ -155,9 +156,9 @@ class Fleet:
             self._waiting[request_id] = placed
             return
         routed = dispatcher.place(placed)
-        placed.replica = routed.replica
+        placed.choice(0).replica = routed.replica
         message = placed.next_submit()
-        if placed.is_moving and placed.choices:
+        if placed.is_moving:
             num_known = num_ids(message.prompt_ids) + len(placed.choice(0).token_ids)
             self.counts.num_computed_again += max(0, num_known - 1 - routed.num_cached)
         when = max(message.tokenized_at, self._clock.now)
@@ -189,7 +190,7 @@ class Fleet:
             self._leaving.discard(number)
             self._remove(number)
         for placed in self._open.values():
-            if placed.replica in numbers:
+            if placed.choice(0).replica in numbers:
                 placed.num_losses += 1
                 moved.append(placed)
         self._move(moved)
@@ -219,7 +220,8 @@ class Fleet:
         assert self._dispatcher is not None
         for placed in moved:
             self.counts.num_moved += 1
-            placed.leave_replica()
+            placed.choice(0).leave_replica()
+            placed.is_moving = True
             self._dispatcher.router.forget(placed.name)
             self._note_tokens(placed)
             self._place(placed)
@@ -288,7 +290,7 @@ class Fleet:
         self._leaving.discard(number)
         self.counts.num_left += 1
         self._remove(number)
-        self._move([placed for placed in self._open.values() if placed.replica == number])
+        self._move([p for p in self._open.values() if p.is_at(number)])
 
 
 def _p99_over_mean(values: list[int]) -> float:

@@ -15,6 +15,7 @@ class HeldChoice(msgspec.Struct, array_like=True, frozen=True):
         index: index of the choice.
         token_ids: generated tokens before those of this message, int32 bytes.
         first_token_at: Unix seconds; 0.0 without a token.
+        placement: as in MovedSubmit.
     """
 
     seq: int
@@ -23,13 +24,19 @@ class HeldChoice(msgspec.Struct, array_like=True, frozen=True):
     index: int
     token_ids: bytes = b""
     first_token_at: float = 0.0
+    placement: int = 0
 
 
 class EndedRequest(msgspec.Struct, array_like=True, frozen=True):
-    """A request whose end the scheduler can replay."""
+    """A request, the ends of some of whose choices the scheduler can replay.
+
+    Attributes:
+        placements: the placement of each of these choices, by index, as in MovedSubmit.
+    """
 
     client: bytes
     request_id: str
+    placements: dict[int, int] = {}
 
 
 class ReplicaNews(msgspec.Struct, array_like=True, frozen=True):
@@ -42,6 +49,7 @@ class ReplicaNews(msgspec.Struct, array_like=True, frozen=True):
         restates: nothing that was known before holds any more: `added` has all blocks, `held`
             all open choices, `ended` all ended requests that can be replayed.
         held: choices whose tokens the frontend may not know.
+        frontend: number of the newest frontend that has announced itself, as in FrontendRestarted.
     """
 
     added: bytes = b""
@@ -50,3 +58,4 @@ class ReplicaNews(msgspec.Struct, array_like=True, frozen=True):
     restates: bool = False
     held: list[HeldChoice] = []
     ended: list[EndedRequest] = []
+    frontend: int = 0

@@ -12,7 +12,7 @@ from typing import Any, cast, get_args
 import msgspec
 
 from quadriga.wire.messages.logprobs import LogprobBlock, SampledLogprobs
-from quadriga.wire.messages.replica_news import HeldChoice, ReplicaNews
+from quadriga.wire.messages.replica_news import EndedRequest, HeldChoice, ReplicaNews
 from quadriga.wire.messages.to_client import ErrorInfo, Info, ProgressAnswer
 from quadriga.wire.messages.trace import RequestTrace
 
@@ -67,14 +67,16 @@ class StreamStart(PlainStreamStart, array_like=True, frozen=True):
         text_lengths: chunks have the text lengths of their tokens.
         prompt_end: the last PROMPT_END_TOKENS ids of the prompt that the text continues, int32
             bytes; empty for a text of its own.
+        placement: as in MovedSubmit.
     """
 
     text_lengths: bool = False
     prompt_end: bytes = b""
+    placement: int = 0
 
     def sent(self) -> "StreamStart":
         """Return the form that is sent: a PlainStreamStart where that suffices."""
-        if self.text_lengths or self.prompt_end:
+        if self.text_lengths or self.prompt_end or self.placement:
             return self
         fields = PlainStreamStart.__struct_fields__
         return cast("StreamStart", PlainStreamStart(*(getattr(self, name) for name in fields)))
@@ -103,19 +105,22 @@ class StreamEnd(PlainStreamEnd, array_like=True, frozen=True):
 
     Attributes:
         trace: spans of the request up to its end; None: it is not traced.
+        placement: as in MovedSubmit.
     """
 
     trace: RequestTrace | None = None
+    placement: int = 0
 
     @classmethod
-    def with_trace(cls, end: PlainStreamEnd, trace: RequestTrace | None) -> "StreamEnd":
-        """Return the form that is sent: a PlainStreamEnd where there is no trace.
+    def of(cls, end: PlainStreamEnd, trace: RequestTrace | None, placement: int) -> "StreamEnd":
+        """Return the form that is sent: a PlainStreamEnd without a trace and a placement.
 
         The fields of PlainStreamEnd are the first ones, so that both are read as a StreamEnd.
         """
-        if trace is None:
+        if trace is None and not placement:
             return cast("StreamEnd", end)
-        return cls(**msgspec.structs.asdict(end), trace=trace)
+        fields = {name: getattr(end, name) for name in PlainStreamEnd.__struct_fields__}
+        return cls(**fields, trace=trace, placement=placement)
 
 
 class PlainStreamReplay(msgspec.Struct, array_like=True, frozen=True):
@@ -224,6 +229,38 @@ class HandedBack(msgspec.Struct, tag="handed_back", array_like=True, frozen=True
     seqs: list[int] = []
 
 
+class Withdrawn(msgspec.Struct, tag="withdrawn", array_like=True, frozen=True):
+    """The scheduler has dropped choices that another replica owns, and nothing of them follows.
+
+    The detokenizer forgets their texts, and sends this on to the frontend as it does HandedBack.
+
+    Attributes:
+        seqs: numbers of the choices.
+    """
+
+    seqs: list[int]
+
+
+class KnownRequests(msgspec.Struct, tag="known", array_like=True, frozen=True):
+    """What the scheduler knows of requests, for a new frontend, to which it is passed on.
+
+    Attributes:
+        requests: each request that is open, or whose end can be replayed.
+    """
+
+    requests: list[EndedRequest]
+
+
+class ForgetStreams(msgspec.Struct, tag="forget", array_like=True, frozen=True):
+    """Drop the texts of these choices until they are replayed: their replays take several steps.
+
+    Attributes:
+        seqs: numbers of the choices.
+    """
+
+    seqs: list[int]
+
+
 class StopDetok(msgspec.Struct, tag="stop", array_like=True, frozen=True):
     """Exit; no message follows."""
 
@@ -277,9 +314,11 @@ class ReplicaDelivered(Delivered, array_like=True, frozen=True):
 
     Attributes:
         indexes: the choices that end, one for each item of `ended`.
+        placements: their placements, as in MovedSubmit.
     """
 
     indexes: list[int] = msgspec.field(default_factory=list)
+    placements: list[int] = msgspec.field(default_factory=list)
 
 
 DetokMessage = (
@@ -291,6 +330,9 @@ DetokMessage = (
     | Drained
     | StopDetok
     | HandedBack
+    | Withdrawn
+    | ForgetStreams
+    | KnownRequests
 )
 
 # The type that is decoded, with the fields of a ReplicaOutput.

@@ -67,8 +67,13 @@ class Submit(PlainSubmit, tag="submit", array_like=True, frozen=True):
 
     def of_choices(self, indexes: list[int]) -> "MovedSubmit":
         """Return the request with these of its choices, from their first tokens on."""
+        progress = [ChoiceProgress(index) for index in indexes]
+        return msgspec.structs.replace(self.placed(0), progress=progress)
+
+    def placed(self, placement: int) -> "MovedSubmit":
+        """Return the request with the number of a placement, from its first tokens on."""
         fields = {name: getattr(self, name) for name in Submit.__struct_fields__}
-        return MovedSubmit(**fields, progress=[ChoiceProgress(index) for index in indexes])
+        return MovedSubmit(**fields, placement=placement)
 
 
 class ChoiceProgress(msgspec.Struct, array_like=True, frozen=True):
@@ -87,28 +92,62 @@ class ChoiceProgress(msgspec.Struct, array_like=True, frozen=True):
 class MovedSubmit(Submit, tag="submit", array_like=True, frozen=True):
     """A Submit in the form that is read.
 
+    A placement gives choices to a replica, anew or, where their client has sent the request again,
+    once more. The frontend numbers placements upwards, from a larger number on than any frontend
+    before it has given, so that of two placements of a choice the larger one is in force.
+
     Attributes:
         progress: the choices that go on, or start again, of a request that a scheduler had; the
             others have ended, or are open there. Empty for a request that begins.
         num_losses: number of replicas that were lost while they had it; it may be the reason.
+        placement: number of the placement of these choices; 0 where there is one replica.
+        since: number of the first placement of their present stay at the replica.
+        sender: number of the frontend, as in FrontendRestarted; 0 where there is one replica.
     """
 
     progress: list[ChoiceProgress] = msgspec.field(default_factory=list)
     num_losses: int = 0
+    placement: int = 0
+    since: int = 0
+    sender: int = 0
 
     def written(self) -> Submit:
         """Return the form that is journaled."""
-        return self if self.progress else self.begun().written()
+        if self.progress or self.placement:
+            return msgspec.structs.replace(self, since=0, sender=0) if self.sender else self
+        return self.begun().written()
 
     def begun(self) -> Submit:
-        """Return the request as it began."""
-        fields = Submit.__struct_fields__
-        return Submit(*(getattr(self, name) for name in fields))
+        """Return the request as it began, with its placement if there is one."""
+        submit = Submit(*(getattr(self, name) for name in Submit.__struct_fields__))
+        return submit.placed(self.placement) if self.placement else submit
+
+    def numbered(self, placement: int, since: int, sender: int) -> "MovedSubmit":
+        """Return the request with the numbers of its placements and of its frontend."""
+        return msgspec.structs.replace(self, placement=placement, since=since, sender=sender)
+
+    def of_choices(self, indexes: list[int]) -> "MovedSubmit":
+        """Return the request with these of its choices, from where they are."""
+        known = {choice.index: choice for choice in self.progress}
+        progress = [known.get(index) or ChoiceProgress(index) for index in indexes]
+        return msgspec.structs.replace(self, progress=progress)
 
 
 def progress_of(message: Submit) -> list[ChoiceProgress]:
     """Return the choices that go on, of a request that moves; empty for one that begins."""
     return message.progress if isinstance(message, MovedSubmit) else []
+
+
+def placement_of(message: Submit) -> int:
+    """Return the number of a request's placement; 0 where there is one replica."""
+    return message.placement if isinstance(message, MovedSubmit) else 0
+
+
+def stay_of(message: Submit) -> range:
+    """Return the numbers of the placements of a request's present stay at the replica."""
+    if isinstance(message, MovedSubmit):
+        return range(message.since, message.placement + 1)
+    return range(1)
 
 
 # Who aborts a request.
@@ -120,11 +159,13 @@ class AbortRequest(msgspec.Struct, tag="abort", array_like=True, frozen=True):
 
     Attributes:
         by: CLIENT if the client asked for it, CLIENT_LOST if it is gone or was disconnected.
+        sender: as in MovedSubmit.
     """
 
     client: bytes
     request_id: str
     by: str = CLIENT
+    sender: int = 0
 
 
 class StopFound(msgspec.Struct, tag="stop_found", array_like=True, frozen=True):
@@ -146,7 +187,16 @@ class EndsDelivered(msgspec.Struct, tag="ended", array_like=True, frozen=True):
 
 
 class FrontendRestarted(msgspec.Struct, tag="front_door", array_like=True, frozen=True):
-    """The frontend was restarted; ends that its predecessor had received may be lost."""
+    """The frontend was restarted; ends that its predecessor had received may be lost.
+
+    Attributes:
+        sender: number of the frontend, larger than that of each one before it; 0 where there is
+            one replica. What an earlier one has sent, and is read later, does not count.
+        wants_names: answer with KnownRequests.
+    """
+
+    sender: int = 0
+    wants_names: bool = False
 
 
 class LinkRestored(msgspec.Struct, tag="link_restored", array_like=True, frozen=True):
@@ -207,10 +257,20 @@ class Recall(msgspec.Struct, tag="recall", array_like=True, frozen=True):
     """Give every open request back, to go on at another replica; answer HandedBack.
 
     Attributes:
-        number: of this recall, for its answer.
+        number: of this recall, for its answer. It is larger than the number of its frontend.
     """
 
     number: int
+
+
+class Withdraw(msgspec.Struct, tag="withdraw", array_like=True, frozen=True):
+    """Drop choices that another replica owns; answer Withdrawn.
+
+    Attributes:
+        seqs: the scheduler's numbers of the choices.
+    """
+
+    seqs: list[int]
 
 
 class AbortAll(msgspec.Struct, tag="abort_all", array_like=True, frozen=True):
@@ -234,6 +294,7 @@ SchedulerMessage = (
     | AbortAll
     | Recall
     | LinkRestored
+    | Withdraw
 )
 
 # The type that is decoded, of which a Submit has all fields.

@@ -90,8 +90,12 @@ def play(core: Detokenizer, steps: Sequence[StepOutput]) -> tuple[list[PlainChun
     stops: list[int] = []
     for output in steps:
         deliveries = core.process(output)
-        chunks += [chunk for sent in deliveries.by_client.values() for chunk in sent]
-        stops += deliveries.stop_found
+        while True:
+            chunks += [chunk for sent in deliveries.by_client.values() for chunk in sent]
+            stops += deliveries.stop_found
+            if not core.has_work:
+                break
+            deliveries = core.work()
     return chunks, stops
 
 
@@ -234,8 +238,8 @@ def test_the_replay_of_a_choice_is_not_charged_with_the_slow_search_of_another_o
     core = detokenizer()
     slow, ordinary = choice(0, ["(a+)+$b"], "a" * 200), choice(1, ["xy+z"], "a" * 200)
     core.process(StepOutput(1.0, [ordinary[1].opening], [], b"", []))  # keeps the budget
-    chunk = only_chunk(core.process(slow[0]))
-    error = end_of(chunk).error
+    chunks, _ = play(core, [slow[0]])
+    error = end_of(chunks[-1]).error
     assert error is not None
     assert error.field == "stop_regex"
     deliveries = core.process(StepOutput(9.0, [], [], b"", [], replayed=[ordinary[1]]))

@@ -34,23 +34,42 @@ def text_of(info: dict[str, Any]) -> list[str]:
 
 def test_every_metric_of_the_ring_names_its_replica_once() -> None:
     replicas = [{"replica": number, **info_of()} for number in (0, 2)]
-    text = text_of({**info_of(), "replicas": replicas, "num_replicas": 3, "requests_moved": 7})
+    text = text_of(
+        {
+            **info_of(),
+            "replicas": replicas,
+            "num_replicas": 3,
+            "requests_moved": 7,
+            "results_dropped": 5,
+        }
+    )
     for number in (0, 2):
         assert f'quadriga:steps_total{{model_name="m",replica="{number}"}} 0.0' in text
         assert f'quadriga:replica_up{{model_name="m",replica="{number}"}} 1.0' in text
     assert 'quadriga:replica_up{model_name="m",replica="1"} 0.0' in text
     assert 'quadriga:requests_moved_total{model_name="m"} 7.0' in text
+    assert 'quadriga:results_dropped_total{model_name="m"} 5.0' in text
     helps = [line for line in text if line.startswith("# HELP")]
     assert len(helps) == len(set(helps))
     alone = {line.split()[2] for line in text_of(info_of()) if line.startswith("# HELP")}
     several = {line.split()[2] for line in helps}
-    assert several - alone == {"quadriga:replica_up", "quadriga:requests_moved_total"}
+    assert several - alone == {
+        "quadriga:replica_up", "quadriga:requests_moved_total", "quadriga:results_dropped_total",
+    }  # fmt: skip
     assert alone <= several
 
 
 def test_a_replica_without_a_worker_is_not_up_and_one_alone_has_no_label() -> None:
     replicas = [{"replica": 0, **info_of()}, {"replica": 1, **info_of(ready=False)}]
-    text = text_of({**info_of(), "replicas": replicas, "num_replicas": 2, "requests_moved": 0})
+    text = text_of(
+        {
+            **info_of(),
+            "replicas": replicas,
+            "num_replicas": 2,
+            "requests_moved": 0,
+            "results_dropped": 0,
+        }
+    )
     assert 'quadriga:replica_up{model_name="m",replica="1"} 0.0' in text
     assert not any('replica="' in line for line in text_of(info_of()))
 

@@ -12,7 +12,14 @@ from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.live import RowKind
 from quadriga.wire.messages.replica_news import EndedRequest, HeldChoice, ReplicaNews
-from quadriga.wire.messages.to_client import Info, ProgressAnswer, RequestProgress, RequestState
+from quadriga.wire.messages.to_client import (
+    Info,
+    ProgressAnswer,
+    RequestProgress,
+    RequestState,
+    RichChunk,
+    SentChunks,
+)
 from quadriga.wire.messages.to_detok import Delivered, HandedBack, ReplicaDelivered, StepNews
 from quadriga.wire.messages.to_scheduler import (
     CLIENT,
@@ -32,11 +39,12 @@ from quadriga.wire.messages.to_scheduler import (
 from quadriga.wire.messages.trace import RequestTrace, TraceContext
 from quadriga.wire.sockets import Outbox, encode
 from tests.unit.live_messages import make_step
-from tokenizer_proc.replicas.placed import Name
+from tokenizer_proc.replicas.placed import RouterKey
 from tokenizer_proc.replicas.replicas import Replicas
 from tokenizer_proc.replicas.router import Router
 
 BLOCK, PAGE = 64, 16
+SENDER = 1000  # number of the frontend
 
 
 @dataclass
@@ -45,14 +53,18 @@ class FakeOutbox:
 
     Attributes:
         num_renewals: number of calls of `renew`.
+        placements: of the requests that were sent, by their ids.
     """
 
     sent: list[msgspec.Struct] = field(default_factory=list)
     num_renewals: int = 0
     is_closed: bool = False
+    placements: dict[str, int] = field(default_factory=dict)
 
     def send(self, message: msgspec.Struct) -> None:
         self.sent.append(message)
+        if isinstance(message, MovedSubmit):
+            self.placements[message.request_id] = message.placement
 
     def close(self) -> None:
         self.is_closed = True
@@ -73,7 +85,7 @@ class World:
         self.delivered: list[tuple[bytes, bytes, Delivered]] = []
         self.recalled: list[int] = []
         self.shown: list[tuple[int, bytes]] = []
-        router = Router[Name](IN_TURN, num_replicas, BLOCK, PAGE, 100)
+        router = Router[RouterKey](IN_TURN, num_replicas, BLOCK, PAGE, 100)
         self.replicas = Replicas(
             num_replicas,
             router,
@@ -81,6 +93,7 @@ class World:
             lambda *it: self.delivered.append(it),
             lambda number: self.recalled.append(number),
             lambda *it: self.shown.append(it),
+            sender=SENDER,
         )
         self.router = router
         for number, outbox in enumerate(self.outboxes):
@@ -114,26 +127,51 @@ class World:
     ) -> None:
         """Report a step: started choices as (seq, id, index), and tokens by seq."""
         choices = [
-            HeldChoice(seq, b"c", name, index, b"", 5.0) for seq, name, index in started or ()
+            HeldChoice(seq, b"c", name, index, b"", 5.0, self.placement(number, name))
+            for seq, name, index in started or ()
+        ]
+        fields["held"] = [
+            one
+            if one.placement
+            else msgspec.structs.replace(one, placement=self.placement(number, one.request_id))
+            for one in fields.get("held", [])
         ]
         seqs = list(tokens or {})
         step = StepNews(ReplicaNews(**fields), choices, seqs, pack_ids((tokens or {}).values()))
         self.replicas.on_delivery(number, [b"", b"", encode(step)])
 
+    def placement(self, number: int, request_id: str) -> int:
+        """Return the last placement of a request at a replica; 0 for one of an earlier frontend."""
+        return self.outboxes[number].placements.get(request_id, 0)
+
     def end(
-        self, number: int, request_id: str, index: int = 0, settled: int = 0, lost: bool = False
+        self,
+        number: int,
+        request_id: str,
+        index: int = 0,
+        settled: int = 0,
+        lost: bool = False,
+        placement: int | None = None,
     ) -> None:
+        if placement is None:
+            placement = self.placement(number, request_id)
         delivered = ReplicaDelivered(
-            [request_id], 3, [settled], False, [2], lost=lost, indexes=[index]
-        )
-        self.replicas.on_delivery(number, [b"c", b"text", encode(delivered)])
+            [request_id], 3, [settled], False, [2], lost=lost, indexes=[index],
+            placements=[placement],
+        )  # fmt: skip
+        payload = encode(SentChunks([RichChunk(request_id, 0, "t", b"", [], None, index)]))
+        self.replicas.on_delivery(number, [b"c", payload, encode(delivered)])
 
     def hand_back(self, number: int, recall: int) -> None:
         self.replicas.on_delivery(number, [b"", encode(HandedBack(recall)), b""])
 
 
 def moved(messages: list[msgspec.Struct]) -> list[MovedSubmit]:
-    return [message for message in messages if isinstance(message, MovedSubmit)]
+    return [m for m in messages if isinstance(m, MovedSubmit) and m.frontend_retry]
+
+
+def abort(request_id: str, by: str) -> AbortRequest:
+    return AbortRequest(b"c", request_id, by, SENDER)
 
 
 def test_a_request_goes_on_at_another_replica_with_the_tokens_that_its_client_may_have() -> None:
@@ -150,7 +188,7 @@ def test_a_request_goes_on_at_another_replica_with_the_tokens_that_its_client_ma
     world.news(1 - home, None, {}, held=[HeldChoice(5, b"c", "a", 0, pack_ids([11, 12]), 5.0)])
     world.news(1 - home, None, {5: 13})
     world.end(1 - home, "a", settled=5)
-    assert world.delivered[-1] == (b"c", b"text", Delivered(["a"], 3, generated=[2]))
+    assert world.delivered[-1][2] == Delivered(["a"], 3, generated=[2])
     assert EndsDelivered([5]) in world.outboxes[1 - home].take()
     assert world.router.ledger.costs == [0.0, 0.0]
 
@@ -187,12 +225,12 @@ def test_an_abort_follows_its_request() -> None:
     home = world.submit("a")
     other = world.submit("b")
     world.replicas.send(AbortRequest(b"c", "a", CLIENT))
-    assert world.outboxes[home].take() == [AbortRequest(b"c", "a", CLIENT)]
+    assert world.outboxes[home].take() == [abort("a", CLIENT)]
     assert world.outboxes[other].take() == []
     world.replicas.on_lost(home)
-    assert AbortRequest(b"c", "a", CLIENT) in world.outboxes[other].take()
+    assert abort("a", CLIENT) in world.outboxes[other].take()
     world.replicas.send(AbortRequest(b"c", "", CLIENT_LOST))
-    assert world.outboxes[other].take() == [AbortRequest(b"c", "", CLIENT_LOST)]
+    assert world.outboxes[other].take() == [abort("", CLIENT_LOST)]
 
 
 def test_a_request_that_is_sent_again_outlives_the_abort_of_its_lost_client() -> None:
@@ -200,8 +238,9 @@ def test_a_request_that_is_sent_again_outlives_the_abort_of_its_lost_client() ->
     home = world.submit("a")
     world.news(home, [(7, "a", 0)], {7: 1})
     world.replicas.send(AbortRequest(b"c", "", CLIENT_LOST))
+    placement = world.placement(home, "a")
     assert world.submit("a", retry=True) == home
-    world.end(home, "a", lost=True)
+    world.end(home, "a", lost=True, placement=placement)
     world.news(home, [(8, "a", 0)], {8: 1})
     world.replicas.on_died(home, "scheduler_proc")
     world.replicas.on_restarted(home, "scheduler_proc")
@@ -258,7 +297,7 @@ def test_a_new_frontend_sends_a_request_to_the_replica_that_has_it() -> None:
     held = [HeldChoice(3, b"c", "queued", 0), HeldChoice(4, b"c", "left", 0, pack_ids([5]), 1.0)]
     world.news(1, restates=True, held=held)
     assert world.outboxes[1].take() == []
-    world.news(0, restates=True, ended=[EndedRequest(b"c", "ended")])
+    world.news(0, restates=True, ended=[EndedRequest(b"c", "ended", {0: 7})])
     sent = [
         {m.request_id for m in outbox.take() if isinstance(m, Submit)} for outbox in world.outboxes
     ]
@@ -278,8 +317,8 @@ def test_a_request_that_was_aborted_while_it_waited_is_aborted_where_it_is_sent(
     world.news(1, restates=True, held=[HeldChoice(3, b"c", "a", 0)])
     world.outboxes[1].take()
     world.news(0, restates=True)
-    submit, abort = world.outboxes[1].take()
-    assert isinstance(submit, Submit) and abort == AbortRequest(b"c", "a", CLIENT)
+    submit, aborted = world.outboxes[1].take()
+    assert isinstance(submit, Submit) and aborted == abort("a", CLIENT)
 
 
 def test_a_replica_that_is_lost_does_not_keep_others_waiting() -> None:
@@ -354,11 +393,11 @@ def test_the_requests_of_a_recalled_replica_move_when_it_has_sent_everything() -
     home = world.submit("a")
     world.news(home, [(7, "a", 0)], {7: 11})
     world.replicas.recall(home)
-    assert world.outboxes[home].take() == [Recall(1)]
+    assert world.outboxes[home].take() == [Recall(SENDER + 1)]
     assert [world.submit(f"{n}") for n in range(3)] == [1 - home] * 3
     world.news(home, None, {7: 12})
     assert world.recalled == []
-    world.hand_back(home, 1)
+    world.hand_back(home, SENDER + 1)
     assert world.recalled == [home]
     (message,) = moved(world.outboxes[1 - home].take())
     assert message.progress == [ChoiceProgress(0, pack_ids([11, 12]), 5.0)]
@@ -374,11 +413,11 @@ def test_a_recall_is_repeated_where_its_answer_may_be_lost() -> None:
     world.replicas.recall(home)
     world.replicas.on_died(home, "detok_proc")
     world.replicas.on_restarted(home, "detok_proc")
-    assert world.outboxes[home].take() == [Recall(1), Recall(2)]
-    world.hand_back(home, 1)
+    assert world.outboxes[home].take() == [Recall(SENDER + 1), Recall(SENDER + 2)]
+    world.hand_back(home, SENDER + 1)
     assert world.recalled == []
-    world.hand_back(home, 2)
-    world.hand_back(home, 2)
+    world.hand_back(home, SENDER + 2)
+    world.hand_back(home, SENDER + 2)
     assert world.recalled == [home]
     assert len(moved(world.outboxes[1 - home].take())) == 1
 
@@ -397,7 +436,7 @@ def test_a_replica_that_has_left_gets_no_requests_and_costs_none() -> None:
     home = world.submit("a")
     world.news(home, [(7, "a", 0)], {7: 11})
     world.replicas.recall(home)
-    world.hand_back(home, 1)
+    world.hand_back(home, SENDER + 1)
     world.replicas.on_left(home)
     assert world.outboxes[home].is_closed
     (message,) = moved(world.outboxes[1 - home].take())
@@ -434,8 +473,8 @@ def test_requests_wait_while_there_is_no_replica_and_go_to_the_first_that_joins(
     world.news(0, restates=True)
     sent = {m.request_id: m for m in outbox.take() if isinstance(m, Submit)}
     assert sent.keys() == {"a", "new"}
-    assert not isinstance(sent["new"], MovedSubmit)
-    (message,) = moved([sent["a"]])
+    (message,) = moved(list(sent.values()))
+    assert message.request_id == "a"
     assert message.progress == [ChoiceProgress(0, pack_ids([11]), 5.0)]
 
 
@@ -480,6 +519,8 @@ def test_the_traces_of_a_replica_are_passed_on() -> None:
     world = World()
     home = world.submit("a")
     trace = RequestTrace(TraceContext("1" * 32, "2" * 16), "llm_request", "a", 0, [])
-    delivered = ReplicaDelivered(ended=["a"], indexes=[0], traces=[trace])
+    delivered = ReplicaDelivered(
+        ended=["a"], indexes=[0], placements=[world.placement(home, "a")], traces=[trace]
+    )
     world.replicas.on_delivery(home, [b"c", b"text", encode(delivered)])
     assert [one.traces for _, _, one in world.delivered] == [[trace]]

@@ -8,11 +8,13 @@ import pytest
 
 from quadriga.config.tenant_args import TenantArgs
 from quadriga.errors import InvalidRequest, QueueFull
+from quadriga.sampling.params import SamplingParams
 from quadriga.tenants.tenant import Tenant
 from quadriga.wire.client_address import gateway_address
+from quadriga.wire.messages.replica_news import EndedRequest
 from quadriga.wire.messages.to_client import Info, ProgressAnswer, Refused
-from quadriga.wire.messages.to_detok import Delivered
-from quadriga.wire.messages.to_scheduler import Submit
+from quadriga.wire.messages.to_detok import Delivered, KnownRequests
+from quadriga.wire.messages.to_scheduler import AbortRequest, Submit
 from quadriga.wire.sockets import encode
 from tests.unit.tokenizer.test_overload import FrontendWorld, in_loop
 from tokenizer_proc.quotas import WINDOW_S, Quotas
@@ -206,3 +208,149 @@ def test_tokens_a_minute_wait_for_as_many_as_the_prompt_needs() -> None:
     quotas.check(tenant, 25)
     with pytest.raises(InvalidRequest, match="tokens_per_minute of tenant a is 100; shorten it"):
         quotas.check(tenant, 101)
+
+
+PER_MINUTE = """
+- {name: dan, curve: da, requests_per_minute: 2, max_open_requests: 9}
+- {name: eve, curve: ev, tokens_per_minute: 100}
+"""
+
+
+@pytest.fixture
+def per_minute(tmp_path: Path) -> TenantArgs:
+    path = tmp_path / "per-minute.yaml"
+    path.write_text(PER_MINUTE)
+    return TenantArgs(keys=str(path))
+
+
+def ids_of(world: FrontendWorld) -> list[str]:
+    return [message.request_id for message in submitted(world)]
+
+
+def test_a_connection_that_is_lost_again_and_again_brings_no_further_requests(
+    per_minute: TenantArgs,
+) -> None:
+    @in_loop
+    async def test() -> None:
+        world = world_of(per_minute)
+        for name in ("a", "b"):
+            world.ask(name, GATEWAY, tenant="dan")
+        for turn in range(5):
+            world.lose(GATEWAY)
+            for name in ("a", "b"):
+                params = SamplingParams(seed=turn + 1)
+                world.ask(name, GATEWAY, tenant="dan", params=params, resent=turn % 2 == 0)
+        assert ids_of(world) == ["a", "b"]
+        assert "has used 2 requests in the last 60 s" in refusal(world)
+
+    test()
+
+
+def test_a_request_that_comes_back_after_a_lost_connection_counts_once_and_answers_the_same(
+    per_minute: TenantArgs,
+) -> None:
+    @in_loop
+    async def test() -> None:
+        world = world_of(per_minute)
+        world.ask("a", GATEWAY, tenant="dan")
+        world.lose(GATEWAY)
+        world.ask("a", GATEWAY, tenant="dan", resent=True)
+        world.ask("b", GATEWAY, tenant="dan")
+        assert ids_of(world) == ["a", "a", "b"]
+        first, again, _ = submitted(world)
+        assert first.params.seed == again.params.seed
+        for _ in range(4):  # more of them count
+            world.lose(GATEWAY)
+            world.ask("a", GATEWAY, tenant="dan", resent=True)
+        assert ids_of(world) == ["a", "a", "b", "a", "a"]
+
+    test()
+
+
+def test_the_end_of_a_request_may_be_asked_for_again_and_an_aborted_one_is_a_new_one(
+    per_minute: TenantArgs,
+) -> None:
+    @in_loop
+    async def test() -> None:
+        world = world_of(per_minute)
+        world.ask("a", GATEWAY, tenant="dan")
+        world.deliver(GATEWAY, ended=("a",))
+        world.ask("a", GATEWAY, tenant="dan", resent=True)
+        world.ask("b", GATEWAY, tenant="dan")
+        assert ids_of(world) == ["a", "a", "b"]
+        world.frontend.intake.abort(GATEWAY, "b")
+        world.ask("b", GATEWAY, tenant="dan", resent=True)
+        assert "has used 2 requests" in refusal(world)
+
+    test()
+
+
+@pytest.mark.parametrize("resent", [True, False])
+def test_after_a_death_of_the_frontend_only_what_the_scheduler_knows_is_free(
+    per_minute: TenantArgs, resent: bool
+) -> None:
+    @in_loop
+    async def test() -> None:
+        world = FrontendWorld(
+            max_queued=1000, replaces=True, owners=RequestOwners(per_minute, "tiny")
+        )
+        for name in ("known", "x1", "x2", "x3"):
+            world.ask(name, GATEWAY, tenant="dan", resent=resent)
+        if resent:
+            assert ids_of(world) == []
+            known = encode(KnownRequests([EndedRequest(GATEWAY, "known")]))
+            world.frontend.on_delivery([b"", known, b""])
+            assert ids_of(world) == ["known", "x1", "x2"]
+        else:
+            assert ids_of(world) == ["known", "x1"]
+        assert "has used 2 requests" in refusal(world)
+        world.ask("late", GATEWAY, tenant="dan", resent=True)
+        assert "late" not in ids_of(world)
+
+    test()
+
+
+def test_a_request_that_waits_for_the_scheduler_may_be_aborted_or_lost(
+    per_minute: TenantArgs,
+) -> None:
+    @in_loop
+    async def test() -> None:
+        world = FrontendWorld(
+            max_queued=1000, replaces=True, owners=RequestOwners(per_minute, "tiny")
+        )
+        world.ask("a", GATEWAY, tenant="dan", resent=True)
+        world.frontend.intake.abort(GATEWAY, "a")
+        world.ask("b", b"gone", resent=True)
+        world.frontend.on_delivery([b"", encode(KnownRequests([EndedRequest(GATEWAY, "a")])), b""])
+        aborted = [m for m in world.scheduler.sent if isinstance(m, AbortRequest)]
+        assert ids_of(world)[-1] == "a"
+        assert aborted[-1].request_id == "a"
+        world.lose(GATEWAY)
+        assert world.frontend.intake.num_open == 1
+
+    test()
+
+
+def test_tokens_that_a_lost_connection_cut_off_count_and_repeated_ends_do_not(
+    per_minute: TenantArgs,
+) -> None:
+    @in_loop
+    async def test() -> None:
+        world = world_of(per_minute)
+        world.ask("a", GATEWAY, tenant="eve")
+        world.lose(GATEWAY)
+        lost = encode(Delivered(["a"], 0, [], generated=[60], lost=True))
+        world.frontend.on_delivery([GATEWAY, b"", lost])
+        world.ask("a", GATEWAY, tenant="eve", resent=True)
+        for _ in range(2):
+            ended = encode(Delivered(["a"], 0, [], generated=[30]))
+            world.frontend.on_delivery([GATEWAY, b"", ended])
+            world.ask("a", GATEWAY, tenant="eve", resent=True)
+        world.ask("b", GATEWAY, tenant="eve")
+        assert ids_of(world)[-1] == "b"  # 1 + 60 + 30 + 1 of 100
+        params = SamplingParams(max_new_tokens=4)
+        for number in range(9):
+            world.ask(f"c{number}", GATEWAY, tenant="eve", params=params)
+        assert "has used 100 tokens" in refusal(world)
+
+    test()

@@ -1,0 +1,504 @@
+"""Each choice has one owner, whatever dies or is recalled while clients send requests again.
+
+Real frontend, schedulers with journals, and detokenizers, with queues in place of sockets. What is
+delivered when, and what dies, is drawn. A worker's tokens depend on those before them only.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from detok_proc.detokenizer import Detokenizer
+from detok_proc.main import DetokenizerLoop
+from quadriga.config.replica_args import IN_TURN
+from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.sampling.params import SamplingParams
+from quadriga.wire.messages.arrays import pack_ids, unpack_ids
+from quadriga.wire.messages.to_client import Chunk, Chunks, Replay
+from quadriga.wire.messages.to_detok import READ_DETOK_MESSAGE, Delivered
+from quadriga.wire.messages.to_scheduler import (
+    CLIENT,
+    CLIENT_LOST,
+    READ_SCHEDULER_MESSAGE,
+    AbortRequest,
+    FrontendRestarted,
+    Submit,
+)
+from quadriga.wire.messages.worker import WorkerReady
+from quadriga.wire.sockets import Outbox, encode
+from scheduler_proc.durability.journal import Journal
+from scheduler_proc.durability.journal_records import JournalRecord
+from scheduler_proc.durability.journal_recovery import JournalState
+from scheduler_proc.observe.replica_report import ReplicaReport
+from scheduler_proc.scheduler import Scheduler
+from tests.unit.detok.test_detokenizer import TOKENIZER
+from tests.unit.simulation import EOS, SimulatedWorker, reference
+from tokenizer_proc.replicas.placed import RouterKey
+from tokenizer_proc.replicas.replicas import Replicas
+from tokenizer_proc.replicas.router import Router
+
+BLOCK, PAGE = 64, 4
+VOCABULARY = 257
+MAX_ROUNDS = 2000
+
+decode_to_scheduler = msgspec.msgpack.Decoder(READ_SCHEDULER_MESSAGE).decode
+decode_to_detok = msgspec.msgpack.Decoder(READ_DETOK_MESSAGE).decode
+decode_chunks = msgspec.msgpack.Decoder(Chunks | Replay).decode
+decode_record = msgspec.msgpack.Decoder(JournalRecord).decode
+
+
+class Pipe:
+    """One direction of a connection: encoded messages, in order."""
+
+    def __init__(self) -> None:
+        self.messages: deque[Any] = deque()
+        self.is_open = True
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.messages.append(encode(message))
+
+    def send_frames(self, *frames: bytes) -> None:
+        self.messages.append(list(frames))
+
+    def renew(self) -> None:
+        self.messages.clear()
+
+    def close(self) -> None:
+        self.messages.clear()
+
+
+class MemoryFile:
+    """A journal's file in memory."""
+
+    path = "memory"
+    size = 0
+
+    def __init__(self) -> None:
+        self.frames: list[bytes] = []
+
+    def append(self, payload: bytes) -> None:
+        self.frames.append(payload)
+
+    def rewrite(self, payloads: Iterator[bytes]) -> None:
+        self.frames = list(payloads)
+
+    def recovered(self) -> list[Any]:
+        state = JournalState(VOCABULARY)
+        for frame in self.frames:
+            state.apply(decode_record(frame))
+        return [state.requests[seq] for seq in sorted(state.requests)]
+
+
+class Ring:
+    """A replica's scheduler, worker and detokenizer."""
+
+    def __init__(self, number: int, world: "World") -> None:
+        self.number, self.world = number, world
+        self.file = MemoryFile()
+        self.to_scheduler: list[Pipe] = []  # one of each frontend, and of the detokenizer
+        self.from_detok = Pipe()
+        self.to_detok = Pipe()
+        self.delivery = Pipe()
+        self.dead: set[str] = set()
+        self.num_schedulers = 0
+        self.worker = SimulatedWorker(PAGE)
+        self.start_scheduler()
+        self.start_detok()
+
+    def start_scheduler(self) -> None:
+        self.num_schedulers += 1
+        self.to_scheduler = [pipe for pipe in self.to_scheduler if pipe.is_open]
+        journal = Journal(cast("Any", self.file))
+        self.scheduler = Scheduler(
+            SchedulerArgs(max_running_requests=4), frozenset({EOS}), self.worker,
+            self.to_detok, lambda: self.worker.now, journal,
+        )  # fmt: skip
+        self.scheduler.lifecycle.report = ReplicaReport()
+        is_restart = self.num_schedulers > 1
+        first = self.num_schedulers * 1_000_000 if is_restart else 0
+        self.scheduler.lifecycle.restore(self.file.recovered(), first)
+        if is_restart:
+            self.to_detok.send_frames(b"restart")
+        self.worker.restart()
+        self.dead.discard("scheduler_proc")
+        self.ready_worker()
+
+    def ready_worker(self) -> None:
+        ready = WorkerReady(
+            256, PAGE, 4, "float32", "cpu", prefill_tokens=64, session=self.worker.session
+        )
+        self.scheduler.step([], [ready])
+
+    def start_detok(self) -> None:
+        self.from_detok = Pipe()
+        self.detok = DetokenizerLoop(
+            Detokenizer(TOKENIZER, 1, lambda: 0.0),
+            cast("Outbox", self.delivery),
+            cast("Outbox", self.from_detok),
+        )
+        self.dead.discard("detok_proc")
+
+    # --- what happens -----------------------------------------------------------------------------
+
+    def read_scheduler(self, turn: int) -> bool:
+        """Let the scheduler read a message of one of its connections."""
+        pipes = [p for p in (*self.to_scheduler, self.from_detok) if p.messages]
+        if not pipes or "scheduler_proc" in self.dead:
+            return False
+        message = decode_to_scheduler(pipes[turn % len(pipes)].messages.popleft())
+        self.scheduler.step([message], [])
+        return True
+
+    def run_worker(self) -> bool:
+        if "scheduler_proc" in self.dead:
+            return False
+        if self.worker.done_at is None:
+            self.worker.now += 1.0
+            self.scheduler.step([], [])
+        result = self.worker.run_one()
+        if result is not None:
+            self.scheduler.step([], [result])
+            self.scheduler.check()
+        return result is not None
+
+    def read_detok(self) -> bool:
+        if "detok_proc" in self.dead:
+            return False
+        if not self.to_detok.messages:
+            return self.detok.work()
+        frame = self.to_detok.messages.popleft()
+        if isinstance(frame, list):
+            self.detok.begin_session()
+        else:
+            self.detok.handle(decode_to_detok(frame))
+        return True
+
+    def kill_scheduler(self, loses_frame: bool) -> None:
+        if loses_frame and len(self.file.frames) > 1:
+            self.file.frames.pop()
+        self.dead.add("scheduler_proc")
+        self.worker.plans.clear()
+        for pipe in self.to_scheduler:
+            pipe.messages.clear()
+        self.from_detok.messages.clear()
+
+    def kill_detok(self) -> None:
+        self.dead.add("detok_proc")
+        self.from_detok.messages.clear()
+        self.to_detok.messages.clear()
+
+
+@dataclass
+class Choice:
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    longest: list[int] = field(default_factory=list)
+    awaits_replay: bool = False
+    reason: str = ""
+
+
+class ClientRequest:
+    """A request as its client sees it, which checks each message as docs/protocol.md says."""
+
+    def __init__(self, submit: Submit) -> None:
+        self.submit = submit
+        self.choices = [Choice() for _ in range(submit.params.n)]
+        self.was_aborted = False
+
+    @property
+    def is_over(self) -> bool:
+        return all(choice.reason for choice in self.choices)
+
+    def take(self, chunk: Chunk, is_replay: bool) -> None:
+        choice = self.choices[chunk.choice]
+        if choice.reason or (choice.awaits_replay and not is_replay):
+            return
+        if is_replay:
+            choice.text, choice.ids, choice.awaits_replay = "", [], False
+        assert chunk.text_offset == len(choice.text), "a chunk does not follow"
+        choice.text += chunk.text
+        choice.ids += unpack_ids(chunk.token_ids)
+        known = min(len(choice.ids), len(choice.longest))
+        assert choice.ids[:known] == choice.longest[:known], "it ran again with other tokens"
+        choice.longest = max(choice.longest, choice.ids, key=len)
+        if chunk.end is not None:
+            assert chunk.end.error is None
+            assert chunk.end.usage.completion_tokens == len(choice.ids)
+            choice.reason = chunk.end.finish_reason
+
+    def check(self) -> None:
+        prompt = unpack_ids(self.submit.prompt_ids).tolist()
+        expected = reference(prompt, self.submit.params.max_new_tokens or 0, True)
+        for choice in self.choices:
+            assert choice.reason == "length" or self.was_aborted
+            if choice.reason == "length":
+                assert choice.ids == expected
+
+
+class World:
+    """A server of several replicas, its launcher, and a client."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.num_frontends = 0
+        self.time = 0.0
+        self.requests: dict[str, ClientRequest] = {}
+        self.to_client: deque[bytes] = deque()
+        self.recalling: int | None = None
+        self.lost: set[int] = set()
+        self.rings = [Ring(number, self) for number in range(num_replicas)]
+        self.start_frontend()
+
+    # --- the frontend -----------------------------------------------------------------------------
+
+    def start_frontend(self) -> None:
+        self.num_frontends += 1
+        count = len(self.rings)
+        router = Router[RouterKey](IN_TURN, count, BLOCK, PAGE, 100)
+        self.replicas = Replicas(
+            count, router, BLOCK, self.on_result, self.on_recalled, lambda *_: None,
+            sender=self.num_frontends * 1_000_000,
+        )  # fmt: skip
+        for ring in self.rings:
+            self.join(ring)
+        if self.num_frontends > 1:
+            self.replicas.send(FrontendRestarted())
+        for ring in self.rings:
+            if ring.number in self.lost:
+                self.replicas.on_lost(ring.number)
+            for process in ring.dead:
+                self.replicas.on_died(ring.number, process)
+        if self.recalling is not None:
+            self.replicas.recall(self.recalling)
+
+    def join(self, ring: Ring) -> None:
+        pipe = Pipe()
+        ring.to_scheduler.append(pipe)
+        self.replicas.join(ring.number, cast("Outbox", pipe))
+
+    def restart_frontend(self) -> None:
+        """Kill the frontend and start another one, to which the client comes back."""
+        for ring in self.rings:
+            for pipe in ring.to_scheduler:
+                pipe.is_open = False  # what it holds may still be read
+        self.to_client.clear()
+        self.start_frontend()
+        self.resend_all()
+
+    def on_result(self, client: bytes, payload: bytes, delivered: Delivered) -> None:
+        if client and not delivered.lost:
+            self.to_client.append(payload)
+
+    def read_delivery(self, ring: Ring) -> bool:
+        if not ring.delivery.messages:
+            return False
+        self.replicas.on_delivery(ring.number, ring.delivery.messages.popleft())
+        return True
+
+    # --- the launcher -----------------------------------------------------------------------------
+
+    def recall(self, number: int) -> None:
+        if self.recalling is None and number not in self.lost and not self.rings[number].dead:
+            self.recalling = number
+            self.replicas.recall(number)
+
+    def on_recalled(self, number: int) -> None:
+        """Restart the worker of a replica that has given its requests back."""
+        if number != self.recalling:
+            return
+        self.recalling = None
+        ring = self.rings[number]
+        self.replicas.on_died(number, "worker_proc")
+        if "scheduler_proc" not in ring.dead:
+            while ring.run_worker():  # else requests that stay may seem to crash the worker
+                pass
+            ring.worker.restart()
+            ring.ready_worker()
+        self.replicas.on_restarted(number, "worker_proc")
+
+    def kill(self, number: int, process: str, loses_frame: bool = False) -> None:
+        ring = self.rings[number]
+        if number in self.lost or process in ring.dead:
+            return
+        if process == "scheduler_proc":
+            ring.kill_scheduler(loses_frame)
+        else:
+            ring.kill_detok()
+        self.replicas.on_died(number, process)
+
+    def restart(self, number: int) -> bool:
+        """Restart what is dead of a replica."""
+        ring = self.rings[number]
+        dead = set() if number in self.lost else set(ring.dead)
+        for process in sorted(dead):
+            if process == "scheduler_proc":
+                ring.start_scheduler()
+            else:
+                ring.start_detok()
+            self.replicas.on_restarted(number, process)
+        return bool(dead)
+
+    def lose(self, number: int) -> None:
+        """Lose a replica for good, unless it is the last one."""
+        if number in self.lost or len(self.lost) == len(self.rings) - 1:
+            return
+        self.lost.add(number)
+        if self.recalling == number:
+            self.recalling = None
+        ring = self.rings[number]
+        ring.delivery.messages.clear()
+        self.replicas.on_lost(number)
+
+    def return_replica(self, number: int) -> None:
+        """Start a lost replica again, which knows nothing."""
+        if number in self.lost:
+            self.lost.discard(number)
+            self.rings[number] = ring = Ring(number, self)
+            self.join(ring)
+
+    # --- the client -------------------------------------------------------------------------------
+
+    def submit(self, n: int, max_new_tokens: int) -> None:
+        name = f"r{len(self.requests)}"
+        self.time += 1.0
+        params = SamplingParams(max_new_tokens=max_new_tokens, seed=0, n=n, ignore_eos=True)
+        prompt = pack_ids([5, 6, len(self.requests) % 90 + 3])
+        submit = Submit(b"c", name, prompt, params, True, self.time, self.time)
+        self.requests[name] = ClientRequest(submit)
+        self.replicas.send(submit)
+
+    @property
+    def open_requests(self) -> list[ClientRequest]:
+        return [request for request in self.requests.values() if not request.is_over]
+
+    def resend(self, request: ClientRequest) -> None:
+        self.time += 1.0
+        submit = msgspec.structs.replace(
+            request.submit, client_retry=True, received_at=self.time, tokenized_at=self.time
+        )
+        self.replicas.send(submit)
+        if request.was_aborted:
+            self.replicas.send(AbortRequest(b"c", request.submit.request_id, CLIENT))
+
+    def resend_all(self) -> None:
+        for request in self.open_requests:
+            for choice in request.choices:
+                choice.awaits_replay = True
+            self.resend(request)
+
+    def lose_connection(self) -> None:
+        self.replicas.send(AbortRequest(b"c", "", CLIENT_LOST))
+        self.to_client.clear()
+        self.resend_all()
+
+    def abort(self, request: ClientRequest) -> None:
+        request.was_aborted = True
+        self.replicas.send(AbortRequest(b"c", request.submit.request_id, CLIENT))
+
+    def read_client(self) -> bool:
+        if not self.to_client:
+            return False
+        message = decode_chunks(self.to_client.popleft())
+        for chunk in message.chunks:
+            self.requests[chunk.request_id].take(chunk, isinstance(message, Replay))
+        return True
+
+    # --- all of it --------------------------------------------------------------------------------
+
+    def deliver_some(self, turn: int) -> bool:
+        """Let one of the processes take one message, or one step."""
+        ring = self.rings[turn % len(self.rings)]
+        if ring.number in self.lost:
+            return self.read_client()
+        ways: list[Callable[[], bool]] = [
+            partial(ring.read_scheduler, turn // 8),
+            ring.run_worker,
+            ring.read_detok,
+            partial(self.read_delivery, ring),
+            self.read_client,
+        ]
+        start = turn // 3
+        return any(ways[(start + offset) % len(ways)]() for offset in range(len(ways)))
+
+    def settle(self) -> None:
+        """Let everything happen that is due, and check that all requests have ended."""
+        for number in range(len(self.rings)):
+            self.restart(number)
+        for _ in range(MAX_ROUNDS):
+            if not [t for t in range(12 * len(self.rings)) if self.deliver_some(t)]:
+                break
+        else:
+            raise AssertionError("it never comes to rest")
+        assert [r.submit.request_id for r in self.open_requests] == []
+        for request in self.requests.values():
+            request.check()
+        assert len(self.replicas.requests) == 0
+        for ring in self.rings:
+            if ring.number not in self.lost:
+                assert len(ring.scheduler.lifecycle.table) == 0
+                assert ring.detok.num_open == 0
+
+
+NUMBERS = st.integers(0, 10_000)
+EVENTS = st.lists(st.tuples(st.integers(0, 31), NUMBERS), min_size=10, max_size=120)
+
+
+def play(world: World, events: list[tuple[int, int]], may_rerun: bool = True) -> None:
+    """Let drawn events happen. Without `may_rerun` nothing dies that has tokens of a request."""
+    for kind, number in events:
+        replica, is_odd = number % len(world.rings), number % 2 == 1
+        found = world.open_requests
+        if kind < 16:
+            for turn in range(number % 7 + 1):
+                world.deliver_some(number + 5 * turn)
+        elif kind < 20:
+            world.submit(number % 3 + 1, number % 11 + 1)
+        elif kind < 23 and found and not found[number % len(found)].was_aborted:
+            world.resend(found[number % len(found)])
+        elif kind == 23 and found and is_odd:
+            world.abort(found[number % len(found)])
+        elif kind in (24, 25):
+            world.recall(replica)
+        elif kind == 26:
+            world.restart(replica)
+        elif not may_rerun:
+            continue
+        elif kind == 27:
+            world.lose_connection()
+        elif kind == 28:
+            world.kill(replica, "scheduler_proc" if is_odd else "detok_proc", number % 4 == 1)
+        elif kind == 29:
+            world.restart_frontend()
+        elif kind == 30:
+            world.lose(replica)
+        else:
+            world.return_replica(replica)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(EVENTS)
+def test_every_choice_ends_once_with_its_text_whatever_dies(events: list[tuple[int, int]]) -> None:
+    world = World(2)
+    play(world, events)
+    world.settle()
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(EVENTS)
+def test_recalls_and_requests_sent_again_compute_no_token_twice(
+    events: list[tuple[int, int]],
+) -> None:
+    world = World(3)
+    world.settle()
+    play(world, events, may_rerun=False)
+    world.settle()
+    assert world.replicas.requests.num_results_dropped == 0
+
+
+_ = pytest
