@@ -189,7 +189,7 @@ class Detokenizer:
         """Let requests have turns until the slice is over, or nothing is left."""
         ends_at = time.perf_counter() + self._slice_s
         touched: dict[int, TextStream] = {}
-        while self._backlog and time.perf_counter() < ends_at:
+        while self._backlog:
             name, streams = self._backlog.popitem(last=False)
             stream = next(iter(streams.values()))
             touched[stream.seq] = stream
@@ -198,6 +198,8 @@ class Detokenizer:
                 self._settle(stream, deliveries)
             if streams:
                 self._backlog[name] = streams
+            if time.perf_counter() >= ends_at:
+                break
         for stream in touched.values():
             self._settle(stream, deliveries)
 

@@ -294,7 +294,8 @@ class Detok:
             self.open[opened.seq] = opened.request_id
             self.tokens[opened.request_id] = []
         for seq, token in zip(message.seqs, unpack_ids(message.token_ids), strict=True):
-            self.tokens[self.open[seq]].append(token)
+            if seq in self.open:  # else its replay is on its way
+                self.tokens[self.open[seq]].append(token)
         for closed in message.closed:
             assert closed.request_id not in self.closed, "a request ended twice"
             self.open.pop(closed.seq, None)

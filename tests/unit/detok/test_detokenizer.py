@@ -1,5 +1,6 @@
 """The detokenizer's core: chunks, usage and the one end of every request."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ def ids(text: str) -> list[int]:
 
 
 def detokenizer(interval: int = 1) -> Detokenizer:
-    return Detokenizer(TOKENIZER, interval, clock=lambda: NOW)
+    return Detokenizer(TOKENIZER, interval, clock=lambda: NOW, slice_s=math.inf)
 
 
 def opening(
@@ -451,3 +452,75 @@ def test_text_lengths_cut_a_replay_where_its_chunks_were(
     only = core.process(StepOutput(5.0, [], [], b"", [], replayed=[whole])).replays[ALICE]
     assert pieces_of(only) == pieces_of(plain)
     assert "".join(pieces_of(plain)) == ("häl" if stops == ("lo w",) else "hällo w€z")
+
+
+# --- work in slices -------------------------------------------------------------------------------
+
+
+def long_replay(
+    seq: int, client: bytes, num_tokens: int, regexes: Sequence[str] = (), ends: bool = False
+) -> StreamReplay:
+    start = StreamStart(seq, client, f"r{seq}", True, True, [], stop_regexes=list(regexes))
+    end = closing(seq, client) if ends else None
+    return StreamReplay(start, pack_ids(ids("x") * num_tokens), [], end)
+
+
+def in_small_slices() -> Detokenizer:
+    return Detokenizer(TOKENIZER, 1, clock=lambda: NOW, slice_s=0.0)
+
+
+@pytest.mark.parametrize("regexes", [[], ["~{1,9}Q"]])
+def test_the_replay_of_one_request_delays_no_token_of_another(regexes: list[str]) -> None:
+    core = in_small_slices()
+    replays = [long_replay(seq, ALICE, 2000, regexes) for seq in range(10, 14)]
+    first = step([opening(client=BOB)], [(1, ids("b")[0])])
+    deliveries = core.process(msgspec.structs.replace(first, replayed=replays))
+    assert only_chunk(deliveries, BOB).text == "b"
+    assert deliveries.replays == {}
+    texts, num_steps = [], 0
+    while core.has_work:
+        num_steps += 1
+        deliveries = core.process(step(tokens=[(1, ids("b")[0]), (10, ids("y")[0])]))
+        assert [chunk.text for chunk in deliveries.by_client[BOB]] == ["b"]
+        texts += [chunk.text for chunk in deliveries.replays.get(ALICE, [])]
+        if num_steps > 20_000:
+            break
+        if len(texts) == 4:
+            break
+    assert num_steps >= 4 * 2000 / 16 if not regexes else num_steps >= 4 * 2000
+    assert sorted(text.rstrip("y") for text in texts) == ["x" * 2000] * 4
+
+
+def test_a_short_replay_does_not_wait_for_a_long_one() -> None:
+    core = in_small_slices()
+    replays = [long_replay(1, ALICE, 5000), long_replay(2, BOB, 40)]
+    core.process(StepOutput(5.0, [], [], b"", [], replayed=replays))
+    arrived = []
+    while core.has_work:
+        arrived += list(core.work().replays)
+    assert arrived == [BOB, ALICE]
+
+
+def test_a_request_that_ends_while_it_is_replayed_ends_once_with_all_of_its_text() -> None:
+    core = in_small_slices()
+    core.process(StepOutput(5.0, [], [], b"", [], replayed=[long_replay(1, ALICE, 500)]))
+    sent = [core.process(step(tokens=[(1, ids("y")[0])])), core.process(step(closed=[closing(1)]))]
+    assert core.has_ends
+    while core.has_work:
+        sent.append(core.work())
+    chunks = [c for one in sent for by in (one.replays, one.by_client) for c in by.get(ALICE, [])]
+    assert "".join(chunk.text for chunk in chunks) == "x" * 500 + "y"
+    assert [chunk.end is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert [seq for one in sent for seq in one.ended] == [1]
+    assert core.num_open == 0
+
+
+def test_an_end_that_a_replay_overtakes_is_acknowledged_with_the_end_of_the_replay() -> None:
+    core = in_small_slices()
+    for _ in range(2):
+        replay = long_replay(1, ALICE, 500, ends=True)
+        core.process(StepOutput(5.0, [], [], b"", [], replayed=[replay]))
+    ended = []
+    while core.has_work:
+        ended += core.work().ended
+    assert ended == [1, 1]

@@ -349,3 +349,24 @@ def test_a_request_that_was_refused_is_tried_again_when_it_is_sent_again() -> No
     world.run()
     assert world.detok.closed["late"].finish_reason == "length"
     assert tokens_of(world, "late") == reference([7], 3, True)
+
+
+def test_replays_of_many_tokens_leave_in_pieces_between_the_steps_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(detok_outbox, "MAX_REPLAY_COST", 10)
+    world = World(SchedulerArgs())
+    prompts = {f"r{number}": [5, number + 3] for number in range(6)}
+    for name, prompt in prompts.items():
+        world.send(submit(name, prompt, 3 * len(name) + prompt[1], ignore_eos=True))
+    for _ in range(8):
+        world.step()
+    world.kill_detok()
+    world.restart_detok()
+    assert len(world.detok.replayed) < len(prompts)
+    world.run()
+    assert {replay.opening.request_id for replay in world.detok.replayed} >= {"r5"}
+    for name, prompt in prompts.items():
+        assert world.detok.tokens[name] == reference(prompt, 3 * len(name) + prompt[1], True)
+        assert name in world.detok.closed
+    assert world.scheduler.lifecycle.outbox.all_acknowledged
