@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from quadriga.wire.messages.to_scheduler import AbortRequest, Drain, Submit, Withdraw
-from tokenizer_proc.replicas.placed import Name, Owner, PlacedRequest, RouterKey
+from tokenizer_proc.replicas.placed import ChoiceOwner, Name, PlacedRequest, RouterKey
 from tokenizer_proc.replicas.placed_requests import PlacedRequests
 from tokenizer_proc.replicas.replica_set import ReplicaSet
 from tokenizer_proc.replicas.router import Router
@@ -58,7 +58,7 @@ class Dispatch:
         if placed.homeless:
             self._place(placed)
 
-    def _must_wait(self, placed: PlacedRequest, owners: Iterable[Owner]) -> bool:
+    def _must_wait(self, placed: PlacedRequest, owners: Iterable[ChoiceOwner]) -> bool:
         assert placed.submit is not None
         is_sure = not placed.homeless and all(
             self._requests.is_of_this_frontend(owner.placement) for owner in owners

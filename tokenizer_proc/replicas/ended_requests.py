@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 
-from tokenizer_proc.replicas.placed import Name, Owner
+from tokenizer_proc.replicas.placed import ChoiceOwner, Name
 
 # Ended requests of each replica whose place is remembered.
 MAX_ENDED = 4096
@@ -17,9 +17,9 @@ class EndedRequests:
 
     def __init__(self, num_replicas: int) -> None:
         self._max = MAX_ENDED * num_replicas
-        self._owners: OrderedDict[Name, dict[int, Owner]] = OrderedDict()
+        self._owners: OrderedDict[Name, dict[int, ChoiceOwner]] = OrderedDict()
 
-    def note(self, name: Name, index: int, owner: Owner) -> None:
+    def note(self, name: Name, index: int, owner: ChoiceOwner) -> None:
         """Remember where a choice has ended, unless a later placement of it has ended, too."""
         owners = self._owners.setdefault(name, {})
         self._owners.move_to_end(name)
@@ -29,7 +29,7 @@ class EndedRequests:
         while len(self._owners) > self._max:
             self._owners.popitem(last=False)
 
-    def owner_of(self, name: Name, index: int) -> Owner | None:
+    def owner_of(self, name: Name, index: int) -> ChoiceOwner | None:
         """Return the replica that can replay the end of a choice; None: not known."""
         return self._owners.get(name, {}).get(index)
 

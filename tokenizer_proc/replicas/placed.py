@@ -16,7 +16,7 @@ Name = tuple[bytes, str]
 NEVER_PLACED = -1
 
 
-class Owner(NamedTuple):
+class ChoiceOwner(NamedTuple):
     """The replica that has a choice.
 
     Attributes:
@@ -66,11 +66,13 @@ class PlacedChoice:
     first_token_at: float = 0.0
 
     @property
-    def owner(self) -> Owner | None:
+    def owner(self) -> ChoiceOwner | None:
         """Where the choice is; None while it waits for a replica."""
-        return None if self.replica is None else Owner(self.replica, self.placement, self.since)
+        return (
+            None if self.replica is None else ChoiceOwner(self.replica, self.placement, self.since)
+        )
 
-    def give_to(self, owner: Owner) -> None:
+    def give_to(self, owner: ChoiceOwner) -> None:
         """Take in where the choice is from now on."""
         self.replica, self.placement, self.since = owner
         self.ends_at_owner = False
@@ -119,9 +121,9 @@ class PlacedRequest:
         """Indexes of the open choices that are at no replica."""
         return [i for i, c in self.choices.items() if c.replica is None and not c.has_ended]
 
-    def open_by_owner(self) -> dict[Owner, list[int]]:
+    def open_by_owner(self) -> dict[ChoiceOwner, list[int]]:
         """Return the indexes of the open choices at each owner."""
-        indexes: dict[Owner, list[int]] = {}
+        indexes: dict[ChoiceOwner, list[int]] = {}
         for index, choice in self.choices.items():
             if choice.owner is not None and not choice.has_ended:
                 indexes.setdefault(choice.owner, []).append(index)

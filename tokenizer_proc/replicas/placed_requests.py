@@ -13,8 +13,8 @@ from tokenizer_proc.open_requests import ClientRequests
 from tokenizer_proc.replicas.ended_requests import EndedRequests
 from tokenizer_proc.replicas.placed import (
     NEVER_PLACED,
+    ChoiceOwner,
     Name,
-    Owner,
     PlacedChoice,
     PlacedRequest,
     RouterKey,
@@ -130,12 +130,14 @@ class PlacedRequests:
         indexes, placement = placed.homeless, self._next_placement()
         message, prompt = placed.next_submit(indexes), placed.prompt(self._block_tokens, indexes)
         number = self._router.place(RouterKey(*placed.name, placement), prompt).replica
-        owner = Owner(number, placement, placement)
+        owner = ChoiceOwner(number, placement, placement)
         for index in indexes:
             placed.choices[index].give_to(owner)
         return number, self._stamped(message, owner)
 
-    def sent_again(self, placed: PlacedRequest, owner: Owner, indexes: list[int]) -> MovedSubmit:
+    def sent_again(
+        self, placed: PlacedRequest, owner: ChoiceOwner, indexes: list[int]
+    ) -> MovedSubmit:
         """Return what the owner of some choices is sent, where their client has sent them again."""
         key = RouterKey(*placed.name, owner.since)
         if key not in self._router.ledger:
@@ -145,7 +147,7 @@ class PlacedRequests:
             placed.choices[index].give_to(owner)
         return self._stamped(placed.sent_again(indexes), owner)
 
-    def resent(self, placed: PlacedRequest, owner: Owner, indexes: list[int]) -> MovedSubmit:
+    def resent(self, placed: PlacedRequest, owner: ChoiceOwner, indexes: list[int]) -> MovedSubmit:
         """Return what the new scheduler of an owner is sent, which may know the choices."""
         message = self._stamped(placed.moved(indexes), owner)
         assert placed.submit is not None
@@ -155,7 +157,7 @@ class PlacedRequests:
         self._last_placement += 1
         return self._last_placement
 
-    def _stamped(self, message: MovedSubmit, owner: Owner) -> MovedSubmit:
+    def _stamped(self, message: MovedSubmit, owner: ChoiceOwner) -> MovedSubmit:
         return message.numbered(owner.placement, owner.since, self._sender)
 
     # --- what replicas report ---------------------------------------------------------------------
@@ -175,7 +177,7 @@ class PlacedRequests:
             for ended in news.ended:
                 for index, placement in ended.placements.items():
                     name = (ended.client, ended.request_id)
-                    strays += self._note_end(name, index, Owner(number, placement, placement))
+                    strays += self._note_end(name, index, ChoiceOwner(number, placement, placement))
         for held in (*news.held, *step.started):
             strays += self._hold(number, held)
         runs = replica.runs
@@ -184,7 +186,7 @@ class PlacedRequests:
                 run.choice.token_ids.append(token)
         return strays
 
-    def _note_end(self, name: Name, index: int, owner: Owner) -> list[tuple[int, int]]:
+    def _note_end(self, name: Name, index: int, owner: ChoiceOwner) -> list[tuple[int, int]]:
         """Note that a replica can replay the end of a choice. Return what is superseded by that."""
         self._ended.note(name, index, owner)
         placed = self.find(*name)
@@ -220,7 +222,7 @@ class PlacedRequests:
         run = replica.runs[held.seq] = Run(name, held.index, choice, held.placement)
         if placed is not None and held.placement > choice.placement:
             strays = self._disown(placed, held.index, choice)
-            choice.give_to(Owner(number, held.placement, held.placement))
+            choice.give_to(ChoiceOwner(number, held.placement, held.placement))
         if not run.counts(number):
             replica.strays[held.seq] = run
             return [*strays, (number, held.seq)]
@@ -285,7 +287,7 @@ class PlacedRequests:
         self._replicas[number].runs.pop(choice.seq, None)
         choice.end()
         self._router.on_end(RouterKey(*name, choice.since), index)
-        self._ended.note(name, index, Owner(number, placement, choice.since))
+        self._ended.note(name, index, ChoiceOwner(number, placement, choice.since))
         if placed.has_ended:
             for since in {c.since for c in placed.choices.values()}:
                 self._router.forget(RouterKey(*name, since))
