@@ -41,7 +41,7 @@ def response_of(number: int, num_tokens: int) -> EndedResponse:
     )
     pieces: list[bytes] = []
     stream = ResponseStream(
-        ResponseAnswer(response, ResponseOutput(response.id, frozenset())), pieces.append
+        ResponseAnswer(response, ResponseOutput(response.id, {})), pieces.append
     )
     stream.start(0)
     for word in words:

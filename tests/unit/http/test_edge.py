@@ -169,12 +169,12 @@ def test_a_slow_client_that_takes_enough_gets_everything(monkeypatch: pytest.Mon
     guards: list[slow_client.SlowClientGuard] = []
 
     class RecordedGuard(slow_client.SlowClientGuard):
-        def __enter__(self) -> None:
-            super().__enter__()
+        def __enter__(self) -> slow_client.SlowClientGuard:
             guards.append(self)
             assert self._transport is not None
             server_socket = self._transport.get_extra_info("socket")
             server_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+            return super().__enter__()
 
     monkeypatch.setattr(request_scope, "SlowClientGuard", RecordedGuard)
     ring = ScriptedRing(["a" * 8_000_000])
