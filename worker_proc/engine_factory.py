@@ -24,7 +24,8 @@ from worker_proc.transformers_impl.model import TransformersModel
 if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup
 
-QUANTIZATION_BITS = {"none": None, "int8": 8, "int4": 4, "gguf": None}
+# A GGUF and a quantized checkpoint have the bits of their own weights.
+QUANTIZATION_BITS = {"none": None, "int8": 8, "int4": 4, "gguf": None, "checkpoint": None}
 FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs with numbers of 8 bits
 
 
@@ -112,7 +113,8 @@ def _use_native(args: WorkerArgs, device: torch.device) -> bool:
 
 def cpu_kernel_flags(args: WorkerArgs) -> str:
     """Return the given flags that only the native kernels of a CPU support, for an error."""
-    quantization = "" if args.quantization == "none" else f"--quantization {args.quantization}"
+    is_flag = args.quantization not in ("auto", "none")
+    quantization = f"--quantization {args.quantization}" if is_flag else ""
     kv_cache = "--kv-cache-dtype int8" if args.kv_cache_dtype == "int8" else ""
     return ", ".join(filter(None, (quantization, kv_cache)))
 
@@ -247,7 +249,7 @@ def _native(
         threads=torch.get_num_threads(),
         int8_pages=args.kv_cache_dtype == "int8",
     )
-    bits = QUANTIZATION_BITS[args.quantization]
+    bits = QUANTIZATION_BITS.get(args.quantization)
     if not has_draft:
         return build(model, bits=bits)
     draft = build(same_weights(model), bits=DRAFT_BITS)  # first: an engine takes the weights

@@ -22,22 +22,29 @@ class Runner:
         dtype: Of the weights.
         window: Tokens that every layer's attention is limited to; 0 if a layer sees all that a
             slot can hold.
+        quantization: How the weights are kept: --quantization, with `auto` resolved.
         guesser: Guesses tokens where plans ask for it; None: there are no guesses.
     """
 
     def __init__(
-        self, engine: Engine, table: SlotTable, dtype: torch.dtype, window: int = 0
+        self,
+        engine: Engine,
+        table: SlotTable,
+        dtype: torch.dtype,
+        window: int = 0,
+        quantization: str = "none",
     ) -> None:
         self.engine = engine
         self.table = table
         self.dtype = dtype
         self.window = window if window < table.context_length else 0
+        self.quantization = quantization
         self.guesser: GuessSource | None = None
         self._start_clock = step_clock(table.device)
 
     def with_engine(self, engine: Engine) -> "Runner":
         """Return a runner of the same slots whose steps another engine computes."""
-        return Runner(engine, self.table, self.dtype, self.window)
+        return Runner(engine, self.table, self.dtype, self.window, self.quantization)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:

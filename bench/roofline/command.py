@@ -153,6 +153,8 @@ def kinds_for(context_length: int) -> "list[Kind]":
 
 def report(config: ServerConfig) -> bool:
     """Measure and print, and return whether every bound holds, or raise ConfigError."""
+    if config.worker.quantization == "auto":
+        config = config.replace(quantization="none")
     if config.worker.quantization == "gguf":
         raise ConfigError(
             "quantization gguf has matrices of several formats, and the floor is computed with"

@@ -48,10 +48,12 @@ class WorkerArgs:
         " kernels of a CPU always give it, and the flag refuses to start without them",
     )
     quantization: str = flag(
-        "none",
-        "weights in 8 or 4 bits (groups of 32), inputs rounded to 8 bits as they are multiplied"
-        " (gguf: with the very numbers of a quantized GGUF)",
-        ("none", "int8", "int4", "gguf"),
+        "auto",
+        "how weights are kept. auto: those of a quantized GGUF or checkpoint as stored, where the"
+        " kernels of a CPU have its types and --dtype is not float32, else in --dtype; none: in"
+        " --dtype; gguf: as stored in the GGUF; int8, int4: in groups of 32, of any other model."
+        " Where weights have 8 bits or fewer, inputs are rounded to 8 bits as they are multiplied",
+        ("auto", "none", "int8", "int4", "gguf"),
         basic=True,
     )
     kv_cache_dtype: str = flag(
@@ -117,7 +119,7 @@ class WorkerArgs:
             return
         for feature, is_set in (
             ("attention_backend native", self.attention_backend == "native"),
-            (f"quantization {self.quantization}", self.quantization != "none"),
+            (f"quantization {self.quantization}", self.quantization not in ("auto", "none")),
             ("kv_cache_dtype int8", self.kv_cache_dtype == "int8"),
             ("enable_deterministic_inference", self.enable_deterministic_inference),
             (self.offload_flags, self.has_offload),

@@ -29,7 +29,7 @@ def namespace_of(args: WorkerArgs, files: ModelFiles, runner: Runner, page_bytes
         "weights": weights_digest(files.weights),
         "context": files.context_length,
         "dtype": str(runner.dtype),
-        "quantization": args.quantization,
+        "quantization": runner.quantization,
         "kv_cache_dtype": args.kv_cache_dtype,
         "kernels": runner.engine.kernels,
         "page_size": args.page_size,

@@ -8,14 +8,17 @@ import torch
 
 from quadriga.config.replica_args import ONLY_REPLICA, ReplicaPlace
 from quadriga.config.server_config import ServerConfig
-from quadriga.model_files.gguf.parts import gguf_files
 from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl, native_refusal
 from quadriga.model_files.model_impl.flags import check_flags
 from quadriga.model_files.resolve import ModelFiles
 from worker_proc.distributed.rendezvous import Rendezvous
 from worker_proc.engine_factory import kv_cache_dtype, make_engine, native_kernels_compute
 from worker_proc.loading.loader import load_model
-from worker_proc.loading.quantized.choice import keeps_packed
+from worker_proc.loading.quantized.choice import (
+    AS_STORED,
+    choose_quantization,
+    log_gguf_weights,
+)
 from worker_proc.loading.sharding import WHOLE, TPRank
 from worker_proc.models.base import Model
 from worker_proc.models.registry import build_model
@@ -76,6 +79,8 @@ def make_runner(
         native_kernels = native_kernels_compute(args, device)
     dtype = choose_dtype(args.dtype, device, native_kernels)
     has_draft = wants_draft(config, device, native_kernels)
+    config = config.replace(quantization=choose_quantization(config, files, dtype, device))
+    args = config.worker
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels and streams belong to the current device
         # cuBLAS may else add up the parts of a split product in bfloat16.
@@ -94,7 +99,7 @@ def make_runner(
         table = SlotTable(
             num_slots, context_length, num_pages, args.page_size, device, files.vocab_size
         )
-        return Runner(engine, table, dtype, model.window)
+        return Runner(engine, table, dtype, model.window, args.quantization)
 
     step_bytes = draft_bytes(model) if has_draft and isinstance(model, Model) else 0
     if device.type == "cuda":
@@ -159,28 +164,10 @@ def _load(
         check_weights(empty, dtype, free_memory(device), device)
     if not is_native:
         return load_transformers_model(files, dtype, device, part, ranks)
-    model = load_model(files, dtype, device, keeps_packed(args, files, dtype, device), part)
-    if device.type == "cpu" and args.quantization == "none":
-        _log_widened(files, model, dtype)
+    model = load_model(files, dtype, device, args.quantization in AS_STORED, part)
+    if device.type == "cpu":
+        log_gguf_weights(files, model, dtype, args.quantization)
     if device.type == "cpu" and (args.quantization == "int4" or has_draft):
         on_phase("measure inputs")
         measure_inputs(model, files.context_length)
     return model
-
-
-def _log_widened(files: ModelFiles, model: Model, dtype: torch.dtype) -> None:
-    """Log what the packed weights of a GGUF take in the dtype of the server."""
-    if files.tensor_index is None or files.weights is None:
-        return
-    num_bytes, file_bytes = (
-        sum(values.numel() for values in model.parameters()) * dtype.itemsize,
-        sum(file.stat().st_size for file in gguf_files(files.weights)),
-    )
-    if num_bytes > file_bytes:
-        logging.info(
-            "the GGUF's weights become %s: %d MB instead of %d MB; --quantization gguf multiplies"
-            " them as they are stored",
-            str(dtype).removeprefix("torch."),
-            num_bytes // 1_000_000,
-            file_bytes // 1_000_000,
-        )

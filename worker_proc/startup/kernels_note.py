@@ -10,8 +10,8 @@ def describe_kernels(args: WorkerArgs, runner: Runner) -> str:
     Where the engine is deterministic, the same text and the same model give the same bits.
     """
     weights = str(runner.dtype).removeprefix("torch.")
-    if args.quantization != "none":
-        weights += f" {args.quantization}"
+    if runner.quantization not in ("none", "checkpoint"):
+        weights += f" {runner.quantization}"
     pages = "" if args.kv_cache_dtype == "auto" else f", {args.kv_cache_dtype} pages"
     ranks = "" if args.tp == 1 else f", tp {args.tp}"
     return f"{runner.engine.kernels}, {weights}{pages}{ranks}"

@@ -15,6 +15,7 @@ from quadriga.model_files.builtin.catalog import BUILTINS
 from quadriga.model_files.builtin.fetch import cached_builtin_weights
 from quadriga.model_files.config.decoder_config import DecoderConfig
 from quadriga.model_files.directory import read_json
+from quadriga.model_files.gguf.types import BLOCK_SIZES, FLOAT_TYPES
 from quadriga.model_files.gpt2_sizes import find_size
 from quadriga.model_files.hub import cached_snapshot, looks_like_a_path
 from quadriga.model_files.quantized.methods import read_quantization
@@ -169,7 +170,9 @@ def _fit_memory(report: ModelReport) -> None:
     """Compute the context from the memory that is free now and the default KV pool's share."""
     item_bytes = ITEM_BYTES[report.way]
     weight_bytes = (report.num_parameters or 0) * item_bytes
-    if report.quantization and report.way == NATIVE:
+    types = set(report.weight_bytes) - set(FLOAT_TYPES)
+    stays_as_stored = report.quantization or (types and types <= BLOCK_SIZES.keys())
+    if report.way == NATIVE and stays_as_stored:
         weight_bytes = sum(report.weight_bytes.values())
     pool_bytes = (psutil.virtual_memory().available - weight_bytes) * OTHER_FRACTION
     dtype = "bfloat16" if report.way == NATIVE else "float32"

@@ -14,7 +14,7 @@ def check_flags(args: WorkerArgs, impl: ModelImpl) -> None:
             f"--attention-backend {args.attention_backend}",
             args.attention_backend not in ("auto", "torch"),
         ),
-        (f"--quantization {args.quantization}", args.quantization != "none"),
+        (f"--quantization {args.quantization}", args.quantization not in ("auto", "none")),
         (f"--kv-cache-dtype {args.kv_cache_dtype}", args.kv_cache_dtype != "auto"),
         ("--enable-deterministic-inference", args.enable_deterministic_inference),
     ):

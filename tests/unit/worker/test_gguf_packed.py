@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from gguf.quants import dequantize, quantize
 from torch import Tensor
 
 from quadriga.config.model_args import ModelArgs
+from quadriga.config.server_config import ServerConfig
 from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError, ModelError
 from quadriga.model_files.resolve import ModelFiles, resolve_model
@@ -34,8 +38,10 @@ from worker_proc.engine_factory import make_engine
 from worker_proc.loading.checkpoints import from_gguf
 from worker_proc.loading.gguf_blocks import PackedRows
 from worker_proc.loading.loader import load_model
+from worker_proc.loading.quantized.choice import choose_quantization
 from worker_proc.models.base import Model
 from worker_proc.models.layers import Embedding, Linear
+from worker_proc.startup.build import make_runner
 from worker_proc.torch_engine import TorchEngine
 
 CPU = torch.device("cpu")
@@ -192,3 +198,63 @@ def test_rows_beyond_the_models_ids_are_not_read(packed: bool, tmp_path: Path) -
             assert torch.equal(narrow.dense(), wide.dense()[:500])
         else:
             assert torch.equal(narrow.weight, wide.weight[:500])
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected", "said"),
+    [
+        ({}, "gguf", ""),
+        ({"dtype": "bfloat16"}, "gguf", ""),
+        ({"quantization": "gguf", "dtype": "float32"}, "gguf", ""),
+        ({"quantization": "none"}, "none", ""),
+        ({"dtype": "float32"}, "none", "--dtype float32 asks for exact products"),
+        ({"speculative_method": "self"}, "none", "--speculative-method self"),
+        ({"attention_backend": "torch"}, "none", "only the native kernels of a CPU"),
+    ],
+)
+def test_a_quantized_gguf_stays_as_stored_where_it_can_and_the_log_says_why_it_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, flags: Any, expected: str, said: str
+) -> None:
+    files, config = gguf_of(llama(tmp_path), mixed), ServerConfig().replace(**flags)
+    caplog.set_level(logging.INFO)
+    caplog.clear()
+    assert choose_quantization(config, files, torch.bfloat16, CPU) == expected
+    assert said in caplog.text and bool(caplog.text) == bool(said)
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.F32])
+def test_a_gguf_without_quantized_tensors_is_dense_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Kind
+) -> None:
+    files = gguf_of(llama(tmp_path), lambda _: kind)
+    caplog.set_level(logging.INFO)
+    caplog.clear()
+    assert choose_quantization(ServerConfig(), files, torch.bfloat16, CPU) == "none"
+    assert not caplog.text
+
+
+def test_a_type_that_the_kernels_lack_makes_a_gguf_dense_with_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    files = gguf_of(llama(tmp_path))
+    assert files.tensor_index is not None
+    index = json.loads(files.tensor_index.read_text())
+    index["blk.1.attn_v.weight"]["type"] = "IQ2_XXS"
+    files.tensor_index.write_text(json.dumps(index))
+    assert choose_quantization(ServerConfig(), files, torch.bfloat16, CPU) == "none"
+    assert "blk.1.attn_v.weight has type IQ2_XXS" in caplog.text
+
+
+def test_the_start_says_the_bits_and_bytes_of_the_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    files = gguf_of(llama(tmp_path), mixed)
+    config = ServerConfig().replace(max_total_tokens=256, max_running_requests=1)
+    runner = make_runner(config, files)
+    assert runner.quantization == "gguf"
+    assert re.search(r"as stored in the GGUF \(.*Q4_1.*\), [\d.]+ bits each", caplog.text)
+    caplog.clear()
+    runner = make_runner(config.replace(quantization="none"), files)
+    assert runner.quantization == "none" and "(--quantization gguf)" in caplog.text

@@ -1,6 +1,7 @@
 """Quantized checkpoints are read exactly, whatever the method that wrote them."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quadriga.config.model_args import ModelArgs
-from quadriga.config.worker_args import WorkerArgs
+from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, ModelError
 from quadriga.model_files.resolve import ModelFiles, resolve_model
 from tests.tiny_models import tiny_llama
@@ -22,7 +23,7 @@ from tests.unit.quantized_checkpoint import (
     quantize_checkpoint,
 )
 from worker_proc.loading.loader import load_model
-from worker_proc.loading.quantized.choice import keeps_packed
+from worker_proc.loading.quantized.choice import choose_quantization
 
 CPU = torch.device("cpu")
 
@@ -105,15 +106,24 @@ def test_groups_of_unequal_sizes_are_refused(tmp_path: Path) -> None:
 def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:
     files = tiny_quantized(tmp_path, "awq")
     for flag in ("int8", "int4", "gguf"):
-        args = WorkerArgs(quantization=flag)
+        config = ServerConfig().replace(quantization=flag)
         with pytest.raises(ConfigError, match=rf"--quantization {flag} .*awq, 4 bits.*leave"):
-            keeps_packed(args, files, torch.float32, CPU)
+            choose_quantization(config, files, torch.float32, CPU)
 
 
-def test_plain_torch_dequantizes_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("flags", "expected", "said"),
+    [
+        ({}, "checkpoint", "multiplied as they are"),
+        ({"quantization": "none"}, "none", "as --quantization none asks for it"),
+        ({"dtype": "float32"}, "none", "as --dtype float32 asks for exact products"),
+        ({"attention_backend": "torch"}, "none", "only a CPU's native kernels keep them packed"),
+    ],
+)
+def test_a_quantized_checkpoint_stays_as_stored_where_the_kernels_can_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, flags: Any, expected: str, said: str
 ) -> None:
-    files = tiny_quantized(tmp_path, "awq")
-    args = WorkerArgs(attention_backend="torch")
-    assert not keeps_packed(args, files, torch.bfloat16, CPU)
-    assert "awq, 4 bits, groups of 32, dequantized to bfloat16 (16 bits)" in caplog.text
+    caplog.set_level(logging.INFO)
+    files, config = tiny_quantized(tmp_path, "awq"), ServerConfig().replace(**flags)
+    assert choose_quantization(config, files, torch.bfloat16, CPU) == expected
+    assert "awq, 4 bits, groups of 32" in caplog.text and said in caplog.text
