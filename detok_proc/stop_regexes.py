@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 REQUEST_BUDGET_S = 0.02
 CHOICE_BUDGET_S = 0.001
 BUDGET_PER_SEARCH_S = 20e-6
+# What a choice can save from fast searches for a slow one, in which all other texts wait.
+MAX_SAVED_BUDGET_S = 0.02
 
 
 _compile = lru_cache(maxsize=256)(compile_stop_regex)
@@ -50,7 +52,7 @@ class ChoiceBudget:
 
     def search(self, pattern: "regex.Pattern[str]", text: str) -> "regex.Match[str] | None":
         """Return the first match, which may be partial. Raise SearchTooSlow."""
-        self._left_s += BUDGET_PER_SEARCH_S
+        self._left_s = min(self._left_s + BUDGET_PER_SEARCH_S, MAX_SAVED_BUDGET_S)
         began_at = time.thread_time()
         try:
             match = pattern.search(text, partial=True, timeout=self._left_s + self._request.left_s)

@@ -167,6 +167,17 @@ def test_the_choices_of_a_request_share_its_budget_and_ordinary_ones_go_on() -> 
     assert StopStrings([], ["b+c"], budget=budget).push("abbcd") == ("a", "b+c")
 
 
+def test_fast_searches_save_little_for_a_slow_one() -> None:
+    budget = ChoiceBudget(RequestBudget())
+    fast, slow = regex.compile("zz"), regex.compile("(a+)+$b")
+    for _ in range(20_000):
+        budget.search(fast, "abc")
+    began_at = time.thread_time()
+    with pytest.raises(SearchTooSlow):
+        budget.search(slow, "a" * 300)
+    assert time.thread_time() - began_at < 0.25, "20,000 searches have 0.4 s without a bound"
+
+
 class Interrupted:
     """A pattern during whose search the machine is busy with something else."""
 
