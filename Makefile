@@ -10,7 +10,7 @@ PYTEST = $(BIN)/python -m pytest
 PARALLEL = --numprocesses $(TEST_WORKERS) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve chat bench format lint typecheck test-unit test check page-check docs clean
+.PHONY: help setup serve chat bench format lint typecheck test-unit test check page-check agents docs clean
 
 help: ## print the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,14 @@ check: lint typecheck test-unit ## run what a commit should pass: style, types, 
 page-check: ## build the page again, if there is Node, and compare it with the bundle
 	@if ! command -v npm >/dev/null; then echo "page-check: skipped, no npm"; \
 	else cd http_proc/ui/source && npm ci --ignore-scripts --silent && npm run --silent check; fi
+
+AGENTS = @openai/codex @anthropic-ai/claude-code
+
+agents: setup ## sessions of Codex and Claude Code, if there is npm, which installs them for a while
+	@if ! command -v npm >/dev/null; then echo "agents: skipped, no npm"; else \
+	set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	npm install --silent --no-audit --no-fund --prefix "$$folder" $(AGENTS); \
+	AGENTS_DIR="$$folder" $(PYTEST) tests/integration/test_agent_clients.py $(FLAGS); fi
 
 DOCS_VENV ?= .venv-docs
 

@@ -28,10 +28,24 @@ _BODIES: dict[CallStyle, Callable[[CallContext], CallBody]] = {
 }
 _LIST_STYLES = (CallStyle.JSON, CallStyle.NAMED_JSON, CallStyle.PYTHONIC)
 _MIN_DISTINCTIVE_LENGTH = 4
+# What models write around the object of a call instead of the marks of their template: each mark
+# that opens, with the one that closes.
+_LOOSE_MARKS = {
+    "```json": "```",
+    "```": "```",
+    "<tools>": "</tools>",
+    "<function_call>": "</function_call>",
+}
 
 
 class CallsParser:
     """Parse calls, from the mark that opens them to the one that closes them.
+
+    Args:
+        context: input, output, marks and tools.
+        takes_unmarked: in a format of JSON objects with marks, an object without them, or in a
+            Markdown fence, is a call, too, if it has the name of a tool of the request, and
+            arguments.
 
     Attributes:
         triggers: marks that begin calls.
@@ -39,7 +53,7 @@ class CallsParser:
             calls have a mark.
     """
 
-    def __init__(self, context: CallContext) -> None:
+    def __init__(self, context: CallContext, takes_unmarked: bool = False) -> None:
         self._context = context
         self._source = context.source
         marks = self._format = context.marks
@@ -48,10 +62,15 @@ class CallsParser:
         self._closes = marks_of(*map(first_part, (marks.close, *marks.close_variants)))
         self._call_close = marks_of(first_part(marks.call_close))
         self._separator = marks_of(marks.separator.strip())
-        self.triggers = marks_of(*self._opens, *_inner_triggers(marks))
+        loose = _LOOSE_MARKS if takes_unmarked and _are_marked_objects(marks) else {}
+        # A mark of the format itself keeps its meaning.
+        own = {*self._opens, *_inner_triggers(marks)}
+        self._loose_marks = {opening: end for opening, end in loose.items() if opening not in own}
+        self.triggers = marks_of(*own, *self._loose_marks)
         self._ends = marks_of(*self._call_close.all, *self._closes.all, *self.triggers.all)
         is_unmarked = not (marks.open or marks.call_open or marks.name_open)
-        self.first_characters = _first_characters(marks) if is_unmarked else ""
+        self.first_characters = _first_characters(marks) if is_unmarked or loose else ""
+        self._is_loose = bool(loose)
         self._is_in_list = False
         self._is_after_call = False
 
@@ -64,9 +83,12 @@ class CallsParser:
         self._source.hold()
         self._is_in_list = self._is_after_call = False
         try:
-            if trigger in self._opens:
-                self._source.take(len(trigger))
-            yield from self._calls(needs_known_name=not trigger)
+            if trigger in self._loose_marks or (self._is_loose and not trigger):
+                yield from self._loose_calls(trigger)
+            else:
+                if trigger in self._opens:
+                    self._source.take(len(trigger))
+                yield from self._calls(needs_known_name=not trigger)
         except UnexpectedText:
             pass
         except EndOfAnswer:
@@ -93,6 +115,27 @@ class CallsParser:
                 break
             self._is_after_call = False
         yield from self._drop(self._closes)
+
+    def _loose_calls(self, mark: str) -> Steps[None]:
+        """Parse objects that follow a mark which is not of the format, or none, and the end."""
+        self._source.take(len(mark))
+        ends = marks_of(self._loose_marks.get(mark, ""))
+        while True:
+            try:
+                yield from self._body.call(needs_known_name=True)
+            except UnexpectedText:
+                if not self._context.writer.is_in_call:
+                    raise
+                yield from marks_of(*ends.all, *self._ends.all).copy_before(
+                    self._source, self._context.writer.arguments
+                )
+                self._context.writer.leave_call()
+            self._source.hold()
+            self._is_after_call = True
+            if (yield from self._source.skip_space()) != "{":
+                break
+            self._is_after_call = False
+        yield from self._drop(ends)
 
     def _open_call(self) -> Steps[None]:
         """Consume the bracket of a list of calls and the mark that opens a call."""
@@ -146,6 +189,14 @@ def _inner_triggers(marks: CallFormat) -> list[str]:
         for mark in stripped(marks.call_open, marks.name_open)
         if len(mark) >= _MIN_DISTINCTIVE_LENGTH and not mark[0].isalnum()
     ]
+
+
+def _are_marked_objects(marks: CallFormat) -> bool:
+    """Return whether each call is an object with its name and arguments, between marks."""
+    has_marks = bool(marks.open or marks.call_open)
+    return (
+        marks.style is CallStyle.JSON and has_marks and bool(marks.name_key) and not marks.is_list
+    )
 
 
 def _first_characters(marks: CallFormat) -> str:

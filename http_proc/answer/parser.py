@@ -37,6 +37,7 @@ def make_parser(
     parses_reasoning: bool = True,
     max_calls: int | None = None,
     ends_at_repeat: bool = False,
+    takes_unmarked: bool = False,
 ) -> AnswerParser:
     """Return a parser for one answer.
 
@@ -48,6 +49,8 @@ def make_parser(
             with its marks; marks of calls within it still begin no call.
         max_calls: number of calls after which further ones are dropped; None: no limit.
         ends_at_repeat: a call that repeats an earlier one ends the answer, and is dropped.
+        takes_unmarked: a JSON object without the marks of calls is a call of a tool of the request
+            if it has the form of one. False for an answer that a grammar makes.
     """
     source, writer = AnswerInput(), EventWriter(max_calls, ends_at_repeat)
     calls = answer_format.calls
@@ -55,7 +58,7 @@ def make_parser(
         return HarmonyParser(source, writer, tools, begins_in_reasoning, parses_reasoning)
     calls_parser = None
     if calls is not None and tools:
-        calls_parser = CallsParser(CallContext(source, writer, calls, tools))
+        calls_parser = CallsParser(CallContext(source, writer, calls, tools), takes_unmarked)
     return MarkedAnswerParser(
         source,
         writer,

@@ -30,7 +30,7 @@ from quadriga.answer_format import (
     from_info,
 )
 from quadriga.client.async_client import RequestOptions
-from quadriga.sampling.params import SamplingParams
+from quadriga.sampling.params import GRAMMAR_FIELDS, SamplingParams
 from quadriga.wire.messages.from_client import ChatOptions
 
 
@@ -44,6 +44,7 @@ class AnswerReader:
         max_calls: number of calls that an answer may have; None: any.
         parses_reasoning: the reasoning is separated from the text.
         ends_at_repeat: a call that repeats an earlier one ends the answer.
+        takes_unmarked: calls may lack their marks: no grammar makes the answer.
     """
 
     answer_format: AnswerFormat
@@ -51,6 +52,7 @@ class AnswerReader:
     max_calls: int | None
     parses_reasoning: bool
     ends_at_repeat: bool
+    takes_unmarked: bool
 
     @property
     def needs_chunks(self) -> bool:
@@ -74,6 +76,7 @@ class AnswerReader:
             parses_reasoning=self.parses_reasoning,
             max_calls=self.max_calls,
             ends_at_repeat=self.ends_at_repeat,
+            takes_unmarked=self.takes_unmarked,
         )
 
 
@@ -109,6 +112,7 @@ async def prepare_chat(gateway: Gateway, call: ChatCall) -> PreparedChat:
         None if call.is_parallel else 1,
         call.reasoning.is_parsed,
         ends_at_repeat=call.is_parallel and call.tool_choice.mode is ToolMode.REQUIRED,
+        takes_unmarked=not _has_grammar(sampling.params),
     )
     options: RequestOptions = {
         "priority": call.priority,
@@ -119,6 +123,10 @@ async def prepare_chat(gateway: Gateway, call: ChatCall) -> PreparedChat:
     if reader.ends_at_repeat:
         params = msgspec.structs.replace(params, text_lengths=True)
     return PreparedChat(params, options, names, reader)
+
+
+def _has_grammar(params: SamplingParams) -> bool:
+    return any(getattr(params, field) is not None for field in GRAMMAR_FIELDS)
 
 
 def ends_in_reasoning(prompt_end: str, reasoning: ReasoningFormat | None) -> bool:

@@ -136,9 +136,11 @@ class _Arguments:
         """End a call without arguments at the end of its object.
 
         Raises:
-            UnexpectedText: The object has no name either, so that it is not a call.
+            UnexpectedText: The object has no name either, or lacks the marks of a format that has
+                marks, so that it is not a call.
         """
-        if not self.name:
+        marks = self._context.marks
+        if not self.name or (self.needs_known_name and (marks.open or marks.call_open)):
             raise UnexpectedText
         self._write("{}")
         self._end()

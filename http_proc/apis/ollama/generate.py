@@ -124,7 +124,7 @@ def _no_template(gateway: Gateway, field: str) -> ApiError:
 
 def _plain(prompt: str, sampling: Sampling) -> GeneratePrompt:
     """Return a prompt whose answer is text alone."""
-    reader = AnswerReader(AnswerFormat(), ToolSchemas(), None, False, False)
+    reader = AnswerReader(AnswerFormat(), ToolSchemas(), None, False, False, False)
     params: SamplingParams = sampling.params
     return GeneratePrompt(prompt, PreparedChat(params, {}, {**NAMES, **sampling.names}, reader))
 
@@ -147,6 +147,7 @@ async def _with_context(
         reader.max_calls,
         reader.parses_reasoning,
         reader.ends_at_repeat,
+        reader.takes_unmarked,
         text_end,
     )
     return GeneratePrompt(

@@ -273,3 +273,67 @@ def test_an_object_without_a_mark_that_is_no_call_is_not_held_back() -> None:
     assert parser.push('{"result": ') == [TextDelta('{"result": ')]
     parser = make_parser(KNOWN_FORMATS["llama3_json"], tools=TOOLS)
     assert parser.push('{"name": "Ann", ') == [TextDelta('{"name": "Ann", ')]
+
+
+CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
+UNMARKED = (
+    CALL,
+    f"\n{CALL}\n",
+    f"```json\n{CALL}\n```",
+    f"```\n{CALL}\n```",
+    f"<tools>\n{CALL}\n</tools>",
+    f"<function_call>{CALL}</function_call>",
+    '```json\n{\n  "arguments": {"city": "Rome"},\n  "name": "weather"\n}\n```\n',
+)
+
+
+@pytest.mark.parametrize("source", ["hermes", "qwen3"])
+@pytest.mark.parametrize("text", UNMARKED)
+def test_a_call_without_the_marks_of_its_format_is_a_call_wherever_it_is_cut(
+    source: str, text: str
+) -> None:
+    for pieces in (list(text), *([text[:cut], text[cut:]] for cut in range(len(text)))):
+        answer = parse(source, pieces, takes_unmarked=True)
+        (call,) = answer.calls
+        assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Rome"})
+        assert call.is_complete and answer.text == ""
+    assert parse(source, [text]).calls == [] and parse(source, [text]).text == text
+
+
+def test_calls_without_marks_follow_text_and_each_other() -> None:
+    time = '{"name": "time", "arguments": {}}'
+    for text in (
+        f"I look.\n\n```json\n{CALL}\n```\n\n```json\n{time}\n```",
+        f"I look.\n```json\n{CALL}\n{time}\n```",
+        f"I look.<tools>{CALL}</tools>{hermes('time', '{}')}",
+    ):
+        answer = parse("hermes", list(text), takes_unmarked=True)
+        assert [call.name for call in answer.calls] == ["weather", "time"]
+        assert answer.text.strip() == "I look."
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "unknown", "arguments": {}}',
+        '{"name": "weather"}',
+        '```json\n{"name": "weather", "city": "Rome"}\n```',
+        '```json\n{"city": "Rome"}\n``` and ```\nls\n```\n',
+        '```python\nprint({"name": "weather", "arguments": {}})\n```',
+        f"It is {CALL}",
+        "```json\n[1, 2]\n```",
+        "```json",
+        "a ``` b <tools>x</tools> {",
+        "{",
+    ],
+)
+def test_what_has_not_the_form_of_a_call_stays_text(text: str) -> None:
+    for pieces in ([text], list(text)):
+        answer = parse("hermes", pieces, takes_unmarked=True)
+        assert (answer.text, answer.calls) == (text, [])
+
+
+def test_a_format_of_other_calls_takes_no_unmarked_objects() -> None:
+    for source in ("qwen3_coder", "mistral", "deepseek_v3"):
+        text = f"```json\n{CALL}\n```"
+        assert parse(source, [text], takes_unmarked=True).text == text

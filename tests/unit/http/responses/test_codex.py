@@ -306,3 +306,25 @@ def test_tools_that_the_client_runs_itself_are_passed_over_with_a_line_in_the_lo
     caplog.set_level(logging.INFO)
     run(ring, test)
     assert sum(kinds[2] in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_call_in_a_fence_is_a_call_unless_a_strict_tool_or_a_schema_makes_the_answer() -> None:
+    fenced = '```json\n{"name": "shell", "arguments": {"command": ["ls"]}}\n```'
+    body: Any = {"model": "tiny", "input": "List.", "tools": [SHELL]}
+    ring = ScriptedRing([fenced[:9], fenced[9:30], fenced[30:]])
+
+    async def test(client: openai.AsyncOpenAI) -> None:
+        for streamed in (False, True):
+            answer: Any = await client.responses.create(**body, stream=streamed)
+            if streamed:
+                answer = [event async for event in answer][-1].response
+            (call,) = answer.output
+            assert (call.type, call.name, call.status) == ("function_call", "shell", "completed")
+            assert json.loads(call.arguments) == {"command": ["ls"]}
+        strict = {**body, "tools": [{**SHELL, "strict": True}]}
+        format_ = {"type": "json_schema", "name": "a", "schema": {"type": "object"}}
+        for other in (strict, {**body, "text": {"format": format_}}, {**body, "tools": []}):
+            answer = await client.responses.create(**other)
+            assert answer.output_text == fenced
+
+    run(ring, test)
