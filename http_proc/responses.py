@@ -25,10 +25,17 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 @dataclass(frozen=True, slots=True)
 class StreamFraming:
-    """How the events of a stream are sent. has_comments: clients skip lines that begin with ":"."""
+    """How the events of a stream are sent.
+
+    Attributes:
+        has_comments: clients skip lines that begin with ":".
+        keepalive: an event without a meaning that follows each comment, for clients that count the
+            time since the last event. It is not numbered, and not kept.
+    """
 
     content_type: str
     has_comments: bool
+    keepalive: bytes = b""
 
 
 SERVER_SENT_EVENTS = StreamFraming("text/event-stream; charset=utf-8", True)
@@ -178,7 +185,8 @@ class EventStream:
                 await self._sink.write(data)
                 self._watch.on_write()
             elif comment := self._watch.take_comment():
-                await self._sink.comment(comment)
+                keepalive = self._renderer.framing.keepalive if self._has_started else b""
+                await self._sink.comment(comment + keepalive)
                 self._watch.on_write()
             if is_last:
                 return

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from quadriga.wire.messages.to_client import RequestProgress
 from tests.unit.scripted_ring import ScriptedRing, gateway_before
 
 SESSION_TIMEOUT_S = 60.0
@@ -59,6 +60,7 @@ base_url = "{url}/v1"
 wire_api = "responses"
 request_max_retries = 0
 stream_max_retries = 0
+stream_idle_timeout_ms = {idle_timeout_ms}
 
 [mcp_servers.tracker]
 command = "{python}"
@@ -72,6 +74,12 @@ pytestmark = pytest.mark.timeout(90)
 class AgentRing(ScriptedRing):
     """A model that calls a tool of the client, and then says what it returned.
 
+    Args:
+        tool: name of the tool.
+        call: text of the call.
+        num_questions: number of questions for the progress of the first request that has tools,
+            after which it is answered; 0: it is answered at once.
+
     Attributes:
         tool: name of the tool.
         call: text of the call.
@@ -79,8 +87,9 @@ class AgentRing(ScriptedRing):
         offered: names of the tools of the last chat that had any.
     """
 
-    def __init__(self, tool: str, call: str) -> None:
+    def __init__(self, tool: str, call: str, num_questions: int = 0) -> None:
         super().__init__([], context_length=32768)
+        self.num_questions = num_questions
         self.tool = tool
         self.call = call
         self.results: list[str] = []
@@ -98,6 +107,17 @@ class AgentRing(ScriptedRing):
         else:
             self.pieces = ['{"title": "Open tickets"}']
         return super().submit(prompt, params, **options)
+
+    def _answer(self, handle: Any, sink: Any) -> None:
+        if self.num_questions == 0:
+            super()._answer(handle, sink)
+
+    async def progress(self, request_ids: list[str], timeout: float) -> list[RequestProgress]:
+        if self.num_questions:
+            self.num_questions -= 1
+            if self.num_questions == 0:
+                self._answer(self.handles[-1], self.sinks[-1])
+        return await super().progress(request_ids, timeout)
 
 
 def client_program(name: str, package: str) -> str:
@@ -162,17 +182,23 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("written", [marked, fenced])
+@pytest.mark.parametrize(
+    ("written", "num_questions"),
+    [(marked, 0), (fenced, 0), pytest.param(marked, 12, id="after a long prefill")],
+)
 def test_codex_calls_a_tool_of_its_mcp_server_and_uses_the_result(
-    directory: Path, written: Any
+    directory: Path, written: Any, num_questions: int
 ) -> None:
     codex = client_program("codex", "@openai/codex")
-    ring = AgentRing(TOOL, written(TOOL))
+    ring = AgentRing(TOOL, written(TOOL), num_questions)
 
     async def session() -> None:
-        async with gateway_before(ring) as (url, _):
+        async with gateway_before(ring, sse_ping_interval=0.5) as (url, _):
             config = CODEX_CONFIG.format(
-                url=url, python=sys.executable, server=directory / "mcp.py"
+                url=url,
+                python=sys.executable,
+                server=directory / "mcp.py",
+                idle_timeout_ms=3000 if num_questions else 60_000,
             )
             (directory / "home" / "config.toml").write_text(config)
             variables = environment(directory / "home")

@@ -1,6 +1,7 @@
 """Format a response as server-sent events."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 
@@ -19,6 +20,8 @@ _LAST = {
     "failed": "response.failed",
 }
 
+KEEPALIVE = named_event(b"keepalive", b'{"type":"keepalive"}')
+
 _encode = msgspec.json.encode
 
 
@@ -31,7 +34,7 @@ class ResponseStream:
             collected.
     """
 
-    framing = SERVER_SENT_EVENTS
+    framing = replace(SERVER_SENT_EVENTS, keepalive=KEEPALIVE)
 
     def __init__(
         self, answer: ResponseAnswer, on_end: Callable[[bytes], None] | None = None

@@ -247,3 +247,28 @@ def test_comments_say_how_far_the_furthest_request_is() -> None:
     assert comment(furthest([*values, RequestProgress(PREPARING)])) == b": queued 3, about 1 s\n\n"
     assert comment(furthest([*values, RequestProgress(DECODING)])) == b": decoding\n\n"
     assert comment(furthest(values[:1])) == b": waiting for the server\n\n"
+
+
+def test_an_event_without_a_meaning_follows_each_comment_of_a_response() -> None:
+    ring = silent_ring()
+
+    async def test(gateway: Gateway) -> None:
+        url = f"{gateway.args.url}/v1"
+        async with (
+            openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0) as client,
+            client.responses.stream(model="tiny", input="x") as stream,
+        ):
+            events: list[Any] = []
+            async for event in stream:
+                events.append(event)
+                if sum(event.type == "keepalive" for event in events) == 2:
+                    ring.sinks[0](chunk("hello", ring._completion()))
+            answer = await stream.get_final_response()
+        assert answer.output_text == "hello"
+        kinds = [event.type for event in events]
+        assert kinds[:3] == ["response.created", "response.in_progress", "keepalive"]
+        assert kinds[-1] == "response.completed"
+        numbers = [event.sequence_number for event in events if event.type != "keepalive"]
+        assert numbers == list(range(len(numbers)))
+
+    run_at_gateway(ring, test, sse_ping_interval=0.1)
