@@ -14,8 +14,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from llguidance import LLTokenizer
 
+from quadriga.sampling.grammar import compile_grammar, to_library_form
+from quadriga.sampling.params import SamplingParams, grammar_of
 from quadriga.wire.messages.to_client import RequestProgress
 from tests.unit.scripted_ring import ScriptedRing, gateway_before
 
@@ -84,7 +88,8 @@ class AgentRing(ScriptedRing):
         tool: name of the tool.
         call: text of the call.
         results: the results of the tool that chats had.
-        offered: names of the tools of the last chat that had any.
+        offered: the tools of the last chat that had any, by name.
+        asked: parameters of the last request.
     """
 
     def __init__(self, tool: str, call: str, num_questions: int = 0) -> None:
@@ -93,10 +98,13 @@ class AgentRing(ScriptedRing):
         self.tool = tool
         self.call = call
         self.results: list[str] = []
-        self.offered: list[str] = []
+        self.offered: dict[str, dict[str, Any]] = {}
+        self.asked = SamplingParams()
 
     def submit(self, prompt: Any, params: Any, **options: Any) -> Any:
-        tools = [tool["function"]["name"] for tool in options["chat"].tools or ()]
+        functions = [tool["function"] for tool in options["chat"].tools or ()]
+        tools = {function["name"]: function for function in functions}
+        self.asked = params
         self.offered = tools or self.offered
         results = [turn["content"] for turn in prompt if turn["role"] == "tool"]
         self.results += results
@@ -140,6 +148,34 @@ def environment(home: Path) -> dict[str, str]:
     local = "127.0.0.1,localhost"
     return {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(home), **proxies,
             "NO_PROXY": local, "no_proxy": local}  # fmt: skip
+
+
+async def check_forced_calls(url: str, ring: AgentRing) -> None:
+    """Force calls of the client's own tools: any of them, and each. The grammars compile."""
+    tools, names = list(ring.offered.values()), list(ring.offered)
+    ring.tool, vocabulary = "", LLTokenizer("byte")
+    chat = [{"type": "function", "function": tool} for tool in tools]
+    messages = [
+        {"name": tool["name"], "description": tool.get("description"),
+         "input_schema": tool["parameters"]}
+        for tool in tools
+    ]  # fmt: skip
+    asked: list[tuple[str, Any, Any]] = [("chat/completions", chat, "required")]
+    asked.append(("messages", messages, {"type": "any"}))
+    for name in names:
+        function = {"type": "function", "function": {"name": name}}
+        asked.append(("chat/completions", chat, function))
+        asked.append(("messages", messages, {"type": "tool", "name": name}))
+    turns = [{"role": "user", "content": QUESTION}]
+    async with aiohttp.ClientSession() as session:
+        for path, given, choice in asked:
+            body = {"model": "tiny", "max_tokens": 9, "messages": turns, "tools": given}
+            body["tool_choice"] = choice
+            async with session.post(f"{url}/v1/{path}", json=body) as response:
+                assert response.status == 200, (choice, await response.text())
+            grammar = grammar_of(ring.asked)
+            assert grammar is not None
+            compile_grammar(vocabulary, to_library_form(grammar, vocabulary))
 
 
 async def output_of(command: list[str], directory: Path, variables: dict[str, str]) -> str:
@@ -205,7 +241,8 @@ def test_codex_calls_a_tool_of_its_mcp_server_and_uses_the_result(
             variables["CODEX_HOME"] = str(directory / "home")
             command = [codex, "exec", "--json", "--skip-git-repo-check", QUESTION]
             output = await output_of(command, directory / "work", variables)
-        assert len(ring.results) == 1 and f"{RESULT} list_tickets" in ring.results[0], output
+            assert len(ring.results) == 1 and f"{RESULT} list_tickets" in ring.results[0], output
+            await check_forced_calls(url, ring)
         assert "exec_command" in ring.offered
         lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
         items = [line["item"] for line in lines if line["type"] == "item.completed"]
@@ -243,10 +280,11 @@ def test_claude_code_calls_a_tool_of_its_mcp_server_and_uses_the_result(
             command = [claude, "-p", QUESTION, "--output-format", "json", "--allowedTools", name]
             command += ["--mcp-config", str(directory / "mcp.json"), "--strict-mcp-config"]
             output = await output_of(command, directory / "work", variables)
+            assert len(ring.results) == 1 and f"{RESULT} {tool}" in ring.results[0], output
+            await check_forced_calls(url, ring)
         result = json.loads(output.splitlines()[-1])
         assert not result["is_error"] and result["result"] == ANSWER, output
         assert result["num_turns"] == 2 and not result["permission_denials"]
-        assert len(ring.results) == 1 and f"{RESULT} {tool}" in ring.results[0], output
         assert {"Bash", "Edit", name} <= set(ring.offered)
 
     asyncio.run(session())
