@@ -173,6 +173,7 @@ def other_kernels() -> Iterator[Compiled]:
     ):
         options = {"ROTATED": rotated, "NORMED": normed, "WHOLE": whole}
         types = {**paged, "qkv_stride": "i32", "cosines": FLOATS, "sines": FLOATS}
+        types["nonfinite_from"] = "*i32"
         types |= {"epsilon": "fp32", "offset": "fp32"}
         label = f"rotate and write, rotated {rotated}, normed {normed}, whole {whole}"
         yield Compiled(label, rotate_write._rotate_write, turning | part | options, types)

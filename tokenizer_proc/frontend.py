@@ -15,7 +15,8 @@ import msgspec
 
 from quadriga.config.tenant_args import TenantArgs
 from quadriga.config.trace_args import TraceArgs
-from quadriga.errors import InvalidRequest, QuadrigaError, ServerStopping
+from quadriga.errors import InvalidRequest, QuadrigaError, RequestFailed, ServerStopping
+from quadriga.runtime.logs import log_exception
 from quadriga.tracing.exporter import NoExporter
 from quadriga.wire.async_port import AsyncPort
 from quadriga.wire.messages.from_client import (
@@ -118,8 +119,15 @@ class Frontend:
             else:
                 self._take_message(client, frame)
         except QuadrigaError as error:
-            request_id = validation.peek(payload[0]).request_id if payload else ""
-            self.clients.refuse(client, request_id, error)
+            self._refuse(client, payload, error)
+        except Exception:  # a fault of this process: the client gets an answer, and no other waits
+            log_exception()
+            failed = RequestFailed("the server failed on this message; its log says why")
+            self._refuse(client, payload, failed)
+
+    def _refuse(self, client: bytes, payload: list[bytes], error: QuadrigaError) -> None:
+        request_id = validation.peek(payload[0]).request_id if payload else ""
+        self.clients.refuse(client, request_id, error)
 
     def _take_message(self, client: bytes, frame: bytes) -> None:
         message = validation.parse(frame)

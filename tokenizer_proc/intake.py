@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quadriga import clock
-from quadriga.errors import QuadrigaError, ServerStopping
+from quadriga.errors import QuadrigaError, RequestFailed, ServerStopping
+from quadriga.runtime.logs import log_exception
 from quadriga.sampling.limits import MAX_CHOICES
 from quadriga.wire.messages.arrays import num_ids
 from quadriga.wire.messages.from_client import Generate
@@ -204,6 +205,10 @@ class RequestIntake:
             self._submit(request, prepared, form)
         except QuadrigaError as error:
             self._clients.refuse(request.client, request.request_id, error)
+        except Exception:  # as in Frontend.on_public
+            log_exception()
+            failed = RequestFailed("the server failed on this message; its log says why")
+            self._clients.refuse(request.client, request.request_id, failed)
         finally:
             waits = any(unproven is request for unproven, _, _ in self._unproven)
             is_there = self._incoming.find(request.client, request.request_id) is request

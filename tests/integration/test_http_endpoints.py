@@ -153,7 +153,9 @@ def test_generate_has_logprobs_in_a_stream_too(gateway: str) -> None:
 
 def test_abort_request_ends_a_stream_with_what_it_had(gateway: str, server: Server) -> None:
     body = {"text": TEXT, "rid": "abc", "stream": True}
-    body["sampling_params"] = GREEDY | {"max_new_tokens": 250, "temperature": 1}
+    body["sampling_params"] = GREEDY | {
+        "max_new_tokens": 250, "temperature": 1, "ignore_eos": True,
+    }  # fmt: skip
     request = urllib.request.Request(f"{gateway}/generate", json.dumps(body).encode())
     with urllib.request.urlopen(request, timeout=30) as stream:
         first = stream.readline()
@@ -306,7 +308,12 @@ def test_an_invalid_request_is_a_400_in_openais_format(gateway: str, body: bytes
         {"tool_choice": {"type": "function"}},
         {"response_format": {"type": "xml"}},
         {"response_format": {"type": "json_schema"}},
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "horse"}}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": {"type": "horse"}, "strict": True},
+            }
+        },
         {"top_logprobs": 5},
         {"stream_options": {"every": 1}},
         {"chat_template_kwargs": 5},

@@ -35,6 +35,7 @@ from quadriga.wire.messages.from_client import (
     Tokenize,
 )
 from quadriga.wire.messages.grammar import ThinkingForm
+from quadriga.wire.messages.large_integers import with_large_integers
 from quadriga.wire.messages.to_client import Refused, Text, Tokens
 from quadriga.wire.sockets import encode
 from tokenizer_proc.preparation import validation
@@ -74,7 +75,6 @@ Answer = Tokens | Text
 # All but Prepared are public messages, which the client is sent as they stand.
 Outcome = Prepared | Tokens | Text | Refused
 
-_encode = msgspec.msgpack.Encoder().encode
 _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 
@@ -166,7 +166,7 @@ class Preparer:
             timeout=given(message.timeout, args.request_timeout),
         )
         asked = (message.prompt, message.prompt_token_ids, message.params, message.chat)
-        digest = hashlib.blake2b(_encode(asked), digest_size=DIGEST_BYTES).digest()
+        digest = hashlib.blake2b(_packed(asked), digest_size=DIGEST_BYTES).digest()
         return Prepared(request, bad_words, grammar, prompt.end, thinking, digest)
 
     def convert(self, message: Tokenize | Detokenize) -> Answer:
@@ -214,6 +214,13 @@ class Preparer:
         except Exception as error:  # a template or a tokenizer may raise anything
             logging.exception("a prompt cannot be encoded")
             raise InvalidRequest(f"prompt cannot be encoded: {error}", "prompt") from None
+
+
+def _packed(asked: object) -> bytes:
+    try:
+        return encode(asked)
+    except OverflowError:
+        return encode(with_large_integers(asked))
 
 
 class _Prompt(NamedTuple):

@@ -92,14 +92,11 @@ def find_stored_head(directory: Path, config: DecoderConfig) -> StoredHead:
     Raises:
         ModelError: A file cannot be read.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     with ExitStack() as opened:
         try:
-            files = [
-                opened.enter_context(safe_open(file, framework="pt"))
-                for file in safetensors_files(directory)
-            ]
+            files = [opened.enter_context(_opened(file)) for file in safetensors_files(directory)]
             stored = {
                 plain_name(config, name): (file, name)
                 for file in files
@@ -119,6 +116,16 @@ def find_stored_head(directory: Path, config: DecoderConfig) -> StoredHead:
             return StoredHead.TIED if _are_equal(*slices) else StoredHead.OWN
         except (SafetensorError, OSError) as error:
             raise ModelError(f"cannot read {directory}: {error}; fetch the files again") from None
+
+
+def _opened(file: Path) -> Any:
+    """Open a *.safetensors. Raise ModelError if it cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"cannot read {file}: {error}; fetch the file again") from None
 
 
 def _are_equal(first: Any, second: Any) -> bool:
