@@ -161,7 +161,7 @@ def other_kernels() -> Iterator[Compiled]:
     yield Compiled("combine", attention._combine, combining,
                    {"parts": FLOATS, "weights": FLOATS, "splits": "i32"})  # fmt: skip
     paged = {"slots": IDS, "positions": IDS, "page_table": IDS, "page_table_stride": "i32"}
-    turning = {**HEADS, "HEADS": 32, "BLOCK_HEADS": 64}
+    turning = {**HEADS, "HEADS": 32, "BLOCK_HEADS": 64, "BLOCK_OUT": 4096}
     half = {"HALF": 32, "BLOCK_HALF": 32, "BLOCK_REST": 0}
     quarter = {"HALF": 8, "BLOCK_HALF": 8, "BLOCK_REST": 64}
     for rotated, normed, whole, part in (
@@ -173,7 +173,7 @@ def other_kernels() -> Iterator[Compiled]:
     ):
         options = {"ROTATED": rotated, "NORMED": normed, "WHOLE": whole}
         types = {**paged, "qkv_stride": "i32", "cosines": FLOATS, "sines": FLOATS}
-        types["nonfinite_from"] = "*i32"
+        types["nonfinite_from"] = IDS
         types |= {"epsilon": "fp32", "offset": "fp32"}
         label = f"rotate and write, rotated {rotated}, normed {normed}, whole {whole}"
         yield Compiled(label, rotate_write._rotate_write, turning | part | options, types)

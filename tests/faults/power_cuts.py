@@ -180,6 +180,7 @@ class AcknowledgedWrites:
         item: Any = {"type": "message", "role": "user", "content": text}
         talk = client.conversations.create(items=[item]).id
         self._talks[talk] = [text]
+        del self._talks[talk]  # the second turn may be there before it is acknowledged
         client.conversations.items.create(talk, items=[item])
         self._talks[talk] = [text, text]
         data = json.dumps({"custom_id": text}).encode()
