@@ -77,7 +77,7 @@ class ServerFlags(TypedDict, total=False):
     disable_cuda_graph: bool
     enable_nvtx: bool
     enable_deterministic_inference: bool
-    quantization: Literal["none", "int8", "int4", "gguf"]
+    quantization: Literal["auto", "none", "int8", "int4", "gguf"]
     kv_cache_dtype: Literal["auto", "int8", "fp8"]
     kv_cache_dir: str
     kv_cache_dir_size: float

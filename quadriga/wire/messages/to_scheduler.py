@@ -92,8 +92,8 @@ class ChoiceProgress(msgspec.Struct, array_like=True, frozen=True):
 class MovedSubmit(Submit, tag="submit", array_like=True, frozen=True):
     """A Submit in the form that is read.
 
-    A placement gives choices to a replica, new ones or, where their client has sent the request again,
-    once more. The frontend numbers placements upwards, from a larger number on than any frontend
+    A placement gives choices to a replica: new ones, or those of a request that its client has sent
+    again. The frontend numbers placements upwards, from a larger number on than any frontend
     before it has given, so that of two placements of a choice the larger one is in force.
 
     Attributes:
