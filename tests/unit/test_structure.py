@@ -39,8 +39,11 @@ def imports_of(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            submodules = {f"{node.module}.{alias.name}" for alias in node.names}
-            names |= submodules & sources().keys() or {node.module}
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names} & sources().keys()
+            # `from package import module` runs the package's __init__.py, too; that of quadriga
+            # imports what it passes on at its first use.
+            is_lazy = node.module == "quadriga" and submodules
+            names |= submodules if is_lazy else submodules | {node.module}
     return names & sources().keys()
 
 
