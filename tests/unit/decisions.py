@@ -20,8 +20,8 @@ from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import ConfigError
 from scheduler_proc.scheduler import Scheduler
 from tests.unit.chaos import random_life
+from tests.unit.decision_log import DecisionLog
 from tests.unit.decision_traces import PAGE_SIZE, TRACES
-from tests.unit.frame_log import FrameLog
 from tests.unit.recorded_server import EOS, Server
 
 GOLDEN = Path(__file__).parent / "golden" / "decisions.json"
@@ -86,7 +86,7 @@ def _combinations() -> Iterator[tuple[str, dict[str, Any]]]:
     yield from SPECIAL.items()
 
 
-def run_case(trace_name: str, flags: dict[str, Any], log: FrameLog) -> None:
+def run_case(trace_name: str, flags: dict[str, Any], log: DecisionLog) -> None:
     """Run a trace under the flags of a case, and log what the scheduler sends."""
     trace = TRACES[trace_name]()
     args = SchedulerArgs(**{**trace.flags, **flags})
@@ -101,14 +101,16 @@ def run_case(trace_name: str, flags: dict[str, Any], log: FrameLog) -> None:
     server.run()
 
 
-def run_chaos(num_steps: int, seed: int, log: FrameLog) -> None:
+def run_chaos(num_steps: int, seed: int, log: DecisionLog) -> None:
     """Run random servers under random loads until there were so many steps."""
     while log.num_plans < num_steps:
-        random_life(random.Random(seed), STEPS_OF_A_SERVER, log.observe)
+        random_life(
+            random.Random(seed), STEPS_OF_A_SERVER, lambda _link, message: log.observe(message)
+        )
         seed += 1
 
 
-def run(name: str, log: FrameLog) -> None:
+def run(name: str, log: DecisionLog) -> None:
     """Run the case of a name.
 
     Raises:
@@ -124,7 +126,7 @@ def summaries(names: list[str]) -> dict[str, dict[str, Any]]:
     """Run cases and return the summary of each log."""
     results = {}
     for name in names:
-        log = FrameLog()
+        log = DecisionLog()
         run(name, log)
         results[name] = log.summary
     return results
@@ -146,9 +148,9 @@ def main() -> None:
     if arguments.log is not None:
         if arguments.log not in (CHAOS, *cases()):
             sys.exit(f"no case {arguments.log!r}; there are {CHAOS}, {', '.join(cases())}")
-        run(arguments.log, FrameLog(print))
+        run(arguments.log, DecisionLog(print))
     elif arguments.chaos_steps is not None:
-        log = FrameLog()
+        log = DecisionLog()
         run_chaos(arguments.chaos_steps, arguments.seed, log)
         print(json.dumps(log.summary))
     elif arguments.write:

@@ -22,8 +22,8 @@ from scheduler_proc.durability.journal_opening import FILE_NAME, open_journal
 from scheduler_proc.durability.journal_records import JournalHeader
 from scheduler_proc.durability.journal_recovery import read_journal
 from scheduler_proc.scheduler import Scheduler
+from tests.unit.decision_log import DecisionLog, as_json, set_fields
 from tests.unit.decision_traces import PAGE_SIZE, priorities
-from tests.unit.frame_log import FrameLog, as_json
 from tests.unit.journal_runs import release_journal
 from tests.unit.recorded_server import EOS, NUM_IDS, Server
 
@@ -46,7 +46,7 @@ class RunningServer(NamedTuple):
 def write(directory: Path) -> bytes:
     """Run a scheduler with a journal in a directory, up to END_US, and return the file."""
     trace = priorities()
-    server, journal = _open(directory, RUN, FrameLog(), start_us=0)
+    server, journal = _open(directory, RUN, DecisionLog(), start_us=0)
     server.stops = trace.stops
     for at_us, message in trace.messages:
         server.send(at_us + 1, message)
@@ -57,7 +57,7 @@ def write(directory: Path) -> bytes:
 def restart(written: bytes, directory: Path) -> bytes:
     """Restart the scheduler of a run with its journal, and return the file that it writes."""
     _put(written, directory)
-    _server, journal = _open(directory, RUN, FrameLog(), END_US)
+    _server, journal = _open(directory, RUN, DecisionLog(), END_US)
     return _leave(directory, journal)
 
 
@@ -65,14 +65,14 @@ def resume(written: bytes, directory: Path) -> bytes:
     """Let a scheduler of another run resume a journal, and return the file that it writes."""
     _put(written, directory)
     flags = {"journal": str(directory), "resume": True}
-    _server, journal = _open(directory, OTHER_RUN, FrameLog(), END_US, flags)
+    _server, journal = _open(directory, OTHER_RUN, DecisionLog(), END_US, flags)
     return _leave(directory, journal)
 
 
 def finish(written: bytes, directory: Path) -> dict[str, Any]:
     """Restart the scheduler with a journal, run to the end, and return the summary of its log."""
     _put(written, directory)
-    log = FrameLog()
+    log = DecisionLog()
     server, _journal = _open(directory, RUN, log, END_US)
     server.send(END_US + 1, ["detok", 0])
     server.send(10_000_000, ["inspect", b"alice", "info", {}])
@@ -89,7 +89,7 @@ def contents(path: Path) -> list[dict[str, Any]]:
         {
             "seq": request.seq,
             "index": request.index,
-            "submit": _wire(request.message),
+            "submit": as_json(set_fields(request.message)),
             "max_new_tokens": request.max_new_tokens,
             "tokens": request.tokens.tolist(),
             "logprobs": _wire(request.logprobs),
@@ -119,7 +119,7 @@ def hash_of(data: bytes) -> str:
 def _open(
     directory: Path,
     run: str,
-    log: FrameLog,
+    log: DecisionLog,
     start_us: int,
     flags: dict[str, Any] | None = None,
 ) -> RunningServer:

@@ -1,8 +1,7 @@
-"""A scheduler between a simulated worker and detokenizer, which speak in wire frames only.
+"""A scheduler between a simulated worker and a simulated detokenizer.
 
-What goes to the scheduler is decoded from msgpack arrays, and what comes from it is encoded before
-it is read, so that this file knows tags and positions on the wire and no class of a message. All
-times are whole microseconds, which makes every run the same on every machine.
+What goes to the scheduler is decoded from msgpack arrays. All times are whole microseconds, which
+makes every run the same on every machine.
 """
 
 import math
@@ -13,11 +12,19 @@ from typing import Any, Protocol
 
 import msgspec
 
-from quadriga.wire.messages.arrays import pack_floats, pack_ids, unpack_ids
+from quadriga.wire.messages.arrays import num_ids, pack_floats, pack_ids, unpack_ids
+from quadriga.wire.messages.to_detok import READ_DETOK_MESSAGE, DetokMessage, StepOutput
 from quadriga.wire.messages.to_scheduler import SchedulerMessage
-from quadriga.wire.messages.worker import ResultMessage
+from quadriga.wire.messages.worker import (
+    CompileGrammar,
+    NewSlot,
+    ResultMessage,
+    StepPlan,
+    WantedLogprobs,
+    WorkerMessage,
+)
 from quadriga.wire.sockets import encode
-from tests.unit.frame_log import TO_DETOK, TO_WORKER, FrameLog
+from tests.unit.decision_log import DecisionLog
 
 Wire = list[Any]  # a message as msgpack has it: its tag, then its fields
 
@@ -40,13 +47,19 @@ class SchedulerLike(Protocol):
 
 
 class Tap:
-    """A link that passes each message on as the bytes of its frame."""
+    """A link that passes each message on as its receiver decodes it.
 
-    def __init__(self, take: Callable[[bytes], object]) -> None:
+    Args:
+        take: called with each message.
+        message_type: what the receiver decodes.
+    """
+
+    def __init__(self, take: Callable[[Any], object], message_type: Any) -> None:
         self._take = take
+        self._decode = msgspec.msgpack.Decoder(message_type).decode
 
     def send(self, message: msgspec.Struct) -> None:
-        self._take(encode(message))
+        self._take(self._decode(encode(message)))
 
 
 class Server:
@@ -59,9 +72,9 @@ class Server:
 
     scheduler: SchedulerLike
 
-    def __init__(self, log: FrameLog, start_us: int = 0) -> None:
-        self.worker = Tap(self._take_worker_frame)
-        self.detok = Tap(self._take_detok_frame)
+    def __init__(self, log: DecisionLog, start_us: int = 0) -> None:
+        self.worker = Tap(self._on_worker_message, WorkerMessage)
+        self.detok = Tap(self._on_detok_message, READ_DETOK_MESSAGE)
         self.stops: dict[str, int] = {}
         self._log = log
         self._now_us = start_us
@@ -123,28 +136,25 @@ class Server:
 
     # --- what the scheduler sends -----------------------------------------------------------------
 
-    def _take_worker_frame(self, frame: bytes) -> None:
-        self._log.add(TO_WORKER, frame, self._now_us)
-        message = msgspec.msgpack.decode(frame)
-        if message[0] == "plan":
+    def _on_worker_message(self, message: WorkerMessage) -> None:
+        self._log.observe(message, self._now_us)
+        if isinstance(message, StepPlan):
             at_us, result = self._engine.run(message, self._now_us)
             self.report(at_us, result)
-        elif message[0] == "compile":
-            key, text = message[1]
-            error = "the grammar is empty" if text == "empty" else ""
-            self.report(self._now_us + COMPILE_US, ["grammar", key, error])
+        elif isinstance(message, CompileGrammar):
+            error = "the grammar is empty" if message.grammar.text == "empty" else ""
+            result = ["grammar", message.grammar.key, error]
+            self.report(self._now_us + COMPILE_US, result)
 
-    def _take_detok_frame(self, frame: bytes) -> None:
-        self._log.add(TO_DETOK, frame, self._now_us)
-        message = msgspec.msgpack.decode(frame)
-        if message[0] != "output":
+    def _on_detok_message(self, message: DetokMessage) -> None:
+        self._log.observe(message, self._now_us)
+        if not isinstance(message, StepOutput):
             return
-        _tag, _time, opened, seqs, _ids, closed, _logprobs, _waiting, _session, replayed = message
-        for seq, _client, name, *_ in opened:
-            if name in self.stops:
-                self._names[seq] = name
+        for opening in message.opened:
+            if opening.request_id in self.stops:
+                self._names[opening.seq] = opening.request_id
         stopped = []
-        for seq in seqs:
+        for seq in message.seqs:
             name = self._names.get(seq, "")
             if name:
                 self.stops[name] -= 1
@@ -152,8 +162,8 @@ class Server:
                     stopped.append(seq)
         if stopped:
             self.send(self._now_us + ACKNOWLEDGE_US, ["stop_found", stopped])
-        ended = [entry[0] for entry in closed]
-        ended += [closing[0] for *_, closing in replayed if closing is not None]
+        ended = [closing.seq for closing in message.closed]
+        ended += [replay.closing.seq for replay in message.replayed if replay.closing is not None]
         if ended:
             self.send(self._now_us + ACKNOWLEDGE_US, ["ended", ended])
 
@@ -165,16 +175,15 @@ class SimulatedEngine:
         self._slots: dict[int, Slot] = {}
         self._free_us = free_us
 
-    def run(self, plan: Wire, now_us: int) -> tuple[int, Wire]:
+    def run(self, plan: StepPlan, now_us: int) -> tuple[int, Wire]:
         """Run a plan.
 
         Returns:
             The microsecond at which the scheduler has the result, and the result.
         """
-        _tag, step, _mode, slots, counts, new, _released, _grown, session = plan
-        for entry in new:
-            self._slots[entry[0]] = Slot(entry)
-        rows = list(zip(unpack_ids(slots), unpack_ids(counts), strict=True))
+        for new in plan.new:
+            self._slots[new.slot] = Slot(new)
+        rows = list(zip(unpack_ids(plan.slots), unpack_ids(plan.num_tokens), strict=True))
         began = max(now_us + 20, self._free_us)
         self._free_us = ended = began + 3000 + 5 * len(rows) + 15 * sum(n for _, n in rows)
         pieces = []
@@ -185,7 +194,7 @@ class SimulatedEngine:
         tokens = [self._slots[slot].compute(num) for slot, num in rows]
         logprobs = self._logprobs(rows, tokens)
         times = [_seconds(began), _seconds(ended)]
-        result = ["result", step, pack_ids(tokens), *times, logprobs, pieces, [], session]
+        result = ["result", plan.step, pack_ids(tokens), *times, logprobs, pieces, [], plan.session]
         return ended + RESULT_US, result
 
     def _logprobs(self, rows: list[tuple[int, int]], tokens: list[int]) -> Wire | None:
@@ -205,12 +214,14 @@ class SimulatedEngine:
 class Slot:
     """The state of one slot: token counts, and which logprobs are wanted."""
 
-    def __init__(self, new: Wire) -> None:
-        _slot, token_ids, self.computed, _pages, _temperature, _k, _p, self.seed, rules = new
-        self.known = len(token_ids) // 4
-        self.num_prompt: int = rules[0] if rules else 0
-        self.logprobs: int | None = rules[11] if rules else None
-        self.prompt_logprobs: int | None = rules[12] if rules else None
+    def __init__(self, new: NewSlot) -> None:
+        self.computed, self.seed, rules = new.computed, new.seed, new.rules
+        self.known = num_ids(new.token_ids)
+        self.num_prompt = 0 if rules is None else rules.num_prompt
+        wanted = None if rules is None else rules.logprobs
+        assert not isinstance(wanted, WantedLogprobs), "the traces ask for likeliest tokens only"
+        self.logprobs = wanted
+        self.prompt_logprobs = None if rules is None else rules.prompt_logprobs
 
     def prompt_block(self, num_tokens: int) -> Wire | None:
         """Return the logprobs of the prompt tokens after the next ones to compute."""

@@ -1,4 +1,4 @@
-"""On fixed loads the scheduler sends the committed bytes: every decision is the same.
+"""On fixed loads the scheduler decides as it did when the hashes were committed.
 
 If a difference is wanted, run `python -m tests.unit.decisions --write` and give the reason in the
 commit.

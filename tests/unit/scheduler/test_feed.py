@@ -22,8 +22,8 @@ from quadriga.wire.messages.to_scheduler import AbortRequest, WatchSteps
 from quadriga.wire.messages.worker import GrammarReady
 from scheduler_proc.scheduler import Scheduler
 from tests.unit import decisions, simulation
+from tests.unit.decision_log import DecisionLog
 from tests.unit.decision_traces import TRACES
-from tests.unit.frame_log import FrameLog
 from tests.unit.simulation import Detok, ObservedLink, World, submit
 
 DECODE, PREFILL, CHUNK, RECOMPUTE = RowKind
@@ -297,16 +297,16 @@ class WatchedScheduler(Scheduler):
         return super().step([WatchSteps(30.0, is_new=True), *messages], results)
 
 
-class DecisionLog(FrameLog):
-    """A log without the frames of the feed."""
+class LogBesideFeed(DecisionLog):
+    """A log without the messages of the feed."""
 
     num_live = 0
 
-    def add(self, link: str, frame: bytes, at_us: int = 0) -> None:
-        if frame[1:6] == b"\xa4live":
+    def observe(self, message: Any, at_us: int = 0) -> None:
+        if isinstance(message, LiveFrame):
             self.num_live += 1
         else:
-            super().add(link, frame, at_us)
+            super().observe(message, at_us)
 
 
 @pytest.mark.parametrize("trace", TRACES)
@@ -314,7 +314,7 @@ def test_a_viewer_changes_no_decision(trace: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(decisions, "Scheduler", WatchedScheduler)
     names = [name for name in decisions.cases() if name.split("/")[0] == trace]
     for name in names[::3]:
-        log = DecisionLog()
+        log = LogBesideFeed()
         decisions.run(name, log)
         assert log.summary == decisions.expected()[name], name
         assert log.num_live >= log.num_plans > 0
@@ -322,10 +322,10 @@ def test_a_viewer_changes_no_decision(trace: str, monkeypatch: pytest.MonkeyPatc
 
 def test_a_viewer_changes_nothing_in_random_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "Scheduler", WatchedScheduler)
-    log = DecisionLog()
+    log = LogBesideFeed()
     decisions.run_chaos(4_000, 7, log)
     watched = log.summary
     monkeypatch.undo()
-    log = DecisionLog()
+    log = LogBesideFeed()
     decisions.run_chaos(4_000, 7, log)
     assert log.summary == watched

@@ -44,7 +44,7 @@ def test_the_file_has_requests_in_every_state() -> None:
     _seq, tokens, prompts = zip(*(request["logprobs"] for request in requests), strict=True)
     assert any(tokens)
     assert any(prompts)
-    assert any(request["submit"][12] for request in requests), "a grammar"
+    assert any("grammar" in request["submit"] for request in requests), "a grammar"
 
 
 def test_a_restarted_scheduler_writes_the_same_file(tmp_path: Path) -> None:
@@ -60,5 +60,5 @@ def test_a_scheduler_of_another_run_resumes_it_as_the_same_file(tmp_path: Path) 
     assert hash_of(resumed) == EXPECTED["resumed_by_another_run"]
 
 
-def test_a_scheduler_finishes_its_requests_with_the_same_frames(tmp_path: Path) -> None:
+def test_a_scheduler_finishes_its_requests_with_the_same_decisions(tmp_path: Path) -> None:
     assert finish(WRITTEN.read_bytes(), tmp_path) == EXPECTED["finished"]
