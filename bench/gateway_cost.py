@@ -37,11 +37,11 @@ from quadriga.wire.messages.from_client import (
 )
 from quadriga.wire.messages.to_client import (
     Accepted,
+    Chunk,
+    Chunks,
     End,
     Info,
-    PlainChunk,
     Pong,
-    SentChunks,
     StageTimes,
     Usage,
 )
@@ -107,10 +107,10 @@ class TextServer:
         """Send the next token of each open request, step by step, until the task is cancelled."""
         while True:
             await asyncio.sleep(self.step_s)
-            of_client: dict[bytes, list[PlainChunk]] = {}
+            of_client: dict[bytes, list[Chunk]] = {}
             for name, (client, number, offset) in list(self._open.items()):
                 text, is_last = self.tokens[number], number + 1 == len(self.tokens)
-                chunk = PlainChunk(
+                chunk = Chunk(
                     name, offset, text, pack_ids([1]), [now()], _end() if is_last else None
                 )
                 of_client.setdefault(client, []).append(chunk)
@@ -119,7 +119,7 @@ class TextServer:
                 else:
                     self._open[name] = client, number + 1, offset + len(text)
             for client, chunks in of_client.items():
-                self._send(client, SentChunks(chunks))
+                self._send(client, Chunks(chunks))
 
     def _send(self, client: bytes, message: msgspec.Struct) -> None:
         self._port.send(client, _encode(message))

@@ -10,10 +10,10 @@ from weakref import WeakValueDictionary
 from detok_proc.incremental import DecoderFactory
 from detok_proc.logprobs import logprobs_by_row
 from detok_proc.stop_regexes import RequestBudget
-from detok_proc.text_stream import TextStream, Token, make_chunk
+from detok_proc.text_stream import TextStream, Token
 from quadriga.clock import now
 from quadriga.wire.messages.arrays import unpack_ids
-from quadriga.wire.messages.to_client import End, ErrorInfo, PlainChunk, StageTimes, Usage
+from quadriga.wire.messages.to_client import Chunk, End, ErrorInfo, StageTimes, Usage
 from quadriga.wire.messages.to_detok import StepOutput, StreamEnd, StreamStart
 from quadriga.wire.messages.to_scheduler import CLIENT_LOST
 
@@ -28,7 +28,7 @@ TURN_S = 0.001
 # Tokens that are pushed between two looks at the clock.
 PIECES_PER_LOOK = 16
 
-ChunksByClient = dict[bytes, list[PlainChunk]]
+ChunksByClient = dict[bytes, list[Chunk]]
 
 
 class Deliveries(NamedTuple):
@@ -40,7 +40,7 @@ class Deliveries(NamedTuple):
         replays: chunks that start a text from its first token on; they are sent first.
         ended: numbers of the requests whose end is among the chunks, as often as it was due.
         lost: ends that no client gets: the requests were aborted because their clients were lost.
-        placements: of the choices that end, as in MovedSubmit, by client, id and index.
+        placements: of the choices that end, as in Submit, by client, id and index.
     """
 
     by_client: ChunksByClient
@@ -267,7 +267,7 @@ class Detokenizer:
         stream = self._streams.pop(closing.seq, None)
         if stream is None:
             end = _make_end(closing, self._clock())
-            chunk = make_chunk(closing.request_id, closing.index, end)
+            chunk = Chunk(closing.request_id, 0, "", b"", [], end, closing.index)
         else:
             stream.flush()
             end = _make_end(

@@ -10,8 +10,6 @@ import os
 import time
 from collections import deque
 
-import msgspec
-
 from detok_proc.detokenizer import Deliveries, Detokenizer
 from detok_proc.step_news import step_news
 from detok_proc.traces import TraceKey, close_traces, open_traces
@@ -19,22 +17,19 @@ from quadriga.model_files.resolve import resolve_model
 from quadriga.model_files.tokenizer import load_tokenizer
 from quadriga.runtime.child import Child, run_child
 from quadriga.runtime.control_channel import ControlChannel
-from quadriga.wire.messages.to_client import Info, PlainChunk, SentChunks, SentReplay
+from quadriga.wire.messages.to_client import Chunk, Chunks, Info, Replay, encode_chunks
 from quadriga.wire.messages.to_detok import (
-    READ_DETOK_MESSAGE,
     Delivered,
     DetokMessage,
     Drained,
-    ForecastStepOutput,
     ForgetStreams,
     HandedBack,
     InfoReply,
     KnownRequests,
     LiveFrame,
     ProgressReply,
-    ReplicaDelivered,
-    ReplicaOutput,
     SchedulerRestarted,
+    StepOutput,
     StopDetok,
     Withdrawn,
 )
@@ -50,7 +45,7 @@ def main() -> None:
 
 def body(child: Child) -> None:
     """Load the tokenizer and serve. Bind first, so that no message of the start is lost."""
-    inbox = Inbox[DetokMessage](child.endpoints.detok, READ_DETOK_MESSAGE)
+    inbox = Inbox[DetokMessage](child.endpoints.detok, DetokMessage)
     began_at = time.perf_counter()
     tokenizer = load_tokenizer(resolve_model(child.config.model).tokenizer_dir)
     detokenizer = Detokenizer(tokenizer, child.config.detok.stream_interval)
@@ -123,7 +118,7 @@ class DetokenizerLoop:
         match message:
             case SchedulerRestarted():
                 self.begin_session()
-            case ForecastStepOutput():
+            case StepOutput():
                 if message.session == self._session:
                     self._handle_step(message)
             case HandedBack() | Withdrawn():
@@ -148,12 +143,10 @@ class DetokenizerLoop:
         while self._held and not self._detokenizer.has_ends:
             self._delivery.send_frames(*_passed_on(self._held.popleft()))
 
-    def _handle_step(self, output: ForecastStepOutput) -> None:
+    def _handle_step(self, output: StepOutput) -> None:
         deliveries = self._detokenizer.process(output)
-        news = output.news if isinstance(output, ReplicaOutput) else None
-        self._is_replica = news is not None
-        if news is not None:
-            self._delivery.send_frames(b"", b"", encode(step_news(output, news)))
+        if output.news is not None:
+            self._delivery.send_frames(b"", b"", encode(step_news(output, output.news)))
         if output.closed or output.replayed:
             self._traces.update(open_traces(output))
         self._deliver(deliveries, output.waiting, output.wait_s)
@@ -169,18 +162,12 @@ class DetokenizerLoop:
             waiting: as in Delivered.
             wait_s: as in Delivered.
         """
-        sent: list[tuple[bytes, SentReplay | SentChunks | None, list[PlainChunk]]] = [
-            *(
-                (client, SentReplay(chunks), chunks)
-                for client, chunks in deliveries.replays.items()
-            ),
-            *(
-                (client, SentChunks(chunks), chunks)
-                for client, chunks in deliveries.by_client.items()
-            ),
+        sent: list[tuple[bytes, type[Replay | Chunks] | None, list[Chunk]]] = [
+            *((client, Replay, chunks) for client, chunks in deliveries.replays.items()),
+            *((client, Chunks, chunks) for client, chunks in deliveries.by_client.items()),
             *((client, None, chunks) for client, chunks in deliveries.lost.items()),
         ]
-        for number, (client, message, chunks) in enumerate(sent, start=1):
+        for number, (client, kind, chunks) in enumerate(sent, start=1):
             ended = [chunk for chunk in chunks if chunk.end is not None]
             delivered = Delivered(
                 ended=[chunk.request_id for chunk in ended],
@@ -189,16 +176,13 @@ class DetokenizerLoop:
                 generated=[chunk.end.usage.completion_tokens for chunk in ended if chunk.end],
                 wait_s=wait_s,
                 traces=close_traces(self._traces, client, chunks) if self._traces else [],
-                lost=message is None,
+                lost=kind is None,
+                indexes=[chunk.index for chunk in ended],
+                placements=[
+                    deliveries.placements[client, chunk.request_id, chunk.index] for chunk in ended
+                ],
             )
-            if self._is_replica:
-                names = ((client, chunk.request_id, chunk.choice) for chunk in ended)
-                delivered = ReplicaDelivered(
-                    **msgspec.structs.asdict(delivered),
-                    indexes=[chunk.choice for chunk in ended],
-                    placements=[deliveries.placements[name] for name in names],
-                )
-            payload = b"" if message is None else encode(message)
+            payload = b"" if kind is None else encode_chunks(kind(chunks))
             self._delivery.send_frames(client, payload, encode(delivered))
         if deliveries.stop_found:
             self._scheduler.send(StopFound(deliveries.stop_found))

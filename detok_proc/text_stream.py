@@ -15,7 +15,7 @@ from detok_proc.logprobs import (
 from detok_proc.stop_regexes import RequestBudget, SearchTooSlow
 from detok_proc.stop_strings import StopStrings
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.to_client import Chunk, End, ErrorInfo, PlainChunk, RichChunk
+from quadriga.wire.messages.to_client import Chunk, End, ErrorInfo
 from quadriga.wire.messages.to_detok import StreamEnd, StreamReplay, StreamStart
 
 
@@ -170,25 +170,23 @@ class TextStream:
         num_unsent = len(self._ids)
         return self.is_streamed and (num_unsent >= interval or num_unsent == self.num_tokens)
 
-    def empty_chunk(self) -> PlainChunk:
+    def empty_chunk(self) -> Chunk:
         """Return a chunk that only confirms the request."""
-        return make_chunk(self.request_id, self._index)
+        return Chunk(self.request_id, 0, "", b"", [], None, self._index)
 
-    def take(self, end: End | None = None) -> PlainChunk:
+    def take(self, end: End | None = None) -> Chunk:
         """Return a chunk of everything that was not sent."""
         text = "".join(self._pieces)
         ids, times, offset = pack_ids(self._ids), self._times, self._num_sent_chars
         self._num_sent_chars += len(text)
         lengths = self._take_lengths(end)
         self._pieces, self._ids, self._times = [], array("i"), []
-        is_plain = self._logprobs is None and self._prompt_logprobs is None
-        if is_plain and self._index == 0 and lengths is None:
-            return PlainChunk(self.request_id, offset, text, ids, times, end)
         logprobs = None if self._logprobs is None else self._logprobs.take()
         collector, self._prompt_logprobs = self._prompt_logprobs, None
         prompt = None if collector is None else collector.take()
-        fields = (self.request_id, offset, text, ids, times, end, self._index, logprobs, prompt)
-        return RichChunk(*fields) if lengths is None else Chunk(*fields, lengths)
+        return Chunk(
+            self.request_id, offset, text, ids, times, end, self._index, logprobs, prompt, lengths
+        )
 
     def _take_lengths(self, end: End | None) -> list[int] | None:
         """Return the text lengths of the tokens that were not sent, where they say anything."""
@@ -205,10 +203,3 @@ class TextStream:
                 self.error = ErrorInfo("invalid_request", str(error), "stop_regex")
         if text:
             self._pieces.append(text)
-
-
-def make_chunk(request_id: str, index: int, end: End | None = None) -> PlainChunk:
-    """Return a chunk without tokens."""
-    if index == 0:
-        return PlainChunk(request_id, 0, "", b"", [], end)
-    return RichChunk(request_id, 0, "", b"", [], end, index)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from quadriga.wire.messages.to_client import PlainChunk
+from quadriga.wire.messages.to_client import Chunk
 from quadriga.wire.messages.to_detok import StepOutput
 from quadriga.wire.messages.trace import RequestTrace, Span
 
@@ -23,14 +23,14 @@ def open_traces(output: StepOutput) -> dict[TraceKey, RequestTrace]:
 
 
 def close_traces(
-    traces: dict[TraceKey, RequestTrace], client: bytes, chunks: Iterable[PlainChunk]
+    traces: dict[TraceKey, RequestTrace], client: bytes, chunks: Iterable[Chunk]
 ) -> list[RequestTrace]:
     """Return the traces of a client's requests that end with these chunks, with a span more."""
     closed = []
     for chunk in chunks:
         if chunk.end is None:
             continue
-        trace = traces.pop((client, chunk.request_id, chunk.choice), None)
+        trace = traces.pop((client, chunk.request_id, chunk.index), None)
         if trace is not None:
             began_at = trace.ended_at
             ended_at = max(began_at, chunk.end.times.detokenized)

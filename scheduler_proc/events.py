@@ -3,18 +3,11 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from msgspec.structs import asdict
-
 from quadriga.sampling.limits import LIMITS
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock, SampledLogprobs
 from quadriga.wire.messages.replica_news import ReplicaNews
-from quadriga.wire.messages.to_detok import (
-    ForecastStepOutput,
-    ReplicaOutput,
-    StepOutput,
-    StreamReplay,
-)
+from quadriga.wire.messages.to_detok import StepOutput, StreamReplay
 from quadriga.wire.messages.to_scheduler import Submit
 from scheduler_proc.state.plan import StepUpdate
 from scheduler_proc.state.request import Request
@@ -95,7 +88,7 @@ class StepEvents:
 
         `finished` are the requests whose ends it has; a replay to come has those of the others.
         """
-        output = StepOutput(
+        return StepOutput(
             time=self.time or now,
             opened=[stream_start(request) for request in self.started],
             seqs=self.seqs,
@@ -105,10 +98,9 @@ class StepEvents:
             waiting=num_waiting,
             session=session,
             replayed=self.replayed,
+            wait_s=wait_s,
+            news=news,
         )
-        if news is not None:
-            return ReplicaOutput(**asdict(output), wait_s=wait_s, news=news)
-        return output if wait_s is None else ForecastStepOutput(**asdict(output), wait_s=wait_s)
 
 
 def _entry(block: LogprobBlock, index: int, width: int) -> LogprobBlock:

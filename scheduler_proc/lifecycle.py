@@ -126,7 +126,7 @@ class RequestLifecycle:
         requests = self.table.add(message)
         self.events.accepted.append((message, requests))
         if message.trace is not None:
-            self.tracer.on_submit(requests, num_waiting, bool(to_scheduler.progress_of(message)))
+            self.tracer.on_submit(requests, num_waiting, bool(message.progress))
         if message.client_retry or message.frontend_retry:
             # The client may have tokens from a scheduler that died before it wrote them down.
             self._replay(requests, [])
@@ -152,7 +152,7 @@ class RequestLifecycle:
         A client that retries the request gets a replay of the others. Some are missing where the
         others had ended when the client was lost, or on a replica that is lost.
         """
-        indexes = [choice.index for choice in to_scheduler.progress_of(message)]
+        indexes = [choice.index for choice in message.progress]
         names_choices = bool(indexes)
         indexes = indexes or list(range(message.params.n))
         is_retry = message.client_retry or message.frontend_retry
@@ -160,8 +160,8 @@ class RequestLifecycle:
         ended = self.outbox.ended_choices(message, message.client_retry) if is_retry else {}
         ended = {index: seq for index, seq in ended.items() if index in indexes}
         for request in live:
-            request.placement = to_scheduler.placement_of(message)
-        self.outbox.place_again(ended.values(), to_scheduler.placement_of(message))
+            request.placement = message.placement
+        self.outbox.place_again(ended.values(), message.placement)
         if message.client_retry:
             self._replay(live, list(ended.values()))
         known = ended.keys() | {request.index for request in live}
@@ -175,7 +175,7 @@ class RequestLifecycle:
 
     def _withdraw_superseded(self, message: to_scheduler.Submit) -> None:
         """Drop the choices of an earlier stay here, where a later one brings them again."""
-        since = to_scheduler.stay_of(message).start
+        since = message.since
         if since:
             self.withdraw([r for r in self._live(message) if r.placement < since])
 

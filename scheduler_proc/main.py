@@ -10,7 +10,6 @@ from quadriga.runtime.child import Child, run_child
 from quadriga.runtime.control_channel import Command
 from quadriga.runtime.request_line import RequestLogLevel
 from quadriga.wire.messages.to_scheduler import (
-    READ_SCHEDULER_MESSAGE,
     AbortAll,
     SchedulerMessage,
 )
@@ -46,7 +45,7 @@ def main() -> None:
 def serve(child: Child) -> None:
     """Run the scheduler until it stops."""
     inbox: Inbox[SchedulerMessage] = Inbox(
-        child.endpoints.scheduler, READ_SCHEDULER_MESSAGE, child.endpoints.links.prepare_bind
+        child.endpoints.scheduler, SchedulerMessage, child.endpoints.links.prepare_bind
     )
     results: Inbox[ResultMessage] = Inbox(child.endpoints.results, ResultMessage)
     model, run_dir = resolve_model(child.config.model), child.endpoints.run_dir

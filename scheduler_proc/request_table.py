@@ -8,7 +8,7 @@ from sortedcontainers import SortedDict
 
 from quadriga.errors import DeadlineExceeded
 from quadriga.wire.messages.arrays import unpack_ids
-from quadriga.wire.messages.to_scheduler import MovedSubmit, Submit, progress_of
+from quadriga.wire.messages.to_scheduler import Submit
 from scheduler_proc.durability.journal_recovery import RecoveredRequest, restored
 from scheduler_proc.planning.quarantine import count_losses
 from scheduler_proc.state.request import Request
@@ -49,7 +49,7 @@ class RequestTable:
         Of a request that moves these are the choices that go on, with their tokens. None of them
         may be in the table.
         """
-        progress = {choice.index: choice for choice in progress_of(message)}
+        progress = {choice.index: choice for choice in message.progress}
         requests = [
             Request.from_submit(self._next_seq + index, message, self._eos_ids, index)
             for index in progress or range(message.params.n)
@@ -59,8 +59,7 @@ class RequestTable:
             if request.index in progress:
                 choice = progress[request.index]
                 request.take_over(unpack_ids(choice.token_ids), choice.first_token_at)
-                if isinstance(message, MovedSubmit):
-                    count_losses(request, message.num_losses)
+                count_losses(request, message.num_losses)
             self._insert(request)
         return requests
 

@@ -233,7 +233,7 @@ class Scheduler:
             case to_scheduler.Recall():
                 return message.number < self._frontend
             case (
-                to_scheduler.MovedSubmit()
+                to_scheduler.Submit()
                 | to_scheduler.AbortRequest()
                 | to_scheduler.FrontendRestarted()
             ):

@@ -6,7 +6,6 @@ from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock
 from quadriga.wire.messages.to_detok import (
     PROMPT_END_TOKENS,
-    PlainStreamEnd,
     PromptLogprobsData,
     StreamEnd,
     StreamReplay,
@@ -23,7 +22,7 @@ MAX_SEPARATE_BLOCKS = 256
 def stream_start(request: Request) -> StreamStart:
     """Return what the detokenizer must know of a request."""
     params = request.sampling.params
-    start = StreamStart(
+    return StreamStart(
         seq=request.seq,
         client=request.client,
         request_id=request.request_id,
@@ -40,7 +39,6 @@ def stream_start(request: Request) -> StreamStart:
         prompt_end=_prompt_end(request) if params.continues_prompt else b"",
         placement=request.placement,
     )
-    return start.sent()
 
 
 def _prompt_end(request: Request) -> bytes:
@@ -60,7 +58,7 @@ def _prompt_logprobs(request: Request) -> PromptLogprobsData | None:
 def stream_end(request: Request) -> StreamEnd:
     """Return the terminal message of a request."""
     assert request.finish_reason is not None
-    end = PlainStreamEnd(
+    return StreamEnd(
         seq=request.seq,
         client=request.client,
         request_id=request.request_id,
@@ -74,8 +72,9 @@ def stream_end(request: Request) -> StreamEnd:
         admitted_at=request.admitted_at,
         first_token_at=request.first_token_at,
         index=request.index,
+        trace=_trace_of(request),
+        placement=request.placement,
     )
-    return StreamEnd.of(end, _trace_of(request), request.placement)
 
 
 def _trace_of(request: Request) -> RequestTrace | None:

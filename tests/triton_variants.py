@@ -29,7 +29,7 @@ from triton.runtime import jit
 from triton.runtime.driver import driver
 
 from quadriga.wire.messages.arrays import num_ids, pack_ids
-from quadriga.wire.messages.worker import DECODE, MIXED, GuessingPlan, NewSlot, StepPlan
+from quadriga.wire.messages.worker import DECODE, MIXED, NewSlot, StepPlan
 from worker_proc.gpu import pages
 from worker_proc.gpu.engine import TritonEngine
 from worker_proc.gpu.graph_sizes import batch_sizes, prompt_sizes
@@ -135,10 +135,10 @@ class RandomGuesses(GuessSource):
         self._table, self._max_samples, self._draw = table, max_samples, random.Random(1)
         self.num_steps = 0
 
-    def begin(self, plan: GuessingPlan) -> None:
+    def begin(self, plan: StepPlan) -> None:
         """Do nothing."""
 
-    def guess(self, plan: GuessingPlan) -> None:
+    def guess(self, plan: StepPlan) -> None:
         """Guess some token, which is wrong or right by chance."""
         table, draw, slots = self._table, self._draw, ints_of(plan.slots)
         left, guesses = self._max_samples - len(slots), {}
@@ -182,7 +182,7 @@ class Load:
         counts = [1] * len(decoding) + [len(one.token_ids) // 4 - one.computed for one in new]
         if rows:
             mode = MIXED if new else DECODE
-            plan = GuessingPlan(self._step, mode, pack_ids(rows), pack_ids(counts), new,
+            plan = StepPlan(self._step, mode, pack_ids(rows), pack_ids(counts), new,
                                 pack_ids(ended), pack_ids(grown))  # fmt: skip
             for guessed in self._runner.run(plan).guessed:
                 self._known[rows[guessed.row]] += num_ids(guessed.token_ids)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from quadriga.wire.messages.worker import FailedRow, GuessingPlan, StepPlan, StepResult
+from quadriga.wire.messages.worker import FailedRow, StepPlan, StepResult
 from worker_proc.speculation.guess_source import GuessSource
 from worker_proc.startup.dummy_plans import decode_plan, prefill_plan, release_plan
 from worker_proc.step.engine_base import Engine
@@ -93,7 +93,7 @@ class Runner:
     def _apply(self, plan: StepPlan) -> None:
         """Apply a plan to the slots, and guess the next tokens of its rows."""
         guesser = self.guesser
-        if guesser is None or not isinstance(plan, GuessingPlan):
+        if guesser is None:
             self.table.apply(plan)
             return
         guesser.begin(plan)

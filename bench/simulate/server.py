@@ -22,7 +22,7 @@ from quadriga.config.server_config import ServerConfig
 from quadriga.errors import PromptTooLong
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.to_detok import HandedBack, ReplicaOutput, StepOutput, StreamEnd
+from quadriga.wire.messages.to_detok import HandedBack, StepOutput, StreamEnd
 from quadriga.wire.messages.to_scheduler import SchedulerMessage, Submit
 from quadriga.wire.messages.worker import StepResult, WorkerReady
 from scheduler_proc.main import MAX_MESSAGES_PER_STEP
@@ -89,7 +89,7 @@ class PoolState(NamedTuple):
 class ReplicaWatcher(Protocol):
     """Is given what a replica reports to the frontend."""
 
-    def take_output(self, replica: "Replica", output: ReplicaOutput) -> None:
+    def take_output(self, replica: "Replica", output: StepOutput) -> None:
         """Take in what it reports with a step."""
 
     def take_back(self, replica: "Replica") -> None:
@@ -181,7 +181,7 @@ class Replica:
             self._watcher.take_back(self)
         if not isinstance(message, StepOutput):
             return
-        if isinstance(message, ReplicaOutput) and self._watcher is not None:
+        if isinstance(message, StepOutput) and self._watcher is not None:
             self._watcher.take_output(self, message)
         starts = [*message.opened, *(replay.opening for replay in message.replayed)]
         for opened in starts:

@@ -21,7 +21,7 @@ from quadriga.config.server_config import ServerConfig
 from quadriga.model_files.resolve import resolve_model
 from quadriga.model_files.tokenizer import load_tokenizer
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.worker import DECODE, EXTEND, GuessingPlan, NewSlot
+from quadriga.wire.messages.worker import DECODE, EXTEND, NewSlot, StepPlan
 from worker_proc.runner import Runner
 from worker_proc.speculation.self_draft import SelfDrafter
 from worker_proc.startup.build import make_runner
@@ -46,12 +46,12 @@ def answer(
     runner.table.release_all()
     new = NewSlot(0, pack_ids(prompt), 0, pack_ids(range(PAGES)), temperature, -1, 1.0, 0)
     slot, one = pack_ids([0]), pack_ids([1])
-    result = runner.run(GuessingPlan(0, EXTEND, slot, pack_ids([len(prompt)]), [new], b""))
+    result = runner.run(StepPlan(0, EXTEND, slot, pack_ids([len(prompt)]), [new], b""))
     token_ids, num_drafts, num_right = [*unpack_ids(result.token_ids)], 0, 0
     numbers = pack_ids([count]) if count else b""
     began_at = time.process_time()
     while len(token_ids) < num_tokens:
-        result = runner.run(GuessingPlan(1, DECODE, slot, one, [], b"", num_guesses=numbers))
+        result = runner.run(StepPlan(1, DECODE, slot, one, [], b"", num_guesses=numbers))
         token_ids += unpack_ids(result.token_ids)
         for row in result.guessed:
             further = unpack_ids(row.token_ids)

@@ -13,11 +13,13 @@ from quadriga.errors import InvalidRequest
 from quadriga.wire.messages.from_client import PROTOCOL_VERSION, Abort, ClientMessage
 from quadriga.wire.messages.to_client import (
     Accepted,
+    AnyErrorInfo,
     Chunk,
     Chunks,
     ErrorInfo,
     Info,
     ProgressAnswer,
+    RefusalInfo,
     Refused,
     Replay,
     ServerMessage,
@@ -89,11 +91,11 @@ class InflightRequests:
             reply = await answer
         finally:
             del self._questions[name]
-        if isinstance(reply, ErrorInfo):
+        if isinstance(reply, ErrorInfo | RefusalInfo):
             raise reply.exception()
         return reply
 
-    def _answer(self, name: str, answer: "ServerMessage | ErrorInfo") -> None:
+    def _answer(self, name: str, answer: "ServerMessage | AnyErrorInfo") -> None:
         _, waiting = self._questions.get(name, (None, None))
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
@@ -152,7 +154,7 @@ class InflightRequests:
         if handle.done:
             self._handles.pop(handle.request_id, None)
 
-    def fail_all(self, error: ErrorInfo) -> None:
+    def fail_all(self, error: AnyErrorInfo) -> None:
         """Fail every request and question."""
         self._unsent_aborts.clear()
         handles, self._handles = list(self._handles.values()), {}

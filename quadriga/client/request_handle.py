@@ -14,7 +14,7 @@ from quadriga.errors import (
     RequestFailed,
 )
 from quadriga.wire.messages.from_client import Generate
-from quadriga.wire.messages.to_client import Accepted, Chunk, ErrorInfo
+from quadriga.wire.messages.to_client import Accepted, AnyErrorInfo, Chunk
 
 # Called with each chunk of a request when it arrives, or with the error that ends it.
 Sink = Callable[[StreamChunk | QuadrigaError], None]
@@ -128,7 +128,7 @@ class RequestHandle:
         self._cancel_retry()
 
     def retry_later(
-        self, error: ErrorInfo, timeout: float, send: "Callable[[RequestHandle], None]"
+        self, error: AnyErrorInfo, timeout: float, send: "Callable[[RequestHandle], None]"
     ) -> bool:
         """Send a request that was accepted before again, if the server has no room for it now.
 
@@ -221,7 +221,7 @@ class RequestHandle:
             choice = self._choices[index] = ChoiceStream(self.request_id, index, self._submitted_at)
         return choice
 
-    def fail(self, error: ErrorInfo) -> None:
+    def fail(self, error: AnyErrorInfo) -> None:
         """Fail the request; nothing happens if it has ended."""
         if not self.done:
             self._finish(error.exception())

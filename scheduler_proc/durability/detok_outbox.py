@@ -7,7 +7,7 @@ longer, for clients that reconnect.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import msgspec
 
@@ -15,11 +15,9 @@ from quadriga.errors import QueueFull, ServerStopping
 from quadriga.wire.messages.replica_news import EndedRequest, ReplicaNews
 from quadriga.wire.messages.to_detok import (
     ForgetStreams,
-    PlainStreamReplay,
-    StreamEnd,
     StreamReplay,
 )
-from quadriga.wire.messages.to_scheduler import Submit, stay_of
+from quadriga.wire.messages.to_scheduler import Submit
 from scheduler_proc.events import StepEvents
 from scheduler_proc.sender import Sender
 from scheduler_proc.state.request import FinishReason, Request
@@ -34,8 +32,7 @@ LOGPROB_COST = 16
 BYTES_PER_COST = 8
 
 _encode = msgspec.msgpack.Encoder().encode
-# Without the trace, which the frontend has got with the end.
-_decode = msgspec.msgpack.Decoder(PlainStreamReplay).decode
+_decode = msgspec.msgpack.Decoder(StreamReplay).decode
 
 
 class AcknowledgedEnd(NamedTuple):
@@ -112,7 +109,7 @@ class DetokOutbox:
         return acknowledged
 
     def _remember(self, request: Request) -> None:
-        replay = _encode(stream_replay(request))
+        replay = _encode(_without_trace(stream_replay(request)))
         name = (request.client, request.request_id)
         self._acknowledged[request.seq] = AcknowledgedEnd(
             name, request.index, request.received_at, request.placement, replay
@@ -138,7 +135,7 @@ class DetokOutbox:
             message: the request, of whose stay here the choices are.
             of_any_time: also of a request of this name that was received at another time.
         """
-        ended, stay = self._ended.get((message.client, message.request_id), {}), stay_of(message)
+        ended, stay = self._ended.get((message.client, message.request_id), {}), message.stay
         return {
             index: seq
             for index, seq in ended.items()
@@ -147,7 +144,7 @@ class DetokOutbox:
         }
 
     def place_again(self, seqs: Iterable[int], placement: int) -> None:
-        """Take in that ended choices were placed here once more, as in MovedSubmit."""
+        """Take in that ended choices were placed here once more, as in Submit."""
         for seq in seqs:
             if (request := self._unacknowledged.get(seq)) is not None:
                 request.placement = placement
@@ -242,11 +239,20 @@ class DetokOutbox:
 def _remembered(end: AcknowledgedEnd) -> StreamReplay:
     """Return the replay of a request that has ended, of its last placement."""
     replay = _decode(end.replay)
-    opening = msgspec.structs.replace(replay.opening, placement=end.placement)
     assert replay.closing is not None
-    closing = StreamEnd.of(replay.closing, None, end.placement)
-    replay = msgspec.structs.replace(replay, opening=opening.sent(), closing=closing)
-    return cast("StreamReplay", replay)
+    return msgspec.structs.replace(
+        replay,
+        opening=msgspec.structs.replace(replay.opening, placement=end.placement),
+        closing=msgspec.structs.replace(replay.closing, placement=end.placement),
+    )
+
+
+def _without_trace(replay: StreamReplay) -> StreamReplay:
+    """Return a replay of an end whose trace the frontend has already."""
+    if replay.closing is None or replay.closing.trace is None:
+        return replay
+    closing = msgspec.structs.replace(replay.closing, trace=None)
+    return msgspec.structs.replace(replay, closing=closing)
 
 
 def _is_replayable(request: Request) -> bool:

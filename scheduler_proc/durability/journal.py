@@ -15,10 +15,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.to_scheduler import MovedSubmit, Submit
+from quadriga.wire.messages.to_scheduler import Submit
 from quadriga.wire.sockets import encode
 from scheduler_proc.durability.journal_file import JournalFile
 from scheduler_proc.durability.journal_records import (
@@ -107,8 +107,7 @@ class Journal(NoJournal):
         for message, requests in events.accepted:
             indexes = [request.index for request in requests]
             first_seq = requests[0].seq - requests[0].index
-            written = cast("MovedSubmit", message.written())
-            record.accepted.append(AcceptedRecord(first_seq, written, indexes))
+            record.accepted.append(AcceptedRecord.of(first_seq, message, indexes))
             self.keep(message, requests)
         if events.seqs:
             token_ids = pack_ids(events.token_ids)
@@ -139,8 +138,7 @@ class Journal(NoJournal):
             acknowledged: they have ended, and their clients have the ends.
             kernels: what computed them before; "": what computes now.
         """
-        if isinstance(message, MovedSubmit):
-            message = message.begun()  # the request has its tokens from here on
+        message = message.begun()  # the request has its tokens from here on
         for request in requests:
             self._kept[request.seq] = JournaledRequest(message, request, kernels)
             if acknowledged:
@@ -222,8 +220,7 @@ class Journal(NoJournal):
                 if (computed_by or self._kernels) != kernels:
                     record.kernels = kernels = computed_by or self._kernels
                 if not record.accepted:
-                    written = cast("MovedSubmit", message.written())
-                    record.accepted.append(AcceptedRecord(first_seq, written, []))
+                    record.accepted.append(AcceptedRecord.of(first_seq, message, []))
                 record.accepted[0].indexes.append(request.index)
                 if generated := request.generated:
                     seqs, token_ids = [seq] * len(generated), pack_ids(generated)

@@ -22,13 +22,17 @@ import msgspec
 
 from quadriga.wire.messages.logprobs import LogprobBlock
 from quadriga.wire.messages.to_client import ErrorInfo
-from quadriga.wire.messages.to_scheduler import MovedSubmit
+from quadriga.wire.messages.to_scheduler import Submit
 from scheduler_proc.state.request import Request
 
 MAGIC = b"QDRJRNL2"
 TAG_BYTES = 8
 NOT_GIVEN_UP = bytes(TAG_BYTES)
 FRAME_HEAD = struct.Struct("<II")
+SUBMIT_TAG = str(Submit.__struct_config__.tag)
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_submit = msgspec.msgpack.Decoder(Submit).decode
 
 
 class JournalHeader(msgspec.Struct, array_like=True, frozen=True):
@@ -51,12 +55,37 @@ class AcceptedRecord(msgspec.Struct, array_like=True):
 
     Attributes:
         seq: number of choice 0; choice i has seq + i.
+        message: the Submit, encoded without the fields behind the last one that says something.
         indexes: its choices that the journal has.
     """
 
     seq: int
-    message: MovedSubmit
+    message: msgspec.Raw
     indexes: list[int]
+
+    @classmethod
+    def of(cls, seq: int, message: Submit, indexes: list[int]) -> "AcceptedRecord":
+        """Return the record of a message that was submitted."""
+        return cls(seq, msgspec.Raw(_encode(_written(message))), indexes)
+
+    def submit(self) -> Submit:
+        """Return the message. Raise msgspec.DecodeError if it is none."""
+        return _decode_submit(self.message)
+
+
+def _written(message: Submit) -> tuple[object, ...]:
+    """Return the fields that the journal has of a message, behind its tag.
+
+    These are those of a request without a tenant, a prefix of its own and a trace; of one that
+    begins; or all of them.
+    """
+    fields = message.__struct_fields__
+    if not (message.progress or message.placement):
+        has_tenant = message.tenant or message.cache_salt or message.trace
+        fields = fields[: fields.index("progress" if has_tenant else "tenant")]
+    elif message.sender:
+        message = msgspec.structs.replace(message, since=0, sender=0)
+    return (SUBMIT_TAG, *(getattr(message, name) for name in fields))
 
 
 class TokenRecord(msgspec.Struct, array_like=True):

@@ -19,7 +19,7 @@ import msgspec
 from quadriga import disk
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock
-from quadriga.wire.messages.to_scheduler import Submit, placement_of
+from quadriga.wire.messages.to_scheduler import Submit
 from scheduler_proc.durability.journal_records import (
     NOT_GIVEN_UP,
     AcceptedRecord,
@@ -184,13 +184,14 @@ class JournalState:
     def _new_requests(self, all_accepted: list[AcceptedRecord]) -> dict[int, RecoveredRequest]:
         new: dict[int, RecoveredRequest] = {}
         for accepted in all_accepted:
-            max_new_tokens = _check_message(accepted, self._vocab_size)
+            message = accepted.submit()
+            max_new_tokens = _check_message(accepted, message, self._vocab_size)
             for index in accepted.indexes:
                 seq = accepted.seq + index
                 if seq in self.requests or seq in new:
                     raise InvalidRecord(f"request {seq} is accepted twice")
-                new[seq] = RecoveredRequest(seq, index, accepted.message.begun(), max_new_tokens)
-            for choice in accepted.message.progress:
+                new[seq] = RecoveredRequest(seq, index, message.begun(), max_new_tokens)
+            for choice in message.progress:
                 request = new.get(accepted.seq + choice.index)
                 if request is not None:
                     request.tokens += unpack_ids(choice.token_ids)
@@ -230,9 +231,9 @@ def _expect(seqs: Iterable[int], known: set[int], new: dict[int, RecoveredReques
             raise InvalidRecord(f"request {seq} is unknown, or has ended")
 
 
-def _check_message(accepted: AcceptedRecord, vocab_size: int) -> int:
+def _check_message(accepted: AcceptedRecord, message: Submit, vocab_size: int) -> int:
     """Check that `restored` can make requests of a message. Return its max_new_tokens."""
-    message, params = accepted.message, accepted.message.params
+    params = message.params
     if accepted.seq < 0 or not all(0 <= index < params.n for index in accepted.indexes):
         raise InvalidRecord(f"request {accepted.seq} has choices {accepted.indexes} of {params.n}")
     max_new_tokens = params.max_new_tokens
@@ -277,8 +278,8 @@ def renumber(requests: Iterable[RecoveredRequest]) -> None:
     for _, choices in itertools.groupby(requests, lambda request: request.seq - request.index):
         for choice in choices:
             choice.seq = next_seq + choice.index
-            if placement_of(choice.message):
-                choice.message = choice.message.placed(0).begun()
+            if choice.message.placement:
+                choice.message = msgspec.structs.replace(choice.message, placement=0)
             num_choices = choice.message.params.n
         next_seq += num_choices
 

@@ -5,11 +5,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-import msgspec
-
 from quadriga.wire.messages import worker
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.worker import GuessingPlan, NewSlot, StepPlan
+from quadriga.wire.messages.worker import NewSlot, StepPlan
 from scheduler_proc.state.request import Request
 
 # Returns the requests that have the next so many rows, and moves them to the end.
@@ -127,7 +125,7 @@ class ScheduleBatch:
 
     def to_plan(self, released: list[int], session: int) -> StepPlan:
         """Return the message for the worker of this session, which first forgets `released`."""
-        plan = StepPlan(
+        return StepPlan(
             step=self.step,
             forward_mode=self.mode,
             slots=pack_ids([r.slot for r in self.requests]),
@@ -136,11 +134,6 @@ class ScheduleBatch:
             released=pack_ids(released),
             grown=pack_ids(self.grown),
             session=session,
-        )
-        if self.num_guesses is None and not self.groups:
-            return plan
-        return GuessingPlan(
-            **msgspec.structs.asdict(plan),
             num_guesses=pack_ids(self.num_guesses or ()),
             groups=self.groups,
         )

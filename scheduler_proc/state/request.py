@@ -13,7 +13,7 @@ from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.grammar import GrammarForm
 from quadriga.wire.messages.logprobs import LogprobBlock
 from quadriga.wire.messages.to_client import ErrorInfo
-from quadriga.wire.messages.to_scheduler import Submit, placement_of
+from quadriga.wire.messages.to_scheduler import Submit
 from quadriga.wire.messages.worker import NewSlot, SlotSamplingParams
 from scheduler_proc.state.guess_record import GuessRecord
 from scheduler_proc.state.prefix_tree import Node
@@ -90,7 +90,7 @@ class Request:
         tenant: name of its tenant, with its user where there is one; "" without tenants.
         weight: share of its tenant, in proportion to the weights of the others.
         cache_salt: what its cached pages are kept apart by.
-        placement: as in MovedSubmit.
+        placement: as in Submit.
         in_flight: number of steps planned and not yet answered. Slot and pages are released only
             at 0.
         slot: the worker's slot; -1 without one.
@@ -208,7 +208,7 @@ class Request:
             tenant=message.tenant,
             weight=message.weight,
             cache_salt=message.cache_salt.encode(),
-            placement=placement_of(message),
+            placement=message.placement,
             trace=_recorder_of(message),
         )
 

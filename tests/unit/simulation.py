@@ -19,7 +19,6 @@ from quadriga.wire.messages.to_scheduler import (
 from quadriga.wire.messages.worker import (
     ForcedRow,
     GuessedRow,
-    GuessingPlan,
     NewSlot,
     ResultMessage,
     StepPlan,
@@ -220,7 +219,7 @@ class SimulatedWorker:
 
     def _guess_rows(self, plan: StepPlan, tokens: list[int]) -> list[GuessedRow]:
         """Guess in the rows that sampled; some guesses are right, and wrong ones leave their KV."""
-        if not isinstance(plan, GuessingPlan) or not plan.num_guesses:
+        if not plan.num_guesses:
             return []
         rows = zip(unpack_ids(plan.slots), unpack_ids(plan.num_guesses), strict=True)
         return [

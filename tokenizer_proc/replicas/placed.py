@@ -9,7 +9,7 @@ import msgspec
 
 from quadriga.prefix_blocks import block_hashes
 from quadriga.wire.messages.arrays import num_ids, pack_ids
-from quadriga.wire.messages.to_scheduler import ChoiceProgress, MovedSubmit, Submit
+from quadriga.wire.messages.to_scheduler import ChoiceProgress, Submit
 from tokenizer_proc.replicas.router import Prompt
 
 Name = tuple[bytes, str]
@@ -20,7 +20,7 @@ class ChoiceOwner(NamedTuple):
     """The replica that has a choice.
 
     Attributes:
-        placement: number of the last placement of the choice there, as in MovedSubmit.
+        placement: number of the last placement of the choice there, as in Submit.
         since: number of the first one of its stay there.
     """
 
@@ -146,20 +146,20 @@ class PlacedRequest:
 
     # --- what a replica is sent -------------------------------------------------------------------
 
-    def next_submit(self, indexes: Iterable[int] = (0,)) -> MovedSubmit:
+    def next_submit(self, indexes: Iterable[int] = (0,)) -> Submit:
         """Return the request as the next replica of these choices gets it."""
         return self.moved(indexes) if self.is_moving else self.sent_again(indexes)
 
-    def sent_again(self, indexes: Iterable[int]) -> MovedSubmit:
+    def sent_again(self, indexes: Iterable[int]) -> Submit:
         """Return the request with these choices as their client has sent it."""
         submit = self.submit
         assert submit is not None
-        message, indexes = submit.placed(0), sorted(indexes)
+        message, indexes = submit, sorted(indexes)
         if len(indexes) < submit.params.n:
             message = message.of_choices(indexes)
         return msgspec.structs.replace(message, num_losses=self.num_losses)
 
-    def moved(self, indexes: Iterable[int]) -> MovedSubmit:
+    def moved(self, indexes: Iterable[int]) -> Submit:
         """Return the request with these choices as they go on at another scheduler.
 
         It is computed from its first token there if it asks for logprobs, which are not noted here.
@@ -177,7 +177,7 @@ class PlacedRequest:
         ]
         was_admitted = any(choice.first_token_at for choice in self.choices.values())
         fields = {"frontend_retry": True, "client_retry": False}
-        message = msgspec.structs.replace(submit.placed(0), progress=progress, **fields)
+        message = msgspec.structs.replace(submit, progress=progress, **fields)
         if was_admitted:
             message = msgspec.structs.replace(message, queue_deadline=None)
         return msgspec.structs.replace(message, num_losses=self.num_losses)
@@ -188,7 +188,7 @@ class Run:
     """A choice that the scheduler of a replica has said to run.
 
     Attributes:
-        placement: as in MovedSubmit.
+        placement: as in Submit.
     """
 
     name: Name

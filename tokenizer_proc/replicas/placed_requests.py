@@ -8,7 +8,7 @@ import msgspec
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.replica_news import HeldChoice
 from quadriga.wire.messages.to_detok import StepNews
-from quadriga.wire.messages.to_scheduler import MovedSubmit, Submit
+from quadriga.wire.messages.to_scheduler import Submit
 from tokenizer_proc.open_requests import ClientRequests
 from tokenizer_proc.replicas.ended_requests import EndedRequests
 from tokenizer_proc.replicas.placed import (
@@ -119,7 +119,7 @@ class PlacedRequests:
             placed.choice(index).has_ended = False
         return placed
 
-    def place(self, placed: PlacedRequest) -> tuple[int, MovedSubmit]:
+    def place(self, placed: PlacedRequest) -> tuple[int, Submit]:
         """Give the choices of a request that are at no replica to the router's choice.
 
         At least one replica must take requests.
@@ -135,9 +135,7 @@ class PlacedRequests:
             placed.choices[index].give_to(owner)
         return number, self._stamped(message, owner)
 
-    def sent_again(
-        self, placed: PlacedRequest, owner: ChoiceOwner, indexes: list[int]
-    ) -> MovedSubmit:
+    def sent_again(self, placed: PlacedRequest, owner: ChoiceOwner, indexes: list[int]) -> Submit:
         """Return what the owner of some choices is sent, where their client has sent them again."""
         key = RouterKey(*placed.name, owner.since)
         if key not in self._router.ledger:
@@ -147,7 +145,7 @@ class PlacedRequests:
             placed.choices[index].give_to(owner)
         return self._stamped(placed.sent_again(indexes), owner)
 
-    def resent(self, placed: PlacedRequest, owner: ChoiceOwner, indexes: list[int]) -> MovedSubmit:
+    def resent(self, placed: PlacedRequest, owner: ChoiceOwner, indexes: list[int]) -> Submit:
         """Return what the new scheduler of an owner is sent, which may know the choices."""
         message = self._stamped(placed.moved(indexes), owner)
         assert placed.submit is not None
@@ -157,8 +155,10 @@ class PlacedRequests:
         self._last_placement += 1
         return self._last_placement
 
-    def _stamped(self, message: MovedSubmit, owner: ChoiceOwner) -> MovedSubmit:
-        return message.numbered(owner.placement, owner.since, self._sender)
+    def _stamped(self, message: Submit, owner: ChoiceOwner) -> Submit:
+        return msgspec.structs.replace(
+            message, placement=owner.placement, since=owner.since, sender=self._sender
+        )
 
     # --- what replicas report ---------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ class PlacedRequests:
             number: the replica.
             name: the request.
             index: the choice.
-            placement: as in MovedSubmit.
+            placement: as in Submit.
         """
         placed = self.find(*name)
         choice = None if placed is None else placed.choices.get(index)

@@ -14,12 +14,11 @@ from itertools import compress
 import msgspec
 
 from quadriga.errors import InvalidRequest
-from quadriga.wire.messages.to_client import Chunks, Replay
+from quadriga.wire.messages.to_client import Chunks, Replay, encode_chunks
 from quadriga.wire.messages.to_detok import (
     Delivered,
     HandedBack,
     KnownRequests,
-    ReplicaDelivered,
     StepNews,
     Withdrawn,
 )
@@ -58,7 +57,7 @@ _decode_news = msgspec.msgpack.Decoder(StepNews).decode
 _decode_addressless = msgspec.msgpack.Decoder(
     HandedBack | Withdrawn | KnownRequests | LiveMark
 ).decode
-_decode_delivered = msgspec.msgpack.Decoder(ReplicaDelivered).decode
+_decode_delivered = msgspec.msgpack.Decoder(Delivered).decode
 _decode_chunks = msgspec.msgpack.Decoder(Chunks | Replay).decode
 
 
@@ -195,9 +194,7 @@ class Replicas:
         if self._dispatch.has_drained:
             self._deliver(b"", b"", Delivered())
 
-    def _on_result(
-        self, number: int, client: bytes, payload: bytes, delivered: ReplicaDelivered
-    ) -> None:
+    def _on_result(self, number: int, client: bytes, payload: bytes, delivered: Delivered) -> None:
         replica = self._replicas[number]
         if delivered.inspected:
             answer = self._questions.take(number, client, payload)
@@ -237,11 +234,11 @@ class Replicas:
     def _without(self, payload: bytes, dropped: set[tuple[str, int]]) -> bytes:
         """Return a message without the chunks of these choices; empty if none is left."""
         message = _decode_chunks(payload)
-        kept = [c for c in message.chunks if (c.request_id, c.choice) not in dropped]
+        kept = [c for c in message.chunks if (c.request_id, c.index) not in dropped]
         self.requests.num_results_dropped += len(message.chunks) - len(kept)
         if not kept:
             return b""
-        return encode(msgspec.structs.replace(message, chunks=kept))
+        return encode_chunks(msgspec.structs.replace(message, chunks=kept))
 
     def _deliver_answer(self, answer: MergedAnswer) -> None:
         self._deliver(answer.client, encode(answer.message), Delivered(inspected=True))

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 
-from quadriga.wire.messages.worker import GuessingPlan
+from quadriga.wire.messages.worker import StepPlan
 
 
 class GuessSource(ABC):
@@ -13,11 +13,11 @@ class GuessSource(ABC):
     """
 
     @abstractmethod
-    def begin(self, plan: GuessingPlan) -> None:
+    def begin(self, plan: StepPlan) -> None:
         """Note what a plan changes, before the table applies it and forgets what it releases."""
 
     @abstractmethod
-    def guess(self, plan: GuessingPlan) -> None:
+    def guess(self, plan: StepPlan) -> None:
         """Write guesses into the table for the rows of a plan, which is applied.
 
         At most as many for each row as the plan and `SlotTable.room_for_guesses` allow.

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quadriga.wire.messages.arrays import num_ids
-from quadriga.wire.messages.worker import GuessingPlan
+from quadriga.wire.messages.worker import StepPlan
 from worker_proc.speculation.guess_source import GuessSource
 from worker_proc.speculation.recent_answers import RecentAnswers
 from worker_proc.speculation.text_index import TextIndex
@@ -74,7 +74,7 @@ class Guesser(GuessSource):
         self._recent = RecentAnswers()
         self._ended: list[tuple[bytes, Fetch]] = []  # group and answer
 
-    def begin(self, plan: GuessingPlan) -> None:
+    def begin(self, plan: StepPlan) -> None:
         """Keep the answers of the slots that a plan releases, before the table forgets them.
 
         On a GPU they are copied behind the step that runs, and taken in with a later plan, so that
@@ -92,7 +92,7 @@ class Guesser(GuessSource):
             self._recent.add(group, fetch().tolist())
         self._ended.clear()
 
-    def guess(self, plan: GuessingPlan) -> None:
+    def guess(self, plan: StepPlan) -> None:
         """Write guesses into the table for the rows of a plan, which is applied."""
         for new, group in zip(plan.new, plan.groups, strict=False):
             self._slots[new.slot] = SlotText(group, num_ids(new.token_ids))

@@ -10,7 +10,7 @@ tokens that they guess, with the same penalties, so that they are right as often
 import numpy as np
 
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.worker import DECODE, GuessingPlan, StepPlan
+from quadriga.wire.messages.worker import DECODE, StepPlan
 from worker_proc.speculation.guess_source import GuessSource
 from worker_proc.step.engine_base import Engine
 from worker_proc.step.slot_table import SlotTable, ints_of
@@ -32,10 +32,10 @@ class SelfDrafter(GuessSource):
         self._table = table
         self._draft = draft
 
-    def begin(self, plan: GuessingPlan) -> None:
+    def begin(self, plan: StepPlan) -> None:
         """Do nothing: a draft needs the slot's tokens and pages only."""
 
-    def guess(self, plan: GuessingPlan) -> None:
+    def guess(self, plan: StepPlan) -> None:
         """Draft in rounds, and leave the table as it was, with the drafts as guesses."""
         numbers = self._numbers(plan)
         if not numbers:
@@ -50,7 +50,7 @@ class SelfDrafter(GuessSource):
         table.nonfinite_from.copy_(nonfinite_from)
         table.guess(dict(zip(slots, drafted, strict=True)))
 
-    def _numbers(self, plan: GuessingPlan) -> dict[int, int]:
+    def _numbers(self, plan: StepPlan) -> dict[int, int]:
         """Return the number of tokens to draft by slot, where it is not 0."""
         if not plan.num_guesses:
             return {}

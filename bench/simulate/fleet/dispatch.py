@@ -8,7 +8,7 @@ import numpy as np
 
 from quadriga.config.server_config import ServerConfig
 from quadriga.prefix_blocks import pages_per_block
-from quadriga.wire.messages.to_detok import ReplicaOutput
+from quadriga.wire.messages.to_detok import StepOutput
 from tokenizer_proc.replicas.placed import Name, PlacedRequest
 from tokenizer_proc.replicas.router import Routed, Router
 
@@ -111,7 +111,7 @@ class Dispatcher:
             self._ideal_blocks += 1
         seen.update(hashes)
 
-    def take_output(self, replica: int, output: ReplicaOutput) -> None:
+    def take_output(self, replica: int, output: StepOutput) -> None:
         """Take in what a replica has reported with a step."""
         assert output.news is not None
         is_timed = self._num_reports % TIMED_EVERY == 0
@@ -128,7 +128,7 @@ class Dispatcher:
             self._num_timed += 1
         self._num_reports += 1
 
-    def take_ends(self, output: ReplicaOutput) -> None:
+    def take_ends(self, output: StepOutput) -> None:
         """Take in the ends of a step only, of a replica that is gone."""
         ends = (replay.closing for replay in output.replayed)
         for closed in (*output.closed, *(end for end in ends if end is not None)):

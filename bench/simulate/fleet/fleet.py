@@ -19,7 +19,7 @@ from bench.simulate.worker import draw_ids
 from cluster_proc.scaling import Scaling
 from quadriga.errors import ConfigError
 from quadriga.wire.messages.arrays import num_ids
-from quadriga.wire.messages.to_detok import ReplicaOutput
+from quadriga.wire.messages.to_detok import StepOutput
 from quadriga.wire.messages.to_scheduler import Recall, Submit
 from tokenizer_proc.replicas.placed import PlacedRequest
 
@@ -169,11 +169,11 @@ class Fleet:
         self._open.pop(request_id, None)
         self._waiting.pop(request_id, None)
 
-    def take_output(self, replica: Replica, output: ReplicaOutput) -> None:
+    def take_output(self, replica: Replica, output: StepOutput) -> None:
         """Give the router what a replica reports, as late as the frontend has it."""
         self._clock.at(output.time + self._delivery_s, partial(self._note, replica), output)
 
-    def _note(self, replica: Replica, output: ReplicaOutput) -> None:
+    def _note(self, replica: Replica, output: StepOutput) -> None:
         assert self._dispatcher is not None
         if self._serving.get(replica.number) is replica:
             self._dispatcher.take_output(replica.number, output)

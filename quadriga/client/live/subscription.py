@@ -9,7 +9,7 @@ import msgspec
 
 from quadriga.wire.messages.from_client import PROTOCOL_VERSION, Watch
 from quadriga.wire.messages.live import LiveMessage, LiveStep
-from quadriga.wire.messages.to_client import ErrorInfo, Refused
+from quadriga.wire.messages.to_client import AnyErrorInfo, Refused
 
 WATCH_S = 10.0
 RENEW_INTERVAL_S = 3.0
@@ -25,7 +25,7 @@ class LiveIterator:
 
     def __init__(self) -> None:
         self._messages: deque[LiveMessage] = deque(maxlen=MAX_BEHIND)
-        self._error: ErrorInfo | None = None
+        self._error: AnyErrorInfo | None = None
         self._arrived = asyncio.Event()
 
     def put(self, message: LiveMessage) -> None:
@@ -33,7 +33,7 @@ class LiveIterator:
         self._messages.append(message)
         self._arrived.set()
 
-    def fail(self, error: ErrorInfo) -> None:
+    def fail(self, error: AnyErrorInfo) -> None:
         """Let the caller raise an error after the messages that it has."""
         self._error = error
         self._arrived.set()
@@ -105,7 +105,7 @@ class LiveSubscription:
         if message.request_id == self._name:
             self.fail(message.error)
 
-    def fail(self, error: ErrorInfo) -> None:
+    def fail(self, error: AnyErrorInfo) -> None:
         """End the subscription: its iterators raise the error."""
         for iterator in self._iterators:
             iterator.fail(error)
@@ -138,7 +138,7 @@ class LiveSubscriptions:
         for subscription in self._of_replica.values():
             subscription.on_refused(message)
 
-    def fail(self, error: ErrorInfo) -> None:
+    def fail(self, error: AnyErrorInfo) -> None:
         """End all subscriptions: their iterators raise the error."""
         for subscription in self._of_replica.values():
             subscription.fail(error)

@@ -15,7 +15,7 @@ class HeldChoice(msgspec.Struct, array_like=True, frozen=True):
         index: index of the choice.
         token_ids: generated tokens before those of this message, int32 bytes.
         first_token_at: Unix seconds; 0.0 without a token.
-        placement: as in MovedSubmit.
+        placement: as in Submit.
     """
 
     seq: int
@@ -31,7 +31,7 @@ class EndedRequest(msgspec.Struct, array_like=True, frozen=True):
     """A request, the ends of some of whose choices the scheduler can replay.
 
     Attributes:
-        placements: the placement of each of these choices, by index, as in MovedSubmit.
+        placements: the placement of each of these choices, by index, as in Submit.
     """
 
     client: bytes

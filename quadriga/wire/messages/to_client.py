@@ -11,6 +11,8 @@ from quadriga.wire.messages.live import LiveServer, LiveStep
 from quadriga.wire.messages.logprobs import Logprobs, PromptLogprobs
 from quadriga.wire.messages.trace import RequestTrace
 
+_encode = msgspec.msgpack.Encoder().encode
+
 
 class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
     """An error on the wire.
@@ -37,14 +39,18 @@ class ErrorInfo(msgspec.Struct, array_like=True, frozen=True):
         return errors.from_code(self.code, self.message, self.field, self.retry_after)
 
 
-class RefusalInfo(ErrorInfo, array_like=True, frozen=True):
+class RefusalInfo(msgspec.Struct, array_like=True, frozen=True):
     """The error of a Refused.
 
     Attributes:
-        queue_position: as in QueueFull.
-        expected_wait: as in QueueFull.
+        code, message, field, retry_after: as in ErrorInfo.
+        queue_position, expected_wait: as in QueueFull.
     """
 
+    code: str
+    message: str
+    field: str = ""
+    retry_after: float | None = None
     queue_position: int | None = None
     expected_wait: float | None = None
 
@@ -57,10 +63,14 @@ class RefusalInfo(ErrorInfo, array_like=True, frozen=True):
 
     def exception(self) -> QuadrigaError:
         """Return the exception of this error."""
-        error = super().exception()
+        error = errors.from_code(self.code, self.message, self.field, self.retry_after)
         if isinstance(error, errors.QueueFull):
             error.queue_position, error.expected_wait = self.queue_position, self.expected_wait
         return error
+
+
+# The error of an end, or that of a refusal.
+AnyErrorInfo = ErrorInfo | RefusalInfo
 
 
 class Usage(msgspec.Struct, array_like=True, frozen=True):
@@ -96,13 +106,19 @@ class End(msgspec.Struct, array_like=True, frozen=True):
     error: ErrorInfo | None = None
 
 
-class PlainChunk(msgspec.Struct, array_like=True, frozen=True):
-    """New text and tokens of one request.
+class Chunk(msgspec.Struct, array_like=True, frozen=True):
+    """New text and tokens of one choice of a request.
 
     Attributes:
         text_offset: number of characters of this choice's text that were sent before.
         token_ids: int32 bytes.
         token_times: end of the step that sampled each token, in Unix seconds.
+        index: index of the choice; each choice of `n` has its own chunks and end.
+        logprobs: logprobs of `token_ids`.
+        prompt_logprobs: logprobs of the prompt, in the first chunk of choice 0.
+        text_lengths: number of characters that each of `token_ids` adds to the text; what is left
+            of the text belongs to the end. None for a single token without an end, and where they
+            were not requested.
     """
 
     request_id: str
@@ -111,57 +127,32 @@ class PlainChunk(msgspec.Struct, array_like=True, frozen=True):
     token_ids: bytes
     token_times: list[float]
     end: End | None = None
-
-    @property
-    def choice(self) -> int:
-        """Index of the choice that the chunk belongs to: a plain chunk is of the only one."""
-        return 0
-
-
-class RichChunk(PlainChunk, array_like=True, frozen=True):
-    """A chunk with the fields of choices and logprobs.
-
-    Attributes:
-        index: index of the choice; each choice of `n` has its own chunks and end.
-        logprobs: logprobs of `token_ids`.
-        prompt_logprobs: logprobs of the prompt, in the first chunk of choice 0.
-    """
-
     index: int = 0
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
-
-    @property
-    def choice(self) -> int:
-        """Index of the choice that the chunk belongs to."""
-        return self.index
-
-
-class Chunk(RichChunk, array_like=True, frozen=True):
-    """A chunk with all fields, in the form that is read; the last ones are sent where requested.
-
-    Attributes:
-        text_lengths: number of characters that each of `token_ids` adds to the text; what is left
-            of the text belongs to the end. None for a single token without an end.
-    """
-
     text_lengths: list[int] | None = None
+
+    def shortest(self) -> tuple[Any, ...]:
+        """Return the fields that are sent: most chunks have nothing in the last three or four."""
+        head = (
+            self.request_id, self.text_offset, self.text, self.token_ids, self.token_times, self.end
+        )  # fmt: skip
+        if self.text_lengths is not None:
+            rest = (self.index, self.logprobs, self.prompt_logprobs, self.text_lengths)
+            return (*head, *rest)
+        if self.index or self.logprobs is not None or self.prompt_logprobs is not None:
+            return (*head, self.index, self.logprobs, self.prompt_logprobs)
+        return head
 
 
 class Chunks(msgspec.Struct, tag="chunks", array_like=True, frozen=True):
-    """Everything new for one client after one step, in the form that a client reads."""
+    """Everything new for one client after one step."""
 
     chunks: list[Chunk]
 
 
-class SentChunks(msgspec.Struct, tag="chunks", array_like=True, frozen=True):
-    """Chunks in the form that the server sends: each of the smallest type that suffices."""
-
-    chunks: list[PlainChunk]
-
-
 class Replay(msgspec.Struct, tag="replay", array_like=True, frozen=True):
-    """Requests from their first token on, in the form that a client reads.
+    """Requests from their first token on.
 
     Each chunk has offset 0 and replaces everything before it of its choice; later chunks continue
     from there.
@@ -170,10 +161,10 @@ class Replay(msgspec.Struct, tag="replay", array_like=True, frozen=True):
     chunks: list[Chunk]
 
 
-class SentReplay(msgspec.Struct, tag="replay", array_like=True, frozen=True):
-    """A Replay in the form that the server sends: each chunk of the smallest type that suffices."""
-
-    chunks: list[PlainChunk]
+def encode_chunks(message: Chunks | Replay) -> bytes:
+    """Return the frame of a message with each chunk in its shortest form."""
+    tag = message.__struct_config__.tag
+    return _encode((tag, [chunk.shortest() for chunk in message.chunks]))
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):

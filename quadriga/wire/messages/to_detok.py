@@ -5,10 +5,6 @@ A message of the live feed has no address, and three empty frames are the last o
 among several sends a StepNews in front of those of a step, and no live feed, but a HandedBack.
 """
 
-from functools import reduce
-from operator import or_
-from typing import Any, cast, get_args
-
 import msgspec
 
 from quadriga.wire.messages.logprobs import LogprobBlock, SampledLogprobs
@@ -34,7 +30,7 @@ class PromptLogprobsData(msgspec.Struct, array_like=True, frozen=True):
     blocks: list[LogprobBlock]
 
 
-class PlainStreamStart(msgspec.Struct, array_like=True, frozen=True):
+class StreamStart(msgspec.Struct, array_like=True, frozen=True):
     """Start of a stream: what the detokenizer needs of a request that has its first token.
 
     Attributes:
@@ -44,6 +40,10 @@ class PlainStreamStart(msgspec.Struct, array_like=True, frozen=True):
         logprobs: number of tokens per position with logprobs beside the token itself: the
             likeliest ones, then chosen ones; None: no logprobs.
         prompt: the prompt, if its log-probabilities were requested.
+        text_lengths: chunks have the text lengths of their tokens.
+        prompt_end: the last PROMPT_END_TOKENS ids of the prompt that the text continues, int32
+            bytes; empty for a text of its own.
+        placement: as in Submit.
     """
 
     seq: int
@@ -58,32 +58,18 @@ class PlainStreamStart(msgspec.Struct, array_like=True, frozen=True):
     min_new_tokens: int = 0
     logprobs: int | None = None
     prompt: PromptLogprobsData | None = None
-
-
-class StreamStart(PlainStreamStart, array_like=True, frozen=True):
-    """Start of a stream, in the form that is read.
-
-    Attributes:
-        text_lengths: chunks have the text lengths of their tokens.
-        prompt_end: the last PROMPT_END_TOKENS ids of the prompt that the text continues, int32
-            bytes; empty for a text of its own.
-        placement: as in MovedSubmit.
-    """
-
     text_lengths: bool = False
     prompt_end: bytes = b""
     placement: int = 0
 
-    def sent(self) -> "StreamStart":
-        """Return the form that is sent: a PlainStreamStart where that suffices."""
-        if self.text_lengths or self.prompt_end or self.placement:
-            return self
-        fields = PlainStreamStart.__struct_fields__
-        return cast("StreamStart", PlainStreamStart(*(getattr(self, name) for name in fields)))
 
+class StreamEnd(msgspec.Struct, array_like=True, frozen=True):
+    """End of a stream; the detokenizer adds times and the number of completion tokens.
 
-class PlainStreamEnd(msgspec.Struct, array_like=True, frozen=True):
-    """End of a stream; the detokenizer adds times and the number of completion tokens."""
+    Attributes:
+        trace: spans of the request up to its end; None: it is not traced.
+        placement: as in Submit.
+    """
 
     seq: int
     client: bytes
@@ -98,32 +84,11 @@ class PlainStreamEnd(msgspec.Struct, array_like=True, frozen=True):
     admitted_at: float
     first_token_at: float
     index: int = 0
-
-
-class StreamEnd(PlainStreamEnd, array_like=True, frozen=True):
-    """End of a stream in the form that is read.
-
-    Attributes:
-        trace: spans of the request up to its end; None: it is not traced.
-        placement: as in MovedSubmit.
-    """
-
     trace: RequestTrace | None = None
     placement: int = 0
 
-    @classmethod
-    def of(cls, end: PlainStreamEnd, trace: RequestTrace | None, placement: int) -> "StreamEnd":
-        """Return the form that is sent: a PlainStreamEnd without a trace and a placement.
 
-        The fields of PlainStreamEnd are the first ones, so that both are read as a StreamEnd.
-        """
-        if trace is None and not placement:
-            return cast("StreamEnd", end)
-        fields = {name: getattr(end, name) for name in PlainStreamEnd.__struct_fields__}
-        return cls(**fields, trace=trace, placement=placement)
-
-
-class PlainStreamReplay(msgspec.Struct, array_like=True, frozen=True):
+class StreamReplay(msgspec.Struct, array_like=True, frozen=True):
     """Everything of a request up to now, for a new detokenizer, or a client that missed messages.
 
     Attributes:
@@ -135,12 +100,6 @@ class PlainStreamReplay(msgspec.Struct, array_like=True, frozen=True):
     opening: StreamStart
     token_ids: bytes
     logprobs: list[LogprobBlock]
-    closing: PlainStreamEnd | None
-
-
-class StreamReplay(PlainStreamReplay, array_like=True, frozen=True):
-    """A replay in the form that is read."""
-
     closing: StreamEnd | None
 
 
@@ -154,6 +113,8 @@ class StepOutput(msgspec.Struct, tag="output", array_like=True, frozen=True):
         logprobs: log-probabilities that were requested; rows are indices into `seqs`.
         waiting: number of requests in the waiting queue.
         session: session of the DetokReady; a message of another session is stale.
+        wait_s: estimated seconds that one more request would wait, if the queue is nearly full.
+        news: what the frontend has to know of one replica among several; else None.
     """
 
     time: float
@@ -165,21 +126,7 @@ class StepOutput(msgspec.Struct, tag="output", array_like=True, frozen=True):
     waiting: int = 0
     session: int = 0
     replayed: list[StreamReplay] = []
-
-
-class ForecastStepOutput(StepOutput, tag="output", array_like=True, frozen=True):
-    """The output of a step while the queue is nearly full, and the form in which each is read.
-
-    Attributes:
-        wait_s: estimated seconds that one more request would wait, if the queue is nearly full.
-    """
-
     wait_s: float | None = None
-
-
-class ReplicaOutput(ForecastStepOutput, tag="output", array_like=True, frozen=True):
-    """A ForecastStepOutput of one replica among several, whose `news` are not None."""
-
     news: ReplicaNews | None = None
 
 
@@ -203,14 +150,14 @@ class LiveFrame(msgspec.Struct, tag="live", array_like=True, frozen=True):
     frame: bytes
 
 
-class SchedulerRestarted(msgspec.Struct, tag="scheduler", array_like=True, frozen=True):
+class SchedulerRestarted(msgspec.Struct, tag="scheduler_restarted", array_like=True, frozen=True):
     """Forget every text, and answer with a DetokReady of a new session.
 
     It follows the start of a scheduler, or a broken link to the frontend.
     """
 
 
-class Drained(msgspec.Struct, tag="all_told", array_like=True, frozen=True):
+class Drained(msgspec.Struct, tag="drained", array_like=True, frozen=True):
     """Every request has ended; the frontend learns that it has received all ends."""
 
 
@@ -275,10 +222,12 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
             with this message or earlier.
         inspected: the message answers an InfoRequest or a ProgressRequest.
         generated: number of tokens of each choice in `ended`.
-        wait_s: as in ForecastStepOutput.
+        wait_s: as in StepOutput.
         traces: of choices in `ended` that are traced.
         lost: the message is empty. `ended` are choices that were aborted because their client was
             lost: if it is back, and has sent the requests again, these ends are not theirs.
+        indexes: indexes of the choices in `ended`.
+        placements: their placements, as in Submit.
     """
 
     ended: list[str] = []
@@ -289,13 +238,16 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
     wait_s: float | None = None
     traces: list[RequestTrace] = []
     lost: bool = False
+    indexes: list[int] = []
+    placements: list[int] = []
 
 
 class StepNews(msgspec.Struct, array_like=True, frozen=True):
-    """What the frontend notes of a step before it passes the step's texts on.
+    """The tokens of a step of one replica among several, and its replica's news.
 
-    It is sent in front of them, as an empty address, an empty message, and this. There is none
-    where there is one replica.
+    The detokenizer sends it to the frontend in front of the step's texts, as an empty address, an
+    empty message, and this: the frontend has to know every token whose text it passes on, so that
+    the request can move to another replica with it.
 
     Attributes:
         started: choices that have their first token with this step.
@@ -309,20 +261,8 @@ class StepNews(msgspec.Struct, array_like=True, frozen=True):
     token_ids: bytes
 
 
-class ReplicaDelivered(Delivered, array_like=True, frozen=True):
-    """A Delivered of one replica among several.
-
-    Attributes:
-        indexes: the choices that end, one for each item of `ended`.
-        placements: their placements, as in MovedSubmit.
-    """
-
-    indexes: list[int] = msgspec.field(default_factory=list)
-    placements: list[int] = msgspec.field(default_factory=list)
-
-
 DetokMessage = (
-    ForecastStepOutput
+    StepOutput
     | InfoReply
     | ProgressReply
     | LiveFrame
@@ -334,6 +274,3 @@ DetokMessage = (
     | ForgetStreams
     | KnownRequests
 )
-
-# The type that is decoded, with the fields of a ReplicaOutput.
-READ_DETOK_MESSAGE: Any = reduce(or_, get_args(DetokMessage)[1:], ReplicaOutput)

@@ -1,9 +1,5 @@
 """tokenizer_proc, detok_proc -> scheduler_proc."""
 
-from functools import reduce
-from operator import or_
-from typing import Any, cast, get_args
-
 import msgspec
 
 from quadriga.sampling.params import SamplingParams
@@ -12,8 +8,25 @@ from quadriga.wire.messages.to_client import InfoValues
 from quadriga.wire.messages.trace import TraceContext
 
 
-class PlainSubmit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
-    """A validated, tokenized request of no tenant, and without a trace.
+class ChoiceProgress(msgspec.Struct, array_like=True, frozen=True):
+    """A choice of a request that moves to another scheduler.
+
+    Attributes:
+        token_ids: its generated tokens, int32 bytes. They are final: the client may have them.
+        first_token_at: Unix seconds; 0.0 without a token.
+    """
+
+    index: int
+    token_ids: bytes = b""
+    first_token_at: float = 0.0
+
+
+class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
+    """A validated, tokenized request, or some choices of it, which a scheduler shall run.
+
+    A placement gives choices to a replica: new ones, or those of a request that its client has sent
+    again. The frontend numbers placements upwards, from a larger number on than any frontend
+    before it has given, so that of two placements of a choice the larger one is in force.
 
     Attributes:
         client: the client's address at the public ROUTER socket.
@@ -22,6 +35,16 @@ class PlainSubmit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
         bad_words: token ids (int32 bytes) of each.
         client_retry: the client has sent the request before (Generate.resent).
         frontend_retry: the frontend has sent it to a scheduler before, perhaps not to this one.
+        tenant: name of its tenant, with its user where there is one; "" without tenants.
+        weight: the tenant's share, in proportion to the weights of the others.
+        cache_salt: what cached prefixes are kept apart by; "" for the common ones.
+        trace: place of the request in its trace; None: it is not traced.
+        progress: the choices that go on, or start again, of a request that a scheduler had; the
+            others have ended, or are open there. Empty for a request that begins.
+        num_losses: number of replicas that were lost while they had it; it may be the reason.
+        placement: number of the placement of these choices; 0 where there is one replica.
+        since: number of the first placement of their present stay at the replica.
+        sender: number of the frontend, as in FrontendRestarted; 0 where there is one replica.
     """
 
     client: bytes
@@ -38,116 +61,30 @@ class PlainSubmit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
     grammar: GrammarForm | None = None
     client_retry: bool = False
     frontend_retry: bool = False
-
-
-class Submit(PlainSubmit, tag="submit", array_like=True, frozen=True):
-    """A validated, tokenized request, in the form that is read.
-
-    Attributes:
-        tenant: name of its tenant, with its user where there is one; "" without tenants.
-        weight: the tenant's share, in proportion to the weights of the others.
-        cache_salt: what cached prefixes are kept apart by; "" for the common ones.
-        trace: place of the request in its trace; None: it is not traced.
-    """
-
     tenant: str = ""
     weight: float = 1.0
     cache_salt: str = ""
     trace: TraceContext | None = None
-
-    def written(self) -> "Submit":
-        """Return the form that is journaled: a PlainSubmit without a tenant and a trace.
-
-        The fields of PlainSubmit are the first ones, so that both are read as a Submit.
-        """
-        if self.tenant or self.cache_salt or self.trace:
-            return self
-        fields = PlainSubmit.__struct_fields__
-        return cast("Submit", PlainSubmit(*(getattr(self, name) for name in fields)))
-
-    def of_choices(self, indexes: list[int]) -> "MovedSubmit":
-        """Return the request with these of its choices, from their first tokens on."""
-        progress = [ChoiceProgress(index) for index in indexes]
-        return msgspec.structs.replace(self.placed(0), progress=progress)
-
-    def placed(self, placement: int) -> "MovedSubmit":
-        """Return the request with the number of a placement, from its first tokens on."""
-        fields = {name: getattr(self, name) for name in Submit.__struct_fields__}
-        return MovedSubmit(**fields, placement=placement)
-
-
-class ChoiceProgress(msgspec.Struct, array_like=True, frozen=True):
-    """A choice of a request that moves to another scheduler.
-
-    Attributes:
-        token_ids: its generated tokens, int32 bytes. They are final: the client may have them.
-        first_token_at: Unix seconds; 0.0 without a token.
-    """
-
-    index: int
-    token_ids: bytes = b""
-    first_token_at: float = 0.0
-
-
-class MovedSubmit(Submit, tag="submit", array_like=True, frozen=True):
-    """A Submit in the form that is read.
-
-    A placement gives choices to a replica: new ones, or those of a request that its client has sent
-    again. The frontend numbers placements upwards, from a larger number on than any frontend
-    before it has given, so that of two placements of a choice the larger one is in force.
-
-    Attributes:
-        progress: the choices that go on, or start again, of a request that a scheduler had; the
-            others have ended, or are open there. Empty for a request that begins.
-        num_losses: number of replicas that were lost while they had it; it may be the reason.
-        placement: number of the placement of these choices; 0 where there is one replica.
-        since: number of the first placement of their present stay at the replica.
-        sender: number of the frontend, as in FrontendRestarted; 0 where there is one replica.
-    """
-
-    progress: list[ChoiceProgress] = msgspec.field(default_factory=list)
+    progress: list[ChoiceProgress] = []
     num_losses: int = 0
     placement: int = 0
     since: int = 0
     sender: int = 0
 
-    def written(self) -> Submit:
-        """Return the form that is journaled."""
-        if self.progress or self.placement:
-            return msgspec.structs.replace(self, since=0, sender=0) if self.sender else self
-        return self.begun().written()
+    def begun(self) -> "Submit":
+        """Return the request as it began, with the number of its placement."""
+        return msgspec.structs.replace(self, progress=[], num_losses=0, since=0, sender=0)
 
-    def begun(self) -> Submit:
-        """Return the request as it began, with its placement if there is one."""
-        submit = Submit(*(getattr(self, name) for name in Submit.__struct_fields__))
-        return submit.placed(self.placement) if self.placement else submit
-
-    def numbered(self, placement: int, since: int, sender: int) -> "MovedSubmit":
-        """Return the request with the numbers of its placements and of its frontend."""
-        return msgspec.structs.replace(self, placement=placement, since=since, sender=sender)
-
-    def of_choices(self, indexes: list[int]) -> "MovedSubmit":
+    def of_choices(self, indexes: list[int]) -> "Submit":
         """Return the request with these of its choices, from where they are."""
         known = {choice.index: choice for choice in self.progress}
         progress = [known.get(index) or ChoiceProgress(index) for index in indexes]
         return msgspec.structs.replace(self, progress=progress)
 
-
-def progress_of(message: Submit) -> list[ChoiceProgress]:
-    """Return the choices that go on, of a request that moves; empty for one that begins."""
-    return message.progress if isinstance(message, MovedSubmit) else []
-
-
-def placement_of(message: Submit) -> int:
-    """Return the number of a request's placement; 0 where there is one replica."""
-    return message.placement if isinstance(message, MovedSubmit) else 0
-
-
-def stay_of(message: Submit) -> range:
-    """Return the numbers of the placements of a request's present stay at the replica."""
-    if isinstance(message, MovedSubmit):
-        return range(message.since, message.placement + 1)
-    return range(1)
+    @property
+    def stay(self) -> range:
+        """Numbers of the placements of the request's present stay at the replica."""
+        return range(self.since, self.placement + 1)
 
 
 # Who aborts a request.
@@ -159,7 +96,7 @@ class AbortRequest(msgspec.Struct, tag="abort", array_like=True, frozen=True):
 
     Attributes:
         by: CLIENT if the client asked for it, CLIENT_LOST if it is gone or was disconnected.
-        sender: as in MovedSubmit.
+        sender: as in Submit.
     """
 
     client: bytes
@@ -186,7 +123,7 @@ class EndsDelivered(msgspec.Struct, tag="ended", array_like=True, frozen=True):
     seqs: list[int]
 
 
-class FrontendRestarted(msgspec.Struct, tag="front_door", array_like=True, frozen=True):
+class FrontendRestarted(msgspec.Struct, tag="frontend_restarted", array_like=True, frozen=True):
     """The frontend was restarted; ends that its predecessor had received may be lost.
 
     Attributes:
@@ -206,7 +143,7 @@ class LinkRestored(msgspec.Struct, tag="link_restored", array_like=True, frozen=
     """
 
 
-class InfoRequest(msgspec.Struct, tag="inspect", array_like=True, frozen=True):
+class InfoRequest(msgspec.Struct, tag="info", array_like=True, frozen=True):
     """A client's GetInfo on its way through the processes, each of which adds its values.
 
     Attributes:
@@ -249,7 +186,7 @@ class Drain(msgspec.Struct, tag="drain", array_like=True, frozen=True):
     """Finish the open requests, then answer Drained; no request follows."""
 
 
-class Shutdown(msgspec.Struct, tag="leave", array_like=True, frozen=True):
+class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
     """Exit: the clients have everything, and the frontend exits."""
 
 
@@ -296,6 +233,3 @@ SchedulerMessage = (
     | LinkRestored
     | Withdraw
 )
-
-# The type that is decoded, of which a Submit has all fields.
-READ_SCHEDULER_MESSAGE: Any = reduce(or_, get_args(SchedulerMessage)[1:], MovedSubmit)

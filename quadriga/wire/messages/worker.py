@@ -97,8 +97,14 @@ class StepPlan(msgspec.Struct, tag="plan", array_like=True, frozen=True):
     Pages may be shared: a row may read what an earlier plan, or an earlier row of this plan,
     computes. So all rows write the keys and values of a layer before any row attends.
 
+    In a row that reaches the last known token of its slot, the worker may guess up to
+    num_guesses[i] further tokens. The row computes them, too, and samples after each of them.
+
     Attributes:
         session: session of the WorkerReady; plans of another session are not run.
+        num_guesses: int32 bytes, one per row; empty: none in every row.
+        groups: for each of `new`, the name of the requests from whose answers it may be guessed;
+            empty: nothing is guessed in them.
     """
 
     step: int
@@ -109,20 +115,6 @@ class StepPlan(msgspec.Struct, tag="plan", array_like=True, frozen=True):
     released: bytes
     grown: bytes = b""
     session: int = 0
-
-
-class GuessingPlan(StepPlan, tag="plan", array_like=True, frozen=True):
-    """A step in which the worker may guess tokens, and the form in which each plan is read.
-
-    In a row that reaches the last known token of its slot, the worker may guess up to
-    num_guesses[i] further tokens. The row computes them, too, and samples after each of them.
-
-    Attributes:
-        num_guesses: int32 bytes, one per row; empty: none in every row.
-        groups: for each of `new`, the name of the requests from whose answers it may be guessed;
-            empty: nothing is guessed in them.
-    """
-
     num_guesses: bytes = b""
     groups: list[bytes] = []
 
@@ -139,7 +131,7 @@ class ForgetGrammar(msgspec.Struct, tag="forget", array_like=True, frozen=True):
     key: bytes
 
 
-class ResetWorker(msgspec.Struct, tag="scheduler", array_like=True, frozen=True):
+class ResetWorker(msgspec.Struct, tag="reset", array_like=True, frozen=True):
     """Forget every slot and every grammar, and answer with a WorkerReady of a new session."""
 
 
@@ -148,13 +140,7 @@ class StopWorker(msgspec.Struct, tag="stop", array_like=True, frozen=True):
 
 
 WorkerMessage = (
-    GuessingPlan
-    | CompileGrammar
-    | ForgetGrammar
-    | StorePages
-    | LoadPages
-    | ResetWorker
-    | StopWorker
+    StepPlan | CompileGrammar | ForgetGrammar | StorePages | LoadPages | ResetWorker | StopWorker
 )
 
 

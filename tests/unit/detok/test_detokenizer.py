@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from detok_proc.detokenizer import Deliveries, Detokenizer
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.to_client import End, ErrorInfo, PlainChunk, StageTimes, Usage
+from quadriga.wire.messages.to_client import Chunk, End, ErrorInfo, StageTimes, Usage
 from quadriga.wire.messages.to_detok import StepOutput, StreamEnd, StreamReplay, StreamStart
 from quadriga.wire.messages.to_scheduler import CLIENT_LOST
 
@@ -74,20 +74,20 @@ def step(
     return StepOutput(time, list(opened), [seq for seq, _ in tokens], packed, list(closed))
 
 
-def only_chunk(deliveries: Deliveries, client: bytes = ALICE) -> PlainChunk:
+def only_chunk(deliveries: Deliveries, client: bytes = ALICE) -> Chunk:
     (chunk,) = deliveries.by_client[client]
     assert len(deliveries.by_client) == 1
     return chunk
 
 
-def end_of(chunk: PlainChunk) -> End:
+def end_of(chunk: Chunk) -> End:
     assert chunk.end is not None
     return chunk.end
 
 
-def play(core: Detokenizer, steps: Sequence[StepOutput]) -> tuple[list[PlainChunk], list[int]]:
+def play(core: Detokenizer, steps: Sequence[StepOutput]) -> tuple[list[Chunk], list[int]]:
     """Return (all chunks, all stops found) of several steps."""
-    chunks: list[PlainChunk] = []
+    chunks: list[Chunk] = []
     stops: list[int] = []
     for output in steps:
         deliveries = core.process(output)
@@ -251,7 +251,7 @@ def test_the_replay_of_a_choice_is_not_charged_with_the_slow_search_of_another_o
 # --- stop tokens ----------------------------------------------------------------------------------
 
 
-def run_to_stop_token(token_id: int, skip: bool = True) -> list[PlainChunk]:
+def run_to_stop_token(token_id: int, skip: bool = True) -> list[Chunk]:
     close = closing(reason="stop", matched=token_id)
     steps = [
         step([opening(skip=skip)], [(1, ids("x")[0])]),
@@ -357,7 +357,7 @@ def test_a_replay_of_a_part_only_confirms_a_request_without_stream() -> None:
     assert [chunk.text for chunk in chunks] == ["hey"]
 
 
-def pieces_of(chunks: Sequence[PlainChunk]) -> list[str]:
+def pieces_of(chunks: Sequence[Chunk]) -> list[str]:
     """Return the text of each token, and that of the end."""
     pieces: list[str] = []
     for chunk in chunks:
@@ -393,7 +393,7 @@ def sentencepiece(prompt: str) -> tuple[Tokenizer, bytes]:
 THE, END, GAP, IS = 1, 2, 3, 4
 
 
-def continued(prompt: str, tokens: list[int], **fields: Any) -> list[PlainChunk]:
+def continued(prompt: str, tokens: list[int], **fields: Any) -> list[Chunk]:
     """Return the chunks of an answer behind a prompt, one for each token and one for its end."""
     tokenizer, prompt_end = sentencepiece(prompt)
     start = msgspec.structs.replace(opening(), prompt_end=prompt_end, **fields)

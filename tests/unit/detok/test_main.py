@@ -28,8 +28,6 @@ from quadriga.wire.messages.to_detok import (
     HandedBack,
     InfoReply,
     ProgressReply,
-    ReplicaDelivered,
-    ReplicaOutput,
     StepOutput,
     StopDetok,
     StreamEnd,
@@ -149,7 +147,7 @@ def test_the_choices_of_a_request_end_by_their_indexes(ring: Ring) -> None:
         StreamEnd(seq, b"me", "a", "stop", None, None, 5, 0, 1.0, 1.0, 1.0, 1.0, index=seq - 1)
         for seq in (1, 2)
     ]
-    output = ReplicaOutput(
+    output = StepOutput(
         1.0, opened, [1, 2], ids("a", "a"), closed, session=hello.session, news=ReplicaNews()
     )
     neighbours["detok"].send(encode(output))
@@ -157,5 +155,5 @@ def test_the_choices_of_a_request_end_by_their_indexes(ring: Ring) -> None:
         client, _, frame = neighbours["delivery"].recv_multipart()
         if client:
             break
-    delivered = msgspec.msgpack.decode(frame, type=ReplicaDelivered)
+    delivered = msgspec.msgpack.decode(frame, type=Delivered)
     assert (delivered.ended, delivered.indexes) == (["a", "a"], [0, 1])

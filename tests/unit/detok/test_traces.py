@@ -1,7 +1,7 @@
 """The detokenizer's part of a trace."""
 
 from detok_proc.traces import close_traces, open_traces
-from quadriga.wire.messages.to_client import Chunk, End, PlainChunk, StageTimes, Usage
+from quadriga.wire.messages.to_client import Chunk, End, StageTimes, Usage
 from quadriga.wire.messages.to_detok import StepOutput, StreamEnd, StreamReplay, StreamStart
 from quadriga.wire.messages.trace import RequestTrace, Span, TraceContext
 
@@ -25,11 +25,11 @@ def test_a_span_from_the_last_phase_to_the_last_text_is_added_to_each_choice() -
         replayed=[StreamReplay(opening, b"", [], closing("again"))],
     )  # fmt: skip
     chunks = [
-        PlainChunk("a", 0, "", b"", [], end(2.5)),
+        Chunk("a", 0, "", b"", [], end(2.5)),
         Chunk("a", 0, "", b"", [], end(3.5), 1),
-        PlainChunk("again", 0, "", b"", [], end(1.5)),  # a replay, of an earlier end
-        PlainChunk("plain", 0, "", b"", [], end(2.5)),
-        PlainChunk("goes on", 0, "", b"", []),
+        Chunk("again", 0, "", b"", [], end(1.5)),  # a replay, of an earlier end
+        Chunk("plain", 0, "", b"", [], end(2.5)),
+        Chunk("goes on", 0, "", b"", []),
     ]
     traces = open_traces(output)
     first, second, third = close_traces(traces, b"c", chunks)

@@ -17,9 +17,9 @@ from quadriga.wire.messages.worker import (
     DECODE,
     EXTEND,
     MIXED,
-    GuessingPlan,
     NewSlot,
     SlotSamplingParams,
+    StepPlan,
 )
 from tests import EVERYTHING
 
@@ -155,13 +155,13 @@ def to_the_end(
     table = runner.table
     table.release_all()
     counts = pack_ids([len(one.token_ids) // 4 for one in new])
-    plan = GuessingPlan(0, EXTEND, pack_ids([0, 1]), counts, new, b"")
+    plan = StepPlan(0, EXTEND, pack_ids([0, 1]), counts, new, b"")
     while plan.slots:
         runner.run(plan)
         slots = [slot for slot in (0, 1) if table.num_computed[slot] < most[slot]]
         guesses = pack_ids([num_guesses] * len(slots))
         ones = pack_ids([1] * len(slots))
-        plan = GuessingPlan(1, DECODE, pack_ids(slots), ones, [], b"", num_guesses=guesses)
+        plan = StepPlan(1, DECODE, pack_ids(slots), ones, [], b"", num_guesses=guesses)
     assert table.num_computed[:2].tolist() == most
     return [table.known_tokens(slot, 0) for slot in (0, 1)]
 
@@ -173,8 +173,8 @@ def test_a_row_guesses_beside_a_prompt(tmp_path: Path, with_graphs: bool) -> Non
     answers = answers_of(new, generate(runner, new, 0, 5)[0])
     runner.guesser = FixedGuesser(runner, answers, 5)
     runner.table.release_all()
-    runner.run(GuessingPlan(0, EXTEND, pack_ids([0]), pack_ids([3]), new[:1], b""))
-    beside = GuessingPlan(
+    runner.run(StepPlan(0, EXTEND, pack_ids([0]), pack_ids([3]), new[:1], b""))
+    beside = StepPlan(
         1, MIXED, pack_ids([1, 0]), pack_ids([2, 1]), new[1:], b"", num_guesses=pack_ids([0, 3])
     )
     result = runner.run(beside)
@@ -193,9 +193,9 @@ def ngram_runner(directory: Path) -> Runner:
     return runner
 
 
-def decode_plan_of(slots: list[int], num_guesses: int) -> GuessingPlan:
+def decode_plan_of(slots: list[int], num_guesses: int) -> StepPlan:
     ones, guesses = pack_ids([1] * len(slots)), pack_ids([num_guesses] * len(slots))
-    return GuessingPlan(1, DECODE, pack_ids(slots), ones, [], b"", num_guesses=guesses)
+    return StepPlan(1, DECODE, pack_ids(slots), ones, [], b"", num_guesses=guesses)
 
 
 def test_the_host_waits_for_tokens_only_where_guesses_are_planned(
@@ -205,7 +205,7 @@ def test_the_host_waits_for_tokens_only_where_guesses_are_planned(
     period = [7, 8, 9] * 4
     new = rows_of([period, period], no_rules, 0.0)
     slots, counts = pack_ids([0, 1]), pack_ids([12, 12])
-    runner.run(GuessingPlan(0, EXTEND, slots, counts, new, b"", groups=groups))
+    runner.run(StepPlan(0, EXTEND, slots, counts, new, b"", groups=groups))
     reads: list[int] = []
     read, execute, blocking = SlotTable.tokens_from, Engine.execute, []
 
@@ -242,7 +242,7 @@ def test_an_answer_that_ended_is_copied_behind_the_step_and_read_with_a_later_pl
     prompt = prompts_of([12])[0]
     new = rows_of([prompt], no_rules, 0.0)
     count = pack_ids([12])
-    runner.run(GuessingPlan(0, EXTEND, pack_ids([0]), count, new, b"", groups=[b"a"]))
+    runner.run(StepPlan(0, EXTEND, pack_ids([0]), count, new, b"", groups=[b"a"]))
     guesser, fetched = cast(Guesser, runner.guesser), []
     guesser._slots[0].num_prompt = 0
     begin = runner.table.copier.begin
@@ -257,11 +257,11 @@ def test_an_answer_that_ended_is_copied_behind_the_step_and_read_with_a_later_pl
         return waiting
 
     monkeypatch.setattr(runner.table.copier, "begin", watched)
-    release = GuessingPlan(1, DECODE, b"", b"", [], pack_ids([0]))
+    release = StepPlan(1, DECODE, b"", b"", [], pack_ids([0]))
     runner.run(release)
     assert fetched == [] and guesser._recent.of(b"a") is None
     runner.table.tokens[0] = 0  # the slot has another request
-    runner.run(GuessingPlan(2, DECODE, b"", b"", [], b""))
+    runner.run(StepPlan(2, DECODE, b"", b"", [], b""))
     answers = guesser._recent.of(b"a")
     assert fetched == [13] and answers is not None and answers.tokens[:12] == prompt
 

@@ -8,7 +8,7 @@ import torch
 
 from quadriga.errors import NonFiniteLogits
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.worker import EXTEND, GuessingPlan, NewSlot
+from quadriga.wire.messages.worker import EXTEND, NewSlot, StepPlan
 from tests.tiny_experts import tiny_mixtral
 from tests.tiny_models import let_token_overflow, tiny_gemma2, tiny_llama
 
@@ -69,14 +69,12 @@ def test_a_wrong_guess_that_overflows_changes_nothing(tmp_path: Path) -> None:
         for slot, prompt in enumerate([*GOOD, [3, BAD]])
     ]
     counts = pack_ids([7, 3, 2])
-    plan = GuessingPlan(0, EXTEND, pack_ids([0, 1, 2]), counts, new, b"")
+    plan = StepPlan(0, EXTEND, pack_ids([0, 1, 2]), counts, new, b"")
     plain = runner.run(plan)
     runner.table.release_all()
     runner.guesser = guesser = Guesser(runner.table)
     guesser._guess_slot = lambda slot, most: [BAD, BAD]  # type: ignore[method-assign]
-    guessing = GuessingPlan(
-        0, EXTEND, plan.slots, counts, new, b"", num_guesses=pack_ids([2, 2, 2])
-    )
+    guessing = StepPlan(0, EXTEND, plan.slots, counts, new, b"", num_guesses=pack_ids([2, 2, 2]))
     result = runner.run(guessing)
     assert result.token_ids == plain.token_ids
     assert result.failed == plain.failed and len(result.failed) == 1

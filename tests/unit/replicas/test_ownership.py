@@ -22,13 +22,13 @@ from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.to_client import Chunk, Chunks, Replay
-from quadriga.wire.messages.to_detok import READ_DETOK_MESSAGE, Delivered
+from quadriga.wire.messages.to_detok import Delivered, DetokMessage
 from quadriga.wire.messages.to_scheduler import (
     CLIENT,
     CLIENT_LOST,
-    READ_SCHEDULER_MESSAGE,
     AbortRequest,
     FrontendRestarted,
+    SchedulerMessage,
     Submit,
 )
 from quadriga.wire.messages.worker import WorkerReady
@@ -48,8 +48,8 @@ BLOCK, PAGE = 64, 4
 VOCABULARY = 257
 MAX_ROUNDS = 2000
 
-decode_to_scheduler = msgspec.msgpack.Decoder(READ_SCHEDULER_MESSAGE).decode
-decode_to_detok = msgspec.msgpack.Decoder(READ_DETOK_MESSAGE).decode
+decode_to_scheduler = msgspec.msgpack.Decoder(SchedulerMessage).decode
+decode_to_detok = msgspec.msgpack.Decoder(DetokMessage).decode
 decode_chunks = msgspec.msgpack.Decoder(Chunks | Replay).decode
 decode_record = msgspec.msgpack.Decoder(JournalRecord).decode
 
@@ -217,7 +217,7 @@ class ClientRequest:
         return all(choice.reason for choice in self.choices)
 
     def take(self, chunk: Chunk, is_replay: bool) -> None:
-        choice = self.choices[chunk.choice]
+        choice = self.choices[chunk.index]
         if choice.reason or (choice.awaits_replay and not is_replay):
             return
         if is_replay:

@@ -13,14 +13,14 @@ from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.live import RowKind
 from quadriga.wire.messages.replica_news import EndedRequest, HeldChoice, ReplicaNews
 from quadriga.wire.messages.to_client import (
+    Chunk,
+    Chunks,
     Info,
     ProgressAnswer,
     RequestProgress,
     RequestState,
-    RichChunk,
-    SentChunks,
 )
-from quadriga.wire.messages.to_detok import Delivered, HandedBack, ReplicaDelivered, StepNews
+from quadriga.wire.messages.to_detok import Delivered, HandedBack, StepNews
 from quadriga.wire.messages.to_scheduler import (
     CLIENT,
     CLIENT_LOST,
@@ -30,7 +30,6 @@ from quadriga.wire.messages.to_scheduler import (
     EndsDelivered,
     InfoRequest,
     LinkRestored,
-    MovedSubmit,
     ProgressRequest,
     Recall,
     Submit,
@@ -63,7 +62,7 @@ class FakeOutbox:
 
     def send(self, message: msgspec.Struct) -> None:
         self.sent.append(message)
-        if isinstance(message, MovedSubmit):
+        if isinstance(message, Submit):
             self.placements[message.request_id] = message.placement
 
     def close(self) -> None:
@@ -155,19 +154,19 @@ class World:
     ) -> None:
         if placement is None:
             placement = self.placement(number, request_id)
-        delivered = ReplicaDelivered(
+        delivered = Delivered(
             [request_id], 3, [settled], False, [2], lost=lost, indexes=[index],
             placements=[placement],
         )  # fmt: skip
-        payload = encode(SentChunks([RichChunk(request_id, 0, "t", b"", [], None, index)]))
+        payload = encode(Chunks([Chunk(request_id, 0, "t", b"", [], None, index)]))
         self.replicas.on_delivery(number, [b"c", payload, encode(delivered)])
 
     def hand_back(self, number: int, recall: int) -> None:
         self.replicas.on_delivery(number, [b"", encode(HandedBack(recall)), b""])
 
 
-def moved(messages: list[msgspec.Struct]) -> list[MovedSubmit]:
-    return [m for m in messages if isinstance(m, MovedSubmit) and m.frontend_retry]
+def moved(messages: list[msgspec.Struct]) -> list[Submit]:
+    return [m for m in messages if isinstance(m, Submit) and m.frontend_retry]
 
 
 def abort(request_id: str, by: str) -> AbortRequest:
@@ -339,7 +338,7 @@ def test_an_answer_to_a_question_is_made_of_all_replicas() -> None:
             "pids": {"tokenizer_proc": 1, "scheduler_proc": 10 + number},
         }  # fmt: skip
         info = encode(Info("q", values))
-        answered = encode(ReplicaDelivered(inspected=True))
+        answered = encode(Delivered(inspected=True))
         assert world.delivered == []
         world.replicas.on_delivery(number, [b"c", info, answered])
     (client, payload, delivered) = world.delivered[0]
@@ -357,7 +356,7 @@ def test_progress_is_that_of_the_replica_which_has_the_request() -> None:
     known, unknown = RequestProgress(RequestState.DECODING), RequestProgress(RequestState.UNKNOWN)
     for number, values in enumerate([[unknown, known], [known, unknown]]):
         answer = encode(ProgressAnswer("q", values))
-        world.replicas.on_delivery(number, [b"c", answer, encode(ReplicaDelivered(inspected=True))])
+        world.replicas.on_delivery(number, [b"c", answer, encode(Delivered(inspected=True))])
     answer_type = msgspec.msgpack.decode(world.delivered[0][1], type=ProgressAnswer)
     assert answer_type.values == [known, known]
 
@@ -366,13 +365,13 @@ def test_a_replica_that_dies_does_not_keep_an_answer_back() -> None:
     world = World()
     world.replicas.send(InfoRequest(b"c", "q", {}))
     info = encode(Info("q", {"running": 2}))
-    world.replicas.on_delivery(1, [b"c", info, encode(ReplicaDelivered(inspected=True))])
+    world.replicas.on_delivery(1, [b"c", info, encode(Delivered(inspected=True))])
     assert world.delivered == []
     world.replicas.on_died(0, "worker_proc")
     assert len(world.delivered) == 1
     world.replicas.send(InfoRequest(b"c", "r", {}))
     info = encode(Info("r", {"running": 2}))
-    world.replicas.on_delivery(1, [b"c", info, encode(ReplicaDelivered(inspected=True))])
+    world.replicas.on_delivery(1, [b"c", info, encode(Delivered(inspected=True))])
     assert len(world.delivered) == 2
 
 
@@ -519,7 +518,7 @@ def test_the_traces_of_a_replica_are_passed_on() -> None:
     world = World()
     home = world.submit("a")
     trace = RequestTrace(TraceContext("1" * 32, "2" * 16), "llm_request", "a", 0, [])
-    delivered = ReplicaDelivered(
+    delivered = Delivered(
         ended=["a"], indexes=[0], placements=[world.placement(home, "a")], traces=[trace]
     )
     world.replicas.on_delivery(home, [b"c", b"text", encode(delivered)])

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from quadriga.wire.messages.arrays import pack_floats, pack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock
-from quadriga.wire.messages.to_scheduler import MovedSubmit
 from quadriga.wire.sockets import encode
 from scheduler_proc.durability.journal_file import JournalFile
 from scheduler_proc.durability.journal_opening import FILE_NAME
@@ -186,9 +185,9 @@ def test_a_damaged_length_takes_no_memory_beyond_the_file(tmp_path: Path) -> Non
 def accepted(run: Run, **fields: Any) -> AcceptedRecord:
     (request,) = run.accept("x")
     submit = run.journal._kept[request.seq].message
-    message = MovedSubmit(**msgspec.structs.asdict(submit))
-    params = msgspec.structs.replace(message.params, **fields.pop("params", {}))
-    return AcceptedRecord(7, msgspec.structs.replace(message, params=params, **fields), [0])
+    params = msgspec.structs.replace(submit.params, **fields.pop("params", {}))
+    message = msgspec.structs.replace(submit, params=params, **fields)
+    return AcceptedRecord.of(7, message, [0])
 
 
 BLOCK = LogprobBlock(b"1234", 2, b"1234", b"1234")

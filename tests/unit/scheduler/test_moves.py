@@ -7,12 +7,11 @@ import pytest
 
 from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.to_detok import HandedBack, ReplicaOutput
+from quadriga.wire.messages.to_detok import HandedBack, StepOutput
 from quadriga.wire.messages.to_scheduler import (
     ChoiceProgress,
     DetokReady,
     FrontendRestarted,
-    MovedSubmit,
     Recall,
     Submit,
 )
@@ -25,9 +24,10 @@ from tests.unit.simulation import World, reference, submit
 PROMPT = [5, 6, 7]
 
 
-def moved(message: Submit, *progress: ChoiceProgress, num_losses: int = 1) -> MovedSubmit:
-    fields = msgspec.structs.asdict(message) | {"frontend_retry": True}
-    return MovedSubmit(**fields, progress=list(progress), num_losses=num_losses)
+def moved(message: Submit, *progress: ChoiceProgress, num_losses: int = 1) -> Submit:
+    return msgspec.structs.replace(
+        message, frontend_retry=True, progress=list(progress), num_losses=num_losses
+    )
 
 
 def known(tokens: list[int], index: int = 0) -> ChoiceProgress:
@@ -124,7 +124,7 @@ def test_a_replica_reports_what_it_holds_to_a_new_frontend_and_to_a_new_detokeni
         seen.clear()
         world.send(message)
         world.step()
-        news = [m.news for m in seen if isinstance(m, ReplicaOutput) and m.news is not None]
+        news = [m.news for m in seen if isinstance(m, StepOutput) and m.news is not None]
         (restated,) = [one for one in news if one.restates]
         assert [(held.request_id, held.index) for held in restated.held] == [("a", 0)]
         assert len(restated.held[0].token_ids) > 0

@@ -11,7 +11,7 @@ from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.messages.arrays import pack_floats, pack_ids, unpack_ids
 from quadriga.wire.messages.logprobs import LogprobBlock, PromptPiece, SampledLogprobs
-from quadriga.wire.messages.to_detok import PlainStreamStart, StepOutput
+from quadriga.wire.messages.to_detok import StepOutput, StreamStart
 from quadriga.wire.messages.to_scheduler import CLIENT_LOST, AbortRequest, Submit
 from quadriga.wire.messages.worker import StepPlan, StepResult, WantedLogprobs, WorkerReady
 from scheduler_proc.events import StepEvents
@@ -134,7 +134,7 @@ def test_logprobs_reach_the_detokenizer_with_the_positions_of_their_tokens() -> 
     pieces = [PromptPiece(0, block(*range(12, 19)))]
     (output,) = bench.answer(second, [50], logprobs=sampled, prompt_logprobs=pieces)
     (opened,) = output.opened
-    assert isinstance(opened, PlainStreamStart) and opened.prompt is not None
+    assert isinstance(opened, StreamStart) and opened.prompt is not None
     assert unpack_ids(opened.prompt.token_ids) == array("i", PROMPT)
     assert [len(block.values) // 4 for block in opened.prompt.blocks] == [12, 7]
     assert output.logprobs == sampled

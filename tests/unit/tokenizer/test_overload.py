@@ -25,10 +25,10 @@ from quadriga.wire.messages.from_client import (
 )
 from quadriga.wire.messages.to_client import (
     Accepted,
+    Chunks,
     Info,
     RefusalInfo,
     Refused,
-    SentChunks,
     ServerGone,
     ServerMessage,
 )
@@ -186,7 +186,7 @@ class FrontendWorld:
         lost: bool = False,
     ) -> None:
         delivered = encode(Delivered(list(ended), waiting, list(settled), lost=lost))
-        self.frontend.on_delivery([client, encode(SentChunks([])), delivered])
+        self.frontend.on_delivery([client, encode(Chunks([])), delivered])
 
     @property
     def submitted(self) -> list[str]:

@@ -1,12 +1,16 @@
-"""Every message on the wire is encoded as the committed frames are.
+"""Every message of the public socket is encoded as the committed frames are.
 
 Where a message was added: `python -m tests.unit.frames --write`. It must change no old frame.
 """
 
+import json
+from typing import Any
+
 import msgspec
 import pytest
 
-from tests.unit.frames import LINKS, Values, expected, field_names, listed, messages, recode
+from quadriga.wire.messages.to_client import Chunk, Chunks, Replay, encode_chunks
+from tests.unit.frames import GOLDEN, LINKS, Values, expected, field_names, listed, messages, recode
 
 KNOWN = expected()
 
@@ -41,3 +45,25 @@ def test_the_types_of_fields_are_those_of_the_frames() -> None:
         drawn = [Values(turn).of(messages(link)[tag]) for turn in range(3)]
         sent = {recode(link, msgspec.msgpack.encode(message)).hex() for message in drawn}
         assert sent == set(frames["whole"]), f"{link}: {tag}"
+
+
+SENT = json.loads(GOLDEN.with_name("sent_chunks.json").read_text())
+"""Messages as the server sends them, whose chunks have the first six fields."""
+
+
+@pytest.mark.parametrize("tag", ["chunks", "replay"])
+def test_chunks_are_sent_without_fields_that_say_nothing(tag: str) -> None:
+    for frame in map(bytes.fromhex, SENT[tag]):
+        message = msgspec.msgpack.decode(frame, type=Chunks | Replay)
+        assert encode_chunks(message).hex(" ") == frame.hex(" ")
+
+
+@pytest.mark.parametrize(
+    ("rest", "num_fields"),
+    [((0, None, None, None), 6), ((1, None, None, None), 9), ((0, None, None, [1]), 10)],
+)
+def test_a_chunk_has_as_many_fields_as_it_needs(rest: tuple[Any, ...], num_fields: int) -> None:
+    chunk = Chunk("a", 0, "t", b"1234", [1.0], None, *rest)
+    (fields,) = msgspec.msgpack.decode(encode_chunks(Chunks([chunk])))[1]
+    assert len(fields) == num_fields
+    assert msgspec.msgpack.decode(encode_chunks(Chunks([chunk])), type=Chunks).chunks == [chunk]

@@ -21,7 +21,6 @@ from quadriga.wire.messages.grammar import GrammarForm
 from quadriga.wire.messages.worker import (
     DECODE,
     EXTEND,
-    GuessingPlan,
     NewSlot,
     SlotSamplingParams,
     StepPlan,
@@ -307,7 +306,7 @@ def test_a_wrong_guess_that_overflows_changes_nothing(
         rules = [None, never, None]
         new = [new_slot(slot, prompts[slot], rules[slot], slot % 2 * 0.8, size) for slot in slots]
         counts = [len(prompt) for prompt in prompts]
-        plan = GuessingPlan(0, EXTEND, pack_ids(slots), pack_ids(counts), new, b"")
+        plan = StepPlan(0, EXTEND, pack_ids(slots), pack_ids(counts), new, b"")
         while min(map(len, tokens)) < 60:
             result = runner.run(plan)
             assert (result.failed, result.nonfinite) == ([], [])
@@ -316,7 +315,7 @@ def test_a_wrong_guess_that_overflows_changes_nothing(
             for row in result.guessed:
                 tokens[row.row] += unpack_ids(row.token_ids)
             ones, most = pack_ids([1] * len(slots)), pack_ids([4] * len(slots))
-            plan = GuessingPlan(
+            plan = StepPlan(
                 1, DECODE, pack_ids(slots), ones, [], b"", num_guesses=most if guesses else b""
             )
         outputs.append([of_slot[:60] for of_slot in tokens])
@@ -336,7 +335,7 @@ def test_a_request_ends_where_its_own_answer_overflows_among_guesses(
     alone = runner.run(StepPlan(0, EXTEND, pack_ids([0]), pack_ids([3]), new[:1], b""))
     runner.table.release_all()
     runner.guesser = BadGuesser(runner, {0: [0] * 9, 1: [0] * 9})
-    plan = GuessingPlan(
+    plan = StepPlan(
         0, EXTEND, pack_ids([0, 1]), pack_ids([3, 3]), new, b"", num_guesses=pack_ids([2, 2])
     )
     result = runner.run(plan)

@@ -16,8 +16,8 @@ from quadriga.wire.messages.grammar import GrammarForm
 from quadriga.wire.messages.worker import (
     DECODE,
     EXTEND,
-    GuessingPlan,
     SlotSamplingParams,
+    StepPlan,
 )
 from tests.tiny_experts import EXPERTS
 from tests.unit.tiny_vocabulary import tiny_vocabulary
@@ -87,9 +87,9 @@ def test_rows_of_one_step_draft_different_numbers_of_tokens(llama_dir: Path) -> 
     prompts = prompts_of([5, 9, 3])
     new = rows_of(prompts, no_rules, 0.0)
     slots, lengths = pack_ids([0, 1, 2]), pack_ids([len(prompt) for prompt in prompts])
-    runner.run(GuessingPlan(0, EXTEND, slots, lengths, new, b""))
+    runner.run(StepPlan(0, EXTEND, slots, lengths, new, b""))
     ones, numbers = pack_ids([1, 1, 1]), pack_ids([0, 3, 1])
-    plan = GuessingPlan(1, DECODE, slots, ones, [], b"", num_guesses=numbers)
+    plan = StepPlan(1, DECODE, slots, ones, [], b"", num_guesses=numbers)
     result = runner.run(plan)
     assert {row.row: row.num_guesses for row in result.guessed} == {1: 3, 2: 1}
     known, computed = runner.table.num_known[:3], runner.table.num_computed[:3]

@@ -13,9 +13,9 @@ from quadriga.wire.messages.grammar import GrammarForm
 from quadriga.wire.messages.worker import (
     DECODE,
     EXTEND,
-    GuessingPlan,
     NewSlot,
     SlotSamplingParams,
+    StepPlan,
     StepResult,
 )
 from tests.unit.tiny_vocabulary import tiny_vocabulary
@@ -77,7 +77,7 @@ def generate(
     tokens: dict[int, list[int]] = {slot: [] for slot in slots}
     logprobs: dict[int, bytes] = dict.fromkeys(slots, b"")
     counts = [len(one.token_ids) // 4 for one in new]
-    plan = GuessingPlan(0, EXTEND, pack_ids(slots), pack_ids(counts), new, b"")
+    plan = StepPlan(0, EXTEND, pack_ids(slots), pack_ids(counts), new, b"")
     num_steps = 0
     while plan.slots:
         take_in(runner.run(plan), list(unpack_ids(plan.slots)), tokens, logprobs)
@@ -85,9 +85,7 @@ def generate(
         going_on = [slot for slot in slots if len(tokens[slot]) < num_tokens]
         ones = pack_ids([1] * len(going_on))
         guesses = pack_ids([num_guesses] * len(going_on)) if num_guesses else b""
-        plan = GuessingPlan(
-            num_steps, DECODE, pack_ids(going_on), ones, [], b"", num_guesses=guesses
-        )
+        plan = StepPlan(num_steps, DECODE, pack_ids(going_on), ones, [], b"", num_guesses=guesses)
     return [
         (tokens[slot][:num_tokens], logprobs[slot][: 4 * num_tokens]) for slot in slots
     ], num_steps
@@ -190,12 +188,12 @@ def test_a_guess_leaves_room_for_a_step_that_is_planned_already(llama_dir: Path)
     runner.guesser = FixedGuesser(runner, {0: prompts[0] + expected}, 1000)
     runner.table.release_all()
     small = [NewSlot(0, pack_ids(prompts[0]), 0, pack_ids([3, 1, 2]), 0.0, -1, 1.0, 0)]
-    runner.run(GuessingPlan(0, EXTEND, pack_ids([0]), pack_ids([6]), small, b""))
+    runner.run(StepPlan(0, EXTEND, pack_ids([0]), pack_ids([6]), small, b""))
 
     def decode() -> StepResult:
         nine = pack_ids([9])
         return runner.run(
-            GuessingPlan(1, DECODE, pack_ids([0]), pack_ids([1]), [], b"", num_guesses=nine)
+            StepPlan(1, DECODE, pack_ids([0]), pack_ids([1]), [], b"", num_guesses=nine)
         )
 
     result = decode()
@@ -264,15 +262,15 @@ def test_recent_answers_are_bounded_and_belong_to_their_group() -> None:
 def run_prompt(runner: Runner, prompt: Sequence[int], group: bytes, num_steps: int) -> list[int]:
     """Generate greedily with guesses, release the slot, and return the guesses of each step."""
     new = rows_of([list(prompt)], no_rules, 0.0)
-    plan = GuessingPlan(0, EXTEND, pack_ids([0]), pack_ids([len(prompt)]), new, b"", groups=[group])
+    plan = StepPlan(0, EXTEND, pack_ids([0]), pack_ids([len(prompt)]), new, b"", groups=[group])
     counts = []
     for step in range(num_steps):
         result = runner.run(plan)
         counts += [row.num_guesses for row in result.guessed]
-        plan = GuessingPlan(
+        plan = StepPlan(
             step, DECODE, pack_ids([0]), pack_ids([1]), [], b"", num_guesses=pack_ids([4])
         )
-    runner.run(GuessingPlan(0, DECODE, b"", b"", [], pack_ids([0])))
+    runner.run(StepPlan(0, DECODE, b"", b"", [], pack_ids([0])))
     return counts
 
 
