@@ -106,8 +106,8 @@ def _plan(plan: StepPlan) -> dict[str, Any]:
         "step": plan.step,
         "mode": plan.forward_mode,
         "rows": list(zip(slots, _ids(plan.num_tokens), strict=True)),
-        "guesses": _ids(getattr(plan, "num_guesses", b"")),
-        "groups": [group.hex() for group in getattr(plan, "groups", [])],
+        "guesses": _ids(plan.num_guesses),
+        "groups": [group.hex() for group in plan.groups],
         "new": [_new_slot(new) for new in plan.new],
         "released": _ids(plan.released),
         "grown": _ids(plan.grown),
@@ -143,7 +143,7 @@ def _output(output: to_detok.StepOutput) -> dict[str, Any]:
             for replay in output.replayed
         ],
         "waiting": output.waiting,
-        "wait_s": getattr(output, "wait_s", None),
+        "wait_s": output.wait_s,
     }
 
 

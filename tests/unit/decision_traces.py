@@ -97,7 +97,7 @@ def steady() -> Trace:
         at_us = 4000 * number
         client = CLIENTS[source.randrange(3)]
         trace.add(at_us, *submit(at_us, f"s{number}", client, prompt, params, number % 4 * 6))
-    trace.add(100_000, "inspect", b"alice", "info", {})
+    trace.add(100_000, "info", b"alice", "info", {})
     trace.add(10_000_000, "drain")
     return trace
 
@@ -125,9 +125,9 @@ def bursty() -> Trace:
         trace.add(at_us, *submit(at_us, f"b{number}", client, prompt, params, number % 5 * 4))
     params = {"max_new_tokens": 500, "seed": 99, "ignore_eos": True}
     trace.add(50_000, *submit(50_000, "too long", b"robot", _ids(source, 400), params))
-    trace.add(5_000_000, "inspect", b"alice", "info", {}, True)
+    trace.add(5_000_000, "info", b"alice", "info", {}, True)
     trace.add(10_000_000, "abort_all", "the end of the trace")
-    trace.add(10_000_001, "leave")
+    trace.add(10_000_001, "shutdown")
     return trace
 
 
@@ -164,11 +164,11 @@ def priorities() -> Trace:
             trace.add(at_us + 2_000_000, *resent)
     trace.add(60_000, "abort", b"robot", "", "client_lost")
     trace.add(70_000, "detok", 0)
-    trace.add(150_000, "front_door")
-    trace.add(160_000, "inspect", b"alice", "info", {"known": 1}, True)
-    trace.add(10_000_000, "inspect", b"alice", "info again", {})
+    trace.add(150_000, "frontend_restarted")
+    trace.add(160_000, "info", b"alice", "info", {"known": 1}, True)
+    trace.add(10_000_000, "info", b"alice", "info again", {})
     trace.add(10_000_001, "drain")
-    trace.add(10_000_002, "leave")
+    trace.add(10_000_002, "shutdown")
     return trace
 
 

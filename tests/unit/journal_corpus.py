@@ -75,9 +75,9 @@ def finish(written: bytes, directory: Path) -> dict[str, Any]:
     log = DecisionLog()
     server, _journal = _open(directory, RUN, log, END_US)
     server.send(END_US + 1, ["detok", 0])
-    server.send(10_000_000, ["inspect", b"alice", "info", {}])
+    server.send(10_000_000, ["info", b"alice", "info", {}])
     server.send(10_000_001, ["drain"])
-    server.send(10_000_002, ["leave"])
+    server.send(10_000_002, ["shutdown"])
     server.run()
     assert not (directory / FILE_NAME).exists(), "every request has ended"
     return log.summary

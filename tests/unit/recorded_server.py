@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from quadriga.wire.messages.arrays import num_ids, pack_floats, pack_ids, unpack_ids
-from quadriga.wire.messages.to_detok import READ_DETOK_MESSAGE, DetokMessage, StepOutput
+from quadriga.wire.messages.to_detok import DetokMessage, StepOutput
 from quadriga.wire.messages.to_scheduler import SchedulerMessage
 from quadriga.wire.messages.worker import (
     CompileGrammar,
@@ -74,7 +74,7 @@ class Server:
 
     def __init__(self, log: DecisionLog, start_us: int = 0) -> None:
         self.worker = Tap(self._on_worker_message, WorkerMessage)
-        self.detok = Tap(self._on_detok_message, READ_DETOK_MESSAGE)
+        self.detok = Tap(self._on_detok_message, DetokMessage)
         self.stops: dict[str, int] = {}
         self._log = log
         self._now_us = start_us

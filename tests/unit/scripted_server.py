@@ -221,7 +221,8 @@ class Door:
                 return
             server.acknowledge(client, message)
             server.say(client, Replay(_empty(message, None)))
-            server.say(client, Chunks(_empty(message, make_end(0, error=error))))
+            end = make_end(0, error=ErrorInfo(error.code, error.message, "", error.retry_after))
+            server.say(client, Chunks(_empty(message, end)))
         else:
             server.acknowledge(client, message)
             if message.resent:
