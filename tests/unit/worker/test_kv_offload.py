@@ -293,15 +293,20 @@ def test_a_new_scheduler_hears_of_what_is_stored_and_of_nothing_that_an_earlier_
     assert report == StoredPages(name_of(6), b"", 2)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_cannot_go_on_says_so_before_requests_wait_for_ever() -> None:
+def test_a_thread_that_cannot_go_on_says_so_before_requests_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Broken(HostPages):
         def write(self, name: bytes, page: Bytes) -> list[bytes]:
             raise RuntimeError("a mistake")
 
+    unhandled: SimpleQueue[threading.ExceptHookArgs] = SimpleQueue()
+    monkeypatch.setattr(threading, "excepthook", unhandled.put)
     moved = Moved(Broken(100))
     moved.store(1)
     assert moved.failed.wait(TIMEOUT_S)
+    error = unhandled.get(timeout=TIMEOUT_S).exc_value
+    assert isinstance(error, RuntimeError) and str(error) == "a mistake"
 
 
 # --- engines --------------------------------------------------------------------------------------
