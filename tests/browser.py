@@ -172,9 +172,11 @@ class Page:
         raise AssertionError(f"never true: {condition}\nthe page says:\n{text}")
 
     async def click(self, selector: str) -> None:
-        """Click on the middle of an element that is in view and covered by no other."""
+        """Click on the middle of an element that is in view, at rest, and covered by no other."""
         place = await self.until(
             f"(() => {{ const one = document.querySelector({selector!r});"
+            " if (document.getAnimations().some(({effect}) => effect.target?.contains(one)))"
+            " return false;"
             " one.scrollIntoView({block: 'nearest', inline: 'nearest'});"
             " const box = one.getBoundingClientRect();"
             " const at = [box.x + box.width / 2, box.y + box.height / 2];"

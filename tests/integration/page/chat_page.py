@@ -1,5 +1,6 @@
 """What a user does in the chat of the page."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -8,6 +9,14 @@ from tests.browser import Page
 MESSAGE = "textarea[aria-label='Message']"
 OPEN = ".answer[aria-busy=true]"
 ENDED = ".answer[aria-busy=false]"
+RECORDS = """new Promise((found, failed) => {
+    const opening = indexedDB.open('quadriga');
+    opening.onerror = failed;
+    opening.onsuccess = () => {
+        const store = opening.result.transaction('conversations').objectStore('conversations');
+        store.getAll().onsuccess = ({ target }) => { opening.result.close(); found(target.result) };
+    };
+})"""
 
 
 def button(label: str) -> str:
@@ -20,6 +29,13 @@ async def ask(page: Page, text: str) -> None:
     await page.click(MESSAGE)
     await page.type(text)
     await page.press("Enter")
+
+
+async def follow_and_send(page: Page, link: str) -> None:
+    """Follow a link and send the text of the field before the browser reports the new address."""
+    found = f"document.querySelector({json.dumps(link)})"
+    await page.until(found)
+    await page.evaluate(f"{found}.click(); document.querySelector('form.composer').requestSubmit()")
 
 
 async def until_answered(page: Page, num: int = 1) -> None:
@@ -38,6 +54,21 @@ async def until_text(page: Page, selector: str, text: str) -> None:
     """Wait until an element has a text."""
     script = f"document.querySelector({json.dumps(selector)})?.innerText.includes"
     await page.until(f"{script}({json.dumps(text)})")
+
+
+async def until_saved(page: Page, question: str, answer: str, status: str = "done") -> None:
+    """Wait until the browser keeps a conversation that ends with this question and answer."""
+    last = [("user", question, "done"), ("assistant", answer, status)]
+    while not any(last == messages[-2:] for messages in await _saved(page)):
+        await asyncio.sleep(0.02)
+
+
+async def _saved(page: Page) -> list[list[tuple[str, str, str]]]:
+    records = await page.evaluate(RECORDS)
+    return [
+        [(one["role"], one["content"], one["status"]) for one in record["messages"]]
+        for record in records
+    ]
 
 
 async def set_settings(page: Page, **changes: Any) -> None:

@@ -3,7 +3,14 @@
 import asyncio
 
 from tests.browser import Page
-from tests.integration.page.chat_page import ask, button, text_of, until_answered, until_text
+from tests.integration.page.chat_page import (
+    ask,
+    button,
+    text_of,
+    until_answered,
+    until_saved,
+    until_text,
+)
 from tests.integration.page.page_ring import OpenRing
 from tests.integration.page.page_session import in_browser
 
@@ -13,8 +20,7 @@ def test_a_reload_in_mid_answer_reads_on(chromium: str) -> None:
 
     async def test(page: Page) -> None:
         await ask(page, "Count")
-        await until_text(page, ".answer", "One two")
-        await until_text(page, ".conversations", "Count")
+        await until_saved(page, "Count", "One two", "streaming")
         await page.reload()
         await until_text(page, ".answer", "One two")
         ring.push(" three")
@@ -48,8 +54,7 @@ def test_stop_after_a_reload_ends_the_request(chromium: str) -> None:
 
     async def test(page: Page) -> None:
         await ask(page, "Count")
-        await until_text(page, ".answer", "One")
-        await until_text(page, ".conversations", "Count")
+        await until_saved(page, "Count", "One", "streaming")
         await page.reload()
         await until_text(page, ".answer", "One")
         await page.click(button("Stop"))
@@ -65,9 +70,7 @@ def test_an_answer_that_the_server_has_forgotten_is_kept_as_far_as_it_came(chrom
 
     async def test(page: Page) -> None:
         await ask(page, "Count")
-        await until_text(page, ".answer", "One two")
-        await until_text(page, ".conversations", "Count")
-        await asyncio.sleep(1)  # a text is saved within 300 ms
+        await until_saved(page, "Count", "One two", "streaming")
         address = await page.evaluate("location.href")
         await page.open("about:blank")
         ring.finish()

@@ -10,15 +10,18 @@ from tests.integration.page.chat_page import (
     OPEN,
     ask,
     button,
+    follow_and_send,
     set_settings,
     text_of,
     until_answered,
+    until_saved,
     until_text,
 )
 from tests.integration.page.page_ring import THINKING, ChoicesRing, OpenRing, fair_logprobs
 from tests.integration.page.page_session import in_browser
 from tests.unit.scripted_ring import ScriptedRing
 
+NEW_CHAT = "a.button.primary"
 TOOLS = json.dumps([{"name": "weather", "parameters": {"type": "object", "properties": {}}}])
 
 
@@ -35,9 +38,9 @@ def test_a_message_is_answered_with_markdown_and_figures(chromium: str) -> None:
         await until_answered(page)
         assert await text_of(page, ".answer strong") == "bold"
         assert await text_of(page, ".answer .hljs-built_in") == "print"
-        assert "to first token" in await text_of(page, ".figures")
-        assert "3 tokens" in await text_of(page, ".figures")
-        assert "Hello" in await text_of(page, ".conversations")
+        await until_text(page, ".figures", "to first token")
+        await until_text(page, ".figures", "3 tokens")
+        await until_text(page, ".conversations", "Hello")
 
     in_browser(chromium, ring, test)
     assert chats(ring) == [[("user", "Hello")]]
@@ -49,7 +52,7 @@ def test_a_conversation_goes_on_after_a_reload(chromium: str) -> None:
     async def test(page: Page) -> None:
         await ask(page, "One")
         await until_answered(page)
-        await until_text(page, ".conversations", "One")
+        await until_saved(page, "One", "Yes")
         await page.reload()
         await until_answered(page)
         await ask(page, "Two")
@@ -57,6 +60,71 @@ def test_a_conversation_goes_on_after_a_reload(chromium: str) -> None:
 
     in_browser(chromium, ring, test)
     assert chats(ring)[1] == [("user", "One"), ("assistant", "Yes"), ("user", "Two")]
+
+
+def test_a_message_goes_to_the_conversation_of_a_link_that_was_followed_just_before(
+    chromium: str,
+) -> None:
+    ring = ScriptedRing(["Yes"])
+
+    async def test(page: Page) -> None:
+        await ask(page, "One")
+        await until_answered(page)
+        await page.click(MESSAGE)
+        await page.type("Two")
+        await follow_and_send(page, NEW_CHAT)
+        await until_text(page, "h1", "Two")
+        await until_answered(page)
+        await until_saved(page, "One", "Yes")
+        await until_saved(page, "Two", "Yes")
+        await page.reload()  # the first conversation has to be read again
+        await until_answered(page)
+        await page.click(MESSAGE)
+        await page.type("Three")
+        await follow_and_send(page, ".conversations li:last-child a")
+        await until_text(page, "h1", "One")
+        await until_answered(page, 2)
+
+    in_browser(chromium, ring, test)
+    one, two, three = (("user", text) for text in ("One", "Two", "Three"))
+    assert chats(ring) == [[one], [two], [one, ("assistant", "Yes"), three]]
+
+
+def test_a_new_chat_does_not_wait_for_the_answer_in_the_last_one(chromium: str) -> None:
+    ring = OpenRing(["Once"])
+
+    async def test(page: Page) -> None:
+        await ask(page, "A tale")
+        await until_text(page, ".answer", "Once")
+        await page.click(MESSAGE)
+        await page.type("Another")
+        await follow_and_send(page, NEW_CHAT)
+        await until_text(page, "h1", "Another")
+        await until_text(page, ".answer", "Once")
+
+    in_browser(chromium, ring, test)
+    assert chats(ring) == [[("user", "A tale")], [("user", "Another")]]
+
+
+def test_an_error_in_a_conversation_whose_link_was_followed_just_before_is_shown(
+    chromium: str,
+) -> None:
+    ring = ScriptedRing(["Yes"])
+
+    async def test(page: Page) -> None:
+        await ask(page, "One")
+        await until_answered(page)
+        await set_settings(page, values={"logit_bias": "{"})
+        await page.click(MESSAGE)
+        await page.type("Two")
+        await follow_and_send(page, NEW_CHAT)
+        await until_text(page, ".error-bar", "Logit bias is not valid JSON")
+        assert await page.evaluate(f"document.querySelector({MESSAGE!r}).value") == "Two"
+        await page.click(".conversations a")
+        await page.until("!document.querySelector('.error-bar')")
+
+    in_browser(chromium, ring, test)
+    assert len(ring.submitted) == 1
 
 
 def test_stop_ends_the_request_and_keeps_the_text(chromium: str) -> None:
@@ -67,7 +135,7 @@ def test_stop_ends_the_request_and_keeps_the_text(chromium: str) -> None:
         await until_text(page, ".answer", "Once upon")
         await page.click(button("Stop"))
         await until_answered(page)
-        assert "Stopped." in await text_of(page, ".figures")
+        await until_text(page, ".figures", "Stopped.")
         assert "Once upon" in await text_of(page, ".answer")
         await page.until(f"document.querySelector({button('Continue')!r})")
 
@@ -127,7 +195,7 @@ def test_several_answers_stand_side_by_side_and_the_chosen_one_goes_on(chromium:
         await until_answered(page, 2)
         await page.click(".side:nth-child(2) input[type=radio]")
         await page.until("document.querySelector('.side:nth-child(2)').dataset.selected === 'true'")
-        assert "to first token" in await text_of(page, ".side:nth-child(2) .figures")
+        await until_text(page, ".side:nth-child(2) .figures", "to first token")
         await ask(page, "Go on")
         await until_answered(page, 4)
 
@@ -149,7 +217,7 @@ def test_parameters_are_sent_and_what_is_no_number_is_said(chromium: str) -> Non
         await ask(page, "Hello")
         await until_answered(page)
         await set_settings(page, values={"logit_bias": "{"})
-        await page.click("a.button.primary")
+        await page.click(NEW_CHAT)
         await ask(page, "Hello")
         await until_text(page, ".error-bar", "Logit bias is not valid JSON")
 

@@ -79,9 +79,9 @@ def test_200_requests_have_lanes_and_each_says_why_it_waits(chromium: str) -> No
         await until_live(page)
         text = await page.evaluate("document.querySelector('.live-legend').innerText")
         assert "wait: slots" in text or "wait: pages" in text or "wait: budget" in text
-        assert await page.evaluate(INKED) > 5_000
+        await page.until(f"{INKED} > 5000")
         space = "document.querySelector('.lanes-space').offsetHeight"
-        assert await page.evaluate(space) >= 18 * NUM_REQUESTS
+        await page.until(f"{space} >= {18 * NUM_REQUESTS}")
         await page.evaluate("document.querySelector('.lanes-space canvas').focus()")
         for _ in range(3):
             await page.press("ArrowDown")
@@ -128,7 +128,7 @@ def test_events_pages_and_processes_are_shown(chromium: str) -> None:
         legend = await page.evaluate("document.querySelector('.kv-legend').innerText")
         assert "shared" in legend and "held" in legend
         await page.click(".live-head button")
-        assert await page.evaluate("document.querySelector('.live-head button').ariaPressed")
+        await page.until("document.querySelector('.live-head button').ariaPressed === 'true'")
 
     in_browser(chromium, live_ring(), test, at="/#/live")
 

@@ -13,7 +13,8 @@ ASK = """Promise.all([1, 2, 3].map(() => fetch('v1/completions', {method: 'POST'
 
 
 async def focus(page: Page, label: str) -> None:
-    await page.until(f"document.querySelector('[aria-label=\"{label}\"]')?.focus() ?? true")
+    one = f"document.querySelector('[aria-label=\"{label}\"]')"
+    await page.until(f"({one}.focus(), document.activeElement === {one})")
 
 
 async def simulate(page: Page) -> None:

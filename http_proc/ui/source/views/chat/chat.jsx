@@ -5,7 +5,7 @@ import "./markdown.css";
 import { signal } from "@preact/signals";
 import { useEffect, useLayoutEffect, useMemo, useState } from "preact/hooks";
 import { IconButton } from "../../shell/icon_button.jsx";
-import { replace, route } from "../../shell/router.js";
+import { currentRoute, replace, route } from "../../shell/router.js";
 import { stored } from "../../shell/stored.js";
 import { preactView } from "../preact_view.jsx";
 import { Composer } from "./composer.jsx";
@@ -29,8 +29,9 @@ const ranges = signal({});
 function Chat({ path, page }) {
   const [conversation, setConversation] = useState(() => new Conversation({ settings: lastSettings.value }));
   const [panel, setPanel] = useState("");
-  const [error, setError] = useState(null);
+  const [problem, setProblem] = useState(null);
   const id = path[0];
+  const isReady = isAt(route.value.path[0], conversation); // otherwise the one of the address is being opened
 
   useEffect(() => {
     loadList();
@@ -39,13 +40,13 @@ function Chat({ path, page }) {
   // A layout effect: a message sent right after the address changed belongs to the new one.
   useLayoutEffect(() => {
     let isLeft = false;
-    if (!isAt(id, conversation)) openConversation(id, page, (found) => !isLeft && setConversation(found));
-    setError(null);
+    if (!isAt(id, conversation)) openConversation(id, page, () => isLeft, setConversation);
+    setProblem((one) => (one?.at === id ? one : null));
     return () => {
       isLeft = true;
     };
   }, [id]);
-  useEffect(() => onChange(conversation.settings, (settings) => {
+  useLayoutEffect(() => onChange(conversation.settings, (settings) => {
     lastSettings.value = settings;
     if (conversation.messages.size) save(conversation);
   }), [conversation]);
@@ -54,7 +55,8 @@ function Chat({ path, page }) {
   const isEmpty = !conversation.shownPath().length;
   const isBusy = [...running.value.values()].some((one) => one.conversation === conversation);
 
-  useEffect(() => {
+  // A layout effect: Escape stops what is shown, also before the browser has painted it.
+  useLayoutEffect(() => {
     const onKey = (event) => {
       if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
       if (panel) setPanel("");
@@ -64,12 +66,21 @@ function Chat({ path, page }) {
     return () => removeEventListener("keydown", onKey);
   });
 
+  /** Show an error at the address where it happened. */
+  function setError(error) {
+    setProblem(error && { error, at: currentRoute().path[0] });
+  }
+  /** Send a message, and return whether the settings allow it. */
   function send(text) {
-    if (!isAt(route.value.path[0], conversation)) return false; // The one of the address is still being opened.
     setError(null);
     addNew(conversation);
-    actions.send(text);
-    if (id !== conversation.id) replace("chat", conversation.id);
+    try {
+      actions.send(text);
+    } catch (error) {
+      setError(error);
+      return false;
+    }
+    if (currentRoute().path[0] !== conversation.id) replace("chat", conversation.id);
     return true;
   }
   function onImport(text) {
@@ -77,8 +88,8 @@ function Chat({ path, page }) {
       const made = importText(text);
       for (const one of made) save(addNew(one));
       if (made.length) page.go("chat", made[0].id);
-    } catch (problem) {
-      setError(problem);
+    } catch (error) {
+      setError(error);
     }
   }
   const close = () => setPanel("");
@@ -94,13 +105,15 @@ function Chat({ path, page }) {
           <span class="model" title="Model">{conversation.settings.value.model || models.value[0]?.id}</span>
           <IconButton icon={ICONS.settings} label="Settings" size={20} pressed={panel === "settings"} onClick={() => setPanel(panel === "settings" ? "" : "settings")} />
         </header>
-        {isEmpty
-          ? <Welcome model={models.value[0]} onPick={send} />
-          : <Thread conversation={conversation} actions={actions} onError={setError} />}
-        {error && <ErrorBar error={error} onClose={() => setError(null)} />}
-        <Composer isBusy={isBusy} onSend={send} onStop={() => actions.stop()} onError={setError} />
+        {!isEmpty
+          ? <Thread conversation={conversation} actions={actions} onError={setError} />
+          : isReady
+            ? <Welcome model={models.value[0]} onPick={send} />
+            : <div class="opening" aria-busy="true" />}
+        {problem && <ErrorBar error={problem.error} onClose={() => setError(null)} />}
+        <Composer isBusy={isBusy} isReady={() => isAt(currentRoute().path[0], conversation)} onSend={send} onStop={() => actions.stop()} />
       </section>
-      {panel === "settings" && (
+      {panel === "settings" && isReady && (
         <aside class="settings-panel" aria-label="Settings">
           <SettingsPanel settings={conversation.settings} models={models.value} ranges={ranges.value} onClose={close} />
         </aside>
@@ -148,12 +161,16 @@ function rangesOf(properties) {
   return Object.fromEntries(entries);
 }
 
-/** Show the conversation of an address; without an id, or with one that is not there, a new one. */
-async function openConversation(id, page, onOpen) {
+/**
+ * Show the conversation of an address; without an id, or with one that is not there, a new one.
+ * `isLeft()`: the address has changed meanwhile. The answers of the conversation go on even then.
+ */
+async function openConversation(id, page, isLeft, onOpen) {
   const found = id ? await load(id) : null;
-  if (id && !found) replace("chat");
-  const conversation = found ?? new Conversation({ settings: { ...lastSettings.value, system: "" } });
-  onOpen(conversation);
+  if (!isLeft()) {
+    if (id && !found) replace("chat");
+    onOpen(found ?? new Conversation({ settings: { ...lastSettings.value, system: "" } }));
+  }
   if (found) resume(found, { server: page.server, save: () => save(found) });
 }
 
