@@ -5,19 +5,12 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn
+from typing import Any
 
+from quadriga.config.parser import CommandParser
 from quadriga.errors import ConfigError, InvalidRequest, ModelError, QuadrigaError
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_NO_SERVER, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
-
-
-class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise ConfigError."""
-        raise ConfigError(f"{message}; --help shows all flags")
 
 
 def command_parser(module: str, text: str | None, epilog: str = "") -> argparse.ArgumentParser:

@@ -12,9 +12,9 @@ from datetime import date
 from itertools import count
 from typing import TYPE_CHECKING
 
-import msgspec
 from tqdm import tqdm
 
+from bench.simulate.cost_model import MeasuredOn
 from quadriga.config.server_config import ServerConfig
 from quadriga.wire.messages.arrays import pack_ids
 from quadriga.wire.messages.worker import DECODE, EXTEND, NewSlot, StepPlan, StepResult
@@ -45,26 +45,6 @@ class Row:
 
 
 Case = tuple[Row, ...]
-
-
-class MeasuredOn(msgspec.Struct, frozen=True, kw_only=True):
-    """The worker that steps were measured on.
-
-    Attributes:
-        max_total_tokens: Tokens in its KV pool with default flags.
-        window: Tokens that every layer's attention is limited to; 0 if a layer sees all.
-    """
-
-    model: str
-    dtype: str
-    device: str
-    threads: int
-    date: str
-    vocab_size: int
-    context_length: int
-    max_total_tokens: int
-    command: str = ""
-    window: int = 0
 
 
 class WorkerBench:

@@ -10,10 +10,10 @@ from typing import Any
 from bench.cli.checks import DATASETS, apply_dataset, apply_report, check
 from bench.cli.load_flags import LOAD_DEFAULTS, add_goodput, add_load_flags, add_trace
 from bench.client.backends import DEFAULT_BASE_URL
-from bench.command import CommandParser
 from bench.load.workload import DEFAULT_PROMPT
 from quadriga.config import server_config
 from quadriga.config.flags import flag_name
+from quadriga.config.parser import CommandParser
 
 PROG = "python -m bench.serving"
 DESCRIPTION = """Measure a server as a streaming client sees it. Without --endpoint the bench starts

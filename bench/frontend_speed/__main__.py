@@ -24,7 +24,7 @@ from bench import serving
 from bench.cli.options import parse
 from bench.client.resources import BENCH
 from bench.command import EXIT_FAILED, EXIT_OK, command_parser, run_command
-from bench.frontend_speed.hook import paced_environment
+from bench.frontend_speed.paced_worker import paced_environment
 from bench.report.markdown import markdown_table
 from bench.report.report import Result
 from quadriga.config.model_args import BUILTIN_MODEL

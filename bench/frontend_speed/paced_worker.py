@@ -1,21 +1,36 @@
 """A worker that computes nothing: each step sleeps for a fixed time, tokens come from a hash.
 
-hook.py puts it in the place of the workers of a server. Nothing else of the server is different.
+`install` puts it in the place of the workers of a server. Nothing else of the server is different.
 """
 
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 
+from bench.metrics.percentiles import MS
 from bench.simulate.worker import SimulatedSlots
 from quadriga import clock
 from quadriga.model_files.resolve import resolve_model
-from quadriga.runtime.child import Child
+from quadriga.runtime.child import HOOK_VARIABLE, Child
 from quadriga.wire.messages.worker import StepPlan, StepResult, WorkerReady
 from worker_proc import main as worker_main
 
 PAGES_A_SLOT = 64
+STEP_MS_VARIABLE = "QUADRIGA_BENCH_STEP_MS"
+
+
+def paced_environment(step_ms: float) -> dict[str, str]:
+    """Return the environment variables of a server whose workers take `step_ms` for each step."""
+    return {HOOK_VARIABLE: f"{__name__}:install", STEP_MS_VARIABLE: str(step_ms)}
+
+
+def install(name: str) -> None:
+    """Change a worker's start before it begins; other processes stay as they are."""
+    if name.partition("/")[0] == "worker_proc":
+        step_s = float(os.environ[STEP_MS_VARIABLE]) / MS
+        worker_main.start = partial(start, step_s)  # type: ignore[assignment]
 
 
 class PacedRunner:

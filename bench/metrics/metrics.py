@@ -141,8 +141,20 @@ def _sizes(tokens: Sequence[int]) -> Sizes | None:
 
 
 def _goodput(records: Sequence[RequestRecord], slo: Slo, duration: float) -> Goodput:
-    good = sum(slo.is_kept(record) for record in records)
+    good = sum(is_within(slo, record) for record in records)
     return Goodput(good, good / len(records), _ratio(good, duration))
+
+
+def is_within(slo: Slo, record: RequestRecord) -> bool:
+    """Return whether a request finished within all limits."""
+    if record.error is not None or not record.arrivals:
+        return False
+    seconds = {
+        "ttft": record.first_received - record.submit_start,
+        "tpot": record.time_per_token or 0.0,
+        "e2el": record.finished - record.submit_start,
+    }
+    return all(MS * seconds[name] <= limit for name, limit in slo.limits().items())
 
 
 def _by_client(records: Sequence[RequestRecord]) -> tuple[ClientSummary, ...]:

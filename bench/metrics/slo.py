@@ -4,8 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.metrics.percentiles import MS
-from bench.metrics.records import RequestRecord
 from quadriga.errors import ConfigError
 
 
@@ -52,17 +50,6 @@ class Slo:
         """Return the limits in ms by their names on the command line."""
         named = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "e2el": self.e2el_ms}
         return {name: ms for name, ms in named.items() if ms is not None}
-
-    def is_kept(self, record: RequestRecord) -> bool:
-        """Return whether a request finished within all limits."""
-        if record.error is not None or not record.arrivals:
-            return False
-        seconds = {
-            "ttft": record.first_received - record.submit_start,
-            "tpot": record.time_per_token or 0.0,
-            "e2el": record.finished - record.submit_start,
-        }
-        return all(MS * seconds[name] <= limit for name, limit in self.limits().items())
 
 
 @dataclass(frozen=True, slots=True)

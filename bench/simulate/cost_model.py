@@ -12,13 +12,32 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bench.worker_steps import MeasuredOn
 from quadriga.errors import ConfigError
 
 Ints = npt.NDArray[np.int64]
 
 READ_BOUND_TOKENS = 12  # are multiplied in the time in which the weights are read
 DEFAULT = Path(__file__).resolve().parent / "cost_models" / "smollm2-135m-cpu.json"
+
+
+class MeasuredOn(msgspec.Struct, frozen=True, kw_only=True):
+    """The worker that steps were measured on.
+
+    Attributes:
+        max_total_tokens: Tokens in its KV pool with default flags.
+        window: Tokens that every layer's attention is limited to; 0 if a layer sees all.
+    """
+
+    model: str
+    dtype: str
+    device: str
+    threads: int
+    date: str
+    vocab_size: int
+    context_length: int
+    max_total_tokens: int
+    command: str = ""
+    window: int = 0
 
 
 class Features(msgspec.Struct, frozen=True, array_like=True):

@@ -34,15 +34,17 @@ from bench.metrics.slo import Slo
 from bench.report.report_files import now, read_runs
 from bench.simulate import cost_model
 from bench.simulate.clock import START
-from bench.simulate.cost_model import CostModel
 from bench.simulate.fleet.flags import FleetChanges, add_fleet_changes
 from bench.simulate.report import Figures, block, comparison, figures
 from bench.simulate.run import World
-from quadriga.config import server_config as server_flags
+from bench.simulate.world_flags import (
+    add_flags_of_world,
+    config_of,
+    num_pages_of,
+    parsed,
+    source_of,
+)
 from quadriga.config.flags import flag_name
-from quadriga.config.replica_args import IN_TURN, LOAD_BALANCE_METHODS
-from quadriga.config.scheduler_args import SchedulerArgs
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
 from quadriga.programs import install_command
 
@@ -52,13 +54,6 @@ DEFAULTS = LOAD_DEFAULTS | {
     "random_input_len": "64",
     "max_new_tokens": "32",
     "request_rate": 8.0,
-}
-
-# Server flags that change a simulation.
-SERVER_FLAGS = {
-    *(field.name for field in dataclasses.fields(SchedulerArgs)),
-    *("context_length", "allow_auto_truncate", "queue_timeout", "request_timeout"),
-    *("page_size", "max_total_tokens"),
 }
 
 
@@ -130,18 +125,6 @@ def _arrivals(arguments: argparse.Namespace) -> tuple[int, Iterable[tuple[int, T
     return spec.num_requests, enumerate(generate(spec))
 
 
-def num_pages_of(arguments: argparse.Namespace, config: ServerConfig, model: CostModel) -> int:
-    """Return --num-pages, or the pages of --max-total-tokens or of the measured machine."""
-    if arguments.num_pages is None:
-        tokens = config.worker.max_total_tokens or model.measured_on.max_total_tokens
-        return tokens // config.worker.page_size
-    if config.worker.max_total_tokens is not None:
-        raise ConfigError("--num-pages and --max-total-tokens set the same value: leave one out")
-    if arguments.num_pages <= 0:
-        raise ConfigError(f"num_pages must be positive (it is {arguments.num_pages})")
-    return int(arguments.num_pages)
-
-
 def _load_text(arguments: argparse.Namespace, run: Figures) -> str:
     """Return the load in a few words, for the title of a plot."""
     given = vars(arguments)
@@ -170,39 +153,9 @@ def _plotter(path: Path | None) -> Callable[[World, Sequence[str], Slo], None]:
     )
 
 
-def source_of(path: Path, model: CostModel) -> str:
-    """Return where a cost model is from, in a line."""
-    on = model.measured_on
-    threads = f", {on.threads} threads" if on.device == "cpu" else ""
-    return f"{path.stem} ({on.model}, {on.dtype}, {on.device}{threads}, {on.date})"
-
-
-def config_of(arguments: argparse.Namespace) -> ServerConfig:
-    """Return the server's configuration, or raise ConfigError."""
-    if arguments.replicas <= 0:
-        raise ConfigError(f"replicas must be positive (it is {arguments.replicas})")
-    return server_flags.from_namespace(arguments)
-
-
 def _arguments(argv: list[str]) -> argparse.Namespace:
     """Parse the command line, or raise ConfigError."""
     return parsed(_parser(), argv)
-
-
-def parsed(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
-    """Parse a command line, or raise ConfigError; a server's flag without effect is one."""
-    arguments, unknown = parser.parse_known_args(argv)
-    fields = (f.name for group in ServerConfig().groups() for f in dataclasses.fields(group))
-    known = {flag_name(name) for name in fields}
-    idle = [word for word in unknown if word.split("=")[0] in known]
-    if idle:
-        remedy = "leave it out"
-        if "--model" in idle or "--device" in idle:
-            remedy += "; python -m bench.simulate.fit_cost_model measures a model on this machine"
-        raise ConfigError(f"{', '.join(idle)} would change nothing in a simulation: {remedy}")
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -211,31 +164,10 @@ def _parser() -> argparse.ArgumentParser:
     add_trace(load)
     load.add_argument("--seed", type=int, default=0, help="seed of the load")
     add_load_flags(load, defaults=DEFAULTS)
-    add_world(parser.add_argument_group("server"))
+    add_flags_of_world(parser)
     add_fleet_changes(parser.add_argument_group("replicas that come and go"))
     _add_output(parser.add_argument_group("output"))
-    server_flags.add_flags(parser, only=SERVER_FLAGS)
     return parser
-
-
-def add_world(group: Any) -> None:
-    """Add the flags of replicas, their memory and the cost model."""
-    add = group.add_argument
-    add("--replicas", type=int, default=1, metavar="R", help="number of servers")
-    add(
-        "--load-balance-method",
-        choices=LOAD_BALANCE_METHODS,
-        default=IN_TURN,
-        help="choice of the replica for a request (default: round-robin)",
-    )
-    add("--num-pages", type=int, metavar="N", help="KV pages of each replica")
-    add(
-        "--cost-model",
-        type=Path,
-        default=cost_model.DEFAULT,
-        metavar="FILE",
-        help=f"durations of steps (default: {cost_model.DEFAULT.name})",
-    )
 
 
 def _add_output(group: Any) -> None:

@@ -3,13 +3,23 @@
 import argparse
 import dataclasses
 from collections.abc import Sequence
+from typing import NoReturn
 
 from quadriga import __version__
 from quadriga.config import server_config
 from quadriga.config.flags import flag_name
 from quadriga.config.foreign_flags import foreign_flag_advice
 from quadriga.config.server_config import ServerConfig
+from quadriga.errors import ConfigError
 from quadriga.keywords import similar
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError."""
+        raise ConfigError(f"{message}; --help shows all flags")
 
 
 class ServerParser(argparse.ArgumentParser):

@@ -6,9 +6,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from quadriga.client import Client
+from quadriga.config.parser import CommandParser
 from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.llm.llm import CONNECT_TIMEOUT_S
 from quadriga.llm.owned_server import OwnedServer
@@ -43,14 +44,8 @@ def main(argv: list[str]) -> int:
         return EXIT_FAILED
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Raise ConfigError: an error is one line, without the usage."""
-        raise ConfigError(f"{message}; --help shows all flags")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         "quadriga replay",
         usage="quadriga replay ID --journal DIR [--endpoint tcp://HOST:PORT | SERVER FLAGS]",
         description=DESCRIPTION,

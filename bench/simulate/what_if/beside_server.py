@@ -12,21 +12,19 @@ import sys
 import msgspec
 import numpy as np
 
-from bench.command import EXIT_OK, EXIT_USAGE, run_command
 from bench.load.server_log import LoggedRequest, LogLine, MeasuredLoad, load_of, measured
 from bench.metrics.percentiles import Percentiles
 from bench.simulate.report import Figures
-from bench.simulate.simulator import source_of
 from bench.simulate.what_if.replay import (
     AS_IT_WAS,
     Floats,
     RequestTimes,
     fit_slowdown,
     measured_times,
-    model_of,
     replay,
-    world_arguments,
 )
+from bench.simulate.world_flags import model_of, source_of, world_arguments
+from quadriga.errors import QuadrigaError
 from quadriga.runtime.parent_death import signal_at_parents_death
 from quadriga.what_if import (
     FlagVariant,
@@ -37,6 +35,7 @@ from quadriga.what_if import (
     WhatIfJob,
 )
 
+EXIT_USAGE = 2
 LOWEST_PRIORITY = 19
 MAX_CPU_S = 120
 MAX_MEMORY_BYTES = 4 << 30  # address space, of which libraries take the larger part
@@ -51,12 +50,12 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=WhatIfJob)
-    return run_command("what if", lambda: _print_answer(job), on_failure=EXIT_USAGE)
-
-
-def _print_answer(job: WhatIfJob) -> int:
-    sys.stdout.buffer.write(msgspec.json.encode(answer(job)))
-    return EXIT_OK
+    try:
+        sys.stdout.buffer.write(msgspec.json.encode(answer(job)))
+    except QuadrigaError as error:
+        print(f"what if: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return 0
 
 
 def answer(job: WhatIfJob) -> WhatIfAnswer:

@@ -18,14 +18,8 @@ from typing import Any, NamedTuple
 from bench.command import EXIT_FAILED, EXIT_OK, EXIT_USAGE, named_flags, run_command, strict_parser
 from bench.load.server_log import MeasuredLoad, load_of, measured, read_server_log
 from bench.simulate.report import Figures
-from bench.simulate.simulator import parsed, source_of
-from bench.simulate.what_if.replay import (
-    AS_IT_WAS,
-    add_flags_of_world,
-    fit_slowdown,
-    model_of,
-    replay,
-)
+from bench.simulate.what_if.replay import AS_IT_WAS, fit_slowdown, replay
+from bench.simulate.world_flags import add_flags_of_world, model_of, parsed, source_of
 from quadriga.errors import ConfigError
 
 SPREADS = {"queue_wait": "queue wait", "ttft": "TTFT", "tpot": "TPOT", "latency": "latency"}

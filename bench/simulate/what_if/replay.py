@@ -3,25 +3,21 @@
 import argparse
 import math
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bench.command import CommandParser
 from bench.load.server_log import LoggedRequest, MeasuredLoad
 from bench.load.trace import TraceRequest
 from bench.metrics.slo import Slo
-from bench.simulate import cost_model
 from bench.simulate.clock import START
 from bench.simulate.cost_model import CostModel
 from bench.simulate.records import Records
 from bench.simulate.report import Figures, figures
 from bench.simulate.run import World
-from bench.simulate.simulator import SERVER_FLAGS, add_world, config_of, num_pages_of, parsed
-from quadriga.config import server_config as server_flags
+from bench.simulate.world_flags import config_of, num_pages_of
 
 Floats = npt.NDArray[np.float64]
 
@@ -53,24 +49,6 @@ class ReplayedLoad(NamedTuple):
 
     figures: Figures
     times: RequestTimes
-
-
-def world_parser() -> argparse.ArgumentParser:
-    """Return the parser of the flags of a simulated server."""
-    parser = CommandParser("flags of the server", add_help=False, allow_abbrev=False)
-    add_flags_of_world(parser)
-    return parser
-
-
-def add_flags_of_world(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a simulated server to a parser."""
-    add_world(parser.add_argument_group("server"))
-    server_flags.add_flags(parser, only=SERVER_FLAGS)
-
-
-def world_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """Return the parsed flags of a simulated server, or raise ConfigError."""
-    return parsed(world_parser(), list(words))
 
 
 def replay(
@@ -132,10 +110,3 @@ def fit_slowdown(
         if not low < slowdown < high:  # near its limit a server slows down more than its steps
             slowdown = math.sqrt(low * high)
     return min(tried)[1]
-
-
-def model_of(arguments: argparse.Namespace, **changes: Any) -> CostModel:
-    """Return the cost model of the flags, with other facts about its worker."""
-    model = cost_model.load(arguments.cost_model)
-    on = msgspec.structs.replace(model.measured_on, **changes)
-    return msgspec.structs.replace(model, measured_on=on)

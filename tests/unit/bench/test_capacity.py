@@ -20,8 +20,7 @@ from bench.metrics.percentiles import Percentiles
 from bench.metrics.records import RequestRecord
 from bench.report.report import Result
 from bench.simulate import cost_model
-from bench.simulate.cost_model import CostModel
-from bench.worker_steps import MeasuredOn
+from bench.simulate.cost_model import CostModel, MeasuredOn
 from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
 from tests.unit.fake_server import FakeServer

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from bench.simulate import cost_model
-from bench.simulate.cost_model import CostModel, Delays, Features, features_of
+from bench.simulate.cost_model import CostModel, Delays, Features, MeasuredOn, features_of
 from bench.simulate.fit_cost_model import calibrate, fit, main, non_negative_least_squares
 from bench.simulate.measure_steps import design, features_of_case, measure
-from bench.worker_steps import MeasuredOn, Row, WorkerBench
+from bench.worker_steps import Row, WorkerBench
 from quadriga.errors import ConfigError
 from quadriga.wire.messages.arrays import unpack_ids
 from quadriga.wire.messages.worker import StepPlan, StepResult

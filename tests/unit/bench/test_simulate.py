@@ -19,11 +19,10 @@ from bench.load.trace import TraceRequest
 from bench.metrics.slo import Slo
 from bench.simulate import cost_model, simulator
 from bench.simulate.clock import START
-from bench.simulate.cost_model import CostModel, Delays
+from bench.simulate.cost_model import CostModel, Delays, MeasuredOn
 from bench.simulate.report import Figures, figures
 from bench.simulate.run import MAX_SAMPLES, World
 from bench.simulate.worker import draw_ids
-from bench.worker_steps import MeasuredOn
 from quadriga.config.replica_args import BY_LOAD, IN_TURN
 from quadriga.config.server_config import ServerConfig
 from quadriga.programs import install_command

@@ -12,7 +12,8 @@ from bench.load.server_log import load_of, measured, read_server_log
 from bench.load.trace import TraceRequest
 from bench.simulate.what_if.beside_server import answer
 from bench.simulate.what_if.command import main
-from bench.simulate.what_if.replay import fit_slowdown, model_of, replay, world_arguments
+from bench.simulate.what_if.replay import fit_slowdown, replay
+from bench.simulate.world_flags import model_of, world_arguments
 from quadriga.errors import ConfigError
 from quadriga.what_if import FlagVariant, MeasuredChoice, WhatIfJob
 
