@@ -96,11 +96,10 @@ def _further_stages(setup: Setup) -> list[Stage]:
     tiny = setup.is_tiny
     drawn = ["--warmup-runs", "1", "--temperature", "0.8", "--top-p", "0.9"]
     prefill = ["--shapes", "1x8", "2x16", "1x4+32", "--steps", "2", "--ceiling-width", "64"]
-    kernels = ["--device", setup.device, *(["--tiny"] if tiny else [])]
+    products = ["--device", setup.device, *(["--tiny"] if tiny else [])]
     return [
         _block(setup, "width-top-p", "width", 90, drawn),
-        Stage("kernels", _module("bench.gpu.kernels", *kernels), 180),
-        Stage("products", _module("bench.gpu.products", *kernels), 240),
+        Stage("products", _module("bench.gpu.products", *products), 240),
         _profile(setup, "profile", "gpt2"),
         _profile(setup, "profile-8b", "llama8b"),
         Stage(
@@ -125,19 +124,6 @@ def _further_stages(setup: Setup) -> list[Stage]:
             ),
             600,
         ),
-        Stage(
-            "transformers",
-            _module(
-                "bench.gpu.transformers_batching",
-                "--load-format",
-                "dummy",
-                "--device",
-                setup.device,
-                *(_TINY_BATCHING if tiny else []),
-            ),
-            180,
-            gives_figures=False,
-        ),
     ]
 
 
@@ -155,7 +141,6 @@ _TINY_LOAD = [
     "--repeat-runs",
     "1",
 ]
-_TINY_BATCHING = ["--tiny", "--num-requests", "2", "--prompt-tokens", "4", "--max-new-tokens", "2"]
 
 
 def _module(name: str, *flags: str) -> tuple[str, ...]:

@@ -6,9 +6,8 @@ from functools import partial
 import pytest
 
 from bench.client.resources import BENCH
-from bench.frontend_speed import hook
 from bench.frontend_speed.__main__ import FrontendRun, main, table
-from bench.frontend_speed.paced_worker import PacedRunner, start
+from bench.frontend_speed.paced_worker import PacedRunner, install, paced_environment, start
 from bench.simulate.worker import SimulatedSlots
 from quadriga.wire.messages.arrays import pack_ids, unpack_ids
 from quadriga.wire.messages.worker import NewSlot, StepPlan
@@ -39,13 +38,13 @@ def test_a_plan_without_rows_takes_no_time() -> None:
 
 
 def test_only_workers_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in hook.paced_environment(20.0).items():
+    for name, value in paced_environment(20.0).items():
         monkeypatch.setenv(name, value)
     real: object = worker_main.start
     monkeypatch.setattr(worker_main, "start", real)
-    hook.install("scheduler_proc/1")
+    install("scheduler_proc/1")
     assert worker_main.start is real
-    hook.install("worker_proc/1")
+    install("worker_proc/1")
     replaced: object = worker_main.start
     assert isinstance(replaced, partial)
     assert (replaced.func, replaced.args) == (start, (STEP_S,))

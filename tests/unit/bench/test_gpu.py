@@ -5,9 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from bench.gpu import blocks, ceilings, decode_floor, transformers_batching
+from bench.gpu import blocks, ceilings, decode_floor
 from bench.gpu.decode_floor import FloorSizes
 from quadriga.config.server_config import ServerConfig
 from tests.tiny_models import tiny_llama
@@ -45,12 +44,6 @@ def test_a_context_too_short_for_the_steps_is_refused_with_the_reason(
     with pytest.raises(SystemExit):
         decode_floor.main(["--model", str(model), "--device", "cpu"])
     assert "the model's context is 32 tokens, 50 steps need 58" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_without_a_gpu_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert transformers_batching.main([]) == 2
-    assert "torch finds no GPU" in capsys.readouterr().err
 
 
 def test_the_blocks_are_runs_of_the_bench(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.gpu import all as run_all
-from bench.gpu import kernels, peers, prefill, prepare, products, profile
+from bench.gpu import peers, prefill, prepare, products, profile
 from bench.gpu.random_weights import write_weights
 from bench.gpu.stages.report import (
     StageOutcome,
@@ -190,7 +190,7 @@ def test_a_stage_writes_its_figures_to_the_results(tmp_path: Path, llama_dir: Pa
     assert "| python |" in (out / "report.md").read_text()
 
 
-# --- profile, prefill, kernels --------------------------------------------------------------------
+# --- profile, prefill, products -------------------------------------------------------------------
 
 
 def test_overlapping_kernels_are_busy_once_and_what_lies_between_is_a_gap() -> None:
@@ -258,14 +258,6 @@ def test_the_pool_of_the_prompts_holds_the_largest_step_and_no_more() -> None:
     config = prefill.fitted(ServerConfig(), [(Row(0, 31),) * 2, (Row(100, 4),)])
     assert config.worker.max_total_tokens == 112
     assert config.scheduler.prefill_budget(1) == 62
-
-
-def test_kernels_are_measured_beside_their_floor(tmp_path: Path) -> None:
-    file = tmp_path / "kernels.json"
-    assert kernels.main(["--device", "cpu", "--tiny", "--only", "gate", "--json", str(file)]) == 0
-    (row,) = read_lines(file)
-    assert row["kernel"] == "gate and up"
-    assert float(str(row["ms"])) > float(str(row["floor ms"])) > 0
 
 
 def test_products_are_measured_by_each_way_that_is_there_and_the_others_are_named(

@@ -1,1 +1,0 @@
-"""Short prompts among a long one, on real servers."""
