@@ -62,7 +62,7 @@ check: lint typecheck test-unit ## run what a commit should pass: style, types, 
 
 page-check: ## build the page again, if there is Node, and compare it with the bundle
 	@if ! command -v npm >/dev/null; then echo "page-check: skipped, no npm"; \
-	else cd http_proc/ui/source && npm ci --ignore-scripts --silent && npm run --silent check; fi
+	else cd http_proc/page/source && npm ci --ignore-scripts --silent && npm run --silent check; fi
 
 AGENTS = @openai/codex @anthropic-ai/claude-code
 

@@ -2,9 +2,9 @@
 
     python launcher.py [--model smollm2-135m] [--endpoint tcp://127.0.0.1:5555] …
 
-The launcher does no work of its own and imports no torch. Each child holds one end of a socket pair
-(quadriga/runtime/control_channel.py): reports come up, commands go down, and its end reports a
-death at once.
+The launcher does no work of its own and imports no torch. Each child holds one end of a socket
+pair (quadriga/server/processes/control_channel.py): reports come up, commands go down, and its end
+reports a death at once.
 """
 
 import argparse
@@ -16,32 +16,29 @@ from typing import NoReturn
 
 from quadriga import errors, programs
 from quadriga.clock import Countdown
-from quadriga.config import server_config as configuration
-from quadriga.config.frontend_args import PRIVATE_ENDPOINT
-from quadriga.config.parser import ServerParser
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, QuadrigaError, ServerFailed
-from quadriga.model_files.resolve import ModelFiles
-from quadriga.model_files.served import find_served_model
-from quadriga.runtime import terminal
-from quadriga.runtime.exit_codes import (
+from quadriga.server.config import server_config as configuration
+from quadriga.server.config.parser import ServerParser
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.models.model_impl import find_served_model
+from quadriga.server.models.resolve import ModelFiles
+from quadriga.server.processes import first_screen, logs
+from quadriga.server.processes.control_channel import (
     EXIT_CHILD_DIED,
     EXIT_FORCED,
     EXIT_OK,
     EXIT_START_FAILED,
     EXIT_USAGE,
+    OwnerChannel,
 )
-from quadriga.runtime.logs import JSON, set_up_logging
-from quadriga.runtime.open_files import MAX_OPEN_FILES, allow_open_files
-from quadriga.supervisor import first_screen
-from quadriga.supervisor.console import say
-from quadriga.supervisor.events import Death, SupervisorEvent
-from quadriga.supervisor.owner import OwnerChannel
-from quadriga.supervisor.replicas import FRONTEND
-from quadriga.supervisor.server_drain import ServerDrain
-from quadriga.supervisor.server_processes import ServerProcesses
-from quadriga.tenants.key_file import check_key_file
-from quadriga.wire.endpoints import Endpoints
+from quadriga.server.processes.logs import JSON, say, set_up_logging
+from quadriga.server.processes.machine import MAX_OPEN_FILES, allow_open_files
+from quadriga.server.processes.replicas import FRONTEND
+from quadriga.server.processes.server_processes import ServerDrain, ServerProcesses
+from quadriga.server.processes.supervisor import Death, SupervisorEvent
+from quadriga.server.tenants import check_key_file
+from quadriga.wire.client import PRIVATE_ENDPOINT
+from quadriga.wire.links import Endpoints
 
 STARTED_AT = time.monotonic()
 SERVING_PACKAGES = (
@@ -65,7 +62,7 @@ class Launcher:
         self._config = config
         location = {**model.location_flags, "served_model_name": config.model.shown_name}
         hides_status = config.launch.no_status_line or config.launch.log_format == JSON
-        self._quiet = hides_status or not terminal.is_foreground()
+        self._quiet = hides_status or not logs.is_foreground()
         has_line = not (self._quiet or config.replicas.has_router)
         flags = config.replace(**location, no_status_line=not has_line).to_argv()
         self._processes = ServerProcesses(config, flags, programs.command_of)
@@ -178,7 +175,7 @@ def report(error: QuadrigaError, owner: OwnerChannel) -> None:
 def fail(error: QuadrigaError, code: int, owner: OwnerChannel) -> NoReturn:
     """Report an error and exit with the code."""
     report(error, owner)
-    terminal.drop_unwritten()
+    logs.drop_unwritten()
     sys.exit(code)
 
 
@@ -199,7 +196,7 @@ def serve(arguments: list[str]) -> NoReturn:
 
 def main(arguments: list[str] | None = None, program: str = "launcher.py") -> NoReturn:
     """Parse the flags, find the model, and run a server."""
-    terminal.open_if_closed()
+    logs.open_if_closed()
     parser = ServerParser(program)
     parser.add_argument("--owner-fd", type=int, help=argparse.SUPPRESS)
     namespace = parser.parse_flags(arguments)
@@ -224,7 +221,7 @@ def main(arguments: list[str] | None = None, program: str = "launcher.py") -> No
         fail(error, EXIT_START_FAILED, owner)
     except KeyboardInterrupt:
         sys.exit(EXIT_FORCED)
-    terminal.drop_unwritten()
+    logs.drop_unwritten()
     sys.exit(code)
 
 

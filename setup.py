@@ -1,6 +1,6 @@
 """Name the packages of a wheel; everything else about the distribution is in pyproject.toml.
 
-A wheel has the programs (the processes of a server, launcher.py and the bench) in
+A wheel has the programs (the processes of a server, launcher.py, the simulator and the bench) in
 `quadriga/_programs`, where `quadriga/programs.py` finds them, so `quadriga` is its only top-level
 name. An editable installation adds the checkout's root to sys.path.
 """
@@ -9,7 +9,7 @@ import sys
 
 from setuptools import find_packages, setup
 
-PROGRAMS = ["*_proc", "*_proc.*", "bench", "bench.*"]
+PROGRAMS = ["*_proc", "*_proc.*", "simulator", "simulator.*", "bench", "bench.*"]
 # Developer tools: they measure this checkout, other servers, or one machine.
 LAB = ["roofline", "quality", "capacity", "peers", "start", "gpu"]
 

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from bench import serving
+from bench.cli.command import EXIT_FAILED, EXIT_OK, named_flags, run_command
 from bench.cli.options import Options, parse
-from bench.command import EXIT_FAILED, EXIT_OK, named_flags, run_command
-from bench.metrics.metrics import ClientSummary
-from bench.metrics.percentiles import Percentiles
-from bench.report.markdown import markdown_table
+from bench.report.metrics import ClientSummary
 from bench.report.report import Result
+from bench.report.table import markdown_table
 from quadriga.errors import ConfigError
+from simulator.latency import Percentiles
 
 T = TypeVar("T")
 

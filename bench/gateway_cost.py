@@ -20,31 +20,28 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from bench.cli.command import command_parser
 from bench.client.server import free_port
-from bench.command import command_parser
-from quadriga.answer_format import to_info
 from quadriga.clock import now
-from quadriga.known_formats import KNOWN_FORMATS
-from quadriga.wire.async_port import AsyncPort
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.from_client import (
+from quadriga.server.answer_format import KNOWN_FORMATS, to_info
+from quadriga.wire.async_sockets import AsyncPort
+from quadriga.wire.client import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
-    ClientMessage,
-    Generate,
-    GetInfo,
-    Ping,
-)
-from quadriga.wire.messages.to_client import (
     Accepted,
     Chunk,
     Chunks,
+    ClientMessage,
     End,
+    Generate,
+    GetInfo,
     Info,
+    Ping,
     Pong,
     StageTimes,
     Usage,
 )
+from quadriga.wire.packing import pack_ids
 from quadriga.wire.sockets import bind_public
 
 ROOT = Path(__file__).resolve().parents[1]

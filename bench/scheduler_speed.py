@@ -14,16 +14,16 @@ from collections import deque
 
 import msgspec
 
-from bench.command import command_parser
-from bench.metrics.percentiles import percentile
-from quadriga.config.scheduler_args import BATCH_MODES, POLICIES, SchedulerArgs
+from bench.cli.command import command_parser
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.live import MAX_WATCH_S
-from quadriga.wire.messages.to_scheduler import Submit, WatchSteps
-from quadriga.wire.messages.worker import StepPlan, StepResult, WorkerReady
+from quadriga.server.config.engine_args import BATCH_MODES, POLICIES, SchedulerArgs
+from quadriga.wire.live import MAX_WATCH_S
+from quadriga.wire.packing import pack_ids, unpack_ids
 from quadriga.wire.sockets import encode
+from quadriga.wire.to_scheduler import Submit, WatchSteps
+from quadriga.wire.worker import StepPlan, StepResult, WorkerReady
 from scheduler_proc.scheduler import Scheduler
+from simulator.latency import percentile
 
 PAGE_SIZE = 16
 NUM_PREFIXES = 32

@@ -14,23 +14,21 @@ if not __package__:
 
 import msgspec
 
-from bench.cli.flags import PROG
-from bench.cli.options import Options, parse
+from bench.cli.command import EXIT_FAILED, EXIT_OK, run_command, run_until_signal
+from bench.cli.options import PROG, Options, Preparation, parse, preparation
 from bench.client.backends import OpenAIServer, ServerConnection
 from bench.client.load_generator import LoadRun, drive
 from bench.client.resources import Reading, cost_between, cpu_seconds, pids_of, resident_bytes
-from bench.client.transport import connection, info_of, start_server
-from bench.command import EXIT_FAILED, EXIT_OK, run_command, run_until_signal
-from bench.load.trace import TraceRequest, write_trace
+from bench.client.server import connection, info_of, start_server
 from bench.load.workload import PlannedRequest
-from bench.metrics.metrics import Summary, summarize
-from bench.preparation import Preparation, preparation
-from bench.report import overview, report, report_files, sglang_format
-from bench.report.progress import Progress
-from bench.report.report import Result
+from bench.report import files, report
+from bench.report import report as overview
+from bench.report.metrics import Summary, summarize
+from bench.report.report import Progress, Result
 from quadriga import clock
 from quadriga.errors import ConfigError, QuadrigaError, ServerUnreachable
 from quadriga.programs import install_command
+from simulator.trace import TraceRequest, write_trace
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 64
@@ -71,12 +69,12 @@ async def bench(
         print(report.over_runs(results))
     output = options.output
     if output.result_path is not None:
-        report_files.append_json(
+        files.append_json(
             output.result_path,
-            [sglang_format.document(options, result, report_files.now()) for result in results],
+            [files.document(options, result, files.now()) for result in results],
         )
     if output.json_path is not None:
-        report_files.write_json(output.json_path, options, runs.info, results, warmups)
+        files.write_json(output.json_path, options, runs.info, results, warmups)
     draw(results[0])
     failed = sum(s.failed for s in [*warmups, *(result.summary for result in results)])
     return EXIT_FAILED if failed else EXIT_OK
@@ -95,11 +93,11 @@ def _text(options: Options, result: Result) -> str:
     """Return the printed blocks of a run."""
     blocks = []
     if options.output.report == "table":
-        blocks.append(overview.block(options, result))
+        blocks.append(overview.overview(options, result))
     elif not options.output.verbose:
         blocks.append(report.classic_block(options, result))
     if options.output.verbose:
-        blocks += [report.block(options, result), sglang_format.block(options, result)]
+        blocks += [report.block(options, result), files.block(options, result)]
     return "\n".join(blocks)
 
 
@@ -189,7 +187,7 @@ def _plotter(options: Options) -> Callable[[Result], None]:
     if path is None:
         return lambda _: None
     try:
-        from bench.report import run_plots
+        from bench.report import plots
     except ImportError as error:
         raise ConfigError(
             f"--plot needs {error.name}, which is not installed: {install_command('plot')}"
@@ -202,9 +200,9 @@ def _plotter(options: Options) -> Callable[[Result], None]:
             overview.load_text(options, summary),
             f"{summary.failed} failed" if summary.failed else "",
             f"{summary.throughput or 0.0:.0f} tokens/s",
-            report_files.now()[:10],
+            files.now()[:10],
         )
-        run_plots.draw(path, result.records, title, options.output.slo)
+        plots.draw_run(path, result.records, title, options.output.slo)
 
     return draw
 

@@ -55,7 +55,7 @@ KINDS = (
 def serve(flags: Sequence[str]) -> None:
     """Load the model, then answer each line, the number of a kind, with the ms of some steps."""
     from bench.worker_steps import Row, make_bench
-    from quadriga.config import server_config
+    from quadriga.server.config import server_config
 
     parser = argparse.ArgumentParser("the worker's flags", allow_abbrev=False)
     server_config.add_flags(parser)

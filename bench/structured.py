@@ -10,25 +10,120 @@ Without --endpoint the bench starts a server of its own, which takes the server'
 
 import argparse
 import asyncio
+import json
+import random
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.client.transport import start_server
-from bench.command import EXIT_FAILED, EXIT_OK, run_command, run_until_signal
-from bench.load.schemas import complaint, schemas
+from bench.cli.command import EXIT_FAILED, EXIT_OK, run_command, run_until_signal
+from bench.client.server import start_server
 from bench.load.workload import word
-from bench.metrics.percentiles import MS, percentile
 from bench.serving import CONNECT_TIMEOUT_S
 from quadriga.client import AsyncClient, Completion, SamplingParams
-from quadriga.config import server_config as server_flags
-from quadriga.config.flags import check_positive
-from quadriga.config.server_config import ServerConfig
+from quadriga.server.config import server_config as server_flags
+from quadriga.server.config.flags import check_positive
+from quadriga.server.config.server_config import ServerConfig
+from simulator.latency import MS, percentile
+
+# Generate JSON schemas as programs use them, and validate answers.
+#
+# Schemas are objects of a few fields. Texts and lists are bounded, so that a model with random
+# weights comes to an end, too.
+
+# Makes the schema of one field.
+Draw = Callable[[random.Random], dict[str, Any]]
+WORDS = (
+    "name", "title", "city", "status", "color", "category", "owner", "summary", "country", "unit",
+    "priority", "language", "currency", "material", "season", "level", "reason", "source", "topic",
+    "amount", "quantity", "year", "score", "rating", "weight", "height", "duration", "version",
+)  # fmt: skip
+VALUES = (
+    "new", "open", "closed", "red", "green", "blue", "small", "medium", "large", "low", "high",
+    "north", "south", "paper", "steel", "spring", "autumn", "daily", "weekly", "draft", "final",
+)  # fmt: skip
+MIN_FIELDS, MAX_FIELDS = 3, 8
+NESTED_SHARE = 0.25
+
+
+def schemas(count: int, seed: int) -> list[dict[str, Any]]:
+    """Return `count` different schemas, the same for the same seed."""
+    source = random.Random(f"{seed}/schemas")
+    made: dict[str, dict[str, Any]] = {}
+    while len(made) < count:
+        schema = _object(source, MAX_FIELDS, source.random() < NESTED_SHARE)
+        made.setdefault(repr(schema), schema)
+    return list(made.values())
+
+
+def complaint(schema: dict[str, Any], answer: Completion) -> str:
+    """Return why the answer does not obey the schema, or ""."""
+    from jsonschema import Draft202012Validator, ValidationError
+
+    if answer.finish_reason != "stop":
+        return f"{answer.usage.completion_tokens} tokens, ended by {answer.finish_reason}"
+    try:
+        Draft202012Validator(schema).validate(json.loads(answer.text))
+    except (ValueError, ValidationError) as error:
+        return f"{answer.text!r}: {error}"
+    return ""
+
+
+def _object(source: random.Random, max_fields: int, nested: bool) -> dict[str, Any]:
+    names = source.sample(WORDS, source.randint(MIN_FIELDS, max_fields))
+    properties = {name: source.choice(FIELDS)(source) for name in names}
+    if nested:
+        properties["details"] = _object(source, MIN_FIELDS + 1, nested=False)
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def _text(source: random.Random) -> dict[str, Any]:
+    return {"type": "string", "minLength": 1, "maxLength": source.choice((8, 16, 24))}
+
+
+def _enum(source: random.Random) -> dict[str, Any]:
+    return {"enum": source.sample(VALUES, source.randint(2, 6))}
+
+
+def _integer(source: random.Random) -> dict[str, Any]:
+    return {"type": "integer", "minimum": 0, "maximum": source.choice((9, 100, 2100))}
+
+
+def _boolean(_: random.Random) -> dict[str, Any]:
+    return {"type": "boolean"}
+
+
+def _date(_: random.Random) -> dict[str, Any]:
+    return {"type": "string", "pattern": "^20[0-9]{2}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])$"}
+
+
+def _list(source: random.Random) -> dict[str, Any]:
+    items = source.choice((_text, _enum, _integer))(source)
+    return {"type": "array", "items": items, "minItems": 1, "maxItems": source.randint(2, 4)}
+
+
+FIELDS: tuple[Draw, ...] = (_text, _text, _enum, _integer, _boolean, _date, _list)
+
+
+# Measure the cost of structured output: `python -m bench.structured`.
+#
+# Requests with a JSON schema each take turns with the same requests without a schema, which
+# generate as many tokens. A validator that is independent of the grammars checks every answer.
+# The compilation of each schema's grammar is part of the measurement.
+#
+# Without --endpoint the bench starts a server of its own, which takes the server's flags. Exit
+# codes: 0 all answers valid and throughput within the bound, 1 otherwise, 2 bad flags, 3 no
+# server.
 
 # Share of the throughput without schemas.
 MIN_THROUGHPUT_RATIO = 0.85

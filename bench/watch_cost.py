@@ -22,14 +22,14 @@ from typing import NamedTuple
 import aiohttp
 import psutil
 
+from bench.cli.command import command_parser
 from bench.client.server import OwnServer, free_port
-from bench.command import command_parser
 from quadriga.client.async_client import AsyncClient
 from quadriga.clock import now
-from quadriga.config.server_config import ServerConfig
 from quadriga.sampling.params import SamplingParams
-from quadriga.tracing.context import started, traceparent_of
-from quadriga.wire.messages.from_client import MAX_TRACE_IDS
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.tracing.context import started, traceparent_of
+from quadriga.wire.client import MAX_TRACE_IDS
 
 PROMPT = "Write down everything that you know about the sea and the ships on it."
 NUM_TOKENS = 32

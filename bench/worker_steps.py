@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from bench.simulate.cost_model import MeasuredOn
-from quadriga.config.server_config import ServerConfig
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.worker import DECODE, EXTEND, NewSlot, StepPlan, StepResult
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.worker import DECODE, EXTEND, NewSlot, StepPlan, StepResult
+from simulator.cost_model import MeasuredOn
 
 if TYPE_CHECKING:
-    from worker_proc.runner import Runner
+    from worker_proc.step.runner import Runner
 
 MAX_ROWS = 64
 MAX_ROW_TOKENS = 640
@@ -155,14 +155,14 @@ def ms_of(result: StepResult) -> float:
 
 def make_bench(config: ServerConfig, tokens_a_row: int) -> tuple[WorkerBench, MeasuredOn]:
     """Load the model of a configuration into a worker, or raise QuadrigaError."""
-    from quadriga.model_files.resolve import resolve_model
+    from quadriga.server.models.resolve import resolve_model
     from worker_proc.main import SPIN_COUNT
 
     os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))  # as in the worker's own process
-    from worker_proc.models.registry import build_model
+    from worker_proc.models.decoder import build_model
     from worker_proc.startup.build import make_runner
+    from worker_proc.startup.devices import take_cores
     from worker_proc.startup.memory_profile import num_pool_pages
-    from worker_proc.system.devices import take_cores
 
     threads = take_cores(config.worker).threads
     files = resolve_model(config.model, show_progress=True)

@@ -3,9 +3,9 @@
     python -m cluster_proc.crew --replica 2 --node-host 10.0.0.7 --delivery-address tcp://…
         --inner-key-id … [flags]
 
-It is the child of an actor (ray_crews.py), whose control channel has the commands and reports of
-every child process (quadriga/runtime/control_channel.py). At the end of the channel the crew
-leaves, and its processes with it.
+It is the child of an actor (crew_actor.py), whose control channel has the commands and reports of
+every child process (quadriga/server/processes/control_channel.py). At the end of the channel the
+crew leaves, and its processes with it.
 
 | report | fields |
 |---|---|
@@ -13,30 +13,125 @@ leaves, and its processes with it.
 | `died`, `restarted` | `process`, while the crew restarts it |
 | `lost` | `reason`: a process has died for good |
 | `left` | every process has finished its work |
+
+KeptProcesses is what this crew and rank_crew.py have in common.
 """
 
 import argparse
 import socket
 import sys
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NoReturn
 
-from cluster_proc.kept_processes import KeptProcesses
 from quadriga import __version__, programs
-from quadriga.config import server_config as configuration
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, QuadrigaError
-from quadriga.model_files.resolve import resolve_model
-from quadriga.model_files.servable import check_servable
-from quadriga.runtime.control_channel import Command, ControlChannel
-from quadriga.runtime.exit_codes import EXIT_START_FAILED
-from quadriga.runtime.open_files import MAX_OPEN_FILES, allow_open_files
-from quadriga.runtime.parent_death import continue_at_parents_death
-from quadriga.supervisor.events import Death, ReadyAgain, SupervisorEvent
-from quadriga.supervisor.replicas import RING
+from quadriga.server.config import server_config as configuration
+from quadriga.server.config.server_config import LaunchArgs, ServerConfig
+from quadriga.server.models.model_impl import check_servable
+from quadriga.server.models.resolve import resolve_model
+from quadriga.server.processes.control_channel import (
+    EXIT_OK,
+    EXIT_START_FAILED,
+    Command,
+    ControlChannel,
+    continue_at_parents_death,
+)
+from quadriga.server.processes.machine import MAX_OPEN_FILES, allow_open_files
+from quadriga.server.processes.replicas import RING
+from quadriga.server.processes.supervisor import Death, ReadyAgain, Supervisor, SupervisorEvent
 from quadriga.wire.curve import inner_key_id
-from quadriga.wire.node_links import ReservedPort
+from quadriga.wire.links import ReservedPort
+
+# The processes that a crew keeps on its machine, from their start to the crew's end.
+
+
+class KeptProcesses(ABC):
+    """Starts the processes of a crew, and keeps them until they end or the actor ends the crew.
+
+    A subclass takes in the events, and decides which deaths the crew survives.
+
+    Args:
+        names: names of the processes.
+        flags: command line flags of every process.
+        program_of: returns the command that runs a process, before its flags.
+        launch: limits of restarts and of the watchdog.
+        check_keys: raises ConfigError where this machine has other keys than the server's.
+        connection: the crew's end of its control channel.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        flags: list[str],
+        program_of: Callable[[str], list[str]],
+        launch: LaunchArgs,
+        check_keys: Callable[[], None],
+        connection: socket.socket,
+    ) -> None:
+        self._names = names
+        self._check_keys = check_keys
+        self._supervisor = Supervisor(flags, program_of, launch, no_restart=[])
+        self._control = ControlChannel(connection, self._supervisor.run_dir)
+        self._supervisor.watch(self._control.fileno())
+
+    def run(self) -> int:
+        """Keep the processes until a signal stops the crew, or it does not survive a death.
+
+        Returns:
+            The exit code of the crew.
+
+        Raises:
+            ConfigError: the keys of this machine are not the server's, at the start or a restart.
+        """
+        try:
+            self._start()
+            while True:
+                event = self._supervisor.next_event(None)
+                if event is SupervisorEvent.STOP:
+                    return EXIT_OK
+                if isinstance(event, Death) and not self._survives(event):
+                    return EXIT_OK
+                self._take_in(event)
+        finally:
+            self._supervisor.clean_up()
+
+    def _start(self) -> None:
+        """Start every process, once the keys are known to be the server's."""
+        self._check_keys()
+        for name in self._names:
+            self._supervisor.start(name)
+
+    @abstractmethod
+    def _take_in(self, event: object) -> None:
+        """Act on an event of `Supervisor.next_event`: any but STOP, and a death that ended it."""
+
+    @abstractmethod
+    def _survives(self, death: Death) -> bool:
+        """Start the process that died again, or return False: the crew ends.
+
+        Raises:
+            ConfigError: the keys of this machine are not the server's any more.
+        """
+
+
+# A crew: keeps the processes of one replica on its machine, as the launcher does on its own.
+#
+# python -m cluster_proc.crew --replica 2 --node-host 10.0.0.7 --delivery-address tcp://…
+#     --inner-key-id … [flags]
+#
+# It is the child of an actor (ray_crews.py), whose control channel has the commands and reports
+# of every child process (quadriga/server/processes/control_channel.py). At the end of the channel
+# the crew leaves, and its processes with it.
+#
+# | report | fields |
+# |---|---|
+# | `joined` | `address` of the scheduler, `version` of quadriga, `info` of the worker: it serves
+# |
+# | `died`, `restarted` | `process`, while the crew restarts it |
+# | `lost` | `reason`: a process has died for good |
+# | `left` | every process has finished its work |
 
 
 class Crew(KeptProcesses):

@@ -1,6 +1,6 @@
 """The driver process: one task for each replica places it, watches it, and places it again.
 
-Where the number of replicas follows the load, tasks come and go.
+Where the number of replicas follows the load (Autoscaler), tasks come and go.
 
 It is the only process that knows the cluster. It carries no request: frontend and replicas are
 connected directly.
@@ -9,20 +9,21 @@ connected directly.
 import asyncio
 import dataclasses
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import count, islice
 
-from cluster_proc.autoscaler import Autoscaler
-from cluster_proc.contract import Crews, PlacedCrew, Report
-from cluster_proc.ray_crews import RayCrews
+from cluster_proc.crews import Crews, PlacedCrew, RayCrews, Report
+from cluster_proc.scaling import Scaling, ScalingLimits
 from quadriga import __version__
-from quadriga.config.frontend_args import is_loopback
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, ServerFailed
-from quadriga.runtime.child import Child, run_child
-from quadriga.runtime.control_channel import Command
-from quadriga.runtime.cpu_affinity import runs_on_gpu
-from quadriga.supervisor.cluster_replicas import (
+from quadriga.server.config.engine_args import ReplicaArgs
+from quadriga.server.config.frontend_args import is_loopback
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.processes.child import Child, run_child
+from quadriga.server.processes.control_channel import Command
+from quadriga.server.processes.machine import runs_on_gpu
+from quadriga.server.processes.replicas import (
     DIED,
     JOINED,
     LEAVING,
@@ -31,7 +32,63 @@ from quadriga.supervisor.cluster_replicas import (
     RESTARTED,
 )
 from quadriga.wire.curve import inner_key_id
-from quadriga.wire.node_links import ReservedPort
+from quadriga.wire.links import ReservedPort
+
+# The number of replicas, as the load of the server asks for it.
+
+
+class Autoscaler:
+    """Looks at the load when it is reported, and when a decision is due.
+
+    Needs a running event loop. Without a load, and with the least number of replicas, it does
+    nothing.
+
+    Args:
+        args: the bounds and times.
+        resize: called with the number of replicas that there should be, when it changes.
+    """
+
+    def __init__(self, args: ReplicaArgs, resize: Callable[[int], None]) -> None:
+        limits = ScalingLimits(
+            min_replicas=args.num_at_least,
+            max_replicas=args.num_slots,
+            target=args.target_ongoing_requests,
+            up_after_s=args.scale_up_after,
+            down_after_s=args.scale_down_after,
+        )
+        self._scaling = Scaling(limits, args.num_at_start)
+        self._resize = resize
+        self._timer: asyncio.TimerHandle | None = None
+
+    def on_load(self, num_open: int) -> None:
+        """Take in the number of open requests, and change the number of replicas if that is due."""
+        self._scaling.on_load(num_open, self._loop.time())
+        self._look()
+
+    def close(self) -> None:
+        """Decide nothing more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    def _look(self) -> None:
+        before, wanted = self._scaling.num_replicas, self._scaling.decide(self._loop.time())
+        self.close()
+        if (wake_at := self._scaling.wake_at) is not None:
+            self._timer = self._loop.call_at(wake_at, self._look)
+        if wanted != before:
+            self._resize(wanted)
+
+
+# The driver process: one task for each replica places it, watches it, and places it again.
+#
+# Where the number of replicas follows the load, tasks come and go.
+#
+# It is the only process that knows the cluster. It carries no request: frontend and replicas are
+# connected directly.
 
 # After this time without a place, the log says what is wanted and what there is.
 NO_PLACE_S = 10.0

@@ -3,7 +3,7 @@
     python -m cluster_proc.rank_crew --first-rank 1 --replica 2 --node-host 10.0.0.8 …
 
 It is the child of an actor, as a crew is. Each rank waits for rank 0, and exits when that has gone
-(worker_proc/distributed/remote_rank.py): it is started again, for the next rank 0.
+(worker_proc/remote_rank.py): it is started again, for the next rank 0.
 
 | report | fields |
 |---|---|
@@ -15,14 +15,13 @@ import argparse
 import socket
 from collections.abc import Callable
 
-from cluster_proc.crew import crew_parser, run_crew
-from cluster_proc.kept_processes import KeptProcesses
+from cluster_proc.crew import KeptProcesses, crew_parser, run_crew
 from quadriga import __version__, programs
-from quadriga.config.server_config import ServerConfig
-from quadriga.supervisor.events import Death, SupervisorEvent
-from quadriga.wire.node_links import ReservedPort
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.processes.supervisor import Death, SupervisorEvent
+from quadriga.wire.links import ReservedPort
 
-PROGRAM = "worker_proc.distributed.remote_rank"
+PROGRAM = "worker_proc.remote_rank"
 NAME = "worker_proc rank"
 
 

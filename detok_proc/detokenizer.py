@@ -9,13 +9,13 @@ from weakref import WeakValueDictionary
 
 from detok_proc.incremental import DecoderFactory
 from detok_proc.logprobs import logprobs_by_row
-from detok_proc.stop_regexes import RequestBudget
+from detok_proc.stops import RequestBudget
 from detok_proc.text_stream import TextStream, Token
 from quadriga.clock import now
-from quadriga.wire.messages.arrays import unpack_ids
-from quadriga.wire.messages.to_client import Chunk, End, ErrorInfo, StageTimes, Usage
-from quadriga.wire.messages.to_detok import StepOutput, StreamEnd, StreamStart
-from quadriga.wire.messages.to_scheduler import CLIENT_LOST
+from quadriga.wire.client import Chunk, End, ErrorInfo, StageTimes, Usage
+from quadriga.wire.packing import unpack_ids
+from quadriga.wire.to_detok import StepOutput, StreamEnd, StreamStart
+from quadriga.wire.to_scheduler import CLIENT_LOST
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

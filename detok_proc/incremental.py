@@ -20,7 +20,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
-from quadriga.wire.messages.to_detok import PROMPT_END_TOKENS
+from quadriga.wire.to_detok import PROMPT_END_TOKENS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
-from quadriga.wire.messages.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
-from quadriga.wire.messages.logprobs import LogprobBlock, Logprobs, PromptLogprobs, SampledLogprobs
-from quadriga.wire.messages.to_detok import PromptLogprobsData
+from quadriga.wire.logprobs import LogprobBlock, Logprobs, PromptLogprobs, SampledLogprobs
+from quadriga.wire.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
+from quadriga.wire.to_detok import PromptLogprobsData
 
 BytesOf = Callable[[int], bytes]
 NAN = float("nan")

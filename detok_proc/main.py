@@ -1,41 +1,115 @@
 """The detokenizer process: blocks until a step's token ids arrive, and sends each client its text.
 
-Its messages go to the tokenizer process as three frames: the client's address, the encoded public
-message, and a Delivered. A message of the live feed has no address, and three empty frames stand
-for Drained.
+First what the frontend has to note of a replica's step, and the traces of the requests that end.
 """
 
 import logging
 import os
 import time
 from collections import deque
+from collections.abc import Iterable
+
+import msgspec
 
 from detok_proc.detokenizer import Deliveries, Detokenizer
-from detok_proc.step_news import step_news
-from detok_proc.traces import TraceKey, close_traces, open_traces
-from quadriga.model_files.resolve import resolve_model
-from quadriga.model_files.tokenizer import load_tokenizer
-from quadriga.runtime.child import Child, run_child
-from quadriga.runtime.control_channel import ControlChannel
-from quadriga.wire.messages.to_client import Chunk, Chunks, Info, Replay, encode_chunks
-from quadriga.wire.messages.to_detok import (
+from quadriga.server.models.formats.tokenizer import load_tokenizer
+from quadriga.server.models.resolve import resolve_model
+from quadriga.server.processes.child import Child, run_child
+from quadriga.server.processes.control_channel import ControlChannel
+from quadriga.wire.client import Chunk, Chunks, Info, Replay, encode_chunks
+from quadriga.wire.sockets import Inbox, Outbox, Poller, encode
+from quadriga.wire.to_detok import (
     Delivered,
     DetokMessage,
     Drained,
     ForgetStreams,
     HandedBack,
+    HeldChoice,
     InfoReply,
     KnownRequests,
     LiveFrame,
     ProgressReply,
+    ReplicaNews,
     SchedulerRestarted,
+    StepNews,
     StepOutput,
     StopDetok,
+    StreamReplay,
+    StreamStart,
     Withdrawn,
 )
-from quadriga.wire.messages.to_scheduler import DetokReady, StopFound
-from quadriga.wire.messages.trace import RequestTrace
-from quadriga.wire.sockets import Inbox, Outbox, Poller, encode
+from quadriga.wire.to_scheduler import DetokReady, StopFound
+from quadriga.wire.trace import RequestTrace, Span
+
+# What the frontend has to note of a step of one replica among several.
+
+
+def step_news(output: StepOutput, news: ReplicaNews) -> StepNews:
+    """Return what the frontend has to note before it passes the texts of a step on."""
+    started = [_held(start, b"", output.time) for start in output.opened]
+    if output.replayed and not news.restates:
+        replayed = [
+            _replayed(replay, output.time) for replay in output.replayed if _is_open(replay)
+        ]
+        news = msgspec.structs.replace(news, held=[*replayed, *news.held])
+    return StepNews(news, started, output.seqs, output.token_ids)
+
+
+def _is_open(replay: StreamReplay) -> bool:
+    return replay.closing is None
+
+
+def _replayed(replay: StreamReplay, time: float) -> HeldChoice:
+    return _held(replay.opening, replay.token_ids, time if replay.token_ids else 0.0)
+
+
+def _held(start: StreamStart, token_ids: bytes, first_token_at: float) -> HeldChoice:
+    return HeldChoice(
+        start.seq, start.client, start.request_id, start.index, token_ids, first_token_at,
+        start.placement,
+    )  # fmt: skip
+
+
+# The traces of the requests that end: the detokenizer adds its span.
+
+TraceKey = tuple[bytes, str, int]  # client, id of the request, number of the choice
+
+
+def open_traces(output: StepOutput) -> dict[TraceKey, RequestTrace]:
+    """Return the traces of the traced requests that end with this output.
+
+    The trace of an end that is sent again, to a new detokenizer or frontend, says so.
+    """
+    replayed = [replay.closing for replay in output.replayed if replay.closing is not None]
+    for end in replayed:
+        if end.trace is not None:
+            end.trace.attributes["quadriga.replayed"] = True
+    ends = [*output.closed, *replayed]
+    return {(e.client, e.request_id, e.index): e.trace for e in ends if e.trace is not None}
+
+
+def close_traces(
+    traces: dict[TraceKey, RequestTrace], client: bytes, chunks: Iterable[Chunk]
+) -> list[RequestTrace]:
+    """Return the traces of a client's requests that end with these chunks, with a span more."""
+    closed = []
+    for chunk in chunks:
+        if chunk.end is None:
+            continue
+        trace = traces.pop((client, chunk.request_id, chunk.index), None)
+        if trace is not None:
+            began_at = trace.ended_at
+            ended_at = max(began_at, chunk.end.times.detokenized)
+            trace.spans.append(Span("detokenize", "detok_proc", began_at, ended_at))
+            closed.append(trace)
+    return closed
+
+
+# The detokenizer process: blocks until a step's token ids arrive, and sends each client its text.
+#
+# Its messages go to the tokenizer process as three frames: the client's address, the encoded
+# public message, and a Delivered. A message of the live feed has no address, and three empty
+# frames stand for Drained.
 
 
 def main() -> None:

@@ -12,11 +12,10 @@ from detok_proc.logprobs import (
     TokenLogprobs,
     iterate_blocks,
 )
-from detok_proc.stop_regexes import RequestBudget, SearchTooSlow
-from detok_proc.stop_strings import StopStrings
-from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.to_client import Chunk, End, ErrorInfo
-from quadriga.wire.messages.to_detok import StreamEnd, StreamReplay, StreamStart
+from detok_proc.stops import RequestBudget, SearchTooSlow, StopStrings
+from quadriga.wire.client import Chunk, End, ErrorInfo
+from quadriga.wire.packing import pack_ids, unpack_ids
+from quadriga.wire.to_detok import StreamEnd, StreamReplay, StreamStart
 
 
 class Token(NamedTuple):

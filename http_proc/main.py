@@ -8,17 +8,17 @@ import time
 import uvloop
 from aiohttp import web
 
-from http_proc.apis.batch.service import BATCHES
-from http_proc.apis.responses.background.service import BACKGROUND
-from http_proc.gateway import Gateway
-from http_proc.listener import FLUSH_TIMEOUT_S, bind, listen, make_runner, tls_context
-from http_proc.streams.stream_rows import StreamRows
-from http_proc.streams.stream_table import STREAMS
+from http_proc.apis.responses.background import BACKGROUND
+from http_proc.core.gateway import Gateway
+from http_proc.core.stream_rows import StreamRows
+from http_proc.jobs.batches import BATCHES
+from http_proc.server import FLUSH_TIMEOUT_S, bind, listen, make_runner, tls_context
+from http_proc.web.stream_table import STREAMS
 from quadriga.client.async_client import AsyncClient
 from quadriga.errors import ServerFailed
-from quadriga.runtime.child import Child, run_child
-from quadriga.runtime.control_channel import Command
-from quadriga.wire.client_address import gateway_address
+from quadriga.server.processes.child import Child, run_child
+from quadriga.server.processes.control_channel import Command
+from quadriga.wire.client import gateway_address
 
 
 def main() -> None:

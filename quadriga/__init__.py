@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from quadriga.errors import SlowReader as SlowReader
     from quadriga.llm.llm import LLM as LLM
     from quadriga.sampling.params import SamplingParams as SamplingParams
-    from quadriga.wire.messages.from_client import ChatOptions as ChatOptions
+    from quadriga.wire.client import ChatOptions as ChatOptions
 
 __version__ = "0.1.0"
 
@@ -60,7 +60,7 @@ _MODULES = {
     ),
     "quadriga.llm.llm": ("LLM",),
     "quadriga.sampling.params": ("SamplingParams",),
-    "quadriga.wire.messages.from_client": ("ChatOptions",),
+    "quadriga.wire.client": ("ChatOptions",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from quadriga.cli.main import main
+from quadriga.server.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

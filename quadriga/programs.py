@@ -50,7 +50,7 @@ def main() -> None:
     if sys.path[0] == str(_PACKAGE):  # of a script: it would make quadriga/errors.py `errors`
         del sys.path[0]
     if sys.argv[1].endswith(_PROCESS_SUFFIX):
-        gc.disable()  # until run_child of quadriga/runtime/child.py; imports leave little garbage
+        gc.disable()  # imports leave little garbage; quadriga/server/processes/child.py enables it
     _search_programs_first()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,39 +1,74 @@
 """The life of a request: accepted, queued, ended once, and published as it goes.
 
-Nothing here knows steps or worker times: `Scheduler` (scheduler.py) runs the steps and hands over
-what they bring. What happens between two publications is gathered in one record (events.py), which
-feeds detokenizer and journal.
+`refusal` has the limits on new requests, `RequestLifecycle` everything else.
 """
 
 import logging
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from quadriga.config.scheduler_args import SchedulerArgs
-from quadriga.errors import QuadrigaError, RequestFailed
-from quadriga.wire.messages import to_detok, to_scheduler
-from quadriga.wire.messages.replica_news import EndedRequest
-from quadriga.wire.messages.to_client import ErrorInfo
-from quadriga.wire.messages.worker import GrammarReady, WorkerReady
+from quadriga.errors import QuadrigaError, QueueFull, RequestFailed, ServerStopping
+from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.wire import to_detok, to_scheduler
+from quadriga.wire.client import ErrorInfo
+from quadriga.wire.to_detok import EndedRequest
+from quadriga.wire.worker import GrammarReady, WorkerReady
 from scheduler_proc.core import SchedulerCore
-from scheduler_proc.durability.detok_outbox import DetokOutbox
-from scheduler_proc.durability.journal import NoJournal
-from scheduler_proc.durability.journal_recovery import RecoveredRequest
-from scheduler_proc.events import StepEvents
-from scheduler_proc.forecast.recent_ends import RecentEnds
-from scheduler_proc.forecast.ttft_forecast import refuse_target
-from scheduler_proc.grammar_queue import GrammarQueue
-from scheduler_proc.kv_offload.offload_stats import OffloadStats
-from scheduler_proc.observe.guess_stats import GuessStats
+from scheduler_proc.forecast import RecentEnds, refuse_target
+from scheduler_proc.journal.detok_outbox import DetokOutbox
+from scheduler_proc.journal.events import StepEvents
+from scheduler_proc.journal.recovery import RecoveredRequest
+from scheduler_proc.journal.writer import NoJournal
 from scheduler_proc.observe.replica_report import ReplicaReport
-from scheduler_proc.observe.stats import SchedulerStats
+from scheduler_proc.observe.stats import GuessStats, SchedulerStats
 from scheduler_proc.observe.tracer import Tracer
-from scheduler_proc.planning.limits import refusal
 from scheduler_proc.planning.quarantine import poison_error
-from scheduler_proc.request_table import RequestTable
-from scheduler_proc.sender import Sender
-from scheduler_proc.state.plan import Capacity
+from scheduler_proc.request_table import GrammarQueue, RequestTable
+from scheduler_proc.state.batch import Capacity
+from scheduler_proc.state.kv_offload import OffloadStats
 from scheduler_proc.state.request import FinishReason, Request, RequestFailure, WaitReason
+from scheduler_proc.state.sender import Sender
+
+# Limits on new requests. The frontend checks them, too, as far as it knows their state.
+
+RETRY_AFTER_S = 1.0
+
+
+def refusal(
+    args: SchedulerArgs, is_draining: bool, num_waiting: int, num_choices: int, num_open: int
+) -> QuadrigaError | None:
+    """Return why a new request is refused; None where it is accepted.
+
+    Args:
+        args: the limits.
+        is_draining: the server stops.
+        num_waiting: number of requests without a slot.
+        num_choices: number of choices of the new request.
+        num_open: number of other open requests of its client.
+    """
+    if is_draining:
+        return ServerStopping("the server is stopping and takes no new requests")
+    if num_waiting + num_choices > args.max_queued_requests:
+        return QueueFull(
+            f"{num_waiting} requests are waiting and --max-queued-requests is"
+            f" {args.max_queued_requests}; try again in {RETRY_AFTER_S:g} s",
+            RETRY_AFTER_S,
+        )
+    limit = args.max_requests_per_client
+    if limit is not None and num_open >= limit:
+        return QueueFull(
+            f"this client has {num_open} open requests and --max-requests-per-client is {limit};"
+            f" wait until one has ended, or try again in {RETRY_AFTER_S:g} s",
+            RETRY_AFTER_S,
+        )
+    return None
+
+
+# The life of a request: accepted, queued, ended once, and published as it goes.
+#
+# Nothing here knows steps or worker times: `Scheduler` (scheduler.py) runs the steps and hands
+# over what they bring. What happens between two publications is gathered in one record
+# (events.py), which feeds detokenizer and journal.
 
 
 class EndObserver(Protocol):

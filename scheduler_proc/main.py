@@ -1,35 +1,93 @@
-"""The scheduler process: sockets, poller, status line and watchdog around the Scheduler."""
+"""The scheduler process: sockets, poller, log lines and watchdog around the Scheduler.
+
+`StepWatchdog` reports a worker whose step takes too long; `serve` is the loop of the process.
+"""
 
 import gc
+import math
 import time
+from collections.abc import Callable
 
-from quadriga.clock import now
-from quadriga.config.server_config import LaunchArgs
-from quadriga.model_files.resolve import resolve_model
-from quadriga.runtime.child import Child, run_child
-from quadriga.runtime.control_channel import Command
-from quadriga.runtime.request_line import RequestLogLevel
-from quadriga.wire.messages.to_scheduler import (
+from quadriga.clock import RunningTime, now
+from quadriga.server.config.server_config import LaunchArgs
+from quadriga.server.models.resolve import resolve_model
+from quadriga.server.processes.child import Child, run_child
+from quadriga.server.processes.control_channel import Command, ControlChannel
+from quadriga.server.processes.logs import RequestLogLevel
+from quadriga.wire.sockets import Inbox, Outbox, Poller
+from quadriga.wire.to_scheduler import (
     AbortAll,
     SchedulerMessage,
 )
-from quadriga.wire.messages.worker import ResultMessage
-from quadriga.wire.sockets import Inbox, Outbox, Poller
-from scheduler_proc.durability.journal_opening import (
+from quadriga.wire.worker import ResultMessage
+from scheduler_proc.journal.writer import (
     check_number_of_replicas,
     make_header,
     of_replica,
     open_journal,
 )
 from scheduler_proc.lifecycle import RequestLifecycle
+from scheduler_proc.observe.logs import (
+    NoStatusLine,
+    RequestLog,
+    StatsLog,
+    TerminalStatusLine,
+    UsageLog,
+    status_line,
+)
 from scheduler_proc.observe.replica_report import ReplicaReport
-from scheduler_proc.observe.request_log import RequestLog
-from scheduler_proc.observe.stats_log import StatsLog
-from scheduler_proc.observe.status_line import NoStatusLine, TerminalStatusLine, status_line
-from scheduler_proc.observe.usage_log import UsageLog
+from scheduler_proc.pipeline import Pipeline
 from scheduler_proc.request_table import first_seq_after_restart
 from scheduler_proc.scheduler import Scheduler
-from scheduler_proc.step_watchdog import StepWatchdog
+
+# The watchdog of the worker: it reports a step that takes too long to the launcher.
+
+CHECKS_PER_TIMEOUT = 16  # a suspension of this process counts as at most one of these parts
+
+
+class StepWatchdog:
+    """Report a worker whose step has run longer than `timeout_s`.
+
+    Only time in which this process runs counts: a suspension of both is no fault of the worker.
+
+    Attributes:
+        wake_at: when `check` must be called, by the clock; None until the next step.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        pipeline: Pipeline,
+        control: ControlChannel,
+        clock: Callable[[], float],
+    ) -> None:
+        """Initialize. timeout_s: 0 for none; clock: the scheduler's."""
+        self.wake_at: float | None = None
+        self._timeout_s = timeout_s
+        self._pipeline = pipeline
+        self._control = control
+        self._clock = clock
+        self._interval = timeout_s / CHECKS_PER_TIMEOUT
+        self._time = RunningTime(self._interval, clock)
+        self._step_started_at: float | None = None
+        self._ends_at = math.inf
+
+    def check(self) -> None:
+        """Report the current step if it is stuck, once. Call this after every scheduler step."""
+        now, started_at = self._time.now(), self._pipeline.current_step_started_at
+        if started_at != self._step_started_at:
+            self._step_started_at = started_at
+            has_limit = self._timeout_s and started_at is not None
+            self._ends_at = now + self._timeout_s if has_limit else math.inf
+        if now >= self._ends_at:
+            self._ends_at = math.inf
+            why = f"a step has run for {self._timeout_s:g} s"
+            self._control.report("stuck", process="worker_proc", why=why)
+        left = self._ends_at - now
+        self.wake_at = None if left == math.inf else self._clock() + min(left, self._interval)
+
+
+# The scheduler process: sockets, poller, status line and watchdog around the Scheduler.
 
 MAX_MESSAGES_PER_STEP = 256  # more would delay the next plan
 # Between two looks at the inbox in a batch delay. To be woken by each message would take the CPU

@@ -9,21 +9,20 @@ under test and in the simulator.
 import math
 from collections.abc import Callable, Iterable
 
-from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import from_code
-from quadriga.wire.messages import to_detok, to_scheduler
-from quadriga.wire.messages import worker as to_worker
-from quadriga.wire.messages.to_client import InfoValues
-from scheduler_proc.durability.journal import NoJournal
-from scheduler_proc.forecast.step_speed import StepSpeed
+from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.wire import to_detok, to_scheduler
+from quadriga.wire import worker as to_worker
+from quadriga.wire.client import InfoValues
+from scheduler_proc.journal.writer import NoJournal
 from scheduler_proc.lifecycle import RequestLifecycle
-from scheduler_proc.observe.feed.feed import StepFeed
-from scheduler_proc.observe.progress import ProgressReport, progress_reply
-from scheduler_proc.observe.server_info import collect_info, info_reply
+from scheduler_proc.live_feed import StepFeed
 from scheduler_proc.pipeline import Pipeline
 from scheduler_proc.planning.quarantine import record_worker_crash
-from scheduler_proc.sender import Sender
+from scheduler_proc.planning.step_cost import StepSpeed
+from scheduler_proc.queries import ProgressReport, collect_info, info_reply, progress_reply
 from scheduler_proc.state.request import FinishReason
+from scheduler_proc.state.sender import Sender
 
 
 class Scheduler:

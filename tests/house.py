@@ -203,10 +203,13 @@ class House:
     def pairs(self) -> list[Pair]:
         """Return the folders of which each has a file that imports a file of the other.
 
-        A folder and one that lies in it are two folders.
+        A folder and one that lies in it are two folders. A `__main__.py` starts a program and
+        counts for no folder.
         """
         places: dict[tuple[str, str], Place] = {}
         for importer, imported, line in self._imports():
+            if importer.path.name == "__main__.py":
+                continue
             way = importer.folder, imported.folder
             if way[0] != way[1]:
                 places.setdefault(way, Place(importer.path, line, imported.name))

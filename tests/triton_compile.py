@@ -25,15 +25,9 @@ from triton import compiler
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 
-from worker_proc.gpu.kernels import (
-    activations,
-    attention,
-    experts,
-    matmul,
-    rotate_write,
-    rows,
-    sampling,
-)
+from worker_proc.gpu.kernels import attention, experts, matmul, rows, sampling
+from worker_proc.gpu.kernels import attention as rotate_write
+from worker_proc.gpu.kernels import rows as activations
 from worker_proc.models.layers import Activation
 
 IDS, FLOATS, NUMBERS, FP8 = "*i64", "*fp32", "*bf16", "*fp8e4nv"

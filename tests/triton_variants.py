@@ -28,15 +28,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import jit
 from triton.runtime.driver import driver
 
-from quadriga.wire.messages.arrays import num_ids, pack_ids
-from quadriga.wire.messages.worker import DECODE, MIXED, NewSlot, StepPlan
+from quadriga.wire.packing import num_ids, pack_ids
+from quadriga.wire.worker import DECODE, MIXED, NewSlot, StepPlan
 from worker_proc.gpu import pages
 from worker_proc.gpu.engine import TritonEngine
-from worker_proc.gpu.graph_sizes import batch_sizes, prompt_sizes
-from worker_proc.gpu.graphs import Captured, GraphOutput
-from worker_proc.models.registry import build_model
-from worker_proc.runner import Runner
-from worker_proc.speculation.guess_source import GuessSource
+from worker_proc.gpu.graphs import Captured, GraphOutput, batch_sizes, prompt_sizes
+from worker_proc.models.decoder import build_model
+from worker_proc.step.runner import GuessSource, Runner
 from worker_proc.step.slot_table import SlotTable, ints_of
 
 CPU = torch.device("cpu")

@@ -13,13 +13,12 @@ from functools import partial
 
 import msgspec
 
-from quadriga.config.tenant_args import TenantArgs
-from quadriga.config.trace_args import TraceArgs
 from quadriga.errors import InvalidRequest, QuadrigaError, RequestFailed, ServerStopping
-from quadriga.runtime.logs import log_exception
-from quadriga.tracing.exporter import NoExporter
-from quadriga.wire.async_port import AsyncPort
-from quadriga.wire.messages.from_client import (
+from quadriga.server.config.frontend_args import TenantArgs, TraceArgs
+from quadriga.server.processes.logs import log_exception
+from quadriga.server.tracing.otlp import NoExporter
+from quadriga.wire.async_sockets import AsyncPort
+from quadriga.wire.client import (
     MAX_FRAME_BYTES,
     MAX_PROGRESS_IDS,
     PROTOCOL_VERSION,
@@ -30,29 +29,29 @@ from quadriga.wire.messages.from_client import (
     GetInfo,
     GetProgress,
     GetTraces,
+    InfoValues,
     Ping,
+    Pong,
     Tokenize,
     Watch,
 )
-from quadriga.wire.messages.to_client import InfoValues, Pong
-from quadriga.wire.messages.to_detok import Delivered, KnownRequests
-from quadriga.wire.messages.to_scheduler import (
+from quadriga.wire.to_detok import Delivered, KnownRequests
+from quadriga.wire.to_scheduler import (
     EndsDelivered,
     InfoRequest,
     ProgressRequest,
     Shutdown,
 )
-from tokenizer_proc.clients import Clients
+from tokenizer_proc.deliver.clients import Clients
+from tokenizer_proc.deliver.live import ProcessUsage, Viewers
+from tokenizer_proc.deliver.traces import RingTraces
 from tokenizer_proc.info import InfoRequests
-from tokenizer_proc.intake import RequestIntake, RequestPreparation
-from tokenizer_proc.live.processes import ProcessUsage
-from tokenizer_proc.live.viewers import Viewers
-from tokenizer_proc.open_requests import SchedulerLink
-from tokenizer_proc.overload import OverloadGuard
+from tokenizer_proc.intake.intake import RequestIntake, RequestPreparation
+from tokenizer_proc.intake.overload import OverloadGuard
+from tokenizer_proc.intake.tenants import RequestOwners
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.prepare import MAX_INLINE_BYTES
-from tokenizer_proc.tenants import RequestOwners
-from tokenizer_proc.traces import RingTraces
+from tokenizer_proc.replicas.open_requests import SchedulerLink
 
 TAGS_OF_LONG_MESSAGES = ("generate", "tokenize", "detokenize")
 

@@ -1,18 +1,192 @@
-"""The frontend's part of Info, and a bound on the questions that travel round the ring."""
+"""The frontend's part of the server info: the model's files, its marks for infilling, the flags.
+
+`InfoRequests` bounds the questions that are not answered yet.
+"""
 
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quadriga.answer_format import AnswerFormat, to_info
-from quadriga.config.server_config import ServerConfig
-from quadriga.fill_format import FillFormat, fill_format_to_info
-from quadriga.model_details import details_to_info
-from quadriga.model_files.resolve import ModelFiles
-from quadriga.wire.messages.from_client import MAX_FRAME_BYTES, PROTOCOL_VERSION
-from quadriga.wire.messages.to_client import InfoValues
-from tokenizer_proc.model_details import model_details
-from tokenizer_proc.overload import check_room
+from quadriga.errors import ModelError
+from quadriga.server.answer_format import AnswerFormat, to_info
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.model_info import (
+    FillFormat,
+    ModelDetails,
+    details_to_info,
+    fill_format_to_info,
+)
+from quadriga.server.models.formats.directory import read_json
+from quadriga.server.models.formats.quantization import read_quantization
+from quadriga.server.models.formats.tokenizer import FILL_TOKENS_KEY
+from quadriga.server.models.resolve import ModelFiles
+from quadriga.server.models.weights import WeightSummary, summarize_weights, weight_files
+from quadriga.wire.client import MAX_FRAME_BYTES, PROTOCOL_VERSION, InfoValues
+from tokenizer_proc.intake.overload import check_room
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+# Describe the served model's files for the server's info, from their headers.
+
+# Hugging Face's name of a dimension -> GPT-2's, which some families have instead.
+DIMENSIONS = {
+    "num_hidden_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_attention_heads": "n_head",
+    "num_key_value_heads": "n_head",
+    "vocab_size": "vocab_size",
+}
+
+
+def model_details(files: ModelFiles) -> ModelDetails:
+    """Return the details; those of the weights are empty if a file of them is damaged."""
+    try:
+        weights = summarize_weights(files, checks_files=False)
+    except ModelError:  # the worker, which reads all of the file, reports it
+        weights = WeightSummary()
+    return ModelDetails(
+        family=str(files.config.get("model_type") or ""),
+        container=_container(files),
+        weight_format=_weight_format(files, weights),
+        num_parameters=weights.num_parameters,
+        num_bytes=sum(weights.bytes_by_format.values()),
+        digest=files.fingerprint,
+        modified_at=_modified_at(files),
+        dimensions=_dimensions(files.config),
+    )
+
+
+def _container(files: ModelFiles) -> str:
+    if files.weights is None:
+        return ""
+    return "safetensors" if files.tensor_index is None else "gguf"
+
+
+def _weight_format(files: ModelFiles, weights: WeightSummary) -> str:
+    quantization = read_quantization(files.config)
+    if quantization is not None:
+        return str(quantization)
+    return next((name for name, _ in weights.bytes_by_format.most_common(1)), "")
+
+
+def _modified_at(files: ModelFiles) -> float:
+    if files.weights is None:
+        return 0.0
+    return max((path.stat().st_mtime for path in weight_files(files.weights)), default=0.0)
+
+
+def _dimensions(config: dict[str, Any]) -> dict[str, int]:
+    values = {name: config.get(name, config.get(other)) for name, other in DIMENSIONS.items()}
+    return {name: value for name, value in values.items() if isinstance(value, int)}
+
+
+# Find the tokens of a vocabulary that mark prefix, suffix and middle of a text to be filled.
+
+
+class KnownMarks(NamedTuple):
+    """The marks of a family of models, as their published tokenizers name them."""
+
+    prefix: str
+    suffix: str
+    middle: str = ""
+    suffix_first: bool = False
+
+
+# Source: the published tokenizer.json of a model of each family.
+KNOWN_MARKS: tuple[KnownMarks, ...] = (
+    KnownMarks("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen Coder, CodeGemma
+    KnownMarks("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite Code
+    KnownMarks("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    KnownMarks("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek Coder
+    KnownMarks("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+    KnownMarks("<PRE>", "<SUF>", "<MID>"),
+    KnownMarks("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM-4
+    KnownMarks("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", True),  # Seed-Coder
+    KnownMarks("[PREFIX]", "[SUFFIX]", suffix_first=True),  # Codestral
+)
+REPOSITORY_MARKS = ("<|repo_name|>", "<repo_name>", "<reponame>", "<|reponame|>")
+FILE_MARKS = ("<|file_sep|>", "<file_sep>", "<|file_separator|>", "<|filename|>")
+# Tokens beside the marks themselves that never belong to the text that fills a gap.
+END_MARKS = ("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<|endoftext|>", "▁<EOT>", "<EOT>",
+             "<|cursor|>")  # fmt: skip
+
+
+def find_fill_format(
+    tokenizer: "Tokenizer", tokenizer_dir: Path, vocab_size: int
+) -> FillFormat | None:
+    """Return the format of a model that has the tokens, else None.
+
+    The names come from the header of a GGUF, else from KNOWN_MARKS. A mark counts if its text is
+    encoded as this one token, for prompts are sent as text, and if the model has its id.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        tokenizer_dir: the directory of its settings.
+        vocab_size: number of ids of the model.
+    """
+    given = _given_names(tokenizer_dir / "tokenizer_config.json")
+
+    def is_one_token(mark: str) -> bool:
+        return _is_one_token(tokenizer, vocab_size, mark)
+
+    marks = _marks(is_one_token, given)
+    if marks is None:
+        return None
+    repository = _first(is_one_token, (given.get("repository", ""), *REPOSITORY_MARKS))
+    file = _first(is_one_token, (given.get("file", ""), *FILE_MARKS))
+    ends = (*marks[:3], repository, file, given.get("pad", ""), *END_MARKS)
+    end_ids = {tokenizer.token_to_id(end) for end in ends if end}
+    return FillFormat(
+        prefix=marks.prefix,
+        suffix=marks.suffix,
+        middle=marks.middle,
+        suffix_first=marks.suffix_first,
+        repository=repository if file else "",
+        file=file,
+        stop_token_ids=sorted(
+            end_id for end_id in end_ids if end_id is not None and end_id < vocab_size
+        ),
+    )
+
+
+def _given_names(path: Path) -> dict[str, str]:
+    """Return the names of the tokens by their roles, where the tokenizer's settings have them."""
+    names = read_json(path).get(FILL_TOKENS_KEY)
+    if not isinstance(names, dict):
+        return {}
+    return {role: name for role, name in names.items() if isinstance(name, str)}
+
+
+def _marks(is_one_token: Callable[[str], bool], given: dict[str, str]) -> KnownMarks | None:
+    candidates = KNOWN_MARKS
+    if given.get("prefix") and given.get("suffix"):
+        named = KnownMarks(given["prefix"], given["suffix"], given.get("middle", ""))
+        alike = (known for known in KNOWN_MARKS if known[:2] == named[:2])
+        candidates = (next(alike, named), *KNOWN_MARKS)
+    complete = (known for known in candidates if all(map(is_one_token, filter(None, known[:3]))))
+    return next(complete, None)
+
+
+def _first(is_one_token: Callable[[str], bool], names: tuple[str, ...]) -> str:
+    return next((name for name in names if name and is_one_token(name)), "")
+
+
+def _is_one_token(tokenizer: "Tokenizer", vocab_size: int, mark: str) -> bool:
+    """Return whether a text that contains the mark is encoded with the mark's own token."""
+    token_id = tokenizer.token_to_id(mark)
+    return (
+        token_id is not None
+        and token_id < vocab_size
+        and token_id in tokenizer.encode(f"a{mark}b", add_special_tokens=False).ids
+    )
+
+
+# The frontend's part of Info, and a bound on the questions that travel round the ring.
 
 MAX_PENDING_OF_CLIENT = 32
 MAX_PENDING = 256

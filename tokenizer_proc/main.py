@@ -11,37 +11,32 @@ from typing import NamedTuple
 import uvloop
 
 from quadriga.errors import ServerFailed
-from quadriga.model_files.resolve import ModelFiles, resolve_model
-from quadriga.model_files.servable import check_tokenizer
-from quadriga.model_files.tokenizer import load_tokenizer
-from quadriga.runtime.child import Child, run_child
-from quadriga.runtime.control_channel import Command
-from quadriga.runtime.malloc import map_large_blocks
-from quadriga.runtime.open_files import FileWatch
-from quadriga.runtime.request_line import RequestLogLevel
 from quadriga.sampling.validation import find_unserved_tokens
-from quadriga.tracing.exporter import make_exporter
-from quadriga.wire.async_port import AsyncPort
-from quadriga.wire.connection_watch import ConnectionWatch
+from quadriga.server.models.formats.tokenizer import load_tokenizer
+from quadriga.server.models.model_impl import check_tokenizer
+from quadriga.server.models.resolve import ModelFiles, resolve_model
+from quadriga.server.processes.child import Child, run_child
+from quadriga.server.processes.control_channel import Command
+from quadriga.server.processes.logs import RequestLogLevel
+from quadriga.server.processes.machine import FileWatch, map_large_blocks
+from quadriga.server.tracing.otlp import make_exporter
+from quadriga.wire.async_sockets import AsyncPort, ConnectionWatch
+from quadriga.wire.client import InfoValues
 from quadriga.wire.curve import Guard
-from quadriga.wire.messages.to_client import InfoValues
 from quadriga.wire.sockets import bind_public
+from tokenizer_proc.deliver.traces import RingTraces
 from tokenizer_proc.frontend import Frontend
-from tokenizer_proc.grammars.validator import GrammarValidator
-from tokenizer_proc.info import static_server_info
-from tokenizer_proc.intake import RequestPreparation
-from tokenizer_proc.open_requests import SchedulerLink
-from tokenizer_proc.overload import OverloadGuard
+from tokenizer_proc.info import find_fill_format, static_server_info
+from tokenizer_proc.intake.grammar_validator import GrammarValidator
+from tokenizer_proc.intake.intake import RequestPreparation
+from tokenizer_proc.intake.overload import OverloadGuard
+from tokenizer_proc.intake.pool import ForkServer, PreparePool
+from tokenizer_proc.intake.tenants import RequestOwners
+from tokenizer_proc.links import Ring
 from tokenizer_proc.preparation.chat import ChatTemplate, token_marks
-from tokenizer_proc.preparation.encode import Encoder
-from tokenizer_proc.preparation.fill_marks import find_fill_format
-from tokenizer_proc.preparation.pool import PreparePool
-from tokenizer_proc.preparation.pool_worker import ForkServer
-from tokenizer_proc.preparation.prepare import Preparer
-from tokenizer_proc.preparation.templates.overrule import ParserNames
-from tokenizer_proc.replicas.ring import Ring
-from tokenizer_proc.tenants import RequestOwners
-from tokenizer_proc.traces import RingTraces
+from tokenizer_proc.preparation.prepare import Encoder, Preparer
+from tokenizer_proc.preparation.templates.derive import ParserNames
+from tokenizer_proc.replicas.open_requests import SchedulerLink
 
 # When the server ends, a client that takes no message for this time gets none of the others.
 STALL_TIMEOUT_S = 3.0

@@ -6,31 +6,29 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quadriga.model_files.model_impl.choice import choose_model_impl
-from quadriga.model_files.resolve import resolve_model
-from quadriga.runtime.child import Child, run_child
-from quadriga.runtime.cpu_affinity import format_cpus
-from quadriga.runtime.exit_codes import EXIT_START_FAILED
-from quadriga.runtime.logs import log_exception
-from quadriga.runtime.malloc import use_one_heap
-from quadriga.wire.messages.worker import (
+from quadriga.server.models.model_impl import choose_model_impl
+from quadriga.server.models.resolve import resolve_model
+from quadriga.server.processes.child import Child, run_child
+from quadriga.server.processes.control_channel import EXIT_START_FAILED
+from quadriga.server.processes.logs import log_exception
+from quadriga.server.processes.machine import format_cpus, use_one_heap
+from quadriga.wire.sockets import Inbox, Outbox
+from quadriga.wire.worker import (
     ResetWorker,
     StepPlan,
     StopWorker,
     WorkerMessage,
     WorkerReady,
 )
-from quadriga.wire.sockets import Inbox, Outbox
-from worker_proc.distributed.node_leader import NodeLeader
+from worker_proc.distributed.leader import NodeLeader, TPLeader
 from worker_proc.distributed.rendezvous import Rendezvous
-from worker_proc.distributed.tp_leader import TPLeader
 from worker_proc.result_sender import AsyncResultSender, ResultSender
 from worker_proc.sampling.grammar_compiler import GrammarCompiler
 from worker_proc.startup.torch_import import import_torch
 
 if TYPE_CHECKING:
-    from worker_proc.kv_offload.page_mover import PageMover
-    from worker_proc.runner import Runner
+    from worker_proc.kv_tiers.page_mover import PageMover
+    from worker_proc.step.runner import Runner
 
 # How often an OpenMP thread on a CPU polls for its team before it sleeps. libgomp's own 300,000 let
 # a decode step on two cores take 1 s instead of 20 ms when another process keeps one of them busy,
@@ -92,7 +90,7 @@ def _start_ranks(child: Child) -> TPLeader | NodeLeader | None:
     """Start the other ranks, if there are any. Raises ConfigError if there cannot be."""
     if child.config.worker.tp == 1:
         return None
-    from worker_proc.distributed.check import check_ranks
+    from worker_proc.startup.build import check_ranks
 
     check_ranks(child.config.worker, resolve_model(child.config.model), child.replica)
     leader = NodeLeader if child.endpoints.links.ranks else TPLeader
@@ -148,13 +146,12 @@ def start(
     clock.begin("import torch")
     files = resolve_model(child.config.model)
     import_torch(child.config.worker, choose_model_impl(files))
-    from worker_proc.kv_offload.opening import open_tiers
+    from worker_proc.kv_tiers.opening import open_tiers
     from worker_proc.loading.sharding import TPRank
-    from worker_proc.startup.build import make_runner
+    from worker_proc.startup.build import describe_kernels, make_runner
+    from worker_proc.startup.devices import take_cores
     from worker_proc.startup.guesses import prepare_guesses
-    from worker_proc.startup.kernels_note import describe_kernels
     from worker_proc.startup.prefill_tuning import tune_prefill_size
-    from worker_proc.system.devices import take_cores
 
     cores = take_cores(child.config.worker, child.replica)
     part = TPRank(0, child.config.worker.tp)

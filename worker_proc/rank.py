@@ -3,19 +3,20 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quadriga.wire.messages.grammar import GrammarForm
-from quadriga.wire.messages.kv_offload import LoadPages, StorePages
-from quadriga.wire.messages.worker import (
+from quadriga.wire.grammar import GrammarForm
+from quadriga.wire.worker import (
     CompileGrammar,
     ForgetGrammar,
+    LoadPages,
     ResetWorker,
     StepPlan,
+    StorePages,
     WorkerMessage,
 )
-from worker_proc.kv_offload.page_mover import PageMover
+from worker_proc.kv_tiers.page_mover import PageMover
 from worker_proc.result_sender import Wait
-from worker_proc.runner import Runner
 from worker_proc.sampling.grammar_compiler import GrammarCompiler
+from worker_proc.step.runner import Runner
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from quadriga.wire.messages.worker import ResultMessage
+from quadriga.wire.worker import ResultMessage
 
 Wait = Callable[[], ResultMessage]  # waits for a result, unless it is there
 

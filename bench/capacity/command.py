@@ -9,20 +9,366 @@ rate. That takes a few minutes. Exit codes: 0 a rate was found and verified, 1 t
 """
 
 import argparse
+import asyncio
+import dataclasses
 import json
+import math
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from bench.capacity.answer import Answer, document, text
-from bench.capacity.planner import LOAD_DEFAULTS_HERE, WORKLOAD_FLAGS, CapacityRequest, Planner
-from bench.capacity.targets import LatencyTarget
-from bench.cli.checks import PLOT_SUFFIXES
-from bench.cli.load_flags import add_load_flags
-from bench.command import EXIT_FAILED, EXIT_OK, run_command, run_until_signal, strict_parser
-from quadriga.config import server_config as server_flags
-from quadriga.errors import ConfigError
+from bench.capacity.answer import Answer, LatencyTarget, Point, are_kept, document, text
+from bench.cli.command import EXIT_FAILED, EXIT_OK, run_command, run_until_signal, strict_parser
+from bench.cli.options import PLOT_SUFFIXES, parse
+from bench.client.server import info_of, start_server
+from bench.load.flags import LOAD_DEFAULTS, add_load_flags, trace_spec
+from bench.load.synthetic import TraceSpec, generate
+from bench.report.report import Result
+from bench.serving import CONNECT_TIMEOUT_S, open_runs
+from bench.simulate.fit_cost_model import calibrate
+from quadriga.errors import ConfigError, ServerFailed
 from quadriga.programs import install_command
+from quadriga.server.config import server_config as server_flags
+from quadriga.server.config.flags import flag_name
+from quadriga.server.config.server_config import ServerConfig
+from simulator import cost_model
+from simulator.cost_model import CostModel
+from simulator.latency import Slo
+from simulator.report import Figures, figures
+from simulator.world import World
+
+# Runs against the real server, and the measurement of its steps.
+
+MIN_REQUESTS = 20
+FIT_REPEATS = 2
+MAX_SHOWN_LINES = 10
+
+
+class RealServer:
+    """A running server that is measured at several rates with the load of the `flags`."""
+
+    def __init__(self, endpoint: str, curve_dir: str, flags: Sequence[str], seed: int) -> None:
+        keys = ["--curve-dir", curve_dir] if curve_dir else []
+        self._argv = [
+            "--endpoint",
+            endpoint,
+            *keys,
+            *flags,
+            "--no-stop-on-eos",
+            "--report",
+            "table",
+        ]
+        self._seed = seed
+
+    async def run(self, rate: float, seconds: float) -> tuple[TraceSpec, Result]:
+        """Return the load and the result of a run of about `seconds` at a rate.
+
+        Every run has prompts of its own, so that the prefix cache holds none of them.
+        """
+        count = max(MIN_REQUESTS, round(rate * seconds))
+        self._seed += 1
+        argv = ["--request-rate", f"{rate:.4g}", "--num-requests", str(count)]
+        options = parse([*self._argv, *argv, "--seed", str(self._seed)])
+        assert options.load.spec is not None
+        async with AsyncExitStack() as stack:
+            runs = await open_runs(options, stack)
+            await runs.warm_up(0)
+            return options.load.spec, await runs.measure(0)
+
+
+async def measure_cost_model(config: ServerConfig, path: Path) -> CostModel:
+    """Measure the model's steps on this machine in a process of its own, and write them to `path`.
+
+    Raises:
+        ServerFailed: The measurement failed; has the end of its output.
+    """
+    command = ["-m", "bench.simulate.fit_cost_model", "--quick", "--repeats", str(FIT_REPEATS)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, "--out", str(path), *config.to_argv(),
+        cwd=Path(__file__).resolve().parents[2],
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=None if sys.stderr.isatty() else asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        output, _ = await process.communicate()
+    except asyncio.CancelledError:
+        process.kill()
+        await process.wait()
+        raise
+    if process.returncode:
+        lines = output.decode(errors="replace").splitlines()[-MAX_SHOWN_LINES:]
+        raise ServerFailed("the model's steps were not measured:\n" + "\n".join(lines))
+    return cost_model.load(path)
+
+
+# Find the highest request rate in the simulator, and fit the simulator to a measured run.
+
+MIN_RATE, MAX_RATE = 1 / 64, 4096.0
+PRECISION = 1.03  # ratio of two rates that count as the same
+MIN_SIMULATED, MAX_SIMULATED = 500, 5000  # requests
+SIMULATED_S = 120.0
+MAX_FACTOR = 32.0  # of the slowdown, in one fit
+NO_GAP = {"step_gap_ms_p50": 0.0}  # of a server that reports none
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """A server in simulated time, and the load that it gets; `load` is copied for each rate."""
+
+    config: ServerConfig
+    model: CostModel
+    load: TraceSpec
+
+    def at(self, rate: float) -> Figures:
+        """Return the figures of two minutes of the load at a rate, but at least 500 requests."""
+        count = min(max(round(rate * SIMULATED_S), MIN_SIMULATED), MAX_SIMULATED)
+        return self.run(dataclasses.replace(self.load, request_rate=rate, num_requests=count))
+
+    def run(self, spec: TraceSpec) -> Figures:
+        """Return the figures of a load."""
+        tokens = self.config.worker.max_total_tokens or self.model.measured_on.max_total_tokens
+        num_pages = tokens // self.config.worker.page_size
+        world = World(self.config, self.model, num_pages, seed=spec.seed)
+        world.run(enumerate(generate(spec)))
+        return figures(world, self.model.delays_ms.delivery, Slo(), wall=0.0)
+
+    def fitted_to(self, spec: TraceSpec, measured: Result) -> "Simulation":
+        """Return a simulation with the delays and the latency of a measured run of `spec`.
+
+        The duration of a step is scaled until the mean latency is the measured one: a step in a
+        server takes longer than in a worker alone, and the machine may have other work.
+        """
+        if measured.summary.latency is None:
+            return self
+        info = NO_GAP | dict(measured.info)
+        run = {"summary": dataclasses.asdict(measured.summary), "server_info": info}
+        latency_ms = measured.summary.latency.mean
+        low, high = (factor * self.model.slowdown for factor in (1 / MAX_FACTOR, MAX_FACTOR))
+        while high / low > PRECISION:
+            middle = math.sqrt(low * high)
+            simulated = self._with(calibrate(self.model, [run], middle)).run(spec).latency
+            if simulated is not None and simulated.mean < latency_ms:
+                low = middle
+            else:
+                high = middle
+        return self._with(calibrate(self.model, [run], float(f"{low:.4g}")))
+
+    def _with(self, model: CostModel) -> "Simulation":
+        return dataclasses.replace(self, model=model)
+
+
+def highest_rate(is_kept: Callable[[float], bool]) -> float | None:
+    """Return the highest rate for which `is_kept`, by bisection; None if there is none.
+
+    Rates are requests per second from MIN_RATE to MAX_RATE, compared by their ratio.
+    """
+    low = 1.0
+    while not is_kept(low):
+        low /= 2
+        if low < MIN_RATE:
+            return None
+    high = 2 * low
+    while low < MAX_RATE and is_kept(high):
+        low, high = high, 2 * high
+    high = min(high, MAX_RATE)
+    while high / low > PRECISION:
+        middle = math.sqrt(low * high)
+        if is_kept(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+# The steps of a search: measure, fit, simulate, verify.
+
+WORKLOAD_FLAGS = (
+    *("random_input_len", "max_new_tokens", "burstiness"),
+    *("prefix_groups", "prefix_len", "prefix_order"),
+)
+LOAD_DEFAULTS_HERE: dict[str, Any] = {name: LOAD_DEFAULTS[name] for name in WORKLOAD_FLAGS} | {
+    "random_input_len": "64",
+    "max_new_tokens": "32",
+}
+
+PROBE_S, PROBE_SHARE, LOWEST_PROBE_RATE = 15.0, 0.4, 0.25
+MAX_ATTEMPTS = 3
+RETRY_SHARE = 0.85  # of a rate that failed, which the next attempt does not exceed
+OVERLOAD = 1.3
+CURVE = (0.3, 0.5, 0.7, 0.85, 1.0, 1.15, 1.3, 1.5)  # of the rate that was found
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityRequest:
+    """A search.
+
+    Attributes:
+        config: Flags of the server, for the simulator too if a running server is used.
+        endpoint: Endpoint of a running server, or "".
+        names_model: `config` has the model of the running server.
+        load: Values of WORKLOAD_FLAGS.
+        verify_s: Seconds of each real run.
+        cost_model: File of the steps' durations, or None.
+    """
+
+    targets: Sequence[LatencyTarget]
+    config: ServerConfig
+    endpoint: str
+    names_model: bool
+    load: Mapping[str, Any]
+    seed: int
+    verify_s: float
+    cost_model: Path | None
+    server_log: Path | None
+
+    def spec(self) -> TraceSpec:
+        """Return the load, at any rate."""
+        return trace_spec(LOAD_DEFAULTS | dict(self.load) | {"seed": self.seed})
+
+    def load_argv(self) -> list[str]:
+        """Return the flags of bench.serving that make the load."""
+        changed = {name: value for name, value in self.load.items() if value != LOAD_DEFAULTS[name]}
+        return [word for name, value in changed.items() for word in (flag_name(name), str(value))]
+
+
+class Planner:
+    """One search, with a server that runs from its first real run to its end."""
+
+    def __init__(self, request: CapacityRequest) -> None:
+        self._request = request
+        self._spec = request.spec()
+        self._points: list[Point] = []
+        self._kept_rate = 0.0  # the highest one of a real run within the limits
+
+    async def search(self) -> Answer:
+        """Return the answer, which has no rate if even the lowest one is beyond the limits."""
+        async with AsyncExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            config, endpoint = self._request.config, self._request.endpoint
+            info: dict[str, Any] = {}
+            if endpoint:
+                keys = config.frontend.curve_dir
+                info = await info_of(endpoint, keys, CONNECT_TIMEOUT_S, CONNECT_TIMEOUT_S)
+                if not self._request.names_model:
+                    config = config.replace(model=str(info["model"]))
+            model = await self._cost_model(config, folder)
+            if not endpoint:
+                _say("starting the server")
+                log = self._request.server_log or folder / "server.log"
+                endpoint, info = await start_server(config, log, stack)
+            flags = self._request.load_argv()
+            server = RealServer(endpoint, config.frontend.curve_dir, flags, self._request.seed)
+            simulation = await self._fitted(Simulation(config, model, self._spec), server)
+            return self._answer(info, *await self._verified_rate(simulation, server))
+
+    async def _cost_model(self, config: ServerConfig, folder: Path) -> CostModel:
+        path = self._request.cost_model
+        if path is not None and path.exists():
+            return cost_model.load(path)
+        _say("measuring the model's steps on this machine (about a minute)")
+        return await measure_cost_model(config, path or folder / "cost_model.json")
+
+    async def _fitted(self, simulation: Simulation, server: RealServer) -> Simulation:
+        """Fit the simulator to a run at less than half the rate that it predicts."""
+        rate = max(PROBE_SHARE * (self._highest(simulation) or 0.0), LOWEST_PROBE_RATE)
+        _say(f"fitting the simulator to a run at {rate:.3g} requests/s")
+        spec, result = await server.run(rate, PROBE_S)
+        self._note(rate, result)
+        return simulation.fitted_to(spec, result)
+
+    def _highest(self, simulation: Simulation) -> float | None:
+        """Return the highest rate within the limits in the simulator or in a real run."""
+        targets = self._request.targets
+        found = highest_rate(lambda rate: are_kept(targets, simulation.at(rate)))
+        return max(found or 0.0, self._kept_rate) or None
+
+    def _note(self, rate: float, result: Result) -> bool:
+        """Return whether a real run was within the limits, and remember its rate if it was."""
+        kept = are_kept(self._request.targets, result.summary)
+        if kept:
+            self._kept_rate = max(self._kept_rate, rate)
+        return kept
+
+    async def _verified_rate(
+        self, simulation: Simulation, server: RealServer
+    ) -> tuple[float | None, bool, Simulation]:
+        """Return the rate, whether a real run at it was within the limits, and the last simulation.
+
+        The simulator is fitted again to a run that is beyond the limits, and to one that is within
+        them at OVERLOAD times the rate; both show that its prediction was wrong.
+        """
+        rate, verified = self._highest(simulation), None
+        for attempt in range(MAX_ATTEMPTS):
+            if rate is None:
+                break
+            _say(f"run {attempt + 1} at the predicted {rate:.3g} requests/s")
+            kept, refitted = await self._run(simulation, server, rate)
+            if kept:
+                verified = rate
+                _say(f"run at {OVERLOAD} times the rate")
+                at_rate = refitted
+                over_kept, refitted = await self._run(simulation, server, OVERLOAD * rate)
+                if not over_kept:
+                    return verified, True, at_rate
+                verified = OVERLOAD * rate
+            elif verified is not None:
+                break
+            simulation, found = refitted, self._highest(refitted)
+            if verified is None:
+                rate = None if found is None else min(found, RETRY_SHARE * rate)
+            elif found is None or found <= verified:
+                break
+            else:
+                rate = found
+        if verified is not None:
+            return verified, True, simulation
+        return rate, False, simulation
+
+    async def _run(
+        self, simulation: Simulation, server: RealServer, rate: float
+    ) -> tuple[bool, Simulation]:
+        """Run the server; return whether it kept the limits, and the simulation fitted to it."""
+        spec, result = await server.run(rate, self._request.verify_s)
+        self._points.append(Point(rate, result.summary))
+        return self._note(rate, result), simulation.fitted_to(spec, result)
+
+    def _answer(
+        self, info: Mapping[str, Any], rate: float | None, verified: bool, simulation: Simulation
+    ) -> Answer:
+        _say("simulating the curve")
+        rates = [LOWEST_PROBE_RATE] if rate is None else [share * rate for share in CURVE]
+        curve = [Point(simulated, simulation.at(simulated)) for simulated in rates]
+        device = f"{info.get('device', 'unknown')} ({info.get('dtype', 'unknown')})"
+        load, burstiness = self._request.load, self._spec.burstiness
+        arrivals = "Poisson arrivals" if burstiness == 1 else f"burstiness {burstiness:g}"
+        return Answer(
+            targets=self._request.targets,
+            server=f"{info.get('model', 'unknown model')} on {device}",
+            load=f"prompts of {load['random_input_len']} tokens, answers of"
+            f" {load['max_new_tokens']}, {arrivals}",
+            rate=rate,
+            verified=verified,
+            points=[*self._points, *curve],
+        )
+
+
+def _say(message: str) -> None:
+    print(f"capacity: {message}", file=sys.stderr, flush=True)
+
+
+# Find the request rate that this machine serves within latency limits.
+#
+# python -m bench.capacity --slo ttft_p99:500 --slo tpot_p50:40 --model smollm2-135m
+#
+# It measures the steps of the model, starts a server (or uses --endpoint), fits the simulator to
+# a short run, searches the rate in the simulator, and runs the server at that rate and at 1.3
+# times the rate. That takes a few minutes. Exit codes: 0 a rate was found and verified, 1 there
+# is none, 2 bad flags, 3 no server, 130 interrupted.
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from bench.capacity.answer import Answer, Point
-from bench.capacity.targets import LatencyTarget, limits_text
-from bench.report.plot_style import DARK, LIMIT, SERIES, label, log_ms, new_figure, save
-from bench.report.report_files import now
+from bench.capacity.answer import Answer, LatencyTarget, Point, limits_text
+from bench.report.files import now
+from bench.report.plots import DARK, LIMIT, SERIES, label, log_ms, new_figure, save
 
 
 def draw(path: Path, answer: Answer) -> None:

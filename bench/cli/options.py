@@ -1,32 +1,434 @@
-"""The meaning of a command line of `bench.serving`: the server, the load and the output."""
+"""The command line of `bench.serving`: flags, refused combinations, and what they mean.
 
+The meaning is an Options: the server, the load, the form of its prompts, and the output.
+"""
+
+import argparse
 import json
 import math
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from bench.cli.flags import PROG, SWITCHES, read_flags, result_file
-from bench.cli.load_flags import server_flags_in, trace_spec
 from bench.client.backends import DEFAULT_BASE_URL, OpenAIServer
 from bench.client.load_generator import SendOptions
-from bench.load.datasets import read_sharegpt, sample
-from bench.load.mooncake import read_requests
+from bench.load.datasets import read_requests, read_sharegpt, sample
+from bench.load.flags import (
+    LOAD_DEFAULTS,
+    LOAD_FLAGS,
+    add_goodput,
+    add_load_flags,
+    add_trace,
+    server_flags_in,
+    trace_spec,
+)
 from bench.load.synthetic import TraceSpec, generate
-from bench.load.tokenizing import tokenizer_of
-from bench.load.trace import TraceRequest
-from bench.load.varied_texts import varied_texts
-from bench.load.workload import DEFAULT_PROMPT, Workload
-from bench.metrics.slo import Slo
-from quadriga.config import server_config
-from quadriga.config.model_args import ModelArgs
-from quadriga.config.server_config import ServerConfig
+from bench.load.workload import (
+    DEFAULT_PROMPT,
+    PlannedRequest,
+    Speller,
+    Workload,
+    pretokenize,
+    spelled,
+    tokenizer_of,
+    varied_texts,
+)
 from quadriga.errors import ConfigError
-from quadriga.sampling.params import SamplingParams
+from quadriga.sampling.params import MAX_SEED, SamplingParams
+from quadriga.server.config import server_config
+from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.config.flags import flag_name
+from quadriga.server.config.parser import CommandParser
+from quadriga.server.config.server_config import ServerConfig
+from simulator.latency import Slo
+from simulator.trace import TraceRequest
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+# Check the command line of `bench.serving`: values, and combinations that are refused.
+
+# Server flags that are allowed beside a running server.
+CLIENT_SERVER_FLAGS = ("endpoint", "model", "tokenizer", "curve_dir")
+OPENAI_SERVER_FLAGS = ("model", "tokenizer")
+OPENAI_FLAGS = ("base_url", "openai_endpoint", "extra_body")
+TEXT_FLAGS = ("prompt", "prompt_repeats", "unique_prompts", "pretok")
+INTERVAL_FLAGS = ("submit_interval_ms", "submit_schedule")
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+OUTPUT_FILES = ("json", "output_file", "plot", "save_trace", "server_log")
+
+# The flag that each value of --dataset-name needs.
+DATASETS = {
+    "random": "random_input_len",
+    "shared-prefix": "prefix_groups",
+    "sharegpt": "dataset_path",
+    "trace": "dataset_path",
+}
+NOT_IN_SHAREGPT = (
+    "trace",
+    "random_input_len",
+    "prompt",
+    "prompt_repeats",
+    "prompt_form",
+    "prefix_groups",
+    "turns",
+)
+# Flags of the classic bench, which imply its report and its load: one text for all requests, at
+# once. Flags that every bench has, such as --model and --num-requests, imply nothing.
+CLASSIC_FLAGS = {
+    *TEXT_FLAGS,
+    *INTERVAL_FLAGS,
+    *("no_stop_on_eos", "max_batch_size", "prefill_max_batch_size", "disable_radix_cache"),
+    *("paged_attn", "cuda_graph", "tokenize_workers", "stream_interval"),
+    *("warmup_runs", "repeat_runs"),
+}
+# Flags that the classic bench does not have: beside them the classic flags imply nothing.
+OTHER_LOAD_FLAGS = {
+    *("backend", "random_input_len", "trace", "dataset_name"),
+    *("request_rate", "max_concurrency"),
+}
+PROMPT_FLAGS = {*TEXT_FLAGS, "random_input_len", "trace", "dataset_name"}
+PACE_FLAGS = {*INTERVAL_FLAGS, "request_rate", "max_concurrency", "burstiness"}
+DEFAULT_CONCURRENCY = 8
+
+# Each flag, and the flags that would have no effect beside it.
+EXCLUDES = {
+    "trace": (*LOAD_FLAGS, *TEXT_FLAGS, *INTERVAL_FLAGS),
+    "random_input_len": ("prompt", "prompt_repeats"),
+    "prefix_groups": ("unique_prompts",),
+    "request_rate": INTERVAL_FLAGS,
+    "max_concurrency": INTERVAL_FLAGS,
+    "output_file": ("save_result",),
+}
+# Each flag, and the flags of which it needs at least one.
+NEEDS = {
+    "dataset_path": ("dataset_name",),
+    "details": ("json",),
+    "output_details": ("output_file", "save_result"),
+    "burstiness": ("request_rate",),
+    "prefix_groups": ("random_input_len",),
+    "prefix_len": ("prefix_groups",),
+    "prefix_order": ("prefix_groups",),
+    "turns": ("random_input_len",),
+    "think_time": ("turns", "max_concurrency"),
+    "save_trace": ("trace", "random_input_len", "pretok"),
+    "prompt_form": ("trace", "random_input_len"),
+}
+
+
+def apply_dataset(arguments: Namespace, given: set[str]) -> None:
+    """Translate --dataset-name into the other flags, in `arguments` and in `given`.
+
+    `arguments.file_lengths` becomes true if answers are as long as those of the file.
+    """
+    name = arguments.dataset_name
+    arguments.file_lengths = name == "sharegpt" and "max_new_tokens" not in given
+    if name is None:
+        return
+    if DATASETS[name] not in given:
+        needed = flag_name(DATASETS[name])
+        raise ConfigError(f"--dataset-name {name} has no effect without {needed}: add it")
+    if "dataset_path" in given and DATASETS[name] != "dataset_path":
+        raise ConfigError(f"--dataset-path has no effect with --dataset-name {name}: leave it out")
+    if name == "trace":
+        arguments.trace = arguments.dataset_path
+        given.add("trace")
+    if name == "sharegpt" and (idle := [flag_name(n) for n in NOT_IN_SHAREGPT if n in given]):
+        raise ConfigError(
+            f"{', '.join(idle)} would have no effect: --dataset-name sharegpt sends what the file"
+            " has"
+        )
+
+
+def apply_report(arguments: Namespace, given: Collection[str]) -> None:
+    """Set the report, and the default load that goes with it.
+
+    The classic report has the classic load. Otherwise `arguments.varied_prompts` is set unless
+    prompts were asked for, and a load without any flags is a closed loop.
+    """
+    if arguments.report is None:
+        is_classic = CLASSIC_FLAGS & set(given) and not OTHER_LOAD_FLAGS & set(given)
+        arguments.report = "classic" if is_classic else "table"
+    own_load = arguments.report == "table" and not PROMPT_FLAGS & set(given)
+    arguments.varied_prompts = own_load
+    if own_load and not PACE_FLAGS & set(given):
+        arguments.max_concurrency = DEFAULT_CONCURRENCY
+    arguments.short_warmup = "warmup_runs" not in given
+
+
+def check(arguments: Namespace, given: Collection[str]) -> None:
+    """Raise ConfigError for values and combinations that cannot work or have no effect."""
+    _check_numbers(arguments)
+    _check_together(arguments, given)
+    _check_files(arguments)
+
+
+def _check_numbers(arguments: Namespace) -> None:
+    for name in ("prompt_repeats", "repeat_runs"):
+        value = getattr(arguments, name)
+        if not value > 0:
+            raise ConfigError(f"{name} must be positive (it is {value})")
+    for name in ("warmup_runs", "submit_interval_ms", "temperature"):
+        value = getattr(arguments, name)
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{name} must be 0 or more (it is {value})")
+    if arguments.top_p is not None and not 0 < arguments.top_p <= 1:
+        raise ConfigError(f"top_p must be above 0, and at most 1 (it is {arguments.top_p})")
+    if not 0 <= arguments.seed <= MAX_SEED:
+        raise ConfigError(f"seed must be from 0 to {MAX_SEED} (it is {arguments.seed})")
+
+
+def _check_together(arguments: Namespace, given: Collection[str]) -> None:
+    for name, others in EXCLUDES.items():
+        idle = [flag_name(other) for other in others if other in given]
+        if name in given and idle:
+            raise ConfigError(
+                f"{', '.join(idle)} would have no effect beside {flag_name(name)}: leave"
+                f" {' and '.join(idle)} out, or {flag_name(name)}"
+            )
+    for name, others in NEEDS.items():
+        if name in given and not set(others) & set(given):
+            choice = " or ".join(flag_name(other) for other in others)
+            raise ConfigError(f"{flag_name(name)} has no effect without {choice}: add it")
+    if arguments.backend == "openai":
+        _refuse_server_flags(arguments, arguments.base_url or DEFAULT_BASE_URL, OPENAI_SERVER_FLAGS)
+    elif idle := [flag_name(name) for name in OPENAI_FLAGS if name in given]:
+        raise ConfigError(f"{', '.join(idle)} has no effect without --backend openai: add it")
+    elif "endpoint" in arguments:
+        _refuse_server_flags(arguments, arguments.endpoint, CLIENT_SERVER_FLAGS)
+
+
+def _refuse_server_flags(arguments: Namespace, where: str, allowed: Collection[str]) -> None:
+    idle = [flag_name(n) for n in server_flags_in(arguments) if n not in allowed]
+    idle += [flag_name(n) for n in ("config", "server_log") if getattr(arguments, n, None)]
+    if idle:
+        raise ConfigError(
+            f"{', '.join(idle)} would have no effect on the server that runs at {where}: leave"
+            " them out, or measure a server of the bench's own"
+        )
+
+
+def _check_files(arguments: Namespace) -> None:
+    """Check that every output file can be written, before anything is run."""
+    for name in OUTPUT_FILES:
+        path = getattr(arguments, name)
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{flag_name(name)} {path}: there is no directory {path.parent}")
+    if arguments.plot is not None and arguments.plot.suffix not in PLOT_SUFFIXES:
+        raise ConfigError(f"--plot {arguments.plot}: it must end in {', '.join(PLOT_SUFFIXES)}")
+
+
+# The flags of `bench.serving`.
+
+PROG = "python -m bench.serving"
+DESCRIPTION = """Measure a server as a streaming client sees it. Without --endpoint the bench starts
+a server of its own, which takes the server's flags; with it, a running one is measured."""
+
+# The server has no flags of these names.
+SWITCHES = {
+    "paged_attn": "ask for paged attention (it is always on)",
+    "cuda_graph": "ask for CUDA graphs in decode",
+}
+SHARING_FLAGS = (
+    *("prefix_groups", "prefix_len", "prefix_order"),
+    *("turns", "think_time", "num_clients"),
+)
+
+
+def read_flags(argv: list[str], prog: str) -> Namespace:
+    """Return every flag's value; absent server flags stay out, or raise ConfigError.
+
+    `prog` is the command's name in --help.
+    """
+    arguments, given = _arguments(argv, prog)
+    apply_dataset(arguments, given)
+    check(arguments, given)
+    apply_report(arguments, given)
+    return arguments
+
+
+def result_file(arguments: Namespace) -> Path | None:
+    """Return the file of --output-file or --save-result, or None."""
+    if arguments.save_result:
+        model = getattr(arguments, "model", "").rstrip("/").rsplit("/", 1)[-1] or "model"
+        rate = f"{arguments.request_rate:g}qps" if arguments.request_rate < math.inf else "infqps"
+        return Path(f"{arguments.backend}-{rate}-{model}-{datetime.now():%Y%m%d-%H%M%S}.json")
+    path: Path | None = arguments.output_file
+    return path
+
+
+# --- the parser -----------------------------------------------------------------------------------
+
+
+def _arguments(argv: list[str], prog: str) -> tuple[Namespace, set[str]]:
+    """Return every flag's value, and the names of the flags that were given."""
+    parser, unset = _parser(prog), object()
+    defaults = LOAD_DEFAULTS | vars(parser.parse_args([]))
+    parsed = vars(parser.parse_args(argv, Namespace(**dict.fromkeys(defaults, unset))))
+    given = {name: value for name, value in parsed.items() if value is not unset}
+    return Namespace(**{**defaults, **given}), set(given)
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog,
+        usage="%(prog)s [FLAGS]",
+        description=DESCRIPTION,
+        allow_abbrev=False,
+    )
+    _add_target(parser.add_argument_group("server to measure"))
+    _add_load(parser.add_argument_group("requests"))
+    add_load_flags(parser.add_argument_group("sharing among requests"), SHARING_FLAGS)
+    _add_pace(parser.add_argument_group("schedule"))
+    _add_output(parser.add_argument_group("output"))
+    server_config.add_flags(parser)
+    switches = parser.add_argument_group("features to ask for; the output shows the server's own")
+    for name, text in SWITCHES.items():
+        _add_switch(switches, flag_name(name), text)
+    return parser
+
+
+def _add_switch(group: Any, name: str, text: str) -> None:
+    group.add_argument(name, action="store_true", help=text)
+
+
+def _add_file(group: Any, name: str, text: str, placeholder: str = "FILE") -> None:
+    group.add_argument(name, type=Path, metavar=placeholder, help=text)
+
+
+def _add_target(group: Any) -> None:
+    group.add_argument(
+        "--backend",
+        choices=("zmq", "openai"),
+        default="zmq",
+        help="our own protocol, or an OpenAI-compatible server; --model then names its model",
+    )
+    group.add_argument(
+        "--base-url",
+        metavar="URL",
+        help=f"URL of the OpenAI-compatible server (default: {DEFAULT_BASE_URL}); the environment"
+        " variable OPENAI_API_KEY holds its key",
+    )
+    group.add_argument("--openai-endpoint", choices=("completions", "chat"), default="completions")
+    group.add_argument(
+        "--extra-body",
+        default="{}",
+        metavar="JSON",
+        help="fields to add to the body of every request; null removes a field",
+    )
+
+
+def _add_load(group: Any) -> None:
+    group.add_argument(
+        "--dataset-name",
+        choices=DATASETS,
+        help="random (--random-input-len), shared-prefix (--prefix-groups), sharegpt or trace"
+        " (--dataset-path); without it, a text",
+    )
+    _add_file(
+        group,
+        "--dataset-path",
+        "sharegpt: a JSON list of objects with `conversations`, whose first two turns give"
+        " the prompt and the length of the answer; trace: as for --trace",
+    )
+    group.add_argument(
+        "--prompt",
+        help="text of every request (default: different texts; with --report classic"
+        f" {DEFAULT_PROMPT!r})",
+    )
+    group.add_argument("--prompt-repeats", type=int, default=1, help="repeat the text N times")
+    _add_switch(
+        group,
+        "--unique-prompts",
+        "give every request a prompt of its own, so that no prefix cache helps",
+    )
+    add_load_flags(group, ("random_input_len",))
+    group.add_argument(
+        "--prompt-form",
+        choices=("ids", "text"),
+        default="ids",
+        help="send random prompts as token ids, or as words of exactly as many tokens",
+    )
+    _add_switch(
+        group,
+        "--same-prompts",
+        "send the same prompts in every run, which the prefix cache may then serve",
+    )
+    _add_switch(group, "--pretok", "send token ids, so that the server tokenizes nothing")
+    _add_switch(group, "--truncate", "keep the last tokens of a prompt that is too long")
+    add_load_flags(group, ("num_requests", "max_new_tokens"))
+    _add_switch(group, "--no-stop-on-eos", "generate all --max-new-tokens of every request")
+    group.add_argument("--temperature", type=float, default=0.0, help="(default: 0, greedy)")
+    group.add_argument("--top-p", type=float, help="(default: the server's)")
+    group.add_argument("--seed", type=int, default=0, help="seed of sampling and of random prompts")
+
+
+def _add_pace(group: Any) -> None:
+    group.add_argument("--submit-interval-ms", type=float, default=0.0, help="(default: 0)")
+    group.add_argument(
+        "--submit-schedule",
+        choices=("relative", "absolute"),
+        default="relative",
+        help="count the interval from the submit before, or from the start of the run",
+    )
+    add_load_flags(group, ("request_rate", "burstiness", "max_concurrency"))
+    add_trace(group)
+    group.add_argument(
+        "--warmup-runs",
+        type=int,
+        default=1,
+        help="unmeasured whole runs with other prompts (default: a few requests)",
+    )
+    group.add_argument("--repeat-runs", type=int, default=1, help="measured runs (default: 1)")
+
+
+def _add_output(group: Any) -> None:
+    group.add_argument(
+        "--report",
+        choices=("table", "classic"),
+        help="table: one table and a verdict; classic: one line per figure (default: table, and"
+        " classic beside flags of the classic bench such as --prompt or --prefill-max-batch-size)",
+    )
+    _add_switch(group, "--verbose", "print all figures, also by the names of other bench clients")
+    _add_file(group, "--json", "write all figures to this file")
+    _add_switch(group, "--details", "add the record of every request to --json")
+    _add_file(
+        group,
+        "--output-file",
+        "append each run as a line of JSON with the keys that the bench clients of SGLang and"
+        " vLLM write",
+        "FILE.jsonl",
+    )
+    _add_switch(
+        group, "--save-result", "the same, into a file named after backend, rate, model and time"
+    )
+    group.add_argument(
+        "--output-details",
+        "--save-detailed",
+        action="store_true",
+        help="add lengths, times and errors of every request to --output-file",
+    )
+    _add_file(group, "--plot", "draw the first measured run", "FILE.png")
+    _add_file(
+        group,
+        "--save-trace",
+        "write the first measured run's requests; --trace and the same --seed repeat them",
+    )
+    add_goodput(group)
+    _add_file(
+        group,
+        "--server-log",
+        "log file of the server that the bench starts (default: standard error)",
+    )
+
+
+# The meaning of a command line of `bench.serving`: the server, the load and the output.
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,3 +698,42 @@ def _as_json(value: Any) -> Any:
     """Return the value, or its text for a path or infinity, which JSON does not have."""
     plain = not isinstance(value, Path) and value != math.inf
     return value if plain else str(value)
+
+
+# Bring prompts into the form that is sent: unchanged, as token ids, or as spelled texts.
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """How jobs get their final form; vocab_size is None if no tokenizer was needed."""
+
+    prepare: Callable[[Sequence[PlannedRequest]], Sequence[PlannedRequest]]
+    vocab_size: int | None = None
+
+
+def preparation(options: Options, served: str = "") -> Preparation:
+    """Return the preparation that the options ask for, with the running server's model `served`.
+
+    Raises ModelError or ConfigError if a tokenizer is needed and not available.
+    """
+    if not (options.load.pretok or options.load.spell or options.target.tokenizer):
+        return Preparation(lambda jobs: jobs)
+    tokenizer = tokenizer_of(options.target.tokenizer, _model_of(options, served))
+    size = tokenizer.get_vocab_size()
+    if options.load.pretok:
+        return Preparation(lambda jobs: pretokenize(jobs, _encoder(tokenizer)), size)
+    if options.load.spell:
+        speller = Speller(tokenizer)
+        return Preparation(lambda jobs: spelled(jobs, speller), size)
+    return Preparation(lambda jobs: jobs, size)
+
+
+def _model_of(options: Options, served: str) -> ModelArgs:
+    if options.target.config is not None:
+        return options.target.config.model
+    return ModelArgs(model=options.target.model or served)
+
+
+def _encoder(tokenizer: "Tokenizer") -> Callable[[str], list[int]]:
+    """Return a function from text to token ids, as the frontend computes them."""
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)

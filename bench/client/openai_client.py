@@ -17,7 +17,7 @@ from quadriga import clock
 from quadriga.client.types import Completion, StreamChunk, Timings
 from quadriga.errors import DeadlineExceeded, RequestFailed, ServerUnreachable
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.to_client import Usage
+from quadriga.wire.client import Usage
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 # An environment variable, as the flags of a process are visible to all users.

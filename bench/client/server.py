@@ -1,4 +1,4 @@
-"""Start servers for the bench, and stop them when the bench ends."""
+"""Start servers for the bench, stop them when the bench ends, and connect to what is measured."""
 
 import asyncio
 import os
@@ -8,17 +8,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from quadriga.config.server_config import ServerConfig
-from quadriga.errors import DeadlineExceeded, ServerFailed, ServerUnreachable
-from quadriga.runtime.parent_death import signal_at_parents_death
+from bench.client.backends import OpenAIServer, ServerConnection
+from quadriga.client import AsyncClient
+from quadriga.errors import ConfigError, DeadlineExceeded, ServerFailed, ServerUnreachable
+from quadriga.programs import install_command
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.processes.control_channel import signal_at_parents_death
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+# Start servers for the bench, and stop them when the bench ends.
 
 LAUNCHER = Path(__file__).resolve().parents[2] / "launcher.py"
 STOP_TIMEOUT_S = 15.0  # after each signal
@@ -164,3 +170,49 @@ def _signal_group(group: int, number: int) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
+
+
+# Connect to the server that is measured: by our own protocol, or by OpenAI's over HTTP.
+
+# These two hold for each attempt while the bench's own server starts.
+START_CONNECT_TIMEOUT_S = 1.0
+START_INFO_TIMEOUT_S = 2.0
+
+
+def connection(
+    server: str | OpenAIServer, connect_timeout: float, curve_dir: str
+) -> AbstractAsyncContextManager[ServerConnection]:
+    """Return a connection that opens on entering; `server` may be an endpoint of Quadriga.
+
+    Raises ConfigError if a package that the connection needs is not installed.
+    """
+    if isinstance(server, str):
+        return AsyncClient(server, connect_timeout, curve_dir=curve_dir)
+    try:
+        from bench.client.openai_client import OpenAIClient
+    except ImportError as error:
+        raise ConfigError(
+            f"--backend openai needs {error.name}, which is not installed:"
+            f" {install_command('bench')}"
+        ) from None
+    return OpenAIClient(server, connect_timeout)
+
+
+async def info_of(
+    server: str | OpenAIServer, curve_dir: str, connect_timeout: float, info_timeout: float
+) -> dict[str, Any]:
+    """Return a server's info, or raise ServerUnreachable or DeadlineExceeded."""
+    async with connection(server, connect_timeout, curve_dir) as client:
+        return await client.info(info_timeout)
+
+
+async def start_server(
+    config: ServerConfig, log: Path | None, stack: AsyncExitStack
+) -> tuple[str, dict[str, Any]]:
+    """Start a server, which the stack stops; return its endpoint and info once it serves."""
+    server = stack.enter_context(OwnServer(config, log))
+    keys = config.frontend.curve_dir
+    info = await server.wait_ready(
+        lambda: info_of(server.endpoint, keys, START_CONNECT_TIMEOUT_S, START_INFO_TIMEOUT_S)
+    )
+    return server.endpoint, info

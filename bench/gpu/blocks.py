@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 
-from bench.command import command_parser
+from bench.cli.command import command_parser
 
 BLOCKS = {
     # 256 requests of 64 tokens at once, 64 wide

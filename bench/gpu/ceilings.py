@@ -11,9 +11,9 @@ from statistics import median
 
 import torch
 
-from bench.command import command_parser, run_command
-from bench.report.figures import FigureRow, add_json_flag, show
-from worker_proc.system.devices import choose_device
+from bench.cli.command import command_parser, run_command
+from bench.report.table import FigureRow, add_json_flag, show
+from worker_proc.startup.devices import choose_device
 
 NUM_ROUNDS, NUM_CALLS = 12, 5
 # So large that the start of a kernel, about 5 us, is no part of the result.

@@ -19,18 +19,18 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from bench.command import command_parser
-from bench.report.figures import FigureRow, add_json_flag, show
+from bench.cli.command import command_parser
+from bench.report.table import FigureRow, add_json_flag, show
 from bench.roofline.model_work import work_of
 from bench.roofline.roofline_model import Speed, floor
 from bench.worker_steps import Row, WorkerBench
-from quadriga.config import server_config as server_flags
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, QuadrigaError
-from quadriga.model_files.resolve import ModelFiles, resolve_model
+from quadriga.server.config import server_config as server_flags
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.models.resolve import ModelFiles, resolve_model
 
 if TYPE_CHECKING:
-    from worker_proc.runner import Runner
+    from worker_proc.step.runner import Runner
 
 BATCHES, CONTEXTS = (1, 8, 64, 256), (128, 1000)
 NUM_STEPS, NUM_WARM_UP = 50, 5
@@ -193,7 +193,7 @@ def describe(config: ServerConfig, ceiling_width: int) -> tuple[str, str, float,
     The product is of two square matrices of `ceiling_width` rows.
     """
     from bench.gpu.ceilings import flops_per_second, read_bytes_per_second
-    from worker_proc.system.devices import choose_device, choose_dtype
+    from worker_proc.startup.devices import choose_device, choose_dtype
 
     device = choose_device(config.worker.device)
     dtype = choose_dtype(config.worker.dtype, device)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker_proc.gpu.kernels.dot import dot
+from worker_proc.gpu.kernels.matmul import dot
 
 
 class WeightTile(NamedTuple):

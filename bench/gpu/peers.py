@@ -16,12 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.command import EXIT_FAILED, EXIT_OK, command_parser, run_command, run_until_signal
-from bench.peers.comparison import NotMeasured, Outcome, Settings, contest
-from bench.peers.peer import Peer, PeerWorkload, Start
-from bench.peers.recipes import HOST, OFFLINE, TRANSFORMERS
-from bench.peers.table import FIGURES
-from bench.report.figures import FigureRow, add_json_flag, show
+from bench.cli.command import EXIT_FAILED, EXIT_OK, command_parser, run_command, run_until_signal
+from bench.peers.comparison import FIGURES, NotMeasured, Outcome, Settings, contest
+from bench.peers.recipes import HOST, OFFLINE, TRANSFORMERS, Peer, PeerWorkload, Start
+from bench.report.table import FigureRow, add_json_flag, show
 from quadriga.errors import ConfigError
 
 # Of all memory for weights and keys, by each of two servers.
@@ -150,7 +148,7 @@ def _main(arguments: argparse.Namespace) -> int:
     if not found:
         print("there is nothing to compare with")
         return EXIT_OK
-    from bench.gpu.random_weights import write_weights
+    from bench.gpu.prepare import write_weights
 
     with tempfile.TemporaryDirectory(prefix="bench-gpu-peers-") as scratch:
         directory = Path(scratch) / "model"

@@ -11,16 +11,16 @@ import sys
 from collections.abc import Sequence
 from statistics import median
 
-from bench.command import command_parser, run_command
+from bench.cli.command import command_parser, run_command
 from bench.gpu.decode_floor import NUMBER_BYTES
-from bench.report.figures import FigureRow, add_json_flag, show
+from bench.report.table import FigureRow, add_json_flag, show
 from bench.roofline.model_work import work_of
 from bench.roofline.roofline_model import Work, num_rows, pairs, sampled_pairs
 from bench.worker_steps import Row, WorkerBench
-from quadriga.config import server_config as server_flags
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
-from quadriga.model_files.resolve import resolve_model
+from quadriga.server.config import server_config as server_flags
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.models.resolve import resolve_model
 
 # Prompts of a step, and tokens of each: one, a batch, short ones, and the next turn of a chat.
 SHAPES = ("1x128", "1x1024", "8x1024", "64x128", "1x8192", "1x64+4096")

@@ -18,12 +18,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.command import EXIT_FAILED, EXIT_OK, command_parser, run_command
-from quadriga.config.model_args import BUILTIN_MODEL
+import torch
+import transformers
+
+from bench.cli.command import EXIT_FAILED, EXIT_OK, command_parser, run_command
+from bench.peers.models import write_filled_tokenizer
 from quadriga.errors import ConfigError
-from quadriga.model_files import gpt2_sizes
-from quadriga.model_files.builtin.fetch import builtin_weights
-from quadriga.model_files.gguf_header import header_files
+from quadriga.server.config.engine_args import BUILTIN_MODEL
+from quadriga.server.models.families import gpt
+from quadriga.server.models.formats.gguf_config import header_files
+from quadriga.server.models.sources import builtin_weights
+
+# Write what the measurements need to a directory, for a GPU machine without a network.
+#
+# python -m bench.gpu.prepare gpu-files                       # models and wheels
+# python -m bench.gpu.prepare gpu-files --no-wheels           # models only
+# pip install --no-index --no-deps --target site gpu-files/wheels/*.whl     # on that machine
+#
+# Models are config.json and a tokenizer, for `--load-format dummy`: gpt2, llama1b, llama8b, and
+# tiny, with which every stage of bench.gpu.all runs on a CPU. Wheels are the dependencies of a
+# server that such a machine is likely to lack; torch and triton are not among them. Prints the
+# size of each part.
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEELS = (
@@ -56,7 +71,7 @@ LLAMA: dict[str, Any] = {
     "vocab_size": 128_256,
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": gpt2_sizes.hugging_face_config(gpt2_sizes.SIZES["gpt2"]),
+    "gpt2": gpt.gpt2_config_json(gpt.GPT2_SIZES["gpt2"]),
     "llama1b": LLAMA
     | {
         "hidden_size": 2048,
@@ -190,6 +205,24 @@ def _check_size(directory: Path, max_megabytes: float) -> int:
         file=sys.stderr,
     )
     return EXIT_FAILED
+
+
+# Random weights as files that every server loads.
+
+
+def write_weights(source: Path, directory: Path) -> None:
+    """Write a model with the config.json and tokenizer of a directory, in bfloat16."""
+    library: Any = transformers
+    torch.manual_seed(0)
+    config = library.AutoConfig.from_pretrained(source)
+    model = library.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copy(source / name, directory)
+    write_filled_tokenizer(
+        source / "tokenizer.json", config.to_dict(), directory / "tokenizer.json"
+    )
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench.command import command_parser, run_command
-from bench.report.figures import Value, add_json_flag, show
+from bench.cli.command import command_parser, run_command
+from bench.report.table import Value, add_json_flag, show
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +106,7 @@ def _main(arguments: argparse.Namespace) -> int:
     import torch
 
     from bench.gpu import ceilings
-    from worker_proc.system.devices import choose_device
+    from worker_proc.startup.devices import choose_device
 
     if arguments.device == "cpu":
         from worker_proc.gpu.interpreter import accept_numpy_scalars

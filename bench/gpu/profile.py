@@ -9,18 +9,84 @@ are launched one ahead, as in a server. On a CPU, torch's operations take the pl
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from bench.command import command_parser, run_command
-from bench.gpu.timeline import Kernel, Timeline, longest
-from bench.report.figures import FigureRow, add_json_flag, show
+from bench.cli.command import command_parser, run_command
+from bench.report.table import FigureRow, add_json_flag, show
 from bench.worker_steps import Row, WorkerBench
-from quadriga.config import server_config as server_flags
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
-from quadriga.model_files.resolve import resolve_model
+from quadriga.server.config import server_config as server_flags
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.models.resolve import resolve_model
+
+# Kernels on a device by time: how long it was busy, and how long it waited.
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Kernel:
+    """A kernel that ran, with times in microseconds."""
+
+    began: float
+    ended: float
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What kernels say of a device between the first one's start and the last one's end.
+
+    Attributes:
+        wall_us: The time.
+        busy_us: The time in which a kernel ran.
+        gaps_us: The times between, ascending.
+    """
+
+    wall_us: float
+    busy_us: float
+    gaps_us: tuple[float, ...]
+
+    @classmethod
+    def of(cls, kernels: Iterable[Kernel]) -> "Timeline":
+        """Return the timeline of kernels, which may overlap and come in any order."""
+        ordered = sorted(kernels)
+        if not ordered:
+            return cls(0.0, 0.0, ())
+        first, gaps = ordered[0], []
+        reached = first.ended
+        for kernel in ordered[1:]:
+            if kernel.began > reached:
+                gaps.append(kernel.began - reached)
+            reached = max(reached, kernel.ended)
+        wall = reached - first.began
+        return cls(wall, wall - sum(gaps), tuple(sorted(gaps)))
+
+    @property
+    def busy_share(self) -> float:
+        """Busy time over all time; 0 without kernels."""
+        return self.busy_us / self.wall_us if self.wall_us else 0.0
+
+
+def longest(kernels: Sequence[Kernel], count: int) -> list[tuple[str, int, float]]:
+    """Return name, number of runs and microseconds in all of the kernels that took longest."""
+    runs: dict[str, list[float]] = defaultdict(list)
+    for kernel in kernels:
+        runs[kernel.name].append(kernel.ended - kernel.began)
+    found = [(name, len(times), sum(times)) for name, times in runs.items()]
+    return sorted(found, key=lambda one: -one[2])[:count]
+
+
+# Profile steps of the worker: the device's busy share, its gaps, and the longest kernels.
+#
+# python -m bench.gpu.profile --model DIR --load-format dummy
+#
+# Takes the flags of a server. Times are those of torch's profiler, which on a GPU sees each
+# kernel, also those of a graph; so the busy share is that of kernels, and not of launched steps.
+# Decode steps are launched one ahead, as in a server. On a CPU, torch's operations take the place
+# of kernels.
 
 BATCHES, CONTEXT, PROMPT = (1, 64), 512, 256
 NUM_STEPS, NUM_WARM_UP, NUM_SHOWN = 20, 5, 8

@@ -10,8 +10,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from bench.command import command_parser
-from bench.report.figures import FigureRow, add_json_flag, show
+from bench.cli.command import command_parser
+from bench.report.table import FigureRow, add_json_flag, show
 
 PACKAGES = ("torch", "triton", "numpy", "transformers", "flashinfer-python", "vllm", "sglang")
 NVIDIA_SMI = (

@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.load.trace import TraceRequest
 from quadriga.errors import ConfigError
+from simulator.trace import TraceRequest
 
 MAX_LENGTH = 2**31 - 1
 LENGTHS_FORM = "N, LOW:HIGH (uniform) or lognormal:MEAN:SIGMA[:MIN:MAX]"

@@ -1,13 +1,25 @@
-"""Workloads: requests, and their prompts in every run."""
+"""Workloads: requests and their prompts in every run, as token ids or as texts."""
 
+import dataclasses
+import random
+import re
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.load.trace import MIN_TOKEN_ID, TraceRequest, prompt_ids
 from quadriga.errors import ConfigError
+from quadriga.programs import install_command
+from quadriga.server.config.engine_args import ModelArgs
+from simulator.trace import MIN_TOKEN_ID, TraceRequest, prompt_ids
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+# Workloads: requests, and their prompts in every run.
 
 DEFAULT_PROMPT = "Hello, my name is"
 
@@ -107,3 +119,104 @@ def pretokenize(
             job = PlannedRequest(job.request, known[job.prompt])
         encoded.append(job)
     return encoded
+
+
+# Turn random token ids into texts of as many tokens, for servers that take no token ids.
+
+# A space, as byte-level and SentencePiece vocabularies write it, and lower-case letters.
+WORD = re.compile("[Ġ▁][a-z]{2,}")
+MIN_VOCABULARY_WORDS = 1000
+
+
+class Speller:
+    """Spells token ids as words, each of which is one token between any other words.
+
+    Raises ConfigError for a vocabulary with too few such words.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        vocabulary = tokenizer.get_vocab()
+        self._tokenizer = tokenizer
+        self._words = sorted(f" {token[1:]}" for token in vocabulary if WORD.fullmatch(token))
+        if len(self._words) < MIN_VOCABULARY_WORDS:
+            raise ConfigError(
+                f"the tokenizer has only {len(self._words)} words to make texts of (at least"
+                f" {MIN_VOCABULARY_WORDS}): send ids"
+            )
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """Return a text of len(ids) tokens, the same for the same ids, or raise ConfigError."""
+        text = "".join(self._words[token % len(self._words)] for token in ids)
+        tokens = len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        if tokens != len(ids):
+            raise ConfigError(
+                f"{len(ids)} words became {tokens} tokens: this tokenizer joins or splits them,"
+                " so that lengths would not be exact; send ids"
+            )
+        return text
+
+
+def spelled(jobs: Sequence[PlannedRequest], speller: Speller) -> list[PlannedRequest]:
+    """Return the jobs with texts in place of token ids."""
+    return [
+        dataclasses.replace(job, prompt=speller.spell(job.prompt))
+        if isinstance(job.prompt, list)
+        else job
+        for job in jobs
+    ]
+
+
+# Texts of different lengths and words: the default prompts of the bench.
+
+MIN_WORDS, MAX_WORDS = 8, 120
+QUESTIONS = (
+    "Summarize the following notes",
+    "Explain to a beginner",
+    "Write a short story about",
+    "List the advantages of",
+    "Translate into plain English",
+    "Answer as a customer agent",
+    "Review this proposal",
+    "Compare the options",
+)
+WORDS = (
+    "river market engine garden letter winter signal harbor mountain teacher copper morning "
+    "paper travel window silver doctor forest number bridge valley music history kitchen "
+    "station machine ocean village question summer budget student planet network journey "
+    "weather coffee library painting answer battery captain evening factory island "
+)
+
+
+def varied_texts(count: int, seed: int) -> Sequence[str]:
+    """Return `count` different texts of 8 to 120 words, the same for the same seed."""
+    source = random.Random(f"{seed}/texts")
+    known = WORDS.split()
+    texts = []
+    for index in range(count):
+        words = source.choices(known, k=source.randint(MIN_WORDS, MAX_WORDS))
+        question = source.choice(QUESTIONS)
+        texts.append(f"{words[0].title()} {index}. {question}: {' '.join(words)}.")
+    return texts
+
+
+# Load the tokenizer with which the bench prepares prompts.
+
+
+def tokenizer_of(name: str, model: ModelArgs) -> "Tokenizer":
+    """Return the tokenizer of a directory or model `name`, or of `model` if the name is "".
+
+    Raises:
+        ModelError: The model has no tokenizer.
+        ConfigError: A package that loads it is not installed.
+    """
+    try:
+        from quadriga.server.models.formats.tokenizer import load_tokenizer
+        from quadriga.server.models.resolve import find_tokenizer, resolve_model
+    except ImportError as error:
+        raise ConfigError(
+            f"the bench needs a tokenizer, and {error.name} is not installed:"
+            f" {install_command('serve')}, or use --random-input-len with --prompt-form ids"
+        ) from None
+    if name:
+        return load_tokenizer(find_tokenizer(name, show_progress=True))
+    return load_tokenizer(resolve_model(model, show_progress=True).tokenizer_dir)

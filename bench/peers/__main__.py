@@ -13,12 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from bench.command import EXIT_FAILED, EXIT_OK, command_parser, run_command, run_until_signal
-from bench.models.files import Weights
-from bench.peers.comparison import NotMeasured, Outcome, Settings, contest
-from bench.peers.peer import WORKLOADS, workloads_of
-from bench.peers.recipes import PEERS
-from bench.peers.table import append, read, table
+from bench.cli.command import EXIT_FAILED, EXIT_OK, command_parser, run_command, run_until_signal
+from bench.peers.comparison import NotMeasured, Outcome, Settings, append, contest, read, table
+from bench.peers.models import Weights
+from bench.peers.recipes import PEERS, WORKLOADS, workloads_of
 from quadriga.errors import ConfigError, QuadrigaError
 
 

@@ -1,11 +1,12 @@
 """Compare Quadriga with one peer: both serve and take turns with the load, A B A B.
 
-While Quadriga has its turn, the peer is stopped with SIGSTOP. Quadriga needs no stop, as its idle
-processes block and use no CPU.
+Outcomes are stored as JSON lines, and printed as a markdown table.
 """
 
 import contextlib
+import dataclasses
 import io
+import statistics
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -13,15 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from bench import serving
 from bench.cli.options import Options, parse
-from bench.client.server import OwnServer, ServerProcess, free_port
-from bench.client.transport import info_of
-from bench.metrics.metrics import Summary
-from bench.models.checkpoint import ModelName
-from bench.models.files import FILE_MODEL, Weights, gguf_file, hugging_face_directory
-from bench.peers.peer import Peer, PeerWorkload, Start
+from bench.client.server import OwnServer, ServerProcess, free_port, info_of
+from bench.peers.models import FILE_MODEL, ModelName, Weights, gguf_file, hugging_face_directory
+from bench.peers.recipes import Peer, PeerWorkload, Start
+from bench.report.metrics import Summary
+from bench.report.table import markdown_table
 from quadriga.errors import ConfigError, QuadrigaError, RequestFailed
+
+# Compare Quadriga with one peer: both serve and take turns with the load, A B A B.
+#
+# While Quadriga has its turn, the peer is stopped with SIGSTOP. Quadriga needs no stop, as its
+# idle processes block and use no CPU.
 
 READY_TIMEOUT_S = 600.0
 INFO_TIMEOUT_S = 2.0
@@ -254,3 +261,55 @@ def _peer_launch(
         return _Launch(command_of(0, workload), make)
 
     return launch
+
+
+# Store outcomes of the comparison as JSON lines, and print them as a markdown table.
+
+Figure = Callable[[Summary], float | None]
+# Title, digits after the point, and the figure of a run.
+FIGURES: list[tuple[str, int, Figure]] = [
+    ("tok/s", 0, lambda s: s.throughput),
+    ("TTFT p50 ms", 0, lambda s: s.ttft.p50 if s.ttft else None),
+    ("TTFT p99 ms", 0, lambda s: s.ttft.p99 if s.ttft else None),
+    ("TPOT p50 ms", 1, lambda s: s.tpot.p50 if s.tpot else None),
+]
+
+
+def append(path: Path, outcome: Outcome) -> None:
+    """Append an outcome to a file, as a line."""
+    with path.open("ab") as file:
+        file.write(msgspec.json.encode(dataclasses.asdict(outcome)) + b"\n")
+
+
+def read(path: Path) -> list[Outcome]:
+    """Return the outcomes of a file, or raise ConfigError."""
+    try:
+        lines = path.read_bytes().splitlines()
+        return [msgspec.json.decode(line, type=Outcome) for line in lines]
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path} holds no results: {error}") from None
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Return a table with a row per outcome.
+
+    Each cell has the medians of ours and theirs, and the median of the ratios of neighbouring runs
+    with the lowest and the highest ratio.
+    """
+    rows = []
+    for outcome in sorted(outcomes, key=lambda o: (o.workload, o.weights, o.peer)):
+        cells = [_cell(outcome, places, figure) for _, places, figure in FIGURES]
+        rows.append([outcome.workload, outcome.peer, outcome.weights, *cells])
+    titles = [title for title, _, _ in FIGURES]
+    return markdown_table(["workload", "peer", "weights", *titles], rows)
+
+
+def _cell(outcome: Outcome, places: int, figure: Figure) -> str:
+    pairs = [(figure(o), figure(t)) for o, t in zip(outcome.ours, outcome.theirs, strict=True)]
+    complete = [(ours, theirs) for ours, theirs in pairs if ours and theirs]
+    if not complete:
+        return "n/a"
+    ratios = [ours / theirs for ours, theirs in complete]
+    ours, theirs = (statistics.median(pair[side] for pair in complete) for side in (0, 1))
+    middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
+    return f"{ours:.{places}f} / {theirs:.{places}f} = {middle:.2f} x ({low:.2f} to {high:.2f})"

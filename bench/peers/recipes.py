@@ -1,17 +1,160 @@
-"""Recipes of the peers: how each is installed, started and measured.
+"""The peers and the workloads: how each is installed, started and measured."""
 
-All options are the peers' defaults unless a line here sets them. Each peer gets the threads of
-every core that this process may use, and the context that the workload needs.
-"""
-
+import json
 import os
+import subprocess
 import sys
 import tarfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
-from bench.models.files import gguf_file, hugging_face_directory
-from bench.peers.environment import CPU_TORCH, environment, home_of, run
-from bench.peers.peer import Peer, Start
+from bench.peers.models import ModelName, Weights, gguf_file, hugging_face_directory
+from quadriga.errors import ConfigError
+from quadriga.server.cache import cache_directory
+
+# Descriptions of another server (how to install, start and measure it) and of the workloads.
+
+
+@dataclass(frozen=True, slots=True)
+class PeerWorkload:
+    """One workload: a closed loop of `concurrency` requests, with lengths in tokens."""
+
+    name: str
+    model: ModelName
+    input_len: int
+    output_len: int
+    concurrency: int
+    num_requests: int
+
+    def flags(self) -> list[str]:
+        """Return the flags of bench.serving for this workload."""
+        return [
+            *("--random-input-len", str(self.input_len)),
+            *("--max-new-tokens", str(self.output_len), "--no-stop-on-eos"),
+            *("--num-requests", str(self.num_requests)),
+            *("--max-concurrency", str(self.concurrency)),
+        ]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.model}, {self.input_len} in, {self.output_len} out,"
+            f" {self.concurrency} at a time, {self.num_requests} requests"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The arguments with which a server is started; `program` is the result of `Peer.install`."""
+
+    program: Path
+    port: int
+    workload: PeerWorkload
+    weights: Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another server.
+
+    Attributes:
+        install: Installs it if necessary, and returns the program.
+        command: Returns the command line of a server for a workload; workloads with the same
+            command line share a server.
+        weights: Weight formats that it can serve.
+        environment: Environment variables of its processes.
+        extra_body: As in bench.serving, like prompt_form.
+    """
+
+    name: str
+    install: Callable[[], Path]
+    command: Callable[[Start], list[str]]
+    weights: tuple[Weights, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    prompt_form: Literal["ids", "text"] = "ids"
+
+    def target(self, port: int, model: str) -> list[str]:
+        """Return the flags of bench.serving for its server at `port`, which serves `model`."""
+        return [
+            *("--backend", "openai", "--base-url", f"http://127.0.0.1:{port}"),
+            *("--model", model, "--extra-body", json.dumps(dict(self.extra_body))),
+        ]
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        PeerWorkload("W1", "smollm2", 128, 128, concurrency=1, num_requests=8),
+        PeerWorkload("W2", "smollm2", 128, 128, concurrency=8, num_requests=32),
+        PeerWorkload("W3", "smollm2", 256, 128, concurrency=32, num_requests=64),
+        PeerWorkload("W4", "smollm2", 1024, 32, concurrency=8, num_requests=16),
+        PeerWorkload("W5", "gpt2", 4, 8, concurrency=32, num_requests=32),
+        PeerWorkload("W6", "gpt2", 128, 128, concurrency=16, num_requests=48),
+        PeerWorkload("W7", "gemma3", 128, 128, concurrency=1, num_requests=8),
+        PeerWorkload("W8", "gemma3", 128, 128, concurrency=8, num_requests=32),
+        PeerWorkload("W9", "gemma3", 1024, 32, concurrency=8, num_requests=16),
+    )
+}
+
+
+def workloads_of(weights: Weights) -> list[str]:
+    """Return the names of the workloads whose model has these weights."""
+    is_file = weights == "q4_k_m"
+    return [name for name, work in WORKLOADS.items() if (work.model == "gemma3") == is_file]
+
+
+# Install the peers into virtual environments of their own, in the cache.
+
+# The local version selects the CPU build, as plain torch brings gigabytes of CUDA libraries. If
+# pip's index has no such build, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
+CPU_TORCH = "torch==2.13.0+cpu"
+
+
+def home_of(name: str) -> Path:
+    """Return the directory of a peer."""
+    return cache_directory() / "peers" / name
+
+
+def environment(name: str, requirements: Sequence[str], unwanted: Sequence[str] = ()) -> Path:
+    """Return the python of a peer's environment; install it at the first call, in minutes.
+
+    `unwanted` packages are uninstalled afterwards. Raises ConfigError with the end of pip's output.
+    """
+    home = home_of(name)
+    python, stamp = home / "bin" / "python", home / "installed.txt"
+    wanted = "\n".join(requirements)
+    if not (stamp.is_file() and stamp.read_text() == wanted):
+        print(f"installing {name} into {home}: {', '.join(requirements)}", file=sys.stderr)
+        run([sys.executable, "-m", "venv", "--without-pip", str(home)])
+        pip = [sys.executable, "-m", "pip", "--python", str(python)]
+        run([*pip, "install", *requirements])
+        if unwanted:
+            run([*pip, "uninstall", "--yes", *unwanted])
+        stamp.write_text(wanted)
+    return python
+
+
+def run(command: Sequence[str]) -> None:
+    """Run a command of an installation, or raise ConfigError with the end of its output."""
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        end = "\n".join(done.stdout.splitlines()[-15:])
+        raise ConfigError(f"{' '.join(command)} failed:\n{end}")
+
+
+# Recipes of the peers: how each is installed, started and measured.
+#
+# All options are the peers' defaults unless a line here sets them. Each peer gets the threads of
+# every core that this process may use, and the context that the workload needs.
 
 NUM_CORES = (
     len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -16,19 +16,56 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from pydoc_data.topics import topics
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
-from bench.command import EXIT_OK, EXIT_USAGE, command_parser, named_flags, run_command
+from bench.cli.command import EXIT_OK, EXIT_USAGE, command_parser, named_flags, run_command
 from bench.quality.metrics import Score, ScoredTexts
-from bench.quality.text import manual_prose
-from bench.report.markdown import markdown_table
-from quadriga.config import server_config as server_flags
-from quadriga.config.server_config import ServerConfig
-from quadriga.config.worker_args import WorkerArgs
+from bench.report.table import markdown_table
 from quadriga.errors import ConfigError, QuadrigaError
-from quadriga.model_files.resolve import ModelFiles, resolve_model
-from quadriga.model_files.tokenizer import load_tokenizer
+from quadriga.server.config import server_config as server_flags
+from quadriga.server.config.engine_args import WorkerArgs
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.models.formats.tokenizer import load_tokenizer
+from quadriga.server.models.resolve import ModelFiles, resolve_model
+
+# A text that is on every machine: the prose of Python's reference manual.
+
+MIN_PARAGRAPH_CHARACTERS = 200  # shorter ones are headings and signatures
+MAX_TEXT_CHARACTERS = 40_000
+
+
+def manual_prose() -> str:
+    """Return the manual's longer paragraphs of plain prose, up to a length.
+
+    Another version of Python has another text.
+    """
+    paragraphs = {
+        " ".join(block.split()): None
+        for name in sorted(topics)
+        for block in topics[name].split("\n\n")
+        if _is_prose(block)
+    }
+    text = "\n\n".join(paragraphs)
+    return text[: text.find("\n\n", MAX_TEXT_CHARACTERS)]
+
+
+def _is_prose(block: str) -> bool:
+    """Return whether a paragraph is neither code or grammar (indented) nor cut off."""
+    lines = block.splitlines()
+    flush = all(not line.startswith((" ", "*", "+", "|")) for line in lines)
+    return flush and len(block) >= MIN_PARAGRAPH_CHARACTERS and block.endswith(".")
+
+
+# Measure the quality of number formats: `python -m bench.quality --variant "NAME: FLAGS" ...`.
+#
+# Each variant of a model is compared with the same model in float32, the first row of the table:
+# perplexity of a text, divergence of the next-token distributions, and the length for which
+# greedy continuations are the same. Server flags before the variants hold for all of them. For
+# example
+#
+# python -m bench.quality --variant "bf16: --dtype bfloat16" --variant "int8: --quantization int8"
 
 MAX_WINDOW_TOKENS = 1024  # scored together; the model's context may be shorter
 NUM_PROMPTS, PROMPT_TOKENS, CONTINUED_TOKENS = 32, 64, 64

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from bench.command import EXIT_FAILED, EXIT_OK, EXIT_USAGE, command_parser, run_command
-from bench.report.markdown import markdown_table
+from bench.cli.command import EXIT_FAILED, EXIT_OK, EXIT_USAGE, command_parser, run_command
+from bench.report.table import markdown_table
 from bench.roofline.roofline_model import Product, StepPart, Work, at_the_rate, floor
 from bench.worker_steps import make_bench
-from quadriga.config import server_config as server_flags
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
-from quadriga.model_files.resolve import resolve_model
+from quadriga.server.config import server_config as server_flags
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.models.resolve import resolve_model
 
 if TYPE_CHECKING:  # needs torch, which make_bench imports after it has set the environment
-    from bench.roofline.steps import Kind, MeasuredRound
+    from bench.roofline.machine_speed import Kind, MeasuredRound
 
 BATCHES, CONTEXTS, PREFILLS = (1, 8, 32, 64), (128, 1024), (128, 512)
 # Contexts end this many tokens before the model's own context.
@@ -142,7 +142,7 @@ def rate_table(rates: Mapping[Product, Mapping[str, float]]) -> str:
 
 def kinds_for(context_length: int) -> "list[Kind]":
     """Return the kinds of steps to run, with contexts within the model's."""
-    from bench.roofline.steps import Kind
+    from bench.roofline.machine_speed import Kind
 
     contexts = dict.fromkeys(
         min(context, context_length - CONTEXT_MARGIN_TOKENS) for context in CONTEXTS
@@ -171,9 +171,8 @@ def report(config: ServerConfig) -> bool:
         raise ConfigError(
             f"device is {machine.device}: the roofline is that of a cpu; add --device cpu"
         )
-    from bench.roofline.machine_speed import ProductSpeed, ReadSpeed
+    from bench.roofline.machine_speed import ProductSpeed, ReadSpeed, measure
     from bench.roofline.model_work import work_of
-    from bench.roofline.steps import measure
 
     dtype = bench.runner.dtype
     work = work_of(files.config, config.worker.quantization, dtype.itemsize)

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 import torch
 
-from bench.command import EXIT_OK, command_parser, run_command
-from bench.report.markdown import markdown_table
+from bench.cli.command import EXIT_OK, command_parser, run_command
+from bench.report.table import markdown_table
 from bench.roofline.machine_speed import CPU, READ_BYTES, OneProduct, ReadSpeed, least_seconds
 from bench.roofline.roofline_model import Product
-from quadriga.config.worker_args import WorkerArgs
-from quadriga.model_files.gguf.types import BLOCK_SIZES
-from worker_proc.engine_factory import make_engine
-from worker_proc.loading.gguf_blocks import PackedRows
+from quadriga.server.config.engine_args import WorkerArgs
+from quadriga.server.models.formats.quantization import BLOCK_SIZES
+from worker_proc.engines.factory import make_engine
+from worker_proc.models.quantized_weights import PackedRows
 
 ROWS = (1, 8, 32)
 CACHED = Product(2048, 1024)

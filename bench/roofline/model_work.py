@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from bench.roofline.roofline_model import Product, Work
-from worker_proc.attention.base import AttentionShape
+from worker_proc.models.attention import AttentionShape
+from worker_proc.models.decoder import build_model
 from worker_proc.models.layers import (
     Activation,
     Attention,
@@ -16,7 +17,6 @@ from worker_proc.models.layers import (
     RMSNorm,
 )
 from worker_proc.models.ops import Ops
-from worker_proc.models.registry import build_model
 
 # Bytes of a quantized weight, with its share of the scales of a group of 32.
 WEIGHT_BYTES = {"int8": 1 + 2 / 32, "int4": 0.5 + 4 / 32}

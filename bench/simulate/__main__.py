@@ -2,6 +2,6 @@
 
 import sys
 
-from bench.simulate.simulator import main
+from bench.simulate.command import main
 
 sys.exit(main())

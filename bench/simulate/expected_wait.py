@@ -18,20 +18,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.command import EXIT_FAILED, EXIT_OK, command_parser, run_command, run_until_signal
-from bench.load.mixed_prompts import LONG_INPUT, LONG_OUTPUT
+from bench.cli.command import EXIT_FAILED, EXIT_OK, command_parser, run_command, run_until_signal
 from bench.load.synthetic import Lengths
-from bench.load.trace import TraceRequest, prompt_ids
-from bench.simulate import cost_model
-from bench.simulate.run import World
+from bench.scenarios import LONG_INPUT, LONG_OUTPUT
 from quadriga import clock
 from quadriga.client.async_client import AsyncClient
 from quadriga.client.request_handle import RequestHandle
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.from_client import MAX_PROGRESS_IDS
-from quadriga.wire.messages.to_client import RequestState
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.wire.client import MAX_PROGRESS_IDS, RequestState
+from simulator import cost_model
+from simulator.trace import TraceRequest, prompt_ids
+from simulator.world import World
 
 MIN_WAIT_S = 1.0
 ASK_INTERVAL_S = 0.25

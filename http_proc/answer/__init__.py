@@ -1,1 +1,1 @@
-"""Parse a model's answer, while it is generated, into text, reasoning and tool calls."""
+"""The parser of answers: text, reasoning and tool calls, while they arrive."""

@@ -1,12 +1,22 @@
-"""Find marks in an answer that arrives in pieces.
+"""Find marks in an answer that arrives in pieces, and write the text between them.
 
-The parsers are coroutines: they read an `AnswerInput` and yield when they need more of the answer.
+The first part searches for marks, the second writes text and reasoning without the whitespace that
+belongs to the marks around them, the third runs a parser that is a generator of steps on the pieces
+of its input.
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable
 from functools import lru_cache
 from typing import TypeVar
+
+from http_proc.answer.events import AnswerEvent, EventWriter, ReasoningDelta, TextDelta
+
+# Find marks in an answer that arrives in pieces.
+#
+# The parsers are coroutines: they read an `AnswerInput` and yield when they need more of the
+# answer.
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -213,3 +223,162 @@ def first_part(mark: str) -> str:
 def stripped(*marks: str) -> list[str]:
     """Return the marks that are not empty, without the whitespace at their ends."""
     return [mark.strip() for mark in marks if mark.strip()]
+
+
+# Write text and reasoning without the whitespace that belongs to the marks around them.
+
+
+class TextSink:
+    """Write text unchanged."""
+
+    kind: type[TextDelta | ReasoningDelta] = TextDelta
+
+    def __init__(self, writer: EventWriter) -> None:
+        self._writer = writer
+
+    def write(self, text: str) -> None:
+        """Write a piece."""
+        self._writer.text(text)
+
+    def after_calls(self) -> None:
+        """Prepare for the text that follows calls."""
+
+    def is_plain(self, text: str, marks: Marks) -> bool:
+        """Return whether a piece without marks would be written at once and unchanged."""
+        return text != "" and not marks.may_begin_in(text)
+
+    def finish(self) -> None:
+        """Write what was held back; the answer has ended."""
+
+
+class TextAroundCalls(TextSink):
+    """Write text without the whitespace that stands alone before, between and after calls."""
+
+    def __init__(self, writer: EventWriter) -> None:
+        super().__init__(writer)
+        self._spaces: list[str] | None = []
+
+    def write(self, text: str) -> None:
+        """Write a piece."""
+        if self._spaces is None:
+            self._writer.text(text)
+        elif not text or text.isspace():
+            self._spaces.append(text)
+        else:
+            self._writer.text("".join(self._spaces) + text)
+            self._spaces = None
+
+    def is_plain(self, text: str, marks: Marks) -> bool:
+        """Return whether a piece without marks would be written at once and unchanged."""
+        return self._spaces is None and super().is_plain(text, marks)
+
+    def after_calls(self) -> None:
+        """Drop the whitespace before the calls, and hold back the whitespace after them."""
+        self._spaces = []
+
+    def finish(self) -> None:
+        """Write what was held back; the answer has ended."""
+        if self._spaces and not self._writer.num_calls:
+            self._writer.text("".join(self._spaces))
+
+
+class ReasoningSink(TextSink):
+    """Write reasoning without the newlines at its end."""
+
+    kind = ReasoningDelta
+
+    def __init__(self, writer: EventWriter) -> None:
+        super().__init__(writer)
+        self._newlines: list[str] = []
+
+    def write(self, text: str) -> None:
+        """Write a piece."""
+        content = text.rstrip("\r\n")
+        if content:
+            self._writer.reasoning("".join(self._newlines) + content)
+            self._newlines.clear()
+        if len(content) < len(text):
+            self._newlines.append(text[len(content) :])
+
+    def is_plain(self, text: str, marks: Marks) -> bool:
+        """Return whether a piece without marks would be written at once and unchanged."""
+        return not self._newlines and text[-1:] not in "\r\n" and super().is_plain(text, marks)
+
+
+# Run a parser that is a generator of steps on the pieces of its input.
+
+
+class StepRunner:
+    """Continue the steps of a parser whenever a piece of its input has arrived.
+
+    Args:
+        source: the input that the steps read.
+        steps: the steps, which have not begun.
+
+    Attributes:
+        is_done: the steps have ended.
+    """
+
+    def __init__(self, source: AnswerInput, steps: Steps[None]) -> None:
+        self._source = source
+        self._steps = steps
+        self.is_done = False
+
+    def push(self, text: str) -> None:
+        """Append a piece to the input and run the steps until they need more."""
+        self._source.push(text)
+        self._advance()
+
+    def finish(self) -> None:
+        """End the input and run the steps to their end."""
+        self._source.is_ended = True
+        self._advance()
+
+    def _advance(self) -> None:
+        if not self.is_done:
+            self.is_done = next(self._steps, True) is True
+
+
+class SteppedParser(ABC):
+    """Parse an answer in steps. Pieces of plain text are copied without a step.
+
+    Args:
+        source: the answer.
+        writer: takes the events.
+    """
+
+    def __init__(self, source: AnswerInput, writer: EventWriter) -> None:
+        self._source = source
+        self._writer = writer
+        self._copied: tuple[Marks, TextSink] | None = None
+        self._runner = StepRunner(source, self._answer())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer has ended at a call that repeats an earlier one."""
+        return self._writer.is_over
+
+    def push(self, text: str) -> list[AnswerEvent]:
+        """Take the next piece of the answer and return what is certain now."""
+        if self._copied is not None and not self._source.has_rest:
+            marks, sink = self._copied
+            if sink.is_plain(text, marks):
+                return [sink.kind(text)]
+        self._runner.push(text)
+        return self._writer.take()
+
+    def finish(self) -> list[AnswerEvent]:
+        """Return the rest; nothing may be pushed afterwards."""
+        self._runner.finish()
+        return self._writer.take()
+
+    @abstractmethod
+    def _answer(self) -> Steps[None]:
+        """Parse the answer to its end and write its events."""
+
+    def _copy(self, marks: Marks, sink: TextSink) -> Steps[str]:
+        """Copy text up to a mark, which is not consumed, and return the mark."""
+        self._copied = (marks, sink)
+        mark = yield from marks.copy_before(self._source, sink.write)
+        self._copied = None
+        return mark

@@ -1,1 +1,1 @@
-"""The HTTP APIs that generate text: one folder or file for each, on the same chat layer."""
+"""The APIs that generate text, one to three files each, and the endpoints beside generation."""

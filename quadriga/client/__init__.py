@@ -23,7 +23,7 @@ from quadriga.client.async_client import AsyncClient, RequestOptions
 from quadriga.client.sync_client import Client
 from quadriga.client.types import Completion, StreamChunk, Timings
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.from_client import ChatOptions
+from quadriga.wire.client import ChatOptions
 
 __all__ = [
     "AsyncClient",

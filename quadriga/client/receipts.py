@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.packing import pack_ids
 
 NUM_DIGITS = 32
 # Parameters that change no token: what comes back beside the tokens, and the choices.

@@ -4,7 +4,6 @@ with LLM("smollm2-135m") as llm:
     print(llm.generate("The capital of France is").text)
 """
 
-from quadriga.llm.llm import LLM
-from quadriga.llm.server_flags import ServerFlags
+from quadriga.llm.llm import LLM, ServerFlags
 
 __all__ = ["LLM", "ServerFlags"]

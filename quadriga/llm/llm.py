@@ -1,24 +1,296 @@
-"""LLM: generate text in a program, without a server that is started by hand."""
+"""LLM: generate text in a program, without a server that is started by hand.
 
+ServerFlags lists the keywords, OwnedServer runs the launcher, and LLM is a client of it. The other
+end of the channel to the launcher is OwnerChannel in quadriga/server/processes/control_channel.py.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
-from quadriga.client.arguments import check_is_chat, check_options
+import msgspec
+
+from quadriga import errors
 from quadriga.client.async_client import RequestOptions
 from quadriga.client.sync_client import Client
-from quadriga.client.types import Chat, Completion, Prompt, StreamChunk
-from quadriga.config.model_args import BUILTIN_MODEL
-from quadriga.errors import RequestAborted, ServerFailed
-from quadriga.llm.owned_server import OwnedServer
-from quadriga.llm.server_flags import ServerFlags, server_argv
+from quadriga.client.types import (
+    Chat,
+    Completion,
+    Prompt,
+    StreamChunk,
+    check_is_chat,
+    check_options,
+)
+from quadriga.errors import ConfigError, QuadrigaError, RequestAborted, ServerFailed
+from quadriga.keywords import check_keywords
+from quadriga.programs import command_of
 from quadriga.sampling.params import SamplingParams
+from quadriga.server.config.engine_args import BUILTIN_MODEL
+from quadriga.server.config.flags import flag_name, foreign_flag_advice, value_type
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.wire.client import PRIVATE_ENDPOINT
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+# The flags of a server as keywords of LLM.
+
+
+class ServerFlags(TypedDict, total=False):
+    """Flags of the server, without those of the endpoint and the web gateway.
+
+    docs/configuration.md describes them: `max_batch_size=8` is `--max-batch-size 8`. A test
+    compares this list with the server's flags.
+    """
+
+    # Model
+    revision: str
+    tokenizer: str
+    chat_template: str
+    load_format: Literal["auto", "dummy"]
+    model_impl: Literal["auto", "native", "transformers"]
+    trust_remote_code: bool
+    context_length: int | None
+    # Frontend, text to token ids (tokenizer_proc)
+    tokenize_workers: int
+    default_max_tokens: int
+    allow_auto_truncate: bool
+    sampling_defaults: Literal["model", "openai"]
+    tool_call_parser: str
+    reasoning_parser: str
+    queue_timeout: float | None
+    request_timeout: float | None
+    # Scheduling (scheduler_proc)
+    max_batch_size: int
+    prefill_max_batch_size: int | None
+    prefill_max_tokens: int
+    chunked_prefill_size: int | None
+    max_num_partial_prefills: int
+    itl_target: float | None
+    max_running_requests: int
+    max_queued_requests: int
+    max_requests_per_client: int | None
+    batch_mode: Literal["prefill-first", "mixed", "decode-first", "alternate"]
+    batching: Literal["continuous", "static"]
+    schedule_policy: Literal["fcfs", "lpm", "dfs-weight", "pack", "priority", "shortest"]
+    pack_lookahead: int | None
+    pack_fifo_every: int | None
+    priority_preemption_threshold: int | None
+    fair_clients: bool
+    fair_tenants: bool
+    batch_concurrency_beside: int
+    schedule_conservativeness: float
+    disable_radix_cache: bool
+    plan_at_once: bool
+    speculative_method: Literal["none", "ngram", "auto", "self"]
+    num_speculative_tokens: int
+    journal: str
+    no_journal: bool
+    resume: bool
+    # Computation (worker_proc)
+    device: str
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    page_size: int
+    max_total_tokens: int | None
+    mem_fraction_static: float | None
+    attention_backend: Literal["auto", "native", "triton", "flashinfer", "torch"]
+    cuda_graph_max_bs: int | None
+    disable_cuda_graph: bool
+    enable_nvtx: bool
+    enable_deterministic_inference: bool
+    quantization: Literal["auto", "none", "int8", "int4", "gguf"]
+    kv_cache_dtype: Literal["auto", "int8", "fp8"]
+    kv_cache_dir: str
+    kv_cache_dir_size: float
+    kv_offloading_size: float
+    tp: int
+    worker_threads: int | None
+    no_affinity: bool
+    # Detokenization, token ids to text (detok_proc)
+    stream_interval: int
+    # Tenants (tokenizer_proc, scheduler_proc, http_proc)
+    keys: str
+    tenants_by: Literal["none", "address"]
+    usage_log: str
+    # Replicas (launcher.py, tokenizer_proc)
+    dp: int
+    load_balance_method: Literal["cache-aware", "least-loaded", "round-robin"]
+    cluster: Literal["none", "ray"]
+    ray_address: str
+    replica_cpus: float
+    nnodes: int | None
+    min_replicas: int | None
+    max_replicas: int | None
+    target_ongoing_requests: int
+    scale_up_after: float
+    scale_down_after: float
+    # Traces (tokenizer_proc, http_proc)
+    otlp_endpoint: str
+    trace_sampling_ratio: float | None
+    keep_traces: Literal["sampled", "all"]
+    # Start, stop and logging (launcher.py)
+    start_timeout: float
+    shutdown_timeout: float
+    max_restarts: int
+    watchdog_timeout: float
+    log_level: Literal["debug", "info", "warning", "error"]
+    log_format: Literal["text", "json"]
+    log_requests: bool
+    log_slow_requests: float | None
+    log_stats_interval: float
+
+
+# Values that differ from the command line's: the program is the only client.
+OWNED_SERVER = {
+    "endpoint": PRIVATE_ENDPOINT,
+    "no_http": True,
+    "no_status_line": True,
+    "log_level": "warning",
+}
+
+
+def server_argv(model: str | Path, flags: Mapping[str, Any]) -> list[str]:
+    """Return the command line flags of a server that only this program uses.
+
+    Raises:
+        TypeError: there is no such flag; the message names similar ones.
+        ConfigError: a value cannot work.
+    """
+    for name in flags.keys() - ServerFlags.__annotations__.keys():
+        if advice := foreign_flag_advice(flag_name(name)):
+            raise TypeError(f"LLM() has no keyword {name!r}: {advice}")
+    check_keywords("LLM", flags, ServerFlags.__annotations__)
+    fields = {f.name: f for group in ServerConfig().groups() for f in dataclasses.fields(group)}
+    values = {name: _checked(fields[name], value) for name, value in flags.items()}
+    config = ServerConfig().replace(**OWNED_SERVER | values, model=str(model))
+    config.validate()
+    return config.to_argv()
+
+
+def _checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
+    """Return the value of a flag if it has the flag's type; a path stands for its text."""
+    if isinstance(value, Path) and value_type(field.type) is str:
+        value = str(value)
+    try:
+        value = msgspec.convert(value, field.type)
+    except msgspec.ValidationError as error:
+        reason = str(error).replace("`", "").replace("null", "None").replace("Expected", "expected")
+        raise ConfigError(f"{field.name} is {value!r}: {reason}") from None
+    choices = field.metadata["choices"]
+    if choices and value not in choices:
+        raise ConfigError(f"{field.name} is {value!r}: it must be one of {', '.join(choices)}")
+    return value
+
+
+# A server that a program starts for itself; quadriga/server/processes/control_channel.py is the
+# other end.
+
+# Seconds in which the launcher kills its processes and removes the run directory.
+STOP_TIMEOUT_S = 20.0
+EXIT_TIMEOUT_S = 5.0
+
+_running: "weakref.WeakSet[OwnedServer]" = weakref.WeakSet()
+
+
+class OwnedServer:
+    """A launcher with a private endpoint, which stops when this program ends or closes it.
+
+    The two share a socket pair. The kernel closes the program's end even after SIGKILL. The server
+    is in a session of its own, so that Ctrl-C reaches the program only.
+
+    Args:
+        flags: command line flags of the server.
+    """
+
+    def __init__(self, flags: list[str]) -> None:
+        self._owner_pid = os.getpid()
+        self._is_closed = False
+        self._channel, theirs = socket.socketpair()
+        _running.add(self)
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command_of("launcher"), "--owner-fd", str(theirs.fileno()), *flags],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the launcher."""
+        return self._process.pid
+
+    def wait_until_ready(self) -> str:
+        """Wait until the server answers, and return its endpoint.
+
+        Raises:
+            QuadrigaError: the server could not start; the class and the message are the server's.
+        """
+        with self._channel.makefile("r", encoding="utf-8") as reports:
+            line = reports.readline()
+        if not line:
+            raise self._early_end()
+        report = json.loads(line)
+        if report["report"] == "failed":
+            raise errors.from_code(report["code"], report["message"])
+        endpoint: str = report["endpoint"]
+        return endpoint
+
+    def wait_for_end(self) -> str:
+        """Wait until the server ends, and return how it ended; "" if this program closed it."""
+        with suppress(OSError):  # the channel was closed before
+            self._channel.recv(1)
+        return "" if self._is_closed else self._end()
+
+    def _end(self) -> str:
+        try:
+            code = self._process.wait(EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return "closed its channel"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+
+    def _early_end(self) -> QuadrigaError:
+        return ServerFailed(
+            f"the server {self._end()} while it started; its output on stderr may say why"
+        )
+
+    def close(self) -> None:
+        """Stop the server and wait for its end; a fork of this program only forgets it."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if os.getpid() != self._owner_pid:
+            self._channel.close()
+            return
+        with self._channel, suppress(OSError):  # the launcher may have exited
+            self._channel.shutdown(socket.SHUT_RDWR)
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # the other processes exit when the launcher does
+            self._process.wait()
+
+
+def _close_in_fork() -> None:
+    """Close the channels in a fork: it would otherwise keep the servers running."""
+    for server in list(_running):
+        server.close()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
+
+
+# LLM: generate text in a program, without a server that is started by hand.
 
 # The server is ready, but a machine under load may take a while to answer.
 CONNECT_TIMEOUT_S = 30.0

@@ -5,8 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quadriga.errors import InvalidRequest
-from quadriga.sampling.limits import LIMITS
-from quadriga.sampling.params import GRAMMAR_FIELDS, SamplingParams, grammar_of
+from quadriga.sampling.params import GRAMMAR_FIELDS, LIMITS, SamplingParams, grammar_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

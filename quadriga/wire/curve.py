@@ -24,7 +24,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from quadriga import disk
 from quadriga.errors import ConfigError
-from quadriga.wire.async_port import AsyncPort
+from quadriga.wire.async_sockets import AsyncPort
 
 SERVER, CLIENT, INNER = "server", "client", "inner"
 PUBLIC, SECRET = ".key", ".key_secret"

@@ -12,12 +12,13 @@ import msgspec
 import zmq
 
 from quadriga.errors import AddressInUse, ConfigError
-from quadriga.wire.messages.from_client import MAX_FRAME_BYTES
+from quadriga.wire.client import MAX_FRAME_BYTES
 
 LINGER_MS = 2000
 MAX_CLIENT_MESSAGES = 4096
 # Messages of one client in the ROUTER, in each direction. libzmq bounds their number, not their
-# bytes: further ones wait in tokenizer_proc/clients.py, which bounds the bytes, or at the client.
+# bytes: further ones wait at the client, or in tokenizer_proc/deliver/clients.py, which bounds the
+# bytes.
 MAX_ROUTER_MESSAGES = 64
 HEARTBEAT_MS = 5000
 RECONNECT_MS = 20

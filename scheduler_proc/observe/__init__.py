@@ -1,1 +1,1 @@
-"""Statistics, server info and the status line."""
+"""Counters, log lines, spans, and the report to the frontend's router."""

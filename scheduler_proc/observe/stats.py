@@ -1,18 +1,123 @@
-"""Counters of the scheduler, for the server info and the bench."""
+"""Counters of the scheduler, for the server info and the bench.
 
+`GuessStats` counts speculative tokens, `TenantStats` what each tenant has used, `SchedulerStats`
+everything else.
+"""
+
+import heapq
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from quadriga.histogram import SECONDS, Histogram
-from quadriga.wire.messages.to_client import InfoValues
-from quadriga.wire.messages.to_scheduler import CLIENT, CLIENT_LOST, SERVER_STOPPING
-from quadriga.wire.messages.worker import StepResult
-from scheduler_proc.observe.guess_stats import GuessStats
-from scheduler_proc.observe.tenant_stats import TenantStats
-from scheduler_proc.state.batch import ForwardMode, ScheduleBatch
-from scheduler_proc.state.plan import StepUpdate
+from quadriga.server.histogram import SECONDS, Histogram
+from quadriga.server.tenants import parent_name
+from quadriga.wire.client import InfoValues
+from quadriga.wire.packing import num_ids
+from quadriga.wire.to_scheduler import CLIENT, CLIENT_LOST, SERVER_STOPPING
+from quadriga.wire.worker import StepResult
+from scheduler_proc.state.batch import ForwardMode, ScheduleBatch, StepUpdate
 from scheduler_proc.state.request import FinishReason, Request
+
+# Counters of guessed tokens, by vLLM's names.
+
+
+class GuessStats:
+    """Rows with guesses, guesses, and right guesses, since start."""
+
+    def __init__(self, max_guesses: int) -> None:
+        """Start at zero. max_guesses: largest number of guesses in a row of a step."""
+        self._num_rows = 0
+        self._num_guesses = 0
+        self._num_right = [0] * max_guesses  # by place in the row
+
+    def on_step(self, result: StepResult) -> None:
+        """Count the guesses of a step."""
+        for row in result.guessed:
+            self._num_rows += 1
+            self._num_guesses += row.num_guesses
+            for place in range(num_ids(row.token_ids)):
+                self._num_right[place] += 1
+
+    def info(self) -> InfoValues:
+        """Return all counters, as docs/protocol.md lists them."""
+        return {
+            "spec_decode_num_drafts_total": self._num_rows,
+            "spec_decode_num_draft_tokens_total": self._num_guesses,
+            "spec_decode_num_accepted_tokens_total": sum(self._num_right),
+            "spec_decode_num_accepted_tokens_per_pos": {
+                str(place): count for place, count in enumerate(self._num_right)
+            },
+        }
+
+
+# Counters of each tenant, bounded in number, for the server info.
+
+MAX_SHOWN = 100
+MAX_KEPT = 1024
+OTHER = "other"
+
+# What is counted, in the order of the numbers.
+FIELDS = ("requests", "prompt_tokens", "cached_tokens", "generation_tokens", "queue_seconds")
+Counts = list[float]
+
+
+def usage_of(request: Request) -> tuple[int, int, int]:
+    """Return prompt, cached and generated tokens; the prompt counts for the first choice only."""
+    if request.index:
+        return 0, 0, request.num_generated
+    return request.num_prompt, request.cached_tokens, request.num_generated
+
+
+class TenantStats:
+    """Count requests and tokens by tenant; users count with their tenants.
+
+    The MAX_SHOWN tenants with the most tokens are shown by name, the others together. At most
+    MAX_KEPT are kept apart; beyond them the smaller half is added to the others for good.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Counts] = {}
+        self._other: Counts = [0.0] * len(FIELDS)
+
+    def on_finish(self, request: Request) -> None:
+        """Count a request that has ended."""
+        if not request.tenant:
+            return
+        name = parent_name(request.tenant)
+        counts = self._counts.get(name)
+        if counts is None:
+            if len(self._counts) >= MAX_KEPT:
+                self._merge_smaller_half()
+            counts = self._counts[name] = [0.0] * len(FIELDS)
+        prompt, cached, generated = usage_of(request)
+        queued = max(0.0, request.admitted_at - request.tokenized_at) if request.admitted_at else 0
+        _add(counts, [request.index == 0, prompt, cached, generated, queued])
+
+    def info(self) -> dict[str, Counts]:
+        """Return the numbers of FIELDS by the names of tenants."""
+        shown = set(heapq.nlargest(MAX_SHOWN, self._counts, self._num_tokens))
+        values = {name: list(counts) for name, counts in self._counts.items() if name in shown}
+        other = list(self._other)
+        for name, counts in self._counts.items():
+            if name not in shown:
+                _add(other, counts)
+        return values | {OTHER: other} if any(other) else values
+
+    def _num_tokens(self, name: str) -> float:
+        _, prompt, _, generated, _ = self._counts[name]
+        return prompt + generated
+
+    def _merge_smaller_half(self) -> None:
+        for name in sorted(self._counts, key=self._num_tokens)[: MAX_KEPT // 2]:
+            _add(self._other, self._counts.pop(name))
+
+
+def _add(counts: Counts, more: Counts) -> None:
+    for index, count in enumerate(more):
+        counts[index] += count
+
+
+# Counters of the scheduler, for the server info and the bench.
 
 RECENT_STEPS = 4096
 ABORTED_BY = (CLIENT, CLIENT_LOST, SERVER_STOPPING)

@@ -7,11 +7,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from quadriga.wire.messages.arrays import num_ids, unpack_ids
-from quadriga.wire.messages.trace import Attributes
-from quadriga.wire.messages.worker import StepResult
-from scheduler_proc.state.batch import ScheduleBatch
-from scheduler_proc.state.plan import Plan
+from quadriga.wire.packing import num_ids, unpack_ids
+from quadriga.wire.trace import Attributes
+from quadriga.wire.worker import StepResult
+from scheduler_proc.state.batch import Plan, ScheduleBatch
 from scheduler_proc.state.request import Request, RequestStatus, WaitReason
 from scheduler_proc.state.span_recorder import PREFILL, QUEUE, SpanRecorder
 

@@ -1,1 +1,1 @@
-"""Which requests may run: limits, slots, pages, quarantine; the costs of steps, and guesses."""
+"""Decide which requests run in the next step: order, slots, pages, prompts, costs, speculation."""

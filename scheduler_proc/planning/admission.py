@@ -1,9 +1,19 @@
-"""Slots and pages, and whether a waiting request can have them now."""
+"""Slots and pages: which waiting request can have them now, and the state that the core works on.
 
-from quadriga.config.scheduler_args import SchedulerArgs
+`Admission` gives slots and pages and takes them back, `CoreState` has all requests and pages, by
+which every part of the core decides.
+"""
+
 from quadriga.errors import PromptTooLong, RequestFailed
+from quadriga.server.config.engine_args import SchedulerArgs
+from scheduler_proc.planning.fairness import make_queue, make_turns
+from scheduler_proc.planning.quarantine import Quarantine, is_quarantined
+from scheduler_proc.state.batch import RunningBatch
 from scheduler_proc.state.kv_cache import KVCache
+from scheduler_proc.state.kv_offload import NoOffload
 from scheduler_proc.state.request import Request, RequestStatus
+
+# Slots and pages, and whether a waiting request can have them now.
 
 INIT_RATIO = 0.7
 MIN_RATIO_FACTOR = 0.14  # times INIT_RATIO
@@ -126,3 +136,41 @@ class Admission:
             f" tokens with {request.num_prompt} of its prompt and {request.num_generated} generated"
             " ones; ask for fewer tokens, or start the server with a larger --max-total-tokens"
         )
+
+
+# What the parts of the core work on: where each request stands, and which pages it holds.
+
+
+class CoreState:
+    """Requests and pages.
+
+    A request stands in `waiting` or `quarantine` until it has a slot, then in `running` as long as
+    it needs steps. A quarantined one is in `quarantine` all the time.
+
+    Args:
+        args: the scheduler's flags.
+        kv: the pages, none of which is held yet.
+        offload: what is beyond them.
+
+    Attributes:
+        kv: the pages.
+        offload: the pages beyond the pool.
+        admission: the slots, and which requests hold slot and pages.
+        waiting: the requests that wait, in the order of the policy.
+        quarantine: the requests that run alone.
+        running: the requests that decode, and those whose prompts are partly computed.
+    """
+
+    def __init__(self, args: SchedulerArgs, kv: KVCache, offload: NoOffload) -> None:
+        self.kv = kv
+        self.offload = offload
+        self.admission = Admission(args, kv)
+        self.waiting = make_queue(args, kv.match_prefix, kv.page_size)
+        self.quarantine = Quarantine()
+        self.running = RunningBatch(
+            args.max_batch_size, args.batch_concurrency_beside, make_turns(args)
+        )
+
+    def queue(self, request: Request) -> None:
+        """Let a request without a slot wait."""
+        (self.quarantine if is_quarantined(request) else self.waiting).push(request)

@@ -6,8 +6,8 @@ keeps slot, pages and a row in every step until the last one of its batch has en
 servers; what its row samples is dropped. Such requests are the padding of the batch.
 """
 
-from quadriga.config.scheduler_args import SchedulerArgs
-from scheduler_proc.planning.core_state import CoreState
+from quadriga.server.config.engine_args import SchedulerArgs
+from scheduler_proc.planning.admission import CoreState
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.request import Request
 

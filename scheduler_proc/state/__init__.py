@@ -1,1 +1,1 @@
-"""Requests, batches and the pages of the KV pool."""
+"""Requests, batches, and the KV pages in the pool and beyond it."""

@@ -1,24 +1,190 @@
-"""The state of one request, from the waiting queue to its end."""
+"""The state of one request, from the waiting queue to its end.
+
+With it, the sampling parameters that the worker's slot needs, and the record of how good the
+request's speculative tokens were lately.
+"""
 
 import enum
 import sys
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 
 from quadriga.errors import QuadrigaError
-from quadriga.sampling.limits import LIMITS
-from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.grammar import GrammarForm
-from quadriga.wire.messages.logprobs import LogprobBlock
-from quadriga.wire.messages.to_client import ErrorInfo
-from quadriga.wire.messages.to_scheduler import Submit
-from quadriga.wire.messages.worker import NewSlot, SlotSamplingParams
-from scheduler_proc.state.guess_record import GuessRecord
+from quadriga.sampling.params import LIMITS, MAX_SEED, NEUTRAL, SamplingParams, given
+from quadriga.wire.client import ErrorInfo
+from quadriga.wire.grammar import GrammarForm
+from quadriga.wire.logprobs import LogprobBlock
+from quadriga.wire.packing import pack_floats, pack_ids, unpack_ids
+from quadriga.wire.to_scheduler import Submit
+from quadriga.wire.worker import NewSlot, SlotSamplingParams, WantedLogprobs
 from scheduler_proc.state.prefix_tree import Node
-from scheduler_proc.state.slot_params import ResolvedSampling, slot_sampling_params
 from scheduler_proc.state.span_recorder import SpanRecorder
+
+# How good the guesses of one request were lately.
+
+PRIOR_RIGHT, PRIOR_WRONG = 0.5, 0.25  # what is taken for granted of a new request
+MEMORY = 0.8  # weight of earlier guesses at each step with guesses
+FIRST_PAUSE, MAX_PAUSE = 16, 256  # steps
+
+
+@dataclass(slots=True)
+class GuessRecord:
+    """The recent guesses of a request, and when it may guess again where they were wrong.
+
+    Attributes:
+        prior_right, prior_wrong: guesses that are taken for granted.
+        memory: weight of earlier guesses at each step with guesses.
+        pause: steps without guesses before the next try; doubled while tries fail.
+        wait: steps that are left of it.
+    """
+
+    prior_right: float = PRIOR_RIGHT
+    prior_wrong: float = PRIOR_WRONG
+    memory: float = MEMORY
+    _right: float = 0.0
+    _wrong: float = 0.0
+    pause: int = FIRST_PAUSE
+    wait: int = 0
+
+    @property
+    def rate(self) -> float:
+        """The share of guesses that are right, of those whose predecessors were right."""
+        right = self.prior_right + self._right
+        return right / (right + self.prior_wrong + self._wrong)
+
+    def observe(self, num_guesses: int, num_right: int) -> None:
+        """Take in the guesses of a step. Those after the first wrong one say nothing."""
+        self._right = self.memory * self._right + num_right
+        self._wrong = self.memory * self._wrong + (num_right < num_guesses)
+        if num_right:
+            self.pause = FIRST_PAUSE
+
+    def fade(self, weight: float) -> None:
+        """Trust earlier guesses less after a step without guesses."""
+        self._right *= weight
+        self._wrong *= weight
+
+    def may_try(self) -> bool:
+        """Return whether a request whose guesses do not pay should try one; count the step."""
+        if self.wait > 0:
+            self.wait -= 1
+            return False
+        self.wait = self.pause
+        self.pause = min(2 * self.pause, MAX_PAUSE)
+        return True
+
+
+# The sampling parameters of a request as the worker's slot needs them.
+
+MAX_JUMP_GRAMMAR_CHARS = 32_768  # the library takes 28 ms to find 30,000 forced characters
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedSampling:
+    """SamplingParams of one choice, with a value for everything that a step needs.
+
+    Attributes:
+        params: everything else, as the client has sent it.
+    """
+
+    params: SamplingParams
+    max_new_tokens: int
+    seed: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+
+    @classmethod
+    def of_choice(cls, params: SamplingParams, index: int) -> "ResolvedSampling":
+        """Return the parameters of choice `index` of `params.n`.
+
+        Each choice has a seed of its own, and only the first one returns prompt logprobs.
+
+        Raises:
+            ValueError: max_new_tokens or seed, which the frontend fills in, is missing.
+        """
+        max_new_tokens, seed = params.max_new_tokens, params.seed
+        if max_new_tokens is None or seed is None:
+            raise ValueError("max_new_tokens or seed is missing")
+        if index and params.prompt_logprobs is not None:
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        return cls(
+            params=params,
+            max_new_tokens=max_new_tokens,
+            seed=(seed + index) % (MAX_SEED + 1),
+            temperature=given(params.temperature, NEUTRAL.temperature),
+            top_k=given(params.top_k, NEUTRAL.top_k),
+            top_p=given(params.top_p, NEUTRAL.top_p),
+            min_p=given(params.min_p, NEUTRAL.min_p),
+            repetition_penalty=given(params.repetition_penalty, NEUTRAL.repetition_penalty),
+        )
+
+
+def slot_sampling_params(
+    sampling: ResolvedSampling,
+    num_prompt: int,
+    stop_ids: Iterable[int],
+    bad_words: list[bytes],
+    grammar: GrammarForm | None,
+) -> SlotSamplingParams | None:
+    """Return what a slot needs beyond temperature, top_k, top_p and seed; None for nothing.
+
+    Args:
+        sampling: parameters of the choice.
+        num_prompt: number of prompt tokens.
+        stop_ids: every token id that ends the request.
+        bad_words: token ids (int32 bytes) of each.
+        grammar: what the text must match.
+    """
+    params = sampling.params
+    masks_stops = params.min_new_tokens > 0 or grammar is not None
+    slot_params = SlotSamplingParams(
+        num_prompt=0,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        bias_ids=pack_ids(params.logit_bias),
+        bias=pack_floats(params.logit_bias.values()),
+        allowed_ids=pack_ids(params.allowed_token_ids or ()),
+        bad_words=bad_words,
+        min_new_tokens=params.min_new_tokens,
+        stop_ids=pack_ids(sorted(stop_ids)) if masks_stops else b"",
+        logprobs=_wanted_logprobs(params),
+        prompt_logprobs=params.prompt_logprobs,
+        grammar=grammar.key if grammar is not None else b"",
+        jumps=grammar is not None and _allows_jump_forward(params, grammar),
+    )
+    if slot_params == _DEFAULTS:
+        return None
+    return msgspec.structs.replace(slot_params, num_prompt=num_prompt)
+
+
+def _wanted_logprobs(params: SamplingParams) -> int | WantedLogprobs | None:
+    if not params.logprob_token_ids:
+        return params.logprobs
+    return WantedLogprobs(params.logprobs or 0, pack_ids(params.logprob_token_ids))
+
+
+def _allows_jump_forward(params: SamplingParams, grammar: GrammarForm) -> bool:
+    """Return whether forced tokens equal the tokens that would be sampled, and need no logprobs.
+
+    A grammar that could force a very long text is left out: looking for it takes long.
+    """
+    masked = params.logit_bias or params.allowed_token_ids is not None or params.bad_words
+    too_long = len(grammar.text) > MAX_JUMP_GRAMMAR_CHARS
+    return not (masked or params.num_top_logprobs is not None or too_long)
+
+
+_DEFAULTS = SlotSamplingParams(num_prompt=0)
+
+
+# The state of one request, from the waiting queue to its end.
 
 # Of a request without a target. It bounds for how long others with a target go first.
 DEFAULT_TTFT_TARGET_S = 5.0

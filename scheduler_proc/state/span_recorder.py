@@ -6,7 +6,7 @@ the worker computes of a phase is a span within it.
 
 from dataclasses import dataclass, field
 
-from quadriga.wire.messages.trace import Attributes, AttributeValue, Span, SpanEvent, TraceContext
+from quadriga.wire.trace import Attributes, AttributeValue, Span, SpanEvent, TraceContext
 
 TOKENIZE, QUEUE, PREFILL, DECODE = "tokenize", "queue", "prefill", "decode"
 WORKER_RESTART, SCHEDULER_RESTART = "worker restart", "scheduler restart"

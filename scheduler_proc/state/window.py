@@ -13,7 +13,7 @@ pages that the next token can see.
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from quadriga.windows import num_seen_pages
+from quadriga.server.models.families.windows import num_seen_pages
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.prefix_tree import Node, PrefixTree
 from scheduler_proc.state.request import ALL_TOKENS, Request

@@ -20,17 +20,16 @@ import msgspec
 import psutil
 
 from quadriga.client import Client, SamplingParams
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.from_client import ClientMessage
-from quadriga.wire.messages.to_client import Chunk, Chunks, ServerMessage
-from quadriga.wire.messages.to_detok import (
+from quadriga.wire.client import Chunk, Chunks, ClientMessage, ServerMessage
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.to_detok import (
     Delivered,
     DetokMessage,
     StepOutput,
     StreamEnd,
     StreamStart,
 )
-from quadriga.wire.messages.to_scheduler import (
+from quadriga.wire.to_scheduler import (
     AbortRequest,
     InfoRequest,
     ProgressRequest,
@@ -38,7 +37,7 @@ from quadriga.wire.messages.to_scheduler import (
     StopFound,
     Submit,
 )
-from quadriga.wire.messages.worker import (
+from quadriga.wire.worker import (
     FailedRow,
     NewSlot,
     ResultMessage,
@@ -47,7 +46,7 @@ from quadriga.wire.messages.worker import (
     WorkerMessage,
     WorkerReady,
 )
-from scheduler_proc.durability.journal_records import JournalRecord, TokenRecord
+from scheduler_proc.journal.file import JournalRecord, TokenRecord
 from tests.faults.raw_client import RawClient
 from tests.server import is_alive, running_server, settle
 from tests.tiny_models import tiny_llama

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quadriga.errors import ConfigError
-from quadriga.runtime.child import HOOK_VARIABLE
-from quadriga.wire.messages.arrays import unpack_ids
-from quadriga.wire.messages.worker import StepPlan
+from quadriga.server.processes.child import HOOK_VARIABLE
+from quadriga.wire.packing import unpack_ids
 from quadriga.wire.sockets import NO_LIMIT, Inbox
+from quadriga.wire.worker import StepPlan
 
 if TYPE_CHECKING:
     from scheduler_proc.scheduler import Scheduler
@@ -199,7 +199,7 @@ def retract_one(scheduler: "Scheduler", number: int) -> None:
 
     A quarantined request is left alone.
     """
-    from scheduler_proc.state.plan import Plan
+    from scheduler_proc.state.batch import Plan
     from scheduler_proc.state.request import RetractReason
 
     core = scheduler.lifecycle.core

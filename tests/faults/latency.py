@@ -22,7 +22,7 @@ from typing import Any
 
 import msgpack
 
-from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.packing import pack_ids
 from tests.faults.raw_client import RawClient
 from tests.server import running_server
 from tests.tiny_models import tiny_llama

@@ -15,7 +15,7 @@ import msgpack
 
 from quadriga.client import AsyncClient, Completion, SamplingParams
 from quadriga.errors import DeadlineExceeded, PromptTooLong, QuadrigaError
-from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.packing import pack_ids
 from tests.faults.raw_client import RawClient
 from tests.tcp_proxy import TcpProxy
 from tests.tiny_models import SENTENCES

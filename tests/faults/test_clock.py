@@ -225,8 +225,8 @@ def test_a_launcher_that_is_killed_leaves_no_process_behind_though_all_are_stopp
             client.generate([5, 6], SamplingParams(max_new_tokens=4, regex="[ab]{2}"))
         processes = psutil.Process(server.process.pid).children(recursive=True)
         commands = " ".join(word for process in processes for word in process.cmdline())
-        assert "worker_proc.distributed.tp_rank" in commands
-        assert "tokenizer_proc.grammars.sandbox" in commands
+        assert "worker_proc.tp_rank" in commands
+        assert "tokenizer_proc.intake.grammar_sandbox" in commands
         with stopped(processes):
             server.process.kill()
             wait_until(lambda: not any(is_alive(process.pid) for process in processes), 3)

@@ -12,7 +12,7 @@ import pytest
 from bench.client.server import free_port
 from quadriga.client import Client, SamplingParams
 from quadriga.errors import QuadrigaError, ServerFailed, ServerStopping, ServerUnreachable
-from quadriga.runtime.exit_codes import EXIT_CHILD_DIED, EXIT_FORCED, EXIT_OK
+from quadriga.server.processes.control_channel import EXIT_CHILD_DIED, EXIT_FORCED, EXIT_OK
 from tests.everything import more
 from tests.server import Server, running_server, stop, wait_until
 

@@ -12,7 +12,7 @@ import pytest
 
 from bench.client.server import free_port
 from quadriga.client import Client
-from quadriga.runtime.exit_codes import EXIT_OK
+from quadriga.server.processes.control_channel import EXIT_OK
 from tests.faults.test_resume import PARAMS, PROMPTS, TIMEOUT_S, ClientLoad
 from tests.server import ROOT, Server, kill_tree, running_server, wait_until
 

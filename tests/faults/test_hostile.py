@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from quadriga.client import Client, SamplingParams
-from quadriga.wire.messages.from_client import MAX_FRAME_BYTES
+from quadriga.wire.client import MAX_FRAME_BYTES
 from tests.everything import more
 from tests.faults.fuzz import fuzz_decoders, fuzz_public
 from tests.faults.latency import attack

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quadriga import disk
-from quadriga.tenants.parsing import read_tenants
+from quadriga.server.tenants import read_tenants
 from quadriga.wire.curve import AllowList, load_pair
 from tests.faults.power_cuts import NO_POWER_CUTS, DurableDisk
 from tests.server import ROOT
@@ -95,7 +95,7 @@ def test_replaced_files_and_made_directories_are_durable(root: Path, tmp_path: P
 
 def test_a_key_that_was_shown_is_in_its_file(root: Path, tmp_path: Path) -> None:
     power, keys = DurableDisk(root, tmp_path), root / "keys.yaml"
-    program = "import sys; from quadriga.cli.main import main; sys.exit(main())"
+    program = "import sys; from quadriga.server.cli.main import main; sys.exit(main())"
     quadriga = (sys.executable, "-c", program, "keys")
     run(power, *quadriga, "add", "--keys", str(keys), "fox")
     power.cut()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from quadriga.client import AsyncClient, Client, Completion
-from quadriga.tracing.context import started, traceparent_of
-from quadriga.wire.messages.live import LiveStep
+from quadriga.server.tracing.context import started, traceparent_of
+from quadriga.wire.live import LiveStep
 from tests.everything import more
 from tests.faults.test_restarts import STREAMS, run_streams, run_streams_with_a_kill, same
 from tests.server import Server, running_server, settle, wait_until

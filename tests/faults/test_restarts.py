@@ -10,7 +10,7 @@ import pytest
 
 from quadriga.client import AsyncClient, Completion, SamplingParams
 from quadriga.errors import RequestFailed
-from quadriga.runtime.exit_codes import EXIT_OK
+from quadriga.server.processes.control_channel import EXIT_OK
 from tests.faults.inject import fault_environment
 from tests.server import Server, running_server, settle, wait_until
 

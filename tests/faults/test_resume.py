@@ -12,8 +12,8 @@ import pytest
 
 from bench.client.server import free_port
 from quadriga.client import AsyncClient, Completion, SamplingParams
-from quadriga.runtime.exit_codes import EXIT_START_FAILED
-from scheduler_proc.durability.journal_opening import FILE_NAME
+from quadriga.server.processes.control_channel import EXIT_START_FAILED
+from scheduler_proc.journal.writer import FILE_NAME
 from tests.faults.test_start import run_launcher
 from tests.server import Server, running_server, settle
 

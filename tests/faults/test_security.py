@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from bench.client.server import free_port
-from quadriga.cli.main import main
 from quadriga.client import Client
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, DeadlineExceeded, QuadrigaError, ServerUnreachable
+from quadriga.server.cli.main import main
+from quadriga.server.config.server_config import ServerConfig
 from quadriga.wire.curve import ALLOWED, HAND_OUT, make_client_keys, make_server_keys
 from tests.server import ROOT
 from tests.tcp_proxy import TcpProxy

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.client.server import free_port
-from quadriga.runtime.exit_codes import EXIT_START_FAILED, EXIT_USAGE
+from quadriga.server.processes.control_channel import EXIT_START_FAILED, EXIT_USAGE
 from tests.server import Server, launch, wait_until
 
 

@@ -26,7 +26,7 @@ from tests.unit.worker.test_speculation import (
     with_logprobs,
 )
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
-from worker_proc.runner import Runner
+from worker_proc.step.runner import Runner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 LARGE_POOL = 32_768

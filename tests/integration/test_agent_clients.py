@@ -18,9 +18,9 @@ import aiohttp
 import pytest
 from llguidance import LLTokenizer
 
-from quadriga.sampling.grammar import compile_grammar, to_library_form
 from quadriga.sampling.params import SamplingParams, grammar_of
-from quadriga.wire.messages.to_client import RequestProgress
+from quadriga.server.grammars.grammar import compile_grammar, to_library_form
+from quadriga.wire.client import RequestProgress
 from tests.unit.scripted_ring import ScriptedRing, gateway_before
 
 SESSION_TIMEOUT_S = 60.0

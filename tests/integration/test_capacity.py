@@ -6,8 +6,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.capacity import command, planner, search
-from bench.simulate import cost_model
+from bench.capacity import command
+from bench.capacity import command as planner
+from bench.capacity import command as search
+from simulator import cost_model
 from tests.waiting import wait_until
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.cli.main import main
 from quadriga.client import Client, SamplingParams
+from quadriga.server.cli.main import main
 from tests.server import ROOT, Server
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from quadriga import programs
-from quadriga.wire.node_links import NodeLinks, ReservedPort
+from quadriga.wire.links import NodeLinks, ReservedPort
 from quadriga.wire.sockets import bind_frames
 from tests.waiting import wait_until
 

@@ -21,10 +21,9 @@ import torch
 from transformers import AutoModelForCausalLM, GgufConfig, GPT2Config, GPT2LMHeadModel
 
 from quadriga.client import AsyncClient, SamplingParams
-from quadriga.config.model_args import BUILTIN_MODEL, ModelArgs
-from quadriga.model_files.builtin.catalog import BUILTINS
-from quadriga.model_files.builtin.fetch import cached_builtin_weights
-from quadriga.model_files.resolve import resolve_model
+from quadriga.server.config.engine_args import BUILTIN_MODEL, ModelArgs
+from quadriga.server.models.resolve import resolve_model
+from quadriga.server.models.sources import BUILTINS, cached_builtin_weights
 from tests import EVERYTHING
 from tests.faults.inject import fault_environment
 from tests.server import running_server, settle

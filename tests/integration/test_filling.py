@@ -10,7 +10,7 @@ import openai
 import pytest
 from tokenizers import AddedToken
 
-from quadriga.model_files.tokenizer import load_tokenizer
+from quadriga.server.models.formats.tokenizer import load_tokenizer
 from tests.gateway import MODEL, running_gateway
 from tests.server import running_server
 from tests.tiny_models import VOCAB_SIZE, tiny_llama

@@ -263,9 +263,9 @@ def test_a_request_keeps_its_id_and_gets_one_where_it_has_none(gateway: str) -> 
 
 
 def test_tls_files_make_it_https(server: Server, llama_dir: Path, tmp_path: Path) -> None:
-    from http_proc.listener import tls_context
-    from quadriga.config.http_args import HttpArgs
+    from http_proc.server import tls_context
     from quadriga.errors import ConfigError
+    from quadriga.server.config.frontend_args import HttpArgs
 
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subject = ["-subj", "/CN=localhost", "-days", "1", "-nodes", "-newkey", "rsa:2048"]

@@ -15,8 +15,13 @@ import pytest
 from bench.client.server import free_port
 from quadriga.client import Client
 from quadriga.errors import PromptTooLong
-from quadriga.runtime.exit_codes import EXIT_CHILD_DIED, EXIT_FORCED, EXIT_OK, EXIT_START_FAILED
 from quadriga.sampling.params import SamplingParams
+from quadriga.server.processes.control_channel import (
+    EXIT_CHILD_DIED,
+    EXIT_FORCED,
+    EXIT_OK,
+    EXIT_START_FAILED,
+)
 from tests.server import Server, is_alive, launch, running_server, wait_until
 
 BODY = {"prompt": [5], "max_tokens": 250, "stream": True, "ignore_eos": True}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quadriga.errors import ModelError
-from quadriga.model_files.builtin.fetch import builtin_weights
+from quadriga.server.models.sources import builtin_weights
 from tests.gateway import MODEL, running_gateway
 from tests.server import running_server
 

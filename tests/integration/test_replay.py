@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from bench.client.server import free_port
-from quadriga.cli.main import main
 from quadriga.client import AsyncClient, Client, SamplingParams
 from quadriga.client.receipts import Receipt, hash_ids
-from scheduler_proc.replay import command
+from quadriga.server.cli.main import main
+from scheduler_proc.journal import replay
 from tests.server import running_server
 
 pytestmark = pytest.mark.timeout(240)
@@ -120,21 +120,21 @@ def test_replays_are_equal_in_company_and_alone_and_differences_are_shown(
         assert main(["replay", "--list", "--journal", str(journal)]) == 0
         assert capsys.readouterr().out.count("tokens, ") == 12 + 2
         for arguments in ([first], [first, "--choice", "1"], *([other] for other in others)):
-            assert main(["replay", *arguments, *where]) == command.EXIT_EQUAL
+            assert main(["replay", *arguments, *where]) == replay.EXIT_EQUAL
             printed = capsys.readouterr().out
             assert printed.startswith("equal: all ")
             assert "the same model and kernels: native" in printed
         shutil.copytree(journal, copied)
     where = ["--journal", str(copied), "--max-total-tokens", "4096", "--worker-threads", "2"]
-    assert main(["replay", first, *where, "--dtype", "bfloat16"]) == command.EXIT_EQUAL
+    assert main(["replay", first, *where, "--dtype", "bfloat16"]) == replay.EXIT_EQUAL
     assert "the same model and kernels: native" in capsys.readouterr().out
 
     with monkeypatch.context() as patch:
-        patch.setattr(command, "params_of", lambda _: SamplingParams(temperature=2.0, seed=1))
-        assert main(["replay", first, *where, "--dtype", "float32"]) == command.EXIT_DIFFERS
+        patch.setattr(replay, "params_of", lambda _: SamplingParams(temperature=2.0, seed=1))
+        assert main(["replay", first, *where, "--dtype", "float32"]) == replay.EXIT_DIFFERS
     printed = capsys.readouterr().out
     assert "differs at token 1 of 30 (position " in printed
     assert "other kernels: native" in printed
     other = ["--model", str(gpt2_dir)]
-    assert main(["replay", first, *where, *other]) == command.EXIT_FAILED
+    assert main(["replay", first, *where, *other]) == replay.EXIT_FAILED
     assert "compare with a server of the same model" in capsys.readouterr().err

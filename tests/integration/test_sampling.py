@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quadriga.client import AsyncClient, Client, Completion, SamplingParams
-from quadriga.client.logprobs import TokenLogprob
+from quadriga.client.types import TokenLogprob
 from quadriga.errors import InvalidRequest, QueueFull
 from tests.faults.inject import fault_environment
 from tests.server import Server, running_server, settle

@@ -12,16 +12,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quadriga.client import AsyncClient, SamplingParams
-from quadriga.config.model_args import ModelArgs
-from quadriga.config.server_config import ServerConfig
-from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
-from quadriga.model_files.resolve import resolve_model
+from quadriga.server.config.engine_args import ModelArgs, WorkerArgs
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.models.resolve import resolve_model
 from tests.integration.test_equality import NEW_TOKENS, reference
 from tests.server import is_alive, running_server, wait_until
 from tests.tiny_models import tiny_gemma2, tiny_gpt2, tiny_llama
 from tests.unit.worker_driver import prompts_of
-from worker_proc.distributed.check import check_ranks
+from worker_proc.startup.build import check_ranks
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
 FLAGS = ["--device", "cpu", "--dtype", "float32", "--worker-threads", "1", "--page-size", "4"]

@@ -14,7 +14,7 @@ import pytest
 
 from bench.client.server import free_port
 from quadriga.client import AsyncClient, SamplingParams
-from quadriga.wire.messages.trace import RequestTrace
+from quadriga.wire.trace import RequestTrace
 from tests.server import Server, running_server, wait_until
 from tests.unit.tracing.collector import Collector, attributes_of, running_collector
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quadriga.config.model_args import ModelArgs
-from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
-from quadriga.model_files.resolve import resolve_model
+from quadriga.server.config.engine_args import ModelArgs, WorkerArgs
+from quadriga.server.models.resolve import resolve_model
 from tests import EVERYTHING
 from tests.integration.test_equality import (
     NEW_TOKENS,
@@ -19,7 +18,7 @@ from tests.integration.test_equality import (
     ways,
 )
 from tests.transformers_models import CONTEXT_LENGTH, tiny_model
-from worker_proc.distributed.check import check_ranks
+from worker_proc.startup.build import check_ranks
 
 FAMILIES = ["cohere", "olmoe", "deepseek_v3", "ministral"]
 

@@ -20,9 +20,9 @@ from tests.server import ROOT, kill_tree, wait_until_ready
 
 PROGRAMS = "quadriga/_programs/"
 LAB = ("roofline", "quality", "capacity", "peers", "start", "gpu")
-PAGE_SOURCE = ROOT / "http_proc" / "ui" / "source"  # of which npm makes the bundle
+PAGE_SOURCE = ROOT / "http_proc" / "page" / "source"  # of which npm makes the bundle
 PACKAGES = ("quadriga", "tokenizer_proc", "scheduler_proc", "worker_proc", "detok_proc",
-            "http_proc", "cluster_proc", "bench")  # fmt: skip
+            "http_proc", "cluster_proc", "simulator", "bench")  # fmt: skip
 SOURCES = (*PACKAGES, "launcher.py", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 SHADOW = 'raise RuntimeError("the user\'s file was imported")\n'

@@ -10,9 +10,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quadriga.config.scheduler_args import BATCH_MODES, POLICIES, SchedulerArgs
 from quadriga.errors import ConfigError
-from quadriga.wire.messages.to_scheduler import StopFound
+from quadriga.server.config.engine_args import BATCH_MODES, POLICIES, SchedulerArgs
+from quadriga.wire.to_scheduler import StopFound
 from scheduler_proc.planning.quarantine import MAX_WORKER_CRASHES
 from tests.faults.inject import retract_one
 from tests.unit.simulation import JUMPING, Observe, World, abort, reference, submit

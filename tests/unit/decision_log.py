@@ -12,10 +12,9 @@ from typing import Any
 
 import msgspec
 
-from quadriga.wire.messages import to_detok, worker
-from quadriga.wire.messages.arrays import unpack_ids
-from quadriga.wire.messages.kv_offload import LoadPages, StorePages
-from quadriga.wire.messages.worker import NewSlot, StepPlan
+from quadriga.wire import to_detok, worker
+from quadriga.wire.packing import unpack_ids
+from quadriga.wire.worker import LoadPages, NewSlot, StepPlan, StorePages
 
 
 class DecisionLog:

@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from quadriga.wire.messages.arrays import pack_ids
+from quadriga.wire.packing import pack_ids
 from tests.unit.recorded_server import NUM_IDS, START_S, Wire
 
 PAGE_SIZE = 16

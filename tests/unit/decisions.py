@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import ConfigError
+from quadriga.server.config.engine_args import SchedulerArgs
 from scheduler_proc.scheduler import Scheduler
 from tests.unit.chaos import random_life
 from tests.unit.decision_log import DecisionLog

@@ -11,16 +11,22 @@ import zmq
 from bench.client.server import free_port
 from quadriga.clock import now
 from quadriga.wire import sockets
-from quadriga.wire.curve import SERVER, load_pair
-from quadriga.wire.messages.from_client import (
+from quadriga.wire.client import (
     PROTOCOL_VERSION,
     Abort,
+    Chunk,
+    Chunks,
     ClientMessage,
     Generate,
     GetInfo,
+    Info,
     Ping,
+    Pong,
+    RefusalInfo,
+    Refused,
+    Replay,
 )
-from quadriga.wire.messages.to_client import Chunk, Chunks, Info, Pong, RefusalInfo, Refused, Replay
+from quadriga.wire.curve import SERVER, load_pair
 from tests.unit.public_messages import make_chunk, make_end
 
 

@@ -18,8 +18,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from quadriga.wire.messages.from_client import ClientMessage
-from quadriga.wire.messages.to_client import ServerMessage
+from quadriga.wire.client import ClientMessage, ServerMessage
 from quadriga.wire.sockets import encode
 
 GOLDEN = Path(__file__).parent / "golden" / "frames.json"

@@ -9,7 +9,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 
-from quadriga.model_files.resolve import ModelFiles
+from quadriga.server.models.resolve import ModelFiles
 
 MAX_BLOCKS = 4
 

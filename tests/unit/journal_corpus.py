@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire.sockets import encode
-from scheduler_proc.durability.journal_opening import FILE_NAME, open_journal
-from scheduler_proc.durability.journal_records import JournalHeader
-from scheduler_proc.durability.journal_recovery import read_journal
+from scheduler_proc.journal.file import JournalHeader
+from scheduler_proc.journal.recovery import read_journal
+from scheduler_proc.journal.writer import FILE_NAME, open_journal
 from scheduler_proc.scheduler import Scheduler
 from tests.unit.decision_log import DecisionLog, as_json, set_fields
 from tests.unit.decision_traces import PAGE_SIZE, priorities

@@ -13,16 +13,14 @@ import pytest
 
 from quadriga import disk
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.logprobs import LogprobBlock
-from quadriga.wire.messages.to_scheduler import Submit
-from scheduler_proc.durability import journal_file
-from scheduler_proc.durability.journal import Journal, NoJournal
-from scheduler_proc.durability.journal_file import JournalFile
-from scheduler_proc.durability.journal_opening import FILE_NAME
-from scheduler_proc.durability.journal_records import JournalHeader
-from scheduler_proc.durability.journal_recovery import RecoveredRequest, read_journal
-from scheduler_proc.events import StepEvents
+from quadriga.wire.logprobs import LogprobBlock
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.to_scheduler import Submit
+from scheduler_proc.journal import file as journal_file
+from scheduler_proc.journal.events import StepEvents
+from scheduler_proc.journal.file import JournalFile, JournalHeader
+from scheduler_proc.journal.recovery import RecoveredRequest, read_journal
+from scheduler_proc.journal.writer import FILE_NAME, Journal, NoJournal
 from scheduler_proc.request_table import RequestTable
 from scheduler_proc.state.request import FinishReason, Request
 

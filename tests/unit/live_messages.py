@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from quadriga.wire.messages.live import (
+from quadriga.wire.live import (
     LiveEvent,
     LiveGauges,
     LiveRequest,

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.to_client import Chunk, End, ErrorInfo, StageTimes, Usage
+from quadriga.wire.client import Chunk, End, ErrorInfo, StageTimes, Usage
+from quadriga.wire.packing import pack_ids
 
 
 def make_chunk(

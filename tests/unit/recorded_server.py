@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from quadriga.wire.messages.arrays import num_ids, pack_floats, pack_ids, unpack_ids
-from quadriga.wire.messages.to_detok import DetokMessage, StepOutput
-from quadriga.wire.messages.to_scheduler import SchedulerMessage
-from quadriga.wire.messages.worker import (
+from quadriga.wire.packing import num_ids, pack_floats, pack_ids, unpack_ids
+from quadriga.wire.sockets import encode
+from quadriga.wire.to_detok import DetokMessage, StepOutput
+from quadriga.wire.to_scheduler import SchedulerMessage
+from quadriga.wire.worker import (
     CompileGrammar,
     NewSlot,
     ResultMessage,
@@ -23,7 +24,6 @@ from quadriga.wire.messages.worker import (
     WantedLogprobs,
     WorkerMessage,
 )
-from quadriga.wire.sockets import encode
 from tests.unit.decision_log import DecisionLog
 
 Wire = list[Any]  # a message as msgpack has it: its tag, then its fields

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import pytest
 
-from quadriga.client.connection import link
+from quadriga.client import connection
+from quadriga.wire import sockets
 
 MAX_LATENCY_S = 0.004
 MAX_CONNECT_S = 0.06
@@ -29,9 +30,10 @@ class Listener(Protocol):
 
 
 class Network:
-    """Stands for what quadriga.client.connection.link imports of quadriga.wire."""
+    """Stands for what quadriga.client.connection imports of quadriga.wire."""
 
     SocketError = OSError
+    encode = staticmethod(sockets.encode)
 
     def __init__(self, chosen: random.Random) -> None:
         self.chosen = chosen
@@ -39,9 +41,9 @@ class Network:
         self._sockets: list[Socket] = []
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(link, "sockets", self)
-        patch.setattr(link, "AsyncPort", Port)
-        patch.setattr(link, "ConnectionWatch", Watch)
+        patch.setattr(connection, "sockets", self)
+        patch.setattr(connection, "AsyncPort", Port)
+        patch.setattr(connection, "ConnectionWatch", Watch)
 
     def connect_public(
         self, address: str, routing_id: bytes, prepare: Callable[["Socket"], None]

@@ -6,16 +6,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from bench.client.server import free_port
-from http_proc.gateway import Gateway
-from http_proc.listener import bind, listen, make_runner, tls_context
-from quadriga.answer_format import AnswerFormat, CallFormat, CallStyle, to_info
-from quadriga.client.logprobs import TokenLogprob
-from quadriga.client.types import Completion, RenderedPrompt, StreamChunk, Timings
+from http_proc.core.gateway import Gateway
+from http_proc.server import bind, listen, make_runner, tls_context
+from quadriga.client.types import Completion, RenderedPrompt, StreamChunk, Timings, TokenLogprob
 from quadriga.clock import now
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import QuadrigaError
-from quadriga.wire.messages.live import LiveMessage
-from quadriga.wire.messages.to_client import Accepted, RequestProgress, RequestState, Usage
+from quadriga.server.answer_format import AnswerFormat, CallFormat, CallStyle, to_info
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.wire.client import Accepted, RequestProgress, RequestState, Usage
+from quadriga.wire.live import LiveMessage
 
 HERMES = CallFormat(
     style=CallStyle.JSON, call_open="<tool_call>\n", call_close="\n</tool_call>", separator="\n"

@@ -8,32 +8,30 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.from_client import (
+from quadriga.wire.client import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     Abort,
-    ClientMessage,
-    Generate,
-    GetInfo,
-    Ping,
-    Tokenize,
-)
-from quadriga.wire.messages.to_client import (
     Accepted,
     Chunk,
     Chunks,
+    ClientMessage,
     End,
     ErrorInfo,
+    Generate,
+    GetInfo,
     Info,
+    Ping,
     Pong,
     Probe,
     RefusalInfo,
     Refused,
     Replay,
     ServerGone,
+    Tokenize,
     Tokens,
 )
+from quadriga.wire.packing import pack_ids
 from quadriga.wire.sockets import encode
 from tests.unit.public_messages import make_chunk, make_end
 from tests.unit.scripted_network import Network

@@ -5,10 +5,16 @@ from collections import deque
 
 import msgspec
 
-from quadriga.prefix_blocks import PAGE_HASH_BYTES, split_hashes
-from quadriga.wire.messages.arrays import unpack_ids
-from quadriga.wire.messages.kv_offload import LoadPages, PagesLoaded, StoredPages, StorePages
-from quadriga.wire.messages.worker import StepPlan, StepResult
+from quadriga.server.prefix_blocks import PAGE_HASH_BYTES, split_hashes
+from quadriga.wire.packing import unpack_ids
+from quadriga.wire.worker import (
+    LoadPages,
+    PagesLoaded,
+    StepPlan,
+    StepResult,
+    StoredPages,
+    StorePages,
+)
 from tests.unit.simulation import SimulatedWorker, World
 
 LOSS_RATE = 0.1  # of pages that are to be loaded, and of a tier when the worker crashes

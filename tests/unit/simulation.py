@@ -5,18 +5,18 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.to_detok import Drained, StepOutput, StreamEnd, StreamReplay
-from quadriga.wire.messages.to_scheduler import (
+from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.wire.packing import pack_ids, unpack_ids
+from quadriga.wire.to_detok import Drained, StepOutput, StreamEnd, StreamReplay
+from quadriga.wire.to_scheduler import (
     AbortRequest,
     DetokReady,
     EndsDelivered,
     SchedulerMessage,
     Submit,
 )
-from quadriga.wire.messages.worker import (
+from quadriga.wire.worker import (
     ForcedRow,
     GuessedRow,
     NewSlot,

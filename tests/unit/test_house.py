@@ -59,7 +59,7 @@ def test_a_module_has_one_importer_in_its_folder(tmp_path: Path) -> None:
     house = write(
         tmp_path,
         {
-            "http_proc/answer/calls.py": "from http_proc.answer import tools\n",
+            "http_proc/answer/parser.py": "from http_proc.answer import tools\n",
             "http_proc/answer/tools.py": "from http_proc.answer.text import a, b\n",
             # Two importers.
             "http_proc/answer/text.py": "def f():\n    from http_proc.values import text\n",
@@ -75,7 +75,7 @@ def test_a_module_has_one_importer_in_its_folder(tmp_path: Path) -> None:
         },
     )
     assert names(house.modules_of_one_importer()) == {
-        ("http_proc.answer.tools", "http_proc.answer.calls"),
+        ("http_proc.answer.tools", "http_proc.answer.parser"),
         ("http_proc.values.kinds", "http_proc.values.parts"),
     }
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.house import House
 from tests.unit.imported_names import imported_names
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,27 +17,20 @@ BENCHES_OF_THE_WORKER = {
     "bench/gpu/ceilings.py",
     "bench/gpu/decode_floor.py",
     "bench/gpu/few_rows.py",
-    "bench/gpu/kernel_cases.py",
-    "bench/gpu/kernels.py",
     "bench/gpu/products.py",
     "bench/gpu/profile.py",
-    "bench/gpu/random_weights.py",
-    "bench/gpu/transformers_batching.py",
+    "bench/gpu/prepare.py",
     "bench/gpu/versions.py",
-    "bench/quality/engine.py",
-    "bench/quality/permuted.py",
+    "bench/quality/measure.py",
     "bench/roofline/formats.py",
     "bench/roofline/machine_speed.py",
-    "bench/speculation/drafts.py",
     "bench/worker_steps.py",
 }
 """They compute beside the worker's own code, in one process, or write its checkpoints."""
 SOCKET_FILES = {
-    "quadriga/wire/async_port.py",
-    "quadriga/wire/connection_watch.py",
+    "quadriga/wire/async_sockets.py",
     "quadriga/wire/curve.py",
-    "quadriga/wire/node_links.py",
-    "quadriga/wire/peer_watch.py",
+    "quadriga/wire/links.py",
     "quadriga/wire/sockets.py",
 }
 
@@ -56,7 +50,7 @@ def files(folder: str) -> list[Path]:
 
 @pytest.mark.parametrize("folder", PROCESSES)
 def test_no_process_imports_another(folder: str) -> None:
-    others = set(PROCESSES) - {folder} | {"bench", "launcher", "tests"}
+    others = set(PROCESSES) - {folder} | {"bench", "simulator", "launcher", "tests"}
     for path in files(folder):
         assert not roots_of(path) & others, path
 
@@ -68,7 +62,7 @@ def test_quadriga_imports_no_process_and_nothing_heavy() -> None:
 
 
 def test_torch_and_transformers_live_in_the_worker_only() -> None:
-    folders = [folder for folder in (*PROCESSES, "bench") if folder != "worker_proc"]
+    folders = [folder for folder in (*PROCESSES, "simulator", "bench") if folder != "worker_proc"]
     paths = [path for folder in folders for path in files(folder)] + [ROOT / "launcher.py"]
     assert importers_of(HEAVY, paths) == BENCHES_OF_THE_WORKER
 
@@ -79,61 +73,91 @@ def test_the_scheduler_sees_no_text_library() -> None:
 
 
 def test_only_the_files_of_sockets_import_zmq() -> None:
-    folders = (*PROCESSES, "quadriga", "bench")
+    folders = (*PROCESSES, "quadriga", "simulator", "bench")
     paths = [path for folder in folders for path in files(folder)] + [ROOT / "launcher.py"]
     assert importers_of({"zmq"}, paths) == SOCKET_FILES
 
 
 LAYERS = {
     "errors": set(),
+    "keywords": set(),
+    "clock": set(),
     "programs": set(),
     "disk": {"errors"},
-    "windows": set(),
     "sampling": {"errors", "keywords"},
     "wire": {"disk", "errors", "sampling"},
-    "config": {"disk", "errors", "keywords", "known_formats", "programs", "__version__"},
-    "tenants": {"clock", "disk", "errors", "programs"},
-    "model_files": {"disk", "errors", "config", "programs", "windows"},
-    "client": {"errors", "keywords", "clock", "sampling", "wire", "config"},
-    "runtime": {"errors", "clock", "wire", "config"},
-    "supervisor": {"errors", "clock", "config", "runtime"},
-    "llm": {"errors", "keywords", "sampling", "wire", "config", "client", "programs"},
-    "cli": {
-        "disk",
-        "errors",
-        "keywords",
-        "sampling",
-        "wire",
-        "config",
-        "model_files",
-        "client",
-        "runtime",
-        "__version__",
-        "programs",
-        "tenants",
-        "tracing",
-        "windows",
-    },
-    "tracing": {"__version__", "config", "runtime", "wire"},
+    "client": {"errors", "keywords", "clock", "sampling", "wire"},
 }
-"""What each part of quadriga/ may import of the others."""
+"""What each part of the first floor of quadriga/ may import of the others."""
+SERVER_LAYERS: dict[str, set[str]] = {
+    "cache": set(),
+    "answer_format": set(),
+    "model_info": set(),
+    "prefix_blocks": set(),
+    "histogram": set(),
+    "tenants": set(),
+    "grammars": set(),
+    "config": {"answer_format"},
+    "models": {"cache", "config"},
+    "processes": {"config"},
+    "tracing": {"config", "processes"},
+    "cli": {"config", "models", "processes", "tenants", "tracing"},
+}
+"""What each part of the second floor, quadriga/server, may import of it."""
+
+
+def layer_files(folder: str, layer: str) -> list[Path]:
+    return files(f"{folder}/{layer}") or [ROOT / folder / f"{layer}.py"]
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_layers_inside_quadriga(layer: str) -> None:
-    paths = files(f"quadriga/{layer}") or [ROOT / "quadriga" / f"{layer}.py"]
-    for path in paths:
+def test_layers_of_what_a_program_imports(layer: str) -> None:
+    for path in layer_files("quadriga", layer):
         parts = {
             name.split(".")[1] for name in imported_names(path) if name.startswith("quadriga.")
         }
         assert parts <= LAYERS[layer] | {layer}, path
 
 
+@pytest.mark.parametrize("layer", SERVER_LAYERS)
+def test_layers_of_what_the_server_is_made_of(layer: str) -> None:
+    for path in layer_files("quadriga/server", layer):
+        parts = {
+            name.split(".")[2]
+            for name in imported_names(path)
+            if name.startswith("quadriga.server.")
+        }
+        assert parts <= SERVER_LAYERS[layer] | {layer}, path
+
+
+def test_only_llm_and_the_command_line_reach_the_second_floor() -> None:
+    importers = {
+        str(path.relative_to(ROOT))
+        for path in files("quadriga")
+        if "server" not in path.relative_to(ROOT).parts
+        and any(name.startswith("quadriga.server") for name in imported_names(path))
+    }
+    assert importers == {"quadriga/llm/llm.py", "quadriga/__main__.py"}
+
+
+def test_no_two_folders_import_each_other() -> None:
+    pairs = House(ROOT).pairs()
+    assert not pairs, "\n".join(f"{pair.folders}: {pair.there} and {pair.back}" for pair in pairs)
+
+
+def test_the_simulator_stands_without_the_bench_and_no_process_imports_it() -> None:
+    for path in files("simulator"):
+        assert not roots_of(path) & {"bench", "tests", "launcher"}, path
+    for folder in (*PROCESSES, "quadriga"):
+        for path in files(folder):
+            assert "simulator" not in roots_of(path), path
+
+
 @pytest.mark.parametrize(
     "module",
     ["launcher", "quadriga.client", "scheduler_proc.main", "tokenizer_proc.main",
      "worker_proc.main", "detok_proc.main", "http_proc.main", "cluster_proc.main",
-     "cluster_proc.crew", "bench.serving"],
+     "cluster_proc.crew", "bench.serving", "simulator.what_if"],
 )  # fmt: skip
 def test_importing_it_loads_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit(any(m in sys.modules for m in {sorted(HEAVY)}))"

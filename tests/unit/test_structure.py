@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("quadriga", "tokenizer_proc", "scheduler_proc", "worker_proc", "detok_proc",
-            "http_proc", "cluster_proc", "bench")  # fmt: skip
+            "http_proc", "cluster_proc", "simulator", "bench")  # fmt: skip
 MAP = ROOT / "docs" / "architecture.md"
 BANNED = re.compile(r"\b(told|somebody|anybody|everybody|nobody|whoever|whom|card|cards)\b", re.I)
 CONSTANT_PREFIXES = re.compile(r"^_?(MOST|LEAST|LONGEST|SHORTEST)_")

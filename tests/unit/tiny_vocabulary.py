@@ -5,7 +5,7 @@ from pathlib import Path
 
 from llguidance import LLTokenizer
 
-from quadriga.sampling.grammar import load_vocabulary
+from quadriga.server.grammars.grammar import load_vocabulary
 from tests.tiny_models import VOCAB_SIZE
 
 END_OF_TEXT_ID = 0

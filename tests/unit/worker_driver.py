@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import torch
 
-from quadriga.config.model_args import ModelArgs
-from quadriga.config.server_config import ServerConfig
-from quadriga.model_files.resolve import resolve_model
-from quadriga.wire.messages.arrays import pack_floats, pack_ids, unpack_ids
-from quadriga.wire.messages.worker import (
+from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.models.resolve import resolve_model
+from quadriga.wire.packing import pack_floats, pack_ids, unpack_ids
+from quadriga.wire.worker import (
     DECODE,
     EXTEND,
     MIXED,
@@ -24,8 +24,8 @@ from quadriga.wire.messages.worker import (
 )
 from worker_proc.loading.loader import load_model
 from worker_proc.models.base import Model
-from worker_proc.runner import Runner
 from worker_proc.startup.build import make_runner
+from worker_proc.step.runner import Runner
 
 torch.set_num_threads(1)  # nothing here is large, and threads wait for each other on a busy machine
 

@@ -1,1 +1,1 @@
-"""Check a request, render its chat template and encode its prompt."""
+"""Check a message, render its chat template and encode its prompt."""

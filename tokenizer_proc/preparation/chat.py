@@ -6,33 +6,33 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
-from quadriga.answer_format import AnswerFormat, CallFormat
-from quadriga.config.frontend_args import AUTO
 from quadriga.errors import InvalidRequest
-from quadriga.known_formats import KNOWN_FORMATS
-from quadriga.model_files.directory import read_json, read_text
-from quadriga.model_files.tokenizer import (
+from quadriga.server.answer_format import KNOWN_FORMATS, AnswerFormat, CallFormat
+from quadriga.server.config.frontend_args import AUTO
+from quadriga.server.models.formats.directory import read_json, read_text
+from quadriga.server.models.formats.tokenizer import (
     TOKENIZER_CONFIG,
     special_tokens,
     template_source,
     tool_template_source,
 )
-from quadriga.wire.messages.from_client import ChatMessage, ChatOptions
-from tokenizer_proc.preparation.templates.derive import GENERIC, derive_format
-from tokenizer_proc.preparation.templates.environment import compile_template
-from tokenizer_proc.preparation.templates.needs import TemplateNeeds, find_needs
-from tokenizer_proc.preparation.templates.overrule import ParserNames, overrule
-from tokenizer_proc.preparation.templates.probes import Prober
-from tokenizer_proc.preparation.templates.response_template import (
+from quadriga.wire.client import ChatMessage, ChatOptions
+from tokenizer_proc.preparation.templates.adapt import TemplateNeeds, find_needs, template_messages
+from tokenizer_proc.preparation.templates.derive import (
+    GENERIC,
+    ParserNames,
     ResponseMarks,
+    derive_format,
+    overrule,
     read_response_template,
 )
-from tokenizer_proc.preparation.templates.run_limits import (
+from tokenizer_proc.preparation.templates.probes import Prober
+from tokenizer_proc.preparation.templates.sandbox import (
     TemplateRanAway,
+    compile_template,
     join_limited,
     run_limited,
 )
-from tokenizer_proc.preparation.templates.turns import template_messages
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -1,19 +1,16 @@
 """Turn a client's message into what the scheduler, or the client itself, is sent.
 
-All of it costs time and memory in proportion to the message. Short messages are prepared on the
-event loop, long ones by the processes of `pool.py`.
+`Encoder` turns texts and chats into token ids, `Preparer` does the rest.
 """
 
 import hashlib
 import logging
 from array import array
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from quadriga.config.frontend_args import FrontendArgs
 from quadriga.errors import ConfigError, InvalidRequest, QuadrigaError
-from quadriga.model_files.resolve import ModelFiles
 from quadriga.sampling.params import (
     NEUTRAL,
     Grammar,
@@ -23,24 +20,150 @@ from quadriga.sampling.params import (
     grammar_of,
     without_grammar,
 )
-from quadriga.sampling.stop_regex import compile_stop_regex
 from quadriga.sampling.validation import UnservedTokens, validate_params
-from quadriga.wire.chat_limits import check_chat, check_chat_options
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.from_client import (
+from quadriga.server.answer_format import ends_inside
+from quadriga.server.config.frontend_args import FrontendArgs
+from quadriga.server.grammars.stop_regex import compile_stop_regex
+from quadriga.server.models.resolve import ModelFiles
+from quadriga.wire.client import (
     ChatMessage,
     ChatOptions,
     Detokenize,
     Generate,
+    Refused,
+    Text,
     Tokenize,
+    Tokens,
+    check_chat,
+    check_chat_options,
 )
-from quadriga.wire.messages.grammar import ThinkingForm
-from quadriga.wire.messages.large_integers import with_large_integers
-from quadriga.wire.messages.to_client import Refused, Text, Tokens
+from quadriga.wire.grammar import ThinkingForm
+from quadriga.wire.packing import pack_ids, with_large_integers
 from quadriga.wire.sockets import encode
 from tokenizer_proc.preparation import validation
-from tokenizer_proc.preparation.encode import Encoder
-from tokenizer_proc.preparation.thinking import thinking_form, without_thinking
+from tokenizer_proc.preparation.chat import ChatTemplate
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+# Where the reasoning of an answer begins, by the end of the prompt's text.
+
+
+def thinking_form(
+    params: SamplingParams, prompt_end: str, has_grammar: bool
+) -> ThinkingForm | None:
+    """Return the reasoning that is limited, or that precedes the grammar.
+
+    The prompt ends within the reasoning if the last of the marks in its end begins it. It has the
+    whole reasoning if it ends with the mark that ends it. Otherwise the answer may begin with it.
+
+    Args:
+        params: the parameters, checked.
+        prompt_end: the last characters of the prompt's text.
+        has_grammar: a grammar applies to the answer.
+
+    Returns:
+        None if the reasoning is not marked, or over, or nothing depends on it.
+    """
+    start, end = params.thinking_start.strip(), params.thinking_end.strip()
+    if not end or (params.thinking_token_budget is None and not has_grammar):
+        return None
+    is_inside = not start or ends_inside(prompt_end, start, end)
+    if not is_inside and prompt_end.rstrip().endswith(end):
+        return None
+    return ThinkingForm(params.thinking_end, start, is_inside, params.thinking_token_budget)
+
+
+def without_thinking(params: SamplingParams) -> SamplingParams:
+    """Return a copy without the parameters of the reasoning."""
+    return msgspec.structs.replace(
+        params, thinking_token_budget=None, thinking_start="", thinking_end=""
+    )
+
+
+# Encode text to token ids, and decode them.
+
+# The tokenizers library takes about 200 bytes of memory for a byte of text (150 to 195 with
+# byte-level BPE), so that the longest text takes 1.6 GiB.
+MAX_TEXT_BYTES = 8 * 1024 * 1024
+MAX_BAD_WORD_TOKENS = 32
+
+
+def _leading_ids(tokenizer: "Tokenizer") -> list[int]:
+    """Return the ids that a tokenizer puts before every text, such as that of <bos>."""
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    full = tokenizer.encode("a").ids
+    starts = range(len(full) - len(plain) + 1)
+    found = [start for start in starts if full[start : start + len(plain)] == plain]
+    return full[: found[0]] if found else []
+
+
+class Encoder:
+    """Encode texts and chats, and decode token ids."""
+
+    def __init__(self, tokenizer: "Tokenizer", chat: ChatTemplate) -> None:
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._leading_ids = _leading_ids(tokenizer)
+
+    def render(self, prompt: str | list[ChatMessage], chat: ChatOptions) -> str:
+        """Return a text as it is, or a chat as the model's template writes it.
+
+        Raises:
+            InvalidRequest: the template refuses the chat.
+        """
+        return prompt if isinstance(prompt, str) else self._chat.render(prompt, chat)
+
+    def encode(self, text: str, is_chat: bool) -> "array[int]":
+        """Return the token ids of a text, or of a rendered chat.
+
+        A text that is not empty begins with the tokenizer's beginning-of-text token, if it has one
+        that it adds to texts; templates write it themselves.
+
+        Raises:
+            InvalidRequest: the text is over MAX_TEXT_BYTES.
+        """
+        num_bytes = len(text.encode())
+        if num_bytes > MAX_TEXT_BYTES:
+            raise InvalidRequest(
+                f"the prompt's text is {num_bytes} bytes: at most {MAX_TEXT_BYTES} are encoded;"
+                " shorten it, or send token ids",
+                "prompt",
+            )
+        ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        leading = self._leading_ids if ids and not is_chat else []
+        return array("i", ids if ids[: len(leading)] == leading else leading + ids)
+
+    def decode(self, ids: "array[int]", skip_special_tokens: bool) -> str:
+        """Return the text of token ids."""
+        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens))
+
+    def bad_words(self, words: list[str]) -> list[list[int]]:
+        """Return the token ids of each spelling of each word.
+
+        A word is spelled with a space before it, and without one, as within another word.
+
+        Raises:
+            InvalidRequest: a word has more than MAX_BAD_WORD_TOKENS tokens.
+        """
+        spellings = [text for word in words for text in (word, " " + word.lstrip(" "))]
+        encodings = self._tokenizer.encode_batch_fast(spellings, add_special_tokens=False)
+        distinct_ids = {tuple(encoding.ids): None for encoding in encodings if encoding.ids}
+        max_length = max(map(len, distinct_ids), default=0)
+        if max_length > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequest(
+                f"bad_words has a word of {max_length} tokens: at most {MAX_BAD_WORD_TOKENS} are"
+                " allowed; shorten it",
+                "bad_words",
+            )
+        return [list(ids) for ids in distinct_ids]
+
+
+# Turn a client's message into what the scheduler, or the client itself, is sent.
+#
+# All of it costs time and memory in proportion to the message. Short messages are prepared on the
+# event loop, long ones by the processes of `pool.py`.
 
 # A message of this size is parsed, rendered and encoded in 1 to 2 ms.
 MAX_INLINE_BYTES = 4096

@@ -9,17 +9,16 @@ import msgpack
 import msgspec
 
 from quadriga.errors import InvalidRequest, PromptTooLong
-from quadriga.model_files.resolve import ModelFiles
 from quadriga.sampling.params import Grammar, SamplingParams
 from quadriga.sampling.validation import UnservedTokens, check_number
-from quadriga.wire.messages.arrays import unpack_ids
-from quadriga.wire.messages.from_client import (
+from quadriga.server.models.resolve import ModelFiles
+from quadriga.wire.client import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     ClientMessage,
     Generate,
 )
-from quadriga.wire.messages.large_integers import unpack_integer
+from quadriga.wire.packing import unpack_ids, unpack_integer
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_TIMEOUT_S = 7 * 24 * 3600

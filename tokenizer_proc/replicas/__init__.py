@@ -1,1 +1,1 @@
-"""Several replicas behind one frontend: which one gets a request, and what it has of it."""
+"""The replicas of the server: which one has a request, how it moves, what they answer together."""

@@ -5,15 +5,14 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from quadriga.wire.messages.arrays import unpack_ids
-from quadriga.wire.messages.replica_news import HeldChoice
-from quadriga.wire.messages.to_detok import StepNews
-from quadriga.wire.messages.to_scheduler import Submit
-from tokenizer_proc.open_requests import ClientRequests
-from tokenizer_proc.replicas.ended_requests import EndedRequests
+from quadriga.wire.packing import unpack_ids
+from quadriga.wire.to_detok import HeldChoice, StepNews
+from quadriga.wire.to_scheduler import Submit
+from tokenizer_proc.replicas.open_requests import ClientRequests
 from tokenizer_proc.replicas.placed import (
     NEVER_PLACED,
     ChoiceOwner,
+    EndedRequests,
     Name,
     PlacedChoice,
     PlacedRequest,

@@ -1,27 +1,241 @@
-"""The choice of a replica for a request. Without clock and sockets, so that the simulator has it.
+"""The choice of a replica for a request: by its cached prefix and by the load of each replica.
 
-    cost(replica) = UNCACHED_WEIGHT * uncached prompt tokens + load + tokens without a free page
-                    + OVERLOAD_TOKENS * open choices beyond OVERLOAD_FACTOR * mean + OVERLOAD_MARGIN
-
-The least costly replica gets the request. So a prefix stays where it is cached until the queue
-there costs more than computing it again, and is cached at two replicas from then on (Preble,
-Srivatsa et al., ICLR 2025). A replica with far more open choices than the others gives prefixes
-away earlier: the copy is computed once, and shares the load from then on. The load is counted here
-(ledger.py) and not reported, because a report is late, and overwrites what was sent meanwhile.
+`PageIndex` has the blocks that replicas have cached, `Ledger` counts what each has to do, and
+`Router` chooses. Without clock and sockets, so that the simulator has it.
 """
 
 import math
-from collections.abc import Hashable, Iterator
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
-from quadriga.config.replica_args import BY_CACHE, BY_LOAD, IN_TURN
-from quadriga.prefix_blocks import split_hashes
-from quadriga.wire.messages.replica_news import ReplicaNews
-from tokenizer_proc.replicas.ledger import Ledger
-from tokenizer_proc.replicas.page_index import MAX_BLOCKS, PageIndex
+from quadriga.server.config.engine_args import BY_CACHE, BY_LOAD, IN_TURN
+from quadriga.server.prefix_blocks import split_hashes
+from quadriga.wire.to_detok import ReplicaNews
+
+# Which replicas have which blocks of prompts in their prefix caches.
 
 KeyT = TypeVar("KeyT", bound=Hashable)
+
+MAX_BLOCKS = 262_144
+
+
+class PageIndex(Generic[KeyT]):
+    """Sets of replicas by the hashes of blocks, as bits of integers.
+
+    A replica reports the blocks that its cache gains and loses. Beside these, the blocks of a
+    request that was sent are expected there until its first token, which comes after the report of
+    its blocks: so that requests that arrive together with one new prefix go to one replica.
+
+    A wrong bit costs the computation of a prompt and no more, as each replica looks for itself.
+
+    Args:
+        max_blocks: reported blocks; the ones that were not matched for the longest time are
+            forgotten first.
+    """
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self._max_blocks = max_blocks
+        self._reported: OrderedDict[bytes, int] = OrderedDict()
+        self._expected: dict[bytes, dict[int, int]] = {}
+        self._of_request: dict[KeyT, tuple[int, list[bytes]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._reported)
+
+    @property
+    def num_expected(self) -> int:
+        """Number of blocks that are expected at some replica."""
+        return len(self._expected)
+
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """Return the replicas that have the first block, the first two, and so on, as bits."""
+        matched: list[int] = []
+        reported, expected = self._reported, self._expected
+        holders = -1
+        for block in hashes:
+            found = reported.get(block, 0)
+            if found:
+                reported.move_to_end(block)
+            if (counts := expected.get(block)) is not None:
+                for replica in counts:
+                    found |= 1 << replica
+            holders &= found
+            if not holders:
+                break
+            matched.append(holders)
+        return matched
+
+    def report(self, replica: int, added: Iterable[bytes], evicted: Iterable[bytes]) -> None:
+        """Take in which blocks a replica has gained, and has lost after that."""
+        reported, bit = self._reported, 1 << replica
+        for block in added:
+            reported[block] = reported.get(block, 0) | bit
+            reported.move_to_end(block)
+        for block in evicted:
+            self._clear(block, bit)
+        while len(reported) > self._max_blocks:
+            reported.popitem(last=False)
+
+    def forget_replica(self, replica: int) -> None:
+        """Forget what a replica has reported."""
+        bit = 1 << replica
+        for block in [block for block, holders in self._reported.items() if holders & bit]:
+            self._clear(block, bit)
+
+    def _clear(self, block: bytes, bit: int) -> None:
+        holders = self._reported.get(block, 0) & ~bit
+        if holders:
+            self._reported[block] = holders
+        else:
+            self._reported.pop(block, None)
+
+    # --- expected blocks --------------------------------------------------------------------------
+
+    def expect(self, key: KeyT, replica: int, hashes: list[bytes]) -> None:
+        """Expect the blocks of a request at the replica that it is sent to."""
+        self.settle(key)
+        if not hashes:
+            return
+        self._of_request[key] = replica, hashes
+        for block in hashes:
+            counts = self._expected.setdefault(block, {})
+            counts[replica] = counts.get(replica, 0) + 1
+
+    def settle(self, key: KeyT) -> None:
+        """Expect nothing more of a request: its replica has reported its blocks, or it is over."""
+        replica, hashes = self._of_request.pop(key, (0, []))
+        for block in hashes:
+            counts = self._expected[block]
+            counts[replica] -= 1
+            if not counts[replica]:
+                del counts[replica]
+                if not counts:
+                    del self._expected[block]
+
+
+# The load of each replica, counted from what is sent to it and what comes back.
+
+# What an open choice costs the others, in prompt tokens; docs/scale.md has the measurement.
+ROW_TOKENS = 16
+# Added to the cost of a replica whose waiting queue is full: any other one is better.
+QUEUE_IS_FULL = 1e12
+
+
+@dataclass(slots=True)
+class ReplicaLoad:
+    """What one replica has to do.
+
+    Attributes:
+        num_prefill_tokens: tokens of prompts that are not computed yet, as far as is known.
+        num_open: choices that have not ended.
+        num_waiting: choices that have no token yet.
+        num_available: KV pages that could be allocated when it last reported; -1: not known.
+    """
+
+    num_prefill_tokens: int = 0
+    num_open: int = 0
+    num_waiting: int = 0
+    num_available: int = -1
+
+
+@dataclass(slots=True)
+class _Entry:
+    replica: int
+    num_prefill_tokens: int
+    num_open: int
+    started: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
+
+
+class Ledger(Generic[KeyT]):
+    """Count requests from the choice of their replica to the end of their last choice.
+
+    Args:
+        num_replicas: number of replicas.
+        max_waiting: choices that a replica's waiting queue takes.
+
+    Attributes:
+        loads: one for each replica.
+        costs: the load of each replica, in prompt tokens.
+        num_open: open choices of all replicas.
+    """
+
+    def __init__(self, num_replicas: int, max_waiting: int) -> None:
+        self._max_waiting = max_waiting
+        self._entries: dict[KeyT, _Entry] = {}
+        self.loads = [ReplicaLoad() for _ in range(num_replicas)]
+        self.costs = [0.0] * num_replicas
+        self.num_open = 0
+
+    def __contains__(self, key: KeyT) -> bool:
+        return key in self._entries
+
+    def open(self, key: KeyT, replica: int, num_prefill_tokens: int, num_choices: int) -> None:
+        """Count a request that is sent to a replica; one that is open moves there."""
+        self.close(key)
+        self._entries[key] = _Entry(replica, num_prefill_tokens, num_choices)
+        self._add(replica, num_prefill_tokens, num_choices, num_choices)
+
+    def start(self, key: KeyT, index: int) -> bool:
+        """Count the first token of a choice. Return whether it is the request's first one."""
+        entry = self._entries.get(key)
+        if entry is None or index in entry.started or index in entry.ended:
+            return False
+        # A new frontend may know of fewer choices than there are.
+        if len(entry.started) >= entry.num_open:
+            return False
+        is_first = not entry.started
+        entry.started.add(index)
+        num_prefill_tokens, entry.num_prefill_tokens = entry.num_prefill_tokens, 0
+        self._add(entry.replica, -num_prefill_tokens, 0, -1)
+        return is_first
+
+    def end(self, key: KeyT, index: int) -> None:
+        """Count the end of a choice, which may have no token."""
+        entry = self._entries.get(key)
+        if entry is None or index in entry.ended:
+            return
+        entry.ended.add(index)
+        if len(entry.ended) >= entry.num_open:
+            self.close(key)
+
+    def close(self, key: KeyT) -> None:
+        """Take a request out, however far it is."""
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            num_waiting = entry.num_open - len(entry.started)
+            self._add(entry.replica, -entry.num_prefill_tokens, -entry.num_open, -num_waiting)
+
+    def set_available(self, replica: int, num_pages: int) -> None:
+        """Take in how many KV pages of a replica could be allocated."""
+        self.loads[replica].num_available = num_pages
+
+    def _add(self, replica: int, num_prefill_tokens: int, num_open: int, num_waiting: int) -> None:
+        load = self.loads[replica]
+        load.num_prefill_tokens += num_prefill_tokens
+        load.num_open += num_open
+        self.num_open += num_open
+        load.num_waiting += num_waiting
+        cost = float(load.num_prefill_tokens + ROW_TOKENS * load.num_open)
+        if load.num_waiting >= self._max_waiting:
+            cost += QUEUE_IS_FULL
+        self.costs[replica] = cost
+
+
+# The choice of a replica for a request. Without clock and sockets, so that the simulator has it.
+#
+# cost(replica) = UNCACHED_WEIGHT * uncached prompt tokens + load + tokens without a free page
+#                 + OVERLOAD_TOKENS * open choices beyond OVERLOAD_FACTOR * mean + OVERLOAD_MARGIN
+#
+# The least costly replica gets the request. So a prefix stays where it is cached until the queue
+# there costs more than computing it again, and is cached at two replicas from then on (Preble,
+# Srivatsa et al., ICLR 2025). A replica with far more open choices than the others gives prefixes
+# away earlier: the copy is computed once, and shares the load from then on. The load is counted
+# here (ledger.py) and not reported, because a report is late, and overwrites what was sent
+# meanwhile.
 
 # A token that is computed again delays this request, and all that come after it.
 UNCACHED_WEIGHT = 2

@@ -9,12 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quadriga.model_files.architectures import INT8_SCALE_BYTES
-from quadriga.runtime.cpu_affinity import Cpus
-from quadriga.wire.messages.worker import DECODE, StepPlan
-from worker_proc.cpu.build import load_kernels
-from worker_proc.cpu.coded_panels import CodedWeights
-from worker_proc.cpu.compute_type import fastest_compute_type
+from quadriga.server.models.families.architectures import INT8_SCALE_BYTES
+from quadriga.server.processes.machine import Cpus
+from quadriga.wire.worker import DECODE, StepPlan
+from worker_proc.cpu.build import fastest_compute_type, load_kernels
 from worker_proc.cpu.memory import KVPools
 from worker_proc.cpu.program import (
     LANES,
@@ -28,14 +26,14 @@ from worker_proc.cpu.program import (
     check_layout,
 )
 from worker_proc.cpu.recorder import Recorded, Recorder, StepRows
-from worker_proc.cpu.weights import round_up
+from worker_proc.cpu.weights import CodedWeights, round_up
 from worker_proc.models.base import Model
 from worker_proc.sampling.sampler import SamplingRows, argmax, uniform
-from worker_proc.step.engine_base import Engine
+from worker_proc.step.clock import RunningStep
+from worker_proc.step.engine import Engine
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.outputs import EngineOutput, PendingStep, SampledTokens, add_nonfinite
 from worker_proc.step.slot_table import SlotTable, ints_of
-from worker_proc.system.step_clock import RunningStep
 
 # Scratch for rows whose context is split over threads: 8 MiB, touched as far as it is needed.
 PART_FLOATS = 1 << 21

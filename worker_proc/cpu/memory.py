@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quadriga.runtime.cpu_affinity import Cpus, pin_to
+from quadriga.server.processes.machine import Cpus, pin_to
 
 LARGE_PAGE = 1 << 21  # bytes
 ALIGNMENT_BYTES = 64

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from quadriga.errors import ModelError
-from quadriga.model_files.servable import check_native_heads
-from worker_proc.attention.base import AttentionShape
+from quadriga.server.models.model_impl import check_native_heads
+from worker_proc.models.attention import AttentionShape
 
 LANES = 16  # outputs of a panel
 

@@ -7,10 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from quadriga.errors import ModelError
-from worker_proc.attention.base import AttentionShape, Ints
 from worker_proc.cpu.program import LANES, Buffer, Format, Matrix, Op, OpKind, Program
-from worker_proc.cpu.quantization import GROUP_SIZE
-from worker_proc.cpu.weights import PackedWeights, round_up
+from worker_proc.cpu.weights import GROUP_SIZE, PackedWeights, round_up
+from worker_proc.models.attention import AttentionShape, Ints
 from worker_proc.models.layers import (
     Activation,
     Attention,

@@ -1,1 +1,1 @@
-"""Run a model in several processes by tensor parallelism."""
+"""Tensor parallel ranks: how they are started, meet, and add up their parts."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import psutil
 
 from quadriga.errors import ConfigError
-from quadriga.wire.node_links import host_of, tcp_address
+from quadriga.wire.links import host_of, tcp_address
 
 if TYPE_CHECKING:
     from worker_proc.loading.sharding import TPRank

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from worker_proc.distributed.rendezvous import Rendezvous
 from worker_proc.loading.sharding import TPRank
-from worker_proc.system.transfer import DeviceToHostCopier, Fetch, TokenIds
+from worker_proc.models.transfer import DeviceToHostCopier, Fetch, TokenIds
 
 # Covers loading the slowest part of the model. TPLeader notices a dead rank much earlier.
 TIMEOUT = timedelta(minutes=10)

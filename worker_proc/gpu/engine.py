@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker_proc.gpu.experts import grouped_experts
 from worker_proc.gpu.graphs import (
     Capture,
     DecodeGraphs,
@@ -20,6 +19,7 @@ from worker_proc.gpu.graphs import (
     PromptInputs,
     PromptStep,
 )
+from worker_proc.gpu.kernels.experts import grouped_experts
 from worker_proc.gpu.kernels.matmul import multiply
 from worker_proc.gpu.kernels.sampling import sample_tokens
 from worker_proc.gpu.ops import Hidden, PaddedHeads, TritonOps
@@ -32,11 +32,11 @@ from worker_proc.gpu.pages import (
     query_blocks,
 )
 from worker_proc.models.base import Model
-from worker_proc.step.engine_base import Engine
+from worker_proc.models.transfer import send_all
+from worker_proc.step.engine import Engine
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.outputs import SampledTokens
 from worker_proc.step.slot_table import SlotTable
-from worker_proc.system.transfer import send_all
 
 if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup

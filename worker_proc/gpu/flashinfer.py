@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from quadriga.errors import ConfigError
-from worker_proc.attention.base import Ints
 from worker_proc.gpu.pages import Launch, Pages, TritonAttention
+from worker_proc.models.attention import Ints
 from worker_proc.models.base import Model
 from worker_proc.models.layers import Attention
+from worker_proc.models.transfer import send_all
 from worker_proc.step.inputs import StepInputs
-from worker_proc.system.transfer import send_all
 
 HEAD_DIMS = (64, 128, 256)
 MIN_CAPABILITY = (8, 0)

@@ -1,12 +1,6 @@
 """Steps as CUDA graphs: launched as one, at sizes to which a step is padded.
 
-A graph replays the very kernels, on the very memory, that were captured. So what changes from step
-to step is copied to a fixed place before, in one small array. Padding has slot -1, which every
-kernel skips.
-
-There are two kinds. In a decode step every row has one token and samples. A step with prompts
-is described by its tokens, by the blocks of queries that its attention computes, and by the tokens
-that are sampled from; all three are padded. A step with guesses is of the second kind.
+First the sizes, then the capture and replay of decode steps and of steps with prompts.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +11,60 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker_proc.attention.base import Ints
-from worker_proc.system.step_clock import RunningStep
-from worker_proc.system.transfer import send, send_into
+from worker_proc.models.attention import Ints
+from worker_proc.models.transfer import send, send_into
+from worker_proc.step.clock import RunningStep
+
+# The sizes of steps that are captured as graphs.
+
+# Of the steps with prompts that have graphs.
+MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS, MAX_SMALL_MODEL_TOKENS = 32, 1024, 8192
+# Tokens times parameters of a step that takes a GPU about as long as its launches take the host: on
+# an H100 3 ms, for some 100 kernels.
+LAUNCH_BOUND = 10**12
+
+
+def batch_sizes(max_rows: int) -> list[int]:
+    """Return the sizes to which decode steps are padded, ascending.
+
+    They are close together where a step is short, and a step is padded by an eighth at most where
+    it is long.
+    """
+    sizes = [1, 2, 4]
+    while sizes[-1] < max_rows:
+        sizes.append(sizes[-1] + max(4, sizes[-1] // 64 * 8))
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+def prompt_sizes(max_tokens: int, num_parameters: int) -> list[int]:
+    """Return the numbers of tokens to which steps with prompts are padded, ascending.
+
+    A step is padded by a quarter or by 31 tokens at most: where it fills the GPU, its time grows
+    with its tokens. The largest steps of a small model are captured, too, since launching their
+    kernels one by one would take longer than the kernels.
+
+    Args:
+        max_tokens: Tokens of the KV pool.
+        num_parameters: Of the model.
+    """
+    bound = min(LAUNCH_BOUND // num_parameters, MAX_SMALL_MODEL_TOKENS)
+    largest = min(max_tokens, max(MAX_PROMPT_TOKENS, bound))
+    sizes, size = [], MIN_PROMPT_TOKENS
+    while size <= largest:
+        sizes.append(size)
+        size += max(MIN_PROMPT_TOKENS, 2 ** (size.bit_length() - 3))
+    return sizes
+
+
+# Steps as CUDA graphs: launched as one, at sizes to which a step is padded.
+#
+# A graph replays the very kernels, on the very memory, that were captured. So what changes from
+# step to step is copied to a fixed place before, in one small array. Padding has slot -1, which
+# every kernel skips.
+#
+# There are two kinds. In a decode step every row has one token and samples. A step with prompts
+# is described by its tokens, by the blocks of queries that its attention computes, and by the
+# tokens that are sampled from; all three are padded. A step with guesses is of the second kind.
 
 NO_ROWS: Ints = np.empty(0, dtype=np.int64)
 

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from worker_proc.gpu.experts import GroupedExperts
-from worker_proc.gpu.kernels.activations import activate_, gate_up
-from worker_proc.gpu.kernels.rows import add_and_norm, embed, norm_and_add
+from worker_proc.gpu.kernels.experts import GroupedExperts
+from worker_proc.gpu.kernels.rows import activate_, add_and_norm, embed, gate_up, norm_and_add
 from worker_proc.gpu.pages import AttentionMetadata, Pages
 from worker_proc.models.layers import (
     Activation,
@@ -20,9 +19,9 @@ from worker_proc.models.layers import (
     Linear,
     Parallel,
     RMSNorm,
+    cap,
 )
 from worker_proc.models.ops import Ops
-from worker_proc.models.torch_functions import cap
 
 if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup

@@ -7,13 +7,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker_proc.attention.base import AttentionShape, BatchLayout, Ints
-from worker_proc.gpu.kernels.attention import MAX_SPLITS, attend_over_pages, queries_of_block
-from worker_proc.gpu.kernels.rotate_write import rotate_and_write
+from worker_proc.gpu.kernels.attention import (
+    MAX_SPLITS,
+    attend_over_pages,
+    queries_of_block,
+    rotate_and_write,
+)
+from worker_proc.models.attention import AttentionShape, BatchLayout, Ints
 from worker_proc.models.layers import Attention
+from worker_proc.models.transfer import send_all
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.slot_table import SlotTable
-from worker_proc.system.transfer import send_all
 
 PROGRAMS_PER_PROCESSOR = 2  # with fewer on each multiprocessor, a row's keys are split
 LONG_CONTEXT = 8192  # tokens; steps with a longer row split every row's keys

@@ -1,1 +1,1 @@
-"""Read checkpoints into models, and split weights over tensor parallel ranks."""
+"""Load checkpoints into models: safetensors, GGUF, quantized, one rank's part."""

@@ -1,7 +1,6 @@
-"""Read the tensors of a checkpoint: safetensors, GGUF, or random numbers.
+"""Read the tensors of a checkpoint by their names: safetensors, GGUF, or random numbers.
 
-A source yields (name, tensor) pairs one at a time, so that at most one tensor is held beside the
-model. Packed rows are views of the mapped file, unless their order has to change.
+The generator of random numbers and the decoding of MXFP4 experts come before the sources.
 """
 
 import dataclasses
@@ -18,16 +17,91 @@ import torch
 from torch import Tensor
 
 from quadriga.errors import ModelError
-from quadriga.model_files.config.decoder_config import DecoderConfig
-from quadriga.model_files.directory import WEIGHT_INDEX, indexed_shards
-from quadriga.model_files.gguf.parts import gguf_files
-from quadriga.model_files.gguf.types import BLOCK_SIZES, check_packed_types
-from quadriga.model_files.gguf_header import VOCABULARY_TENSORS
-from quadriga.model_files.gguf_rope import ROPE_TENSORS
-from worker_proc.loading.gguf_blocks import PackedRows
-from worker_proc.models.base import Model
-from worker_proc.models.checkpoint_parts import plain_name
-from worker_proc.system.generator import seeded_generator
+from quadriga.server.models.families.decoder_config import DecoderConfig
+from quadriga.server.models.formats.directory import WEIGHT_INDEX, indexed_shards
+from quadriga.server.models.formats.gguf_config import ROPE_TENSORS, VOCABULARY_TENSORS
+from quadriga.server.models.formats.gguf_reader import gguf_files
+from quadriga.server.models.formats.quantization import BLOCK_SIZES, check_packed_types
+from worker_proc.models.base import Model, plain_name
+from worker_proc.models.quantized_weights import PackedRows
+
+# Random numbers of torch that are the same each time.
+
+
+def seeded_generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """Return a generator of random numbers.
+
+    torch.Generator cannot be called before rng_prims is imported, which `import torch` does through
+    modules that the worker defers (startup/torch_import.py).
+    """
+    import torch._prims.rng_prims
+
+    return torch.Generator(device).manual_seed(seed)
+
+
+# Decode the MXFP4 weights of gpt-oss, which are a tensor of codes and one of scales.
+#
+# Format: OCP Microscaling Formats 1.0, https://www.opencompute.org/documents.
+
+CODES, SCALES = "_blocks", "_scales"
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+SCALE_BIAS = 127
+
+
+def with_mxfp4_decoded(
+    tensors: Iterator[tuple[str, Tensor | PackedRows]],
+) -> Iterator[tuple[str, Tensor | PackedRows]]:
+    """Yield the tensors of a checkpoint, those in MXFP4 as [experts, inputs, outputs] bfloat16.
+
+    Raises:
+        ModelError: Codes have no scales, or scales no codes.
+    """
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors:
+        end = next((end for end in (CODES, SCALES) if name.endswith(end)), None)
+        if end is None or not isinstance(tensor, Tensor):
+            yield name, tensor
+            continue
+        whole = name.removesuffix(end)
+        parts = waiting.setdefault(whole, {})
+        parts[end] = tensor
+        if len(parts) == 2:
+            del waiting[whole]
+            yield whole, decode(parts[CODES], parts[SCALES]).transpose(1, 2)
+    if waiting:
+        name, parts = next(iter(waiting.items()))
+        raise ModelError(
+            f"the checkpoint has {name}{next(iter(parts))}, but not the other one of"
+            f" {name}{CODES} and {name}{SCALES}; fetch the files again"
+        )
+
+
+def decode(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the exact values [experts, outputs, inputs] in bfloat16.
+
+    Args:
+        codes: [experts, outputs, groups, 16] uint8, two codes in a byte, the first in the low half.
+        scales: [experts, outputs, groups] uint8, exponents of 2 plus SCALE_BIAS.
+    """
+    experts, outputs, groups, half = codes.shape
+    if tuple(scales.shape) != (experts, outputs, groups):
+        raise ModelError(
+            f"MXFP4 codes of {list(codes.shape)} have scales of {list(scales.shape)}; they need"
+            f" {[experts, outputs, groups]}: fetch the files again"
+        )
+    table = torch.tensor([*VALUES, *(-value for value in VALUES)], device=codes.device)
+    values = codes.new_empty((experts, outputs, groups * half * 2), dtype=torch.bfloat16)
+    for number in range(experts):
+        pairs = torch.stack((codes[number] & 15, codes[number] >> 4), -1).flatten(-2)
+        exponents = scales[number].int().sub(SCALE_BIAS).unsqueeze(-1)
+        values[number] = torch.ldexp(table[pairs.int()], exponents).flatten(1)
+    return values
+
+
+# Read the tensors of a checkpoint: safetensors, GGUF, or random numbers.
+#
+# A source yields (name, tensor) pairs one at a time, so that at most one tensor is held beside
+# the model. Packed rows are views of the mapped file, unless their order has to change.
 
 DUMMY_SEED = 0
 DUMMY_STD = 0.02

@@ -1,15 +1,16 @@
-"""Load a model's weights onto its device, in its dtype."""
+"""Load a model's weights onto its device, in its dtype, or keep them as they are stored."""
 
 import logging
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from quadriga.errors import ConfigError, ModelError
-from quadriga.model_files.architectures import read_architecture
-from quadriga.model_files.quantized.methods import is_mxfp4, read_quantization
-from quadriga.model_files.resolve import ModelFiles
+from quadriga.server.models.families.architectures import read_architecture
+from quadriga.server.models.formats.quantization import is_mxfp4, read_quantization
+from quadriga.server.models.resolve import ModelFiles
 from worker_proc.loading.checkpoints import (
     NamedTensors,
     StoredHead,
@@ -19,16 +20,85 @@ from worker_proc.loading.checkpoints import (
     from_safetensors,
     head_as_embedding,
     safetensors_files,
+    with_mxfp4_decoded,
 )
-from worker_proc.loading.gguf_blocks import PackedRows
-from worker_proc.loading.mxfp4 import with_mxfp4_decoded
-from worker_proc.loading.quantized.coded_rows import CodedRows
-from worker_proc.loading.quantized.keep import keep_coded
-from worker_proc.loading.quantized.source import QuantizedTensors, from_quantized
+from worker_proc.loading.quantized_checkpoints import QuantizedTensors, from_quantized
 from worker_proc.loading.sharding import WHOLE, TPRank, WeightSharder, memory_of
 from worker_proc.models.base import Model
+from worker_proc.models.decoder import build_model
 from worker_proc.models.layers import Embedding, Linear
-from worker_proc.models.registry import build_model
+from worker_proc.models.quantized_weights import CodedRows, PackedRows
+
+# Let layers keep the codes of a quantized checkpoint, if all of their parts have one format.
+
+GROUP_MULTIPLE = 32  # inputs that the kernels multiply together
+
+
+def keep_coded(
+    layers: Iterable[Linear | Embedding], coded: Sequence[tuple[Tensor, CodedRows]]
+) -> None:
+    """Set the `coded` of each layer whose rows are all coded alike; dequantize all other rows.
+
+    Args:
+        layers: The layers that can keep codes.
+        coded: The rows of a parameter, as [outputs, inputs], and their codes.
+    """
+    parts_by_memory = defaultdict(list)
+    for target, part in coded:
+        parts_by_memory[memory_of(target)].append((target, part))
+    kept_bytes = kept = 0
+    for layer in layers:
+        parts = sorted(
+            parts_by_memory.get(memory_of(layer.weight), ()),
+            key=lambda part: part[0].storage_offset(),
+        )
+        rows = tuple(part for _, part in parts)
+        is_whole = sum(len(target) for target, _ in parts) == len(layer.weight)
+        if parts and is_whole and _alike(rows):
+            layer.coded = rows
+            kept, kept_bytes = (
+                kept + len(rows),
+                kept_bytes + sum(part.stored_bytes for part in rows),
+            )
+            del parts_by_memory[memory_of(layer.weight)]
+    dense = [part for parts in parts_by_memory.values() for part in parts]
+    for target, part in dense:
+        target.copy_(part.dense())
+    if kept:
+        logging.info(
+            "%d quantized matrices stay as the checkpoint has them: %.1f MB", kept, kept_bytes / 1e6
+        )
+    if dense:
+        logging.warning(
+            "%d quantized matrices are dequantized, %.1f MB instead of %.1f MB: groups of %d"
+            " inputs, or fused with matrices of another format",
+            len(dense),
+            sum(target.numel() * target.element_size() for target, _ in dense) / 1e6,
+            sum(part.stored_bytes for _, part in dense) / 1e6,
+            dense[0][1].group_size,
+        )
+
+
+def _alike(parts: Sequence[CodedRows]) -> bool:
+    """Return whether the kernels can multiply these rows as one matrix."""
+    first = parts[0]
+    fits = first.group_size % GROUP_MULTIPLE == 0 or first.group_size == first.shape[1]
+    return fits and all(
+        part.kind is first.kind
+        and part.group_size == first.group_size
+        and _equal(part.table, first.table)
+        and _equal(part.order, first.order)
+        for part in parts[1:]
+    )
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
+# Load a model's weights onto its device, in its dtype.
 
 MAX_NAMES_SHOWN = 5
 MXFP4_BITS = 4.25  # of a weight, with its part of the scale

@@ -1,1 +1,1 @@
-"""Model architectures, one file each, and the operations that they are written in."""
+"""What models are written in: layers, operations, attention; and the decoder."""

@@ -1,15 +1,149 @@
-"""The contract of a model architecture."""
+"""The contract of a model architecture, and how stored tensors become its parameters.
 
+First the parts into which the stacked, fused or transposed tensors of a checkpoint are cut, then
+`Model`.
+"""
+
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Iterator
+from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from quadriga.windows import common_window
-from worker_proc.attention.base import AttentionShape
-from worker_proc.models.checkpoint_parts import StoredTensor
+from quadriga.server.models.families.decoder_config import DecoderConfig
+from quadriga.server.models.families.windows import common_window
+from worker_proc.models.attention import AttentionShape
 from worker_proc.models.layers import Attention
 from worker_proc.models.ops import Ops, Value
+from worker_proc.models.quantized_weights import CodedRows, PackedRows
+
+# Cut the weights of a layer's experts that a checkpoint stacks into one tensor.
+
+
+def expert_parts(
+    config: DecoderConfig, name: str, tensor: object
+) -> Iterator[tuple[str, Tensor]] | None:
+    """Return the names and tensors of each expert; None if the stored tensor is not stacked.
+
+    Args:
+        config: The model, whose `names` has "experts_gate_up" and "experts_down".
+        name: The stored name.
+        tensor: [experts, outputs, inputs], [experts, inputs, outputs] or a bias
+            [experts, outputs], or packed rows, which are never stacked.
+    """
+    if not isinstance(tensor, Tensor):
+        return None
+    for key in ("experts_gate_up", "experts_down"):
+        layer, found, end = name.partition(f".{config.names.get(key)}")
+        if found and end in ("", ".weight", "_bias"):
+            return _parts(config, layer, tensor, key, "bias" if end == "_bias" else "weight")
+    return None
+
+
+def _parts(
+    config: DecoderConfig, layer: str, tensor: Tensor, key: str, kind: str
+) -> Iterator[tuple[str, Tensor]]:
+    experts = config.experts
+    assert experts is not None
+    for number, rows in enumerate(tensor):
+        if experts.transposed and kind == "weight":
+            rows = rows.t()
+        parts = {"expert_down": rows}
+        if key == "experts_gate_up":
+            halves = (rows[::2], rows[1::2]) if experts.interleaved else rows.chunk(2)
+            parts = dict(zip(("expert_gate", "expert_up"), halves, strict=True))
+        expert = f"{layer}.{config.name('expert').format(number)}"
+        for part, values in parts.items():
+            yield f"{expert}.{config.name(part)}.{kind}", values
+
+
+# Cut the tensors of a checkpoint into those that a decoder has.
+
+StoredTensor = Tensor | PackedRows | CodedRows
+Stored = TypeVar("Stored", Tensor, PackedRows, CodedRows)
+
+
+def checkpoint_parts(
+    config: DecoderConfig, name: str, tensor: StoredTensor
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the parts of a stored tensor, whole over the ranks, by their names in `names`.
+
+    Args:
+        config: The model, whose `names` has "qkv" and "gate_up" if the checkpoint fuses them.
+        name: The stored name.
+        tensor: The stored tensor.
+    """
+    if name.startswith(config.skipped_starts):
+        return
+    name = plain_name(config, name)
+    if name.endswith(config.skipped) or (
+        config.tie_word_embeddings and name == f"{config.name('head')}.weight"
+    ):
+        return
+    if (experts := expert_parts(config, name, tensor)) is not None:
+        yield from experts
+        return
+    if config.transposed and name.startswith(f"{config.name('layers')}."):
+        tensor = tensor.t() if isinstance(tensor, Tensor) and tensor.dim() == 2 else tensor
+    for key, parts in (("qkv", ("q", "k", "v")), ("gate_up", ("gate", "up"))):
+        fused = config.names.get(key)
+        if fused is not None and f".{fused}." in name:
+            rows = _rows_of_qkv(config, tensor) if key == "qkv" else _halves(tensor)
+            for part, index in zip(parts, rows, strict=True):
+                stored = take_rows(tensor, index)
+                yield name.replace(f".{fused}.", f".{config.name(part)}."), stored
+            return
+    if config.interleaved_rope and any(f".{config.name(key)}." in name for key in ("q", "k")):
+        tensor = take_rows(tensor, half_rotary_rows(config, tensor.shape[0] // config.head_dim))
+    yield name, tensor
+
+
+def plain_name(config: DecoderConfig, name: str) -> str:
+    """Return the name of a stored tensor without the parts that `config` removes."""
+    for part in config.removed:
+        name = name.replace(part, "")
+    return name
+
+
+def take_rows(tensor: StoredTensor, rows: Tensor) -> StoredTensor:
+    """Return the rows of these numbers."""
+    if isinstance(tensor, PackedRows):
+        return dataclasses.replace(tensor, data=tensor.data[rows.to(tensor.data.device)])
+    if isinstance(tensor, CodedRows):
+        return tensor.take(rows)
+    return tensor[rows.to(tensor.device)]
+
+
+def half_rotary_rows(config: DecoderConfig, heads: int) -> Tensor:
+    """Return the rows of queries or keys so that rotated pairs are half the rotated channels apart.
+
+    The stored rows have the channels of a pair side by side.
+    """
+    scaling = next(rope for rope in config.ropes if rope is not None)
+    # Of an odd number, the channel after the last one is rotated as well.
+    dim, rotated = config.head_dim, scaling.head_dim + scaling.head_dim % 2
+    head = torch.cat((torch.arange(rotated).view(-1, 2).t().flatten(), torch.arange(rotated, dim)))
+    return (torch.arange(heads).unsqueeze(1) * dim + head).flatten()
+
+
+def _rows_of_qkv(config: DecoderConfig, tensor: StoredTensor) -> tuple[Tensor, ...]:
+    """Return the rows of queries, keys and values in a fused tensor."""
+    rows = torch.arange(tensor.shape[0])
+    if config.qkv_by_head:
+        heads = rows.view(-1, 3, config.head_dim).transpose(0, 1).flatten(1)
+        return heads[0], heads[1], heads[2]
+    group = config.num_heads // config.num_kv_heads
+    size = len(rows) // (group + 2)
+    return rows[: group * size], rows[group * size : -size], rows[-size:]
+
+
+def _halves(tensor: StoredTensor) -> tuple[Tensor, ...]:
+    return torch.arange(tensor.shape[0]).chunk(2)
+
+
+# The contract of a model architecture.
 
 
 class Model(nn.Module):

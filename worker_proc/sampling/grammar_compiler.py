@@ -6,17 +6,17 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from quadriga.model_files.resolve import ModelFiles
-from quadriga.model_files.tokenizer import tokenizer_json
-from quadriga.sampling.grammar import load_vocabulary
-from quadriga.wire.messages.grammar import GrammarForm
-from quadriga.wire.messages.worker import GrammarReady
+from quadriga.server.grammars.grammar import load_vocabulary
+from quadriga.server.models.formats.tokenizer import tokenizer_json
+from quadriga.server.models.resolve import ModelFiles
+from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.sockets import Outbox
+from quadriga.wire.worker import GrammarReady
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-    from worker_proc.sampling.compiled_grammar import CompiledGrammar
+    from worker_proc.sampling.grammar import CompiledGrammar
 
 NICENESS = 10
 
@@ -44,7 +44,7 @@ class GrammarCompiler:
     def compile_here(self, grammar: GrammarForm) -> str:
         """Compile a grammar in the calling thread. Return an error, or an empty string."""
         # It imports torch, which takes a second: the process must answer the launcher before that.
-        from worker_proc.sampling.compiled_grammar import compile_form
+        from worker_proc.sampling.grammar import compile_form
 
         try:
             self.compiled[grammar.key] = compile_form(self._load_vocabulary(), grammar)

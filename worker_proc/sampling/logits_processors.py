@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quadriga.wire.messages.worker import SlotSamplingParams, WantedLogprobs
-from worker_proc.attention.base import Ints
-from worker_proc.sampling.grammar_mask import (
+from quadriga.wire.worker import SlotSamplingParams, WantedLogprobs
+from worker_proc.models.attention import Ints
+from worker_proc.models.transfer import send
+from worker_proc.sampling.grammar import (
     MASKED,
     Constrained,
     SlotConstraint,
     mask_by_grammar,
 )
-from worker_proc.system.transfer import send
 
 ANY_TOKEN = -1  # pads the prefix of a bad word
 NO_TOKEN = -2

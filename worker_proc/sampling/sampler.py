@@ -1,30 +1,45 @@
-"""Sample one token per row: a function of seed, position, logits and the request's own tokens.
+"""Sample one token per row by the sampling parameters of its slot.
 
-The token does not depend on the other rows of the batch. The steps have the order of transformers
-and vLLM:
-
-1. Log-probabilities are taken from the model's own logits (logprobs.py).
-2. logit_bias is added.
-3. repetition_penalty multiplies or divides, then frequency_penalty and presence_penalty are
-   subtracted. The first counts prompt and generated tokens, the others generated tokens only.
-4. Tokens are masked: those not in allowed_token_ids or not allowed by the grammar, bad_words, and
-   stop tokens before min_new_tokens. If every token is masked, the request gets some token, or
-   with a grammar an error. (logits_processors.py does 2 to 4.) If the model's own logits have NaN
-   or infinity, or no finite number, there is no token, and the request ends with an error.
-5. Greedy rows take the argmax, the first of equals. The other rows:
-6. divide by the temperature;
-7. filter by top_k, then top_p (of the rest), then min_p;
-8. draw.
-
-A filter is a threshold of the logits, so tokens with equal logits are kept or dropped together,
-and the result does not depend on a sorting order. The random number of a row is a hash of (seed,
-position); the token is where the cumulated probabilities exceed it (inversion).
+`sample` draws; `SamplingState` keeps the parameters of all slots.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from quadriga.sampling.params import GREEDY_BELOW_TEMPERATURE
+from quadriga.wire.worker import NewSlot, SlotSamplingParams
+from worker_proc.models.attention import Ints
+from worker_proc.models.transfer import send_all
+from worker_proc.sampling.grammar import CompiledGrammar, SlotConstraint
+from worker_proc.sampling.logits_processors import RowLogits, SlotLogits
+
+# Sample one token per row: a function of seed, position, logits and the request's own tokens.
+#
+# The token does not depend on the other rows of the batch. The steps have the order of
+# transformers and vLLM:
+#
+# 1. Log-probabilities are taken from the model's own logits (logprobs.py).
+# 2. logit_bias is added.
+# 3. repetition_penalty multiplies or divides, then frequency_penalty and presence_penalty are
+#    subtracted. The first counts prompt and generated tokens, the others generated tokens only.
+# 4. Tokens are masked: those not in allowed_token_ids or not allowed by the grammar, bad_words,
+# and
+#    stop tokens before min_new_tokens. If every token is masked, the request gets some token, or
+#    with a grammar an error. (logits_processors.py does 2 to 4.) If the model's own logits have
+#    NaN
+#    or infinity, or no finite number, there is no token, and the request ends with an error.
+# 5. Greedy rows take the argmax, the first of equals. The other rows:
+# 6. divide by the temperature;
+# 7. filter by top_k, then top_p (of the rest), then min_p;
+# 8. draw.
+#
+# A filter is a threshold of the logits, so tokens with equal logits are kept or dropped together,
+# and the result does not depend on a sorting order. The random number of a row is a hash of
+# (seed, position); the token is where the cumulated probabilities exceed it (inversion).
 
 BLOCK = 512  # columns that are searched as one before a column is
 LIKELY_TOKENS = 256  # top_p sorts a whole row only if it needs more tokens
@@ -207,3 +222,145 @@ def _mix(z: Tensor) -> Tensor:
 def _shift(z: Tensor, bits: int) -> Tensor:
     """Shift right, as an unsigned number."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+# Keep the sampling parameters of all slots.
+
+
+class SamplingState:
+    """Sampling parameters of every slot.
+
+    Attributes:
+        temperature, top_k, top_p, min_p, seed: [slots] on the device; temperature 0 is greedy,
+            top_k 0 is off.
+        greedy: [slots] on the host.
+        greedy_only: [slots] on the host: greedy, without logits processors and logprobs.
+        unprocessed: [slots] on the host: without logits processors and logprobs. The token follows
+            from the model's logits and the parameters above.
+        uses_min_p: [slots] on the host.
+        prompt_logprobs: Parameters of the slots that ask for prompt logprobs.
+        compiled: Grammars that slots can have, by key.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self._device = device
+        self.temperature = torch.zeros(num_slots, dtype=torch.float32, device=device)
+        self.top_k = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.top_p = torch.ones(num_slots, dtype=torch.float32, device=device)
+        self.min_p = torch.zeros(num_slots, dtype=torch.float32, device=device)
+        self.seed = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.greedy = np.zeros(num_slots, dtype=np.bool_)
+        self.greedy_only = np.zeros(num_slots, dtype=np.bool_)
+        self.unprocessed = np.zeros(num_slots, dtype=np.bool_)
+        self.uses_min_p = np.zeros(num_slots, dtype=np.bool_)
+        self.prompt_logprobs: dict[int, SlotSamplingParams] = {}
+        self._logits: dict[int, SlotLogits] = {}
+        self.compiled: Mapping[bytes, CompiledGrammar] = {}
+
+    def admit(self, new: Sequence[NewSlot]) -> None:
+        """Store the parameters of new requests."""
+        for request in new:
+            slot, rules = request.slot, request.rules
+            greedy = request.temperature < GREEDY_BELOW_TEMPERATURE or request.top_k == 1
+            self.greedy[slot] = greedy
+            self.greedy_only[slot] = greedy and rules is None
+            self.unprocessed[slot] = True
+            self.uses_min_p[slot] = rules is not None and rules.min_p > 0
+            if rules is not None:
+                grammar = self._grammar(request, rules) if rules.grammar else None
+                self._logits[slot] = of_slot = SlotLogits(rules, self._device, grammar)
+                self.unprocessed[slot] = of_slot.only_filters
+                if rules.prompt_logprobs is not None:
+                    self.prompt_logprobs[slot] = rules
+        temperatures = [0.0 if self.greedy[one.slot] else one.temperature for one in new]
+        slots, *values = send_all(
+            self._device,
+            np.array([request.slot for request in new], dtype=np.int64),
+            np.array(temperatures, dtype=np.float32),
+            np.array([max(request.top_k, 0) for request in new], dtype=np.int64),
+            np.array([request.top_p for request in new], dtype=np.float32),
+            np.array([r.rules.min_p if r.rules else 0.0 for r in new], dtype=np.float32),
+            np.array([request.seed for request in new], dtype=np.int64),
+        )
+        tables = (self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+        for table, of_slots in zip(tables, values, strict=True):
+            table[slots] = of_slots
+
+    def _grammar(self, request: NewSlot, rules: SlotSamplingParams) -> SlotConstraint:
+        if rules.grammar not in self.compiled:
+            raise ValueError(f"slot {request.slot}: the plan names a grammar that is not compiled")
+        generated = np.frombuffer(request.token_ids, dtype="<i4")[rules.num_prompt :]
+        stop_ids = np.frombuffer(rules.stop_ids, dtype="<i4")
+        return self.compiled[rules.grammar].begin(stop_ids, generated, rules.jumps)
+
+    def release(self, slots: list[int]) -> None:
+        """Forget the parameters of these slots."""
+        if not self._logits:
+            return
+        for slot in slots:
+            self._logits.pop(slot, None)
+            self.prompt_logprobs.pop(slot, None)
+
+    def sampling_rows(self, slots: Ints, positions: Ints) -> SamplingRows | None:
+        """Return the sampler's parameters of these slots; None if all of them are greedy.
+
+        Args:
+            slots: [rows] on the host.
+            positions: [rows] on the host, the index of the token to be sampled.
+        """
+        greedy = self.greedy[slots]
+        if greedy.all():
+            return None
+        device_slots, device_positions, device_greedy = send_all(
+            self._device, slots, positions, greedy
+        )
+        return SamplingRows(
+            greedy=device_greedy,
+            temperature=self.temperature[device_slots],
+            top_k=self.top_k[device_slots],
+            top_p=self.top_p[device_slots],
+            min_p=self.min_p[device_slots] if self.uses_min_p[slots].any() else None,
+            seed=self.seed[device_slots],
+            position=device_positions,
+        )
+
+    def row_logits(self, slots: Ints) -> list[RowLogits]:
+        """Return the rows that have logits processors or logprobs.
+
+        Args:
+            slots: [rows] of a slot with guesses, those after them follow the first one.
+        """
+        if not self._logits:
+            return []
+        rows = []
+        before, place = -1, 0
+        for row, slot in enumerate(slots.tolist()):
+            place = place + 1 if slot == before else 0
+            before = slot
+            if rules := self._logits.get(slot):
+                after = rules.after_guesses
+                grammar = after[place - 1] if place and after else rules.grammar
+                rows.append(RowLogits(row, slot, rules, grammar))
+        return rows
+
+    def grammar_of(self, slot: int) -> SlotConstraint | None:
+        """Return the state of a slot's grammar, or of the reasoning before it."""
+        rules = self._logits.get(slot)
+        return None if rules is None else rules.grammar
+
+    def follow_guesses(self, slot: int, token_ids: Sequence[int]) -> list[int]:
+        """Note the states of a slot's grammar after guesses, for one step.
+
+        Returns:
+            The guesses as far as the grammar allows them, and before a token that ends the request.
+        """
+        rules = self._logits.get(slot)
+        if rules is None or rules.grammar is None:
+            return list(token_ids)
+        state, rules.after_guesses = rules.grammar, []
+        for token in token_ids:
+            state = state.copy()
+            if state.ends_with(token) or state.advance(token):
+                break
+            rules.after_guesses.append(state)
+        return list(token_ids[: len(rules.after_guesses)])

@@ -1,1 +1,1 @@
-"""Guessed tokens: where guesses come from, and which of them were right."""
+"""Guess tokens: by earlier text, or by the model itself in fewer bits."""

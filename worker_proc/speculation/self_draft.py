@@ -1,20 +1,86 @@
 """Draft tokens with the model itself, in fewer bits.
 
-A draft step is an ordinary decode step, of an engine with the same model in fewer bits over the
-same KV pages: its keys and values go to the places of the drafted tokens, and the step that
-verifies the drafts overwrites them with its own. Drafts are drawn by the seeds and positions of the
-tokens that they guess, with the same penalties, so that they are right as often as greedy ones.
-(Self-speculation with shared keys and values as in QSpec, arXiv 2410.11305.)
+The second model, which shares the weights of the first until an engine rounds them; then
+`SelfDrafter`.
 """
 
-import numpy as np
+import logging
+from copy import deepcopy
 
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.worker import DECODE, StepPlan
-from worker_proc.speculation.guess_source import GuessSource
-from worker_proc.step.engine_base import Engine
+import numpy as np
+import torch
+from torch import nn
+
+from quadriga.errors import ConfigError
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.worker import DECODE, StepPlan
+from worker_proc.models.base import Model
+from worker_proc.models.layers import Embedding, Linear
+from worker_proc.step.clock import HostStep
+from worker_proc.step.engine import Engine
+from worker_proc.step.runner import GuessSource
 from worker_proc.step.slot_table import SlotTable, ints_of
-from worker_proc.system.step_clock import HostStep
+
+# The model in 4 bits that drafts tokens for itself.
+
+DRAFT_BITS = 4
+DRAFT_WEIGHT_BITS = 5  # with the scale and minimum of each group
+MB = 1_000_000
+_CONTAINERS = (nn.Module, dict, list)
+
+
+def wants_draft(config: ServerConfig, device: torch.device, has_native_kernels: bool) -> bool:
+    """Return whether the flags ask for a draft.
+
+    Raises:
+        ConfigError: They do, and the native kernels of a CPU do not compute the model.
+    """
+    if config.scheduler.speculative_method != "self":
+        return False
+    if not has_native_kernels:
+        other = "auto" if device.type == "cpu" else "ngram"
+        raise ConfigError(
+            "speculative_method self drafts with the native kernels of a CPU, which do not compute"
+            f" this model on {device}: take --speculative-method {other}"
+        )
+    return True
+
+
+def draft_bytes(model: Model) -> int:
+    """Return the memory that the draft's weights will take, and log it.
+
+    Raises:
+        ConfigError: The model's weights have few bits already.
+    """
+    for layer in model.modules():
+        if isinstance(layer, Linear | Embedding) and (layer.blocks or layer.coded):
+            raise ConfigError(
+                "speculative_method self drafts with 4 bits, and the weights of this model are"
+                " quantized already: take --speculative-method auto"
+            )
+    num_bytes = sum(values.numel() for values in model.parameters()) * DRAFT_WEIGHT_BITS // 8
+    logging.info("draft in %d bits: %.0f MB beside the weights", DRAFT_BITS, num_bytes / MB)
+    return num_bytes
+
+
+def same_weights(model: Model) -> Model:
+    """Return a copy of the layers that shares their weights, for an engine that takes them."""
+    shared: dict[int, object] = {id(weight): weight for weight in model.parameters()}
+    for module in model.modules():  # what else is not a layer needs no copy either
+        values = vars(module).values()
+        shared |= {id(value): value for value in values if not isinstance(value, _CONTAINERS)}
+    copy: Model = deepcopy(model, shared)
+    return copy
+
+
+# Draft tokens with the model itself, in fewer bits.
+#
+# A draft step is an ordinary decode step, of an engine with the same model in fewer bits over the
+# same KV pages: its keys and values go to the places of the drafted tokens, and the step that
+# verifies the drafts overwrites them with its own. Drafts are drawn by the seeds and positions of
+# the tokens that they guess, with the same penalties, so that they are right as often as greedy
+# ones. (Self-speculation with shared keys and values as in QSpec, arXiv 2410.11305.)
 
 NO_STEP = -1  # no plan of the scheduler has this number
 

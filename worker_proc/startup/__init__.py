@@ -1,1 +1,1 @@
-"""The start of the worker: build the runner, size the KV pool, tune the prefill."""
+"""The start of the worker: import torch, build the runner, size the KV pool, tune the prefill."""

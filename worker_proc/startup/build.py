@@ -1,31 +1,42 @@
-"""Builds the runner: device, dtype, weights, and the KV pool in the memory that is left."""
+"""Build the runner: device, dtype, weights, and the KV pool in the memory that is left.
+
+Before `make_runner` is what it needs on the way: ranges for a profiler, the description of the
+kernels for receipts, and the check that a model can be split over ranks.
+"""
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 
-from quadriga.config.replica_args import ONLY_REPLICA, ReplicaPlace
-from quadriga.config.server_config import ServerConfig
-from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl, native_refusal
-from quadriga.model_files.model_impl.flags import check_flags
-from quadriga.model_files.resolve import ModelFiles
-from worker_proc.distributed.rendezvous import Rendezvous
-from worker_proc.engine_factory import kv_cache_dtype, make_engine, native_kernels_compute
-from worker_proc.loading.loader import load_model
-from worker_proc.loading.quantized.choice import (
-    AS_STORED,
-    choose_quantization,
-    log_gguf_weights,
+from quadriga.errors import ConfigError
+from quadriga.server.config.engine_args import ONLY_REPLICA, ReplicaPlace, WorkerArgs
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.models.model_impl import (
+    ModelImpl,
+    check_flags,
+    choose_model_impl,
+    native_refusal,
 )
+from quadriga.server.models.resolve import ModelFiles
+from worker_proc.distributed.rendezvous import Rendezvous
+from worker_proc.engines.factory import kv_cache_dtype, make_engine, native_kernels_compute
+from worker_proc.engines.transformers_engine import TransformersModel
+from worker_proc.engines.transformers_loading import (
+    build_empty,
+    check_plan,
+    load_transformers_model,
+    read_config,
+)
+from worker_proc.loading.loader import load_model
 from worker_proc.loading.sharding import WHOLE, TPRank
 from worker_proc.models.base import Model
-from worker_proc.models.registry import build_model
-from worker_proc.runner import Runner
-from worker_proc.speculation.draft_model import draft_bytes, wants_draft
-from worker_proc.startup.dummy_plans import release_plan
-from worker_proc.startup.input_importance import measure_inputs
+from worker_proc.models.decoder import build_model
+from worker_proc.speculation.self_draft import draft_bytes, wants_draft
+from worker_proc.startup.devices import choose_device, choose_dtype, free_memory, trim_heap
 from worker_proc.startup.memory_profile import (
     check_weights,
     largest_step,
@@ -33,15 +44,90 @@ from worker_proc.startup.memory_profile import (
     num_pool_pages,
     peak_gpu_bytes,
 )
-from worker_proc.startup.nvtx import mark_steps
 from worker_proc.startup.prefill_tuning import GPU_PREFILL_TOKENS
+from worker_proc.startup.quantization import (
+    AS_STORED,
+    choose_quantization,
+    log_gguf_weights,
+    measure_inputs,
+)
+from worker_proc.step.dummy_plans import release_plan
+from worker_proc.step.runner import Runner
 from worker_proc.step.slot_table import SlotTable
-from worker_proc.system.devices import choose_device, choose_dtype, free_memory, trim_heap
-from worker_proc.transformers_impl.loading import build_empty, load_transformers_model
-from worker_proc.transformers_impl.model import TransformersModel
 
 if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup
+
+
+# Ranges of a step's parts for a profiler (--enable-nvtx, `nsys profile`).
+
+RUNNER_METHODS = ("launch",)
+ENGINE_METHODS = ("execute", "forward_and_sample", "forward", "logits", "sample_rows", "sample")
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def mark_steps(
+    runner: Runner,
+    begin_range: Callable[[str], AbstractContextManager[None]] = torch.cuda.nvtx.range,
+) -> None:
+    """Put each further call of the methods above into a range of the method's name.
+
+    A range costs next to nothing where no profiler listens.
+
+    Raises:
+        ConfigError: The device is no GPU.
+    """
+    if runner.table.device.type != "cuda" and begin_range is torch.cuda.nvtx.range:
+        raise ConfigError(f"enable_nvtx is for CUDA, the device is {runner.table.device}")
+    for marked, names in ((runner, RUNNER_METHODS), (runner.engine, ENGINE_METHODS)):
+        for name in names:
+            setattr(marked, name, _in_range(name, getattr(marked, name), begin_range))
+
+
+def _in_range(
+    name: str,
+    call: Callable[Parameters, Result],
+    begin_range: Callable[[str], AbstractContextManager[None]],
+) -> Callable[Parameters, Result]:
+    @wraps(call)
+    def in_range(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        with begin_range(name):
+            return call(*args, **kwargs)
+
+    return in_range
+
+
+# What computes, for the receipt of an answer.
+
+
+def describe_kernels(args: WorkerArgs, runner: Runner) -> str:
+    """Return the engine, its version and the number formats.
+
+    Where the engine is deterministic, the same text and the same model give the same bits.
+    """
+    weights = str(runner.dtype).removeprefix("torch.")
+    if runner.quantization not in ("none", "checkpoint"):
+        weights += f" {runner.quantization}"
+    pages = "" if args.kv_cache_dtype == "auto" else f", {args.kv_cache_dtype} pages"
+    ranks = "" if args.tp == 1 else f", tp {args.tp}"
+    return f"{runner.engine.kernels}, {weights}{pages}{ranks}"
+
+
+# Check that a model can be split over the ranks, before they are started.
+
+
+def check_ranks(args: WorkerArgs, files: ModelFiles, replica: ReplicaPlace = ONLY_REPLICA) -> None:
+    """Raise ConfigError if there are too few devices here, or the model cannot be split."""
+    choose_device(args.device, replica.ranks_per_machine(args.tp) - 1)
+    if choose_model_impl(files) is ModelImpl.TRANSFORMERS:
+        check_plan(read_config(files), args.tp)
+    else:
+        build_model(files.config, tp_size=args.tp)
+
+
+# Builds the runner: device, dtype, weights, and the KV pool in the memory that is left.
 
 
 def make_runner(

@@ -5,14 +5,14 @@ import math
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from quadriga.config.server_config import ServerConfig
-from quadriga.wire.messages.worker import DraftCost
-from worker_proc.speculation.guesser import Guesser
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.wire.worker import DraftCost
+from worker_proc.speculation.ngram import Guesser
 from worker_proc.speculation.self_draft import SelfDrafter
-from worker_proc.startup.dummy_plans import decode_plan, prefill_plan, release_plan
+from worker_proc.step.dummy_plans import decode_plan, prefill_plan, release_plan
 
 if TYPE_CHECKING:
-    from worker_proc.runner import Runner
+    from worker_proc.step.runner import Runner
 
 ROWS = (1, 2, 4, 8)  # of a draft step
 NUM_TRIES = 5  # the fastest one counts

@@ -5,13 +5,17 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from quadriga.config.scheduler_args import SchedulerArgs
-from quadriga.config.worker_args import CUDA_FRACTION, OTHER_FRACTION, WorkerArgs
 from quadriga.errors import ConfigError
-from quadriga.wire.messages.worker import StepPlan
-from worker_proc.attention.base import AttentionShape
-from worker_proc.startup.dummy_plans import prefill_plan
-from worker_proc.system.devices import free_memory
+from quadriga.server.config.engine_args import (
+    CUDA_FRACTION,
+    OTHER_FRACTION,
+    SchedulerArgs,
+    WorkerArgs,
+)
+from quadriga.wire.worker import StepPlan
+from worker_proc.models.attention import AttentionShape
+from worker_proc.startup.devices import free_memory
+from worker_proc.step.dummy_plans import prefill_plan
 
 MIB = 2**20
 

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from worker_proc.startup.dummy_plans import prefill_plan, release_plan
+from worker_proc.step.dummy_plans import prefill_plan, release_plan
 
 if TYPE_CHECKING:
-    from worker_proc.runner import Runner  # the simulator uses this module without torch
+    from worker_proc.step.runner import Runner  # the simulator uses this module without torch
 
 GPU_PREFILL_TOKENS = 8192
 # A smaller step may have the rate, but what comes with every step then counts too much.

@@ -16,8 +16,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
-from quadriga.config.worker_args import WorkerArgs
-from quadriga.model_files.model_impl.choice import ModelImpl
+from quadriga.server.config.engine_args import WorkerArgs
+from quadriga.server.models.model_impl import ModelImpl
 
 # Releases whose import works with DEFERRED; a test checks the installed one. Others are imported
 # whole.

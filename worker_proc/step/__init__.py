@@ -1,1 +1,1 @@
-"""One step: the slots, its inputs and outputs, and the engine contract."""
+"""One step: the slots, its inputs and outputs, the contract of an engine, and the runner."""

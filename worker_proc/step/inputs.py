@@ -7,11 +7,11 @@ from typing import Any, Generic, NoReturn, TypeVar
 import numpy as np
 from torch import Tensor
 
-from quadriga.wire.messages.worker import StepPlan
-from worker_proc.attention.base import BatchLayout, Ints
+from quadriga.wire.worker import StepPlan
+from worker_proc.models.attention import BatchLayout, Ints
+from worker_proc.models.transfer import send
+from worker_proc.step.clock import HostStep, RunningStep
 from worker_proc.step.slot_table import SlotTable, ints_of
-from worker_proc.system.step_clock import HostStep, RunningStep
-from worker_proc.system.transfer import send
 
 Value = TypeVar("Value")
 

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quadriga.wire.messages.worker import NewSlot, StepPlan, WantedLogprobs
-from worker_proc.attention.base import Ints
-from worker_proc.sampling.slot_sampling import SamplingState
-from worker_proc.system.transfer import DeviceToHostCopier, Fetch, TokenIds, send_all
+from quadriga.wire.worker import NewSlot, StepPlan, WantedLogprobs
+from worker_proc.models.attention import Ints
+from worker_proc.models.transfer import DeviceToHostCopier, Fetch, TokenIds, send_all
+from worker_proc.sampling.sampler import SamplingState
 
 MAX_VOCAB_SIZE = 2**31
 ALL_FINITE = 1 << 40  # no position is as high

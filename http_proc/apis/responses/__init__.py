@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: input items to a chat, and parsed answers to output items and events."""
+"""The Responses API and conversations: items to a chat, answers to items, and their store."""

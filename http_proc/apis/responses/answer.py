@@ -1,13 +1,13 @@
-"""Build a response object out of the chunks of its answer."""
+"""Build a response object out of the chunks of its answer, and format it as a stream."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
-from http_proc.answer.events import AnswerEvent
-from http_proc.apis.responses.output import ResponseOutput
-from http_proc.apis.responses.output_items import StreamEvent
+from http_proc.answer.events import AnswerEvent, ReasoningTokens
+from http_proc.apis.responses.output import ResponseOutput, StreamEvent
 from http_proc.apis.responses.schema import (
     ConversationName,
     IncompleteDetails,
@@ -20,14 +20,16 @@ from http_proc.apis.responses.schema import (
     conversation_id,
 )
 from http_proc.apis.responses.tools import RequestTools
-from http_proc.chat.reasoning_tokens import ReasoningTokens
-from http_proc.gateway import ResponseHead
-from http_proc.protocol.errors import ApiError
-from http_proc.protocol.timings import timings_body
-from http_proc.resumption import current_resumption
+from http_proc.core.errors import ApiError
+from http_proc.core.gateway import ResponseHead
+from http_proc.core.resumption import current_resumption
+from http_proc.core.streaming import END_OF_EVENT, SERVER_SENT_EVENTS, named_event
+from http_proc.core.timings import timings_body
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.clock import now
 from quadriga.sampling.params import SamplingParams
+
+# Build a response object out of the chunks of its answer.
 
 # Names of errors that clients of this API know, by the gateway's own.
 _KNOWN_CODES = {"context_length_exceeded": "context_length_exceeded"}
@@ -145,3 +147,95 @@ def _decided_now() -> int:
 def _without_nulls(body: msgspec.Struct) -> dict[str, Any]:
     fields = msgspec.structs.asdict(body)
     return {name: value for name, value in fields.items() if value is not None}
+
+
+# Format a response as server-sent events.
+
+# The last event of a stream, by the response's status.
+_LAST = {
+    "completed": "response.completed",
+    "incomplete": "response.incomplete",
+    "cancelled": "response.incomplete",
+    "failed": "response.failed",
+}
+
+KEEPALIVE = named_event(b"keepalive", b'{"type":"keepalive"}')
+
+_encode = msgspec.json.encode
+
+
+class ResponseStream:
+    """ChatRenderer of responses: named events, which are numbered from 0.
+
+    Args:
+        answer: the response.
+        on_end: takes all events, and the last is left out: `last` returns it. None: they are not
+            collected.
+    """
+
+    framing = replace(SERVER_SENT_EVENTS, keepalive=KEEPALIVE)
+
+    def __init__(
+        self, answer: ResponseAnswer, on_end: Callable[[bytes], None] | None = None
+    ) -> None:
+        self._answer = answer
+        self._on_end = on_end
+        self._sent: list[bytes] = []
+        self._num_events = 0
+
+    def start(self, num_prompt_tokens: int) -> bytes:  # noqa: ARG002
+        """Return the events of the begin."""
+        response, begin = self._answer.response, self._of_response("response.created")
+        if response.status == "queued":
+            begin += self._of_response("response.queued")
+            response.status = "in_progress"
+        return begin + self._of_response("response.in_progress")
+
+    def render(self, choice: int, events: list[AnswerEvent], chunk: StreamChunk) -> bytes:  # noqa: ARG002
+        """Return the events of a chunk."""
+        return b"".join(map(self._event, self._answer.push(events, chunk)))
+
+    def finish(self) -> bytes:
+        """Return the event with the whole response, unless `last` does so."""
+        last = self._of_response(_LAST[self._answer.response.status])
+        if self._on_end is None:
+            return last
+        self._on_end(b"".join(self._sent))
+        return b""
+
+    def last(self) -> bytes:
+        """Return the last event, with the response as it is now, after `finish`."""
+        self._num_events -= 1
+        return self._of_response(_LAST[self._answer.response.status])
+
+    def take_back(self, events: bytes) -> None:
+        """Let other events take the place of the last ones, which were not sent."""
+        self._num_events -= events.count(END_OF_EVENT)
+
+    def cancel(self) -> bytes:
+        """Return the events that end the stream of a response that is cancelled."""
+        begin = b"" if self._num_events else self.start(0)
+        return begin + b"".join(map(self._event, self._answer.cancel())) + self.finish()
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the error, and the event with the failed response.
+
+        The events of the begin come first, also if the error is the first thing that happens.
+        """
+        begin = b"" if self._num_events else self.start(0)
+        self._answer.fail(error)
+        body = error.answer.error
+        fields = {"code": body.code, "message": body.message, "param": body.param}
+        return begin + self._event({"type": "error", **fields}) + self.finish()
+
+    def _of_response(self, kind: str) -> bytes:
+        return self._event({"type": kind, "response": self._answer.response})
+
+    def _event(self, body: StreamEvent) -> bytes:
+        kind: str = body["type"]
+        data = _encode({"type": kind, "sequence_number": self._num_events, **body})
+        self._num_events += 1
+        out = named_event(kind.encode(), data)
+        if self._on_end is not None:
+            self._sent.append(out)
+        return out

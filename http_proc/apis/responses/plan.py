@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from http_proc.apis.responses.answer import ResponseAnswer, new_response
-from http_proc.apis.responses.items import list_items, parse_items, tools_of
+from http_proc.apis.responses.input import chat_turns, list_items, parse_items, tools_of
 from http_proc.apis.responses.output import ResponseOutput
 from http_proc.apis.responses.schema import (
     LOGPROBS,
@@ -16,15 +16,13 @@ from http_proc.apis.responses.schema import (
 )
 from http_proc.apis.responses.store import Items, ResponseStore
 from http_proc.apis.responses.tools import RequestTools, request_tools
-from http_proc.apis.responses.turns import chat_turns
-from http_proc.chat.call import ChatCall, ReasoningOptions, ToolMode
-from http_proc.chat.prepare import PreparedChat, prepare_chat
-from http_proc.endpoints.request_body import convert
-from http_proc.gateway import Gateway, ResponseHead
-from http_proc.protocol.errors import invalid
-from http_proc.protocol.response_format import ANY_OBJECT, lenient, with_grammar
-from http_proc.protocol.sampling import Sampling, take_sampling
-from http_proc.request_group import RequestGroup
+from http_proc.core.errors import invalid
+from http_proc.core.gateway import Gateway, ResponseHead
+from http_proc.core.request_group import RequestGroup
+from http_proc.generation.chat_call import ChatCall, ReasoningOptions, ToolMode
+from http_proc.generation.prepare import PreparedChat, prepare_chat
+from http_proc.generation.sampling import ANY_OBJECT, Sampling, lenient, take_sampling, with_grammar
+from http_proc.web.request_body import convert
 from quadriga.client.types import Chat
 from quadriga.sampling.params import SamplingParams
 

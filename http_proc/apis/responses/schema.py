@@ -4,10 +4,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from http_proc.protocol.errors import invalid
-from http_proc.protocol.sampling import OPENAI
-from http_proc.protocol.schema import Priority, ReasoningEffort, RequestBody, Top
-from http_proc.protocol.timings import TimingsBody
+from http_proc.core.errors import invalid
+from http_proc.core.timings import TimingsBody
+from http_proc.generation.sampling import OPENAI
+from http_proc.generation.schema import Priority, ReasoningEffort, RequestBody, Top
 
 # The request's names of sampling fields; a response has one answer.
 RESPONSES = {name: field for name, field in OPENAI.items() if name not in ("n", "max_tokens")}

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from http_proc.apis.responses.schema import ResponseObject
-from http_proc.protocol.errors import ApiError, invalid
+from http_proc.core.errors import ApiError, invalid
 
 Items = list[dict[str, Any]]
 REMEDY = "it was started with --no-store, or this is a line of a batch"

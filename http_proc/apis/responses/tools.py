@@ -8,14 +8,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from http_proc.apis.responses.items import converted
-from http_proc.apis.responses.output_items import NamedTool
-from http_proc.apis.responses.turns import CUSTOM_ARGUMENT, function_name
-from http_proc.chat.call import ToolChoice, ToolMode
-from http_proc.protocol.errors import ApiError, from_ring, invalid
-from http_proc.protocol.schema import FunctionSchema, Tool
+from http_proc.apis.responses.input import CUSTOM_ARGUMENT, converted, function_name
+from http_proc.apis.responses.output import NamedTool
+from http_proc.core.errors import ApiError, from_ring, invalid
+from http_proc.generation.chat_call import ToolChoice, ToolMode
+from http_proc.generation.schema import FunctionSchema, Tool
 from quadriga.errors import InvalidRequest
-from quadriga.wire.chat_limits import check_num_tools
+from quadriga.wire.client import check_num_tools
 
 TYPES = ("function", "custom")
 # Beginnings of the types that a server would have to run. A client runs all others itself, such as

@@ -3,10 +3,9 @@
 import math
 from typing import Any
 
-from quadriga.answer_format import AnswerFormat, ReasoningFormat, to_info
-from quadriga.client.logprobs import LikelyToken, TokenLogprob
-from quadriga.client.types import StreamChunk
+from quadriga.client.types import LikelyToken, StreamChunk, TokenLogprob
 from quadriga.errors import QuadrigaError
+from quadriga.server.answer_format import AnswerFormat, ReasoningFormat, to_info
 from tests.unit.scripted_ring import HERMES, ScriptedHandle, ScriptedRing, chunk
 
 THINKING = to_info(AnswerFormat(calls=HERMES, reasoning=ReasoningFormat(switch="enable_thinking")))

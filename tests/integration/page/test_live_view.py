@@ -6,10 +6,10 @@ import random
 import msgspec
 import pytest
 
-from http_proc.live import hub
-from quadriga.config.scheduler_args import SchedulerArgs
+from http_proc.page import live
 from quadriga.errors import RequestFailed
-from quadriga.wire.messages.live import (
+from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.wire.live import (
     EventKind,
     LiveEvent,
     LiveProcess,
@@ -17,8 +17,8 @@ from quadriga.wire.messages.live import (
     LiveStep,
     RowKind,
 )
-from quadriga.wire.messages.to_detok import LiveFrame
-from quadriga.wire.messages.to_scheduler import WatchSteps
+from quadriga.wire.to_detok import LiveFrame
+from quadriga.wire.to_scheduler import WatchSteps
 from tests.browser import Page
 from tests.integration.page.page_session import in_browser
 from tests.unit.live_messages import make_request, make_step
@@ -202,7 +202,7 @@ async def usage(page: Page) -> tuple[int, int]:
 def test_a_page_that_is_open_for_an_hour_does_not_grow(
     chromium: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub, "FLUSH_S", 0.005)
+    monkeypatch.setattr(live, "FLUSH_S", 0.005)
     ring = ScriptedRing([])
 
     async def test(page: Page) -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from quadriga.wire.messages.trace import RequestTrace, Span, SpanEvent, TraceContext
+from quadriga.wire.trace import RequestTrace, Span, SpanEvent, TraceContext
 from tests.browser import Page
 from tests.integration.page.chat_page import ask, text_of, until_answered, until_text
 from tests.integration.page.page_ring import OpenRing

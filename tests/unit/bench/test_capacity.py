@@ -8,21 +8,23 @@ from typing import Any
 
 import pytest
 
-from bench.capacity import command, planner, real_runs, search
-from bench.capacity.answer import Answer, Point, document, text
-from bench.capacity.search import Simulation, highest_rate
-from bench.capacity.targets import LatencyTarget, are_kept
+from bench.capacity import command
+from bench.capacity import command as planner
+from bench.capacity import command as real_runs
+from bench.capacity import command as search
+from bench.capacity.answer import Answer, LatencyTarget, Point, are_kept, document, text
+from bench.capacity.command import Simulation, highest_rate
+from bench.client.load_generator import RequestRecord
 from bench.client.resources import Cost
 from bench.client.server import free_port
 from bench.load.synthetic import Lengths, TraceSpec
-from bench.metrics.metrics import Summary, summarize
-from bench.metrics.percentiles import Percentiles
-from bench.metrics.records import RequestRecord
+from bench.report.metrics import Summary, summarize
 from bench.report.report import Result
-from bench.simulate import cost_model
-from bench.simulate.cost_model import CostModel, MeasuredOn
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
+from quadriga.server.config.server_config import ServerConfig
+from simulator import cost_model
+from simulator.cost_model import CostModel, MeasuredOn
+from simulator.latency import Percentiles
 from tests.unit.fake_server import FakeServer
 
 MODEL = CostModel(

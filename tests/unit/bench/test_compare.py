@@ -2,10 +2,10 @@
 
 import pytest
 
+from bench.client.load_generator import RequestRecord
 from bench.client.resources import Cost
 from bench.compare import table, variants_of
-from bench.metrics.metrics import summarize
-from bench.metrics.records import RequestRecord
+from bench.report.metrics import summarize
 from bench.report.report import Result
 from quadriga.errors import ConfigError
 

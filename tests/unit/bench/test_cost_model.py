@@ -6,14 +6,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.simulate import cost_model
-from bench.simulate.cost_model import CostModel, Delays, Features, MeasuredOn, features_of
-from bench.simulate.fit_cost_model import calibrate, fit, main, non_negative_least_squares
-from bench.simulate.measure_steps import design, features_of_case, measure
+from bench.simulate.fit_cost_model import (
+    calibrate,
+    design,
+    features_of_case,
+    fit,
+    main,
+    measure,
+    non_negative_least_squares,
+)
 from bench.worker_steps import Row, WorkerBench
 from quadriga.errors import ConfigError
-from quadriga.wire.messages.arrays import unpack_ids
-from quadriga.wire.messages.worker import StepPlan, StepResult
+from quadriga.wire.packing import unpack_ids
+from quadriga.wire.worker import StepPlan, StepResult
+from simulator import cost_model
+from simulator.cost_model import CostModel, Delays, Features, MeasuredOn, features_of
 
 MEASURED_ON = MeasuredOn(
     model="tiny",

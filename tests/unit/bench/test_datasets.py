@@ -8,8 +8,8 @@ import pytest
 
 from bench.cli.options import Options, parse
 from bench.load.datasets import Exchange, Sample, read_sharegpt, sample
-from bench.load.trace import TraceRequest, write_trace
 from quadriga.errors import ConfigError
+from simulator.trace import TraceRequest, write_trace
 
 
 class WordTokenizer:

@@ -6,11 +6,11 @@ from functools import partial
 import pytest
 
 from bench.client.resources import BENCH
-from bench.frontend_speed.__main__ import FrontendRun, main, table
-from bench.frontend_speed.paced_worker import PacedRunner, install, paced_environment, start
-from bench.simulate.worker import SimulatedSlots
-from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.worker import NewSlot, StepPlan
+from bench.frontend_speed import FrontendRun, main, table
+from bench.paced_worker import PacedRunner, install, paced_environment, start
+from quadriga.wire.packing import pack_ids, unpack_ids
+from quadriga.wire.worker import NewSlot, StepPlan
+from simulator.replica import SimulatedSlots
 from worker_proc import main as worker_main
 
 STEP_S = 0.02

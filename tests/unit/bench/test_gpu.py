@@ -8,7 +8,7 @@ import pytest
 
 from bench.gpu import blocks, ceilings, decode_floor
 from bench.gpu.decode_floor import FloorSizes
-from quadriga.config.server_config import ServerConfig
+from quadriga.server.config.server_config import ServerConfig
 from tests.tiny_models import tiny_llama
 
 

@@ -10,23 +10,26 @@ import pytest
 
 from bench.gpu import all as run_all
 from bench.gpu import peers, prefill, prepare, products, profile
-from bench.gpu.random_weights import write_weights
-from bench.gpu.stages.report import (
+from bench.gpu.all import (
+    FIRST_LIMIT_S,
+    Setup,
+    Stage,
     StageOutcome,
     StageResult,
     append_line,
     read_figures,
+    stages_of,
     write_report,
 )
-from bench.gpu.stages.stages import FIRST_LIMIT_S, Setup, Stage, stages_of
-from bench.gpu.timeline import Kernel, Timeline, longest
+from bench.gpu.prepare import write_weights
+from bench.gpu.profile import Kernel, Timeline, longest
 from bench.peers import comparison
 from bench.roofline.roofline_model import Product, Work
 from bench.worker_steps import MAX_TOKEN_ID, Row
-from quadriga.config.model_args import ModelArgs
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
-from quadriga.model_files import resolve
+from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.models import resolve
 from tests.tiny_models import tiny_llama
 from tests.unit.bench.test_peers import SERVER, Vocabulary, fake
 
@@ -299,7 +302,7 @@ def test_servers_that_are_not_installed_are_named_and_left_out(
 
 
 def test_peers_are_found_in_environments_and_serve_the_same_model(tmp_path: Path) -> None:
-    from bench.peers.peer import PeerWorkload, Start
+    from bench.peers.recipes import PeerWorkload, Start
 
     workload = PeerWorkload("w", "gpt2", 1, 1, 1, 1)
     for one in peers.PEERS:
@@ -328,7 +331,7 @@ def test_a_server_of_an_environment_takes_turns_with_ours(
         "_own_launch",
         lambda weights, settings: comparison._peer_launch(fake("whole"), weights, settings),
     )
-    monkeypatch.setattr("bench.preparation.tokenizer_of", lambda *_: Vocabulary())
+    monkeypatch.setattr("bench.cli.options.tokenizer_of", lambda *_: Vocabulary())
     flags = ["--model", str(tiny_llama(tmp_path / "model")), "--vllm", str(tmp_path)]
     load = ["--num-requests", "2", "--input-len", "4", "--output-len", "2", "--repeat-runs", "1"]
     none = ["--sglang", str(package), "--transformers", str(package), "--warmup-runs", "0"]

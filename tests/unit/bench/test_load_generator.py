@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from bench.client.load_generator import LoadRun, SendOptions, drive
-from bench.load.trace import TraceRequest
 from bench.load.workload import PlannedRequest, Prompt
 from quadriga.client import Completion, StreamChunk, Timings
 from quadriga.errors import QueueFull, RequestFailed
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.to_client import Usage
+from quadriga.wire.client import Usage
+from simulator.trace import TraceRequest
 
 PARAMS = SamplingParams(temperature=0.5)
 

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.metrics.metrics import Sizes, is_within, summarize
-from bench.metrics.percentiles import percentile, spread
-from bench.metrics.records import RequestRecord
-from bench.metrics.slo import Goodput, Slo
+from bench.client.load_generator import RequestRecord
+from bench.report.metrics import Sizes, is_within, summarize
+from simulator.latency import Goodput, Slo, percentile, spread
 
 
 def record(index: int = 0, **changes: object) -> RequestRecord:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from bench.cli.options import parse
-from bench.load.mooncake import read_requests
-from bench.load.trace import TraceRequest, prompt_ids, write_trace
+from bench.load.datasets import read_requests
 from quadriga.errors import ConfigError
+from simulator.trace import TraceRequest, prompt_ids, write_trace
 
 LINES: list[dict[str, Any]] = [
     {"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [7, 8]},

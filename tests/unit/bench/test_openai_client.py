@@ -11,18 +11,16 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from bench.cli.command import EXIT_FAILED, EXIT_NO_SERVER, EXIT_OK
 from bench.cli.options import parse
 from bench.client.backends import OpenAIServer
-from bench.client.load_generator import SendOptions, drive
+from bench.client.load_generator import RequestRecord, SendOptions, drive
 from bench.client.openai_client import OpenAIClient
-from bench.command import EXIT_FAILED, EXIT_NO_SERVER, EXIT_OK
-from bench.load.spelling import Speller
-from bench.load.trace import TraceRequest
-from bench.load.workload import PlannedRequest, Prompt
-from bench.metrics.records import RequestRecord
+from bench.load.workload import PlannedRequest, Prompt, Speller
 from bench.serving import main
 from quadriga.errors import ConfigError, ServerUnreachable
 from quadriga.sampling.params import SamplingParams
+from simulator.trace import TraceRequest
 
 Reply = Callable[[web.StreamResponse, dict[str, Any]], Awaitable[None]]
 USAGE = {"prompt_tokens": 5, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 2}}

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from bench.cli.command import EXIT_NO_SERVER, EXIT_USAGE
 from bench.cli.options import parse
 from bench.client.server import free_port
-from bench.command import EXIT_NO_SERVER, EXIT_USAGE
 from bench.load.synthetic import Lengths, TraceSpec, generate
-from bench.load.trace import TraceRequest, write_trace
 from bench.load.workload import Workload
-from bench.metrics.slo import Slo
 from bench.serving import main
 from quadriga.errors import ConfigError
+from simulator.latency import Slo
+from simulator.trace import TraceRequest, write_trace
 
 ROOT = Path(__file__).resolve().parents[3]
 

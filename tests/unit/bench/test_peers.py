@@ -10,21 +10,16 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from bench.cli.command import EXIT_USAGE
 from bench.cli.options import parse
-from bench.command import EXIT_USAGE
-from bench.metrics.metrics import Summary, summarize
-from bench.metrics.records import RequestRecord
-from bench.models import files
-from bench.models.checkpoint import Checkpoint, Field
-from bench.models.files import Weights
+from bench.client.load_generator import RequestRecord
 from bench.peers import comparison as bench_contest
-from bench.peers import recipes
+from bench.peers import models, recipes
 from bench.peers.__main__ import main
-from bench.peers.comparison import NotMeasured, Outcome, Settings, contest
-from bench.peers.environment import environment
-from bench.peers.peer import WORKLOADS, Peer, PeerWorkload, Start
-from bench.peers.recipes import PEERS
-from bench.peers.table import append, read, table
+from bench.peers.comparison import NotMeasured, Outcome, Settings, append, contest, read, table
+from bench.peers.models import Checkpoint, Field, Weights
+from bench.peers.recipes import PEERS, WORKLOADS, Peer, PeerWorkload, Start, environment
+from bench.report.metrics import Summary, summarize
 from quadriga.errors import ConfigError
 
 SMALL = PeerWorkload("T1", "smollm2", 4, 3, concurrency=2, num_requests=4)
@@ -96,7 +91,7 @@ def compare(
         return [found async for found in contest(peer, "bf16", workloads, settings)]
 
     monkeypatch.setattr(bench_contest, "_own_launch", own_launch)
-    monkeypatch.setattr("bench.preparation.tokenizer_of", lambda *_: Vocabulary())
+    monkeypatch.setattr("bench.cli.options.tokenizer_of", lambda *_: Vocabulary())
     return asyncio.run(collect())
 
 
@@ -232,7 +227,7 @@ def test_a_directory_has_the_same_weights_under_the_other_names(tmp_path: Path) 
     made = tmp_path / "made"
     made.mkdir()
     checkpoint = tiny_checkpoint(tmp_path)
-    files._write_directory(checkpoint, made)
+    models._write_directory(checkpoint, made)
     header, tensors = read_safetensors(made / "model.safetensors")
     assert {entry["dtype"] for name, entry in header.items() if name != "__metadata__"} == {"BF16"}
     assert len(tensors) == 6
@@ -271,7 +266,7 @@ def test_a_gguf_has_matrices_as_asked_and_vectors_in_full(
         "llama", {"general.name": field}, checkpoint.tensors, checkpoint.config, tmp_path
     )
     path = tmp_path / "model.gguf"
-    files._write_gguf(checkpoint, weights, path)
+    models._write_gguf(checkpoint, weights, path)
     reader = GGUFReader(path)
     kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
     assert kinds["blk.0.attn_q.weight"] == kind

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 from bench.quality import command as quality
-from bench.quality.command import parse, table, texts_of
+from bench.quality.command import manual_prose, parse, table, texts_of
 from bench.quality.measure import score_reference, score_variant
 from bench.quality.metrics import Score, ScoredTexts, Surprise, common_prefix, divergences
-from bench.quality.text import manual_prose
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
-from quadriga.model_files.resolve import resolve_model
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.models.resolve import resolve_model
 from tests.tiny_models import SENTENCES, tiny_llama
 
 UNIFORM = np.full((2, 4), math.log(1 / 4), dtype=np.float32)

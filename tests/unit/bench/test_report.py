@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench.cli.options import parse
+from bench.client.load_generator import RequestRecord
 from bench.client.resources import (
     BENCH,
     Reading,
@@ -18,12 +19,10 @@ from bench.client.resources import (
     pids_of,
     resident_bytes,
 )
-from bench.metrics.metrics import summarize
-from bench.metrics.records import RequestRecord
-from bench.report import overview
-from bench.report.progress import Progress
-from bench.report.report import Result, block, classic_block, over_runs
-from bench.report.report_files import write_json
+from bench.report import report
+from bench.report.files import write_json
+from bench.report.metrics import summarize
+from bench.report.report import Progress, Result, block, classic_block, over_runs
 
 KNOWN_LINES = [
     "=== streaming benchmark ===",
@@ -94,7 +93,7 @@ def test_the_classic_report_has_the_known_lines_and_no_others() -> None:
 
 
 def test_the_overview_is_a_table_and_a_verdict() -> None:
-    lines = overview.block(
+    lines = report.overview(
         parse(["--goodput", "ttft:200"]), result(flags="--goodput ttft:200")
     ).splitlines()
     assert lines[0] == "gpt2 on cpu (float32): 1 requests, 8 in flight"
@@ -108,7 +107,7 @@ def test_the_overview_is_a_table_and_a_verdict() -> None:
 
 
 def test_the_overview_names_failures_first() -> None:
-    last = overview.block(parse([]), result(error="QueueFull: no room")).splitlines()[-1]
+    last = report.overview(parse([]), result(error="QueueFull: no room")).splitlines()[-1]
     assert last.startswith("1 of 1 requests failed (first error: QueueFull: no room)")
 
 

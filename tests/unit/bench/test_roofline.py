@@ -6,18 +6,26 @@ import pytest
 import torch
 
 from bench import worker_steps
-from bench.command import EXIT_USAGE
+from bench.cli.command import EXIT_USAGE
 from bench.roofline import command as roofline
 from bench.roofline.command import Line, line_of, part_table, step_table
-from bench.roofline.machine_speed import ProductSpeed, ReadSpeed
+from bench.roofline.machine_speed import (
+    PARTS,
+    REST,
+    Kind,
+    MeasuredRound,
+    ProductSpeed,
+    ReadSpeed,
+    StepTime,
+    measure,
+)
 from bench.roofline.model_work import work_of
 from bench.roofline.roofline_model import Product, Speed, StepPart, Work, at_the_rate, floor
-from bench.roofline.steps import PARTS, REST, Kind, MeasuredRound, StepTime, measure
 from bench.worker_steps import Row, WorkerBench
-from quadriga.config.server_config import ServerConfig
-from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
-from quadriga.model_files.gpt2_sizes import find_size, hugging_face_config
+from quadriga.server.config.engine_args import WorkerArgs
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.models.families.gpt import find_gpt2_size, gpt2_config_json
 from tests.tiny_models import VOCAB_SIZE, tiny_llama
 from tests.unit.worker_driver import runner_of
 from worker_proc.cpu.engine import NativeEngine
@@ -73,9 +81,9 @@ def test_attention_of_a_prompt_counts_what_each_token_sees() -> None:
 
 
 def test_the_work_of_a_model_is_that_of_its_layers() -> None:
-    size = find_size("gpt2")
+    size = find_gpt2_size("gpt2")
     assert size is not None
-    work = work_of(hugging_face_config(size), "none", 2)
+    work = work_of(gpt2_config_json(size), "none", 2)
     shapes = [(p.inputs, p.outputs) for p in work.products[:4]]
     assert shapes == [(768, 2304), (768, 768), (768, 3072), (3072, 768)]
     assert work.products[-1] == Product(768, 50257, head=True)
@@ -93,9 +101,9 @@ def test_the_work_of_a_model_is_that_of_its_layers() -> None:
 def test_quantized_weights_are_read_with_what_lies_beside_them(
     quantization: str, least: float, most: float
 ) -> None:
-    size = find_size("gpt2")
+    size = find_gpt2_size("gpt2")
     assert size is not None
-    work = work_of(hugging_face_config(size), quantization, 2)
+    work = work_of(gpt2_config_json(size), quantization, 2)
     assert least < work.weight_bytes < most
     assert work.kv_bytes == 2
 

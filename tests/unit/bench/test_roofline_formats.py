@@ -2,9 +2,9 @@
 
 import pytest
 
-from bench.command import EXIT_OK
+from bench.cli.command import EXIT_OK
 from bench.roofline import formats
-from quadriga.model_files.gguf.types import BLOCK_SIZES
+from quadriga.server.models.formats.quantization import BLOCK_SIZES
 
 
 def test_every_type_has_a_row_with_times_and_floors(

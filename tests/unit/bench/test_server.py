@@ -13,8 +13,8 @@ import pytest
 
 from bench.client import server as bench_server
 from bench.client.server import OwnServer
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ServerFailed, ServerUnreachable
+from quadriga.server.config.server_config import ServerConfig
 from tests.server import is_alive
 from tests.waiting import wait_until
 
@@ -107,7 +107,7 @@ def test_a_server_dies_with_a_bench_that_is_killed(tmp_path: Path) -> None:
     launcher.write_text(f"import os; print('pid', os.getpid(), flush=True)\n{POLITE}")
     program = (
         "import time; from pathlib import Path; from bench.client.server import OwnServer;"
-        "from quadriga.config.server_config import ServerConfig;"
+        "from quadriga.server.config.server_config import ServerConfig;"
         f"OwnServer(ServerConfig(), Path({str(log)!r}), Path({str(launcher)!r})).__enter__();"
         "time.sleep(60)"
     )

@@ -10,23 +10,22 @@ from pathlib import Path
 import pytest
 
 from bench import serving
-from bench.client.load_generator import LoadRun
-from bench.client.server import free_port
-from bench.command import (
+from bench.cli.command import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_NO_SERVER,
     EXIT_OK,
     EXIT_USAGE,
 )
-from bench.load.trace import TraceRequest, prompt_ids, write_trace
+from bench.client.load_generator import LoadRun, RequestRecord
+from bench.client.server import free_port
 from bench.load.workload import PlannedRequest
-from bench.metrics.records import RequestRecord
 from bench.serving import as_sent, main
 from quadriga.programs import install_command
+from quadriga.wire.client import Generate
 from quadriga.wire.curve import make_client_keys, make_server_keys
-from quadriga.wire.messages.arrays import unpack_ids
-from quadriga.wire.messages.from_client import Generate
+from quadriga.wire.packing import unpack_ids
+from simulator.trace import TraceRequest, prompt_ids, write_trace
 from tests.unit.fake_server import FakeServer, running_fake_server
 from tests.waiting import wait_until
 
@@ -153,7 +152,7 @@ def test_a_trace_is_sent_with_what_it_says_of_each_request(
 def test_a_saved_trace_sends_the_same_again(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str
 ) -> None:
-    monkeypatch.setattr("bench.preparation.tokenizer_of", lambda *_: ByteTokenizer())
+    monkeypatch.setattr("bench.cli.options.tokenizer_of", lambda *_: ByteTokenizer())
     path = tmp_path / "t.jsonl"
     flags = f"{flags} --num-requests 4 --repeat-runs 2 --warmup-runs 1"
     assert bench(server, f"{flags} --save-trace {path}") == EXIT_OK
@@ -207,7 +206,7 @@ def test_a_failed_request_makes_the_exit_code_1(
 def test_pretok_without_the_tokenizer_library_says_what_to_install(
     server: FakeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "quadriga.model_files.tokenizer", None)
+    monkeypatch.setitem(sys.modules, "quadriga.server.models.formats.tokenizer", None)
     assert bench(server, "--pretok") == EXIT_USAGE
     assert install_command("serve") in capsys.readouterr().err
 

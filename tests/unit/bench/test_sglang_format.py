@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 
 import bench.report
+from bench.cli.command import EXIT_USAGE
 from bench.cli.options import parse
+from bench.client.load_generator import RequestRecord
 from bench.client.resources import Cost
-from bench.command import EXIT_USAGE
-from bench.metrics.metrics import summarize
-from bench.metrics.records import RequestRecord
-from bench.metrics.timeline import awaiting_first_token, in_flight, token_rates
-from bench.report import sglang_format as sglang_format
+from bench.report import files as sglang_format
+from bench.report.files import append_json
+from bench.report.metrics import awaiting_first_token, in_flight, summarize, token_rates
 from bench.report.report import Result
-from bench.report.report_files import append_json
 from bench.serving import main
 from quadriga.programs import install_command
 
@@ -113,18 +112,17 @@ def test_chunks_without_token_ids_stand_for_their_share_of_the_tokens() -> None:
 @pytest.mark.parametrize("records", [0, 1, 3])
 def test_a_run_is_drawn_however_little_there_is_of_it(tmp_path: Path, records: int) -> None:
     pytest.importorskip("matplotlib")
-    from bench.report.run_plots import draw
+    from bench.report.plots import draw_run
 
-    draw(tmp_path / "run.png", result().records[:records], ["title"])
+    draw_run(tmp_path / "run.png", result().records[:records], ["title"])
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_plot_without_matplotlib_says_what_to_install_before_anything_is_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("run_plots", "plot_style"):
-        monkeypatch.delitem(sys.modules, f"bench.report.{name}", raising=False)
-        monkeypatch.delattr(bench.report, name, raising=False)
+    monkeypatch.delitem(sys.modules, "bench.report.plots", raising=False)
+    monkeypatch.delattr(bench.report, "plots", raising=False)
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["--plot", "run.png"]) == EXIT_USAGE

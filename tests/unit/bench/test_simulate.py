@@ -13,19 +13,19 @@ import pytest
 
 import bench.report
 import bench.simulate
-from bench.load import trace
 from bench.load.synthetic import Lengths, TraceSpec, generate
-from bench.load.trace import TraceRequest
-from bench.metrics.slo import Slo
-from bench.simulate import cost_model, simulator
-from bench.simulate.clock import START
-from bench.simulate.cost_model import CostModel, Delays, MeasuredOn
-from bench.simulate.report import Figures, figures
-from bench.simulate.run import MAX_SAMPLES, World
-from bench.simulate.worker import draw_ids
-from quadriga.config.replica_args import BY_LOAD, IN_TURN
-from quadriga.config.server_config import ServerConfig
+from bench.simulate import command
 from quadriga.programs import install_command
+from quadriga.server.config.engine_args import BY_LOAD, IN_TURN
+from quadriga.server.config.server_config import ServerConfig
+from simulator import cost_model, trace
+from simulator.clock import START
+from simulator.cost_model import CostModel, Delays, MeasuredOn
+from simulator.latency import Slo
+from simulator.replica import draw_ids
+from simulator.report import Figures, figures
+from simulator.trace import TraceRequest
+from simulator.world import MAX_SAMPLES, World
 
 VOCABULARY = 1000
 PAGE = 4
@@ -226,7 +226,7 @@ def model_file(tmp_path: Path) -> Path:
 
 
 def call(model_file: Path, *argv: str) -> int:
-    return simulator.main(["--cost-model", str(model_file), "--num-pages", "1000", *argv])
+    return command.main(["--cost-model", str(model_file), "--num-pages", "1000", *argv])
 
 
 def test_the_command_prints_the_figures_and_writes_them(
@@ -279,7 +279,7 @@ def test_help_shows_only_flags_that_change_a_simulation(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
-        simulator.main(["--help-all"])
+        command.main(["--help-all"])
     out = capsys.readouterr().out
     assert "--max-batch-size" in out
     assert "--ssl-keyfile" not in out and "--api-key" not in out
@@ -308,9 +308,8 @@ def test_flags_that_cannot_work_are_refused_in_one_line(
 def test_a_plot_without_matplotlib_says_what_to_install(
     model_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for package, name in ((bench.simulate, "plots"), (bench.report, "plot_style")):
-        monkeypatch.delitem(sys.modules, f"{package.__name__}.{name}", raising=False)
-        monkeypatch.delattr(package, name, raising=False)  # if another test has imported it
+    monkeypatch.delitem(sys.modules, "bench.report.plots", raising=False)
+    monkeypatch.delattr(bench.report, "plots", raising=False)  # if another test has imported it
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert call(model_file, "--plot", "run.png") == 2

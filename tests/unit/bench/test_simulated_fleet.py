@@ -5,16 +5,17 @@ from typing import Any
 
 import pytest
 
-from bench.load.trace import TraceRequest
-from bench.metrics.slo import Slo
-from bench.simulate import cost_model, simulator
-from bench.simulate.fleet.fleet import Loss
-from bench.simulate.report import Figures, figures
-from bench.simulate.run import World
+from bench.simulate import command
 from cluster_proc.scaling import Scaling, ScalingLimits
-from quadriga.config.replica_args import BY_CACHE
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
+from quadriga.server.config.engine_args import BY_CACHE
+from quadriga.server.config.server_config import ServerConfig
+from simulator import cost_model
+from simulator.fleet import Loss
+from simulator.latency import Slo
+from simulator.report import Figures, figures
+from simulator.trace import TraceRequest
+from simulator.world import World
 from tests.unit.bench.test_simulate import MODEL, PAGE, request, requests
 
 
@@ -94,7 +95,7 @@ def test_flags_that_cannot_work_are_named(
     flags: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cost_model.save(tmp_path / "model.json", MODEL)
-    assert simulator.main(["--cost-model", str(tmp_path / "model.json"), *flags.split()]) == 2
+    assert command.main(["--cost-model", str(tmp_path / "model.json"), *flags.split()]) == 2
     assert said in capsys.readouterr().err
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.speculation.loads import LOADS, tasks_of
+from bench.speculation import LOADS, tasks_of
 
 
 @pytest.mark.parametrize("load", LOADS)

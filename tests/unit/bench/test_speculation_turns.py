@@ -4,8 +4,8 @@ from typing import Any, cast
 
 import pytest
 
-from bench.speculation import __main__ as bench
-from bench.speculation.loads import GuessTask
+from bench import speculation as bench
+from bench.speculation import GuessTask
 from quadriga.llm.llm import LLM
 
 PLAIN, GUESSING = cast(LLM, "plain"), cast(LLM, "guessing")

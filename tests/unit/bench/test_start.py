@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.start.__main__ import StartTimes, main, phases_of, rows_of
+from bench.start import StartTimes, main, phases_of, rows_of
 
 LOG = """
 19:20:04 worker_proc DEBUG starting as process 14103

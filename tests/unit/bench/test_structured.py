@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from bench import structured
-from bench.load.schemas import complaint, schemas
-from bench.structured import Measured, TimedTurn
+from bench.structured import Measured, TimedTurn, complaint, schemas
 from quadriga.client import Completion, SamplingParams, Timings
-from quadriga.wire.messages.to_client import Usage
+from quadriga.wire.client import Usage
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.load.synthetic import Lengths, TraceSpec, generate
-from bench.load.trace import TraceRequest, prompt_ids, read_trace
-from bench.load.trace import write_trace as write
 from quadriga.errors import ConfigError
+from simulator.trace import TraceRequest, prompt_ids, read_trace
+from simulator.trace import write_trace as write
 
 FIXED = Lengths(8, 8)
 

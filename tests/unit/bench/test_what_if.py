@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from bench.load.server_log import load_of, measured, read_server_log
-from bench.load.trace import TraceRequest
-from bench.simulate.what_if.beside_server import answer
-from bench.simulate.what_if.command import main
-from bench.simulate.what_if.replay import fit_slowdown, replay
-from bench.simulate.world_flags import model_of, world_arguments
+from bench.simulate.what_if import main
 from quadriga.errors import ConfigError
-from quadriga.what_if import FlagVariant, MeasuredChoice, WhatIfJob
+from quadriga.wire.what_if import FlagVariant, MeasuredChoice, WhatIfJob
+from simulator.flags import model_of, world_arguments
+from simulator.trace import TraceRequest
+from simulator.what_if import answer, fit_slowdown, load_of, measured, read_server_log, replay
 
 BEGAN_AT = 1_800_000_000.0
 FLAGS = ["--max-running-requests", "2", "--num-pages", "512"]

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.load.trace import TraceRequest
 from bench.load.workload import PlannedRequest, Prompt, Workload, pretokenize, word
 from quadriga.errors import ConfigError
+from simulator.trace import TraceRequest
 
 REQUEST = [TraceRequest(0.0, (), 1)]
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from quadriga.cli import ask, chat
-from quadriga.cli.main import main
-from quadriga.cli.notes import speed, timing_line
 from quadriga.client.types import Completion, Timings
 from quadriga.errors import InvalidRequest
-from quadriga.wire.messages.to_client import Usage
+from quadriga.server.cli import ask, chat
+from quadriga.server.cli.main import main
+from quadriga.server.cli.shared import speed, timing_line
+from quadriga.wire.client import Usage
 
 COMPLETION = Completion(
     "id", "ab", [1, 2], "length", Usage(4, 11, 3),

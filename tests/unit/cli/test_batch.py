@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from http_proc.gateway import Gateway
-from quadriga.cli import batch as command
-from quadriga.cli.main import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, main
+from http_proc.core.gateway import Gateway
+from quadriga.server.cli import batch as command
+from quadriga.server.cli.main import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, main
 from tests.unit.http.batch.test_batches import ids, input_file, ring
 from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
 

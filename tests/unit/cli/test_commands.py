@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import quadriga
-from quadriga.cli import chat
-from quadriga.cli.main import main
 from quadriga.errors import PromptTooLong, RequestFailed, ServerFailed
 from quadriga.sampling.params import SamplingParams
+from quadriga.server.cli import chat
+from quadriga.server.cli.main import main
 from tests.unit.fake_server import FakeServer, running_fake_server
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from quadriga.cli.main import main
-from quadriga.config.worker_args import OTHER_FRACTION
+from quadriga.server.cli.main import main
+from quadriga.server.config.engine_args import OTHER_FRACTION
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_mistral
 from tests.unit.fake_server import running_fake_server
 from tests.unit.tiny_gguf import write_tiny_gguf
@@ -122,7 +122,9 @@ def test_the_context_that_fits_is_not_bounded_by_the_pool_where_every_layer_has_
     for num_tokens, expected in ((48, 256), (47, 47)):  # 24 tokens begin or end in 3 pages of 16
         available = weights + (num_tokens + 0.5) * token_bytes / OTHER_FRACTION
         memory = SimpleNamespace(available=available)
-        monkeypatch.setattr("quadriga.cli.models.report.psutil.virtual_memory", lambda m=memory: m)
+        monkeypatch.setattr(
+            "quadriga.server.cli.model_report.psutil.virtual_memory", lambda m=memory: m
+        )
         assert check(windowed, capsys)["max_context_here"] == expected
         assert check(whole, capsys)["max_context_here"] == num_tokens
 
@@ -188,7 +190,7 @@ def test_the_model_of_a_server_that_answers_is_listed(capsys: pytest.CaptureFixt
 def test_a_package_that_is_not_installed_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "quadriga.cli.models.report", raising=False)
+    monkeypatch.delitem(sys.modules, "quadriga.server.cli.model_report", raising=False)
     monkeypatch.setitem(sys.modules, "psutil", None)
     assert main(["models", "check", "a/b"]) == 1
     assert "models check needs the package psutil: pip install" in capsys.readouterr().err
@@ -197,7 +199,7 @@ def test_a_package_that_is_not_installed_is_named(
 def test_a_check_does_not_import_torch(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model")
     code = (
-        "import sys; from quadriga.cli.main import main;"
+        "import sys; from quadriga.server.cli.main import main;"
         f"code = main(['models', 'check', {str(model)!r}]);"
         "sys.exit(code or 9 * ('torch' in sys.modules))"
     )

@@ -15,14 +15,13 @@ from typing import Any
 
 import pytest
 
-from quadriga.cli.main import main
-from quadriga.cli.top import command, feeds
-from quadriga.cli.top.feeds import gateway_messages
-from quadriga.cli.top.picture import Picture
-from quadriga.cli.top.screen import Style, screen
-from quadriga.cli.top.terminal import ENTER, LEAVE
 from quadriga.errors import RequestFailed, ServerUnreachable
-from quadriga.wire.messages.live import (
+from quadriga.server.cli import live_picture
+from quadriga.server.cli import top as command
+from quadriga.server.cli.live_picture import Picture, gateway_messages
+from quadriga.server.cli.main import main
+from quadriga.server.cli.top import ENTER, LEAVE, Style, screen
+from quadriga.wire.live import (
     EventKind,
     LiveEvent,
     LiveMessage,
@@ -252,7 +251,7 @@ def test_the_terminal_is_given_back_however_it_ends(terminal: tuple[int, int], h
 
 def test_feeds_name_a_wrong_address() -> None:
     with pytest.raises(Exception, match="not the address of a server"):
-        feeds._connection("http://")
+        live_picture._connection("http://")
 
 
 def test_gauges_of_the_messages_are_used() -> None:

@@ -13,10 +13,16 @@ import pytest
 
 from bench.client.server import free_port
 from quadriga import AsyncClient, Client, SamplingParams
-from quadriga.client.arguments import check_is_chat, params_of_each
-from quadriga.client.types import Completion, Prompt, Timings, wire_prompt
+from quadriga.client.types import (
+    Completion,
+    Prompt,
+    Timings,
+    check_is_chat,
+    params_of_each,
+    wire_prompt,
+)
 from quadriga.errors import ConfigError, InvalidRequest, ServerUnreachable
-from quadriga.wire.messages.to_client import Usage
+from quadriga.wire.client import Usage
 from tests.unit.fake_server import FakeServer
 
 

@@ -18,8 +18,14 @@ from quadriga.errors import (
     ServerUnreachable,
 )
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.from_client import MAX_FRAME_BYTES, PROTOCOL_VERSION
-from quadriga.wire.messages.to_client import Accepted, ErrorInfo, Pong, ServerGone
+from quadriga.wire.client import (
+    MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    Accepted,
+    ErrorInfo,
+    Pong,
+    ServerGone,
+)
 from tests.unit import virtual_time
 from tests.unit.scripted_network import Network
 from tests.unit.scripted_server import SILENT, Server, letter

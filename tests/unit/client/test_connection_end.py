@@ -7,10 +7,9 @@ import uuid
 
 import zmq
 
-from quadriga.client.connection.connection import Connection, ConnectionEvents
-from quadriga.wire.messages.from_client import PROTOCOL_VERSION, Ping
-from quadriga.wire.messages.to_client import Pong, Refused, ServerMessage
-from quadriga.wire.messages.to_client import RefusalInfo as Error
+from quadriga.client.connection import Connection, ConnectionEvents
+from quadriga.wire.client import PROTOCOL_VERSION, Ping, Pong, Refused, ServerMessage
+from quadriga.wire.client import RefusalInfo as Error
 from quadriga.wire.sockets import encode
 
 FLUSH_TIMEOUT_S = 500

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from quadriga.client.async_client import AsyncClient
-from quadriga.client.live.subscription import (
+from quadriga.client.live import (
     MAX_BEHIND,
     RENEW_INTERVAL_S,
     WATCH_S,
@@ -16,9 +16,8 @@ from quadriga.client.live.subscription import (
     LiveSubscriptions,
 )
 from quadriga.errors import QueueFull, ServerUnreachable
-from quadriga.wire.messages.from_client import Watch
-from quadriga.wire.messages.live import LiveServer, RowKind
-from quadriga.wire.messages.to_client import RefusalInfo, Refused
+from quadriga.wire.client import RefusalInfo, Refused, Watch
+from quadriga.wire.live import LiveServer, RowKind
 from tests.unit import virtual_time
 from tests.unit.live_messages import make_step
 

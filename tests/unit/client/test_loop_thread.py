@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from quadriga.client.loop_thread import LoopThread
+from quadriga.client.sync_client import LoopThread
 from quadriga.errors import RequestAborted, RequestFailed
 
 FOREVER = 3600.0
@@ -18,7 +18,7 @@ INTERRUPTS = 300
 
 INTERRUPTED = f"""
 import asyncio, random, signal, time
-from quadriga.client.loop_thread import LoopThread
+from quadriga.client.sync_client import LoopThread
 
 async def count():
     number = 0

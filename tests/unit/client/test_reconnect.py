@@ -10,20 +10,24 @@ import msgspec
 import pytest
 
 from bench.client.server import free_port
-from quadriga.client import AsyncClient, Completion
-from quadriga.client.connection import connection
+from quadriga.client import AsyncClient, Completion, connection
 from quadriga.errors import AddressInUse, RequestFailed, ServerStopping, ServerUnreachable
-from quadriga.wire.async_port import AsyncPort
-from quadriga.wire.messages.from_client import (
+from quadriga.wire.async_sockets import AsyncPort
+from quadriga.wire.client import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     Abort,
+    Chunks,
     ClientMessage,
+    ErrorInfo,
     Generate,
     GetInfo,
+    Info,
     Ping,
+    Pong,
+    Replay,
+    ServerGone,
 )
-from quadriga.wire.messages.to_client import Chunks, ErrorInfo, Info, Pong, Replay, ServerGone
 from quadriga.wire.sockets import bind_public, encode
 from tests.unit.public_messages import make_chunk, make_end
 

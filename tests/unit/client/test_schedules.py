@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from quadriga.client.async_client import AsyncClient
-from quadriga.client.connection.search import MAX_PAUSE_S
+from quadriga.client.connection import MAX_PAUSE_S
 from quadriga.client.request_handle import RequestHandle
 from quadriga.client.types import Completion
 from quadriga.errors import DeadlineExceeded, QuadrigaError
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.to_client import Accepted
+from quadriga.wire.client import Accepted
 from tests.unit import virtual_time
 from tests.unit.scripted_network import Network
 from tests.unit.scripted_server import SILENT, Server, letter

@@ -7,10 +7,10 @@ import socket
 import sys
 from pathlib import Path
 
-from cluster_proc.kept_processes import KeptProcesses
-from quadriga.config.server_config import LaunchArgs
+from cluster_proc.crew import KeptProcesses
 from quadriga.errors import ConfigError
-from quadriga.supervisor.events import Death, SupervisorEvent
+from quadriga.server.config.server_config import LaunchArgs
+from quadriga.server.processes.supervisor import Death, SupervisorEvent
 
 # Waits for commands until the crew has gone.
 WAITING_PROCESS = """

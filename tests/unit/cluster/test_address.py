@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from cluster_proc.ray_crews import check_port
+from cluster_proc.crews import check_port
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])

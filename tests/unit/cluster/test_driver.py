@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from cluster_proc.contract import Report
+from cluster_proc.crews import Report
 from cluster_proc.main import Driver, check_keys
 from quadriga import __version__
 from quadriga.clock import Countdown
-from quadriga.config.frontend_args import FrontendArgs
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, ServerFailed
-from quadriga.runtime.child import Child
-from quadriga.runtime.control_channel import Command
-from quadriga.wire.endpoints import Endpoints
+from quadriga.server.config.frontend_args import FrontendArgs
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.processes.child import Child
+from quadriga.server.processes.control_channel import Command
+from quadriga.wire.links import Endpoints
 
 TIMEOUT_S = 20.0
 

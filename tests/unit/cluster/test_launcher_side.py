@@ -5,12 +5,11 @@ from typing import cast
 
 import pytest
 
-from quadriga.config.server_config import ServerConfig
-from quadriga.runtime.control_channel import Command
-from quadriga.supervisor.child_process import ChildProcess, ReplicaChange
-from quadriga.supervisor.cluster_replicas import DRIVER, ClusterReplicas
-from quadriga.supervisor.replicas import FRONTEND
-from quadriga.supervisor.supervisor import Supervisor
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.processes.child_process import ChildProcess, ReplicaChange
+from quadriga.server.processes.control_channel import Command
+from quadriga.server.processes.replicas import DRIVER, FRONTEND, ClusterReplicas
+from quadriga.server.processes.supervisor import Supervisor
 
 
 @dataclass

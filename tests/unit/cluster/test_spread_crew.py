@@ -5,9 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from cluster_proc.bundle import Bundle, fewest_machines
-from cluster_proc.contract import Report
-from cluster_proc.spread_crew import CREW, RANK_CREW, SpreadCrew
+from cluster_proc.crews import CREW, RANK_CREW, Bundle, Report, SpreadCrew, fewest_machines
 from quadriga import __version__
 
 TIMEOUT_S = 20.0

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.config import server_config as configuration
-from quadriga.config.__main__ import markdown
-from quadriga.config.flags import flag_name
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
+from quadriga.server.config import server_config as configuration
+from quadriga.server.config.__main__ import markdown
+from quadriga.server.config.flags import flag_name
+from quadriga.server.config.server_config import ServerConfig
 
 
 def parse(*argv: str) -> ServerConfig:
@@ -153,7 +153,7 @@ def test_the_help_shows_units_and_types_for_values(capsys: pytest.CaptureFixture
 
 def test_the_page_of_all_flags_is_current() -> None:
     page = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
-    assert page.read_text() == markdown(), "python -m quadriga.config --markdown writes it"
+    assert page.read_text() == markdown(), "python -m quadriga.server.config --markdown writes it"
 
 
 def test_decode_first_and_static_batching_are_modes() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.config import server_config as config
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
+from quadriga.server.config import server_config as config
+from quadriga.server.config.server_config import ServerConfig
 
 
 @pytest.fixture

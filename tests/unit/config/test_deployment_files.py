@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.config import server_config as configuration
-from quadriga.config.server_config import ServerConfig
+from quadriga.server.config import server_config as configuration
+from quadriga.server.config.server_config import ServerConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from quadriga.config.environment import READ_BY_LIBRARIES, READ_HERE
+from quadriga.server.config.__main__ import READ_BY_LIBRARIES, READ_HERE
 from tests.unit.test_structure import nodes_of, sources
 
 

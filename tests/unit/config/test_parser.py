@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 
-from quadriga.config.flags import flag_name
-from quadriga.config.foreign_flags import FOREIGN_FLAGS
-from quadriga.config.parser import ServerParser
-from quadriga.config.server_config import ServerConfig, from_namespace
+from quadriga.server.config.flags import FOREIGN_FLAGS, flag_name
+from quadriga.server.config.parser import ServerParser
+from quadriga.server.config.server_config import ServerConfig, from_namespace
 
 
 def parse(line: str) -> ServerConfig:

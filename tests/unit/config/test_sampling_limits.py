@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.errors import InvalidRequest
-from quadriga.sampling.limits import LIMITS, Range
-from quadriga.sampling.params import SamplingParams
+from quadriga.sampling.params import LIMITS, Range, SamplingParams
 from quadriga.sampling.validation import check_counts, check_number, validate_params
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "sampling.md"

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
 from detok_proc.detokenizer import Deliveries, Detokenizer
-from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.to_client import Chunk, End, ErrorInfo, StageTimes, Usage
-from quadriga.wire.messages.to_detok import StepOutput, StreamEnd, StreamReplay, StreamStart
-from quadriga.wire.messages.to_scheduler import CLIENT_LOST
+from quadriga.wire.client import Chunk, End, ErrorInfo, StageTimes, Usage
+from quadriga.wire.packing import pack_ids, unpack_ids
+from quadriga.wire.to_detok import StepOutput, StreamEnd, StreamReplay, StreamStart
+from quadriga.wire.to_scheduler import CLIENT_LOST
 
 ALICE, BOB = b"alice", b"bob"
 NOW = 1000.0

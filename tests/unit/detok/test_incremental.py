@@ -18,7 +18,7 @@ from detok_proc.incremental import (
     WindowedDecoder,
     _byte_alphabet,
 )
-from quadriga.wire.messages.to_detok import PROMPT_END_TOKENS
+from quadriga.wire.to_detok import PROMPT_END_TOKENS
 
 SPACE = "\u2581"
 

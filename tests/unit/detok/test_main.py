@@ -11,10 +11,7 @@ import msgspec
 import pytest
 import zmq
 
-from quadriga.wire.endpoints import Endpoints
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.replica_news import ReplicaNews
-from quadriga.wire.messages.to_client import (
+from quadriga.wire.client import (
     ErrorInfo,
     Info,
     ProgressAnswer,
@@ -22,19 +19,22 @@ from quadriga.wire.messages.to_client import (
     RequestState,
     ServerMessage,
 )
-from quadriga.wire.messages.to_detok import (
+from quadriga.wire.links import Endpoints
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.sockets import encode
+from quadriga.wire.to_detok import (
     Delivered,
     Drained,
     HandedBack,
     InfoReply,
     ProgressReply,
+    ReplicaNews,
     StepOutput,
     StopDetok,
     StreamEnd,
     StreamStart,
 )
-from quadriga.wire.messages.to_scheduler import CLIENT_LOST, DetokReady, SchedulerMessage, StopFound
-from quadriga.wire.sockets import encode
+from quadriga.wire.to_scheduler import CLIENT_LOST, DetokReady, SchedulerMessage, StopFound
 from tests.unit.tiny_gguf import TOKENS, write_tiny_gguf
 
 TIMEOUT_MS = 60_000

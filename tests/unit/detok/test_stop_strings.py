@@ -10,16 +10,16 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detok_proc.stop_regexes import (
+from detok_proc.stops import (
     REQUEST_BUDGET_S,
     ChoiceBudget,
     RegexMatcher,
     RequestBudget,
     SearchTooSlow,
+    StopStrings,
 )
-from detok_proc.stop_strings import StopStrings
 from quadriga.errors import InvalidRequest
-from quadriga.sampling.stop_regex import MAX_MATCH_CHARS, compile_stop_regex
+from quadriga.server.grammars.stop_regex import MAX_MATCH_CHARS, compile_stop_regex
 
 LETTERS = st.text("abc", max_size=30)
 STOPS = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4)

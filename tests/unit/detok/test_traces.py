@@ -1,9 +1,9 @@
 """The detokenizer's part of a trace."""
 
-from detok_proc.traces import close_traces, open_traces
-from quadriga.wire.messages.to_client import Chunk, End, StageTimes, Usage
-from quadriga.wire.messages.to_detok import StepOutput, StreamEnd, StreamReplay, StreamStart
-from quadriga.wire.messages.trace import RequestTrace, Span, TraceContext
+from detok_proc.main import close_traces, open_traces
+from quadriga.wire.client import Chunk, End, StageTimes, Usage
+from quadriga.wire.to_detok import StepOutput, StreamEnd, StreamReplay, StreamStart
+from quadriga.wire.trace import RequestTrace, Span, TraceContext
 
 CONTEXT = TraceContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
 

@@ -6,10 +6,10 @@ import torch
 
 from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
 
-from worker_proc.attention.base import AttentionShape, BatchLayout
 from worker_proc.gpu import pages
 from worker_proc.gpu.kernels.attention import MAX_SPLITS
 from worker_proc.gpu.pages import LONG_SPLITS, Pages, TritonAttention, query_blocks
+from worker_proc.models.attention import AttentionShape, BatchLayout
 
 
 @pytest.fixture

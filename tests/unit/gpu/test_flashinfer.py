@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
+from quadriga.server.config.engine_args import WorkerArgs
 from tests.tiny_models import tiny_gemma2, tiny_llama
 from tests.unit.worker_driver import load_on_cpu
 
@@ -25,10 +25,10 @@ from tests.unit.gpu.test_triton_graphs import (  # isort: skip
     small_mistral,
     tokens_of,
 )
-from worker_proc.engine_factory import make_engine
+from worker_proc.engines.factory import make_engine
 from worker_proc.gpu import flashinfer as backend
 from worker_proc.gpu.engine import TritonEngine
-from worker_proc.runner import Runner
+from worker_proc.step.runner import Runner
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
+from quadriga.server.config.engine_args import WorkerArgs
 from tests import EVERYTHING
 from tests.integration.test_equality import reference
 from tests.tiny_experts import tiny_gpt_oss, tiny_mixtral
@@ -35,7 +35,7 @@ from tests.unit.worker_driver import (
     prompts_of,
     runner_of,
 )
-from worker_proc.engine_factory import make_engine
+from worker_proc.engines.factory import make_engine
 from worker_proc.gpu.engine import TritonEngine
 from worker_proc.gpu.ops import PaddedHeads
 from worker_proc.models.layers import Linear

@@ -6,10 +6,13 @@ from torch import Tensor, nn
 
 from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
 
-from worker_proc.gpu.experts import GroupedExperts, grouped_experts
-from worker_proc.gpu.kernels.experts import BLOCK_ROWS, expert_blocks
-from worker_proc.models.layers import Activation, Experts, Linear
-from worker_proc.models.torch_functions import gate_up, route
+from worker_proc.gpu.kernels.experts import (
+    BLOCK_ROWS,
+    GroupedExperts,
+    expert_blocks,
+    grouped_experts,
+)
+from worker_proc.models.layers import Activation, Experts, Linear, gate_up, route
 
 HIDDEN, INNER, NUM_EXPERTS = 40, 24, 5
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

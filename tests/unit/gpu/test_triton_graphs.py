@@ -16,7 +16,6 @@ from tests.triton_device import DEVICE  # isort: skip (before what it has to pre
 
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
 from worker_proc.gpu.engine import TritonEngine
-from worker_proc.gpu.graph_sizes import batch_sizes, prompt_sizes
 from worker_proc.gpu.graphs import (
     Capture,
     Captured,
@@ -27,9 +26,11 @@ from worker_proc.gpu.graphs import (
     PromptGraphs,
     PromptInputs,
     PromptStep,
+    batch_sizes,
+    prompt_sizes,
 )
-from worker_proc.runner import Runner
-from worker_proc.system.step_clock import HostStep
+from worker_proc.step.clock import HostStep
+from worker_proc.step.runner import Runner
 
 CPU = torch.device("cpu")
 # Steps of 2 rows are padded to 3, and steps of 4 rows run without a graph.

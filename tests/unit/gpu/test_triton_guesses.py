@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
-from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.worker import (
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.wire.packing import pack_ids, unpack_ids
+from quadriga.wire.worker import (
     DECODE,
     EXTEND,
     MIXED,
@@ -37,11 +37,11 @@ from tests.unit.worker.test_speculation import (
 )
 from tests.unit.worker_driver import prompts_of, runner_of
 from worker_proc.gpu.engine import TritonEngine
-from worker_proc.runner import Runner
-from worker_proc.speculation.draft_model import wants_draft
-from worker_proc.speculation.guesser import Guesser, SlotText
+from worker_proc.speculation.ngram import Guesser, SlotText
+from worker_proc.speculation.self_draft import wants_draft
 from worker_proc.startup import guesses
-from worker_proc.step.engine_base import Engine
+from worker_proc.step.engine import Engine
+from worker_proc.step.runner import Runner
 from worker_proc.step.slot_table import SlotTable
 
 NUM_TOKENS = 6

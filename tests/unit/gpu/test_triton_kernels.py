@@ -14,13 +14,12 @@ from torch import Tensor
 
 from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
 
-from quadriga.model_files.config.rope_config import RopeScaling
+from quadriga.server.models.families.decoder_config import RopeScaling
 from tests import EVERYTHING
-from worker_proc.gpu.kernels.activations import activate_, gate_up
-from worker_proc.gpu.kernels.attention import attend_over_pages, queries_of_block
+from worker_proc.gpu.kernels.attention import attend_over_pages, queries_of_block, rotate_and_write
 from worker_proc.gpu.kernels.matmul import multiply
-from worker_proc.gpu.kernels.rotate_write import rotate_and_write
-from worker_proc.gpu.kernels.rows import add_and_norm, embed, norm_and_add
+from worker_proc.gpu.kernels.rows import activate_, add_and_norm, embed, gate_up, norm_and_add
+from worker_proc.models.decoder import rope_frequencies
 from worker_proc.models.layers import (
     Activation,
     Attention,
@@ -29,10 +28,10 @@ from worker_proc.models.layers import (
     QKNorms,
     RMSNorm,
     Rope,
+    activate,
+    cap,
 )
-from worker_proc.models.rope_scaling import rope_frequencies
-from worker_proc.models.torch_functions import activate, cap
-from worker_proc.models.torch_functions import gate_up as gate_up_in_torch
+from worker_proc.models.layers import gate_up as gate_up_in_torch
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 TOLERANCE = {FLOAT32: 1e-5, BFLOAT16: 1e-2}

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from quadriga.errors import NonFiniteLogits
-from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.worker import EXTEND, NewSlot, StepPlan
+from quadriga.wire.packing import pack_ids, unpack_ids
+from quadriga.wire.worker import EXTEND, NewSlot, StepPlan
 from tests.tiny_experts import tiny_mixtral
 from tests.tiny_models import let_token_overflow, tiny_gemma2, tiny_llama
 
 from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
 
 from tests.unit.worker_driver import Driver, runner_of
-from worker_proc.runner import Runner
-from worker_proc.speculation.guesser import Guesser
+from worker_proc.speculation.ngram import Guesser
+from worker_proc.step.runner import Runner
 
 BAD = 67
 GOOD = [[3, 4, 5, 6, 7, 8, 9], [20, 21, 22]]

@@ -7,13 +7,12 @@ from torch import Tensor
 
 from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
 
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.worker import NewSlot, SlotSamplingParams
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.worker import NewSlot, SlotSamplingParams
 from tests import EVERYTHING
 from worker_proc.gpu.kernels import sampling
 from worker_proc.gpu.kernels.sampling import sample_tokens
-from worker_proc.sampling.sampler import sample
-from worker_proc.sampling.slot_sampling import SamplingState
+from worker_proc.sampling.sampler import SamplingState, sample
 
 NUM_SLOTS = 40
 PARAMS = [

@@ -7,8 +7,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from http_proc.gateway import Gateway
-from quadriga.answer_format import AnswerFormat, ReasoningFormat, to_info
+from http_proc.core.gateway import Gateway
 from quadriga.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -17,6 +16,7 @@ from quadriga.errors import (
     RequestFailed,
     ServerFailed,
 )
+from quadriga.server.answer_format import AnswerFormat, ReasoningFormat, to_info
 from tests.unit.claude_code import TOOL_NAMES, claude_code_request
 from tests.unit.scripted_ring import HERMES, ScriptedRing, run_at_gateway
 

@@ -14,7 +14,7 @@ from http_proc.answer.events import (
     ReasoningDelta,
     TextDelta,
 )
-from http_proc.apis.anthropic.blocks import (
+from http_proc.apis.anthropic import (
     BlockDelta,
     BlockStart,
     BlockStep,
@@ -24,10 +24,10 @@ from http_proc.apis.anthropic.blocks import (
     TextBlock,
     ThinkingBlock,
     ToolUseBlock,
+    complete_object,
     whole_blocks,
 )
-from http_proc.apis.anthropic.chat_call import ThinkingDisplay
-from http_proc.apis.anthropic.partial_json import complete_object
+from http_proc.apis.anthropic_requests import ThinkingDisplay
 
 SHOWN, WITHOUT_TEXT = ThinkingDisplay(True, True), ThinkingDisplay(True, False)
 HIDDEN = ThinkingDisplay(False, False)

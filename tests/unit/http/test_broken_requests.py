@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from http_proc.endpoints import openapi
+from http_proc import server
 from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
 
 BODY = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
@@ -61,7 +61,7 @@ def check_form(status: int, headers: dict[bytes, bytes], body: bytes, api: str =
 def test_a_body_that_cannot_be_unpacked_is_an_error_of_the_client_at_every_endpoint(
     caplog: pytest.LogCaptureFixture, coding: bytes, body: bytes
 ) -> None:
-    paths = [e.path.replace("{name}", "x") for e in openapi.ENDPOINTS if e.method == "post"]
+    paths = [e.path.replace("{name}", "x") for e in server.ENDPOINTS if e.method == "post"]
     paths.remove("/flush_cache")  # which has no body, and which the scripted ring does not know
 
     async def test(gateway: Any) -> None:

@@ -9,8 +9,8 @@ from llguidance import LLTokenizer
 
 from http_proc.answer.events import ParsedAnswer
 from http_proc.answer.parser import ToolSchemas, make_parser
-from http_proc.chat.call import ChatCall, ToolChoice, ToolMode
-from http_proc.chat.call_grammars import (
+from http_proc.core.errors import ApiError
+from http_proc.generation.call_grammars import (
     PLAIN_CALL,
     CallGrammar,
     forced_calls,
@@ -18,13 +18,12 @@ from http_proc.chat.call_grammars import (
     strict_calls,
     strict_calls_or_json,
 )
-from http_proc.protocol.errors import ApiError
-from http_proc.protocol.sampling import Sampling
-from http_proc.protocol.schema import FunctionSchema, Tool
-from quadriga.answer_format import AnswerFormat, CallFormat
-from quadriga.known_formats import KNOWN_FORMATS
-from quadriga.sampling.grammar import compile_grammar, to_library_form
+from http_proc.generation.chat_call import ChatCall, ToolChoice, ToolMode
+from http_proc.generation.sampling import Sampling
+from http_proc.generation.schema import FunctionSchema, Tool
 from quadriga.sampling.params import SamplingParams, grammar_of
+from quadriga.server.answer_format import KNOWN_FORMATS, AnswerFormat, CallFormat
+from quadriga.server.grammars.grammar import compile_grammar, to_library_form
 from tests.unit.tiny_vocabulary import tiny_vocabulary
 
 PARAMETERS: dict[str, Any] = {

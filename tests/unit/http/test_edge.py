@@ -18,11 +18,11 @@ import uvloop
 from aiohttp.streams import StreamReader
 from aiohttp.test_utils import make_mocked_request
 
-from http_proc import listener
-from http_proc.endpoints import request_body
-from http_proc.gateway import GATEWAY
-from http_proc.middleware import request_scope, slow_client
-from http_proc.observe.request_metrics import RequestMetrics
+from http_proc import server
+from http_proc.core.gateway import GATEWAY
+from http_proc.core.observe import RequestMetrics
+from http_proc.web import request_body, request_scope
+from http_proc.web import request_scope as slow_client
 from tests.unit.scripted_ring import ScriptedRing, chunk, gateway_before, run_at_gateway
 
 ASK = {"prompt": "a secret", "max_tokens": 4}
@@ -227,7 +227,7 @@ def test_over_tls_a_long_stream_comes_to_its_end(tmp_path: Path, run_loop: Any) 
 def test_a_head_that_does_not_come_to_an_end_closes_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(listener, "IDLE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(server, "IDLE_TIMEOUT_S", 0.2)
 
     async def test(gateway: Any) -> None:
         slow = await connect(gateway, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")

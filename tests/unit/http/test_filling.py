@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 
 from quadriga.errors import ServerFailed
-from quadriga.fill_format import FillFormat, fill_format_to_info
+from quadriga.server.model_info import FillFormat, fill_format_to_info
 from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
 
 MARKS = FillFormat(

@@ -8,7 +8,6 @@ from typing import Any
 import openai
 import pytest
 
-from quadriga.answer_format import AnswerFormat, to_info
 from quadriga.errors import (
     DeadlineExceeded,
     QuadrigaError,
@@ -17,6 +16,7 @@ from quadriga.errors import (
     ServerFailed,
     ServerStopping,
 )
+from quadriga.server.answer_format import AnswerFormat, to_info
 from tests.unit.scripted_ring import LLAMA3, ScriptedRing, chunk, gateway_before
 
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]

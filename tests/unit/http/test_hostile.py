@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from http_proc import gateway
+from http_proc.core import gateway
 from quadriga.errors import DeadlineExceeded
 from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
 

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from http_proc.endpoints import body_shape
-from http_proc.endpoints.body_shape import (
+from http_proc.core import body_shape
+from http_proc.core.body_shape import (
     MAX_COMMAS,
     MAX_CONTAINERS,
     MAX_STRINGS,
     SMALL_BYTES,
     check_shape,
 )
-from http_proc.protocol.chat_messages import MAX_CONTENT_PARTS
-from http_proc.protocol.errors import ApiError
-from quadriga.wire.messages.from_client import (
+from http_proc.core.errors import ApiError
+from http_proc.generation.chat_messages import MAX_CONTENT_PARTS
+from quadriga.wire.client import (
     MAX_NAME_CHARS,
     MAX_TEMPLATE_ARGS,
     MAX_TOOLS,

@@ -9,18 +9,18 @@ import aiohttp
 import msgspec
 import pytest
 
-from http_proc.gateway import Gateway
-from http_proc.live import hub as hub_module
-from http_proc.live.hub import MAX_BEHIND, LiveHub, PageViewer
-from quadriga.client.live.as_json import (
+from http_proc.core.gateway import Gateway
+from http_proc.page import live as hub_module
+from http_proc.page.live import MAX_BEHIND, LiveHub, PageViewer
+from quadriga.client.live import (
     server_from_json,
     server_to_json,
     step_from_json,
     step_to_json,
 )
 from quadriga.errors import RequestFailed
-from quadriga.tenants.key_file import hash_of_key
-from quadriga.wire.messages.live import (
+from quadriga.server.tenants import hash_of_key
+from quadriga.wire.live import (
     EventKind,
     LiveEvent,
     LiveProcess,

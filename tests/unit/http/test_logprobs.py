@@ -1,7 +1,7 @@
 """Logprobs in the formats of OpenAI and vLLM."""
 
-from http_proc.protocol.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
-from quadriga.client.logprobs import LikelyToken, TokenLogprob
+from http_proc.generation.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
+from quadriga.client.types import LikelyToken, TokenLogprob
 
 WAVE = "👋".encode()
 

@@ -6,12 +6,16 @@ from typing import Any
 import aiohttp
 import pytest
 
-from http_proc.apis.ollama import sampling
-from quadriga.answer_format import AnswerFormat, ReasoningFormat, to_info
-from quadriga.client.logprobs import LikelyToken, TokenLogprob
+from http_proc.apis import ollama_requests
+from quadriga.client.types import LikelyToken, TokenLogprob
 from quadriga.errors import ServerFailed
-from quadriga.fill_format import FillFormat, fill_format_to_info
-from quadriga.model_details import ModelDetails, details_to_info
+from quadriga.server.answer_format import AnswerFormat, ReasoningFormat, to_info
+from quadriga.server.model_info import (
+    FillFormat,
+    ModelDetails,
+    details_to_info,
+    fill_format_to_info,
+)
 from tests.unit.scripted_ring import HERMES, ScriptedRing, run_at_gateway
 
 HELLO = [{"role": "user", "content": "Hello!"}]
@@ -61,7 +65,7 @@ def test_numbers_are_cast_and_unknown_options_warned_of_as_at_ollama(
 ) -> None:
     ring = ScriptedRing(["a"])
     options = {"num_ctx": 2048.0, "num_predict": 7.9, "seed": 3.0, "top_k": 40.0, "penalise": 1}
-    sampling._warn_of_unknown.cache_clear()
+    ollama_requests._warn_of_unknown.cache_clear()
     ask(ring, path, options=options, **({} if path == "/api/chat" else {"prompt": "x"}))
     params = ring.submitted[-1][1]
     assert (params.max_new_tokens, params.seed, params.top_k) == (7, 3, 40)

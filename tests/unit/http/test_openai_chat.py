@@ -8,9 +8,8 @@ import openai
 import pytest
 from openai.types.chat import completion_create_params
 
-from quadriga.answer_format import AnswerFormat, ReasoningFormat, to_info
 from quadriga.errors import InvalidRequest
-from quadriga.known_formats import KNOWN_FORMATS
+from quadriga.server.answer_format import KNOWN_FORMATS, AnswerFormat, ReasoningFormat, to_info
 from tests.unit.scripted_ring import HERMES, ScriptedRing, gateway_before
 
 THINKING = to_info(AnswerFormat(calls=HERMES, reasoning=ReasoningFormat(switch="enable_thinking")))
@@ -217,8 +216,8 @@ WITHOUT_EFFECT: dict[str, Any] = {
 
 
 def test_every_field_of_openais_client_is_known() -> None:
-    from http_proc.protocol.sampling import CHAT
-    from http_proc.protocol.schema import ChatRequest
+    from http_proc.generation.sampling import CHAT
+    from http_proc.generation.schema import ChatRequest
 
     theirs = completion_create_params.CompletionCreateParamsBase.__annotations__.keys()
     assert theirs - {"messages"} - CHAT.keys() - set(ChatRequest.__struct_fields__) == set()

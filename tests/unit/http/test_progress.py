@@ -8,12 +8,11 @@ import aiohttp
 import openai
 import pytest
 
-from http_proc.gateway import Gateway
-from http_proc.progress import watch
-from http_proc.progress.comments import comment, furthest
+from http_proc.core import progress
+from http_proc.core.gateway import Gateway
+from http_proc.core.progress import comment, furthest
 from quadriga.errors import QueueFull, RequestFailed, ServerFailed
-from quadriga.wire.messages.from_client import MAX_PROGRESS_IDS
-from quadriga.wire.messages.to_client import RequestProgress, RequestState
+from quadriga.wire.client import MAX_PROGRESS_IDS, RequestProgress, RequestState
 from tests.unit.scripted_ring import ScriptedRing, chunk, run_at_gateway
 
 PREPARING, QUEUED, PREFILL, DECODING, UNKNOWN = RequestState
@@ -24,7 +23,7 @@ WAITING = RequestProgress(QUEUED, 7, 12.3)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make all times a tenth."""
     for name in ("HEADERS_AFTER_S", "FIRST_POLL_S", "POLL_INTERVAL_S", "MIN_POLL_GAP_S"):
-        monkeypatch.setattr(watch, name, getattr(watch, name) / 10)
+        monkeypatch.setattr(progress, name, getattr(progress, name) / 10)
 
 
 def silent_ring() -> ScriptedRing:
@@ -64,7 +63,7 @@ def test_the_headers_come_when_a_request_is_admitted(state: RequestState) -> Non
         began_at = time.monotonic()
         response = await ask(gateway, {})
         assert response.status == 200
-        assert time.monotonic() - began_at < watch.HEADERS_AFTER_S - 0.1
+        assert time.monotonic() - began_at < progress.HEADERS_AFTER_S - 0.1
         timing = response.headers["Server-Timing"]
         assert [part.partition(";")[0] for part in timing.split(", ")] == ["tokenize", "queue"]
         await leave(response)
@@ -86,7 +85,7 @@ def test_the_headers_of_a_queued_request_come_after_5_s(fails: bool) -> None:
         began_at = time.monotonic()
         response = await ask(gateway, {})
         assert response.status == 200
-        assert time.monotonic() - began_at >= watch.HEADERS_AFTER_S - 0.02
+        assert time.monotonic() - began_at >= progress.HEADERS_AFTER_S - 0.02
         await leave(response)
 
     run_at_gateway(ring, test)
@@ -211,7 +210,7 @@ def test_streams_that_wait_share_a_question_and_nothing_is_asked_about_others() 
         response = await ask(gateway, {})
         assert "[DONE]" in await response.text()
         await leave(response)
-        await asyncio.sleep(3 * watch.FIRST_POLL_S)
+        await asyncio.sleep(3 * progress.FIRST_POLL_S)
         assert len(ring.questions) == before
         assert gateway.progress._timer is None
 

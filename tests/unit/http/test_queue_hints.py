@@ -6,9 +6,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from http_proc.apis.llama_cpp.bodies import error_body
-from http_proc.gateway import Gateway
-from http_proc.protocol.errors import from_ring
+from http_proc.apis.llama_cpp import error_body
+from http_proc.core.errors import from_ring
+from http_proc.core.gateway import Gateway
 from quadriga.errors import QueueFull
 from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
 

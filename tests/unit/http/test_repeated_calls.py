@@ -10,13 +10,12 @@ from llguidance import LLTokenizer
 
 from http_proc.answer.events import AnswerEvent, ArgumentsDelta, CallBegin, CallEnd, ParsedAnswer
 from http_proc.answer.parser import make_parser
-from http_proc.chat.call_grammars import forced_calls
-from http_proc.protocol.schema import FunctionSchema, Tool
-from quadriga.answer_format import AnswerFormat
+from http_proc.generation.call_grammars import forced_calls
+from http_proc.generation.schema import FunctionSchema, Tool
 from quadriga.client.types import Completion, Timings
 from quadriga.clock import now
-from quadriga.known_formats import KNOWN_FORMATS
-from quadriga.wire.messages.to_client import Usage
+from quadriga.server.answer_format import KNOWN_FORMATS, AnswerFormat
+from quadriga.wire.client import Usage
 from tests.unit.http.test_call_grammars import (
     MARKS,
     OSLO,

@@ -5,10 +5,10 @@ from typing import Any
 from prometheus_client.core import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
-from http_proc.endpoints.metrics import Collector
-from http_proc.observe.request_metrics import RequestMetrics
-from quadriga.config.scheduler_args import SchedulerArgs
-from quadriga.wire.messages.worker import WorkerReady
+from http_proc.core.observe import RequestMetrics
+from http_proc.page.metrics import Collector
+from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.wire.worker import WorkerReady
 from scheduler_proc.scheduler import Scheduler
 
 

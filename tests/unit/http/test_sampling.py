@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from http_proc.protocol.errors import ApiError, from_ring
-from http_proc.protocol.sampling import (
+from http_proc.core.errors import ApiError, from_ring
+from http_proc.generation.sampling import (
     CHAT,
     OPENAI,
     SGLANG,

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from http_proc.shares import SharedBound, Shares
-from quadriga.config.tenant_args import TenantArgs
-from quadriga.tenants.key_file import TenantFile, TenantIndex
-from quadriga.tenants.tenant import Tenant
+from http_proc.core.shares import SharedBound, Shares
+from quadriga.server.config.frontend_args import TenantArgs
+from quadriga.server.tenants import Tenant, TenantFile, TenantIndex
 
 
 class Tenants:

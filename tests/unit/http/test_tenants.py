@@ -9,8 +9,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from quadriga.tenants import key_file
-from quadriga.tenants.key_file import hash_of_key
+from quadriga.server import tenants
+from quadriga.server.tenants import hash_of_key
 from tests.unit.scripted_ring import TIMEOUT_S, ScriptedRing, run_at_gateway
 
 # Far more than it takes, for a busy machine.
@@ -101,7 +101,7 @@ def test_messages_name_their_user_in_the_metadata(keys: Path) -> None:
 def test_a_key_that_is_added_works_and_a_removed_one_is_refused_at_the_next_request(
     keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(key_file, "CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(tenants, "CHECK_INTERVAL_S", 0.0)
     ring = ScriptedRing(["a"])
 
     async def test(gateway: Any) -> None:
@@ -139,7 +139,7 @@ def test_a_removed_key_is_refused_while_every_shared_thread_is_busy(
 def test_a_key_file_with_an_error_is_shown_by_a_metric(
     keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(key_file, "CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(tenants, "CHECK_INTERVAL_S", 0.0)
 
     async def failed(gateway: Any) -> str:
         key = {"Authorization": "Bearer op"}

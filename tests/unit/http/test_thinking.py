@@ -5,11 +5,10 @@ from typing import Any
 import openai
 import pytest
 
-from http_proc.apis.sglang_generate import LogprobLists
-from http_proc.protocol.logprobs import chat_logprobs
-from quadriga.answer_format import AnswerFormat, ReasoningFormat, to_info
-from quadriga.client.logprobs import LikelyToken, TokenLogprob
-from quadriga.client.types import StreamChunk
+from http_proc.apis.sglang import LogprobLists
+from http_proc.generation.logprobs import chat_logprobs
+from quadriga.client.types import LikelyToken, StreamChunk, TokenLogprob
+from quadriga.server.answer_format import AnswerFormat, ReasoningFormat, to_info
 from tests.unit.http.test_anthropic import ask as message
 from tests.unit.http.test_gateway import ASK, run
 from tests.unit.scripted_ring import ScriptedRing

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from http_proc.token_order import TokenOrder, tokens_of
+from http_proc.core.request_group import TokenOrder, tokens_of
 from quadriga.client.types import Completion, StreamChunk, Timings
-from quadriga.wire.messages.to_client import Usage
+from quadriga.wire.client import Usage
 
 
 def end_of(index: int) -> Completion:

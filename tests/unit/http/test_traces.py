@@ -9,11 +9,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from quadriga.cli.main import EXIT_FAILED, EXIT_OK, main
 from quadriga.errors import RequestFailed
-from quadriga.tenants.key_file import hash_of_key
-from quadriga.wire.messages.live import RowKind
-from quadriga.wire.messages.trace import RequestTrace, Span, TraceContext
+from quadriga.server.cli.main import EXIT_FAILED, EXIT_OK, main
+from quadriga.server.tenants import hash_of_key
+from quadriga.wire.live import RowKind
+from quadriga.wire.trace import RequestTrace, Span, TraceContext
 from tests.unit.live_messages import make_step
 from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
 from tests.unit.tracing.test_live_recording import ended

@@ -6,9 +6,9 @@ import aiohttp
 import pytest
 import yarl
 
-from quadriga.config.http_args import API_KEY_VARIABLE
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
+from quadriga.server.config.frontend_args import API_KEY_VARIABLE
+from quadriga.server.config.server_config import ServerConfig
 from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
 
 EVIL = "https://evil.example"

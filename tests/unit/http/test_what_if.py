@@ -7,17 +7,16 @@ from typing import Any
 import aiohttp
 import pytest
 
-from http_proc.gateway import Gateway
-from http_proc.what_if import recent
-from http_proc.what_if.flags import config_as_it_was, simulator_flags, with_flags
-from http_proc.what_if.recent import RecentChoices
-from http_proc.what_if.simulation import SimulationProcess
+from http_proc.core import recent
+from http_proc.core.gateway import Gateway
+from http_proc.core.recent import RecentChoices
+from http_proc.page.what_if import SimulationProcess, config_as_it_was, simulator_flags, with_flags
 from quadriga.client.types import Completion, Timings
 from quadriga.clock import now
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
-from quadriga.tenants.key_file import hash_of_key
-from quadriga.wire.messages.to_client import Usage
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.tenants import hash_of_key
+from quadriga.wire.client import Usage
 from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
 
 INFO = {"page_size": 16, "pages_total": 64, "chunked_prefill_size": 128, "device": "cpu"}
@@ -137,7 +136,7 @@ def test_a_server_whose_worker_starts_says_so() -> None:
 def test_one_simulation_runs_at_a_time_and_ends_with_the_client_that_wants_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("http_proc.what_if.simulation.command_of", lambda _: ["sleep", "60"])
+    monkeypatch.setattr("http_proc.page.what_if.command_of", lambda _: ["sleep", "60"])
 
     async def test(gateway: Gateway) -> None:
         await answer(gateway, 1)
@@ -163,8 +162,8 @@ def test_one_simulation_runs_at_a_time_and_ends_with_the_client_that_wants_it(
 
 
 def test_a_simulation_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("http_proc.what_if.simulation.command_of", lambda _: ["sleep", "60"])
-    monkeypatch.setattr("http_proc.what_if.simulation.TIMEOUT_S", 0.05)
+    monkeypatch.setattr("http_proc.page.what_if.command_of", lambda _: ["sleep", "60"])
+    monkeypatch.setattr("http_proc.page.what_if.TIMEOUT_S", 0.05)
 
     async def test(gateway: Gateway) -> None:
         await answer(gateway, 1)

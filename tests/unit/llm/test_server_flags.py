@@ -7,10 +7,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from quadriga.config.http_args import HttpArgs
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
-from quadriga.llm.server_flags import ServerFlags, server_argv
+from quadriga.llm.llm import ServerFlags, server_argv
+from quadriga.server.config.frontend_args import HttpArgs
+from quadriga.server.config.server_config import ServerConfig
 
 NOT_OFFERED = {"model", "served_model_name", "endpoint", "curve_dir", "insecure", "no_status_line"}
 """The model is an argument of its own; the endpoint is private, and the program draws no line."""

@@ -11,20 +11,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.config.model_args import ModelArgs
 from quadriga.errors import ModelError
-from quadriga.model_files.architectures import read_architecture
-from quadriga.model_files.builtin.fetch import builtin_weights
-from quadriga.model_files.gguf.pre_tokenizers import RULES, build_pre_tokenizer, find_rule
-from quadriga.model_files.gguf_header import header_files
-from quadriga.model_files.gguf_tokenizer import build_tokenizer, end_token_ids, write_tokenizer
-from quadriga.model_files.resolve import ModelFiles, resolve_model
-from quadriga.model_files.tokenizer import (
+from quadriga.sampling.validation import find_unserved_tokens
+from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.models.families.architectures import read_architecture
+from quadriga.server.models.formats.gguf_config import header_files
+from quadriga.server.models.formats.gguf_tokenizer import (
+    RULES,
+    build_pre_tokenizer,
+    build_tokenizer,
+    end_token_ids,
+    find_rule,
+    write_tokenizer,
+)
+from quadriga.server.models.formats.tokenizer import (
     load_tokenizer,
     template_source,
     tool_template_source,
 )
-from quadriga.sampling.validation import find_unserved_tokens
+from quadriga.server.models.resolve import ModelFiles, resolve_model
+from quadriga.server.models.sources import builtin_weights
 from tests.unit.tiny_gguf import (
     BYTES,
     CONTROL,

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from quadriga.errors import ModelError
-from quadriga.model_files.architectures import read_architecture
-from quadriga.model_files.gguf_header import make_config
-from quadriga.model_files.gguf_rope import LONG_FACTORS, SHORT_FACTORS
-from worker_proc.models.rope_scaling import rope_frequencies
+from quadriga.server.models.families.architectures import read_architecture
+from quadriga.server.models.formats.gguf_config import LONG_FACTORS, SHORT_FACTORS, make_config
+from worker_proc.models.decoder import rope_frequencies
 
 ATTENTION_FACTOR = math.sqrt(1 + math.log(32) / math.log(4096))
 LONG, SHORT = [1.0 + pair for pair in range(48)], [1.0] * 48

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from quadriga.model_files.architectures import read_architecture
-from quadriga.model_files.config.decoder_config import DecoderConfig
-from quadriga.model_files.config.rope_config import RopeScaling
-from quadriga.model_files.gguf_header import make_config
+from quadriga.server.models.families.architectures import read_architecture
+from quadriga.server.models.families.decoder_config import DecoderConfig, RopeScaling
+from quadriga.server.models.formats.gguf_config import make_config
 
 TENSORS = {"token_embd.weight": {"shape": [262144, 640]}}
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from quadriga.errors import ModelError
-from quadriga.model_files.architectures import read_architecture
-from quadriga.model_files.gguf_header import make_config
+from quadriga.server.models.families.architectures import read_architecture
+from quadriga.server.models.formats.gguf_config import make_config
 
 SIZES: dict[str, Any] = {
     "hidden_size": 96,

@@ -9,7 +9,7 @@ import pytest
 from gguf import GGUFReader, GGUFWriter
 
 from quadriga.errors import ModelError
-from quadriga.model_files.gguf.reader import read_float32, read_header
+from quadriga.server.models.formats.gguf_reader import read_float32, read_header
 from tests.unit.tiny_gguf import write_tiny_gguf
 
 

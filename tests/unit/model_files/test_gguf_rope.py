@@ -10,16 +10,16 @@ import torch
 from gguf import GGUFWriter
 
 from quadriga.errors import ModelError
-from quadriga.model_files.config.rope_config import RopeScaling
-from quadriga.model_files.gguf.reader import read_header
-from quadriga.model_files.gguf_header import rope_divisors_of
-from quadriga.model_files.gguf_rope import (
+from quadriga.server.models.families.decoder_config import RopeScaling
+from quadriga.server.models.formats.gguf_config import (
     LONG_FACTORS,
     ROPE_FREQS,
     SHORT_FACTORS,
+    rope_divisors_of,
     rope_scaling,
 )
-from worker_proc.models.rope_scaling import rope_frequencies
+from quadriga.server.models.formats.gguf_reader import read_header
+from worker_proc.models.decoder import rope_frequencies
 
 HEAD_DIM, CONTEXT, ORIGINAL = 16, 256, 64
 LLAMA3 = {

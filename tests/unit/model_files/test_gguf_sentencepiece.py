@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.model_files.builtin.fetch import cached_builtin_weights
-from quadriga.model_files.gguf.reader import read_header
-from quadriga.model_files.gguf_tokenizer import build_tokenizer, end_token_ids
+from quadriga.server.models.formats.gguf_reader import read_header
+from quadriga.server.models.formats.gguf_tokenizer import build_tokenizer, end_token_ids
+from quadriga.server.models.sources import cached_builtin_weights
 
 SPACE = "▁"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6

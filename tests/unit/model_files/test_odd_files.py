@@ -15,18 +15,18 @@ from gguf import GGUFEndian, GGUFValueType, GGUFWriter
 from gguf.scripts.gguf_convert_endian import convert_byteorder  # noqa: F401  the remedy exists
 from transformers import AutoConfig
 
-from quadriga.cli.models.report import check_model
-from quadriga.config.model_args import ModelArgs
 from quadriga.errors import ModelError, QuadrigaError
-from quadriga.model_files.architectures import CONFIGS, read_architecture
-from quadriga.model_files.gguf.reader import checked_metadata, read_header
-from quadriga.model_files.quantized.methods import read_quantization
-from quadriga.model_files.resolve import resolve_model
-from quadriga.model_files.servable import check_servable
-from quadriga.model_files.tokenizer import load_tokenizer, tokenizer_json
+from quadriga.server.cli.model_report import check_model
+from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.models.families.architectures import CONFIGS, read_architecture
+from quadriga.server.models.formats.gguf_reader import checked_metadata, read_header
+from quadriga.server.models.formats.quantization import read_quantization
+from quadriga.server.models.formats.tokenizer import load_tokenizer, tokenizer_json
+from quadriga.server.models.model_impl import check_servable
+from quadriga.server.models.resolve import resolve_model
 from tests.tiny_models import tiny_llama
 from tests.unit.tiny_gguf import write_tiny_gguf
-from tokenizer_proc.model_details import model_details
+from tokenizer_proc.info import model_details
 from tokenizer_proc.preparation.chat import ChatTemplate
 from tokenizer_proc.preparation.prepare import sampling_defaults
 

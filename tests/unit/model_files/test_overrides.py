@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 
-from quadriga.config.model_args import ModelArgs
 from quadriga.errors import ConfigError, ModelError
-from quadriga.model_files import hub
-from quadriga.model_files import resolve as model_source
-from quadriga.model_files.resolve import ModelFiles, resolve_model
+from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.models import resolve as model_source
+from quadriga.server.models import sources
+from quadriga.server.models.resolve import ModelFiles, resolve_model
 from tests.unit.tiny_gguf import write_tiny_gguf
 
 
 @pytest.fixture(autouse=True)
 def own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(hub, "cached_snapshot", lambda *_: None)
+    monkeypatch.setattr(sources, "cached_snapshot", lambda *_: None)
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_children_use_the_snapshot_of_the_revision_without_asking_for_it(
         asked.append(names)
         return bare_model
 
-    monkeypatch.setattr(hub, "cached_snapshot", snapshot_of)
+    monkeypatch.setattr(sources, "cached_snapshot", snapshot_of)
     files = resolve_model(ModelArgs("some/model", revision="v1"))
     assert asked == [("some/model", "v1")]
     assert files.location_flags["revision"] == ""

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from quadriga.cli.models.report import check_model
 from quadriga.errors import ModelError
-from quadriga.model_files.quantized.methods import read_quantization
+from quadriga.server.cli.model_report import check_model
+from quadriga.server.models.formats.quantization import read_quantization
 from tests.tiny_models import tiny_llama
 from tests.unit.quantized_checkpoint import (
     AWQ_CONFIG,

@@ -13,21 +13,21 @@ from typing import Any
 
 import pytest
 
-from quadriga.config.model_args import BUILTIN_MODEL, ModelArgs
 from quadriga.errors import ConfigError, ModelError
-from quadriga.model_files import hub
-from quadriga.model_files import resolve as model_source
-from quadriga.model_files.builtin import fetch as builtin_source
-from quadriga.model_files.builtin.catalog import BUILTINS, BuiltinModel, WheelPart
-from quadriga.model_files.cache import cache_directory
-from quadriga.model_files.resolve import ModelFiles, resolve_model
+from quadriga.server.cache import cache_directory
+from quadriga.server.config.engine_args import BUILTIN_MODEL, ModelArgs
+from quadriga.server.models import resolve as model_source
+from quadriga.server.models import sources
+from quadriga.server.models import sources as builtin_source
+from quadriga.server.models.resolve import ModelFiles, resolve_model
+from quadriga.server.models.sources import BUILTINS, BuiltinModel, WheelPart
 from tests.unit.tiny_gguf import TOKENS, write_tiny_gguf
 
 
 @pytest.fixture(autouse=True)
 def own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(hub, "cached_snapshot", lambda *_: None)
+    monkeypatch.setattr(sources, "cached_snapshot", lambda *_: None)
     monkeypatch.setattr(model_source, "cached_snapshot", lambda *_: None)
 
 
@@ -259,7 +259,7 @@ def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -
 
     never = threading.Event()
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *a, **k: never.wait())
-    monkeypatch.setattr(hub, "ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(sources, "ANSWER_TIMEOUT_S", 0.2)
     began = time.monotonic()
     with pytest.raises(ModelError, match="no answer"):
         resolve_model(ModelArgs("nobody/nothing"))
@@ -272,7 +272,7 @@ def test_a_complete_cached_snapshot_needs_no_network(
 ) -> None:
     import huggingface_hub
 
-    monkeypatch.setattr(hub, "cached_snapshot", lambda *_: directory)
+    monkeypatch.setattr(sources, "cached_snapshot", lambda *_: directory)
     monkeypatch.setattr(
         huggingface_hub.HfApi, "model_info", lambda *a, **k: pytest.fail("asked the Hub")
     )
@@ -307,7 +307,7 @@ def test_code_of_a_repository_is_fetched_with_the_flag_that_lets_it_run(
     config = directory / "config.json"
     names = {"auto_map": {"AutoModelForCausalLM": "modeling_acorn.Acorn"}}
     config.write_text(json.dumps(json.loads(config.read_text()) | names))
-    monkeypatch.setattr(hub, "cached_snapshot", lambda *_: directory)
+    monkeypatch.setattr(sources, "cached_snapshot", lambda *_: directory)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *a, **k: None)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     resolve_model(ModelArgs("somebody/model"))

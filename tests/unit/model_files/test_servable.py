@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from quadriga.config.model_args import ModelArgs
 from quadriga.errors import ModelError
-from quadriga.model_files.gguf_header import header_files
-from quadriga.model_files.resolve import resolve_model
-from quadriga.model_files.servable import (
+from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.models.formats.gguf_config import header_files
+from quadriga.server.models.model_impl import (
     MAX_GROUP_SIZE,
     MAX_HEAD_DIM,
     check_native_heads,
     check_servable,
 )
+from quadriga.server.models.resolve import resolve_model
 from tests.tiny_models import tiny_gpt2, tiny_llama
 from tests.unit.tiny_gguf import write_tiny_gguf
-from worker_proc.models.registry import build_model
+from worker_proc.models.decoder import build_model
 
 CSRC = Path("worker_proc/cpu/csrc")
 

@@ -11,8 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from quadriga.errors import ModelError
-from quadriga.model_files.resolve import ModelFiles
-from quadriga.model_files.tokenizer import (
+from quadriga.server.models.formats.tokenizer import (
     end_token_id,
     load_tokenizer,
     special_tokens,
@@ -20,6 +19,7 @@ from quadriga.model_files.tokenizer import (
     tokenizer_json,
     tool_template_source,
 )
+from quadriga.server.models.resolve import ModelFiles
 
 TEXTS = ["<|a|>", "<|b|>", "<|c|>", "[MASK]", "</s>", "<s>", "<img>", "word", "Wo rd", "é", "▁x"]
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from quadriga.model_files.config.layer_windows import mistral_windows, qwen_windows
-from quadriga.windows import common_window
+from quadriga.server.models.families.windows import common_window, mistral_windows, qwen_windows
 
 
 @pytest.mark.parametrize(

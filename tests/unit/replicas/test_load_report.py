@@ -4,14 +4,14 @@ import asyncio
 
 import pytest
 
-from tokenizer_proc.replicas import load_report
-from tokenizer_proc.replicas.load_report import LoadReport
+from tokenizer_proc import links
+from tokenizer_proc.links import LoadReport
 
 
 def test_many_changes_are_one_report_and_the_same_load_is_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(load_report, "LOAD_INTERVAL_S", 0.0)
+    monkeypatch.setattr(links, "LOAD_INTERVAL_S", 0.0)
     reports: list[int] = []
     loads = iter((3, 0, 0, 5))
 

@@ -8,10 +8,10 @@ import zmq
 
 from quadriga.clock import Countdown
 from quadriga.wire.curve import make_server_keys
-from quadriga.wire.messages.to_scheduler import Drain
-from quadriga.wire.node_links import NodeLinks, ReservedPort
+from quadriga.wire.links import NodeLinks, ReservedPort
 from quadriga.wire.sockets import Inbox, Outbox, bind_frames
-from tokenizer_proc.replicas.node_link import NodeLink
+from quadriga.wire.to_scheduler import Drain
+from tokenizer_proc.links import NodeLink
 
 TIMEOUT_S = 20.0
 

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from detok_proc.detokenizer import Detokenizer
 from detok_proc.main import DetokenizerLoop
-from quadriga.config.replica_args import IN_TURN
-from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.to_client import Chunk, Chunks, Replay
-from quadriga.wire.messages.to_detok import Delivered, DetokMessage
-from quadriga.wire.messages.to_scheduler import (
+from quadriga.server.config.engine_args import IN_TURN, SchedulerArgs
+from quadriga.wire.client import Chunk, Chunks, Replay
+from quadriga.wire.packing import pack_ids, unpack_ids
+from quadriga.wire.sockets import Outbox, encode
+from quadriga.wire.to_detok import Delivered, DetokMessage
+from quadriga.wire.to_scheduler import (
     CLIENT,
     CLIENT_LOST,
     AbortRequest,
@@ -31,11 +31,10 @@ from quadriga.wire.messages.to_scheduler import (
     SchedulerMessage,
     Submit,
 )
-from quadriga.wire.messages.worker import WorkerReady
-from quadriga.wire.sockets import Outbox, encode
-from scheduler_proc.durability.journal import Journal
-from scheduler_proc.durability.journal_records import JournalRecord
-from scheduler_proc.durability.journal_recovery import JournalState
+from quadriga.wire.worker import WorkerReady
+from scheduler_proc.journal.file import JournalRecord
+from scheduler_proc.journal.recovery import JournalState
+from scheduler_proc.journal.writer import Journal
 from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.scheduler import Scheduler
 from tests.unit.detok.test_detokenizer import TOKENIZER

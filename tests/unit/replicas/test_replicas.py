@@ -6,13 +6,10 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from quadriga.config.replica_args import IN_TURN
 from quadriga.errors import InvalidRequest
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.live import RowKind
-from quadriga.wire.messages.replica_news import EndedRequest, HeldChoice, ReplicaNews
-from quadriga.wire.messages.to_client import (
+from quadriga.server.config.engine_args import IN_TURN
+from quadriga.wire.client import (
     Chunk,
     Chunks,
     Info,
@@ -20,8 +17,18 @@ from quadriga.wire.messages.to_client import (
     RequestProgress,
     RequestState,
 )
-from quadriga.wire.messages.to_detok import Delivered, HandedBack, StepNews
-from quadriga.wire.messages.to_scheduler import (
+from quadriga.wire.live import RowKind
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.sockets import Outbox, encode
+from quadriga.wire.to_detok import (
+    Delivered,
+    EndedRequest,
+    HandedBack,
+    HeldChoice,
+    ReplicaNews,
+    StepNews,
+)
+from quadriga.wire.to_scheduler import (
     CLIENT,
     CLIENT_LOST,
     AbortRequest,
@@ -35,8 +42,7 @@ from quadriga.wire.messages.to_scheduler import (
     Submit,
     WatchSteps,
 )
-from quadriga.wire.messages.trace import RequestTrace, TraceContext
-from quadriga.wire.sockets import Outbox, encode
+from quadriga.wire.trace import RequestTrace, TraceContext
 from tests.unit.live_messages import make_step
 from tokenizer_proc.replicas.placed import RouterKey
 from tokenizer_proc.replicas.replicas import Replicas

@@ -5,18 +5,19 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.config.replica_args import BY_CACHE, BY_LOAD, IN_TURN, LOAD_BALANCE_METHODS
-from quadriga.prefix_blocks import block_hashes, pages_per_block, split_hashes
-from quadriga.wire.messages.replica_news import ReplicaNews
-from tokenizer_proc.replicas.ledger import ROW_TOKENS, Ledger
-from tokenizer_proc.replicas.page_index import PageIndex
+from quadriga.server.config.engine_args import BY_CACHE, BY_LOAD, IN_TURN, LOAD_BALANCE_METHODS
+from quadriga.server.prefix_blocks import block_hashes, pages_per_block, split_hashes
+from quadriga.wire.to_detok import ReplicaNews
 from tokenizer_proc.replicas.router import (
     HIT,
     LEAST,
     MAX_CANDIDATES,
     OVERLOAD_MARGIN,
+    ROW_TOKENS,
     SPILL,
     UNCACHED_WEIGHT,
+    Ledger,
+    PageIndex,
     Prompt,
     Router,
 )

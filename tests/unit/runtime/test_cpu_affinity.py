@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.config.replica_args import ReplicaPlace
-from quadriga.config.worker_args import WorkerArgs
-from quadriga.runtime import cpu_affinity as module
-from quadriga.runtime.cpu_affinity import (
+from quadriga.server.config.engine_args import ReplicaPlace, WorkerArgs
+from quadriga.server.processes import machine as module
+from quadriga.server.processes.machine import (
     CpuPlan,
     Cpus,
     assign_cpus,
@@ -129,7 +128,7 @@ def test_without_cpu_pinning_the_plan_names_no_cpus(
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such call")
 def test_a_process_keeps_to_its_cpus_with_the_threads_it_starts() -> None:
     program = (
-        "import os, threading; from quadriga.runtime.cpu_affinity import pin_to\n"
+        "import os, threading; from quadriga.server.processes.machine import pin_to\n"
         "mine = frozenset([min(os.sched_getaffinity(0))]); pin_to(mine)\n"
         "found = []; t = threading.Thread(target=lambda: found.append(os.sched_getaffinity(0)))\n"
         "t.start(); t.join(); assert found == [mine], found"

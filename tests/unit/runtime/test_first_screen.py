@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from quadriga.cli import main as cli
-from quadriga.config.frontend_args import DEFAULT_ENDPOINT
-from quadriga.config.server_config import ServerConfig
-from quadriga.supervisor import first_screen
-from quadriga.supervisor.child_process import ChildProcess
-from quadriga.supervisor.console import say
+from quadriga.server.cli import main as cli
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.processes import first_screen
+from quadriga.server.processes.child_process import ChildProcess
+from quadriga.server.processes.logs import say
+from quadriga.wire.client import DEFAULT_ENDPOINT
 
 WORKER = {"dtype": "bfloat16", "device": "cpu", "tokens": 64, "backend": "native", "threads": 2}
 

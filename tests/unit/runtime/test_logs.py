@@ -6,7 +6,7 @@ import subprocess
 import sys
 from typing import Any
 
-SET_UP = "from quadriga.runtime.logs import *\nimport logging, threading, warnings\n"
+SET_UP = "from quadriga.server.processes.logs import *\nimport logging, threading, warnings\n"
 
 
 def logged(code: str, log_format: str = "json") -> str:
@@ -74,7 +74,7 @@ def test_text_has_time_process_and_severity_and_no_fields() -> None:
 
 def test_the_launcher_logs_json_as_the_other_processes_do() -> None:
     code = (
-        "from quadriga.supervisor.console import say\n"
+        "from quadriga.server.processes.logs import say\n"
         "say('  docs    http://127.0.0.1:1/docs')\n"
         "say('error: it broke', event='failed', code='config_error')\n"
     )

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from http_proc import listener
-from quadriga.runtime import open_files
-from quadriga.runtime.open_files import WARN_EVERY_S, FileWatch
+from http_proc import server
+from quadriga.server.processes import machine
+from quadriga.server.processes.machine import WARN_EVERY_S, FileWatch
 from quadriga.wire import sockets
-from quadriga.wire.connection_watch import ConnectionWatch
+from quadriga.wire.async_sockets import ConnectionWatch
 from tests.server import ROOT
 
 RAISE = """
 import resource, sys
-from quadriga.runtime.open_files import allow_open_files
+from quadriga.server.processes.machine import allow_open_files
 soft, hard, wanted = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 print(allow_open_files(wanted), *resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -48,7 +48,7 @@ def test_near_the_limit_a_warning_comes_once_a_minute_and_then_connections_are_e
     caplog.set_level(logging.WARNING)
     ended: list[int] = []
     watch = FileWatch()
-    monkeypatch.setattr(open_files, "_shut_down", ended.append)
+    monkeypatch.setattr(machine, "_shut_down", ended.append)
     watch.on_accept(899)
     assert caplog.messages == []
     for descriptor in range(900, 1000):
@@ -82,10 +82,10 @@ def test_the_web_gateway_takes_no_more_connections_than_files(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(listener, "allow_open_files", lambda wanted: min(wanted, 1024))
-    assert listener._max_connections(500) == 500
+    monkeypatch.setattr(server, "allow_open_files", lambda wanted: min(wanted, 1024))
+    assert server._max_connections(500) == 500
     assert caplog.messages == []
-    assert listener._max_connections(4096) == 1024 - listener.NUM_RESERVED_FILES
+    assert server._max_connections(4096) == 1024 - server.NUM_RESERVED_FILES
     assert "only 960 HTTP connections" in caplog.messages[0]
 
 
@@ -94,7 +94,7 @@ def test_a_connection_over_the_bound_is_ended_by_libzmq_itself(tmp_path: Path) -
 
     async def run() -> bytes:
         public = sockets.bind_public(f"ipc://{tmp_path}/door")
-        watch = ConnectionWatch(public, lambda: None, on_accept=open_files._shut_down)
+        watch = ConnectionWatch(public, lambda: None, on_accept=machine._shut_down)
         reader, writer = await asyncio.open_unix_connection(f"{tmp_path}/door")
         found = await reader.read()
         writer.close()
@@ -107,6 +107,6 @@ def test_a_connection_over_the_bound_is_ended_by_libzmq_itself(tmp_path: Path) -
 
 def test_descriptors_of_files_are_not_shut_down(tmp_path: Path) -> None:
     with (tmp_path / "file").open("w") as file:
-        open_files._shut_down(file.fileno())
-        open_files._shut_down(10**6)
+        machine._shut_down(file.fileno())
+        machine._shut_down(10**6)
         assert file.write("x") == 1

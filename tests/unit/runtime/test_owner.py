@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quadriga.supervisor.owner import OwnerChannel
+from quadriga.server.processes.control_channel import OwnerChannel
 from tests.waiting import wait_until
 
 

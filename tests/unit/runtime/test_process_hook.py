@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from quadriga.errors import ConfigError
-from quadriga.runtime import child
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.worker import NewSlot, StepPlan
+from quadriga.server.processes import child
+from quadriga.wire.packing import pack_ids
 from quadriga.wire.sockets import Inbox
+from quadriga.wire.worker import NewSlot, StepPlan
 from scheduler_proc.scheduler import Scheduler
 from tests.faults import inject
 from tokenizer_proc.frontend import Frontend

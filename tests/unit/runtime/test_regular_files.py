@@ -10,23 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from http_proc.apis.batch.line_log import LineLog
-from http_proc.apis.files.file_store import FileStore
-from http_proc.apis.responses.stored.database import Database, StorageError
-from http_proc.listener import tls_context
-from http_proc.streams.stream_rows import FILE_NAME, StreamRows
+from http_proc.apis.responses.database import Database, StorageError
+from http_proc.core.stream_rows import FILE_NAME, StreamRows
+from http_proc.jobs.batch_lines import LineLog
+from http_proc.jobs.files import FileStore
+from http_proc.server import tls_context
 from quadriga import disk
-from quadriga.config.config_file import read_config
-from quadriga.config.http_args import HttpArgs
 from quadriga.errors import ConfigError, ModelError
-from quadriga.model_files.directory import find_problem, read_json
-from quadriga.model_files.overrides import find_chat_template
-from quadriga.tenants.editing import add_tenant
-from quadriga.tenants.parsing import read_tenants
+from quadriga.server.config.frontend_args import HttpArgs
+from quadriga.server.config.server_config import read_config
+from quadriga.server.models.formats.directory import find_problem, read_json
+from quadriga.server.models.resolve import find_chat_template
+from quadriga.server.tenants import add_tenant, read_tenants
 from quadriga.wire.curve import AllowList, load_pair, make_client_keys, make_server_keys
-from scheduler_proc.durability.journal_recovery import read_journal
-from scheduler_proc.observe.usage_log import UsageLog
-from worker_proc.kv_offload.page_files import PageFiles
+from scheduler_proc.journal.recovery import read_journal
+from scheduler_proc.observe.logs import UsageLog
+from worker_proc.kv_tiers.tiers import PageFiles
 
 pytestmark = pytest.mark.timeout(20)
 

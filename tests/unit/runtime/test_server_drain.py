@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from quadriga.clock import Countdown
-from quadriga.config.server_config import ServerConfig
-from quadriga.runtime.exit_codes import EXIT_FORCED, EXIT_OK
-from quadriga.supervisor import server_drain
-from quadriga.supervisor.replicas import FRONTEND, RING, WORKER
-from quadriga.supervisor.server_drain import ServerDrain
-from quadriga.supervisor.server_processes import ServerProcesses
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.processes import server_processes
+from quadriga.server.processes.control_channel import EXIT_FORCED, EXIT_OK
+from quadriga.server.processes.replicas import FRONTEND, RING, WORKER
+from quadriga.server.processes.server_processes import ServerDrain, ServerProcesses
 
 READY = """
 import json, os, socket, sys
@@ -102,7 +101,7 @@ def test_what_is_left_after_the_timeout_is_aborted(start: Start, tmp_path: Path)
 def test_a_server_that_does_not_abort_in_time_is_stopped_by_force(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_drain, "ABORT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(server_processes, "ABORT_TIMEOUT_S", 0.2)
     assert ServerDrain(start("never"), 0.2, has_journal=False).run() == EXIT_FORCED
 
 
@@ -122,7 +121,7 @@ def test_a_second_signal_fails_the_clients_unless_another_server_resumes_their_r
 def test_a_worker_that_hangs_is_killed_once_the_clients_have_everything(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_drain, "EXIT_GRACE_S", 0.2)
+    monkeypatch.setattr(server_processes, "EXIT_GRACE_S", 0.2)
     processes = start("drain", stuck=WORKER)
     assert ServerDrain(processes, SHUTDOWN_TIMEOUT_S, has_journal=False).run() == EXIT_OK
     assert processes[WORKER].process.returncode == -signal.SIGKILL

@@ -13,13 +13,17 @@ from typing import Any
 import pytest
 
 from quadriga.errors import ConfigError
-from quadriga.runtime.child import KILL_SIGNAL
-from quadriga.runtime.control_channel import Command, ControlChannel
-from quadriga.supervisor import supervisor as supervision
-from quadriga.supervisor.child_process import ChildProcess, ChildState, StuckReport
-from quadriga.supervisor.events import SupervisorEvent
-from quadriga.supervisor.restart import DEATH_WINDOW_S, RestartPolicy, Watchdog
-from scheduler_proc.step_watchdog import StepWatchdog
+from quadriga.server.processes import supervisor as supervision
+from quadriga.server.processes.child import KILL_SIGNAL
+from quadriga.server.processes.child_process import ChildProcess, ChildState, StuckReport
+from quadriga.server.processes.control_channel import Command, ControlChannel
+from quadriga.server.processes.supervisor import (
+    DEATH_WINDOW_S,
+    RestartPolicy,
+    SupervisorEvent,
+    Watchdog,
+)
+from scheduler_proc.main import StepWatchdog
 
 
 def test_the_first_restart_comes_at_once_and_each_further_one_later_up_to_the_limit() -> None:
@@ -283,8 +287,8 @@ def test_a_child_that_hung_keeps_the_reason_and_cannot_become_ready(children: Ch
 
 
 def test_a_stopped_process_that_hung_logs_its_stacks_before_it_dies() -> None:
-    code = "import time; from quadriga.runtime.child import log_stacks_on_signals as log; log();"
-    code += "print('ready', flush=True); time.sleep(60)"
+    code = "from quadriga.server.processes.child import log_stacks_on_signals as log; log();"
+    code += "import time; print('ready', flush=True); time.sleep(60)"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:

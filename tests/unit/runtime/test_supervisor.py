@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from quadriga.clock import Countdown
-from quadriga.config.server_config import LaunchArgs
-from quadriga.runtime.control_channel import Command
-from quadriga.supervisor.child_process import ChildState
-from quadriga.supervisor.events import Death, ReadyAgain, SupervisorEvent
-from quadriga.supervisor.supervisor import Supervisor
+from quadriga.server.config.server_config import LaunchArgs
+from quadriga.server.processes.child_process import ChildState
+from quadriga.server.processes.control_channel import Command
+from quadriga.server.processes.supervisor import Death, ReadyAgain, Supervisor, SupervisorEvent
 
 # Reports that it is ready, then exits at a drain; a silent one answers no heartbeat.
 FAKE_PROCESS = """

@@ -2,8 +2,8 @@
 
 import pytest
 
-from quadriga.config.scheduler_args import BATCH_MODES, SchedulerArgs
-from quadriga.wire.messages.to_scheduler import Submit
+from quadriga.server.config.engine_args import BATCH_MODES, SchedulerArgs
+from quadriga.wire.to_scheduler import Submit
 from tests.unit.simulation import World, reference, submit
 
 LOWEST = -1000

@@ -2,15 +2,13 @@
 
 import pytest
 
-from quadriga.config.scheduler_args import SchedulerArgs
-from scheduler_proc.kv_offload.kv_offload import NoOffload
+from quadriga.server.config.engine_args import SchedulerArgs
+from scheduler_proc.planning.admission import CoreState
 from scheduler_proc.planning.batching import make_batching
-from scheduler_proc.planning.core_state import CoreState
-from scheduler_proc.planning.page_growth import PageGrowth
-from scheduler_proc.planning.retraction import Retraction
-from scheduler_proc.state.batch import ScheduleBatch
+from scheduler_proc.planning.retraction import PageGrowth, Retraction
+from scheduler_proc.state.batch import Plan, ScheduleBatch
 from scheduler_proc.state.kv_cache import KVCache
-from scheduler_proc.state.plan import Plan
+from scheduler_proc.state.kv_offload import NoOffload
 from scheduler_proc.state.request import Request, RequestStatus
 from tests.unit.simulation import submit
 

@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.to_client import ErrorInfo
-from quadriga.wire.messages.to_detok import StepOutput, StreamEnd, StreamStart
-from quadriga.wire.messages.worker import EXTEND, MIXED, NewSlot, StepPlan
+from quadriga.wire.client import ErrorInfo
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.to_detok import StepOutput, StreamEnd, StreamStart
+from quadriga.wire.worker import EXTEND, MIXED, NewSlot, StepPlan
 from tests.unit.decision_log import DecisionLog
 
 replace = msgspec.structs.replace

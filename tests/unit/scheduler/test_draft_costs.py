@@ -2,11 +2,10 @@
 
 import pytest
 
-from quadriga.config.scheduler_args import SchedulerArgs
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.worker import DraftCost, GuessedRow, StepResult
-from scheduler_proc.planning.draft_costs import DraftCosts
-from scheduler_proc.planning.guess_policy import GuessPolicy, make_guess_policy
+from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.worker import DraftCost, GuessedRow, StepResult
+from scheduler_proc.planning.speculation import DraftCosts, GuessPolicy, make_guess_policy
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.request import Request
 from tests.unit.scheduler.test_guesses import observe_plain, planned, request_of

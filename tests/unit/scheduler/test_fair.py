@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_proc.policies.base import FirstComeFirstServed, Pack, PriorityFirst
-from scheduler_proc.policies.fair import QUANTUM, FairClients, cost
+from scheduler_proc.planning.fairness import QUANTUM, FairClients, client_cost
+from scheduler_proc.planning.policies import FirstComeFirstServed, Pack, PriorityFirst
 from scheduler_proc.state.request import Request
 from tests.unit.scheduler.test_policies import make_request
 
@@ -91,12 +91,12 @@ def test_it_is_deficit_round_robin(waiting: dict[bytes, list[int]], at_once: int
         for tokens in costs:
             queue.push(sized(next(numbers), name, tokens))
     expected = round_robin(waiting)
-    looked = [(request.client, cost(request)) for request in queue.first(1000, 1)]
+    looked = [(request.client, client_cost(request)) for request in queue.first(1000, 1)]
     assert looked == expected
     taken: list[tuple[bytes, int]] = []
     while len(queue):
         for request in queue.first(at_once, 1):
-            taken.append((request.client, cost(request)))
+            taken.append((request.client, client_cost(request)))
             queue.take(request)
     assert taken == expected
 

@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from quadriga.config.scheduler_args import SchedulerArgs
-from quadriga.wire.messages.grammar import GrammarForm
-from quadriga.wire.messages.live import (
+from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.wire.grammar import GrammarForm
+from quadriga.wire.live import (
     MAX_LIVE_ROWS,
     MAX_LIVE_WAITING,
     EventKind,
@@ -17,9 +17,9 @@ from quadriga.wire.messages.live import (
     RowKind,
     SkipReason,
 )
-from quadriga.wire.messages.to_detok import LiveFrame
-from quadriga.wire.messages.to_scheduler import AbortRequest, WatchSteps
-from quadriga.wire.messages.worker import GrammarReady
+from quadriga.wire.to_detok import LiveFrame
+from quadriga.wire.to_scheduler import AbortRequest, WatchSteps
+from quadriga.wire.worker import GrammarReady
 from scheduler_proc.scheduler import Scheduler
 from tests.unit import decisions, simulation
 from tests.unit.decision_log import DecisionLog

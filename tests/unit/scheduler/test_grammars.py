@@ -3,18 +3,18 @@
 from typing import Any
 
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.grammar import GrammarForm
-from quadriga.wire.messages.to_detok import StepOutput
-from quadriga.wire.messages.to_scheduler import Submit
-from quadriga.wire.messages.worker import (
+from quadriga.wire.grammar import GrammarForm
+from quadriga.wire.packing import pack_ids, unpack_ids
+from quadriga.wire.to_detok import StepOutput
+from quadriga.wire.to_scheduler import Submit
+from quadriga.wire.worker import (
     CompileGrammar,
     FailedRow,
     ForgetGrammar,
     GrammarReady,
     StepPlan,
 )
-from scheduler_proc.grammar_queue import MAX_UNUSED
+from scheduler_proc.request_table import MAX_UNUSED
 from tests.unit.scheduler.test_sampling import PROMPT, Bench
 from tests.unit.simulation import abort
 

@@ -11,12 +11,17 @@ from dataclasses import dataclass
 
 import pytest
 
-from quadriga.config.scheduler_args import SchedulerArgs
-from quadriga.wire.messages.arrays import num_ids, pack_ids
-from quadriga.wire.messages.worker import DraftCost, GuessedRow, StepResult
-from scheduler_proc.planning.draft_costs import DraftCosts
-from scheduler_proc.planning.guess_policy import GuessPolicy, make_guess_policy
-from scheduler_proc.planning.guess_trial import MIN_PLAIN, RESUME, GuessTrial
+from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.wire.packing import num_ids, pack_ids
+from quadriga.wire.worker import DraftCost, GuessedRow, StepResult
+from scheduler_proc.planning.speculation import (
+    MIN_PLAIN,
+    RESUME,
+    DraftCosts,
+    GuessPolicy,
+    GuessTrial,
+    make_guess_policy,
+)
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.request import Request

@@ -5,22 +5,26 @@ from typing import Any
 
 import pytest
 
-from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import ConfigError
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.logprobs import LogprobBlock, SampledLogprobs
-from quadriga.wire.messages.worker import GuessedRow, StepResult
-from scheduler_proc.events import StepEvents
-from scheduler_proc.observe.guess_stats import GuessStats
-from scheduler_proc.planning.guess_costs import MIN_STEPS, PRIOR_STEPS, AddedTime
-from scheduler_proc.planning.guess_policy import MAX_GUESSING_TOKENS, GuessPolicy, make_guess_policy
-from scheduler_proc.planning.guess_trial import MIN_PLAIN
-from scheduler_proc.state.batch import ScheduleBatch
-from scheduler_proc.state.guess_record import FIRST_PAUSE, MAX_PAUSE, GuessRecord
+from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.wire.logprobs import LogprobBlock, SampledLogprobs
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.worker import GuessedRow, StepResult
+from scheduler_proc.journal.events import StepEvents
+from scheduler_proc.observe.stats import GuessStats
+from scheduler_proc.planning.speculation import (
+    MAX_GUESSING_TOKENS,
+    MIN_PLAIN,
+    MIN_STEPS,
+    PRIOR_STEPS,
+    AddedTime,
+    GuessPolicy,
+    make_guess_policy,
+)
+from scheduler_proc.state.batch import ScheduleBatch, StepUpdate
 from scheduler_proc.state.kv_cache import KVCache
-from scheduler_proc.state.plan import StepUpdate
-from scheduler_proc.state.request import Request
+from scheduler_proc.state.request import FIRST_PAUSE, MAX_PAUSE, GuessRecord, Request
 from tests.unit.simulation import World, reference, submit
 
 DEAR = 1.2  # steps that a guess adds, more than a step of its own

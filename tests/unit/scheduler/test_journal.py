@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import ConfigError
-from quadriga.wire.messages.arrays import pack_floats, pack_ids
-from quadriga.wire.messages.logprobs import LogprobBlock
-from quadriga.wire.messages.to_client import ErrorInfo
-from scheduler_proc.durability import journal as journal_module
-from scheduler_proc.durability import journal_file
-from scheduler_proc.durability.journal_recovery import restored
-from scheduler_proc.events import StepEvents
+from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.wire.client import ErrorInfo
+from quadriga.wire.logprobs import LogprobBlock
+from quadriga.wire.packing import pack_floats, pack_ids
+from scheduler_proc.journal import file
+from scheduler_proc.journal import writer as journal_module
+from scheduler_proc.journal.events import StepEvents
+from scheduler_proc.journal.recovery import restored
 from scheduler_proc.state.request import RequestStatus
 from tests.unit.journal_runs import EOS, Run, outline
 
@@ -137,11 +137,9 @@ def test_a_choice_that_was_forgotten_does_not_come_back_with_its_siblings(tmp_pa
 def test_a_journal_that_outlives_its_run_is_synced_by_a_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_file, "SYNC_INTERVAL_S", 0.0)
+    monkeypatch.setattr(file, "SYNC_INTERVAL_S", 0.0)
     synced = threading.Semaphore(0)
-    monkeypatch.setattr(
-        "scheduler_proc.durability.journal_file.os.fdatasync", lambda _: synced.release()
-    )
+    monkeypatch.setattr("scheduler_proc.journal.file.os.fdatasync", lambda _: synced.release())
     run = Run(tmp_path, durable=True)
     assert synced.acquire(timeout=0), "a new file, at once"
     for name in "ab":

@@ -13,22 +13,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.wire.messages.arrays import pack_floats, pack_ids
-from quadriga.wire.messages.logprobs import LogprobBlock
+from quadriga.wire.logprobs import LogprobBlock
+from quadriga.wire.packing import pack_floats, pack_ids
 from quadriga.wire.sockets import encode
-from scheduler_proc.durability.journal_file import JournalFile
-from scheduler_proc.durability.journal_opening import FILE_NAME
-from scheduler_proc.durability.journal_records import (
+from scheduler_proc.journal.file import (
     FRAME_HEAD,
     MAGIC,
     AcceptedRecord,
     Ended,
+    JournalFile,
     JournalRecord,
     LogprobRecord,
     TokenRecord,
     make_frame,
 )
-from scheduler_proc.durability.journal_recovery import RecoveredRequest, read_journal, restored
+from scheduler_proc.journal.recovery import RecoveredRequest, read_journal, restored
+from scheduler_proc.journal.writer import FILE_NAME
 from tests.unit.journal_runs import EOS, Run, make_header, release_journal
 
 START = len(MAGIC) + 8
@@ -278,9 +278,7 @@ def test_a_file_that_cannot_be_read_further_is_damaged_there(
     run.accept("a")
     run.journal.commit()
     size = run.path.stat().st_size
-    monkeypatch.setattr(
-        "scheduler_proc.durability.journal_records.os.fstat", lambda fd: Grown(size + 9)
-    )
+    monkeypatch.setattr("scheduler_proc.journal.file.os.fstat", lambda fd: Grown(size + 9))
     contents = read_journal(run.path)
     assert (len(contents.requests), contents.num_unread_bytes) == (1, 9)
     release_journal(run.journal)

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_proc.durability import journal as journal_module
-from scheduler_proc.durability.journal import RETRY_INTERVAL_S
-from scheduler_proc.durability.journal_file import Syncer
-from scheduler_proc.durability.journal_records import NOT_GIVEN_UP, run_tag
-from scheduler_proc.durability.journal_recovery import read_journal
+from scheduler_proc.journal import writer as journal_module
+from scheduler_proc.journal.file import NOT_GIVEN_UP, Syncer, run_tag
+from scheduler_proc.journal.recovery import read_journal
+from scheduler_proc.journal.writer import RETRY_INTERVAL_S
 from tests.unit.journal_runs import Run, faulty_os, full_disk, outline, release_journal
 
 State = list[tuple[object, ...]]

@@ -9,19 +9,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from quadriga.config.replica_args import ReplicaPlace
-from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import ConfigError
-from scheduler_proc.durability import journal_opening
-from scheduler_proc.durability.journal import Journal, NoJournal
-from scheduler_proc.durability.journal_opening import (
+from quadriga.server.config.engine_args import ReplicaPlace, SchedulerArgs
+from scheduler_proc.journal import writer
+from scheduler_proc.journal.events import StepEvents
+from scheduler_proc.journal.recovery import RecoveredRequest
+from scheduler_proc.journal.writer import (
     FILE_NAME,
+    Journal,
+    NoJournal,
     check_number_of_replicas,
     of_replica,
     open_journal,
 )
-from scheduler_proc.durability.journal_recovery import RecoveredRequest
-from scheduler_proc.events import StepEvents
 from tests.unit.journal_runs import Run, faulty_os, full_disk, make_header, outline, release_journal
 
 
@@ -158,7 +158,7 @@ def test_a_damaged_journal_is_replaced_only_on_demand(
 
 
 def test_a_journal_belongs_to_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_opening, "LOCK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(writer, "LOCK_TIMEOUT_S", 0.0)
     args = SchedulerArgs(journal=str(tmp_path))
     first, _ = open_journal(args, Path("first"), make_header("first"))
     with pytest.raises(ConfigError, match=f"{tmp_path} is the journal of another server"):
@@ -177,16 +177,14 @@ def test_a_scheduler_waits_for_the_one_before_it_to_be_gone(
     run = crashed_run(tmp_path)
     dying = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(dying, fcntl.LOCK_EX)
-    monkeypatch.setattr(
-        "scheduler_proc.durability.journal_opening.time.sleep", lambda _: os.close(dying)
-    )
+    monkeypatch.setattr("scheduler_proc.journal.writer.time.sleep", lambda _: os.close(dying))
     assert outline(recover(tmp_path, "first", is_restart=True)) == outline(run.recovered())
 
 
 def test_a_server_that_runs_goes_on_without_a_lock_and_leaves_the_file_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_opening, "LOCK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(writer, "LOCK_TIMEOUT_S", 0.0)
     other = Run(tmp_path, "other")
     content = other.path.read_bytes()
     args = SchedulerArgs(journal=str(tmp_path))

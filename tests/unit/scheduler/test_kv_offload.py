@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from quadriga.config.scheduler_args import SchedulerArgs
-from quadriga.prefix_blocks import page_hash
-from quadriga.wire.messages.to_scheduler import Submit
+from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.server.prefix_blocks import page_hash
+from quadriga.wire.to_scheduler import Submit
 from tests.unit.chaos import random_life
 from tests.unit.simulated_tiers import TieredWorker, TieredWorld
 from tests.unit.simulation import abort, reference, submit

@@ -5,17 +5,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from quadriga.config.scheduler_args import SchedulerArgs
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.to_detok import HandedBack, StepOutput
-from quadriga.wire.messages.to_scheduler import (
+from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.to_detok import HandedBack, StepOutput
+from quadriga.wire.to_scheduler import (
     ChoiceProgress,
     DetokReady,
     FrontendRestarted,
     Recall,
     Submit,
 )
-from scheduler_proc.events import StepEvents
+from scheduler_proc.journal.events import StepEvents
 from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.state.request import FinishReason
 from tests.unit.journal_runs import Run, outline, release_journal

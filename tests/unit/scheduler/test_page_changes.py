@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.prefix_blocks import block_hashes, pages_per_block, split_hashes
+from quadriga.server.prefix_blocks import block_hashes, pages_per_block, split_hashes
+from scheduler_proc.observe.replica_report import PageChanges
 from scheduler_proc.state.kv_cache import KVCache
-from scheduler_proc.state.page_changes import PageChanges
 from scheduler_proc.state.window import make_kv_cache
 from tests.unit.scheduler.test_prefix_tree import make_request
 

@@ -11,24 +11,22 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from quadriga.config.scheduler_args import POLICIES, SchedulerArgs
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.to_scheduler import Submit
-from scheduler_proc.policies import make_queue
-from scheduler_proc.policies.base import (
+from quadriga.server.config.engine_args import POLICIES, SchedulerArgs
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.to_scheduler import Submit
+from scheduler_proc.planning.fairness import make_queue
+from scheduler_proc.planning.policies import (
+    OLDEST_FIRST_EVERY,
     REGISTRY,
+    WINDOW,
+    DepthFirst,
     FirstComeFirstServed,
+    LongestPrefixFirst,
     Pack,
     PriorityFirst,
     ShortestFirst,
     WaitingQueue,
-)
-from scheduler_proc.policies.prefix import (
-    OLDEST_FIRST_EVERY,
-    WINDOW,
-    DepthFirst,
-    LongestPrefixFirst,
 )
 from scheduler_proc.state.request import Request
 

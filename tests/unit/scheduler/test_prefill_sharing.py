@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quadriga.config.scheduler_args import BATCH_MODES, SchedulerArgs
+from quadriga.server.config.engine_args import BATCH_MODES, SchedulerArgs
 from scheduler_proc.state.request import Request
 from tests.unit.simulation import World, reference, submit
 

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.to_scheduler import Submit
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.to_scheduler import Submit
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.prefix_tree import Node, PrefixTree
 from scheduler_proc.state.request import Request

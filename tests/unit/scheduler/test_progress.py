@@ -5,11 +5,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from quadriga.config.scheduler_args import SchedulerArgs
-from quadriga.wire.messages.to_client import RequestProgress, RequestState
-from quadriga.wire.messages.to_detok import ProgressReply
-from quadriga.wire.messages.to_scheduler import ProgressRequest
-from scheduler_proc.observe.progress import MAX_AGE_S, ProgressReport
+from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.wire.client import RequestProgress, RequestState
+from quadriga.wire.to_detok import ProgressReply
+from quadriga.wire.to_scheduler import ProgressRequest
+from scheduler_proc.queries import MAX_AGE_S, ProgressReport
 from tests.unit.simulation import STEP_S, World, submit
 
 PREPARING, QUEUED, PREFILL, DECODING, UNKNOWN = RequestState

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quadriga.config.scheduler_args import BATCH_MODES, POLICIES, SchedulerArgs
+from quadriga.server.config.engine_args import BATCH_MODES, POLICIES, SchedulerArgs
 from tests.faults.inject import retract_one
 from tests.unit.chaos import PREFIXES, Chaos, random_life
 

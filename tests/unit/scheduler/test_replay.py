@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 
 from quadriga.errors import ConfigError, InvalidRequest
-from quadriga.sampling.grammar import to_library_form
 from quadriga.sampling.params import Grammar
-from quadriga.wire.messages.grammar import GrammarForm, ThinkingForm
-from scheduler_proc.replay import command
-from scheduler_proc.replay.command import EXIT_EQUAL, EXIT_FAILED, main
-from scheduler_proc.replay.recorded import (
+from quadriga.server.grammars.grammar import to_library_form
+from quadriga.wire.grammar import GrammarForm, ThinkingForm
+from scheduler_proc.journal import replay
+from scheduler_proc.journal.replay import (
+    EXIT_EQUAL,
+    EXIT_FAILED,
     Difference,
     first_difference,
     grammar_fields,
+    main,
     open_recorded,
     params_of,
     prompt_of,
@@ -114,7 +116,7 @@ def test_kernels_of_a_server_that_was_still_starting_are_named(
     def connected(*_: Any) -> Iterator[StartingServer]:
         yield StartingServer()
 
-    monkeypatch.setattr(command, "_connected", connected)
+    monkeypatch.setattr(replay, "_connected", connected)
     assert main(["a", "--journal", str(tmp_path), "--endpoint", "tcp://a:1"]) == EXIT_EQUAL
     assert "other kernels: others in the journal, these now" in capsys.readouterr().out
 

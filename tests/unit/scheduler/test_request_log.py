@@ -5,13 +5,12 @@ import logging
 import pytest
 
 from quadriga.errors import InvalidRequest
-from quadriga.runtime.request_line import RequestLogLevel
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.client_address import gateway_address
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.to_client import ErrorInfo
-from quadriga.wire.messages.to_scheduler import Submit
-from scheduler_proc.observe.request_log import RequestLog
+from quadriga.server.processes.logs import RequestLogLevel
+from quadriga.wire.client import ErrorInfo, gateway_address
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.to_scheduler import Submit
+from scheduler_proc.observe.logs import RequestLog
 from scheduler_proc.state.request import FinishReason, Request
 
 

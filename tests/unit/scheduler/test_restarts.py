@@ -3,13 +3,13 @@
 import msgspec
 import pytest
 
-from quadriga.config.scheduler_args import POLICIES, SchedulerArgs
-from quadriga.wire.messages.arrays import unpack_ids
-from quadriga.wire.messages.logprobs import LogprobBlock
-from quadriga.wire.messages.to_scheduler import Drain, FrontendRestarted, Shutdown, Submit
-from quadriga.wire.messages.worker import CompileGrammar, GrammarReady, WorkerReady
-from scheduler_proc.durability import detok_outbox
-from scheduler_proc.durability.detok_outbox import DetokOutbox
+from quadriga.server.config.engine_args import POLICIES, SchedulerArgs
+from quadriga.wire.logprobs import LogprobBlock
+from quadriga.wire.packing import unpack_ids
+from quadriga.wire.to_scheduler import Drain, FrontendRestarted, Shutdown, Submit
+from quadriga.wire.worker import CompileGrammar, GrammarReady, WorkerReady
+from scheduler_proc.journal import detok_outbox
+from scheduler_proc.journal.detok_outbox import DetokOutbox
 from scheduler_proc.request_table import RequestTable
 from tests.unit.scheduler.test_grammars import GRAMMAR, GrammarBench
 from tests.unit.simulation import Detok, World, abort, reference, submit

@@ -7,17 +7,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.arrays import pack_floats, pack_ids, unpack_ids
-from quadriga.wire.messages.logprobs import LogprobBlock, PromptPiece, SampledLogprobs
-from quadriga.wire.messages.to_detok import StepOutput, StreamStart
-from quadriga.wire.messages.to_scheduler import CLIENT_LOST, AbortRequest, Submit
-from quadriga.wire.messages.worker import StepPlan, StepResult, WantedLogprobs, WorkerReady
-from scheduler_proc.events import StepEvents
+from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.wire.logprobs import LogprobBlock, PromptPiece, SampledLogprobs
+from quadriga.wire.packing import pack_floats, pack_ids, unpack_ids
+from quadriga.wire.to_detok import StepOutput, StreamStart
+from quadriga.wire.to_scheduler import CLIENT_LOST, AbortRequest, Submit
+from quadriga.wire.worker import StepPlan, StepResult, WantedLogprobs, WorkerReady
+from scheduler_proc.journal.events import StepEvents, stream_start
 from scheduler_proc.scheduler import Scheduler
 from scheduler_proc.state.request import FinishReason, Request
-from scheduler_proc.streams import stream_start
 from tests.unit.simulation import abort
 
 PROMPT = list(range(10, 30))

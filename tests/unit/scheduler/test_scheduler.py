@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from quadriga.config.scheduler_args import BATCH_MODES, SchedulerArgs
-from quadriga.wire.messages.arrays import unpack_ids
-from quadriga.wire.messages.to_scheduler import AbortAll, Drain, Shutdown, StopFound
-from quadriga.wire.messages.worker import DECODE, EXTEND, MIXED
+from quadriga.server.config.engine_args import BATCH_MODES, SchedulerArgs
+from quadriga.wire.packing import unpack_ids
+from quadriga.wire.to_scheduler import AbortAll, Drain, Shutdown, StopFound
+from quadriga.wire.worker import DECODE, EXTEND, MIXED
 from scheduler_proc.state.kv_cache import KVCache
 from tests.unit.simulation import EOS, World, abort, next_token, reference, submit
 

@@ -8,12 +8,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from quadriga.config.scheduler_args import SchedulerArgs
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.to_detok import PROMPT_END_TOKENS, StepOutput, StreamStart
-from quadriga.wire.messages.to_scheduler import DetokReady, Shutdown, Submit
-from scheduler_proc.durability.journal import RETRY_INTERVAL_S, Journal, NoJournal
-from scheduler_proc.durability.journal_opening import FILE_NAME, open_journal
+from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.to_detok import PROMPT_END_TOKENS, StepOutput, StreamStart
+from quadriga.wire.to_scheduler import DetokReady, Shutdown, Submit
+from scheduler_proc.journal.writer import (
+    FILE_NAME,
+    RETRY_INTERVAL_S,
+    Journal,
+    NoJournal,
+    open_journal,
+)
 from scheduler_proc.request_table import first_seq_after_restart
 from scheduler_proc.scheduler import Scheduler
 from tests.unit.journal_runs import FaultyOs, faulty_os, full_disk, make_header, release_journal

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from quadriga.config.scheduler_args import SchedulerArgs
-from quadriga.wire.messages.to_scheduler import CLIENT_LOST, AbortAll, AbortRequest
-from quadriga.wire.messages.worker import StepResult
+from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.wire.to_scheduler import CLIENT_LOST, AbortAll, AbortRequest
+from quadriga.wire.worker import StepResult
 from scheduler_proc.observe.stats import RECENT_STEPS, SchedulerStats
-from scheduler_proc.state.batch import ScheduleBatch
-from scheduler_proc.state.plan import StepUpdate
+from scheduler_proc.state.batch import ScheduleBatch, StepUpdate
 from scheduler_proc.state.request import FinishReason
 from tests.unit.simulation import World, abort, submit
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from scheduler_proc.observe.stats_log import StatsLog
+from scheduler_proc.observe.logs import StatsLog
 
 INTERVAL_S = 10.0
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from quadriga.runtime.terminal import TransientLine
-from scheduler_proc.observe.status_line import NoStatusLine, StatusLine, status_line
+from quadriga.server.processes.logs import TransientLine
+from scheduler_proc.observe.logs import NoStatusLine, StatusLine, status_line
 
 IDLE = {
     "running": 0,
@@ -109,9 +109,9 @@ def test_at_a_terminal_of_another_user_or_without_a_name_there_is_none(
     def refused(_fd: int) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("scheduler_proc.observe.status_line.sys.stderr.isatty", lambda: True)
-    monkeypatch.setattr("scheduler_proc.observe.status_line.sys.stderr.fileno", lambda: 2)
-    monkeypatch.setattr("scheduler_proc.observe.status_line.os.ttyname", refused)
+    monkeypatch.setattr("scheduler_proc.observe.logs.sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("scheduler_proc.observe.logs.sys.stderr.fileno", lambda: 2)
+    monkeypatch.setattr("scheduler_proc.observe.logs.os.ttyname", refused)
     assert isinstance(status_line(True, lambda: dict(IDLE)), NoStatusLine)
 
 

@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.load.trace import TraceRequest
-from bench.simulate import cost_model
-from bench.simulate.clock import START
-from bench.simulate.run import World as SimulatedServer
-from quadriga.config.scheduler_args import SchedulerArgs
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
+from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.server.config.server_config import ServerConfig
 from scheduler_proc.planning.step_cost import MAX_RATIO, StepCostModel
 from scheduler_proc.state.batch import ScheduleBatch
+from simulator import cost_model
+from simulator.clock import START
+from simulator.trace import TraceRequest
+from simulator.world import World as SimulatedServer
 from tests.unit.scheduler.test_prefix_tree import make_request
 from tests.unit.simulation import World, reference, submit
 

@@ -9,15 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from quadriga.config.scheduler_args import SchedulerArgs
 from quadriga.errors import ConfigError
-from quadriga.wire.messages.to_scheduler import Submit
-from scheduler_proc.observe.tenant_stats import TenantStats
-from scheduler_proc.observe.usage_log import UsageLog
-from scheduler_proc.policies import make_queue
-from scheduler_proc.policies.base import FirstComeFirstServed
-from scheduler_proc.policies.tenants import FairTenants
-from scheduler_proc.policies.weighted_turns import WeightedTurns
+from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.wire.to_scheduler import Submit
+from scheduler_proc.observe.logs import UsageLog
+from scheduler_proc.observe.stats import TenantStats
+from scheduler_proc.planning.fairness import FairTenants, WeightedTurns, make_queue
+from scheduler_proc.planning.policies import FirstComeFirstServed
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.request import FinishReason, Request
 from tests.unit.scheduler.test_policies import make_request
@@ -145,7 +143,7 @@ def test_a_request_that_is_never_admitted_costs_nothing_and_a_retracted_one_cost
 def test_accounts_are_bounded_and_gone_with_the_last_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("scheduler_proc.policies.tenants.MAX_IDLE_ACCOUNTS", 10)
+    monkeypatch.setattr("scheduler_proc.planning.fairness.MAX_IDLE_ACCOUNTS", 10)
     queue = queue_of_tenants()
     keep = of(10_000, "keep")
     queue.push(keep)

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from quadriga.config.scheduler_args import SchedulerArgs
-from quadriga.wire.messages.to_detok import StreamEnd
-from quadriga.wire.messages.to_scheduler import Submit
-from quadriga.wire.messages.trace import RequestTrace, Span, TraceContext
+from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.wire.to_detok import StreamEnd
+from quadriga.wire.to_scheduler import Submit
+from quadriga.wire.trace import RequestTrace, Span, TraceContext
 from scheduler_proc.state import span_recorder
 from scheduler_proc.state.span_recorder import MAX_EVENTS, MAX_SPANS, SpanRecorder
 from tests.unit.scheduler.test_grammars import GRAMMAR, GrammarBench

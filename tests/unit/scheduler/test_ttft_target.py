@@ -6,14 +6,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from bench.load.mixed_prompts import SHORT_INPUT, long_among_short
-from bench.load.trace import TraceRequest
-from bench.simulate import cost_model
-from bench.simulate.run import World as SimulatedServer
-from quadriga.config.scheduler_args import SchedulerArgs
-from quadriga.config.server_config import ServerConfig
-from quadriga.wire.messages.to_scheduler import Submit
+from bench.scenarios import SHORT_INPUT, long_among_short
+from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.wire.to_scheduler import Submit
 from scheduler_proc.state.request import DEFAULT_TTFT_TARGET_S
+from simulator import cost_model
+from simulator.trace import TraceRequest
+from simulator.world import World as SimulatedServer
 from tests.unit.simulation import STEP_S, World, reference, submit
 
 

@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 
-from quadriga.config.scheduler_args import BATCH_MODES, SchedulerArgs
-from scheduler_proc.forecast.recent_ends import RecentEnds
-from scheduler_proc.forecast.shared_beginnings import SharedBeginnings
-from scheduler_proc.forecast.step_speed import StepSpeed
-from scheduler_proc.forecast.wait_forecast import MAX_STEPS, WaitForecast
-from scheduler_proc.observe.progress import places_in_queue
-from scheduler_proc.planning.step_cost import StepCostModel
+from quadriga.server.config.engine_args import BATCH_MODES, SchedulerArgs
+from scheduler_proc.forecast import MAX_STEPS, RecentEnds, SharedBeginnings, WaitForecast
+from scheduler_proc.planning.step_cost import StepCostModel, StepSpeed
+from scheduler_proc.queries import places_in_queue
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.request import FinishReason, Request
 from tests.unit.simulation import STEP_S, World, submit

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quadriga.config.scheduler_args import SchedulerArgs
+from quadriga.server.config.engine_args import SchedulerArgs
 from scheduler_proc.state.prefix_tree import Node
 from scheduler_proc.state.request import Request
 from scheduler_proc.state.window import NO_PAGE, WindowedKVCache, make_kv_cache

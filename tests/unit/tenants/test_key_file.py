@@ -6,11 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.cli.main import main
 from quadriga.errors import ConfigError
-from quadriga.tenants import key_file
-from quadriga.tenants.key_file import TenantFile, TenantIndex, check_key_file, hash_of_key
-from quadriga.tenants.parsing import parse_tenants, read_tenants
+from quadriga.server import tenants
+from quadriga.server.cli.main import main
+from quadriga.server.tenants import (
+    TenantFile,
+    TenantIndex,
+    check_key_file,
+    hash_of_key,
+    parse_tenants,
+    read_tenants,
+)
 
 KEY = hash_of_key(b"secret")
 FULL = f"""
@@ -147,7 +153,7 @@ def test_an_entry_that_is_gone_for_good_is_refused_within_a_second(tmp_path: Pat
     path.write_text(FULL)
     file = TenantFile(path)
     path.write_text("- name: bob\n  curve: bob\n")
-    assert key_file.CHECK_INTERVAL_S + key_file.MAX_SETTLE_S < 1.0
+    assert tenants.CHECK_INTERVAL_S + tenants.MAX_SETTLE_S < 1.0
     while file.index.with_key(b"secret") is not None:
         if file.has_changed():
             file.reload()

@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 
 from http_proc.answer.parser import ToolSchemas, make_parser, parse_answer
-from quadriga.answer_format import AnswerFormat, CallStyle
-from quadriga.known_formats import KNOWN_FORMATS
+from quadriga.server.answer_format import KNOWN_FORMATS, AnswerFormat, CallStyle
 from tests.unit.tokenizer.test_real_templates import ENDS, FILES, TOKENS, WITHOUT_TOOLS
 from tokenizer_proc.preparation.chat import ChatTemplate, TokenMarks
-from tokenizer_proc.preparation.templates.call_marks import render_calls
-from tokenizer_proc.preparation.templates.probes import NAMES, Prober
-from tokenizer_proc.preparation.templates.write_calls import write_calls
+from tokenizer_proc.preparation.templates.adapt import write_calls
+from tokenizer_proc.preparation.templates.probes import NAMES, Prober, render_calls
 
 ARGUMENTS: list[dict[str, Any]] = [
     {"text": "Köln", "count": 2},

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from quadriga.errors import ConfigError, InvalidRequest
-from quadriga.wire.messages.from_client import ChatMessage, ChatOptions
+from quadriga.wire.client import ChatMessage, ChatOptions
 from tokenizer_proc.preparation.chat import ChatTemplate
 
 WITH_TOOLS = (

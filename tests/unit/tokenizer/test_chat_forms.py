@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from quadriga.errors import InvalidRequest
-from quadriga.known_formats import KNOWN_FORMATS
-from quadriga.wire.messages.from_client import ChatMessage, ChatOptions
+from quadriga.server.answer_format import KNOWN_FORMATS
+from quadriga.wire.client import ChatMessage, ChatOptions
 from tests.unit.tokenizer.test_real_templates import DIRECTORY, TOKENS
 from tokenizer_proc.preparation.chat import SHOWS_NO_CALLS, ChatTemplate
-from tokenizer_proc.preparation.templates.overrule import ParserNames
-from tokenizer_proc.preparation.templates.turns import short_id
+from tokenizer_proc.preparation.templates.adapt import short_id
+from tokenizer_proc.preparation.templates.derive import ParserNames
 
 PLAIN = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"

@@ -7,12 +7,11 @@ import msgspec
 import pytest
 
 from quadriga.errors import InvalidRequest
-from quadriga.wire.async_port import Unreachable
-from quadriga.wire.client_address import gateway_address
-from quadriga.wire.messages.to_client import ServerGone
+from quadriga.wire.async_sockets import Unreachable
+from quadriga.wire.client import ServerGone, gateway_address
 from tests.waiting import wait_until_async
-from tokenizer_proc import clients as module
-from tokenizer_proc.clients import Clients
+from tokenizer_proc.deliver import clients as module
+from tokenizer_proc.deliver.clients import Clients
 
 TIMEOUT_S = 10.0
 

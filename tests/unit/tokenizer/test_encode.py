@@ -7,15 +7,13 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from quadriga.config.frontend_args import FrontendArgs
-from quadriga.model_files.resolve import ModelFiles
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.from_client import ChatMessage, ChatOptions, Generate, Tokenize
-from quadriga.wire.messages.to_client import Tokens
+from quadriga.server.config.frontend_args import FrontendArgs
+from quadriga.server.models.resolve import ModelFiles
+from quadriga.wire.client import ChatMessage, ChatOptions, Generate, Tokenize, Tokens
+from quadriga.wire.packing import pack_ids
 from tokenizer_proc.preparation.chat import ChatTemplate
-from tokenizer_proc.preparation.encode import Encoder
-from tokenizer_proc.preparation.prepare import Prepared, Preparer
+from tokenizer_proc.preparation.prepare import Encoder, Prepared, Preparer
 
 BOS, EOS, A, B = range(4)
 

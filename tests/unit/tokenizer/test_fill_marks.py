@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from quadriga.fill_format import (
+from quadriga.server.model_info import (
     ContextFile,
     FillFormat,
     fill_format_from_info,
     fill_format_to_info,
 )
-from tokenizer_proc.preparation.fill_marks import KNOWN_MARKS, KnownMarks, find_fill_format
+from tokenizer_proc.info import KNOWN_MARKS, KnownMarks, find_fill_format
 
 VOCAB_SIZE = 1000
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from quadriga.errors import QueueFull, RequestFailed
-from quadriga.model_files.resolve import ModelFiles
 from quadriga.sampling.params import Grammar
-from tokenizer_proc.grammars.validator import MAX_ATTEMPTS, MAX_PENDING, GrammarValidator
+from quadriga.server.models.resolve import ModelFiles
+from tokenizer_proc.intake.grammar_validator import MAX_ATTEMPTS, MAX_PENDING, GrammarValidator
 
 MODEL = ModelFiles("m", "m", {"vocab_size": 8, "eos_token_id": 0}, {}, Path(), None)
 # Dies at its first request, as often as its second argument says.
@@ -116,7 +116,14 @@ def test_a_check_whose_process_dies_is_tried_again(num_deaths: int, tmp_path: Pa
 
 
 def test_a_lenient_schema_that_takes_too_long_is_any_value_of_its_type(llama_dir: Path) -> None:
-    command = [sys.executable, "-m", "tokenizer_proc.grammars.sandbox", str(llama_dir), "512", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "tokenizer_proc.intake.grammar_sandbox",
+        str(llama_dir),
+        "512",
+        "0",
+    ]
     slow = {"type": "object", "properties": {"n": {"type": "integer", "multipleOf": 999_983}}}
     lenient = {**slow, "x-guidance": {"lenient": True}}
     lines = "".join(f"{json.dumps(['json_schema', json.dumps(s)])}\n" for s in (slow, lenient))
@@ -127,7 +134,7 @@ def test_a_lenient_schema_that_takes_too_long_is_any_value_of_its_type(llama_dir
 
 
 def test_a_checker_whose_frontend_has_died_ends_in_silence(llama_dir: Path) -> None:
-    command = [sys.executable, "-m", "tokenizer_proc.grammars.sandbox"]
+    command = [sys.executable, "-m", "tokenizer_proc.intake.grammar_sandbox"]
     arguments = [str(llama_dir), "512", "0"]
     process = subprocess.Popen(
         command + arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE

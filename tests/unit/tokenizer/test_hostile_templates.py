@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from quadriga.errors import InvalidRequest
-from quadriga.wire.messages.from_client import ChatMessage, ChatOptions
+from quadriga.wire.client import ChatMessage, ChatOptions
 from tokenizer_proc.preparation.chat import RUNS_AWAY as RUNS_AWAY_AT_START
 from tokenizer_proc.preparation.chat import ChatTemplate
-from tokenizer_proc.preparation.templates.run_limits import TemplateRanAway, run_limited
+from tokenizer_proc.preparation.templates.sandbox import TemplateRanAway, run_limited
 
 CHAT = [ChatMessage("user", "Hi")]
 # Two equal values, each of which holds 2**60 values; a comparison of them would not end.

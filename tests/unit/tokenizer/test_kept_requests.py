@@ -3,8 +3,8 @@
 from typing import Any
 
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.to_scheduler import CLIENT_LOST, AbortRequest, Submit
-from tokenizer_proc.open_requests import OpenRequests
+from quadriga.wire.to_scheduler import CLIENT_LOST, AbortRequest, Submit
+from tokenizer_proc.replicas.open_requests import OpenRequests
 
 CLIENT = b"client"
 

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.config.model_args import ModelArgs
-from quadriga.model_details import details_from_info, details_to_info
-from quadriga.model_files.resolve import resolve_model
+from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.model_info import details_from_info, details_to_info
+from quadriga.server.models.resolve import resolve_model
 from tests.tiny_models import tiny_gpt2, tiny_llama
 from tests.unit.tiny_gguf import write_tiny_gguf
-from tokenizer_proc.model_details import model_details
+from tokenizer_proc.info import model_details
 
 
 def test_a_directory_is_described(tmp_path: Path) -> None:

@@ -10,30 +10,29 @@ from typing import Any
 import msgspec
 import pytest
 
-from http_proc.protocol.errors import from_ring
-from quadriga.config.frontend_args import FrontendArgs
+from http_proc.core.errors import from_ring
 from quadriga.errors import InvalidRequest, QueueFull
 from quadriga.sampling.params import Grammar, SamplingParams
-from quadriga.wire.async_port import Unreachable
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.from_client import (
+from quadriga.server.config.frontend_args import FrontendArgs
+from quadriga.wire.async_sockets import Unreachable
+from quadriga.wire.client import (
     MAX_PROGRESS_IDS,
     Abort,
+    Accepted,
+    Chunks,
     Generate,
     GetInfo,
     GetProgress,
-)
-from quadriga.wire.messages.to_client import (
-    Accepted,
-    Chunks,
     Info,
     RefusalInfo,
     Refused,
     ServerGone,
     ServerMessage,
 )
-from quadriga.wire.messages.to_detok import Delivered
-from quadriga.wire.messages.to_scheduler import (
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.sockets import encode
+from quadriga.wire.to_detok import Delivered
+from quadriga.wire.to_scheduler import (
     CLIENT,
     CLIENT_LOST,
     AbortRequest,
@@ -43,16 +42,15 @@ from quadriga.wire.messages.to_scheduler import (
     Shutdown,
     Submit,
 )
-from quadriga.wire.sockets import encode
 from tests.unit.tokenizer.test_validation import Recorder, model
+from tokenizer_proc.deliver.traces import RingTraces
 from tokenizer_proc.frontend import Frontend
-from tokenizer_proc.grammars.validator import GrammarValidator
 from tokenizer_proc.info import EXPIRY_S, MAX_PENDING_OF_CLIENT, InfoRequests
-from tokenizer_proc.intake import RequestPreparation
-from tokenizer_proc.overload import OverloadGuard
+from tokenizer_proc.intake.grammar_validator import GrammarValidator
+from tokenizer_proc.intake.intake import RequestPreparation
+from tokenizer_proc.intake.overload import OverloadGuard
+from tokenizer_proc.intake.tenants import RequestOwners
 from tokenizer_proc.preparation.prepare import MAX_INLINE_BYTES, Preparer
-from tokenizer_proc.tenants import RequestOwners
-from tokenizer_proc.traces import RingTraces
 
 
 def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:

@@ -9,12 +9,10 @@ import msgspec
 import pytest
 
 from quadriga.errors import QueueFull
-from quadriga.wire.messages.from_client import Tokenize
-from quadriga.wire.messages.to_client import Refused
+from quadriga.wire.client import Refused, Tokenize
 from quadriga.wire.sockets import encode
-from tokenizer_proc.preparation import pool as module
-from tokenizer_proc.preparation.pool import MAX_ATTEMPTS, PreparePool
-from tokenizer_proc.preparation.pool_worker import LENGTH, LONG_FRAME_BYTES
+from tokenizer_proc.intake import pool as module
+from tokenizer_proc.intake.pool import LENGTH, LONG_FRAME_BYTES, MAX_ATTEMPTS, PreparePool
 
 TIMEOUT_S = 10.0
 

@@ -9,8 +9,8 @@ import pytest
 from jinja2 import TemplateError
 
 from quadriga.errors import InvalidRequest
-from quadriga.known_formats import KNOWN_FORMATS
-from quadriga.wire.messages.from_client import ChatMessage, ChatOptions
+from quadriga.server.answer_format import KNOWN_FORMATS
+from quadriga.wire.client import ChatMessage, ChatOptions
 from tokenizer_proc.preparation.chat import ChatTemplate, TokenMarks
 from tokenizer_proc.preparation.templates.derive import DERIVED, GENERIC_SOURCE
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from quadriga.answer_format import CallFormat, CallStyle, ReasoningFormat
-from quadriga.known_formats import KNOWN_FORMATS
+from quadriga.server.answer_format import KNOWN_FORMATS, CallFormat, CallStyle, ReasoningFormat
 from tokenizer_proc.preparation.chat import ChatTemplate
-from tokenizer_proc.preparation.templates.derive import GIVEN
-from tokenizer_proc.preparation.templates.response_template import (
+from tokenizer_proc.preparation.templates.derive import (
+    GIVEN,
     ResponseMarks,
     read_response_template,
 )

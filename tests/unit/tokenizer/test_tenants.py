@@ -6,19 +6,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from quadriga.config.tenant_args import TenantArgs
 from quadriga.errors import InvalidRequest, QueueFull
 from quadriga.sampling.params import SamplingParams
-from quadriga.tenants.tenant import Tenant
-from quadriga.wire.client_address import gateway_address
-from quadriga.wire.messages.replica_news import EndedRequest
-from quadriga.wire.messages.to_client import Info, ProgressAnswer, Refused
-from quadriga.wire.messages.to_detok import Delivered, KnownRequests
-from quadriga.wire.messages.to_scheduler import AbortRequest, Submit
+from quadriga.server.config.frontend_args import TenantArgs
+from quadriga.server.tenants import Tenant
+from quadriga.wire.client import Info, ProgressAnswer, Refused, gateway_address
 from quadriga.wire.sockets import encode
+from quadriga.wire.to_detok import Delivered, EndedRequest, KnownRequests
+from quadriga.wire.to_scheduler import AbortRequest, Submit
 from tests.unit.tokenizer.test_overload import FrontendWorld, in_loop
-from tokenizer_proc.quotas import WINDOW_S, Quotas
-from tokenizer_proc.tenants import RequestOwners
+from tokenizer_proc.intake.tenants import WINDOW_S, Quotas, RequestOwners
 
 GATEWAY = gateway_address().bytes
 FILE = """

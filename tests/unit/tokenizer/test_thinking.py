@@ -4,16 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.config.frontend_args import FrontendArgs
 from quadriga.errors import InvalidRequest
-from quadriga.model_files.resolve import ModelFiles
 from quadriga.sampling.params import SamplingParams
 from quadriga.sampling.validation import validate_params
-from quadriga.wire.messages.from_client import ChatMessage, Generate
-from quadriga.wire.messages.grammar import ThinkingForm
+from quadriga.server.config.frontend_args import FrontendArgs
+from quadriga.server.models.resolve import ModelFiles
+from quadriga.wire.client import ChatMessage, Generate
+from quadriga.wire.grammar import ThinkingForm
 from tests.unit.tokenizer.test_encode import encoder
-from tokenizer_proc.preparation.prepare import Prepared, Preparer
-from tokenizer_proc.preparation.thinking import thinking_form
+from tokenizer_proc.preparation.prepare import Prepared, Preparer, thinking_form
 
 START, END = "<think>", "\n</think>\n\n"
 MARKED = SamplingParams(thinking_start=START, thinking_end=END)

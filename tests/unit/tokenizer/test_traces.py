@@ -5,18 +5,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from quadriga.config.trace_args import TraceArgs
-from quadriga.tracing.exporter import NoExporter
-from quadriga.wire.client_address import gateway_address
-from quadriga.wire.messages.from_client import GetTraces
-from quadriga.wire.messages.to_client import Refused, Traces
-from quadriga.wire.messages.to_detok import Delivered
-from quadriga.wire.messages.to_scheduler import Submit
-from quadriga.wire.messages.trace import RequestTrace, Span, TraceContext
+from quadriga.server.config.frontend_args import TraceArgs
+from quadriga.server.tracing.otlp import NoExporter
+from quadriga.wire.client import GetTraces, Refused, Traces, gateway_address
 from quadriga.wire.sockets import encode
+from quadriga.wire.to_detok import Delivered
+from quadriga.wire.to_scheduler import Submit
+from quadriga.wire.trace import RequestTrace, Span, TraceContext
 from tests.unit.tokenizer.test_overload import FrontendWorld, in_loop
-from tokenizer_proc import traces as traces_module
-from tokenizer_proc.traces import RingTraces
+from tokenizer_proc.deliver import traces as traces_module
+from tokenizer_proc.deliver.traces import RingTraces
 
 GATEWAY = gateway_address().bytes
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"

@@ -8,21 +8,19 @@ import pytest
 from llguidance import LLMatcher
 from tokenizers import AddedToken, Tokenizer, models
 
-from quadriga.config.frontend_args import FrontendArgs
-from quadriga.config.model_args import ModelArgs
 from quadriga.errors import InvalidRequest
-from quadriga.model_files.resolve import ModelFiles, resolve_model
-from quadriga.model_files.tokenizer import load_tokenizer
-from quadriga.sampling.grammar import check_begins, compile_grammar, load_vocabulary
 from quadriga.sampling.params import SamplingParams
 from quadriga.sampling.validation import find_unserved_tokens
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.from_client import ChatMessage, Detokenize, Generate, Tokenize
-from quadriga.wire.messages.to_client import Tokens
+from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.config.frontend_args import FrontendArgs
+from quadriga.server.grammars.grammar import check_begins, compile_grammar, load_vocabulary
+from quadriga.server.models.formats.tokenizer import load_tokenizer
+from quadriga.server.models.resolve import ModelFiles, resolve_model
+from quadriga.wire.client import ChatMessage, Detokenize, Generate, Tokenize, Tokens
+from quadriga.wire.packing import pack_ids
 from tests.tiny_models import VOCAB_SIZE, tiny_llama
 from tokenizer_proc.preparation.chat import ChatTemplate
-from tokenizer_proc.preparation.encode import Encoder
-from tokenizer_proc.preparation.prepare import Prepared, Preparer
+from tokenizer_proc.preparation.prepare import Encoder, Prepared, Preparer
 
 SPECIAL, PLAIN = "<|beyond|>", "<|above|>"
 RULE = f"ids of this model are 0 to {VOCAB_SIZE - 1}"

@@ -13,21 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quadriga.client import AsyncClient
-from quadriga.config.frontend_args import FrontendArgs
 from quadriga.errors import InvalidRequest, PromptTooLong
-from quadriga.model_files.resolve import ModelFiles
 from quadriga.sampling.params import SamplingParams
 from quadriga.sampling.validation import UnservedTokens, validate_params
-from quadriga.wire.async_port import AsyncPort
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.from_client import MAX_FRAME_BYTES, Generate, Ping
-from quadriga.wire.messages.to_client import Refused
-from quadriga.wire.messages.to_scheduler import Submit
+from quadriga.server.config.frontend_args import FrontendArgs
+from quadriga.server.models.resolve import ModelFiles
+from quadriga.wire.async_sockets import AsyncPort
+from quadriga.wire.client import MAX_FRAME_BYTES, Generate, Ping, Refused
+from quadriga.wire.packing import pack_ids
 from quadriga.wire.sockets import Outbox, encode
+from quadriga.wire.to_scheduler import Submit
 from tokenizer_proc.frontend import Frontend
-from tokenizer_proc.grammars.validator import GrammarValidator
-from tokenizer_proc.intake import RequestPreparation
-from tokenizer_proc.overload import OverloadGuard
+from tokenizer_proc.intake.grammar_validator import GrammarValidator
+from tokenizer_proc.intake.intake import RequestPreparation
+from tokenizer_proc.intake.overload import OverloadGuard
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.prepare import Preparer
 

@@ -12,18 +12,16 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from quadriga.config.tenant_args import TenantArgs
 from quadriga.errors import InvalidRequest, QueueFull
-from quadriga.tenants.key_file import hash_of_key
-from quadriga.wire.client_address import gateway_address
-from quadriga.wire.messages.from_client import Watch
-from quadriga.wire.messages.live import LiveServer
-from quadriga.wire.messages.to_scheduler import WatchSteps
+from quadriga.server.config.frontend_args import TenantArgs
+from quadriga.server.tenants import hash_of_key
+from quadriga.wire.client import Watch, gateway_address
+from quadriga.wire.live import LiveServer
 from quadriga.wire.sockets import Outbox
-from tokenizer_proc.clients import Clients
-from tokenizer_proc.live.processes import ProcessUsage, process_name
-from tokenizer_proc.live.viewers import MAX_VIEWERS, Viewers
-from tokenizer_proc.tenants import RequestOwners
+from quadriga.wire.to_scheduler import WatchSteps
+from tokenizer_proc.deliver.clients import Clients
+from tokenizer_proc.deliver.live import MAX_VIEWERS, ProcessUsage, Viewers, process_name
+from tokenizer_proc.intake.tenants import RequestOwners
 
 
 class Link:

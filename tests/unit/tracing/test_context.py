@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from quadriga.tracing.context import HeadSampling, continued, started, traceparent_of
+from quadriga.server.tracing.context import HeadSampling, continued, started, traceparent_of
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"

@@ -6,10 +6,10 @@ import socket
 import msgspec
 import pytest
 
-from quadriga.config.trace_args import TraceArgs
 from quadriga.errors import ConfigError
-from quadriga.tracing import exporter
-from quadriga.tracing.exporter import HEADERS_VARIABLE, NoExporter, OtlpExporter, make_exporter
+from quadriga.server.config.frontend_args import TraceArgs
+from quadriga.server.tracing import otlp as exporter
+from quadriga.server.tracing.otlp import HEADERS_VARIABLE, NoExporter, OtlpExporter, make_exporter
 from tests.unit.tracing.collector import running_collector
 from tests.unit.tracing.test_formats import trace
 from tests.waiting import wait_until

@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
-from quadriga.tracing.chrome import PROCESSES, chrome_trace
-from quadriga.tracing.otlp import export_request
-from quadriga.wire.messages.trace import RequestTrace, Span, SpanEvent, TraceContext
+from quadriga.server.tracing.chrome import PROCESSES, chrome_trace
+from quadriga.server.tracing.otlp import export_request
+from quadriga.wire.trace import RequestTrace, Span, SpanEvent, TraceContext
 from tests.unit.tracing.collector import attributes_of, spans_of
 
 START = 1_795_000_000.0

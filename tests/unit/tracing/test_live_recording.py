@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from quadriga.tracing import live_recording
-from quadriga.tracing.live_recording import LiveRecording
-from quadriga.wire.messages.live import (
+from quadriga.server.tracing import chrome
+from quadriga.server.tracing.chrome import LiveRecording
+from quadriga.wire.live import (
     EventKind,
     LiveEvent,
     LiveMessage,
@@ -87,7 +87,7 @@ def test_lost_messages_are_counted_and_a_new_scheduler_begins_again() -> None:
 
 
 def test_a_recording_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_recording, "MAX_EVENTS", 20)
+    monkeypatch.setattr(chrome, "MAX_EVENTS", 20)
     recording = LiveRecording()
     for number in range(100):
         recording.add(make_step(number, {1: DECODE}))

@@ -3,8 +3,7 @@
 import pytest
 
 from quadriga.errors import InvalidRequest
-from quadriga.wire.chat_limits import check_chat, check_chat_options
-from quadriga.wire.messages.from_client import (
+from quadriga.wire.client import (
     MAX_NAME_CHARS,
     MAX_ROLE_CHARS,
     MAX_TEMPLATE_ARGS,
@@ -13,6 +12,8 @@ from quadriga.wire.messages.from_client import (
     MAX_TURNS,
     ChatMessage,
     ChatOptions,
+    check_chat,
+    check_chat_options,
 )
 
 TURN = ChatMessage("user", "x" * 100_000)

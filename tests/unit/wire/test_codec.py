@@ -8,9 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.from_client import ClientMessage, Generate
-from quadriga.wire.messages.to_client import Chunk, Chunks, End, ServerMessage, StageTimes, Usage
+from quadriga.wire.client import (
+    Chunk,
+    Chunks,
+    ClientMessage,
+    End,
+    Generate,
+    ServerMessage,
+    StageTimes,
+    Usage,
+)
+from quadriga.wire.packing import pack_ids, unpack_ids
 from quadriga.wire.sockets import encode
 
 int32 = st.integers(-(2**31), 2**31 - 1)

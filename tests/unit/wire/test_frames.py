@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quadriga.wire.messages.to_client import Chunk, Chunks, Replay, encode_chunks
+from quadriga.wire.client import Chunk, Chunks, Replay, encode_chunks
 from tests.unit.frames import GOLDEN, LINKS, Values, expected, field_names, listed, messages, recode
 
 KNOWN = expected()

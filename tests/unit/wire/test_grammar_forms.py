@@ -10,10 +10,10 @@ import pytest
 import regex
 from llguidance import LLMatcher, LLTokenizer
 
-from quadriga.sampling.grammar import compile_grammar, to_library_form
 from quadriga.sampling.params import Grammar
+from quadriga.server.grammars.grammar import compile_grammar, to_library_form
 from tests.unit.tiny_vocabulary import tiny_vocabulary
-from tokenizer_proc.grammars.sandbox import _check_grammar
+from tokenizer_proc.intake.grammar_sandbox import _check_grammar
 
 VOCAB_SIZE = 512
 SEEDS = 12

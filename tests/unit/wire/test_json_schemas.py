@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from quadriga.sampling.exact_integers import integers_between
-from quadriga.sampling.grammar import (
+from quadriga.sampling.params import Grammar
+from quadriga.server.grammars.exact_integers import integers_between
+from quadriga.server.grammars.grammar import (
     LibrarySchemas,
     byte_vocabulary,
     compile_grammar,
     to_library_form,
 )
-from quadriga.sampling.json_schema import OPTIONS, prepared_schema
-from quadriga.sampling.params import Grammar
+from quadriga.server.grammars.json_schema import OPTIONS, prepared_schema
 
 BIG, EVEN_BIGGER = 1234567890123456789, 2**70 + 1
 LENIENT = {OPTIONS: {"lenient": True}}

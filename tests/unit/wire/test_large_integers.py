@@ -7,8 +7,8 @@ import pytest
 
 from quadriga.errors import InvalidRequest
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.messages.from_client import ChatOptions, Generate
-from quadriga.wire.messages.large_integers import MAX_DIGITS, with_large_integers
+from quadriga.wire.client import ChatOptions, Generate
+from quadriga.wire.packing import MAX_DIGITS, with_large_integers
 from quadriga.wire.sockets import encode
 from tokenizer_proc.preparation.validation import parse
 

@@ -11,7 +11,7 @@ import zmq
 
 from quadriga.clock import Countdown
 from quadriga.errors import AddressInUse, ConfigError
-from quadriga.wire.async_port import AsyncPort
+from quadriga.wire.async_sockets import AsyncPort
 from quadriga.wire.curve import (
     INNER,
     SERVER,
@@ -20,10 +20,9 @@ from quadriga.wire.curve import (
     load_pair,
     make_server_keys,
 )
-from quadriga.wire.endpoints import Endpoints
-from quadriga.wire.messages.to_scheduler import AbortRequest, SchedulerMessage
-from quadriga.wire.node_links import ON_THIS_MACHINE, NodeLinks, ReservedPort
+from quadriga.wire.links import ON_THIS_MACHINE, Endpoints, NodeLinks, ReservedPort
 from quadriga.wire.sockets import Inbox, Outbox, bind_frames
+from quadriga.wire.to_scheduler import AbortRequest, SchedulerMessage
 from tests.waiting import wait_until
 
 TIMEOUT_MS = 20_000

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from quadriga.wire.node_links import NodeLinks, host_of
-from quadriga.wire.peer_watch import PeerWatch, bind_lifeline
+from quadriga.wire.links import NodeLinks, PeerWatch, bind_lifeline, host_of
 from quadriga.wire.sockets import Outbox
 from tests.waiting import wait_until
 

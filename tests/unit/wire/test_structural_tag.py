@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from quadriga.sampling.grammar import compile_grammar, to_library_form
 from quadriga.sampling.params import Grammar
+from quadriga.server.grammars.grammar import compile_grammar, to_library_form
 from tests.unit.tiny_vocabulary import tiny_vocabulary
 
 END, THINK, CALL, CALL_END = 0, 512, 513, 514

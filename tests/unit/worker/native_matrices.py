@@ -6,14 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker_proc.attention.base import AttentionShape
 from worker_proc.cpu.build import load_kernels
 from worker_proc.cpu.engine import STRIDE_EXTRA
 from worker_proc.cpu.program import Buffer, ComputeType, Format, Op, OpKind, Program, Step
 from worker_proc.cpu.recorder import Recorder
 from worker_proc.cpu.weights import PackedWeights, round_up
-from worker_proc.loading.gguf_blocks import PackedRows
+from worker_proc.models.attention import AttentionShape
 from worker_proc.models.layers import Activation, Linear
+from worker_proc.models.quantized_weights import PackedRows
 
 NO_ATTENTION = AttentionShape(layers=1, heads=1, kv_heads=1, head_dim=16)
 

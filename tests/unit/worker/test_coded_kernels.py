@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quadriga.config.model_args import ModelArgs
-from quadriga.model_files.resolve import resolve_model
+from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.models.resolve import resolve_model
 from tests.tiny_models import tiny_llama
 from tests.unit.quantized_checkpoint import FORMATS, quantize_checkpoint
 from tests.unit.worker.test_cpu_kernels import (
@@ -17,13 +17,12 @@ from tests.unit.worker.test_cpu_kernels import (
     Compared,
     drive,
 )
-from worker_proc.attention.torch_reference import TorchAttention
-from worker_proc.cpu.coded_panels import pack_coded
 from worker_proc.cpu.engine import NativeEngine
+from worker_proc.cpu.weights import pack_coded
+from worker_proc.engines.torch_engine import TorchAttention, TorchEngine
 from worker_proc.loading.loader import load_model
 from worker_proc.models.base import Model
 from worker_proc.models.layers import Linear
-from worker_proc.torch_engine import TorchEngine
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16

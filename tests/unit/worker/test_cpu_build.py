@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
-from quadriga.runtime.compiler import COMPILER_VARIABLE, NoCompiler
+from quadriga.server.config.engine_args import WorkerArgs
+from quadriga.server.processes.machine import COMPILER_VARIABLE, NoCompiler
 from tests.tiny_models import tiny_llama
 from tests.unit.worker.test_cpu_kernels import (
     QUANTIZED_TOLERANCE,
@@ -23,13 +23,13 @@ from tests.unit.worker.test_cpu_kernels import (
     round_weights,
 )
 from tests.unit.worker_driver import load_on_cpu
-from worker_proc.cpu import build, compute_type
+from worker_proc.cpu import build
+from worker_proc.cpu import build as compute_type
 from worker_proc.cpu import engine as kernels_engine
-from worker_proc.cpu.build import ARCH_VARIABLE, load_kernels
-from worker_proc.cpu.compute_type import fastest_compute_type
+from worker_proc.cpu.build import ARCH_VARIABLE, fastest_compute_type, load_kernels
 from worker_proc.cpu.program import ComputeType
-from worker_proc.engine_factory import make_engine
-from worker_proc.torch_engine import TorchEngine
+from worker_proc.engines.factory import make_engine
+from worker_proc.engines.torch_engine import TorchEngine
 
 CPU = torch.device("cpu")
 

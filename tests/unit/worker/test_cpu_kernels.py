@@ -10,22 +10,19 @@ import torch
 from torch import Tensor
 
 from quadriga.errors import ModelError
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.worker import DECODE, StepPlan
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.worker import DECODE, StepPlan
 from tests.tiny_models import FAMILIES, odd_llama, tiny_gpt2, tiny_llama
 from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of
-from worker_proc.attention.torch_reference import TorchAttention
 from worker_proc.cpu.engine import NativeEngine
-from worker_proc.cpu.quantization import quantize
-from worker_proc.cpu.quantized_panels import to_quantized_panels
-from worker_proc.cpu.weights import interleave, round_up, to_panels
-from worker_proc.runner import Runner
+from worker_proc.cpu.weights import interleave, quantize, round_up, to_panels, to_quantized_panels
+from worker_proc.engines.torch_engine import TorchAttention, TorchEngine
 from worker_proc.sampling.sampler import NO_SAMPLE, SamplingRows, sample
-from worker_proc.step.engine_base import Engine
+from worker_proc.step.engine import Engine
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.outputs import EngineOutput, SampledTokens
+from worker_proc.step.runner import Runner
 from worker_proc.step.slot_table import SlotTable
-from worker_proc.torch_engine import TorchEngine
 
 CPU = torch.device("cpu")
 CONTEXT = 128

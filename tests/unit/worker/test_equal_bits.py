@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quadriga.config.model_args import ModelArgs
-from quadriga.model_files.gguf.types import BLOCK_SIZES
-from quadriga.model_files.resolve import resolve_model
+from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.models.formats.quantization import BLOCK_SIZES
+from quadriga.server.models.resolve import resolve_model
 from tests.tiny_experts import tiny_gpt_oss
 from tests.tiny_models import FAMILIES, odd_llama, tiny_gpt2, tiny_llama
 from tests.unit.quantized_checkpoint import FORMATS, quantize_checkpoint
@@ -25,10 +25,10 @@ from worker_proc.cpu.build import ARCH_VARIABLE
 from worker_proc.cpu.engine import NativeEngine
 from worker_proc.cpu.program import ComputeType
 from worker_proc.loading.loader import load_model
-from worker_proc.runner import Runner
-from worker_proc.step.engine_base import Engine
+from worker_proc.step.engine import Engine
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.outputs import SampledTokens
+from worker_proc.step.runner import Runner
 from worker_proc.step.slot_table import SlotTable
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from tests.unit.worker.test_cpu_kernels import (
 )
 from tests.unit.worker.test_runner import greedy_by_transformers
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
-from worker_proc.loading.mxfp4 import with_mxfp4_decoded
+from worker_proc.loading.checkpoints import with_mxfp4_decoded
 
 COUNT = 8
 LENGTHS = [5, 17, 40, 90]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.worker import EXTEND, NewSlot, SlotSamplingParams, StepPlan
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.worker import EXTEND, NewSlot, SlotSamplingParams, StepPlan
 from tests.tiny_experts import EXPERTS, tiny_mixtral, tiny_qwen3_moe
 from tests.tiny_models import FAMILIES, tiny_glm, tiny_gpt_neox, tiny_opt, tiny_phi3
 from tests.unit.worker.test_runner import greedy_by_transformers
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
-from worker_proc.attention import dense
+from worker_proc.engines import torch_engine
 
 COUNT = 8
 LENGTHS = [17, 40, 90]  # longer than the windows of the tiny models
@@ -99,7 +99,7 @@ def test_scores_in_blocks_of_queries_give_the_same_tokens(
 ) -> None:
     """Soft caps and sinks, with windows, where the scores of a prompt are too many to keep."""
     directory, prompts = MODELS[family](tmp_path), prompts_of(LENGTHS)
-    monkeypatch.setattr(dense, "MAX_SCORES", 0)
+    monkeypatch.setattr(torch_engine, "MAX_SCORES", 0)
     driver = Driver(runner_of(directory, attention_backend="torch"))
     requests = [driver.add(prompt) for prompt in prompts]
     driver.generate(requests, COUNT, 64)

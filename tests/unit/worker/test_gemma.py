@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
-from quadriga.config.model_args import ModelArgs
 from quadriga.errors import ModelError
-from quadriga.model_files.directory import read_config
-from quadriga.model_files.families.gemma import gemma2, gemma3
-from quadriga.model_files.resolve import resolve_model
+from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.models.families.llama import gemma2, gemma3
+from quadriga.server.models.formats.directory import read_config
+from quadriga.server.models.resolve import resolve_model
 from tests.tiny_models import GEMMA, tiny_gemma2, tiny_gemma3, tiny_gemma3_with_images
 from tests.unit.worker.test_runner import greedy_by_transformers
 from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of, runner_of

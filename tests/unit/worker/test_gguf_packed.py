@@ -15,12 +15,11 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
-from quadriga.config.model_args import ModelArgs
-from quadriga.config.server_config import ServerConfig
-from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError, ModelError
-from quadriga.model_files.resolve import ModelFiles, resolve_model
-from quadriga.model_files.servable import check_servable
+from quadriga.server.config.engine_args import ModelArgs, WorkerArgs
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.models.model_impl import check_servable
+from quadriga.server.models.resolve import ModelFiles, resolve_model
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_phi3
 from tests.unit.gguf_checkpoint import gguf_of
 from tests.unit.worker.native_matrices import NativeMatrix
@@ -31,18 +30,17 @@ from tests.unit.worker.test_cpu_kernels import (
     Compared,
     drive,
 )
-from worker_proc.attention.torch_reference import TorchAttention
 from worker_proc.cpu.engine import NativeEngine
-from worker_proc.cpu.quantization import GROUP_SIZE
-from worker_proc.engine_factory import make_engine
+from worker_proc.cpu.weights import GROUP_SIZE
+from worker_proc.engines.factory import make_engine
+from worker_proc.engines.torch_engine import TorchAttention, TorchEngine
 from worker_proc.loading.checkpoints import from_gguf
-from worker_proc.loading.gguf_blocks import PackedRows
 from worker_proc.loading.loader import load_model
-from worker_proc.loading.quantized.choice import choose_quantization
 from worker_proc.models.base import Model
 from worker_proc.models.layers import Embedding, Linear
+from worker_proc.models.quantized_weights import PackedRows
 from worker_proc.startup.build import make_runner
-from worker_proc.torch_engine import TorchEngine
+from worker_proc.startup.quantization import choose_quantization
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16

@@ -7,10 +7,10 @@ import pytest
 import torch
 from llguidance import LLTokenizer
 
-from quadriga.sampling.grammar import compile_grammar, to_library_form
 from quadriga.sampling.params import Grammar
+from quadriga.server.grammars.grammar import compile_grammar, to_library_form
 from tests.unit.tiny_vocabulary import tiny_vocabulary
-from worker_proc.sampling.grammar_mask import (
+from worker_proc.sampling.grammar import (
     MASKED,
     Constrained,
     SlotConstraint,

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from tests.tiny_models import tiny_llama
 from tests.unit.worker_driver import load_on_cpu
-from worker_proc.cpu.round_to_int4 import round_to_int4
-from worker_proc.loading.gguf_blocks import GROUP
+from worker_proc.cpu.weights import round_to_int4
 from worker_proc.models.layers import Embedding, Linear
-from worker_proc.startup.input_importance import measure_inputs
+from worker_proc.models.quantized_weights import GROUP
+from worker_proc.startup.quantization import measure_inputs
 
 INPUTS = 4 * GROUP
 

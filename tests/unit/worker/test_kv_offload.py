@@ -16,22 +16,18 @@ import numpy as np
 import pytest
 import torch
 
-from quadriga.config.model_args import ModelArgs
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
-from quadriga.model_files.resolve import resolve_model
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.kv_offload import LoadPages, PagesLoaded, StoredPages, StorePages
-from quadriga.wire.messages.worker import NewSlot
+from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.models.resolve import resolve_model
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.worker import LoadPages, NewSlot, PagesLoaded, StoredPages, StorePages
 from tests.tiny_models import tiny_mistral
 from tests.unit.worker.test_runner import plan_of
 from tests.unit.worker_driver import Driver, Request, prompts_of, runner_of
-from worker_proc.kv_offload.host_pages import HostPages
-from worker_proc.kv_offload.namespace import namespace_of
-from worker_proc.kv_offload.opening import open_tiers
-from worker_proc.kv_offload.page_files import HEADER, PageFiles
-from worker_proc.kv_offload.page_mover import PageMover
-from worker_proc.kv_offload.pool_pages import Bytes, PoolPages
+from worker_proc.kv_tiers.opening import namespace_of, open_tiers
+from worker_proc.kv_tiers.page_mover import PageMover
+from worker_proc.kv_tiers.tiers import HEADER, Bytes, HostPages, PageFiles, PoolPages
 
 PAGE_BYTES = 256
 NAMESPACE = bytes(range(16))
@@ -166,7 +162,7 @@ def test_a_full_disk_ends_the_writing_for_a_while_and_not_the_reading(
     assert len(files_in(tmp_path)) == 1 and not list(tmp_path.rglob("*.new"))
     assert read(files, 1) is not None and read(files, 2) is None
     assert files.write(name_of(4), page_of(4)) == [name_of(4)], "it is tried again later"
-    monkeypatch.setattr("worker_proc.kv_offload.page_files.RETRY_S", 0.0)
+    monkeypatch.setattr("worker_proc.kv_tiers.tiers.RETRY_S", 0.0)
     monkeypatch.setattr(files, "_retry_at", 0.0)
     assert files.write(name_of(4), page_of(4)) == [] and not files.has_failed
     with caplog.at_level("INFO"):

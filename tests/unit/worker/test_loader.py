@@ -11,12 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from quadriga.config.model_args import ModelArgs
-from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError, ModelError
-from quadriga.model_files.resolve import ModelFiles, resolve_model
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.worker import NewSlot
+from quadriga.server.config.engine_args import ModelArgs, WorkerArgs
+from quadriga.server.models.resolve import ModelFiles, resolve_model
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.worker import NewSlot
 from tests.tiny_models import (
     tiny_gemma,
     tiny_gemma2,
@@ -36,14 +35,14 @@ from tests.tiny_models import (
 )
 from tests.unit.gguf_checkpoint import gguf_of
 from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of, runner_of
-from worker_proc.attention.base import AttentionShape
 from worker_proc.loading.loader import load_model
 from worker_proc.loading.sharding import TPRank
+from worker_proc.models.attention import AttentionShape
 from worker_proc.models.layers import Attention
-from worker_proc.runner import Runner
+from worker_proc.startup.devices import choose_device, choose_dtype, take_cores
 from worker_proc.startup.memory_profile import num_pool_pages
+from worker_proc.step.runner import Runner
 from worker_proc.step.slot_table import SlotTable
-from worker_proc.system.devices import choose_device, choose_dtype, take_cores
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(layers=2, heads=4, kv_heads=2, head_dim=8)

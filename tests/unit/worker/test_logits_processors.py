@@ -23,8 +23,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from quadriga.wire.messages.arrays import pack_floats, pack_ids
-from quadriga.wire.messages.worker import SlotSamplingParams
+from quadriga.wire.packing import pack_floats, pack_ids
+from quadriga.wire.worker import SlotSamplingParams
 from worker_proc.sampling.logits_processors import RowLogits, SlotLogits, apply_logits_processors
 from worker_proc.sampling.sampler import SamplingRows, _threshold
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.worker import (
+from quadriga.wire.packing import pack_ids, unpack_ids
+from quadriga.wire.worker import (
     EXTEND,
     MIXED,
     NewSlot,

@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from quadriga.config.scheduler_args import SchedulerArgs
-from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
+from quadriga.server.config.engine_args import SchedulerArgs, WorkerArgs
 from tests.unit.worker_driver import runner_of
-from worker_proc.attention.base import AttentionShape
-from worker_proc.models.registry import build_model
+from worker_proc.models.attention import AttentionShape
+from worker_proc.models.decoder import build_model
 from worker_proc.startup import memory_profile
 from worker_proc.startup.memory_profile import (
     check_weights,

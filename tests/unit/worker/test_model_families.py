@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from quadriga.model_files.architectures import CONFIGS
-from quadriga.model_files.gguf_header import _CONFIGS
+from quadriga.server.models.families.architectures import CONFIGS
+from quadriga.server.models.formats.gguf_config import _CONFIGS
 from tests.tiny_experts import EXPERTS
 from tests.tiny_models import FAMILIES
 from worker_proc.loading.checkpoints import _GGUF_NAMES

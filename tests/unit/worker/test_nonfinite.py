@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quadriga.config.model_args import ModelArgs
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import NonFiniteLogits
-from quadriga.model_files.gguf.types import BLOCK_SIZES
-from quadriga.model_files.resolve import resolve_model
-from quadriga.sampling.grammar import to_library_form
 from quadriga.sampling.params import Grammar
-from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.grammar import GrammarForm
-from quadriga.wire.messages.worker import (
+from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.grammars.grammar import to_library_form
+from quadriga.server.models.formats.quantization import BLOCK_SIZES
+from quadriga.server.models.resolve import resolve_model
+from quadriga.wire.grammar import GrammarForm
+from quadriga.wire.packing import pack_ids, unpack_ids
+from quadriga.wire.worker import (
     DECODE,
     EXTEND,
     NewSlot,
@@ -38,11 +38,11 @@ from tests.unit.tiny_vocabulary import tiny_vocabulary
 from tests.unit.worker.native_matrices import NativeMatrix
 from tests.unit.worker.test_quantized_formats import random_inputs, random_rows
 from tests.unit.worker_driver import Driver, prompts_of
-from worker_proc.kv_offload.pool_pages import PoolPages
-from worker_proc.runner import Runner
-from worker_proc.sampling.compiled_grammar import compile_form
-from worker_proc.speculation.guesser import Guesser
+from worker_proc.kv_tiers.tiers import PoolPages
+from worker_proc.sampling.grammar import compile_form
+from worker_proc.speculation.ngram import Guesser
 from worker_proc.startup.build import make_runner
+from worker_proc.step.runner import Runner
 
 BAD = 67
 MODELS: dict[str, Callable[[Path], Path]] = {

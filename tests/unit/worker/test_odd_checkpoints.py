@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quadriga.config.model_args import ModelArgs
-from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl
-from quadriga.model_files.resolve import resolve_model
+from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.models.model_impl import ModelImpl, choose_model_impl
+from quadriga.server.models.resolve import resolve_model
 from tests.tiny_experts import EXPERTS
 from tests.tiny_models import FAMILIES
 from tests.unit.worker.test_runner import greedy_by_transformers

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig
 
 from quadriga.errors import ModelError
-from quadriga.model_files.architectures import read_architecture
-from worker_proc.models.rope_scaling import rope_frequencies
+from quadriga.server.models.families.architectures import read_architecture
+from worker_proc.models.decoder import rope_frequencies
 
 PHI = {
     "model_type": "phi3",

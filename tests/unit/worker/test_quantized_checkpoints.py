@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quadriga.config.model_args import ModelArgs
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, ModelError
-from quadriga.model_files.resolve import ModelFiles, resolve_model
+from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.models.resolve import ModelFiles, resolve_model
 from tests.tiny_models import tiny_llama
 from tests.unit.quantized_checkpoint import (
     FORMATS,
@@ -23,7 +23,7 @@ from tests.unit.quantized_checkpoint import (
     quantize_checkpoint,
 )
 from worker_proc.loading.loader import load_model
-from worker_proc.loading.quantized.choice import choose_quantization
+from worker_proc.startup.quantization import choose_quantization
 
 CPU = torch.device("cpu")
 

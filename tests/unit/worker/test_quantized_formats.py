@@ -9,11 +9,11 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from quadriga.errors import ModelError
-from quadriga.model_files.gguf.types import BLOCK_SIZES
+from quadriga.server.models.formats.quantization import BLOCK_SIZES
 from tests.unit.worker.native_matrices import NativeMatrix
-from worker_proc.cpu import quantized_panels
+from worker_proc.cpu import weights
 from worker_proc.cpu.program import Format
-from worker_proc.loading.gguf_blocks import GROUP, PackedRows
+from worker_proc.models.quantized_weights import GROUP, PackedRows
 
 # Bytes at which a block has numbers in float16; 0 in other types.
 HALVES = {
@@ -150,7 +150,7 @@ def test_rows_of_two_types_in_one_panel_are_refused_with_what_to_take_instead() 
 
 
 def test_large_matrices_are_packed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized_panels, "CHUNK_WEIGHTS", 40 * WIDTH)
+    monkeypatch.setattr(weights, "CHUNK_WEIGHTS", 40 * WIDTH)
     for parts in (["Q5_K"], ["Q5_K", "Q8_0"]):
         rows = [random_rows(kind, 112) for kind in parts]
         assert torch.equal(NativeMatrix(rows).look_up(), values_of(*rows))

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from quadriga.config.replica_args import ReplicaPlace
-from quadriga.config.worker_args import WorkerArgs
 from quadriga.errors import ConfigError
+from quadriga.server.config.engine_args import ReplicaPlace, WorkerArgs
 from tests.unit.worker.test_memory import CPU, SHAPE
+from worker_proc.startup.devices import check_devices, choose_device
 from worker_proc.startup.memory_profile import num_pool_pages
-from worker_proc.system.devices import check_devices, choose_device
 
 
 def test_each_rank_of_each_replica_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

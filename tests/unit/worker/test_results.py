@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from quadriga.errors import ConfigError
-from quadriga.wire.messages.worker import ResultMessage, StepResult
+from quadriga.wire.worker import ResultMessage, StepResult
 from tests.unit.worker_driver import Driver, runner_of
 from worker_proc.result_sender import AsyncResultSender, Wait
-from worker_proc.startup.nvtx import mark_steps
+from worker_proc.startup.build import mark_steps
 
 SECONDS = 10.0
 

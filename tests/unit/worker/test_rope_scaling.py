@@ -10,11 +10,11 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quadriga.errors import ModelError
-from quadriga.model_files.config.rope_config import RopeScaling
+from quadriga.server.models.families.decoder_config import RopeScaling
 from tests.tiny_models import tiny_llama, tiny_qwen2, tiny_qwen3
 from tests.unit.worker.test_runner import greedy_by_transformers
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
-from worker_proc.models.rope_scaling import rope_frequencies
+from worker_proc.models.decoder import rope_frequencies
 
 ORIGINAL, CONTEXT, HEAD_DIM = 64, 256, 16
 COUNT = 8

@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.worker import DECODE, NewSlot, StepPlan
+from quadriga.wire.packing import pack_ids, unpack_ids
+from quadriga.wire.worker import DECODE, NewSlot, StepPlan
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
 from tests.unit.worker_driver import Driver, failures_of_unknown_ids, prompts_of, runner_of
-from worker_proc.attention import dense, torch_reference
-from worker_proc.runner import Runner
+from worker_proc.engines import torch_engine
+from worker_proc.step.runner import Runner
 
 COUNT = 12
 LENGTHS = [1, 2, 5, 8, 17, 33, 64]
@@ -120,7 +120,7 @@ def test_chunked_prompts_beside_decoding_rows_get_the_same_tokens(case: Case, ch
 def test_fused_attention_gets_the_same_tokens_as_written_out_scores(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dense, "MAX_SCORES", 0)
+    monkeypatch.setattr(torch_engine, "MAX_SCORES", 0)
     driver = Driver(case.runner(), seed=3)
     requests = [driver.add(prompt) for prompt in case.prompts]
     driver.generate(requests, COUNT, chunk=9)
@@ -130,8 +130,8 @@ def test_fused_attention_gets_the_same_tokens_as_written_out_scores(
 def test_many_small_attention_groups_get_the_same_tokens(
     llama: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_reference, "PADDING_ALLOWANCE", 0)
-    monkeypatch.setattr(torch_reference, "MAX_GATHERED_BYTES", 2048)
+    monkeypatch.setattr(torch_engine, "PADDING_ALLOWANCE", 0)
+    monkeypatch.setattr(torch_engine, "MAX_GATHERED_BYTES", 2048)
     driver = Driver(llama.runner(), seed=4)
     requests = [driver.add(prompt) for prompt in llama.prompts]
     driver.generate(requests, COUNT, chunk=9)
@@ -213,11 +213,11 @@ def test_a_prompt_may_share_what_another_row_of_the_same_step_computes(case: Cas
     assert first.output == second.output == third.output == expected
 
 
-@pytest.mark.parametrize("max_scores", [dense.MAX_SCORES, 0])
+@pytest.mark.parametrize("max_scores", [torch_engine.MAX_SCORES, 0])
 def test_rows_of_every_kind_in_one_step_get_the_same_tokens_as_alone(
     case: Case, max_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dense, "MAX_SCORES", max_scores)
+    monkeypatch.setattr(torch_engine, "MAX_SCORES", max_scores)
     driver = Driver(case.runner(), seed=6)
     prompts, expected = case.prompts, case.expected
     decoding = [driver.add(prompt) for prompt in prompts[:3]]

@@ -7,13 +7,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError
-from quadriga.sampling.grammar import to_library_form
 from quadriga.sampling.params import Grammar
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.grammar import GrammarForm
-from quadriga.wire.messages.worker import (
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.grammars.grammar import to_library_form
+from quadriga.wire.grammar import GrammarForm
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.worker import (
     DECODE,
     EXTEND,
     SlotSamplingParams,
@@ -29,10 +29,10 @@ from tests.unit.worker.test_speculation import (
     with_logprobs,
 )
 from tests.unit.worker_driver import prompts_of, runner_of
-from worker_proc.runner import Runner
-from worker_proc.sampling.compiled_grammar import compile_form
+from worker_proc.sampling.grammar import compile_form
 from worker_proc.speculation.self_draft import SelfDrafter
 from worker_proc.startup.guesses import prepare_guesses
+from worker_proc.step.runner import Runner
 
 SELF = {"speculative_method": "self"}
 FORMATS = [

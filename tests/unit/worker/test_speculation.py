@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quadriga.sampling.grammar import to_library_form
 from quadriga.sampling.params import Grammar
-from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.grammar import GrammarForm
-from quadriga.wire.messages.worker import (
+from quadriga.server.grammars.grammar import to_library_form
+from quadriga.wire.grammar import GrammarForm
+from quadriga.wire.packing import pack_ids, unpack_ids
+from quadriga.wire.worker import (
     DECODE,
     EXTEND,
     NewSlot,
@@ -20,11 +20,17 @@ from quadriga.wire.messages.worker import (
 )
 from tests.unit.tiny_vocabulary import tiny_vocabulary
 from tests.unit.worker_driver import prompts_of, runner_of
-from worker_proc.runner import Runner
-from worker_proc.sampling.compiled_grammar import compile_form
-from worker_proc.speculation.guesser import Guesser
-from worker_proc.speculation.recent_answers import MAX_GROUPS, MAX_TOKENS, RecentAnswers
-from worker_proc.speculation.text_index import MAX_MATCH, Match, TextIndex
+from worker_proc.sampling.grammar import compile_form
+from worker_proc.speculation.ngram import (
+    MAX_GROUPS,
+    MAX_MATCH,
+    MAX_TOKENS,
+    Guesser,
+    Match,
+    RecentAnswers,
+    TextIndex,
+)
+from worker_proc.step.runner import Runner
 
 NUM_TOKENS = 40
 PAGES_OF_SLOT = 20  # of 4 tokens

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.worker import DECODE, StepPlan
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.worker import DECODE, StepPlan
 from tests.tiny_models import tiny_gpt2
 from tests.unit.worker_driver import Driver, runner_of
-from worker_proc.step import engine_base
+from worker_proc.step import engine
+from worker_proc.step.clock import step_clock
 from worker_proc.step.inputs import StepInputs, make_inputs
-from worker_proc.system.step_clock import step_clock
 
 
 class RecordedEvent:
@@ -55,7 +55,7 @@ def test_a_step_begins_with_its_kernels_and_not_while_the_host_prepares_it(
         return make_inputs(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(runner.engine, "forward", logged_forward)
-    monkeypatch.setattr(engine_base, "make_inputs", logged_prepare)
+    monkeypatch.setattr(engine, "make_inputs", logged_prepare)
     driver = Driver(runner)
     driver.generate([driver.add([1, 2, 3])], 1)
     assert log == ["prepare", "event", "forward", "event"]

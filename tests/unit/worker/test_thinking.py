@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLTokenizer
 
-from quadriga.sampling.grammar import to_library_form
 from quadriga.sampling.params import Grammar
-from quadriga.wire.messages.arrays import pack_ids, unpack_ids
-from quadriga.wire.messages.grammar import GrammarForm, ThinkingForm
-from quadriga.wire.messages.worker import (
+from quadriga.server.grammars.grammar import to_library_form
+from quadriga.wire.grammar import GrammarForm, ThinkingForm
+from quadriga.wire.packing import pack_ids, unpack_ids
+from quadriga.wire.worker import (
     DECODE,
     EXTEND,
     NewSlot,
@@ -24,16 +24,17 @@ from quadriga.wire.messages.worker import (
 )
 from tests.unit.tiny_vocabulary import tiny_vocabulary
 from tests.unit.worker_driver import prompts_of, runner_of
-from worker_proc.runner import Runner
-from worker_proc.sampling.compiled_grammar import compile_form
-from worker_proc.sampling.grammar_mask import (
+from worker_proc.sampling.grammar import (
     MASKED,
     Constrained,
+    MarkScanner,
+    MarkState,
     SlotConstraint,
+    ThinkingMarks,
+    compile_form,
     mask_by_grammar,
 )
-from worker_proc.sampling.mark_scanner import MarkScanner, MarkState
-from worker_proc.sampling.thinking import ThinkingMarks
+from worker_proc.step.runner import Runner
 
 VOCAB_SIZE = 515
 STOP = 0

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.config.worker_args import WorkerArgs
-from quadriga.model_files.model_impl.choice import ModelImpl
+from quadriga.server.config.engine_args import WorkerArgs
+from quadriga.server.models.model_impl import ModelImpl
 from worker_proc.startup import torch_import
 from worker_proc.startup.torch_import import TESTED_RELEASES, can_defer
 
@@ -18,10 +18,10 @@ CPU = WorkerArgs(device="cpu")
 
 # One process, as an import takes seconds.
 PROGRAM = """
-from quadriga.config.model_args import ModelArgs
-from quadriga.config.worker_args import WorkerArgs
-from quadriga.model_files.model_impl.choice import ModelImpl
-from quadriga.model_files.resolve import resolve_model
+from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.config.engine_args import WorkerArgs
+from quadriga.server.models.model_impl import ModelImpl
+from quadriga.server.models.resolve import resolve_model
 from worker_proc.startup import torch_import
 
 torch_import.import_torch(WorkerArgs(device="cpu"), ModelImpl.NATIVE)
@@ -32,7 +32,7 @@ from worker_proc.loading.loader import load_model
 model = load_model(resolve_model(ModelArgs()), torch.float32, torch.device("cpu"))
 print(torch.isfinite(next(model.parameters())).all().item())
 print([name for name in sorted(torch_import.DEFERRED) if torch_import.is_deferred(name)])
-from worker_proc.system.generator import seeded_generator
+from worker_proc.loading.checkpoints import seeded_generator
 print(seeded_generator(3).initial_seed())
 try:
     torch.export.no_such_name

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quadriga.wire.messages.arrays import pack_ids
-from quadriga.wire.messages.worker import (
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.worker import (
     EXTEND,
     NewSlot,
     SlotSamplingParams,
@@ -24,19 +24,19 @@ from quadriga.wire.messages.worker import (
     WantedLogprobs,
 )
 from tests.unit.worker_driver import runner_of
+from worker_proc.models import transfer
+from worker_proc.models.transfer import DeviceToHostCopier, send_all
 from worker_proc.sampling import logits_processors
-from worker_proc.sampling.grammar_mask import (
+from worker_proc.sampling.grammar import (
     Constrained,
     SlotConstraint,
     mask_by_grammar,
     mask_packed,
 )
 from worker_proc.sampling.logits_processors import RowLogits, SlotLogits, apply_logits_processors
-from worker_proc.step import logprobs
-from worker_proc.step.logprobs import row_logprobs, sampled_logprobs
+from worker_proc.step import outputs
+from worker_proc.step.outputs import row_logprobs, sampled_logprobs
 from worker_proc.step.slot_table import SlotTable
-from worker_proc.system import transfer
-from worker_proc.system.transfer import DeviceToHostCopier, send_all
 
 META = torch.device("meta")
 VOCAB_SIZE = 100
@@ -109,7 +109,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         shapes.append(values.shape)
         return torch.empty(values.shape, dtype=transfer.torch_dtype(values), device=device)
 
-    for module in (transfer, logits_processors, logprobs):
+    for module in (transfer, logits_processors, outputs):
         monkeypatch.setattr(module, "send", send)
     return shapes
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quadriga.config.model_args import ModelArgs
-from quadriga.config.server_config import ServerConfig
 from quadriga.errors import ConfigError, ModelError
-from quadriga.model_files.model_impl.choice import ModelImpl, choose_model_impl
-from quadriga.model_files.resolve import resolve_model
+from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.models.model_impl import ModelImpl, choose_model_impl
+from quadriga.server.models.resolve import resolve_model
 from tests.tiny_models import tiny_llama
 from tests.transformers_models import CONTEXT_LENGTH, FAMILIES, tiny_model
 from tests.unit.worker_driver import Driver, failures_of_unknown_ids, prompts_of, runner_of
-from worker_proc.runner import Runner
 from worker_proc.startup.build import make_runner
 from worker_proc.step.inputs import make_inputs
+from worker_proc.step.runner import Runner
 
 NEW_TOKENS = 8
 

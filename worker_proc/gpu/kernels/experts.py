@@ -1,18 +1,24 @@
-"""Products of a mixture of experts: rows that chose the same expert are multiplied together.
+"""A mixture of experts on a GPU: the kernels, then `GroupedExperts`, which computes a layer's."""
 
-The rows are sorted by expert and cut into blocks on the device, with shapes that depend on the
-number of tokens alone: nothing waits for the host, and a CUDA graph can contain all of it. A block
-has one size and each sum one order, so that a row's numbers do not depend on the others.
-"""
-
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker_proc.gpu.kernels.dot import dot
+from worker_proc.gpu.kernels.matmul import dot
+from worker_proc.gpu.kernels.rows import gate_up
+from worker_proc.models.base import Model
+from worker_proc.models.layers import Experts, Linear, route
+
+# Products of a mixture of experts: rows that chose the same expert are multiplied together.
+#
+# The rows are sorted by expert and cut into blocks on the device, with shapes that depend on the
+# number of tokens alone: nothing waits for the host, and a CUDA graph can contain all of it. A
+# block has one size and each sum one order, so that a row's numbers do not depend on the others.
 
 BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_DEPTH = 32, 64, 64
 BLOCK = 1024
@@ -159,3 +165,68 @@ def sum_experts(outputs: Tensor, weights: Tensor) -> Tensor:
         outputs, weights, out, WIDTH=width, CHOSEN=num_chosen, BLOCK=BLOCK
     )
     return out
+
+
+# A mixture of experts on a GPU.
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedExperts:
+    """The experts of a layer, whose weights stay where they are.
+
+    Attributes:
+        experts: The layer.
+        gate_up, down: The addresses of its weights.
+    """
+
+    experts: Experts
+    gate_up: ExpertWeights
+    down: ExpertWeights
+
+    def output(self, x: Tensor, scores: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts, without synchronising with the host.
+
+        Args:
+            x: `[tokens, hidden]`.
+            scores: `[tokens, num_experts]` the outputs of the router.
+
+        Returns:
+            `[tokens, hidden]`.
+        """
+        weights, chosen = route(self.experts, scores)
+        num_chosen = self.experts.num_chosen
+        blocks = expert_blocks(chosen, scores.shape[1])
+        inner = multiply_experts(x, self.gate_up, blocks, num_chosen, scattered=False)
+        inner = gate_up(inner, self.experts.activation)
+        outputs = multiply_experts(inner, self.down, blocks, num_chosen, scattered=True)
+        return sum_experts(outputs, weights.contiguous())
+
+
+def grouped_experts(model: Model) -> dict[Experts, GroupedExperts]:
+    """Note where the weights of all experts of a model are."""
+    return {
+        module: GroupedExperts(
+            module,
+            _expert_weights(cast(Iterable[Linear], module.gate_up)),
+            _expert_weights(cast(Iterable[Linear], module.down)),
+        )
+        for module in model.modules()
+        if isinstance(module, Experts)
+    }
+
+
+def _expert_weights(projections: Iterable[Linear]) -> ExpertWeights:
+    projections = list(projections)
+    weights = [projection.weight for projection in projections]
+    biases = [projection.bias for projection in projections if projection.bias is not None]
+    for weight in weights:  # as the kernel reads it
+        assert weight.is_contiguous()
+        assert weight.data_ptr() % 16 == 0
+    return ExpertWeights(
+        _addresses(weights), _addresses(biases) if biases else None, len(weights[0])
+    )
+
+
+def _addresses(tensors: list[Tensor]) -> Tensor:
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    return torch.tensor(addresses, dtype=torch.int64, device=tensors[0].device)

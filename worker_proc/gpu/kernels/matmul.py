@@ -1,8 +1,4 @@
-"""A matrix product whose rows do not depend on their number (--enable-deterministic-inference).
-
-Tiles have one size, and each sum is added up by one program in one order. cuBLAS chooses both by
-the number of rows.
-"""
+"""Products of tiles, and a matrix product whose rows do not depend on their number."""
 
 from typing import NamedTuple
 
@@ -11,7 +7,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker_proc.gpu.kernels.dot import dot
+# Products of tiles, on a GPU and in Triton's interpreter.
+
+# The interpreter multiplies the bits of bfloat16 as integers. A GPU accumulates its products in
+# float32, which is what widened factors give.
+WIDEN = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def dot(a, b):
+    """Multiply [rows, depth] by [depth, columns] in float32, without rounding float32 factors."""
+    if WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def dot_add(a, b, c):
+    """Add the product of [rows, depth] and [depth, columns] to [rows, columns] float32."""
+    if WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, c, input_precision="ieee")
+
+
+# A matrix product whose rows do not depend on their number (--enable-deterministic-inference).
+#
+# Tiles have one size, and each sum is added up by one program in one order. cuBLAS chooses both
+# by the number of rows.
 
 
 class MatmulTile(NamedTuple):

@@ -6,8 +6,8 @@ from typing import Any
 
 from http_proc.answer.events import ParsedAnswer
 from http_proc.answer.parser import make_parser
-from http_proc.answer.tool_schemas import ToolSchemas
-from quadriga.known_formats import KNOWN_FORMATS
+from http_proc.answer.styles import ToolSchemas
+from quadriga.server.answer_format import KNOWN_FORMATS
 
 TOOLS = ToolSchemas(
     {

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from http_proc.answer.events import ArgumentsDelta, CallBegin, CallEnd, TextDelta
 from http_proc.answer.parser import make_parser
-from quadriga.answer_format import from_info, to_info
-from quadriga.known_formats import KNOWN_FORMATS
+from quadriga.server.answer_format import KNOWN_FORMATS, from_info, to_info
 from tests.unit.http.answer.recorded import (
     ANSWERS,
     RICH_JSON,

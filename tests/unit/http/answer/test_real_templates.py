@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from http_proc.answer.parser import make_parser, parse_answer
-from http_proc.answer.tool_schemas import ToolSchemas
-from quadriga.wire.messages.from_client import ChatMessage, ChatOptions
+from http_proc.answer.styles import ToolSchemas
+from quadriga.wire.client import ChatMessage, ChatOptions
 from tokenizer_proc.preparation.chat import ChatTemplate, TokenMarks
 
 DIRECTORY = Path(__file__).parents[3] / "fixtures" / "chat_templates"

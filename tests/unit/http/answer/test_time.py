@@ -6,7 +6,7 @@ import time
 import pytest
 
 from http_proc.answer.parser import make_parser
-from quadriga.known_formats import KNOWN_FORMATS
+from quadriga.server.answer_format import KNOWN_FORMATS
 from tests.unit.http.answer.recorded import TOOLS, hermes
 
 LENGTH = 100_000

@@ -13,11 +13,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from http_proc.apis.batch import service
-from http_proc.apis.batch.line_gate import LineGate
-from http_proc.gateway import Gateway
-from quadriga.config.server_config import ServerConfig
+from http_proc.core.gateway import Gateway
+from http_proc.jobs import batches
+from http_proc.jobs.batch_job import LineGate
 from quadriga.errors import QueueFull
+from quadriga.server.config.server_config import ServerConfig
 from tests.unit.scripted_ring import ScriptedHandle, ScriptedRing, gateway_before, run_at_gateway
 
 CHAT = "/v1/chat/completions"
@@ -293,7 +293,7 @@ def test_a_cancelled_batch_keeps_its_answers(tmp_path: Path) -> None:
 def test_lines_without_an_answer_at_the_end_of_the_window_are_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "WINDOW_S", 1)
+    monkeypatch.setattr(batches, "WINDOW_S", 1)
     scripted = ring()
     scripted.leaves_open = True
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from http_proc.apis.batch import input_lines
-from http_proc.apis.batch.input_lines import FileCheck, read_lines
-from http_proc.apis.batch.line_server import with_lowest_priority
+from http_proc.jobs import batch_lines
+from http_proc.jobs.batch_job import with_lowest_priority
+from http_proc.jobs.batch_lines import FileCheck, read_lines
 
 URL = "/v1/completions"
 
@@ -61,14 +61,14 @@ def test_an_empty_file_and_one_with_too_many_lines_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert checked(tmp_path, b"", b"\n") == (0, [("empty_file", None)])
-    monkeypatch.setattr(input_lines, "MAX_LINES", 2)
+    monkeypatch.setattr(batch_lines, "MAX_LINES", 2)
     lines = [line(str(number)) for number in range(5)]
     assert checked(tmp_path, *lines) == (3, [("too_many_requests", 3)])
 
 
 def test_the_check_ends_after_many_errors(tmp_path: Path) -> None:
     total, errors = checked(tmp_path, *[b"{"] * 500)
-    assert total == len(errors) == input_lines.MAX_ERRORS
+    assert total == len(errors) == batch_lines.MAX_ERRORS
 
 
 @pytest.mark.parametrize("body", [b"{}", b'{"a":1}', b'{ "priority": 5 } ', b'{"a":{"b":[]}}'])
@@ -80,7 +80,7 @@ def test_a_body_gets_the_lowest_priority(body: bytes) -> None:
 def test_the_check_of_a_long_file_gives_its_thread_back_between_short_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(input_lines, "STEP_S", 0.0)
+    monkeypatch.setattr(batch_lines, "STEP_S", 0.0)
     path = tmp_path / "input"
     path.write_bytes(b"\n".join(line(str(number)) for number in range(50)))
     check = FileCheck(path, URL, 1000)

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from http_proc.apis.batch.line_log import LineLog
+from http_proc.jobs.batch_lines import LineLog
 from quadriga import disk
 
 

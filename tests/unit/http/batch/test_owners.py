@@ -8,10 +8,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from http_proc.apis.batch import job
-from http_proc.gateway import Gateway
+from http_proc.core.gateway import Gateway
+from http_proc.jobs import batch_job
 from quadriga.errors import QueueFull
-from quadriga.tenants.key_file import hash_of_key
+from quadriga.server.tenants import hash_of_key
 from tests.unit.http.batch.test_batches import Http, input_file, ring
 from tests.unit.scripted_ring import ScriptedHandle, ScriptedRing, run_at_gateway
 
@@ -137,7 +137,7 @@ class QuotaRing(ScriptedRing):
 def test_a_batch_that_is_over_its_quota_does_not_hold_back_others(
     flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job, "MIN_RETRY_S", 60.0)
+    monkeypatch.setattr(batch_job, "MIN_RETRY_S", 60.0)
     scripted = QuotaRing(["a"], running=0, waiting=0)
 
     async def test(alice: Http, bob: Http, operator: Http) -> None:

@@ -5,12 +5,12 @@ import json
 import re
 from pathlib import Path
 
-from http_proc.ui.page import BUNDLE
+from http_proc.page.pages import BUNDLE
 from tests.server import ROOT
 
-SOURCE = ROOT / "http_proc" / "ui" / "source"
+SOURCE = ROOT / "http_proc" / "page" / "source"
 MAX_BYTES = 300_000
-REBUILD = "npm ci --ignore-scripts && npm run build, in http_proc/ui/source"
+REBUILD = "npm ci --ignore-scripts && npm run build, in http_proc/page/source"
 
 
 def manifest() -> dict[str, str | dict[str, str]]:

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from http_proc.protocol.sampling import CHAT
-from http_proc.protocol.schema import ChatRequest
+from http_proc.generation.sampling import CHAT
+from http_proc.generation.schema import ChatRequest
 from quadriga.sampling.params import GRAMMAR_FIELDS
 from tests.unit.http.page.test_bundle import SOURCE
 

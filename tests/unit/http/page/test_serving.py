@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from http_proc.ui.page import BUNDLE
+from http_proc.page.pages import BUNDLE
 from tests.unit.scripted_ring import ScriptedRing, gateway_before
 
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}

@@ -9,7 +9,7 @@ import pytest
 from openai.lib.streaming.responses import AsyncResponseStreamManager
 from openai.types.responses import Response
 
-from quadriga.answer_format import AnswerFormat, ReasoningFormat, to_info
+from quadriga.server.answer_format import AnswerFormat, ReasoningFormat, to_info
 from tests.unit.scripted_ring import HERMES, ScriptedRing, gateway_before
 
 THINKING = to_info(AnswerFormat(calls=HERMES, reasoning=ReasoningFormat(), takes_tools=True))

@@ -15,12 +15,11 @@ from openai.types.responses import (
     ResponseReasoningItem,
 )
 
-from http_proc.apis.responses.answer import ResponseAnswer
+from http_proc.apis.responses.answer import ResponseAnswer, ResponseStream
 from http_proc.apis.responses.output import ResponseOutput
 from http_proc.apis.responses.schema import ResponseObject
-from http_proc.apis.responses.stream import ResponseStream
-from http_proc.protocol.errors import ApiError
-from quadriga.client.logprobs import LikelyToken, TokenLogprob
+from http_proc.core.errors import ApiError
+from quadriga.client.types import LikelyToken, TokenLogprob
 from quadriga.errors import QueueFull, RequestFailed
 from tests.unit.http.responses.asking import (
     ASK,

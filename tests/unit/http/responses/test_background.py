@@ -10,9 +10,9 @@ from typing import Any
 import openai
 import pytest
 
-from http_proc.apis.responses.background import run as background_run
-from http_proc.apis.responses.stored import database
-from http_proc.apis.responses.stored.response_store import StoredResponses
+from http_proc.apis.responses import background as background_run
+from http_proc.apis.responses import database
+from http_proc.apis.responses.stored_responses import StoredResponses
 from quadriga.errors import PromptTooLong, QueueFull
 from tests.unit.http.responses.asking import ASK, check_events, refused, run, turns_of
 from tests.unit.scripted_ring import ScriptedRing, chunk, gateway_before

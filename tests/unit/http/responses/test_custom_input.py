@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from http_proc.apis.responses.custom_input import CustomInputReader
+from http_proc.apis.responses.output import CustomInputReader
 
 
 def read(pieces: list[str]) -> str:

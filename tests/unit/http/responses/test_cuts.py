@@ -6,11 +6,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from http_proc.answer.events import ReasoningTokens
 from http_proc.answer.parser import ToolSchemas, make_parser
-from http_proc.apis.responses.output import ResponseOutput
-from http_proc.apis.responses.output_items import NamedTool
-from http_proc.chat.reasoning_tokens import ReasoningTokens
-from quadriga.answer_format import AnswerFormat, ReasoningFormat
+from http_proc.apis.responses.output import NamedTool, ResponseOutput
+from quadriga.server.answer_format import AnswerFormat, ReasoningFormat
 from tests.unit.scripted_ring import HERMES
 
 FORMAT = AnswerFormat(calls=HERMES, reasoning=ReasoningFormat())

@@ -6,10 +6,9 @@ from typing import Any
 import openai
 import pytest
 
-from http_proc.apis.responses.items import list_items, parse_items
+from http_proc.apis.responses.input import chat_turns, list_items, parse_items
 from http_proc.apis.responses.store import NoResponseStore
-from http_proc.apis.responses.turns import chat_turns
-from http_proc.protocol.errors import ApiError
+from http_proc.core.errors import ApiError
 from tests.unit.http.responses.asking import ASK, PATCH, WEATHER, both, refused, run, turns_of
 from tests.unit.scripted_ring import ScriptedRing
 

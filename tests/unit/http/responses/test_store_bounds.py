@@ -11,13 +11,12 @@ from typing import Any
 import openai
 import pytest
 
+from http_proc.apis.responses import database, tables
 from http_proc.apis.responses.schema import ResponseObject
 from http_proc.apis.responses.store import EndedResponse
-from http_proc.apis.responses.stored import database, tables
-from http_proc.apis.responses.stored.bounds import StoreBounds
-from http_proc.apis.responses.stored.response_store import StoredResponses
-from http_proc.apis.responses.stored.tables import ObjectKind
-from http_proc.protocol.errors import ApiError
+from http_proc.apis.responses.stored_responses import StoreBounds, StoredResponses
+from http_proc.apis.responses.tables import ObjectKind
+from http_proc.core.errors import ApiError
 from tests.unit.http.responses.asking import ASK, run
 from tests.unit.scripted_ring import ScriptedRing
 
@@ -29,7 +28,7 @@ WIDE = StoreBounds(1000, 100 * MEBIBYTE, 1000.0)
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Return the time of the store, which the test may change."""
     times = [1_000_000.0]
-    monkeypatch.setattr("http_proc.apis.responses.stored.response_store.now", lambda: times[0])
+    monkeypatch.setattr("http_proc.apis.responses.stored_responses.now", lambda: times[0])
     return times
 
 

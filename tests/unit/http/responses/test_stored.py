@@ -11,11 +11,11 @@ import openai
 import pytest
 
 from bench.client.server import free_port
-from http_proc.gateway import Gateway
-from http_proc.listener import bind, listen, make_runner, tls_context
-from quadriga.config.server_config import ServerConfig
+from http_proc.core.gateway import Gateway
+from http_proc.server import bind, listen, make_runner, tls_context
 from quadriga.errors import ConfigError
-from quadriga.tenants.key_file import hash_of_key
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.tenants import hash_of_key
 from tests.unit.http.responses.asking import (
     ASK,
     CALL,

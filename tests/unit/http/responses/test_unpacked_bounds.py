@@ -13,11 +13,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from http_proc.apis.responses.stored import response_store, tables
-from http_proc.apis.responses.stored.tables import StoredItem, Unpacker, packed
-from http_proc.endpoints.body_shape import MAX_CONTAINERS, num_containers
-from http_proc.gateway import Gateway
-from quadriga.tenants.key_file import hash_of_key
+from http_proc.apis.responses import stored_responses, tables
+from http_proc.apis.responses.tables import StoredItem, Unpacker, packed
+from http_proc.core.body_shape import MAX_CONTAINERS, num_containers
+from http_proc.core.gateway import Gateway
+from quadriga.server.tenants import hash_of_key
 from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
 
 MEGABYTE = 1_000_000
@@ -196,7 +196,7 @@ def test_a_background_response_holds_its_items_until_it_ends(tmp_path: Path) -> 
 def test_a_stored_stream_is_read_in_pieces_from_any_event_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(response_store, "READ_BYTES", 100)
+    monkeypatch.setattr(stored_responses, "READ_BYTES", 100)
     monkeypatch.setattr(tables, "PIECE_BYTES", 37)
 
     async def test(http: Http) -> None:

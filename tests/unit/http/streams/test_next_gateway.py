@@ -12,13 +12,13 @@ import aiohttp
 import pytest
 
 from bench.client.server import free_port
-from http_proc.caller import short_hash
-from http_proc.gateway import Gateway
-from http_proc.listener import bind, listen, make_runner, tls_context
-from http_proc.streams.stream_rows import FILE_NAME, StreamRow, StreamRows
-from quadriga.config.server_config import ServerConfig
+from http_proc.core.caller import short_hash
+from http_proc.core.gateway import Gateway
+from http_proc.core.stream_rows import FILE_NAME, StreamRow, StreamRows
+from http_proc.server import bind, listen, make_runner, tls_context
 from quadriga.errors import DeadlineExceeded
-from quadriga.wire.messages.to_client import Usage
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.wire.client import Usage
 from tests.unit.http.streams.test_resumable import (
     BODIES,
     PIECES,

@@ -12,14 +12,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from http_proc.event_sink import write_pieces
-from http_proc.gateway import Gateway
-from http_proc.streams import earlier_streams, stream_table
-from http_proc.streams.event_log import EventLog
-from http_proc.streams.stream_rows import StreamName
-from http_proc.streams.stream_table import ResumableStream, StreamTable
+from http_proc.core.gateway import Gateway
+from http_proc.core.stream_rows import StreamName
+from http_proc.core.streaming import write_pieces
+from http_proc.web import resumable, stream_table
+from http_proc.web.stream_table import EventLog, ResumableStream, StreamTable
 from quadriga.errors import PromptTooLong
-from quadriga.tenants.key_file import hash_of_key
+from quadriga.server.tenants import hash_of_key
 from tests.unit.scripted_ring import ScriptedRing, chunk, run_at_gateway
 
 PIECES = ["One", " two", " three", " four"]
@@ -57,7 +56,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> list[StreamTable]:
             super().__init__(gateway)
             found.append(self)
 
-    monkeypatch.setattr(earlier_streams, "StreamTable", Seen)
+    monkeypatch.setattr(resumable, "StreamTable", Seen)
     return found
 
 

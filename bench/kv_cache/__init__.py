@@ -1,1 +1,0 @@
-"""What KV pages on disk save after a restart, and after a crash of the worker."""

@@ -1,0 +1,149 @@
+"""Flags that `bench.serving` and `bench.simulate` share: the load, goodput limits, the server's."""
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.load.synthetic import LENGTHS_FORM, Lengths, TraceSpec
+from quadriga.server.config.flags import flag_name
+from quadriga.server.config.server_config import ServerConfig
+
+
+class LoadFlag(NamedTuple):
+    """One flag that describes a load.
+
+    Attributes:
+        kind: Converts the text to the value.
+        default: None: the help shows no default.
+        alias: The flag's name in other bench clients.
+    """
+
+    kind: type
+    default: Any
+    placeholder: str | None
+    help: str
+    choices: tuple[str, ...] | None = None
+    alias: str = ""
+
+
+LOAD_FLAGS = {
+    "num_requests": LoadFlag(
+        int, 32, "N", "requests in all, with every turn of a chat", alias="--num-prompts"
+    ),
+    "random_input_len": LoadFlag(
+        str, None, "SPEC", f"number of random token ids to send in place of a text: {LENGTHS_FORM}"
+    ),
+    "max_new_tokens": LoadFlag(
+        str,
+        "64",
+        "SPEC",
+        f"tokens to generate per request: {LENGTHS_FORM}",
+        alias="--random-output-len",
+    ),
+    "prefix_groups": LoadFlag(
+        int, 0, "G", "groups of prompts; the prompts of a group share a random prefix"
+    ),
+    "prefix_len": LoadFlag(int, 0, "P", "tokens of a shared prefix"),
+    "prefix_order": LoadFlag(
+        str,
+        "shuffled",
+        None,
+        "mix the groups, or send one after the other",
+        choices=("shuffled", "grouped"),
+    ),
+    "turns": LoadFlag(
+        int,
+        1,
+        "T",
+        "requests of a chat: each continues prompt and answer of the one before with"
+        " --random-input-len more tokens",
+    ),
+    "think_time": LoadFlag(
+        float,
+        0.0,
+        "SECONDS",
+        "delay from an answer to the next request of the chat, or of the closed loop",
+    ),
+    "num_clients": LoadFlag(
+        int, 1, "N", "clients, each with its own connection, that the requests are spread over"
+    ),
+    "request_rate": LoadFlag(
+        float,
+        math.inf,
+        "R",
+        "requests (with --turns: chats) per second, at random times; inf: all at once",
+    ),
+    "burstiness": LoadFlag(
+        float, 1.0, "B", "shape of --request-rate: 1 is Poisson, less is burstier, inf is even"
+    ),
+    "max_concurrency": LoadFlag(
+        int,
+        None,
+        "N",
+        "closed loop: N requests in flight, the next one when one has ended; with --request-rate:"
+        " at most N in flight, so that requests may leave later than scheduled",
+    ),
+}
+
+LOAD_DEFAULTS: dict[str, Any] = {name: flag.default for name, flag in LOAD_FLAGS.items()}
+
+
+def add_load_flags(
+    group: Any, names: Iterable[str] = LOAD_FLAGS, defaults: Mapping[str, Any] = LOAD_DEFAULTS
+) -> None:
+    """Add load flags to a parser; the help shows `defaults`, and absent flags stay unset."""
+    for name in names:
+        flag, default = LOAD_FLAGS[name], defaults[name]
+        group.add_argument(
+            *filter(None, (flag_name(name), flag.alias)),
+            type=flag.kind,
+            dest=name,
+            default=argparse.SUPPRESS,
+            metavar=flag.placeholder,
+            choices=flag.choices,
+            help=flag.help + ("" if default is None else f" (default: {default})"),
+        )
+
+
+def add_goodput(group: Any) -> None:
+    """Add the flag for the limits that Slo.parse reads."""
+    group.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="count the requests within these limits as good: ttft:200 tpot:30 e2el:5000, any of"
+        " them",
+    )
+
+
+def add_trace(group: Any) -> None:
+    """Add the flag for a trace file."""
+    group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="replay a trace file (format: simulator/trace.py, or Mooncake's)",
+    )
+
+
+def trace_spec(values: Mapping[str, Any]) -> TraceSpec:
+    """Return the load that the values of all load flags and `seed` describe."""
+    input_len = values["random_input_len"]
+    names = {field.name for field in dataclasses.fields(TraceSpec)}
+    return TraceSpec(
+        **{name: value for name, value in values.items() if name in names},
+        output_len=Lengths.parse(values["max_new_tokens"], "max_new_tokens"),
+        input_len=None if input_len is None else Lengths.parse(input_len, "random_input_len"),
+        shuffle_groups=values["prefix_order"] == "shuffled",
+    )
+
+
+def server_flags_in(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the server flags that were given, with their values."""
+    groups = ServerConfig().groups()
+    names = {field.name for group in groups for field in dataclasses.fields(group)}
+    return {name: value for name, value in vars(arguments).items() if name in names}

@@ -1,1 +1,0 @@
-"""Latencies, throughput and percentiles of a run."""

@@ -1,1 +1,0 @@
-"""Write the models of the benches as files that any server loads."""

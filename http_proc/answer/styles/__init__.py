@@ -1,1 +1,0 @@
-"""Parse the calls of one style each: what stands between the marks around them."""

@@ -1,1 +1,0 @@
-"""Copy values that a model writes in JSON, or in a similar syntax, as JSON."""

@@ -1,1 +1,0 @@
-"""OpenAI's /v1/conversations: items that responses continue and add to."""

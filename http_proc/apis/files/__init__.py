@@ -1,1 +1,0 @@
-"""OpenAI's /v1/files: files that a client uploads, and that batches write."""

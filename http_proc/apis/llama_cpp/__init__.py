@@ -1,1 +1,0 @@
-"""llama.cpp's /infill."""

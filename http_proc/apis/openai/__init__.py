@@ -1,1 +1,0 @@
-"""OpenAI's /v1/completions and /v1/chat/completions."""

@@ -1,0 +1,511 @@
+"""POST /v1/chat/completions and POST /render, and the table of OpenAI's endpoints.
+
+First the fields of a request, then the form of the answer and its stream, then the handlers.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from http_proc.answer.events import (
+    AnswerEvent,
+    ArgumentsDelta,
+    CallBegin,
+    ParsedAnswer,
+    ReasoningDelta,
+    TextDelta,
+)
+from http_proc.apis.openai_completions import completions
+from http_proc.core.errors import ApiError, from_ring, invalid
+from http_proc.core.gateway import GATEWAY, ResponseHead
+from http_proc.core.streaming import DONE, SERVER_SENT_EVENTS, Template, event, json_response
+from http_proc.core.timings import timings_body
+from http_proc.generation.chat_answers import ChatAnswer, collect_chat, finish_reason, stream_chat
+from http_proc.generation.chat_call import ChatCall, ReasoningOptions, ToolChoice, ToolMode
+from http_proc.generation.chat_messages import chat_prompt, check_counts
+from http_proc.generation.logprobs import chat_logprobs, prompt_logprobs
+from http_proc.generation.prepare import prepare_chat
+from http_proc.generation.sampling import (
+    CHAT,
+    OPENAI,
+    Sampling,
+    check_prompt_logprobs,
+    check_receipt,
+    take_sampling,
+    with_response_format,
+)
+from http_proc.generation.schema import (
+    AnswerMessage,
+    ChatBody,
+    ChatChoice,
+    ChatRequest,
+    CompletionBody,
+    CompletionRequest,
+    FunctionCall,
+    Message,
+    StreamUsage,
+    Tool,
+    ToolCall,
+    last_ids,
+    usage_body,
+)
+from http_proc.web.endpoint import post
+from http_proc.web.request_body import convert, read_object
+from http_proc.web.resumable import resumable
+from quadriga.client.types import RenderedPrompt, StreamChunk
+from quadriga.errors import QuadrigaError
+
+# OpenAI's fields of tools: tools, tool_choice, and the older functions and function_call.
+
+_CHOICES = (
+    'must be \'none\', \'auto\', \'required\', {"type": "function", "function": {"name": …}} or'
+    ' {"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}'
+)
+
+
+def tools_and_choice(fields: ChatRequest) -> tuple[list[Tool], ToolChoice]:
+    """Return the tools that may be called, and whether they must be. Raise ApiError."""
+    if fields.functions is not None:
+        return _functions(fields)
+    if fields.function_call is not None:
+        raise invalid("function_call needs functions; with tools send tool_choice", "function_call")
+    choice = fields.tool_choice
+    if choice in ("none", "auto", "required"):
+        return fields.tools, ToolChoice(ToolMode(choice))
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        return _allowed(fields.tools, choice.get("allowed_tools"))
+    return fields.tools, ToolChoice(ToolMode.REQUIRED, _name(choice))
+
+
+def _name(choice: str | dict[str, Any]) -> str:
+    """Return the name in {"type": "function", "function": {"name"}}."""
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise invalid(f"tool_choice {_CHOICES}", "tool_choice")
+    return name
+
+
+def _allowed(tools: list[Tool], allowed: Any) -> tuple[list[Tool], ToolChoice]:
+    """Return the tools of a list of names; the model does not see the others."""
+    mode = allowed.get("mode", "auto") if isinstance(allowed, dict) else None
+    listed = allowed.get("tools") if isinstance(allowed, dict) else None
+    if mode not in ("auto", "required") or not isinstance(listed, list):
+        raise invalid(f"tool_choice {_CHOICES}; mode is 'auto' or 'required'", "tool_choice")
+    names = {_name(tool) for tool in listed}
+    if unknown := names - {tool.function.name for tool in tools}:
+        raise invalid(
+            f"tool_choice allows {min(unknown)!r}, which is not among the tools", "tool_choice"
+        )
+    return [tool for tool in tools if tool.function.name in names], ToolChoice(ToolMode(mode))
+
+
+# --- the older fields -----------------------------------------------------------------------------
+
+
+def _functions(fields: ChatRequest) -> tuple[list[Tool], ToolChoice]:
+    if fields.tools:
+        raise invalid("functions and tools are the same field; leave functions out", "functions")
+    tools = [Tool(function) for function in fields.functions or ()]
+    choice = fields.function_call
+    if choice is None or choice in ("none", "auto"):
+        return tools, ToolChoice(ToolMode(choice or "auto"))
+    name = choice.get("name") if isinstance(choice, dict) else None
+    if not isinstance(name, str):
+        raise invalid("function_call must be 'none', 'auto' or {\"name\": …}", "function_call")
+    return tools, ToolChoice(ToolMode.REQUIRED, name)
+
+
+def with_tool_calls(messages: list[Message]) -> list[Message]:
+    """Return messages whose function calls, in the older form, are tool calls with ids."""
+    converted: list[Message] = []
+    call_id = ""
+    for index, message in enumerate(messages):
+        if message.function_call is not None:
+            call_id = f"call{index:05d}"
+            call = ToolCall(call_id, message.function_call)
+            message = Message(
+                role=message.role,
+                content=message.content,
+                name=message.name,
+                tool_calls=[*(message.tool_calls or ()), call],
+                reasoning_content=message.reasoning_content or message.reasoning,
+            )
+        elif message.role == "function" and call_id:
+            message = Message(
+                role="tool", content=message.content, name=message.name, tool_call_id=call_id
+            )
+        converted.append(message)
+    return converted
+
+
+# Convert the body of a chat in OpenAI's format to the gateway's own terms.
+
+
+def chat_call(fields: ChatRequest, sampling: Sampling) -> ChatCall:
+    """Return the chat for which a request asks. Raise ApiError for a field that is wrong.
+
+    `sampling`: the sampling fields of the request.
+    """
+    _check_supported(fields)
+    sampling = with_response_format(sampling, fields)
+    logprobs: dict[str, Any] = {}
+    if fields.logprobs:
+        logprobs["logprobs"] = fields.top_logprobs
+    if fields.prompt_logprobs is not None:
+        logprobs["prompt_logprobs"] = fields.prompt_logprobs
+    params = msgspec.structs.replace(sampling.params, **logprobs)
+    tools, choice = tools_and_choice(fields)
+    is_older = fields.functions is not None
+    return ChatCall(
+        messages=chat_prompt(with_tool_calls(fields.messages)),
+        sampling=Sampling(params, sampling.names),
+        tools=tools,
+        tool_choice=choice,
+        is_parallel=fields.parallel_tool_calls and not is_older,
+        reasoning=_reasoning(fields),
+        template_args=fields.chat_template_kwargs,
+        continues_message=fields.continue_final_message,
+        has_generation_prompt=_adds_generation_prompt(fields),
+        names={"tools": "functions", "tool_choice": "function_call"} if is_older else {},
+        priority=fields.priority,
+        stream=fields.stream,
+    )
+
+
+def _reasoning(fields: ChatRequest) -> ReasoningOptions:
+    return ReasoningOptions(effort=fields.reasoning_effort, is_parsed=fields.separate_reasoning)
+
+
+def _adds_generation_prompt(fields: ChatRequest) -> bool:
+    """Return whether the prompt ends with the beginning of a turn. Raise ApiError."""
+    if fields.continue_final_message and fields.add_generation_prompt:
+        raise invalid(
+            "continue_final_message and add_generation_prompt are both true: the answer either"
+            " continues the last message or begins a new one; leave one out",
+            "add_generation_prompt",
+        )
+    return not fields.continue_final_message and fields.add_generation_prompt is not False
+
+
+def _check_supported(fields: ChatRequest) -> None:
+    check_prompt_logprobs(fields)
+    if fields.top_logprobs and not fields.logprobs:
+        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    if fields.modalities not in (None, ["text"]):
+        raise invalid("modalities must be ['text']", "modalities")
+
+
+# The form in which a request wants reasoning and calls in messages and deltas.
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """What a message has beside its text.
+
+    Attributes:
+        has_reasoning: it has the reasoning, under both of the names that clients read.
+        has_functions: its call is in OpenAI's older form: one function_call, without an id.
+    """
+
+    has_reasoning: bool = True
+    has_functions: bool = False
+
+    @classmethod
+    def of(cls, fields: ChatRequest) -> "AnswerForm":
+        """Return the form for which a request asks."""
+        return cls(fields.include_reasoning, fields.functions is not None)
+
+    def message(self, parsed: ParsedAnswer) -> AnswerMessage:
+        """Return a whole message."""
+        message = AnswerMessage(parsed.text or (None if parsed.calls else ""))
+        calls = [
+            ToolCall(call.id, FunctionCall(call.name, call.arguments)) for call in parsed.calls
+        ]
+        if self.has_functions and calls:
+            message.function_call = calls[0].function
+        elif calls:
+            message.tool_calls = calls
+        if self.has_reasoning and parsed.reasoning:
+            message.reasoning_content = message.reasoning = parsed.reasoning
+        return message
+
+    def finish_reason(self, reason: str) -> str:
+        """Return a finish_reason by its name in this form."""
+        return "function_call" if self.has_functions and reason == "tool_calls" else reason
+
+    def reasoning(self, text: str) -> dict[str, Any] | None:
+        """Return the delta of a piece of the reasoning, if there is one."""
+        return {"reasoning_content": text, "reasoning": text} if self.has_reasoning else None
+
+    def call_begin(self, index: int, begin: CallBegin) -> dict[str, Any]:
+        """Return the delta of a call that begins."""
+        function = {"name": begin.name, "arguments": ""}
+        if self.has_functions:
+            return {"function_call": function}
+        call = {"index": index, "id": begin.id, "type": "function", "function": function}
+        return {"tool_calls": [call]}
+
+    def arguments(self, index: int, text: str) -> dict[str, Any]:
+        """Return the delta of a piece of the arguments of a call."""
+        function = {"arguments": text}
+        if self.has_functions:
+            return {"function_call": function}
+        return {"tool_calls": [{"index": index, "function": function}]}
+
+
+# Format the answers to a chat as server-sent events.
+
+KIND = "chat.completion.chunk"
+CONTENT = "@content@"  # placeholder of the text in a chunk
+
+_encode = msgspec.json.encode
+
+
+@dataclass(slots=True)
+class ChatChoiceStream:
+    """The state of one choice between its chunks."""
+
+    template: Template
+    num_calls: int = 0
+
+
+class ChatStream:
+    """ChatRenderer of OpenAI's chat.
+
+    The first event of a choice has the role, the last one the finish_reason. A chunk that adds
+    nothing is sent only if it is the first or last.
+    """
+
+    framing = SERVER_SENT_EVENTS
+
+    def __init__(
+        self,
+        head: ResponseHead,
+        usage: StreamUsage,
+        form: AnswerForm,
+        prompt_ids: list[int] | None = None,
+    ) -> None:
+        self._head = head
+        self._prompt_ids = prompt_ids
+        self._form = form
+        self._usage = usage
+        self._choices: dict[int, ChatChoiceStream] = {}
+
+    def start(self, num_prompt_tokens: int) -> bytes:
+        """Note the length of the prompt."""
+        self._usage.start([num_prompt_tokens])
+        if self._prompt_ids is not None:
+            self._prompt_ids = last_ids(self._prompt_ids, num_prompt_tokens)
+        return b""
+
+    def render(self, index: int, events: list[AnswerEvent], chunk: StreamChunk) -> bytes:
+        """Return the events of a chunk of choice `index`."""
+        if self._usage.counts_reasoning:
+            self._usage.count_reasoning(index, events, chunk)
+        usage = self._usage.of_chunk(index, chunk)
+        choice, pieces = self._choices.get(index), []
+        if choice is None:
+            choice = self._choices[index] = self._open(index)
+            of_prompt = self._prompt_ids
+            end = {} if of_prompt is None else {"prompt_token_ids": of_prompt}
+            pieces.append(self._delta(index, {"role": "assistant", "content": ""}, usage, end=end))
+        is_full = chunk.completion is not None or chunk.logprobs is not None
+        is_full = is_full or self._prompt_ids is not None
+        if len(events) == 1 and not (pieces or is_full) and type(events[0]) is TextDelta:
+            return choice.template.fill(_encode(events[0].text), usage)  # nearly every chunk
+        text = ""
+        if is_full and events and isinstance(last := events[-1], TextDelta):
+            text = last.text
+            events = events[:-1]
+        for part in events:
+            if isinstance(part, TextDelta):
+                pieces.append(choice.template.fill(_encode(part.text), usage))
+            elif (delta := self._delta_of(choice, part)) is not None:
+                pieces.append(self._delta(index, delta, usage))
+        if is_full:
+            pieces.append(self._full(index, choice, text, chunk, usage))
+        elif not pieces and usage != b"null":
+            pieces.append(choice.template.fill(_encode(""), usage))
+        return b"".join(pieces)
+
+    def finish(self) -> bytes:
+        """Return the event with the usage of all choices, if it is asked for, and the end."""
+        total = self._usage.total()
+        if not total:
+            return DONE
+        return event(_encode(self._head.chunk(KIND, []) | total)) + DONE
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the error and the end."""
+        return event(error.body()) + DONE
+
+    def _open(self, index: int) -> ChatChoiceStream:
+        chunk = self._head.chunk(KIND, [_choice(index, {"content": CONTENT})]) | self._usage.slot
+        return ChatChoiceStream(Template(chunk, CONTENT, *self._usage.slot.values()))
+
+    def _delta_of(self, choice: ChatChoiceStream, part: AnswerEvent) -> dict[str, Any] | None:
+        """Return the delta of an event that is no text, if it has one."""
+        match part:
+            case ReasoningDelta():
+                return self._form.reasoning(part.text)
+            case CallBegin():
+                choice.num_calls += 1
+                return self._form.call_begin(choice.num_calls - 1, part)
+            case ArgumentsDelta():
+                return self._form.arguments(choice.num_calls - 1, part.text)
+        return None
+
+    def _full(
+        self, index: int, choice: ChatChoiceStream, text: str, chunk: StreamChunk, usage: bytes
+    ) -> bytes:
+        """Return an event with more than text: logprobs, token ids, or the end of the choice."""
+        fields: dict[str, Any] = {}
+        end: dict[str, Any] = {}
+        if chunk.logprobs is not None:
+            fields["logprobs"] = chat_logprobs(chunk.logprobs)
+        if self._prompt_ids is not None:
+            fields["token_ids"] = chunk.token_ids
+        if chunk.completion is not None:
+            reason = finish_reason(chunk.completion, choice.num_calls > 0)
+            fields["finish_reason"] = self._form.finish_reason(reason)
+            fields["stop_reason"] = chunk.completion.matched_stop
+            end = self._usage.at_end_of(index)
+        return self._delta(index, {"content": text} if text else {}, usage, fields, end)
+
+    def _delta(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        usage: bytes,
+        fields: dict[str, Any] | None = None,
+        end: dict[str, Any] | None = None,
+    ) -> bytes:
+        """Return an event with a delta. fields: of the choice; end: of the chunk."""
+        chunk = self._head.chunk(KIND, [_choice(index, delta) | (fields or {})]) | (end or {})
+        return event(_encode(chunk | ({"usage": msgspec.Raw(usage)} if self._usage.slot else {})))
+
+
+def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+# The handler of POST /v1/chat/completions.
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """Answer a chat n times."""
+    gateway = request.app[GATEWAY]
+    body = await read_object(request)
+    check_counts(body)
+    sampling = take_sampling(body, CHAT, {})
+    fields = convert(body, ChatRequest, CHAT)
+    gateway.check_model(fields.model)
+    check_receipt(fields)
+    call = chat_call(fields, sampling)
+    prepared = await prepare_chat(gateway, call)
+    head = gateway.head(request, "chatcmpl")
+    with gateway.open_group(head.id, prepared.names) as group:
+        stream = call.stream or prepared.reader.needs_chunks
+        group.submit(call.messages, prepared.params, stream, prepared.options)
+        prompt_ids: list[int] | None = None
+        if fields.return_token_ids:
+            rendered = await gateway.ring.render(call.messages, prepared.options["chat"])
+            prompt_ids = rendered.token_ids
+        if call.stream:
+            counts_reasoning = prepared.reader.separates_reasoning
+            usage = StreamUsage(fields.stream_options, prepared.params.n, counts_reasoning)
+            renderer = ChatStream(head, usage, AnswerForm.of(fields), prompt_ids)
+            return await stream_chat(request, group, prepared, renderer)
+        answers = await collect_chat(request, group, prepared)
+        answer = _body(head, answers, AnswerForm.of(fields))
+        if prompt_ids is not None:
+            usages = [each.completion.usage for each in answers]
+            answer.prompt_token_ids = last_ids(prompt_ids, usages[0].prompt_tokens)
+            for choice, each in zip(answer.choices, answers, strict=True):
+                choice.token_ids = each.completion.token_ids
+        if fields.receipt:
+            answer.receipts = await group.receipts([each.completion for each in answers])
+    return json_response(answer)
+
+
+def _body(head: ResponseHead, answers: list[ChatAnswer], form: AnswerForm) -> ChatBody:
+    choices = []
+    for index, answer in enumerate(answers):
+        completion = answer.completion
+        choices.append(
+            ChatChoice(
+                index,
+                form.message(answer.parsed),
+                form.finish_reason(answer.finish_reason),
+                None if completion.logprobs is None else chat_logprobs(completion.logprobs),
+                completion.matched_stop,
+            )
+        )
+    usage = usage_body([answer.completion.usage for answer in answers], len(answers))
+    usage = usage.with_reasoning([answer.num_reasoning_tokens for answer in answers])
+    timings = timings_body([answer.completion for answer in answers])
+    body = ChatBody(head.id, head.created, head.model, choices, usage, timings)
+    if (logprobs := answers[0].completion.prompt_logprobs) is not None:
+        body.prompt_logprobs = prompt_logprobs(logprobs)
+    return body
+
+
+# The handler of POST /render: the prompt that a request would have.
+
+
+class RenderRequest(ChatRequest):
+    """POST /render. prompt: a text; or messages, and the other fields of a chat."""
+
+    prompt: str | None = None
+    messages: list[Message] = msgspec.field(default_factory=list)
+
+
+class RenderAnswer(msgspec.Struct):
+    """A prompt: its text, its token ids, and their number."""
+
+    prompt: str
+    tokens: list[int]
+    count: int
+
+
+async def render(request: web.Request) -> web.Response:
+    """Return the text and the token ids that a text or a chat would have as a prompt."""
+    gateway = request.app[GATEWAY]
+    body = await read_object(request)
+    check_counts(body)
+    sampling = take_sampling(body, CHAT, {})
+    fields = convert(body, RenderRequest, CHAT)
+    gateway.check_model(fields.model)
+    if (fields.prompt is None) == (not fields.messages):
+        raise invalid("give either prompt or messages", "prompt")
+    names = {"prompt": "prompt"}
+    try:
+        if fields.prompt is not None:
+            rendered = await gateway.ring.render(fields.prompt)
+        else:
+            call = chat_call(fields, sampling)
+            prepared = await prepare_chat(gateway, call)
+            names = dict(prepared.names)
+            rendered = await gateway.ring.render(call.messages, prepared.options["chat"])
+    except QuadrigaError as error:
+        raise from_ring(error, names) from None
+    return json_response(_answer(rendered))
+
+
+def _answer(rendered: RenderedPrompt) -> RenderAnswer:
+    return RenderAnswer(rendered.text, rendered.token_ids, len(rendered.token_ids))
+
+
+# The table of OpenAI's endpoints that take prompts and chats.
+
+OPENAI_ENDPOINTS = [
+    post("/v1/completions", resumable(completions), "Complete prompts",
+         CompletionRequest, CompletionBody, sampling=OPENAI, streams=True),
+    post("/v1/chat/completions", resumable(chat_completions), "Answer a chat",
+         ChatRequest, ChatBody, sampling=CHAT, streams=True),
+    post("/render", render, "The prompt of a text or a chat, as text and token ids",
+         RenderRequest, RenderAnswer, sampling=CHAT),
+]  # fmt: skip

@@ -1,0 +1,317 @@
+"""The handlers beside generation: models, tokens, aborts, cache, server info, probes and traces."""
+
+import os
+from datetime import datetime, timezone
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from http_proc.core.caller import current_caller
+from http_proc.core.errors import ApiError, from_ring, invalid
+from http_proc.core.gateway import GATEWAY, READY_MAX_AGE_S, Gateway
+from http_proc.core.observe import all_traces
+from http_proc.core.streaming import json_response
+from http_proc.generation.chat_messages import chat_prompt, check_counts, template_options
+from http_proc.generation.schema import Message, RequestBody, Tool
+from http_proc.web.endpoint import Endpoint
+from http_proc.web.request_body import convert, read_object
+from quadriga.errors import QuadrigaError
+from quadriga.server.answer_format import from_info
+from quadriga.server.tenants import own_info
+from quadriga.server.tracing.chrome import ChromeTrace, chrome_trace
+
+# The handlers beside generation: models, tokens, aborts, cache, server info and probes.
+
+# Anthropic's clients send it with every request.
+ANTHROPIC_HEADER = "anthropic-version"
+# The ring's names of a list of token ids.
+_ID_FIELDS = ("prompt", "prompt_token_ids", "token_ids")
+
+
+class TokenizeRequest(RequestBody):
+    """POST /tokenize. prompt: a text; or messages, as for a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] = msgspec.field(default_factory=list)
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class DetokenizeRequest(RequestBody):
+    """POST /detokenize. tokens: token ids."""
+
+    tokens: list[int]
+    model: str | None = None
+    skip_special_tokens: bool = False
+
+
+class AbortBody(RequestBody):
+    """POST /abort_request.
+
+    rid: the id of an answer, or its X-Request-Id. abort_all: end every request of this gateway.
+    """
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class ModelCapabilities(msgspec.Struct):
+    """Whether the model answers chats, whether their tools are used, and whether it reasons."""
+
+    chat: bool
+    tools: bool
+    reasoning: bool
+
+
+class ModelCard(msgspec.Struct):
+    """A model.
+
+    created: start of the gateway, in Unix seconds. max_model_len: context in tokens. root: the
+    model. answer_format: where the marks of its reasoning and calls come from.
+    """
+
+    id: str
+    created: int
+    max_model_len: int
+    root: str
+    capabilities: ModelCapabilities
+    answer_format: str
+    parent: None = None
+    object: str = "model"
+    owned_by: str = "quadriga"
+
+
+class ModelList(msgspec.Struct):
+    """The one model that is served."""
+
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class NamedModel(msgspec.Struct):
+    """A model in Anthropic's form. created_at: RFC 3339."""
+
+    id: str
+    display_name: str
+    created_at: str
+    type: str = "model"
+
+    @classmethod
+    def of(cls, served: ModelCard) -> "NamedModel":
+        """Return the model of a served."""
+        created_at = datetime.fromtimestamp(served.created, timezone.utc)
+        return cls(served.id, served.id, created_at.strftime("%Y-%m-%dT%H:%M:%SZ"))
+
+
+class NamedModelList(msgspec.Struct):
+    """The one model that is served, in Anthropic's form."""
+
+    data: list[NamedModel]
+    first_id: str
+    last_id: str
+    has_more: bool = False
+
+
+class TokenizeAnswer(msgspec.Struct):
+    """Token ids of a text or a chat. max_model_len: context in tokens."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class DetokenizeAnswer(msgspec.Struct):
+    """A text: as `prompt` for clients of vLLM, as `text` for clients of SGLang."""
+
+    prompt: str
+    text: str
+
+
+class AbortAnswer(msgspec.Struct):
+    """aborted: number of requests that were open."""
+
+    aborted: int
+
+
+class FlushAnswer(msgspec.Struct):
+    """flushed_pages: number of pages that became free."""
+
+    flushed_pages: int
+
+
+class HealthStatus(msgspec.Struct):
+    """status: alive or ready."""
+
+    status: str
+
+
+# --- models and server info -----------------------------------------------------------------------
+
+
+async def models(request: web.Request) -> web.Response:
+    """List the one model that is served, in the form of the client's API."""
+    served = await _model(request.app[GATEWAY])
+    if ANTHROPIC_HEADER not in request.headers:
+        return json_response(ModelList([served]))
+    return json_response(NamedModelList([NamedModel.of(served)], served.id, served.id))
+
+
+async def model(request: web.Request) -> web.Response:
+    """Return a model by its name, which may contain slashes, in the form of the client's API."""
+    gateway = request.app[GATEWAY]
+    gateway.check_model(request.match_info["name"])
+    served = await _model(gateway)
+    is_anthropics = ANTHROPIC_HEADER in request.headers
+    return json_response(NamedModel.of(served) if is_anthropics else served)
+
+
+async def _model(gateway: Gateway) -> ModelCard:
+    info = await gateway.ring_info.static()
+    answers, has_chat = from_info(info["answer_format"]), bool(info["chat"])
+    capabilities = ModelCapabilities(
+        chat=has_chat,
+        tools=has_chat and answers.calls is not None,
+        reasoning=has_chat and answers.reasoning is not None,
+    )
+    return ModelCard(
+        gateway.model,
+        gateway.started_at,
+        info["context_length"],
+        gateway.model,
+        capabilities,
+        answers.source,
+    )
+
+
+async def server_info(request: web.Request) -> web.Response:
+    """Return the ring's info, described in docs/protocol.md, with the pid of this process.
+
+    A tenant's key gets what is served, and the tenant's own usage.
+    """
+    info = await request.app[GATEWAY].ring_info.current()
+    if (entry := current_caller().entry) is not None:
+        return json_response(own_info(info, entry.name))
+    return json_response(info | {"pids": info["pids"] | {"http_proc": os.getpid()}})
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """Return the token ids that a generation request with this text or chat would have."""
+    gateway = request.app[GATEWAY]
+    body = await read_object(request)
+    check_counts(body)
+    call = convert(body, TokenizeRequest)
+    gateway.check_model(call.model)
+    if (call.prompt is None) == (call.messages is None):
+        raise invalid("give either prompt or messages", "prompt")
+    chat = template_options(call.tools, call.chat_template_kwargs)
+    prompt: Any = call.prompt if call.messages is None else chat_prompt(call.messages)
+    tokens = await gateway.ring.tokenize(prompt, chat)
+    info = await gateway.ring_info.static()
+    return json_response(TokenizeAnswer(len(tokens), info["context_length"], tokens))
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """Return the text of token ids."""
+    gateway = request.app[GATEWAY]
+    call = convert(await read_object(request), DetokenizeRequest)
+    gateway.check_model(call.model)
+    try:
+        text = await gateway.ring.detokenize(call.tokens, call.skip_special_tokens)
+    except QuadrigaError as error:
+        raise from_ring(error, dict.fromkeys(_ID_FIELDS, "tokens")) from None
+    return json_response(DetokenizeAnswer(text, text))
+
+
+# --- aborts and cache -----------------------------------------------------------------------------
+
+
+async def abort_request(request: web.Request) -> web.Response:
+    """End requests, which finish with the reason "abort" and their text so far."""
+    call = convert(await read_object(request), AbortBody)
+    if not call.rid and not call.abort_all:
+        raise invalid("give the rid of a request, or abort_all", "rid")
+    num_aborted = await request.app[GATEWAY].abort(None if call.abort_all else call.rid)
+    return json_response(AbortAnswer(num_aborted))
+
+
+async def flush_cache(request: web.Request) -> web.Response:
+    """Free the cached prefixes that no request uses, which are those of all tenants."""
+    if current_caller().entry is not None:
+        raise ApiError(
+            403,
+            "the cache is that of all tenants: flush it with a key of --api-key",
+            "permission_error",
+            code="not_allowed",
+        )
+    return json_response(FlushAnswer(await request.app[GATEWAY].ring.flush_cache()))
+
+
+# --- probes ---------------------------------------------------------------------------------------
+
+
+async def livez(_: web.Request) -> web.Response:
+    """Answer 200: this process runs."""
+    return json_response(HealthStatus("alive"))
+
+
+async def readyz(request: web.Request) -> web.Response:
+    """Answer 200 if the whole ring answers, the model is loaded and requests are accepted."""
+    gateway = request.app[GATEWAY]
+    if gateway.is_draining:
+        raise _unready("the server is stopping")
+    try:
+        info = await gateway.ring_info.current(READY_MAX_AGE_S)
+    except QuadrigaError as error:
+        raise _unready(str(error)) from None
+    if not info["ready"]:
+        raise _unready("the model is being loaded")
+    return json_response(HealthStatus("ready"))
+
+
+def _unready(reason: str) -> ApiError:
+    return ApiError(503, reason, "server_error", code="not_ready")
+
+
+# GET /v1/requests/{id}/trace: one request's whole way, for ui.perfetto.dev.
+
+MAX_SHOWN_CHARS = 100
+
+
+async def request_trace(request: web.Request) -> web.Response:
+    """Return the trace of a request that has ended, unless another tenant's."""
+    gateway, name = request.app[GATEWAY], request.match_info["id"]
+    trace = gateway.traces.find(name, current_caller().tenant)
+    if trace is None:
+        is_open = bool(gateway.open_groups(name)) or gateway.traces.is_open(name)
+        raise _not_ended(name) if is_open else _not_found(name)
+    traces = await all_traces(trace)
+    return json_response(chrome_trace(traces, {"request_id": name}))
+
+
+def _not_ended(name: str) -> ApiError:
+    reason = f"request {name[:MAX_SHOWN_CHARS]!r} has not ended: ask for its trace afterwards"
+    return ApiError(404, reason, code="request_not_ended")
+
+
+def _not_found(name: str) -> ApiError:
+    reason = (
+        f"there is no trace of {name[:MAX_SHOWN_CHARS]!r}: it is unknown, too old, or was not"
+        " traced; send requests with a sampled traceparent, or start the server with"
+        " --keep-traces all or --trace-sampling-ratio"
+    )
+    return ApiError(404, reason, code="trace_not_found")
+
+
+TRACE_ENDPOINTS = [
+    Endpoint(
+        "/v1/requests/{id}/trace",
+        request_trace,
+        "One request's spans in all processes, as a file for ui.perfetto.dev",
+        ChromeTrace,
+    )
+]

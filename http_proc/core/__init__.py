@@ -1,0 +1,1 @@
+"""The gateway's state, the requests behind a web request, streams, and what is observed."""

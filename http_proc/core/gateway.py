@@ -1,0 +1,343 @@
+"""The state that all endpoints share: the server's client and info, and the open web requests."""
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from http_proc.core.caller import current_caller
+from http_proc.core.errors import ApiError, from_ring
+from http_proc.core.observe import RECORD, RequestMetrics, WebTraces
+from http_proc.core.progress import ProgressPoller
+from http_proc.core.recent import RecentChoices
+from http_proc.core.request_group import RequestGroup
+from http_proc.core.resumption import current_resumption
+from http_proc.core.shares import SharedBound, Shares
+from http_proc.core.stream_rows import StreamRows
+from quadriga.client.async_client import AsyncClient
+from quadriga.client.types import Completion
+from quadriga.errors import QuadrigaError, ServerStopping
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.processes.logs import RequestLogLevel
+from quadriga.server.tenants import TenantFile, parent_name
+from quadriga.server.tracing.otlp import make_exporter
+
+# The info of the ring, as the gateway's endpoints ask for it: one question for many callers.
+
+INFO_TIMEOUT_S = 2.0
+
+
+class RingInfo:
+    """Asks the ring for its gauges, counters and constants, and keeps the last answer.
+
+    Args:
+        ring: the client of the ring.
+    """
+
+    def __init__(self, ring: AsyncClient) -> None:
+        self._ring = ring
+        self._static: dict[str, Any] = {}
+        self._task: asyncio.Task[dict[str, Any]] | None = None
+        self._asked_at = 0.0
+
+    async def static(self) -> dict[str, Any]:
+        """Return an info whose constants are valid, such as the context length.
+
+        Raises:
+            QuadrigaError: as `current`.
+        """
+        if not self._static.get("ready"):
+            self._static = await self.current()
+        return self._static
+
+    async def current(self, max_age_s: float = 0.0) -> dict[str, Any]:
+        """Return an info that is at most `max_age_s` old. Concurrent callers share one question.
+
+        An answer that does not say "ready" is never used again.
+
+        Raises:
+            QuadrigaError: the ring has failed, or does not answer in INFO_TIMEOUT_S.
+        """
+        now = time.monotonic()
+        task = self._task
+        if task is None or (
+            task.done() and (now - self._asked_at > max_age_s or not _says_ready(task))
+        ):
+            self._asked_at = now
+            task = self._task = asyncio.create_task(self._ring.info(INFO_TIMEOUT_S))
+            task.add_done_callback(_retrieve_exception)
+        return await asyncio.shield(task)
+
+
+def _says_ready(task: "asyncio.Task[dict[str, Any]]") -> bool:
+    return not task.cancelled() and task.exception() is None and bool(task.result()["ready"])
+
+
+def _retrieve_exception(task: "asyncio.Task[dict[str, Any]]") -> None:
+    """Keep asyncio from logging an exception that no caller waits for."""
+    if not task.cancelled():
+        task.exception()
+
+
+# The state that all endpoints share: the ring's client and info, and the open web requests.
+
+# Probes within this time share one question to the ring.
+READY_MAX_AGE_S = 0.5
+READY_POLL_S = 0.02
+# Of all bodies that are being received, and of all stored items that open requests hold, unless
+# --max-body-bytes is more than half of it.
+MAX_TOTAL_BODY_BYTES = 256 * 1024 * 1024
+
+# Stands between the X-Request-Id, which has no such character, and what makes an id unique.
+UNIQUE_MARK = "~"
+
+_ID_PREFIX = re.compile(r"^[a-z]+[-_]")
+_REQUEST_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
+
+
+class ResponseHead(NamedTuple):
+    """The fields at the top of every body and chunk. `created` is in Unix seconds."""
+
+    id: str
+    created: int
+    model: str
+
+    def chunk(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the body of a chunk of a stream. `kind`: its field "object"."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+
+class Gateway:
+    """State of one web server. `ring` must be connected before the first request arrives.
+
+    Attributes:
+        config: the flags of the server.
+        run_dir: private directory of the server's run; None: one for sockets alone, below the
+            directory for temporary files.
+        data_dir: directory of what is kept for clients; None: nothing is kept.
+        outlives_server: what is kept stays when the server ends.
+        progress: the poller of streams that wait.
+        lasting_ring: the client for resumable requests, whose address is that of the gateways
+            before and after this one.
+        stream_rows: what is kept of resumable requests.
+        tenant_file: the tenants of --keys; None without the flag.
+        ring_info: the ring's info.
+        log_level: which requests are logged.
+        recent: what is known of the choices that have ended lately.
+        traces: decides which requests are traced, and keeps their traces.
+        shares: how bounds are divided among tenants.
+        bodies: bytes of request bodies that are being received.
+        stored_items: bytes of the stored items to which open requests refer, unpacked.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        ring: AsyncClient,
+        run_dir: Path | None = None,
+        lasting_ring: AsyncClient | None = None,
+        stream_rows: StreamRows | None = None,
+    ) -> None:
+        self.config = config
+        self.args = config.http
+        self.run_dir = run_dir
+        self.outlives_server = config.data_dir is not None
+        self.data_dir = None if config.http.no_store else _data_dir(config, run_dir)
+        self.model = config.model.shown_name
+        self.ring = ring
+        self.lasting_ring = lasting_ring or ring
+        self.stream_rows = stream_rows or StreamRows()
+        keys = config.tenants.keys
+        self.tenant_file = TenantFile(Path(keys), directory=run_dir) if keys else None
+        self.ring_info = RingInfo(ring)
+        self.metrics = RequestMetrics()
+        self.recent = RecentChoices()
+        interval_s = config.http.sse_ping_interval
+        self.progress = ProgressPoller(ring, interval_s)
+        self._lasting_progress = ProgressPoller(self.lasting_ring, interval_s)
+        self.log_level = RequestLogLevel.of(config.launch)
+        self.traces = WebTraces(config.traces, make_exporter(config.traces, self.model))
+        self.started_at = wall_seconds()
+        self.is_draining = False
+        self.shares = Shares(config.tenants, self.tenant_file)
+        self.bodies = SharedBound(
+            self.shares, max(MAX_TOTAL_BODY_BYTES, 2 * config.http.max_body_bytes)
+        )
+        self.stored_items = SharedBound(self.shares, self.bodies.limit)
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._groups: dict[str, RequestGroup] = {}
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def head(self, request: web.Request, prefix: str, separator: str = "-") -> ResponseHead:
+        """Return the head of the answer, whose id is made of `prefix` and the X-Request-Id."""
+        answer_id = request[RECORD].id = f"{prefix}{separator}{request[REQUEST_ID]}"
+        resumption = current_resumption()
+        created = wall_seconds() if resumption is None else resumption.created
+        return ResponseHead(answer_id, created, self.model)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise a 404 for a model that is not served."""
+        if name is not None and name != self.model:
+            raise ApiError(
+                404,
+                f"model {name!r} is not served here: use {self.model!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    @contextmanager
+    def open_group(self, rid: str, names: Mapping[str, str]) -> Iterator[RequestGroup]:
+        """Register a request group for a `with` block; /abort_request finds it by `rid`.
+
+        Errors of the ring leave the block as ApiErrors. `names` maps fields of the ring to the
+        names that the request uses.
+        """
+        if self.is_draining:
+            error = ServerStopping("the server is stopping and takes no new requests")
+            raise from_ring(error, names)
+        while rid in self._groups:
+            rid += "+"
+        resumption = current_resumption()
+        ring = self.ring if resumption is None else self.lasting_ring
+        caller = current_caller().name
+        group = self._groups[rid] = RequestGroup(ring, self.metrics, caller, resumption)
+        self._idle.clear()
+        try:
+            with group:
+                yield group
+        except QuadrigaError as error:
+            raise from_ring(error, names) from None
+        except asyncio.CancelledError:
+            self.metrics.num_disconnects += 1
+            raise
+        finally:
+            del self._groups[rid]
+            if not self._groups:
+                self._idle.set()
+
+    def count_completion(self, group: RequestGroup, completion: Completion) -> None:
+        """Count a completion of a group for the metrics, and keep what a simulation needs."""
+        self.metrics.count_completion(completion)
+        self.recent.add(completion, group.priority, group.tenant)
+
+    def progress_of(self, group: RequestGroup) -> ProgressPoller:
+        """Return the poller of the streams of a group that wait."""
+        return self.progress if group.resumption is None else self._lasting_progress
+
+    @property
+    def num_open(self) -> int:
+        """Number of web requests that are being answered."""
+        return len(self._groups)
+
+    @property
+    def num_choices(self) -> int:
+        """Number of choices of all web requests that the ring has not finished."""
+        return sum(group.num_unfinished for group in self._groups.values())
+
+    def is_open(self, rid: str) -> bool:
+        """Return whether a request of this id is being answered."""
+        return rid in self._groups
+
+    def open_groups(self, rid: str | None) -> list[RequestGroup]:
+        """Return what is being answered of `rid`, an answer's id or its X-Request-Id; None: all.
+
+        A tenant reaches only its own.
+        """
+        caller = current_caller().tenant
+        return [
+            group
+            for name, group in self._groups.items()
+            if (rid is None or _matches(name, rid))
+            and (not caller or parent_name(group.tenant) == caller)
+        ]
+
+    async def abort(self, rid: str | None) -> int:
+        """End the open groups of `rid`, or all for None. Return how many web requests that were."""
+        groups = self.open_groups(rid)
+        for group in groups:
+            await group.abort()
+        return len(groups)
+
+    async def abort_resumable(self, key: str) -> bool:
+        """End the open groups of a resumable request. Return whether there was one.
+
+        `key`: as Resumption.key.
+        """
+        groups = [
+            group
+            for group in self._groups.values()
+            if group.resumption is not None and group.resumption.key == key
+        ]
+        for group in groups:
+            await group.abort()
+        return bool(groups)
+
+    def fail_all(self, error: QuadrigaError) -> None:
+        """End every open request with `error`: the ring sends nothing more."""
+        for group in self._groups.values():
+            group.fail(error)
+
+    async def drain(self, flush_timeout_s: float) -> None:
+        """Refuse new requests and wait until the open ones are answered.
+
+        After the ring has finished them all, slow clients have `flush_timeout_s` to read them.
+        """
+        self.is_draining = True
+        for group in list(self._groups.values()):
+            await group.finished.wait()
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), flush_timeout_s)
+
+    async def until_ready(self) -> None:
+        """Wait until the ring is connected and has reported that it can serve."""
+        while True:
+            with suppress(QuadrigaError):
+                await self.lasting_ring.connect()
+                if (await self.ring_info.static())["ready"]:
+                    return
+            await asyncio.sleep(READY_POLL_S)
+
+
+def _data_dir(config: ServerConfig, run_dir: Path | None) -> Path | None:
+    in_run = None if run_dir is None else run_dir / "data"
+    return config.data_dir or in_run
+
+
+REQUEST_ID = web.RequestKey("request_id", str)
+GATEWAY = web.AppKey("gateway", Gateway)
+
+
+def wall_seconds() -> int:
+    """Return the wall clock's time in Unix seconds, for the field `created` of answers."""
+    return int(time.time())
+
+
+def request_id(request: web.Request) -> str:
+    """Return the client's X-Request-Id if it is well-formed, else a new id."""
+    client_id = request.headers.get("X-Request-Id", "")
+    return client_id if _REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
+
+
+def _matches(name: str, rid: str) -> bool:
+    """Return whether `rid` is the id of the answer `name`, with or without its prefix."""
+    name = name.rstrip("+")
+    return rid in (name, without_prefix(name))
+
+
+def without_prefix(answer_id: str) -> str:
+    """Return the X-Request-Id of which the id of an answer was made."""
+    return _ID_PREFIX.sub("", answer_id).partition(UNIQUE_MARK)[0]

@@ -1,0 +1,373 @@
+"""What is observed of a web request: its line in the log, its metrics, and its trace."""
+
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from http_proc.core.timings import stages
+from quadriga import clock
+from quadriga.client.async_client import AsyncClient
+from quadriga.client.types import Completion
+from quadriga.sampling.params import SamplingParams
+from quadriga.server.config.frontend_args import TraceArgs
+from quadriga.server.histogram import SECONDS, Histogram
+from quadriga.server.processes.logs import (
+    MAX_LOGGED_CHARS,
+    MAX_REASON_CHARS,
+    RequestLogLevel,
+    first_token_times,
+    in_a_line,
+    log_fields,
+    seconds_of,
+    stages_text,
+    token_counts,
+)
+from quadriga.server.tenants import parent_name
+from quadriga.server.tracing.context import HeadSampling, traceparent_of
+from quadriga.server.tracing.otlp import NoExporter
+from quadriga.wire.client import MAX_TRACE_IDS
+from quadriga.wire.trace import Attributes, RequestTrace, Span, TraceContext
+
+# The request log of the gateway: one line for each POST at its end.
+
+
+@dataclass(slots=True)
+class RequestLogRecord:
+    """What is logged of a web request.
+
+    Attributes:
+        id: of the answer; empty if the request has none.
+        request_id: the X-Request-Id.
+        status: of the answer; None if the client left before it was known.
+        code: of the error that the client got; empty without one.
+        error: its message; empty without one.
+        began_at: time.monotonic() of its first byte.
+    """
+
+    id: str = ""
+    request_id: str = ""
+    status: int | None = None
+    code: str = ""
+    error: str = ""
+    began_at: float = field(default_factory=time.monotonic)
+    completions: list[Completion] = field(default_factory=list)
+
+
+RECORD = web.RequestKey("record", RequestLogRecord)
+
+
+def log_request(request: web.Request, outcome: str, level: RequestLogLevel) -> None:
+    """Log one line, if the request is to be logged.
+
+    Args:
+        request: a web request at its end.
+        outcome: status and error code, or that the client left.
+        level: which requests are logged.
+    """
+    if level.is_off or request.method != "POST":
+        return
+    record = request[RECORD]
+    seconds = time.monotonic() - record.began_at
+    if level.is_slow(seconds):
+        texts = [stages_text(stages(completion.timings)) for completion in record.completions[:1]]
+        text = f"slow: {' · '.join([_line(request, outcome, seconds), *texts])}"
+        log_fields(logging.WARNING, text, **_fields(request, seconds))
+    elif level.logs_all:
+        log_fields(logging.INFO, _line(request, outcome, seconds), **_fields(request, seconds))
+
+
+def _fields(request: web.Request, seconds: float) -> dict[str, Any]:
+    """Return the fields of a line in JSON, as docs/logs.md lists them."""
+    record = request[RECORD]
+    fields: dict[str, Any] = {
+        "event": "request",
+        "id": record.id or None,
+        "request_id": record.request_id,
+        "method": request.method[:MAX_LOGGED_CHARS],
+        "path": request.path[:MAX_LOGGED_CHARS],
+        "status": record.status,
+        "code": record.code or None,
+        "error": record.error[:MAX_REASON_CHARS] or None,
+        "seconds": round(seconds, 6),
+    }
+    if record.completions:
+        completions = record.completions
+        usage, times = completions[0].usage, completions[0].timings
+        first_s = times.token_times[0] - times.submitted if times.token_times else None
+        fields |= {
+            "ring_ids": sorted({completion.request_id for completion in completions}),
+            "finish_reasons": [completion.finish_reason for completion in completions],
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "generated_tokens": sum(c.usage.completion_tokens for c in completions),
+            "first_token_s": None if first_s is None else round(first_s, 6),
+            "stages_s": seconds_of(stages(times)),
+        }
+    return fields
+
+
+def _line(request: web.Request, outcome: str, seconds: float) -> str:
+    record = request[RECORD]
+    parts = [f"{in_a_line(request.method)} {in_a_line(request.path)} {outcome}"]
+    parts.append(f"{seconds:.3f} s")
+    if record.id:
+        parts.insert(0, in_a_line(record.id))
+    if record.completions:
+        parts += _describe(record.completions)
+    if record.error:
+        parts.append(in_a_line(record.error, MAX_REASON_CHARS))
+    return " · ".join(parts)
+
+
+def _describe(completions: list[Completion]) -> list[str]:
+    """Return finish reasons and token counts of all choices, and the times of the first."""
+    reasons = Counter(completion.finish_reason for completion in completions)
+    usage, times = completions[0].usage, completions[0].timings
+    num_generated = sum(completion.usage.completion_tokens for completion in completions)
+    parts = [
+        ", ".join(
+            reason if count == 1 else f"{count} {reason}" for reason, count in reasons.items()
+        ),
+        *token_counts(usage.prompt_tokens, usage.cached_tokens, num_generated),
+    ]
+    if times.token_times:
+        queued_s, first_s = times.admitted - times.tokenized, times.token_times[0] - times.submitted
+        parts += first_token_times(queued_s, first_s)
+    return parts
+
+
+# Counters and histograms of the requests that came by HTTP, shown at GET /metrics.
+
+TOKEN_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+CHOICE_BOUNDS = (1, 2, 5, 10, 20, 50, 128)
+
+# Metric name -> (bounds of the buckets, help text).
+HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
+    "time_to_first_token_seconds": (SECONDS, "Seconds from submission to the first token"),
+    "request_time_per_output_token_seconds": (
+        SECONDS,
+        "Mean seconds for each token of a choice after the first",
+    ),
+    "inter_token_latency_seconds": (SECONDS, "Seconds between two tokens"),
+    "e2e_request_latency_seconds": (SECONDS, "Seconds from submission to delivery"),
+    "request_tokenize_time_seconds": (SECONDS, "Seconds in the tokenizer"),
+    "request_queue_time_seconds": (SECONDS, "Seconds in the waiting queue"),
+    "request_prefill_time_seconds": (SECONDS, "Seconds from admission to the first token"),
+    "request_decode_time_seconds": (SECONDS, "Seconds from the first to the last token"),
+    "request_inference_time_seconds": (SECONDS, "Seconds from admission to the last token"),
+    "request_detokenize_time_seconds": (SECONDS, "Seconds in the detokenizer"),
+    "request_delivery_time_seconds": (SECONDS, "Seconds from the detokenizer to the gateway"),
+    "request_prompt_tokens": (TOKEN_BOUNDS, "Number of prompt tokens"),
+    "request_generation_tokens": (TOKEN_BOUNDS, "Number of generated tokens of a choice"),
+    "request_params_n": (CHOICE_BOUNDS, "Number of choices"),
+    "request_params_max_tokens": (
+        TOKEN_BOUNDS,
+        "Largest number of generated tokens that the request allows",
+    ),
+}
+
+
+class RequestMetrics:
+    """Counters and histograms of one gateway. Times are in seconds."""
+
+    def __init__(self) -> None:
+        self.num_slow_readers = 0
+        self.num_disconnects = 0
+        self.num_refused_connections = 0
+        self.errors: Counter[str] = Counter()
+        self.histograms = {name: Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
+
+    def count_error(self, code: str) -> None:
+        """Count a web request that failed with this error code."""
+        self.errors[code] += 1
+
+    def count_submitted(self, params: SamplingParams) -> None:
+        """Count a request that is sent to the ring."""
+        self.histograms["request_params_n"].observe(params.n)
+        if params.max_new_tokens is not None:
+            self.histograms["request_params_max_tokens"].observe(params.max_new_tokens)
+
+    def count_completion(self, completion: Completion) -> None:
+        """Count a finished choice and the time of each of its stages."""
+        times, usage, histograms = completion.timings, completion.usage, self.histograms
+        histograms["e2e_request_latency_seconds"].observe(times.delivered - times.submitted)
+        histograms["request_prompt_tokens"].observe(usage.prompt_tokens)
+        histograms["request_generation_tokens"].observe(usage.completion_tokens)
+        histograms["request_tokenize_time_seconds"].observe(times.tokenized - times.received)
+        if not times.token_times:
+            return
+        first, last = times.token_times[0], times.token_times[-1]
+        histograms["time_to_first_token_seconds"].observe(first - times.submitted)
+        histograms["request_queue_time_seconds"].observe(times.admitted - times.tokenized)
+        histograms["request_prefill_time_seconds"].observe(first - times.admitted)
+        histograms["request_decode_time_seconds"].observe(last - first)
+        histograms["request_inference_time_seconds"].observe(last - times.admitted)
+        histograms["request_detokenize_time_seconds"].observe(times.detokenized - last)
+        histograms["request_delivery_time_seconds"].observe(times.delivered - times.detokenized)
+        if len(times.token_times) > 1:
+            per_token = (last - first) / (len(times.token_times) - 1)
+            histograms["request_time_per_output_token_seconds"].observe(per_token)
+        latencies = histograms["inter_token_latency_seconds"]
+        for earlier, later in pairwise(times.token_times):
+            latencies.observe(later - earlier)
+
+
+# The gateway's part of a trace: a span for each web request, around those of the ring.
+
+PROCESS = "http_proc"
+MAX_KEPT = 24_576  # names of ended web requests, which have three or more
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(slots=True)
+class WebTrace:
+    """The trace of a web request.
+
+    Attributes:
+        began_at: Unix seconds.
+        ring_requests: its requests to the ring: the client, and the id.
+        tenant: name of its tenant, with its user; "" without tenants.
+        trace: the gateway's spans, when the request has ended.
+    """
+
+    context: TraceContext
+    began_at: float
+    ring_requests: list[tuple[AsyncClient, str]] = field(default_factory=list)
+    tenant: str = ""
+    trace: RequestTrace | None = None
+
+    @property
+    def traceparent(self) -> str:
+        """The header `traceparent` of the requests that this one causes."""
+        return traceparent_of(self.context)
+
+    @property
+    def ring_ids(self) -> list[str]:
+        """Ids of its requests to the ring, which the live feed shows."""
+        return [request_id for _, request_id in self.ring_requests]
+
+
+_current: ContextVar[WebTrace | None] = ContextVar("trace", default=None)
+
+
+def current_trace() -> WebTrace | None:
+    """Return the trace of the web request that this task answers; None: it is not traced."""
+    return _current.get()
+
+
+@contextmanager
+def as_current(trace: WebTrace) -> Iterator[None]:
+    """Make a trace the current one for a `with` block."""
+    token = _current.set(trace)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+class WebTraces:
+    """Decide which web requests are traced, and keep their traces for a while.
+
+    Args:
+        args: the flags of traces.
+        exporter: gets the gateway's spans of sampled requests.
+    """
+
+    def __init__(self, args: TraceArgs, exporter: NoExporter) -> None:
+        self._sampling = HeadSampling(args.sampling_ratio, args.keep_traces == "all")
+        self._exporter = exporter
+        self._open: dict[str, WebTrace] = {}  # by the id of the span
+        self._kept: OrderedDict[str, WebTrace] = OrderedDict()
+
+    def begin(self, traceparent: str) -> WebTrace | None:
+        """Return a trace for a web request that begins; None: it is not traced."""
+        if not traceparent and self._sampling.is_off:
+            return None
+        context = self._sampling.context(traceparent)
+        if context is None:
+            return None
+        trace = self._open[context.span_id] = WebTrace(context, clock.now())
+        return trace
+
+    def finish(self, trace: WebTrace, record: RequestLogRecord, attributes: Attributes) -> None:
+        """Keep and export the trace of a web request that has ended."""
+        self._open.pop(trace.context.span_id, None)
+        trace.trace = RequestTrace(
+            trace.context,
+            str(attributes["http.route"]),
+            record.id or record.request_id,
+            0,
+            _spans(trace.began_at, record),
+            attributes | {"gen_ai.request.id": record.id or record.request_id},
+            record.error,
+        )
+        for name in {record.id, record.request_id, *trace.ring_ids} - {""}:
+            self._kept[name] = trace
+            self._kept.move_to_end(name)
+        while len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+        if trace.context.sampled:
+            self._exporter.put(_encode(trace.trace))
+
+    def find(self, name: str, tenant: str) -> WebTrace | None:
+        """Return the trace of an ended request by the id of its answer, or another of its ids.
+
+        tenant: which asks; it finds only its own requests.
+        """
+        trace = self._kept.get(name)
+        if trace is None or (tenant and parent_name(trace.tenant) != tenant):
+            return None
+        return trace
+
+    def is_open(self, ring_id: str) -> bool:
+        """Return whether a traced web request is being answered that has this id at the ring."""
+        return any(ring_id in trace.ring_ids for trace in self._open.values())
+
+    def info(self) -> dict[str, int]:
+        """Return the counters of the exporter; empty if nothing is exported."""
+        return self._exporter.info()
+
+    def close(self) -> None:
+        """Export what is left."""
+        self._exporter.close()
+
+
+def _spans(began_at: float, record: RequestLogRecord) -> list[Span]:
+    """Return the gateway's spans: until the ring has the request, and from the ring's last text."""
+    now = max(began_at, clock.now())
+    times = [completion.timings for completion in record.completions]
+    received = [time.received for time in times if time.received]
+    ended = [time.detokenized for time in times if time.detokenized]
+    if not received or not ended:
+        return [Span("http", PROCESS, began_at, now)]
+    received_at, ended_at = max(began_at, min(received)), min(now, max(ended))
+    return [
+        Span("receive", PROCESS, began_at, received_at),
+        Span("deliver", PROCESS, ended_at, now),
+    ]
+
+
+async def all_traces(trace: WebTrace) -> Sequence[RequestTrace]:
+    """Return the traces of a web request: the gateway's, and those of the ring.
+
+    Raises:
+        QuadrigaError: the ring does not answer.
+    """
+    assert trace.trace is not None
+    traces = [trace.trace]
+    requests = trace.ring_requests
+    for ring in {ring: None for ring, _ in requests}:
+        ids = [request_id for client, request_id in requests if client is ring]
+        for first in range(0, len(ids), MAX_TRACE_IDS):
+            traces += await ring.traces(ids[first : first + MAX_TRACE_IDS])
+    return traces

@@ -1,0 +1,1 @@
+"""Files and batches: uploads, and the jobs that answer files of requests."""

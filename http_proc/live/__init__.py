@@ -1,1 +1,0 @@
-"""The live feed for web pages: one subscription at the ring, shared by all viewers."""

@@ -1,1 +1,0 @@
-"""What surrounds every handler: ids, error bodies, API keys, CORS and slow clients."""

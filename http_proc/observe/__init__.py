@@ -1,1 +1,0 @@
-"""The request log and the metrics of HTTP requests."""

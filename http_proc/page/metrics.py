@@ -1,0 +1,555 @@
+"""GET /metrics: of the server, of the requests by HTTP, and of what is kept for clients.
+
+Names and meanings follow vLLM and SGLang, with the prefix `quadriga:`. docs/http.md lists them. The
+names and help texts come first, then a collector for each part of the gateway, then the handler.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import psutil
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.core import (
+    CollectorRegistry,
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import generate_latest
+
+from http_proc.apis.responses.store import RESPONSE_STORE, ResponseStore
+from http_proc.apis.responses.stored_responses import StoredResponses
+from http_proc.core.caller import current_caller
+from http_proc.core.gateway import GATEWAY
+from http_proc.core.observe import HISTOGRAMS, RequestMetrics
+from http_proc.core.stream_rows import StreamRows
+from http_proc.jobs.batches import BATCHES, BatchService
+from http_proc.web.stream_table import STREAMS, StreamTable
+from quadriga.errors import NonFiniteLogits, QuadrigaError
+from quadriga.server.histogram import buckets
+
+# The metrics of the ring: their names and help texts, and the keys of the ring's info.
+
+PREFIX = "quadriga:"
+
+# Metric name -> (key of the ring's info, help text). Gauges without a key are computed.
+GAUGES = {
+    "num_requests_running": ("running", "Number of requests that hold a slot of the running batch"),
+    "num_requests_waiting": (
+        "waiting",
+        "Number of requests that wait for a slot, KV pages or a grammar",
+    ),
+    "num_grammar_queue_reqs": (
+        "waiting_for_grammar",
+        "Number of waiting requests whose grammar the worker compiles",
+    ),
+    "num_used_tokens": ("", "Number of tokens that fit into the KV pages that requests hold"),
+    "new_token_ratio": (
+        "new_token_ratio",
+        "Fraction of max_new_tokens for which admission reserves KV pages",
+    ),
+    "max_total_num_tokens": ("", "Number of tokens that fit into the KV pool"),
+    "kv_cache_usage_perc": ("", "Fraction of the KV pages that requests hold, from 0 to 1"),
+    "journal_failed": ("", "1 while the journal cannot be written, else 0"),
+    "step_gap_p99_ms": (
+        "step_gap_ms_p99",
+        "Idle time of the worker between two steps, 99th percentile in ms",
+    ),
+}
+COUNTERS = {
+    "prompt_tokens": (
+        "prompt_tokens_total",
+        "Number of prompt tokens of the requests that generated a token",
+    ),
+    "generation_tokens": ("generation_tokens_total", "Number of generated tokens"),
+    "prefix_cache_queries": (
+        "prompt_tokens_total",
+        "Number of prompt tokens looked up in the prefix cache",
+    ),
+    "prefix_cache_hits": (
+        "cached_tokens_total",
+        "Number of prompt tokens found in the prefix cache",
+    ),
+    "num_preemptions": (
+        "retractions",
+        "Number of times that a running request was preempted (retracted)",
+    ),
+    "steps": ("steps", "Number of steps of the worker"),
+    "prefill_steps": ("prefill_steps", "Number of steps of the worker that held prompt tokens"),
+    "late_plans": (
+        "late_plans",
+        "Number of steps whose plan arrived after the previous step had ended",
+    ),
+    "worker_busy_seconds": (
+        "busy_seconds",
+        "Seconds that the worker spent in forward and sampling",
+    ),
+}
+# Only of a server that guesses tokens.
+SPECULATION_COUNTERS = {
+    "spec_decode_num_drafts": "Number of rows of steps in which tokens were guessed",
+    "spec_decode_num_draft_tokens": "Number of guessed tokens",
+    "spec_decode_num_accepted_tokens": "Number of guessed tokens that were right",
+}
+SPECULATION_BY_PLACE = "spec_decode_num_accepted_tokens_per_pos"
+# Only of a server with KV pages beyond the pool: (key of the ring's info, help text).
+OFFLOAD_GAUGES = {
+    "kv_offload_pages": "Number of KV pages in the tiers beyond the pool, or on their way there",
+    "kv_offload_disk_failed": "1 while no KV pages can be written to --kv-cache-dir, else 0",
+}
+OFFLOAD_COUNTERS = {
+    "external_prefix_cache_hits": (
+        "kv_offload_loaded_tokens_total",
+        "Number of tokens whose keys and values were loaded from the tiers beyond the pool",
+    ),
+    "kv_offload_loads": ("kv_offload_loads_total", "Number of loads of KV pages into the pool"),
+    "kv_offload_load_seconds": (
+        "kv_offload_load_seconds_total",
+        "Seconds that loads of KV pages took",
+    ),
+    "kv_offload_stored_pages": (
+        "kv_offload_stored_pages_total",
+        "Number of KV pages that the tiers beyond the pool have taken in",
+    ),
+    "kv_offload_missed_pages": (
+        "kv_offload_missed_pages_total",
+        "Number of loads that ended early, because a KV page was not there any more",
+    ),
+    "kv_offload_damaged_pages": (
+        "kv_offload_damaged_pages_total",
+        "Number of files of KV pages that were not what was written",
+    ),
+}
+# Counters with a label: (metric name, help text, label, key of the ring's info).
+LABELED_COUNTERS = (
+    (
+        "request_success",
+        "Number of finished choices by their finish reason",
+        "finished_reason",
+        "ended",
+    ),
+    (
+        "num_aborted_requests",
+        "Number of aborted choices by the origin of the abort",
+        "reason",
+        "aborts",
+    ),
+    (
+        "request_errors",
+        "Number of choices that the scheduler ended with an error",
+        "code",
+        "errors",
+    ),
+)
+# Counters of each tenant, in the order of the numbers in the ring's info.
+TENANT_COUNTERS = (
+    ("tenant_requests", "Number of requests of a tenant that have ended"),
+    ("tenant_prompt_tokens", "Number of prompt tokens of a tenant"),
+    ("tenant_cached_tokens", "Number of prompt tokens of a tenant found in the prefix cache"),
+    ("tenant_generation_tokens", "Number of generated tokens of a tenant"),
+    ("tenant_queue_seconds", "Seconds that the requests of a tenant spent in the waiting queue"),
+)
+POOL_LABELS = {"page_size": "page_size", "num_pages": "pages_total", "prefix_cache": "prefix_cache"}
+
+
+# Metrics of batches.
+
+
+class BatchCollector:
+    """One sample of the metrics of batches and files."""
+
+    def __init__(self, model: str, service: BatchService) -> None:
+        self._model = model
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric family."""
+        states = GaugeMetricFamily(
+            PREFIX + "batches", "Number of batches by their state", labels=["model_name", "status"]
+        )
+        for status, count in self._service.num_by_status().items():
+            states.add_metric([self._model, status], count)
+        yield states
+        lines = CounterMetricFamily(
+            PREFIX + "batch_lines",
+            "Number of lines of batches by their outcome: completed or failed",
+            labels=["model_name", "outcome"],
+        )
+        for outcome in ("completed", "failed"):
+            lines.add_metric([self._model, outcome], self._service.num_lines[outcome])
+        yield lines
+        size = GaugeMetricFamily(
+            PREFIX + "stored_file_bytes", "Size of all stored files in bytes", labels=["model_name"]
+        )
+        size.add_metric([self._model], self._service.files.num_bytes)
+        yield size
+
+
+# Metrics of resumable streams.
+
+
+class StreamCollector:
+    """One sample of the metrics of resumable streams."""
+
+    def __init__(self, model: str, table: StreamTable, rows: StreamRows) -> None:
+        self._model = model
+        self._table = table
+        self._rows = rows
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric family."""
+        table = self._table
+        gauges = (
+            ("resumable_streams", "Number of resumable streams that are kept", len(table)),
+            (
+                "resumable_stream_bytes",
+                "Size of their events and requests in bytes",
+                table.num_bytes,
+            ),
+            (
+                "resumable_rows_failed",
+                "1 while the file of resumable streams cannot be written, else 0",
+                int(self._rows.has_failed),
+            ),
+        )
+        for name, text, value in gauges:
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        counters = (
+            ("streams_resumed", "Number of times that a stream was read again", table.num_resumed),
+            (
+                "streams_expired",
+                "Number of streams that ended because no client has read them in time",
+                table.num_expired,
+            ),
+        )
+        for name, text, count in counters:
+            counter = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
+            counter.add_metric([self._model], count)
+            yield counter
+
+
+# Metrics of stored responses.
+
+
+class ResponseStoreCollector:
+    """One sample of the metrics of a store; none without a store."""
+
+    def __init__(self, model: str, store: ResponseStore | None) -> None:
+        self._model = model
+        self._store = store
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric family."""
+        store = self._store
+        if not isinstance(store, StoredResponses):
+            return
+        for name, text, value in (
+            ("stored_responses", "Number of stored responses", store.size.num_responses),
+            ("stored_conversations", "Number of stored conversations",
+             store.size.num_conversations),
+            ("background_responses", "Number of responses that are made in the background",
+             store.size.num_open),
+            ("stored_response_bytes", "Bytes of the file of stored responses that are in use",
+             store.size.num_bytes),
+            ("response_store_failed", "1 while responses cannot be stored, else 0",
+             int(store.has_failed)),
+        ):  # fmt: skip
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        saves = CounterMetricFamily(
+            PREFIX + "response_saves",
+            "Number of responses to be stored by the outcome: stored or failed",
+            labels=["model_name", "outcome"],
+        )
+        for outcome in ("stored", "failed"):
+            saves.add_metric([self._model, outcome], store.outcomes[outcome])
+        yield saves
+
+
+# Metrics of the export of traces.
+
+# Metric name -> (key of an exporter's info, help text).
+TRACE_COUNTERS = {
+    "otlp_traces_exported": (
+        "traces_exported",
+        "Number of traces that the OTLP collector has taken, those of gateway and server apart",
+    ),
+    "otlp_traces_dropped": (
+        "traces_dropped",
+        "Number of traces that the OTLP collector has not taken in time",
+    ),
+}
+
+
+class TraceCollector:
+    """One sample of the counters of all exporters; without --otlp-endpoint there are none."""
+
+    def __init__(self, model: str, infos: Sequence[Mapping[str, Any]]) -> None:
+        self._model = model
+        self._infos = infos
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric family."""
+        for name, (key, text) in TRACE_COUNTERS.items():
+            counts = [info[key] for info in self._infos if key in info]
+            if counts:
+                family = CounterMetricFamily("quadriga:" + name, text, labels=["model_name"])
+                family.add_metric([self._model], sum(counts))
+                yield family
+
+
+# GET /metrics: gauges and counters of the ring, and the metrics of the requests by HTTP.
+#
+# Names and meanings follow vLLM and SGLang, with the prefix `quadriga:`. docs/http.md lists them.
+
+
+class Collector:
+    """One sample of all metrics.
+
+    Args:
+        info: the ring's info, empty if the ring does not answer.
+        num_open: number of web requests that are being answered.
+        key_file_failed: whether --keys cannot be read; None without the flag.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        info: dict[str, Any],
+        num_open: int,
+        http: RequestMetrics,
+        key_file_failed: bool | None = None,
+    ) -> None:
+        self._model = model
+        self._info = info
+        self._num_open = num_open
+        self._http = http
+        self._key_file_failed = key_file_failed
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric family."""
+        yield self._gauge(
+            "http_requests_live", "Number of web requests that are being answered", self._num_open
+        )
+        if self._info.get("replicas"):
+            yield from self._replicas()
+        elif self._info.get("ready"):
+            yield from self._ring(self._info)
+        yield from _processes(self._info.get("pids", {}))
+        http = self._http
+        for name, histogram in http.histograms.items():
+            text = f"{HISTOGRAMS[name][1]}, of requests by HTTP"
+            yield self._histogram(name, text, {(): histogram.as_map()})
+        yield self._labeled_counter(
+            "http_errors", "Number of web requests that failed, by error code", "code", http.errors
+        )
+        text = "Number of clients that were disconnected because they read too slowly"
+        yield self._counter("http_slow_readers", text, http.num_slow_readers)
+        text = "Number of web requests whose client disconnected before the end"
+        yield self._counter("http_disconnects", text, http.num_disconnects)
+        if self._key_file_failed is not None:
+            text = "1 while --keys cannot be read, and its tenants are those of an earlier file"
+            yield self._gauge("key_file_failed", text, int(self._key_file_failed))
+        text = "Number of connections refused because of --max-http-connections"
+        yield self._counter("http_connections_refused", text, http.num_refused_connections)
+
+    def _replicas(self) -> Iterator[Metric]:
+        """Yield the ring's metrics of several replicas, each with the label `replica`."""
+        families: dict[str, Metric] = {}
+        up = GaugeMetricFamily(
+            PREFIX + "replica_up",
+            "1 while the replica serves, else 0",
+            labels=["model_name", "replica"],
+        )
+        infos = {info["replica"]: info for info in self._info["replicas"] if info.get("ready")}
+        for number in range(self._info["num_replicas"]):
+            up.add_metric([self._model, str(number)], number in infos)
+        for number, info in infos.items():
+            for family in self._ring(info):
+                whole = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                whole.samples += [
+                    sample._replace(labels={**sample.labels, "replica": str(number)})
+                    for sample in family.samples
+                ]
+        yield up
+        yield self._counter(
+            "requests_moved",
+            "Number of requests that went on at another replica",
+            self._info["requests_moved"],
+        )
+        yield self._counter(
+            "results_dropped",
+            "Number of results of replicas that no longer owned the request",
+            self._info["results_dropped"],
+        )
+        yield from families.values()
+
+    def _ring(self, info: dict[str, Any]) -> Iterator[Metric]:
+        pages, held = info["pages_total"], info["pages_held"]
+        derived = {
+            "max_total_num_tokens": pages * info["page_size"],
+            "num_used_tokens": held * info["page_size"],
+            "kv_cache_usage_perc": held / pages if pages else 0.0,
+            "journal_failed": int(info["journal"] == "failed"),
+        }
+        for name, (key, text) in GAUGES.items():
+            yield self._gauge(name, text, derived[name] if not key else info[key])
+        for name, (key, text) in COUNTERS.items():
+            yield self._counter(name, text, info[key])
+        yield self._counter(
+            "nan_logits",
+            "Number of choices that ended because the model's logits were not finite",
+            info["errors"].get(NonFiniteLogits.code, 0),
+        )
+        if SPECULATION_BY_PLACE in info:
+            yield from self._speculation(info)
+        if "kv_offload_pages" in info:
+            yield from self._offload(info)
+        for name, text, label, key in LABELED_COUNTERS:
+            yield self._labeled_counter(name, text, label, info[key])
+        for index, (name, text) in enumerate(TENANT_COUNTERS if info.get("tenants") else ()):
+            counts = {tenant: numbers[index] for tenant, numbers in info["tenants"].items()}
+            yield self._labeled_counter(name, text, "tenant", counts)
+        text = "Number of tokens that one step computes"
+        yield self._histogram("iteration_tokens_total", text, {(): info["step_tokens"]})
+        text = "Seconds that a request spends in each stage, by HTTP or ZeroMQ"
+        stages: dict[tuple[str, ...], dict[str, float]] = {
+            (stage,): times for stage, times in info["stage_seconds"].items()
+        }
+        yield self._histogram("per_stage_req_latency_seconds", text, stages, "stage")
+        pool = GaugeMetricFamily(
+            PREFIX + "cache_config_info",
+            "Always 1; the labels describe the KV pool",
+            labels=["model_name", *POOL_LABELS],
+        )
+        pool.add_metric([self._model, *(str(info[key]) for key in POOL_LABELS.values())], 1)
+        yield pool
+
+    def _speculation(self, info: dict[str, Any]) -> Iterator[Metric]:
+        """Yield the metrics of guessed tokens."""
+        for name, text in SPECULATION_COUNTERS.items():
+            yield self._counter(name, text, info[f"{name}_total"])
+        text = "Number of guessed tokens that were right, by their place in the row"
+        places = info[SPECULATION_BY_PLACE]
+        yield self._labeled_counter(SPECULATION_BY_PLACE, text, "position", places)
+
+    def _offload(self, info: dict[str, Any]) -> Iterator[Metric]:
+        """Yield the metrics of KV pages beyond the pool."""
+        for name, text in OFFLOAD_GAUGES.items():
+            yield self._gauge(name, text, info[name])
+        for name, (key, text) in OFFLOAD_COUNTERS.items():
+            yield self._counter(name, text, info[key])
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _labeled_counter(
+        self, name: str, text: str, label: str, counts: Mapping[str, float]
+    ) -> CounterMetricFamily:
+        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", label])
+        for value, count in counts.items():
+            family.add_metric([self._model, value], count)
+        return family
+
+    def _histogram(
+        self,
+        name: str,
+        text: str,
+        samples: Mapping[tuple[str, ...], dict[str, float]],
+        *labels: str,
+    ) -> HistogramMetricFamily:
+        """Return a family with one histogram for each tuple of label values."""
+        family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name", *labels])
+        for values, histogram in samples.items():
+            family.add_metric([self._model, *values], *buckets(histogram))
+        return family
+
+
+def _processes(pids: dict[str, int]) -> Iterable[Metric]:
+    """Return CPU time, memory and start of each process that runs on this machine."""
+    cpu = CounterMetricFamily(
+        PREFIX + "process_cpu_seconds", "CPU time of the process in seconds", labels=["process"]
+    )
+    memory = GaugeMetricFamily(
+        PREFIX + "process_resident_bytes",
+        "Resident memory of the process in bytes",
+        labels=["process"],
+    )
+    started = GaugeMetricFamily(
+        PREFIX + "process_start_time_seconds",
+        "Start of the process in Unix time; it changes with a restart",
+        labels=["process"],
+    )
+    for name, pid in {**pids, "http_proc": psutil.Process().pid}.items():
+        try:
+            process = psutil.Process(pid)
+            times = process.cpu_times()
+            memory.add_metric([name], process.memory_info().rss)
+            started.add_metric([name], process.create_time())
+            cpu.add_metric([name], times.user + times.system)
+        except psutil.Error:
+            continue
+    return cpu, memory, started
+
+
+class UsageCollector:
+    """One sample of what a tenant has used, which is all that its own key shows.
+
+    Args:
+        usage: the numbers of TENANT_COUNTERS; empty without any.
+    """
+
+    def __init__(self, model: str, tenant: str, usage: Sequence[float]) -> None:
+        self._labels = [model, tenant]
+        self._usage = usage
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric family."""
+        for (name, text), count in zip(TENANT_COUNTERS, self._usage, strict=False):
+            family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", "tenant"])
+            family.add_metric(self._labels, count)
+            yield family
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Return all metrics, without those of the ring if it does not answer.
+
+    A tenant's key gets those of the tenant's own usage.
+    """
+    gateway = request.app[GATEWAY]
+    try:
+        info = await gateway.ring_info.current()
+    except QuadrigaError:
+        info = {}
+    registry = CollectorRegistry(auto_describe=False)
+    if (entry := current_caller().entry) is not None:
+        usage = (info.get("tenants") or {}).get(entry.name, ())
+        registry.register(UsageCollector(gateway.model, entry.name, usage))
+        return _exposed(registry)
+    has_failed = None if gateway.tenant_file is None else gateway.tenant_file.has_failed
+    registry.register(Collector(gateway.model, info, gateway.num_open, gateway.metrics, has_failed))
+    registry.register(BatchCollector(gateway.model, request.app[BATCHES]))
+    registry.register(ResponseStoreCollector(gateway.model, request.app.get(RESPONSE_STORE)))
+    registry.register(StreamCollector(gateway.model, request.app[STREAMS], gateway.stream_rows))
+    registry.register(TraceCollector(gateway.model, [info, gateway.traces.info()]))
+    return _exposed(registry)
+
+
+def _exposed(registry: CollectorRegistry) -> web.Response:
+    return web.Response(
+        body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+    )

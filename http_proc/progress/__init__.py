@@ -1,1 +1,0 @@
-"""Tell the clients of streams that wait how far their requests are."""

@@ -1,1 +1,0 @@
-"""Request and response bodies, and their translation to the client library's types."""

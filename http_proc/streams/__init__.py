@@ -1,1 +1,0 @@
-"""Streams that outlive their connections, and are resumed by others."""

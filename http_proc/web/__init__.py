@@ -1,0 +1,1 @@
+"""Adapters to HTTP: endpoints, bodies of requests, middlewares, and resumable streams."""

@@ -1,0 +1,334 @@
+"""What surrounds each web request: its id, its trace, error bodies, slow clients and the log.
+
+Clients that read next to nothing of their answer are disconnected, and so are those that hold too
+much.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Handler
+
+from http_proc.core.caller import current_caller
+from http_proc.core.errors import ApiError, from_ring, invalid
+from http_proc.core.gateway import GATEWAY, REQUEST_ID, request_id
+from http_proc.core.observe import (
+    RECORD,
+    RequestLogRecord,
+    RequestMetrics,
+    WebTrace,
+    as_current,
+    current_trace,
+    log_request,
+)
+from http_proc.core.shares import Shares, holding
+from http_proc.core.timings import SERVER_TIMING, server_timing, stages
+from http_proc.web.request_body import check_head
+from quadriga.errors import QuadrigaError
+from quadriga.server.processes.logs import in_a_line
+from quadriga.server.tracing.context import HEADER
+from quadriga.wire.trace import Attributes
+
+# Disconnect clients that read next to nothing of their answer, and those that hold too much.
+
+CHECK_INTERVAL_S = 30.0
+# A check this late means that the gateway itself was suspended, so the client is not to blame.
+MAX_CHECK_DELAY_S = CHECK_INTERVAL_S / 4
+MIN_BYTES_PER_INTERVAL = 1024
+
+
+# Of whole answers that wait for their clients, and the least of which one is counted.
+MAX_UNREAD_BYTES = 256 * 1024 * 1024
+MIN_COUNTED_BYTES = 64 * 1024
+# A client has so much time before it counts as slow, unless all have had less.
+MIN_READ_S = 0.5
+
+
+class SlowClientGuard:
+    """Watch the connection of one request while its answer is sent.
+
+    Every CHECK_INTERVAL_S in which data was waiting, the client must read at least
+    MIN_BYTES_PER_INTERVAL of it. Data waits in the transport's write buffer: the guard makes
+    aiohttp's writes wait until that buffer is empty, so that an answer ends when it was sent.
+    """
+
+    def __init__(self, request: web.Request, metrics: RequestMetrics) -> None:
+        self._writer = request.writer
+        self._transport = request.transport
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self._last_waiting = 0
+        self._last_sent = 0
+        if self._transport is not None:
+            # Not 0: an idle TLS transport would block its writer as well.
+            self._transport.set_write_buffer_limits(high=1)
+
+    def __enter__(self) -> "SlowClientGuard":
+        self._schedule()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def _schedule(self) -> None:
+        self._due_at = self._loop.time() + CHECK_INTERVAL_S
+        self._timer = self._loop.call_at(self._due_at, self._check)
+
+    def _check(self) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        waiting, sent = self.progress()
+        is_late = self._loop.time() > self._due_at + MAX_CHECK_DELAY_S
+        is_slow = sent - self._last_sent < MIN_BYTES_PER_INTERVAL
+        if self._last_waiting and waiting and is_slow and not is_late:
+            self._disconnect()
+            return
+        self._last_waiting, self._last_sent = waiting, sent
+        self._schedule()
+
+    def progress(self) -> tuple[int, int]:
+        """Return the number of bytes that wait for the client, and of bytes sent to it."""
+        assert self._transport is not None
+        waiting = self._transport.get_write_buffer_size()
+        return waiting, self._writer.output_size - waiting
+
+    @property
+    def num_sent(self) -> int:
+        """Number of bytes that were sent."""
+        return 0 if self._transport is None else self.progress()[1]
+
+    def disconnect(self) -> None:
+        """Close the connection of a client whose answer holds memory that others need."""
+        if self._transport is not None:
+            logging.warning(
+                "disconnected the slowest reader: answers that wait for HTTP clients have at most"
+                " %d bytes",
+                MAX_UNREAD_BYTES,
+            )
+            self._metrics.num_slow_readers += 1
+            self._transport.abort()
+
+    def _disconnect(self) -> None:
+        assert self._transport is not None
+        logging.warning(
+            "disconnected an HTTP client that read less than %d bytes in %g s",
+            MIN_BYTES_PER_INTERVAL,
+            CHECK_INTERVAL_S,
+        )
+        self._metrics.num_slow_readers += 1
+        self._transport.abort()
+
+
+class _Sending(NamedTuple):
+    """A whole answer that is being sent. began_at: time of the event loop."""
+
+    owner: str
+    size: int
+    began_at: float
+
+
+class UnreadAnswers:
+    """Bound the bytes of whole answers that wait until their clients have read them.
+
+    Where they need more, the tenant that has the most for its weight loses the connection whose
+    client reads most slowly.
+
+    Args:
+        shares: the tenants.
+    """
+
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
+        self._answers: dict[SlowClientGuard, _Sending] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all answers that wait."""
+        return sum(answer.size for answer in self._answers.values())
+
+    @contextmanager
+    def sending(self, guard: SlowClientGuard, owner: str, size: int) -> Iterator[None]:
+        """Count an answer of an owner in a `with` block, in which it is sent."""
+        if size < MIN_COUNTED_BYTES:
+            yield
+            return
+        self._answers[guard] = _Sending(owner, size, asyncio.get_running_loop().time())
+        self._make_room()
+        try:
+            yield
+        finally:
+            self._answers.pop(guard, None)
+
+    def _make_room(self) -> None:
+        while len(self._answers) > 1 and self.num_bytes > MAX_UNREAD_BYTES:
+            sizes: Counter[str] = Counter()
+            for answer in self._answers.values():
+                sizes[self._shares.party(answer.owner)] += answer.size
+            slowest = self._slowest_of(self._shares.largest(sizes))
+            del self._answers[slowest]
+            slowest.disconnect()
+
+    def _slowest_of(self, party: str) -> SlowClientGuard:
+        now = asyncio.get_running_loop().time()
+
+        def order(guard: SlowClientGuard) -> tuple[bool, float, float]:
+            began_at = self._answers[guard].began_at
+            age_s = now - began_at
+            is_new = age_s < MIN_READ_S
+            return is_new, 0.0 if is_new else guard.num_sent / age_s, began_at
+
+        guards = self._answers.items()
+        of_party = (guard for guard, one in guards if self._shares.party(one.owner) == party)
+        return min(of_party, key=order)
+
+
+# The outermost middleware: request id, slow-client guard, error bodies and the request log.
+
+BROKEN_BODY = (
+    "the body is not what its headers say: its Content-Encoding, Content-Length or chunks are wrong"
+)
+UNREAD_ANSWERS = web.AppKey("unread_answers", UnreadAnswers)
+# The format of errors by the handler of an endpoint.
+ERROR_BODIES = web.AppKey("error_bodies", dict[Any, Callable[[ApiError], bytes]])
+
+
+@web.middleware
+async def request_scope(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Run a handler and return after the client has received the whole answer."""
+    gateway = request.app[GATEWAY]
+    request[REQUEST_ID] = request_id(request)
+    request[RECORD] = RequestLogRecord(request_id=request[REQUEST_ID])
+    outcome = "the client left"
+    try:
+        with holding(), SlowClientGuard(request, gateway.metrics) as guard:
+            response, outcome = await _answer(request, handler)
+            _add_timing(request, response)
+            size = _size_of_body(response)
+            with request.app[UNREAD_ANSWERS].sending(guard, current_caller().owner, size):
+                await response.prepare(request)
+                await response.write_eof()
+        return response
+    finally:
+        log_request(request, outcome, gateway.log_level)
+
+
+def _size_of_body(response: web.StreamResponse) -> int:
+    """Return the size of a whole answer; 0 for one that is sent in pieces."""
+    body = response.body if isinstance(response, web.Response) else None
+    return len(body) if isinstance(body, bytes | bytearray) else 0
+
+
+def _add_timing(request: web.Request, response: web.StreamResponse) -> None:
+    """Add the stages of the first choice to the headers of a whole answer."""
+    completions = request[RECORD].completions
+    if completions and not response.prepared:
+        response.headers[SERVER_TIMING] = server_timing(stages(completions[0].timings))
+
+
+async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamResponse, str]:
+    """Return the answer, or an error in the API's format, and the outcome for the log."""
+    try:
+        check_head(request)
+        response = await handler(request)
+        request[RECORD].status = response.status
+        return response, str(response.status)
+    except (asyncio.CancelledError, ConnectionError):
+        raise
+    except Exception as error:
+        if isinstance(error, web.HTTPException) and error.status < 400:
+            raise
+        api_error = _api_error(request, error)
+        api_error.request_id = request[REQUEST_ID]
+    code = api_error.answer.error.code
+    record = request[RECORD]
+    record.status, record.code = api_error.status, code or ""
+    record.error = str(api_error)
+    request.app[GATEWAY].metrics.count_error(code or str(api_error.status))
+    response = web.Response(
+        body=_error_body(request, api_error),
+        status=api_error.status,
+        headers=api_error.headers(),
+        content_type="application/json",
+    )
+    return response, f"{api_error.status} {code or ''}".rstrip()
+
+
+def _error_body(request: web.Request, error: ApiError) -> bytes:
+    """Return the body in the format of the endpoint's API; OpenAI's if there is no endpoint."""
+    handler = request.match_info.handler
+    return request.app[ERROR_BODIES].get(handler, ApiError.body)(error)
+
+
+def _api_error(request: web.Request, error: Exception) -> ApiError:
+    """Convert what a handler raised. An unexpected exception is logged and becomes a 500."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QuadrigaError):
+        return from_ring(error, {})
+    if isinstance(error, web.RequestPayloadError | HttpProcessingError):
+        return invalid(BROKEN_BODY, code="invalid_body")
+    if isinstance(error, web.HTTPException):
+        code = error.reason.lower().replace(" ", "_")
+        api_error = ApiError(error.status, _message(request, error), code=code)
+        api_error.allow = error.headers.get("Allow")
+        return api_error
+    logging.error("%s failed", in_a_line(f"{request.method} {request.path}"), exc_info=error)
+    if request.writer.output_size:
+        raise ConnectionResetError("a part of the answer has been sent") from None
+    return ApiError(500, "the gateway failed on this request; its log says why", "server_error")
+
+
+def _message(request: web.Request, error: web.HTTPException) -> str:
+    if isinstance(error, web.HTTPNotFound):
+        return f"there is no {request.path} here; /openapi.json lists what there is"
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = " or ".join(sorted(error.allowed_methods))
+        return f"{request.method} is not for {request.path}: use {allowed}"
+    return error.reason
+
+
+# The middleware of traces: `traceparent` in and out, and a span for each traced web request.
+
+
+@web.middleware
+async def trace_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Trace a POST that is sampled, until its client has the answer."""
+    if request.method != "POST":
+        return await handler(request)
+    traces = request.app[GATEWAY].traces
+    trace = traces.begin(request.headers.get(HEADER, ""))
+    if trace is None:
+        return await handler(request)
+    with as_current(trace):
+        try:
+            return await handler(request)
+        finally:
+            trace.tenant = current_caller().name
+            traces.finish(trace, request[RECORD], _attributes(request, trace))
+
+
+def _attributes(request: web.Request, trace: WebTrace) -> Attributes:
+    record, resource = request[RECORD], request.match_info.route.resource
+    path = resource.canonical if resource is not None else "unknown path"
+    attributes: Attributes = {
+        "http.request.method": request.method,
+        "http.route": path,
+        "quadriga.choices": len(record.completions),
+    }
+    if record.status is not None:
+        attributes["http.response.status_code"] = record.status
+    if record.code:
+        attributes["error.type"] = record.code
+    return attributes | ({"quadriga.tenant": trace.tenant} if trace.tenant else {})
+
+
+async def add_header(_: web.Request, response: web.StreamResponse) -> None:
+    """Add the `traceparent` of a traced request to its response."""
+    if (trace := current_trace()) is not None:
+        response.headers[HEADER] = trace.traceparent

@@ -1,0 +1,476 @@
+"""The resumable streams of a gateway: running ones, and ended ones that may still be read.
+
+Each has a log of its events, numbered from 1, for readers that come and go.
+"""
+
+import asyncio
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from http_proc.core.errors import RETRY_AFTER_RESTART_S, RETRY_AFTER_S, ApiError
+from http_proc.core.gateway import Gateway, without_prefix
+from http_proc.core.shares import holding
+from http_proc.core.stream_rows import StreamName, StreamRow
+from http_proc.core.streaming import END_OF_EVENT, PIECE_BYTES
+from quadriga.clock import now
+from quadriga.errors import QuadrigaError
+
+# The events of one resumable stream, numbered from 1, for readers that come and go.
+
+
+class EventLog:
+    """An EventSink that keeps its events in memory: all of them, unless the first are dropped.
+
+    Args:
+        on_growth: called after events were appended.
+
+    Attributes:
+        headers: of the response; None until they are known.
+        num_bytes: size of the events that are kept.
+        num_dropped: number of the first events, which are kept no more.
+        is_ended: no event follows.
+        error: why the stream has ended before its last event; None where it has not.
+        last_comment: the last comment.
+        num_comments: number of comments so far.
+    """
+
+    def __init__(self, on_growth: Callable[[], None] = lambda: None) -> None:
+        self._on_growth = on_growth
+        self.num_dropped = 0
+        self.headers: Mapping[str, str] | None = None
+        self.num_bytes = 0
+        self.is_ended = False
+        self.error: Exception | None = None
+        self.last_comment = b""
+        self.num_comments = 0
+        self._events: list[bytes] = []
+        self._waiters: list[asyncio.Future[None]] = []
+        self._held_until: Future[None] | None = None
+
+    def __len__(self) -> int:
+        return self.num_dropped + len(self._events)
+
+    # --- the writer -------------------------------------------------------------------------------
+
+    def hold(self, until: "Future[None]") -> None:
+        """Show no event that follows to readers before a write to the disk has ended."""
+        self._held_until = until
+
+    async def _held(self) -> None:
+        while (write := self._held_until) is not None:
+            await asyncio.shield(asyncio.wrap_future(write))
+            if self._held_until is write:
+                self._held_until = None
+
+    async def open(self, headers: Mapping[str, str]) -> None:
+        """Take the headers."""
+        await self._held()
+        self.headers = headers
+        self._wake()
+
+    async def write(self, data: bytes) -> None:
+        """Append whole events, each of which gets its number as its id; none after the end."""
+        if self._held_until is not None:
+            await self._held()
+        if self.is_ended:
+            return
+        for event in data.removesuffix(END_OF_EVENT).split(END_OF_EVENT):
+            numbered = b"id: %d\n%b\n\n" % (len(self) + 1, event)
+            self._events.append(numbered)
+            self.num_bytes += len(numbered)
+        self._on_growth()
+        self._wake()
+
+    async def comment(self, line: bytes) -> None:
+        """Show a comment to the readers that have read every event; it is not kept."""
+        self.last_comment = line
+        self.num_comments += 1
+        self._wake()
+
+    async def close(self) -> web.StreamResponse:
+        """Take the end. The response is not sent."""
+        self.end()
+        return web.Response()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Take the end, unless it is known; `error`: why events are missing."""
+        if not self.is_ended:
+            self.is_ended, self.error = True, error
+            self._wake()
+
+    # --- readers ----------------------------------------------------------------------------------
+
+    async def opened(self) -> Mapping[str, str]:
+        """Wait for the headers. Raise the error of a stream that ends before."""
+        while self.headers is None:
+            if self.error is not None:
+                raise self.error
+            await self.change()
+        return self.headers
+
+    def drop_first(self, num_bytes: int) -> None:
+        """Keep the first events no more, of about this size, but always the last event."""
+        count = dropped = 0
+        while dropped < num_bytes and count < len(self._events) - 1:
+            dropped += len(self._events[count])
+            count += 1
+        del self._events[:count]
+        self.num_dropped += count
+        self.num_bytes -= dropped
+
+    def since(self, num_read: int) -> list[bytes]:
+        """Return events after the first `num_read`: at least one, and about PIECE_BYTES at most.
+
+        They are those of the log, not copies.
+
+        Raises:
+            LookupError: the next event was dropped.
+        """
+        first = last = num_read - self.num_dropped
+        if first < 0:
+            raise LookupError(f"the first {self.num_dropped} events are kept no more")
+        size = 0
+        while last < len(self._events) and size < PIECE_BYTES:
+            size += len(self._events[last])
+            last += 1
+        return self._events[first:last]
+
+    async def change(self) -> None:
+        """Wait until anything comes: headers, events, a comment, the end."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        finally:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+# The resumable streams of a gateway: running ones, and ended ones that may still be read.
+
+# Of all streams: their events, and the bodies of their requests.
+MAX_BYTES = 256 * 1024 * 1024
+# More than is needed, so that not every further event drops some.
+DROPPED_AT_ONCE_BYTES = 256 * 1024
+# Ids that are remembered, so that a late reader learns that its stream is over and not unknown.
+MAX_EXPIRED_IDS = 4096
+
+Answer = Callable[["ResumableStream"], Awaitable[object]]
+
+
+@dataclass(slots=True, eq=False)
+class ResumableStream:
+    """A stream that does not end with its connection.
+
+    Attributes:
+        row: its request.
+        task: renders the events.
+        num_readers: connections that read it.
+        timer: drops it.
+        counted_bytes: what the table has counted of its size.
+    """
+
+    row: StreamRow
+    log: EventLog = field(default_factory=EventLog)
+    counted_bytes: int = 0
+    task: "asyncio.Task[None] | None" = None
+    num_readers: int = 0
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def id(self) -> str:
+        """The X-Request-Id of its request."""
+        return self.row.id
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its events, and of its row."""
+        return self.log.num_bytes + len(self.row.body) + len(self.row.decisions)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended before its begin."""
+        return self.log.headers is None and self.log.error is not None
+
+    def cancel(self) -> None:
+        """End its request, if it runs."""
+        if self.task is not None:
+            self.task.cancel()
+
+
+class StreamTable:
+    """Start, find and drop streams.
+
+    Attributes:
+        num_resumed: number of times that a stream was read again.
+        num_expired: number of streams that were dropped before their end for lack of a reader.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.window_s = gateway.args.resume_window
+        self._max_streams = gateway.args.max_resumable_streams
+        self._rows = gateway.stream_rows
+        self._shares = gateway.shares
+        self._streams: dict[StreamName, ResumableStream] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Ended streams without a reader: the first ones make room for others.
+        self._idle: dict[StreamName, ResumableStream] = {}
+        self._expired: OrderedDict[StreamName, None] = OrderedDict()
+        self._bytes_of: Counter[str] = Counter()
+        self.num_resumed = self.num_expired = 0
+        self._is_interrupted = False
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __iter__(self) -> Iterator[StreamName]:
+        return iter(self._streams)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all streams."""
+        return self._bytes_of.total()
+
+    # --- find -------------------------------------------------------------------------------------
+
+    def get(self, name: StreamName) -> ResumableStream | None:
+        """Return a stream."""
+        return self._streams.get(name)
+
+    def missing(self, name: StreamName) -> ApiError:
+        """Return the error for a stream that is not there."""
+        if name in self._expired or name._replace(id=without_prefix(name.id)) in self._expired:
+            return ApiError(
+                404,
+                f"stream {name.id} has expired: a resumable stream is kept for"
+                f" {self.window_s:g} s after its end or its last reader (--resume-window), or"
+                " until another one needs its room",
+                code="stream_expired",
+            )
+        return ApiError(
+            404,
+            f"there is no resumable stream {name.id}: streams with resumable: true can be resumed,"
+            " by the X-Request-Id or the id of their answer",
+            code="stream_not_found",
+        )
+
+    # --- start and end ----------------------------------------------------------------------------
+
+    def start(self, row: StreamRow, answer: Answer, is_resent: bool = False) -> ResumableStream:
+        """Start a stream, whose events `answer` writes to its log.
+
+        Args:
+            row: its request.
+            answer: writes its events.
+            is_resent: it has been accepted by an earlier gateway.
+
+        Raises:
+            ApiError: there is no room for another stream.
+        """
+        self._make_room(row, is_resent)
+        stream = ResumableStream(row)
+        stream.log = EventLog(lambda: self._on_growth(stream))
+        self._streams[row.name] = stream
+        self._expired.pop(row.name, None)
+        self._on_growth(stream)
+        task = stream.task = asyncio.get_running_loop().create_task(self._run(stream, answer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self._on_change(stream)
+        return stream
+
+    async def _run(self, stream: ResumableStream, answer: Answer) -> None:
+        try:
+            stream.log.hold(self._rows.add(stream.row))
+            with holding():
+                await answer(stream)
+        except Exception as error:
+            if not isinstance(error, ApiError | QuadrigaError):
+                logging.error("stream %s failed", stream.id, exc_info=error)
+            stream.log.end(error)
+            if stream.has_failed and stream.num_readers:
+                self.forget(stream)  # its client gets the error now, and may try again
+        finally:
+            stream.log.end(_deleted(stream.id))
+            if self._streams.get(stream.row.name) is stream and not self._is_interrupted:
+                self._rows.end(stream.row.name, now())
+            self._on_change(stream)
+
+    def _make_room(self, row: StreamRow, is_resent: bool) -> None:
+        """Drop ended streams that no connection reads, for a new one. Raise ApiError without room.
+
+        Running streams are not dropped for others.
+        """
+        owner = row.owner
+        counts, bodies = Counter[str](), Counter[str]()
+        for name, stream in self._streams.items():
+            if name not in self._idle:
+                counts[name.owner] += 1
+                bodies[name.owner] += len(stream.row.body)
+        has_room = is_resent or (
+            self._shares.has_room(owner, counts, self._max_streams)
+            and self._shares.has_room(owner, bodies, MAX_BYTES, len(row.body))
+        )
+        if not has_room:
+            raise ApiError(
+                503,
+                f"{counts.total()} resumable streams are running or being read, {counts[owner]} of"
+                f" them yours, with requests of {bodies.total()} bytes, and this server keeps"
+                f" {self._max_streams} (--max-resumable-streams) with {MAX_BYTES} bytes, with a"
+                " share for each tenant; try again, or leave out resumable",
+                "server_error",
+                code="too_many_streams",
+                retry_after=RETRY_AFTER_S,
+            )
+        while len(self) >= self._max_streams and self._idle:
+            of_each = Counter([owner, *(name.owner for name in self._streams)])
+            self._drop_idle(self._shares.by_party(of_each))
+
+    def _on_growth(self, stream: ResumableStream) -> None:
+        """Count what a stream has grown by, and make room for it.
+
+        Ended streams of the tenant that has the most go first, then the first events of its longest
+        stream: readers that keep up with it miss nothing.
+        """
+        if self._streams.get(stream.row.name) is not stream:
+            return
+        self._count(stream, stream.num_bytes)
+        while self.num_bytes > MAX_BYTES:
+            parties = self._shares.by_party(self._bytes_of)
+            party = self._shares.largest(parties)
+            if self._drop_idle({party: parties[party]}):
+                continue
+            longest = max(
+                (one for one in self._streams.values() if self._party(one) == party),
+                key=lambda one: one.log.num_bytes,
+            )
+            num_dropped = longest.log.num_dropped
+            longest.log.drop_first(self.num_bytes - MAX_BYTES + DROPPED_AT_ONCE_BYTES)
+            if longest.log.num_dropped == num_dropped:
+                return  # it has nothing but its last event
+            self._count(longest, longest.num_bytes)
+
+    def _count(self, stream: ResumableStream, num_bytes: int) -> None:
+        self._bytes_of[stream.row.owner] += num_bytes - stream.counted_bytes
+        stream.counted_bytes = num_bytes
+
+    def _party(self, stream: ResumableStream) -> str:
+        return self._shares.party(stream.row.owner)
+
+    def _drop_idle(self, parties: Mapping[str, int]) -> bool:
+        """Drop the stream that ended first, of the party that has the most of those with any.
+
+        Args:
+            parties: what each has.
+
+        Returns:
+            Whether there was one.
+        """
+        idle = {self._party(stream) for stream in self._idle.values()} & parties.keys()
+        if not idle:
+            return False
+        largest = self._shares.largest({party: parties[party] for party in idle})
+        self.drop(next(one for one in self._idle.values() if self._party(one) == largest))
+        return True
+
+    def forget(self, stream: ResumableStream) -> bool:
+        """Keep a stream no more; what runs of it goes on. Return whether it was kept."""
+        name = stream.row.name
+        if self._streams.get(name) is not stream:
+            return False
+        self._count(stream, 0)
+        del self._streams[name]
+        self._idle.pop(name, None)
+        if stream.timer is not None:
+            stream.timer.cancel()
+        self._rows.remove(name)
+        return True
+
+    def drop(self, stream: ResumableStream) -> None:
+        """Forget a stream but its id, and end its request if it runs."""
+        if self.forget(stream):
+            self.note_expired(stream.row.name)
+            stream.cancel()
+
+    def note_expired(self, name: StreamName) -> None:
+        """Remember the name of a stream that was dropped."""
+        self._expired[name] = None
+        while len(self._expired) > MAX_EXPIRED_IDS:
+            self._expired.popitem(last=False)
+
+    def interrupt(self) -> None:
+        """Break every connection that reads a stream: another server goes on with the streams."""
+        self._is_interrupted = True
+        for stream in self._streams.values():
+            stream.log.end(
+                ApiError(
+                    503,
+                    "the server has ended, and a server that resumes its journal goes on with this"
+                    " stream; try again",
+                    "server_error",
+                    code="server_failed",
+                    retry_after=RETRY_AFTER_RESTART_S,
+                )
+            )
+
+    async def stop(self) -> None:
+        """End what runs. The rows stay."""
+        self._is_interrupted = True
+        for stream in self._streams.values():
+            if stream.timer is not None:
+                stream.timer.cancel()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- readers ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def reading(self, stream: ResumableStream) -> Iterator[EventLog]:
+        """Read a stream in a `with` block; it is kept meanwhile."""
+        stream.num_readers += 1
+        self._on_change(stream)
+        try:
+            yield stream.log
+        finally:
+            stream.num_readers -= 1
+            self._on_change(stream)
+
+    def _on_change(self, stream: ResumableStream) -> None:
+        """Let the time of a stream without readers run from now on, and stop that of others."""
+        if self._streams.get(stream.row.name) is not stream:
+            return
+        if stream.timer is not None:
+            stream.timer.cancel()
+            stream.timer = None
+        self._idle.pop(stream.row.name, None)
+        if stream.num_readers or self._is_interrupted:
+            return
+        loop = asyncio.get_running_loop()
+        stream.timer = loop.call_later(self.window_s, self._expire, stream)
+        if stream.log.is_ended:
+            self._idle[stream.row.name] = stream
+
+    def _expire(self, stream: ResumableStream) -> None:
+        self.num_expired += not stream.log.is_ended
+        self.drop(stream)
+
+
+STREAMS = web.AppKey("streams", StreamTable)
+
+
+def _deleted(stream_id: str) -> ApiError:
+    return ApiError(404, f"stream {stream_id} was deleted", code="stream_expired")

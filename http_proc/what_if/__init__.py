@@ -1,1 +1,0 @@
-"""`/v1/what_if`: the last minutes' load in the simulator, with other flags."""

@@ -1,1 +1,0 @@
-"""`quadriga top`: what a server does now, on a terminal."""

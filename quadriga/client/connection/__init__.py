@@ -1,1 +1,0 @@
-"""The client's connection: finds a server, and finds it again after a loss."""

@@ -1,1 +1,0 @@
-"""The live feed at the client: the subscription, and its messages as JSON."""

@@ -1,1 +1,0 @@
-"""What a config.json says, as the worker builds models from it; without torch."""

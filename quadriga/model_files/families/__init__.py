@@ -1,1 +1,0 @@
-"""One file for each family of models: what its config.json says, without torch."""

@@ -1,1 +1,0 @@
-"""Families with a mixture of experts."""

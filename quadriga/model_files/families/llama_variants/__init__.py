@@ -1,1 +1,0 @@
-"""Families whose blocks are Llama's with other scales, biases, norms, positions or windows."""

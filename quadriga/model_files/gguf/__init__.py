@@ -1,1 +1,0 @@
-"""A GGUF's header: its reader, and what is made of single kinds of metadata."""

@@ -1,1 +1,0 @@
-"""Choose what runs a model: a native file of the worker, or the package transformers."""

@@ -1,1 +1,0 @@
-"""Read how a quantized checkpoint stores its weights, without torch."""

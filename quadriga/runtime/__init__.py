@@ -1,1 +1,0 @@
-"""The frame of a process that the launcher starts, and its use of the system."""

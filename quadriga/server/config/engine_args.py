@@ -1,0 +1,612 @@
+"""Flags of what computes: the model, the scheduler, the worker and the replicas.
+
+Each class is one group of docs/configuration.md, and validates its own flags. ReplicaPlace says
+which replica a process belongs to.
+"""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quadriga.errors import ConfigError, InvalidRequest
+from quadriga.server.config.flags import check_positive, flag, flag_name
+
+# Flags of the model: its files, its name, and what runs it.
+
+BUILTIN_MODEL = "smollm2-135m"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelArgs:
+    """Model."""
+
+    model: str = flag(
+        BUILTIN_MODEL,
+        "Hub id, directory, .gguf file, gpt2 and its sizes, or a built-in name",
+        unit="MODEL",
+        basic=True,
+    )
+    served_model_name: str = flag("", "name that clients see (default: --model)")
+    revision: str = flag("", "branch, tag or commit of a Hub id (default: main)", unit="REVISION")
+    tokenizer: str = flag(
+        "",
+        "Hub id, directory, .gguf file or built-in name whose tokenizer replaces the model's own"
+        " (default: --model)",
+        unit="MODEL",
+    )
+    chat_template: str = flag(
+        "", "Jinja file that replaces the model's own chat template", unit="PATH"
+    )
+    load_format: str = flag(
+        "auto", "dummy: random weights for a known architecture", ("auto", "dummy")
+    )
+    model_impl: str = flag(
+        "auto",
+        "native: the worker's own model files and kernels; transformers: any causal language model"
+        " of the package transformers that has its attention interface (auto: native where there"
+        " is a file for the model, else transformers)",
+        ("auto", "native", "transformers"),
+    )
+    trust_remote_code: bool = flag(
+        False,
+        "let the worker run Python code of the model's repository (--model-impl transformers)",
+    )
+    context_length: int | None = flag(
+        None, "tokens of context, if shorter than the model's own", unit="TOKENS", basic=True
+    )
+
+    def validate(self) -> None:
+        """Raise ConfigError for the first flag that cannot work."""
+        check_positive(self, "context_length")
+
+    @property
+    def shown_name(self) -> str:
+        """Name that clients see."""
+        return self.served_model_name or self.model
+
+
+# SchedulerArgs: the flags of scheduler_proc.
+
+BATCH_MODES = ("prefill-first", "mixed", "decode-first", "alternate")
+# A step may compute so many tokens of a single prompt even if fewer keep the worker busy.
+MIN_SINGLE_CHUNK_TOKENS = 256
+MAX_SPECULATIVE_TOKENS = 63
+POLICIES = ("fcfs", "lpm", "dfs-weight", "pack", "priority", "shortest")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerArgs:
+    """Scheduling (scheduler_proc)."""
+
+    max_batch_size: int = flag(64, "requests in one decode step", basic=True)
+    prefill_max_batch_size: int | None = flag(
+        None, "waiting requests that one step may admit (default: --max-batch-size)"
+    )
+    prefill_max_tokens: int = flag(
+        16384, "prompt tokens that one prefill step may hold", unit="TOKENS"
+    )
+    chunked_prefill_size: int | None = flag(
+        None,
+        "prompt tokens of one step; a longer prompt is computed in chunks of this size. -1: prompts"
+        " are never cut (default: 8192 on a GPU; measured at the start on a CPU)",
+        unit="TOKENS",
+    )
+    max_num_partial_prefills: int = flag(
+        4,
+        "prompts that may be partly computed at the same time, so that short ones pass a long one;"
+        " 1: a prompt that is cut is computed before any other begins",
+    )
+    itl_target: float | None = flag(
+        None,
+        "milliseconds that a step may be expected to take, by what steps have taken: bounds the"
+        " prompt tokens of a step, so that running streams get their next token in time (default:"
+        " no bound)",
+        unit="MS",
+    )
+    max_running_requests: int = flag(256, "requests that hold a slot at the same time")
+    max_queued_requests: int = flag(4096, "waiting requests; further ones are refused at once")
+    max_requests_per_client: int | None = flag(
+        None, "open requests of one client; further ones are refused at once (default: no limit)"
+    )
+    batch_mode: str = flag(
+        "mixed",
+        "what a step computes: see docs/scheduling.md",
+        BATCH_MODES,
+        alias="decode_first",
+        alias_value="decode-first",
+    )
+    batching: str = flag(
+        "continuous",
+        "static: run a batch to its end before the next is admitted (for comparison)",
+        ("continuous", "static"),
+    )
+    schedule_policy: str = flag("fcfs", "order of the waiting queue", POLICIES)
+    pack_lookahead: int | None = flag(
+        None, "pack: number of waiting requests considered to fill a step (default: 32)"
+    )
+    pack_fifo_every: int | None = flag(
+        None, "pack: every N-th step is filled first come, first served (default: 8)"
+    )
+    priority_preemption_threshold: int | None = flag(
+        None,
+        "priority: difference in priority from which a waiting request preempts a running one"
+        " (default: 10)",
+    )
+    fair_clients: bool = flag(
+        False, "serve clients in turns (deficit round robin), however much each has sent"
+    )
+    fair_tenants: bool = flag(
+        False, "serve tenants in turns by their weights; --keys and --tenants-by imply it"
+    )
+    batch_concurrency_beside: int = flag(
+        0,
+        "lines of batches, and other requests of the priority -1000, that run at one time beside"
+        " others; the rest of them pause",
+    )
+    schedule_conservativeness: float = flag(1.0, "larger: admit less and retract less, in (0, 10]")
+    disable_radix_cache: bool = flag(
+        False, "do not reuse the KV cache of common prompt prefixes", alias="no_prefix_cache"
+    )
+    plan_at_once: bool = flag(
+        False, "plan each step as early as possible, instead of as late as the worker allows"
+    )
+    speculative_method: str = flag(
+        "auto",
+        "guess tokens from the request's own text and from recent answers, and verify them: auto"
+        " with few requests at a time, as far as it makes answers faster (native kernels of a CPU"
+        " only); ngram wherever text repeats; self: a copy of the model in 4 bits drafts them, as"
+        " far as that makes answers faster (CPU only)",
+        ("none", "ngram", "auto", "self"),
+    )
+    num_speculative_tokens: int = flag(
+        15, "largest number of tokens that are guessed for a request in one step", unit="TOKENS"
+    )
+    journal: str = flag(
+        "",
+        "directory of the journal, from which a restarted scheduler recovers all requests; a"
+        " directory that is given is synced and survives the server (default: the run directory)",
+        unit="DIR",
+        basic=True,
+    )
+    no_journal: bool = flag(False, "keep no journal: requests are lost if the scheduler dies")
+    resume: bool = flag(False, "continue the requests that an earlier run left in --journal")
+
+    def validate(self) -> None:
+        """Raise ConfigError for the first flag that cannot work."""
+        check_positive(self, "max_batch_size", "prefill_max_batch_size", "prefill_max_tokens")
+        check_positive(self, "max_running_requests", "max_num_partial_prefills")
+        check_positive(self, "max_queued_requests", "max_requests_per_client")
+        check_positive(self, "pack_lookahead", "pack_fifo_every", "priority_preemption_threshold")
+        if self.itl_target is not None and not self.itl_target > 0:
+            raise ConfigError(
+                f"itl_target is {self.itl_target}: it must be milliseconds above 0; leave it out"
+                " for no bound"
+            )
+        if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"num_speculative_tokens is {self.num_speculative_tokens}: it must be 1 to"
+                f" {MAX_SPECULATIVE_TOKENS}; --speculative-method none guesses nothing"
+            )
+        if self.batch_concurrency_beside < 0:
+            raise ConfigError(
+                f"batch_concurrency_beside is {self.batch_concurrency_beside}: it must be 0 or more"
+            )
+        chunk = self.chunked_prefill_size
+        if chunk is not None and chunk != -1 and chunk <= 0:
+            raise ConfigError(
+                f"chunked_prefill_size must be positive, or -1 for whole prompts (it is {chunk})"
+            )
+        if not 0 < self.schedule_conservativeness <= 10:
+            raise ConfigError(
+                f"schedule_conservativeness is {self.schedule_conservativeness}:"
+                " it must be above 0 and at most 10"
+            )
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Raise ConfigError for flags that contradict each other or have no effect."""
+        mode = self.batch_mode
+        if self.batching == "static" and mode not in (SchedulerArgs().batch_mode, "prefill-first"):
+            raise ConfigError(
+                "--batching static prefills a batch and then decodes it: it contradicts"
+                f" --batch-mode {mode}"
+            )
+        if self.resume and not self.journal:
+            raise ConfigError("--resume goes on with a journal: say which with --journal DIR")
+        if self.no_journal and self.journal:
+            raise ConfigError("--no-journal contradicts --journal: leave one out")
+        if self.disable_radix_cache and self.schedule_policy in ("lpm", "dfs-weight"):
+            raise ConfigError(
+                f"--schedule-policy {self.schedule_policy} orders by cached prefixes:"
+                " it needs the prefix cache, leave --disable-radix-cache out"
+            )
+        if self.fair_tenants and self.fair_clients:
+            raise ConfigError(
+                "--fair-clients shares between clients, and --keys, --tenants-by and --fair-tenants"
+                " between tenants: leave --fair-clients out"
+            )
+        for name, policy in (
+            ("pack_lookahead", "pack"),
+            ("pack_fifo_every", "pack"),
+            ("priority_preemption_threshold", "priority"),
+        ):
+            if getattr(self, name) is not None and self.schedule_policy != policy:
+                raise ConfigError(
+                    f"{flag_name(name)} has no effect with --schedule-policy"
+                    f" {self.schedule_policy}: add --schedule-policy {policy}, or leave it out"
+                )
+
+    @property
+    def prefill_width(self) -> int:
+        """Number of waiting requests that one step may admit."""
+        return self.prefill_max_batch_size or self.max_batch_size
+
+    @property
+    def is_fair(self) -> bool:
+        """Whether clients or tenants have turns."""
+        return self.fair_clients or self.fair_tenants
+
+    @property
+    def mode(self) -> str:
+        """--batch-mode, or prefill-first for static batching."""
+        return "prefill-first" if self.batching == "static" else self.batch_mode
+
+    @property
+    def measures_chunks(self) -> bool:
+        """Whether the worker measures the number of prompt tokens that a step should hold."""
+        return self.chunked_prefill_size is None
+
+    def prefill_budget(self, measured: int) -> int:
+        """Return the number of prompt tokens that one step may hold.
+
+        Args:
+            measured: smallest number of tokens that keeps the worker busy.
+        """
+        chunk = self.chunk_size(measured)
+        return self.prefill_max_tokens if chunk is None else min(chunk, self.prefill_max_tokens)
+
+    def prefill_slack(self, measured: int) -> int:
+        """Return the number of prompt tokens that the last prefill step may hold beyond the budget.
+
+        It is half a step, since a smaller step of its own would not keep the worker busy.
+        """
+        if not self.measures_chunks:
+            return 0
+        budget = self.prefill_budget(measured)
+        return min(budget // 2, self.prefill_max_tokens - budget)
+
+    def longest_chunk(self, measured: int) -> int:
+        """Return the number of tokens that a step may compute of a single prompt.
+
+        It may exceed the budget: with several prompts the first ones would wait for the last, but
+        a single one delays only itself.
+        """
+        budget = self.prefill_budget(measured)
+        if not self.measures_chunks:
+            return budget
+        return min(max(budget, MIN_SINGLE_CHUNK_TOKENS), self.prefill_max_tokens)
+
+    def chunk_size(self, measured: int) -> int | None:
+        """Return the number of tokens of the largest chunk; None if prompts are never cut."""
+        if self.chunked_prefill_size is None:
+            return measured
+        return None if self.chunked_prefill_size == -1 else self.chunked_prefill_size
+
+
+# WorkerArgs: the flags of worker_proc.
+
+# Fractions of the free memory for the KV pool if --mem-fraction-static is not set.
+CUDA_FRACTION, OTHER_FRACTION = 0.8, 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerArgs:
+    """Computation (worker_proc)."""
+
+    device: str = flag("auto", "auto, cpu, cuda, cuda:N or mps", unit="DEVICE", basic=True)
+    dtype: str = flag(
+        "auto",
+        "auto: bfloat16 where it is multiplied fast (on a CPU by the native kernels), else float32",
+        ("auto", "float32", "bfloat16", "float16"),
+        basic=True,
+    )
+    page_size: int = flag(16, "tokens in one KV page", unit="TOKENS")
+    max_total_tokens: int | None = flag(None, "size of the KV pool in tokens", unit="TOKENS")
+    mem_fraction_static: float | None = flag(
+        None,
+        "share of the free memory for the KV pool, in (0, 1) (default: 0.8 on CUDA, 0.2 elsewhere)",
+        unit="FRACTION",
+        basic=True,
+    )
+    attention_backend: str = flag(
+        "auto",
+        "native: kernels for a CPU, compiled at first use; triton: kernels for CUDA; flashinfer:"
+        " the same, but FlashInfer for attention; torch: plain torch, anywhere (auto: triton on"
+        " CUDA, native on a CPU where a C++ compiler is found)",
+        ("auto", "native", "triton", "flashinfer", "torch"),
+    )
+    cuda_graph_max_bs: int | None = flag(
+        None,
+        "largest decode step, in rows, that runs as a CUDA graph (default: --max-batch-size)",
+        unit="ROWS",
+    )
+    disable_cuda_graph: bool = flag(False, "launch every kernel by itself in decode steps, too")
+    enable_nvtx: bool = flag(False, "mark the parts of each step for NVIDIA's profilers")
+    enable_deterministic_inference: bool = flag(
+        False,
+        "output that is bitwise the same whatever else is in the batch: slower on CUDA; the native"
+        " kernels of a CPU always give it, and the flag refuses to start without them",
+    )
+    quantization: str = flag(
+        "auto",
+        "how weights are kept. auto: those of a quantized GGUF or checkpoint as stored, where the"
+        " kernels of a CPU have its types and --dtype is not float32, else in --dtype; none: in"
+        " --dtype; gguf: as stored in the GGUF; int8, int4: in groups of 32, of any other model."
+        " Where weights have 8 bits or fewer, inputs are rounded to 8 bits as they are multiplied",
+        ("auto", "none", "int8", "int4", "gguf"),
+        basic=True,
+    )
+    kv_cache_dtype: str = flag(
+        "auto",
+        "keys and values: as --dtype, or in 8 bits, for twice the tokens (int8 on a CPU, fp8 on"
+        " CUDA)",
+        ("auto", "int8", "fp8"),
+    )
+    kv_cache_dir: str = flag(
+        "",
+        "directory for KV pages on disk, so that prompts that were computed before a restart are"
+        " not computed again: see docs/kv-cache.md",
+        unit="DIR",
+    )
+    kv_cache_dir_size: float = flag(
+        10.0, "size of all files in --kv-cache-dir; the least recently used go first", unit="GIB"
+    )
+    kv_offloading_size: float = flag(
+        0.0,
+        "memory of the computer for KV pages that the pool has no room for, beyond the pool"
+        " (vLLM's name; SGLang's is --hicache-size)",
+        unit="GIB",
+    )
+    tp: int = flag(
+        1,
+        "tensor parallelism: processes that share each layer, one device each",
+        basic=True,
+    )
+    worker_threads: int | None = flag(
+        None, "CPU threads of the worker (default: by the number of cores)"
+    )
+    no_affinity: bool = flag(
+        False, "let every process run on every core, even if the worker could have its own cores"
+    )
+
+    def validate(self) -> None:
+        """Raise ConfigError for the first flag that cannot work."""
+        check_positive(self, "page_size", "max_total_tokens", "worker_threads")
+        check_positive(self, "cuda_graph_max_bs", "tp")
+        self._validate_tp()
+        self._validate_offload()
+        fraction = self.mem_fraction_static
+        if fraction is not None and not 0 < fraction < 1:
+            raise ConfigError(f"mem_fraction_static is {fraction}: it must be between 0 and 1")
+        if self.kv_cache_dtype == "int8" and self.page_size % 16:
+            raise ConfigError(
+                "kv_cache_dtype int8 needs a page_size that is a multiple of 16 (it is"
+                f" {self.page_size})"
+            )
+        if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
+            raise ConfigError(
+                f"max_total_tokens is {self.max_total_tokens}: it must be at least one page"
+                f" of {self.page_size} tokens"
+            )
+        if self.max_total_tokens is not None and self.max_total_tokens % self.page_size:
+            raise ConfigError(
+                f"max_total_tokens is {self.max_total_tokens}: page_size {self.page_size} does not"
+                f" divide it; {self.max_total_tokens // self.page_size * self.page_size} would fit"
+            )
+
+    def _validate_tp(self) -> None:
+        if self.tp == 1:
+            return
+        for feature, is_set in (
+            ("attention_backend native", self.attention_backend == "native"),
+            (f"quantization {self.quantization}", self.quantization not in ("auto", "none")),
+            ("kv_cache_dtype int8", self.kv_cache_dtype == "int8"),
+            ("enable_deterministic_inference", self.enable_deterministic_inference),
+            (self.offload_flags, self.has_offload),
+        ):
+            if is_set:
+                raise ConfigError(f"tp is {self.tp}: {feature} works with one process only")
+
+    def check_self_draft(self) -> None:
+        """Raise ConfigError if the model cannot draft its own tokens in 4 bits."""
+        for flags, is_set in (
+            (f"quantization {self.quantization}", self.quantization in ("int4", "gguf")),
+            (f"attention_backend {self.attention_backend}",
+             self.attention_backend not in ("auto", "native")),
+            (f"tp {self.tp}", self.tp != 1),
+        ):  # fmt: skip
+            if is_set:
+                raise ConfigError(
+                    "speculative_method self lets a copy of the weights in 4 bits draft on a CPU,"
+                    f" which does not work with {flags}: take --speculative-method auto"
+                )
+
+    @property
+    def has_offload(self) -> bool:
+        """Whether there are KV pages beyond the pool."""
+        return bool(self.kv_cache_dir) or self.kv_offloading_size > 0
+
+    @property
+    def offload_flags(self) -> str:
+        """The given flags of KV pages beyond the pool, as the command line spells them."""
+        directory = "--kv-cache-dir" if self.kv_cache_dir else ""
+        memory = "--kv-offloading-size" if self.kv_offloading_size else ""
+        return " and ".join(filter(None, (directory, memory)))
+
+    def _validate_offload(self) -> None:
+        check_positive(self, "kv_cache_dir_size")
+        if not self.kv_offloading_size >= 0:
+            raise ConfigError(
+                f"kv_offloading_size is {self.kv_offloading_size}: it must be 0 (no memory beyond"
+                " the pool) or more"
+            )
+
+
+# ReplicaArgs: the flags of several replicas, and which of them a process belongs to.
+
+BY_CACHE, BY_LOAD, IN_TURN = LOAD_BALANCE_METHODS = ("cache-aware", "least-loaded", "round-robin")
+ONE_MACHINE, RAY = CLUSTERS = ("none", "ray")
+NEEDS_CLUSTER = "works with --cluster ray only"
+# Of the number of replicas that follows the load.
+TARGET_REQUESTS, UP_AFTER_S, DOWN_AFTER_S = 32, 5.0, 300.0
+
+# Of the directories in --journal.
+REPLICA_PREFIX = "replica-"
+
+CLUSTER_FLAGS = ("ray_address", "replica_cpus", "nnodes", "max_replicas")
+SCALING_FLAGS = ("min_replicas", "target_ongoing_requests", "scale_up_after", "scale_down_after")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaArgs:
+    """Replicas (launcher.py, tokenizer_proc, cluster_proc)."""
+
+    dp: int = flag(
+        1,
+        "replicas of the model, each with scheduler, worker and detokenizer of its own, behind one"
+        " endpoint: see docs/scale.md",
+        alias="data_parallel_size",
+    )
+    load_balance_method: str = flag(
+        BY_CACHE,
+        "choice of the replica of a request. cache-aware: by its cached prefix and by load",
+        LOAD_BALANCE_METHODS,
+    )
+    cluster: str = flag(
+        ONE_MACHINE,
+        "machines of the replicas. none: this one; ray: those of a Ray cluster, on which Ray places"
+        " each replica",
+        CLUSTERS,
+    )
+    ray_address: str = flag("auto", "address of the Ray cluster; auto: that of this machine")
+    replica_cpus: float = flag(1.0, "CPUs of its machine that Ray sets aside for a replica")
+    nnodes: int | None = flag(
+        None,
+        "machines of each replica, over which its --tp ranks are split (default: 1, or as few as"
+        " have so many GPUs)",
+    )
+    min_replicas: int | None = flag(
+        None, "least number of replicas, where it follows the load (default: 1)"
+    )
+    max_replicas: int | None = flag(
+        None,
+        "the number of replicas follows the load, up to this one; --dp start (default: there are"
+        " always --dp)",
+    )
+    target_ongoing_requests: int = flag(
+        TARGET_REQUESTS, "open requests for each replica, where their number follows the load"
+    )
+    scale_up_after: float = flag(
+        UP_AFTER_S, "time with more than --target-ongoing-requests before replicas are added",
+        unit="SECONDS",
+    )  # fmt: skip
+    scale_down_after: float = flag(
+        DOWN_AFTER_S, "time in which one replica less would do, before one leaves", unit="SECONDS"
+    )
+
+    def validate(self) -> None:
+        """Raise ConfigError for the first flag that cannot work."""
+        check_positive(self, "dp", "replica_cpus", "nnodes", "min_replicas", "max_replicas")
+        check_positive(self, "target_ongoing_requests")
+        for name in ("scale_up_after", "scale_down_after"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must be 0 or more (it is {getattr(self, name)})")
+        for name in CLUSTER_FLAGS:
+            if self.cluster == ONE_MACHINE and getattr(self, name) != _default(name):
+                raise ConfigError(f"{name} {NEEDS_CLUSTER}")
+        for name in SCALING_FLAGS:
+            if self.max_replicas is None and getattr(self, name) != _default(name):
+                raise ConfigError(f"{name} works with --max-replicas only")
+        self._check_bounds()
+
+    def _check_bounds(self) -> None:
+        low, high = self.num_at_least, self.num_slots
+        if low > high:
+            raise ConfigError(
+                f"min_replicas is {low} and max_replicas is {high}: the first must not be larger"
+            )
+        if self.dp > high:
+            raise ConfigError(
+                f"dp is {self.dp} and max_replicas is {high}: start with {high} or less"
+            )
+
+    @property
+    def follows_load(self) -> bool:
+        """Whether the number of replicas follows the load."""
+        return self.max_replicas is not None
+
+    @property
+    def num_slots(self) -> int:
+        """Largest number of replicas."""
+        return self.dp if self.max_replicas is None else self.max_replicas
+
+    @property
+    def num_at_least(self) -> int:
+        """Least number of replicas."""
+        return self.dp if self.max_replicas is None else self.min_replicas or 1
+
+    @property
+    def num_at_start(self) -> int:
+        """Number of replicas at the start."""
+        return max(self.dp, self.num_at_least)
+
+    @property
+    def in_cluster(self) -> bool:
+        """Whether replicas are on the machines of a cluster."""
+        return self.cluster != ONE_MACHINE
+
+    @property
+    def has_router(self) -> bool:
+        """Whether the frontend chooses a replica for each request."""
+        return self.dp > 1 or self.in_cluster
+
+    def place_of(self, number: int) -> "ReplicaPlace":
+        """Return which part of its machine a replica has. In a cluster it has all that it sees."""
+        if self.in_cluster:
+            return ReplicaPlace(num_machines=self.nnodes or 1)
+        return ReplicaPlace(number, self.dp)
+
+
+def _default(name: str) -> Any:
+    return next(field.default for field in fields(ReplicaArgs) if field.name == name)
+
+
+def journal_dir(journal: str, number: int) -> Path:
+    """Return the directory of one replica's journal, among several. journal: --journal."""
+    return Path(journal) / f"{REPLICA_PREFIX}{number}"
+
+
+class ReplicaPlace(NamedTuple):
+    """Which replica of its machine a process belongs to, from 0 on, and how many there are.
+
+    Attributes:
+        num_machines: number of machines over which the ranks of the replica are split.
+    """
+
+    number: int = 0
+    num_replicas: int = 1
+    num_machines: int = 1
+
+    def ranks_per_machine(self, tp: int) -> int:
+        """Return how many of `tp` ranks are on each machine of the replica."""
+        return tp // self.num_machines
+
+
+ONLY_REPLICA = ReplicaPlace()
+
+
+def check_replica(number: int, num_replicas: int) -> None:
+    """Raise InvalidRequest if a server of so many replicas has none of this number."""
+    if not 0 <= number < num_replicas:
+        there = "the only one is 0" if num_replicas == 1 else f"0 to {num_replicas - 1} are there"
+        raise InvalidRequest(f"replica is {number}: {there}", "replica")

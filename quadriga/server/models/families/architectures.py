@@ -1,0 +1,124 @@
+"""Find the family that a config.json names, without torch.
+
+The worker builds models from these configurations, and the launcher refuses a model that has none
+before a process starts.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from quadriga.errors import ModelError
+from quadriga.server.models.families.config_values import (
+    check_native_types,
+    check_shared_types,
+    require,
+)
+from quadriga.server.models.families.decoder_config import DecoderConfig
+from quadriga.server.models.families.gpt import gpt2, gpt_neox, gptj, opt, starcoder2
+from quadriga.server.models.families.llama import (
+    ernie4_5,
+    exaone4,
+    gemma,
+    gemma2,
+    gemma3,
+    glm,
+    glm4,
+    gpt_oss,
+    granite,
+    granitemoe,
+    helium,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    seed_oss,
+    smollm3,
+)
+
+INT8_SCALE_BYTES = 4
+
+# By model_type.
+CONFIGS: dict[str, Callable[[dict[str, Any]], DecoderConfig]] = {
+    "ernie4_5": ernie4_5,
+    "exaone4": exaone4,
+    "gemma": gemma,
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "gemma3_text": gemma3,
+    "glm": glm,
+    "glm4": glm4,
+    "gpt2": gpt2,
+    "gpt_neox": gpt_neox,
+    "gpt_oss": gpt_oss,
+    "gptj": gptj,
+    "granite": granite,
+    "granitemoe": granitemoe,
+    "helium": helium,
+    "llama": llama,
+    "mistral": mistral,
+    "mixtral": mixtral,
+    "olmo2": olmo2,
+    "olmo3": olmo3,
+    "opt": opt,
+    "phi3": phi3,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+    "seed_oss": seed_oss,
+    "smollm3": smollm3,
+    "starcoder2": starcoder2,
+}
+
+
+def find_architecture(config: dict[str, Any]) -> str:
+    """Return the key of CONFIGS for a config.json.
+
+    Raises:
+        ModelError: The architecture is not supported.
+    """
+    names = [config.get("model_type"), *(config.get("architectures") or [])]
+    for name in names:
+        # A class is called after its model type, such as LlamaForCausalLM or GPT2LMHeadModel.
+        kind = str(name).removesuffix("ForCausalLM").removesuffix("LMHeadModel").lower()
+        if kind in CONFIGS:
+            return kind
+    shown = ", ".join(str(name) for name in names if name) or "nothing"
+    raise ModelError(
+        f"config.json names {shown} as its architecture; supported: " + ", ".join(sorted(CONFIGS))
+    )
+
+
+def read_architecture(config: dict[str, Any]) -> DecoderConfig:
+    """Return what a config.json asks of the worker.
+
+    Raises:
+        ModelError: The architecture, or something that the model needs, is not supported.
+    """
+    check_shared_types(config)
+    architecture = find_architecture(config)
+    check_native_types(config)
+    # transformers reads both for every family.
+    require(config, "is_causal", (True, None))
+    require(config, "per_layer_config", (None,))
+    return CONFIGS[architecture](config)
+
+
+def kv_bytes_per_token(
+    num_layers: int, num_kv_heads: int, head_dim: int, item_bytes: int, int8: bool = False
+) -> int:
+    """Return the bytes of one token's keys and values in all layers.
+
+    Args:
+        num_layers: Number of layers.
+        num_kv_heads: Number of key and value heads of a layer.
+        head_dim: Number of values of a head.
+        item_bytes: Bytes of a value.
+        int8: Each head has a scale beside its values.
+    """
+    scale_bytes = INT8_SCALE_BYTES if int8 else 0
+    return 2 * num_layers * num_kv_heads * (head_dim * item_bytes + scale_bytes)

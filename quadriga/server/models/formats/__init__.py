@@ -1,0 +1,1 @@
+"""Formats of a model's files: Hugging Face directories, GGUF, tokenizers, quantized checkpoints."""

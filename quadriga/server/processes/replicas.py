@@ -1,0 +1,333 @@
+"""The replicas of a server, as the launcher sees them: their processes, reloads, and losses.
+
+Those of this machine, then those of a cluster: one process drives them and reports on them.
+"""
+
+import os
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+from quadriga.server.config.engine_args import journal_dir
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.processes.child import replica_of
+from quadriga.server.processes.child_process import ChildProcess, ReplicaChange
+from quadriga.server.processes.control_channel import Command
+from quadriga.server.processes.logs import say
+from quadriga.server.processes.machine import num_usable_cores
+from quadriga.server.processes.supervisor import Death, Supervisor
+
+# The replicas of a server, as the launcher sees them: their processes, reloads, and losses.
+
+WORKER, SCHEDULER, DETOK = RING = ("worker_proc", "scheduler_proc", "detok_proc")
+FRONTEND = "tokenizer_proc"
+RECALLED = "recalled"  # state of a ReplicaChange
+# The journal of a lost replica, whose requests are in the journals of others.
+JOURNAL, MOVED_JOURNAL = "journal", "journal.moved"
+
+
+class ReplicaProcesses:
+    """Names of the processes of each replica, and which replicas are lost.
+
+    A server of one replica has processes without a number, and cannot lose it.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._count = config.replicas.dp
+        self._lost: set[int] = set()
+        self._to_reload: deque[str] = deque()
+        self._reloading = ""
+        self._recalling: int | None = None
+
+    def _names(self, program: str) -> list[str]:
+        if self._count == 1:
+            return [program]
+        live = (number for number in range(self._count) if number not in self._lost)
+        return [f"{program}/{number}" for number in live]
+
+    @property
+    def processes(self) -> list[str]:
+        """Names of the processes of all replicas that are not lost."""
+        return [name for program in RING for name in self._names(program)]
+
+    @property
+    def workers(self) -> list[str]:
+        """Names of the workers."""
+        return self._names(WORKER)
+
+    @property
+    def schedulers(self) -> list[str]:
+        """Names of the schedulers."""
+        return self._names(SCHEDULER)
+
+    @property
+    def no_restart(self) -> list[str]:
+        """Names of the processes whose state cannot be rebuilt.
+
+        With several replicas the frontend has what a scheduler without a journal loses.
+        """
+        is_lost = self._config.scheduler.no_journal and not self._config.replicas.has_router
+        return self.schedulers if is_lost else []
+
+    def cores_note(self, worker: dict[str, Any]) -> str:
+        """Return a line for workers that have to share cores; "" if they do not.
+
+        Args:
+            worker: what a worker reported when it was ready.
+        """
+        num_workers = self._count * self._config.worker.tp
+        threads, num_cores = worker.get("threads") or 0, num_usable_cores()
+        if self._count == 1 or worker.get("device") != "cpu" or num_workers * threads <= num_cores:
+            return ""
+        plural = "" if threads == 1 else "s"
+        return f"  {num_workers} workers share {num_cores} cores, {threads} thread{plural} each"
+
+    def drained(self, supervisor: Supervisor) -> list[ChildProcess]:  # noqa: ARG002
+        """Return the processes that a drain begins with, but for those that have clients."""
+        return []
+
+    def on_restart(self, name: str, supervisor: Supervisor) -> None:
+        """Say to the frontend that a process has died, and is about to be restarted."""
+        if replica_of(name) is not None:
+            supervisor[FRONTEND].send(Command.DIED, name)
+
+    # --- losses -----------------------------------------------------------------------------------
+
+    def lose(self, death: Death, supervisor: Supervisor) -> bool:
+        """Leave the requests of a process that died for good to the other replicas.
+
+        Return False if there is no other one.
+        """
+        number = replica_of(death.name)
+        if number is None or len(self._lost) + 1 >= self._count:
+            return False
+        self._lost.add(number)
+        supervisor.abandon(number)
+        self.report_lost(supervisor[FRONTEND])
+        if journal := self._config.scheduler.journal:
+            directory = journal_dir(journal, number)
+            with suppress(OSError):
+                os.replace(directory / JOURNAL, directory / MOVED_JOURNAL)
+        say(
+            f"error: replica {number} is lost: {death.name} died ({death.reason}). Its requests go"
+            f" on at the others, {self._count - len(self._lost)} of {self._count} replicas serve;"
+            " start the server again to have all",
+            event="replica_lost", replica=number, child=death.name, reason=death.reason,
+        )  # fmt: skip
+        return True
+
+    def report_lost(self, frontend: ChildProcess) -> None:
+        """Say to the frontend, which may be a new one, which replicas are lost or recalled."""
+        for number in sorted(self._lost):
+            frontend.send(Command.LOST, str(number))
+        if self._recalling is not None:
+            frontend.send(Command.RECALL, str(self._recalling))
+
+    # --- reloads ----------------------------------------------------------------------------------
+
+    @property
+    def reload_note(self) -> str:
+        """What a reload does."""
+        if self._count == 1:
+            return "the worker restarts; requests go on with the new weights"
+        return (
+            "the workers restart one after the other; the requests of each go on at the others"
+            " meanwhile"
+        )
+
+    def begin_reload(self) -> None:
+        """Restart the workers, one after the other.
+
+        Several replicas give their requests to the others before.
+        """
+        self._to_reload = deque(self.workers)
+
+    def reload_next(self, supervisor: Supervisor) -> None:
+        """Restart the next worker of a reload, once the one before it is ready."""
+        if self._reloading:
+            child = supervisor[self._reloading]
+            is_over = child.is_ready and self._recalling is None
+            if not (is_over or child.is_abandoned):
+                return
+            self._reloading, self._recalling = "", None
+        if self._to_reload:
+            self._reloading = self._to_reload.popleft()
+            self._recalling = replica_of(self._reloading)
+            if self._recalling is None:
+                supervisor[self._reloading].stop_for_reload()
+            else:
+                supervisor[FRONTEND].send(Command.RECALL, str(self._recalling))
+
+    def on_report(self, report: ReplicaChange, supervisor: Supervisor) -> None:
+        """Restart the worker of a replica whose requests go on at the others."""
+        if report.state == RECALLED and report.replica == self._recalling:
+            self._recalling = None
+            supervisor[self._reloading].stop_for_reload()
+
+
+# The replicas of a cluster, as the launcher sees them: one process that drives them, and its
+# news.
+#
+# The driver (cluster_proc) reports each change; here it is kept, for a frontend that is
+# restarted, and passed on.
+
+DRIVER = "cluster_proc"
+# Further states of a ReplicaChange.
+JOINED, DIED, RESTARTED, LOST = "joined", "died", "restarted", "lost"
+LEAVING, LEFT = "leaving", "left"
+
+
+class ClusterReplicas(ReplicaProcesses):
+    """Which replicas of a cluster have joined."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        super().__init__(config)
+        self._joined: dict[int, str] = {}
+        self._dead: set[str] = set()
+        self._leaving: set[int] = set()
+        self._load = ""
+        self._reloads: deque[int] = deque()
+        self._in_reload: int | None = None
+
+    @property
+    def processes(self) -> list[str]:
+        """Names of the processes on this machine."""
+        return [DRIVER]
+
+    @property
+    def workers(self) -> list[str]:
+        """The process that reports what a worker has reported."""
+        return [DRIVER]
+
+    @property
+    def schedulers(self) -> list[str]:
+        """None on this machine: the driver passes on what concerns them."""
+        return [DRIVER]
+
+    def drained(self, supervisor: Supervisor) -> list[ChildProcess]:
+        """Return the driver, which must not start lost replicas again."""
+        return [supervisor[DRIVER]]
+
+    def cores_note(self, worker: dict[str, Any]) -> str:  # noqa: ARG002
+        """Return "": each worker has the cores of its own machine."""
+        return ""
+
+    # --- changes ----------------------------------------------------------------------------------
+
+    def on_report(self, report: ReplicaChange, supervisor: Supervisor) -> None:
+        """Keep a change, and pass it on to the frontend."""
+        number, frontend = report.replica, supervisor[FRONTEND]
+        match report.state:
+            case "joined":
+                self._on_joined(number, report.argument, supervisor)
+            case "leaving":
+                self._leaving.add(number)
+                frontend.send(Command.RECALL, str(number))
+            case "left":
+                self._on_left(number, frontend)
+            case "load":
+                self._load = report.argument
+                supervisor[DRIVER].send(Command.LOAD, self._load)
+            case "lost":
+                self._on_lost(number, report.argument, frontend)
+            case "died":
+                self._dead.add(report.argument)
+                frontend.send(Command.DIED, report.argument)
+            case "restarted":
+                self._dead.discard(report.argument)
+                frontend.send(Command.RESTARTED, report.argument)
+                self._end_reload(number, report.argument)
+            case "recalled" if number in self._leaving:
+                supervisor[DRIVER].send(Command.REMOVE, str(number))
+            case "recalled" if number == self._in_reload:
+                supervisor[DRIVER].send(Command.RELOAD, str(number))
+
+    def _on_joined(self, number: int, addresses: str, supervisor: Supervisor) -> None:
+        self._joined[number] = addresses
+        if number in self._lost or supervisor[DRIVER].is_ready:
+            again = " again" if number in self._lost else ""
+            self._lost.discard(number)
+            say(
+                f"replica {number} has joined{again}: {self._serving}",
+                event="replica_joined", replica=number,
+            )  # fmt: skip
+        supervisor[FRONTEND].send(Command.JOINED, f"{number} {addresses}")
+        if self._load:  # a driver that was restarted does not know it
+            supervisor[DRIVER].send(Command.LOAD, self._load)
+
+    def _on_left(self, number: int, frontend: ChildProcess) -> None:
+        self._leaving.discard(number)
+        self._lost.discard(number)
+        if self._joined.pop(number, None) is None:
+            return
+        self._forget_processes(number)
+        frontend.send(Command.LEFT, str(number))
+        self._end_reload(number)
+        say(
+            f"replica {number} has left, as there is little to do: {self._serving}",
+            event="replica_left", replica=number,
+        )  # fmt: skip
+
+    @property
+    def _serving(self) -> str:
+        """How many replicas serve."""
+        count = len(self._joined)
+        if self._config.replicas.follows_load:
+            return "1 replica serves" if count == 1 else f"{count} replicas serve"
+        return f"{count} of {self._count} replicas serve"
+
+    def _forget_processes(self, number: int) -> None:
+        self._dead = {name for name in self._dead if not name.endswith(f"/{number}")}
+
+    def _on_lost(self, number: int, reason: str, frontend: ChildProcess) -> None:
+        if self._joined.pop(number, None) is None:
+            return
+        self._forget_processes(number)
+        self._lost.add(number)
+        frontend.send(Command.LOST, str(number))
+        self._end_reload(number)
+        fate = "go on at the others" if self._joined else "wait for a replica"
+        next_step = "it is started again where the cluster has room"
+        if number in self._leaving:
+            next_step = "it was about to leave"
+        say(
+            f"error: replica {number} is lost: {reason}. Its requests {fate}, {self._serving};"
+            f" {next_step}",
+            event="replica_lost", replica=number, reason=reason,
+        )  # fmt: skip
+
+    def on_restart(self, name: str, supervisor: Supervisor) -> None:
+        """Take in that a process of this machine has died: all replicas end with the driver."""
+        if name == DRIVER:
+            self._leaving.clear()
+            for number in list(self._joined):
+                self._on_lost(number, "the driver of the cluster has died", supervisor[FRONTEND])
+
+    def report_lost(self, frontend: ChildProcess) -> None:
+        """Say to the frontend, which may be a new one, which replicas there are."""
+        for number, addresses in self._joined.items():
+            frontend.send(Command.JOINED, f"{number} {addresses}")
+        for name in self._dead:
+            frontend.send(Command.DIED, name)
+        for number in self._joined:
+            if number in self._leaving or number == self._in_reload:
+                frontend.send(Command.RECALL, str(number))
+
+    # --- reloads ----------------------------------------------------------------------------------
+
+    def begin_reload(self) -> None:
+        """Restart the workers, one after the other, each after its requests have moved."""
+        self._reloads = deque(sorted(self._joined))
+
+    def reload_next(self, supervisor: Supervisor) -> None:
+        """Recall the next replica of a reload, once the one before it has its new worker."""
+        if self._in_reload is None and self._reloads:
+            number = self._reloads.popleft()
+            if number in self._joined:
+                self._in_reload = number
+                supervisor[FRONTEND].send(Command.RECALL, str(number))
+
+    def _end_reload(self, number: int, process: str = "") -> None:
+        if number == self._in_reload and process in ("", f"{WORKER}/{number}"):
+            self._in_reload = None

@@ -1,1 +1,0 @@
-"""Start, supervision and restart of the server's processes, for launcher.py."""

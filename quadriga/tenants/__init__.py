@@ -1,1 +1,0 @@
-"""Tenants: who a request belongs to, what each may use, and the file that says so."""

@@ -1,0 +1,343 @@
+"""scheduler_proc -> detok_proc, and on to tokenizer_proc.
+
+detok_proc sends three frames on: the client's address, the encoded public message, and a Delivered.
+A message of the live feed has no address, and three empty frames are the last ones. One replica
+among several sends a StepNews in front of those of a step, and no live feed, but a HandedBack.
+"""
+
+import msgspec
+
+from quadriga.wire.client import ErrorInfo, Info, ProgressAnswer
+from quadriga.wire.logprobs import LogprobBlock, SampledLogprobs
+from quadriga.wire.trace import RequestTrace
+
+# scheduler_proc -> detok_proc -> tokenizer_proc, on servers with several replicas only.
+#
+# What the frontend has to know of a replica to choose the next one for a request, and to move a
+# request to another replica with the tokens that its client has.
+
+
+class HeldChoice(msgspec.Struct, array_like=True, frozen=True):
+    """An open choice of a request.
+
+    Attributes:
+        seq: the scheduler's number.
+        index: index of the choice.
+        token_ids: generated tokens before those of this message, int32 bytes.
+        first_token_at: Unix seconds; 0.0 without a token.
+        placement: as in Submit.
+    """
+
+    seq: int
+    client: bytes
+    request_id: str
+    index: int
+    token_ids: bytes = b""
+    first_token_at: float = 0.0
+    placement: int = 0
+
+
+class EndedRequest(msgspec.Struct, array_like=True, frozen=True):
+    """A request, the ends of some of whose choices the scheduler can replay.
+
+    Attributes:
+        placements: the placement of each of these choices, by index, as in Submit.
+    """
+
+    client: bytes
+    request_id: str
+    placements: dict[int, int] = {}
+
+
+class ReplicaNews(msgspec.Struct, array_like=True, frozen=True):
+    """What the scheduler adds to a step for the frontend.
+
+    Attributes:
+        added: joined hashes of blocks that the prefix cache has gained, as in
+            quadriga/server/prefix_blocks.py.
+        evicted: joined hashes of blocks that it has lost after that.
+        num_available: pages that can be allocated.
+        restates: nothing that was known before holds any more: `added` has all blocks, `held`
+            all open choices, `ended` all ended requests that can be replayed.
+        held: choices whose tokens the frontend may not know.
+        frontend: number of the newest frontend that has announced itself, as in FrontendRestarted.
+    """
+
+    added: bytes = b""
+    evicted: bytes = b""
+    num_available: int = 0
+    restates: bool = False
+    held: list[HeldChoice] = []
+    ended: list[EndedRequest] = []
+    frontend: int = 0
+
+
+# scheduler_proc -> detok_proc, and on to tokenizer_proc.
+#
+# detok_proc sends three frames on: the client's address, the encoded public message, and a
+# Delivered. A message of the live feed has no address, and three empty frames are the last ones.
+# One replica among several sends a StepNews in front of those of a step, and no live feed, but a
+# HandedBack.
+
+# Of the prompt that a text continues, the detokenizer gets as many ids.
+PROMPT_END_TOKENS = 16
+
+
+class PromptLogprobsData(msgspec.Struct, array_like=True, frozen=True):
+    """A prompt with its log-probabilities.
+
+    Attributes:
+        token_ids: the whole prompt, int32 bytes.
+        width: number of likeliest tokens per position.
+        blocks: log-probabilities of all tokens but the first, in order.
+    """
+
+    token_ids: bytes
+    width: int
+    blocks: list[LogprobBlock]
+
+
+class StreamStart(msgspec.Struct, array_like=True, frozen=True):
+    """Start of a stream: what the detokenizer needs of a request that has its first token.
+
+    Attributes:
+        index: index of the choice.
+        keeps_stop: the stop string stays in the text.
+        min_new_tokens: number of tokens that cannot stop the text.
+        logprobs: number of tokens per position with logprobs beside the token itself: the
+            likeliest ones, then chosen ones; None: no logprobs.
+        prompt: the prompt, if its log-probabilities were requested.
+        text_lengths: chunks have the text lengths of their tokens.
+        prompt_end: the last PROMPT_END_TOKENS ids of the prompt that the text continues, int32
+            bytes; empty for a text of its own.
+        placement: as in Submit.
+    """
+
+    seq: int
+    client: bytes
+    request_id: str
+    stream: bool
+    skip_special_tokens: bool
+    stop_strings: list[str]
+    index: int = 0
+    stop_regexes: list[str] = []
+    keeps_stop: bool = False
+    min_new_tokens: int = 0
+    logprobs: int | None = None
+    prompt: PromptLogprobsData | None = None
+    text_lengths: bool = False
+    prompt_end: bytes = b""
+    placement: int = 0
+
+
+class StreamEnd(msgspec.Struct, array_like=True, frozen=True):
+    """End of a stream; the detokenizer adds times and the number of completion tokens.
+
+    Attributes:
+        trace: spans of the request up to its end; None: it is not traced.
+        placement: as in Submit.
+    """
+
+    seq: int
+    client: bytes
+    request_id: str
+    finish_reason: str
+    matched_stop: int | None
+    error: ErrorInfo | None
+    prompt_tokens: int
+    cached_tokens: int
+    received_at: float
+    tokenized_at: float
+    admitted_at: float
+    first_token_at: float
+    index: int = 0
+    trace: RequestTrace | None = None
+    placement: int = 0
+
+
+class StreamReplay(msgspec.Struct, array_like=True, frozen=True):
+    """Everything of a request up to now, for a new detokenizer, or a client that missed messages.
+
+    Attributes:
+        token_ids: generated tokens, int32 bytes.
+        logprobs: log-probabilities of these tokens in order, if requested.
+        closing: end of the request; None: it continues.
+    """
+
+    opening: StreamStart
+    token_ids: bytes
+    logprobs: list[LogprobBlock]
+    closing: StreamEnd | None
+
+
+class StepOutput(msgspec.Struct, tag="output", array_like=True, frozen=True):
+    """Output of one step. Its parts apply in this order: replayed, opened, token_ids, closed.
+
+    Attributes:
+        time: end of the step, in Unix seconds; the time of each of its tokens.
+        seqs: number of the request of each token.
+        token_ids: int32 bytes, one per item of `seqs`.
+        logprobs: log-probabilities that were requested; rows are indices into `seqs`.
+        waiting: number of requests in the waiting queue.
+        session: session of the DetokReady; a message of another session is stale.
+        wait_s: estimated seconds that one more request would wait, if the queue is nearly full.
+        news: what the frontend has to know of one replica among several; else None.
+    """
+
+    time: float
+    opened: list[StreamStart]
+    seqs: list[int]
+    token_ids: bytes
+    closed: list[StreamEnd]
+    logprobs: SampledLogprobs | None = None
+    waiting: int = 0
+    session: int = 0
+    replayed: list[StreamReplay] = []
+    wait_s: float | None = None
+    news: ReplicaNews | None = None
+
+
+class InfoReply(msgspec.Struct, tag="info", array_like=True, frozen=True):
+    """An Info for a client."""
+
+    client: bytes
+    info: Info
+
+
+class ProgressReply(msgspec.Struct, tag="progress", array_like=True, frozen=True):
+    """A ProgressAnswer for a client."""
+
+    client: bytes
+    progress: ProgressAnswer
+
+
+class LiveFrame(msgspec.Struct, tag="live", array_like=True, frozen=True):
+    """An encoded LiveStep on its way to the frontend, which knows the viewers."""
+
+    frame: bytes
+
+
+class SchedulerRestarted(msgspec.Struct, tag="scheduler_restarted", array_like=True, frozen=True):
+    """Forget every text, and answer with a DetokReady of a new session.
+
+    It follows the start of a scheduler, or a broken link to the frontend.
+    """
+
+
+class Drained(msgspec.Struct, tag="drained", array_like=True, frozen=True):
+    """Every request has ended; the frontend learns that it has received all ends."""
+
+
+class HandedBack(msgspec.Struct, tag="handed_back", array_like=True, frozen=True):
+    """The scheduler has given its requests back, and nothing of them follows.
+
+    The detokenizer forgets their texts, and sends this on to the frontend, as an empty address,
+    this, and an empty frame. Everything of these requests has gone out before.
+
+    Attributes:
+        number: of the Recall that it answers.
+        seqs: numbers of the requests.
+    """
+
+    number: int
+    seqs: list[int] = []
+
+
+class Withdrawn(msgspec.Struct, tag="withdrawn", array_like=True, frozen=True):
+    """The scheduler has dropped choices that another replica owns, and nothing of them follows.
+
+    The detokenizer forgets their texts, and sends this on to the frontend as it does HandedBack.
+
+    Attributes:
+        seqs: numbers of the choices.
+    """
+
+    seqs: list[int]
+
+
+class KnownRequests(msgspec.Struct, tag="known", array_like=True, frozen=True):
+    """What the scheduler knows of requests, for a new frontend, to which it is passed on.
+
+    Attributes:
+        requests: each request that is open, or whose end can be replayed.
+    """
+
+    requests: list[EndedRequest]
+
+
+class ForgetStreams(msgspec.Struct, tag="forget", array_like=True, frozen=True):
+    """Drop the texts of these choices until they are replayed: their replays take several steps.
+
+    Attributes:
+        seqs: numbers of the choices.
+    """
+
+    seqs: list[int]
+
+
+class StopDetok(msgspec.Struct, tag="stop", array_like=True, frozen=True):
+    """Exit; no message follows."""
+
+
+class Delivered(msgspec.Struct, array_like=True, frozen=True):
+    """The facts that the frontend needs of a message that it passes on without decoding.
+
+    Attributes:
+        ended: ids of the client's requests that end, once per choice that ends.
+        waiting: number of requests in the waiting queue, if it is known.
+        settled: the scheduler's numbers of requests of any client whose ends have been delivered
+            with this message or earlier.
+        inspected: the message answers an InfoRequest or a ProgressRequest.
+        generated: number of tokens of each choice in `ended`.
+        wait_s: as in StepOutput.
+        traces: of choices in `ended` that are traced.
+        lost: the message is empty. `ended` are choices that were aborted because their client was
+            lost: if it is back, and has sent the requests again, these ends are not theirs.
+        indexes: indexes of the choices in `ended`.
+        placements: their placements, as in Submit.
+    """
+
+    ended: list[str] = []
+    waiting: int | None = None
+    settled: list[int] = []
+    inspected: bool = False
+    generated: list[int] = []
+    wait_s: float | None = None
+    traces: list[RequestTrace] = []
+    lost: bool = False
+    indexes: list[int] = []
+    placements: list[int] = []
+
+
+class StepNews(msgspec.Struct, array_like=True, frozen=True):
+    """The tokens of a step of one replica among several, and its replica's news.
+
+    The detokenizer sends it to the frontend in front of the step's texts, as an empty address, an
+    empty message, and this: the frontend has to know every token whose text it passes on, so that
+    the request can move to another replica with it.
+
+    Attributes:
+        started: choices that have their first token with this step.
+        seqs: number of the request of each token.
+        token_ids: int32 bytes, one per item of `seqs`.
+    """
+
+    news: ReplicaNews
+    started: list[HeldChoice]
+    seqs: list[int]
+    token_ids: bytes
+
+
+DetokMessage = (
+    StepOutput
+    | InfoReply
+    | ProgressReply
+    | LiveFrame
+    | SchedulerRestarted
+    | Drained
+    | StopDetok
+    | HandedBack
+    | Withdrawn
+    | ForgetStreams
+    | KnownRequests
+)

@@ -1,1 +1,0 @@
-"""KV pages beyond the pool: which are stored, which are loaded, and who waits for them."""

@@ -1,1 +1,0 @@
-"""The live feed: one message a step, made only while a client watches."""

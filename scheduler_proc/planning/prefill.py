@@ -1,0 +1,612 @@
+"""The prompts of a step: which requests are admitted, and how many tokens each prompt gets.
+
+In this order: the prompt tokens of a step (`PrefillBudget`), how prompts share them
+(`PrefillSharing`), the bound of --itl-target (`StepTarget`), and the planner that adds prompts to a
+step (`PrefillPlanner`).
+"""
+
+from array import array
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol, TypeVar
+
+from quadriga.server.config.engine_args import SchedulerArgs
+from scheduler_proc.planning.admission import CoreState
+from scheduler_proc.planning.batching import ContinuousBatching
+from scheduler_proc.planning.retraction import PageGrowth, Retraction
+from scheduler_proc.planning.step_cost import StepCostModel
+from scheduler_proc.state.batch import Capacity, Plan, ScheduleBatch
+from scheduler_proc.state.request import Request, WaitReason
+
+# How many prompt tokens a step computes, and where prompts are cut.
+
+
+class PrefillBudget:
+    """The prompt tokens of a step.
+
+    Attributes:
+        tokens: number of prompt tokens that a step computes.
+        stretched_tokens: the number for a step that computes all prompts there are with it.
+        chunk: longest part of one prompt in a step.
+        cuts_prompts: prompts may be computed in parts.
+        longest: largest number of tokens of a prompt in a step; 0: no limit.
+    """
+
+    def __init__(self, args: SchedulerArgs, capacity: Capacity) -> None:
+        self.tokens = args.prefill_budget(capacity.prefill_tokens)
+        self.stretched_tokens = self.tokens + args.prefill_slack(capacity.prefill_tokens)
+        self.chunk = args.longest_chunk(capacity.prefill_tokens)
+        self.cuts_prompts = args.chunk_size(capacity.prefill_tokens) is not None
+        self.longest = max(self.stretched_tokens, self.chunk) if self.cuts_prompts else 0
+        self._page_size = capacity.page_size
+
+    def stretched(self, budget: int, wanted: int) -> int:
+        """Return a budget for all that is wanted, where that is little more than the budget."""
+        slack = self.stretched_tokens - self.tokens
+        return wanted if budget < wanted <= budget + slack else budget
+
+    def num_tokens_for(self, uncached: int, budget: int, has_prefills: bool) -> int:
+        """Return how many of a waiting prompt's uncached tokens a step can take; 0 for none.
+
+        The first prompt of a step is cut to the longest chunk, or goes alone where prompts are not
+        cut; later ones are cut where a page ends.
+
+        Args:
+            uncached: number of tokens to compute.
+            budget: number of tokens that are left for prompts.
+            has_prefills: the step has other prompts.
+        """
+        if uncached <= budget:
+            return uncached
+        if not has_prefills:
+            return min(uncached, self.chunk) if self.cuts_prompts else uncached
+        return budget // self._page_size * self._page_size if self.cuts_prompts else 0
+
+
+# How the prompts that are under way, and those that wait, share the prompt tokens of a step.
+#
+# The rule is shortest remaining processing time with a reserved share. A step's tokens go to
+# short prompts first, so that they pass a long one: of all orders this has the smallest mean time
+# to the first token (Schrage, 1968), and the lengths of prompts are known. Alone it would starve
+# the long ones. So the prompt that is under way for longest has OLDEST_SHARE of the steps,
+# whatever arrives: it takes at most 1 / OLDEST_SHARE times as long as without others. What it had
+# beyond its share, of at most MAX_LEAD_STEPS steps, newcomers may take at once: a few of them
+# have a whole step. What one side leaves, the other has, so that no step is smaller than without
+# sharing.
+#
+# A prompt passes those that arrived before it only if fewer tokens of it are left. Two long
+# prompts are therefore not computed in turns, which would delay the first and help neither. A
+# prompt whose next tokens another one is about to compute waits for them instead of computing
+# them again.
+
+OLDEST_SHARE = 0.5  # of the prompt tokens
+MAX_LEAD_STEPS = 2.0
+MIN_DIVIDED_TOKENS = 32  # a step of fewer prompt tokens goes to one prompt
+# Requests of the queue that are looked at beyond those which a step may admit.
+NUM_LOOKED_AT = 32
+# A prompt waits for common tokens that are so many of those that it would have to compute.
+MIN_COMMON_SHARE = 0.5
+
+
+class SharedPrompt(Protocol):
+    """A prompt that waits or is partly computed. The attributes mean what they mean in Request."""
+
+    @property
+    def seq(self) -> int:
+        """Its number."""
+
+    @property
+    def due_at(self) -> float:
+        """When its first token is due."""
+
+    @property
+    def priority(self) -> int:
+        """Its priority."""
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it runs only as far as others leave room."""
+
+    @property
+    def tokens(self) -> "array[int]":
+        """Its token ids."""
+
+    @property
+    def cache_salt(self) -> bytes:
+        """What its cached pages are kept apart by."""
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether all of it has to be computed."""
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Number of its tokens."""
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Number of them that are not computed yet."""
+
+
+class PromptRows(Protocol):
+    """The rows of a step, as ScheduleBatch has them."""
+
+    @property
+    def requests(self) -> Sequence[SharedPrompt]:
+        """The request of each row."""
+
+    @property
+    def num_tokens(self) -> Sequence[int]:
+        """Number of tokens of each row."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of rows of prompts."""
+
+
+P = TypeVar("P", bound=SharedPrompt)
+
+
+class PrefillSharing:
+    """Decide which prompts may begin beside others, and what each gets of a step.
+
+    Args:
+        args: the scheduler's flags.
+        page_size: number of tokens in a page.
+        cuts_prompts: prompts may be computed in parts.
+
+    Attributes:
+        lookahead: number of requests of the queue to look at beyond those which may be admitted.
+    """
+
+    def __init__(self, args: SchedulerArgs, page_size: int, cuts_prompts: bool) -> None:
+        self._max_partial = args.max_num_partial_prefills if cuts_prompts else 1
+        self._by_priority = args.schedule_policy == "priority"
+        self._caches_prefixes = not args.disable_radix_cache
+        self._page_size = page_size
+        self._oldest: int | None = None  # its number
+        self._alone = 0
+        self._lead = 0.0  # steps that the oldest has had beyond its share
+        self.lookahead = NUM_LOOKED_AT if self._max_partial > 1 else 0
+
+    def may_admit(self, num_partial: int) -> bool:
+        """Return whether requests are admitted beside so many whose prompts are partly computed."""
+        return num_partial == 0 or self._max_partial > 1
+
+    def first_parts(
+        self, partial: Collection[P], alone: int, budget: PrefillBudget, waiting: list[P]
+    ) -> list[tuple[P, int]]:
+        """Return what prompts under way get before others, in tokens.
+
+        These are the reserved share of the oldest, and all that is left of those which are short.
+        While more urgent requests wait, a prompt has no share.
+
+        Args:
+            partial: the requests whose prompts are partly computed.
+            alone: prompt tokens that the step could compute of the oldest.
+            budget: prompt tokens of a step.
+            waiting: the next request of the queue, if any.
+        """
+        oldest = min(partial, key=age_of)
+        if self._oldest != oldest.seq:
+            self._oldest, self._lead = oldest.seq, 0.0
+        self._alone = alone
+        if len(partial) == 1 and not (waiting and self._max_partial > 1):
+            return [(oldest, budget.chunk)]
+        rank = max(self._rank(request) for request in (*partial, *waiting))
+        parts: list[tuple[P, int]] = []
+        for request in sorted(partial, key=age_of):
+            left = request.num_uncomputed_tokens
+            if self._rank(request) < rank:
+                continue
+            if request is oldest and left > alone:
+                parts.append((request, self._share_of_oldest(alone, budget.tokens)))
+            elif left <= budget.tokens:
+                parts.append((request, left))
+        return parts
+
+    def _share_of_oldest(self, alone: int, budget: int) -> int:
+        """Return how many of the tokens that a step could compute of the oldest prompt it has.
+
+        A step that the target makes too small to be divided is the oldest's or that of the others.
+        """
+        if alone < min(budget, MIN_DIVIDED_TOKENS):
+            return 0 if self._lead else alone
+        return round(max(0.0, OLDEST_SHARE - self._lead) * alone)
+
+    def end_step(self, batch: PromptRows, partial: Collection[SharedPrompt]) -> None:
+        """Take in what the oldest prompt under way has got of a step."""
+        oldest = self._oldest
+        if oldest is None or not batch.num_prompts:
+            return
+        rows = zip(batch.requests, batch.num_tokens, strict=True)
+        count = sum(count for request, count in rows if request.seq == oldest)
+        lead = self._lead + count / max(self._alone, 1) - OLDEST_SHARE
+        self._lead = min(max(lead, 0.0), MAX_LEAD_STEPS)
+        if all(request.seq != oldest for request in partial):
+            self._oldest = None
+
+    def last_parts(self, partial: Iterable[P]) -> list[P]:
+        """Return prompts under way in the order in which they get what others have left."""
+        if self._max_partial == 1:
+            return []
+        return sorted(partial, key=lambda r: (-self._rank(r), r.num_uncomputed_tokens, age_of(r)))
+
+    def first_part(self, count: int, budget: int, waiting: int) -> int:
+        """Return how many tokens a prompt gets that the step cannot end.
+
+        Args:
+            count: number of its tokens that the step could compute.
+            budget: number of tokens that are left for prompts.
+            waiting: number of requests in the queue, itself included.
+        """
+        if self._max_partial == 1 or waiting == 1:
+            return count
+        share = int(OLDEST_SHARE * budget) // self._page_size * self._page_size
+        return min(count, max(share, self._page_size))
+
+    def is_held_back(
+        self,
+        request: SharedPrompt,
+        num_uncached: int,
+        budget: int,
+        partial: Collection[SharedPrompt],
+    ) -> bool:
+        """Return whether a waiting request stays behind prompts that are partly computed.
+
+        Args:
+            request: it waits.
+            num_uncached: number of its tokens that are not cached.
+            budget: number of tokens that are left for prompts.
+            partial: the requests whose prompts are partly computed.
+        """
+        if self._max_partial == 1 or not partial:
+            return False
+        if num_uncached > budget and len(partial) >= self._max_partial:
+            return True
+        return any(self.goes_first(other, request, num_uncached) for other in partial)
+
+    def goes_first(self, other: SharedPrompt, request: SharedPrompt, num_uncached: int) -> bool:
+        """Return whether a partly computed prompt goes before a waiting request."""
+        if self._rank(other) != self._rank(request):
+            return self._rank(other) > self._rank(request)
+        if age_of(other) > age_of(request):
+            return False
+        return other.num_uncomputed_tokens <= num_uncached or (
+            self._caches_prefixes and _computes_beginning(other, request, num_uncached)
+        )
+
+    def _rank(self, request: SharedPrompt) -> int:
+        """Return the priority as far as it counts: without the policy, only the background does."""
+        return request.priority if self._by_priority else -int(request.is_background)
+
+
+def age_of(request: SharedPrompt) -> tuple[float, int]:
+    """Return what orders requests by age: when their first tokens are due, then their arrival."""
+    return request.due_at, request.seq
+
+
+def _computes_beginning(other: SharedPrompt, request: SharedPrompt, num_uncached: int) -> bool:
+    """Return whether `other` is about to compute most of a waiting request's uncached tokens."""
+    if request.wants_prompt_logprobs or other.cache_salt != request.cache_salt:
+        return False
+    start = request.num_known_tokens - num_uncached
+    end = start + max(int(MIN_COMMON_SHARE * num_uncached), 1)
+    if end > len(other.tokens) or other.tokens[start] != request.tokens[start]:
+        return False
+    return other.tokens[:end].tobytes() == request.tokens[:end].tobytes()
+
+
+# --itl-target: how many prompt tokens a step may compute so that it is expected to be in time.
+#
+# A running stream gets a token with each step, so that a step's time is its inter-token latency
+# (ITL). A newcomer waits for the step that runs, too. So the target bounds all steps with
+# prompts, as far as the cost model (step_cost.py) can tell; the first step with prompts has no
+# bound.
+
+# Aimed at, of the target: measured steps lie around the expected ones.
+AIM = 0.9
+# A step computes so many prompt tokens even if its decode rows alone take longer than the target.
+MIN_PROMPT_TOKENS = 16
+
+
+class StepLoad(Protocol):
+    """What a step computes, as ScheduleBatch has it."""
+
+    @property
+    def num_decodes(self) -> int:
+        """Number of decode rows."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of prompts."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of their tokens."""
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a prompt token and a token that it attends to."""
+
+
+class StepTarget:
+    """Bound the prompt tokens of a step by the time that it is expected to take.
+
+    Args:
+        args: the scheduler's flags.
+        costs: what steps take.
+    """
+
+    def __init__(self, args: SchedulerArgs, costs: StepCostModel) -> None:
+        self._costs = costs
+        self._seconds = None if args.itl_target is None else AIM * args.itl_target / 1000
+
+    def limit(self, limit: int, context: int, batch: StepLoad, num_streams: int) -> int:
+        """Return how many further tokens of a prompt the step can take, at most `limit`.
+
+        Args:
+            limit: number of tokens that it could take without a target.
+            context: number of the prompt's tokens before them.
+            batch: the step as it is.
+            num_streams: number of requests that decode in this step, or in the one after it.
+        """
+        if self._seconds is None or not self._costs.knows_prompts:
+            return limit
+        spent = self._costs.seconds(num_streams, batch.num_prompt_tokens, batch.num_pairs)
+        if num_streams and not batch.num_decodes:  # streams get their tokens in the step after it
+            spent += self._costs.seconds(0)
+        most = self._costs.tokens_within(self._seconds - spent, context)
+        if batch.num_prompts == 0:
+            most = max(most, MIN_PROMPT_TOKENS)
+        return min(limit, most)
+
+
+# The prompts of a step: which requests are admitted, and how many tokens each prompt gets.
+
+
+class PrefillPlanner:
+    """Add prompts to steps.
+
+    A step's tokens go to prompts under way, as far as they have a right to them; then to those
+    that wait; and what these leave, to prompts under way again.
+
+    Args:
+        args: the scheduler's flags.
+        state: the requests and pages.
+        budget: prompt tokens of a step.
+        costs: what steps take.
+        batching: when requests enter and leave the batch.
+        retraction: takes slots for urgent requests.
+        growth: gives prompts further pages.
+
+    Attributes:
+        budget: prompt tokens of a step.
+        sharing: which prompts go first.
+        target: bounds the prompt tokens of a step by its time.
+        width: largest number of requests that a step admits.
+    """
+
+    def __init__(
+        self,
+        args: SchedulerArgs,
+        state: CoreState,
+        budget: PrefillBudget,
+        costs: StepCostModel,
+        batching: ContinuousBatching,
+        retraction: Retraction,
+        growth: PageGrowth,
+    ) -> None:
+        self._kv = state.kv
+        self._offload = state.offload
+        self._admission = state.admission
+        self._waiting = state.waiting
+        self._running = state.running
+        self.budget = budget
+        self._batching = batching
+        self._retraction = retraction
+        self._growth = growth
+        self.sharing = PrefillSharing(args, state.kv.page_size, budget.cuts_prompts)
+        self.target = StepTarget(args, costs)
+        self.width = args.prefill_width
+        # What the last step that left requests waiting lacked, and when that was.
+        self._lacked = WaitReason.BUDGET
+        self._lacked_at = 0.0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the next step has slots and token budget to spare, if nothing runs."""
+        num_admissible, budget = self._num_admissible(), self.budget.stretched_tokens
+        first = self._waiting.first(num_admissible, budget)
+        return len(first) < num_admissible and sum(map(self._num_uncached, first)) < budget
+
+    def add_prompts(self, plan: Plan, now: float) -> None:
+        """Add prompts under way, and admit requests from the waiting queue."""
+        partial = self._running.partial
+        if partial:
+            first = self._waiting.first(1, self.budget.tokens)
+            if self._retraction.preempts:
+                self._retraction.preempt_partial(first, plan)
+            if partial:
+                self._add_first_parts(first, plan)
+        budget = self.budget.tokens - plan.batch.num_prompt_tokens
+        lacked: WaitReason | None
+        if plan.has_retracted:
+            lacked = WaitReason.PAGES
+        elif budget <= 0 or not self.sharing.may_admit(len(partial)):
+            lacked = WaitReason.BUDGET
+        else:
+            lacked = self._add_waiting(budget, plan, now) if len(self._waiting) else None
+        self._add_last_parts(plan)
+        self.sharing.end_step(plan.batch, partial.values())
+        plan.lacked = lacked
+        if lacked is not None:
+            self._lacked, self._lacked_at = lacked, now
+
+    def add_alone(self, request: Request, plan: Plan, now: float) -> None:
+        """Add a prompt to a step that has no other row. It is admitted if it has no slot."""
+        if request.slot >= 0:
+            self._add_part(request, self.budget.chunk, plan)
+        elif self._admission.can_admit(request, 0):
+            self._admit(request, self.budget.chunk, plan, now)
+
+    # --- prompts under way ------------------------------------------------------------------------
+
+    def _add_first_parts(self, waiting: list[Request], plan: Plan) -> None:
+        """Add what prompts under way get before those that wait, of which `waiting` is next."""
+        partial, budget = self._running.partial, self.budget
+        oldest = min(partial.values(), key=age_of)
+        alone = self._in_time(budget.tokens, oldest.num_computed_tokens, plan.batch)
+        for request, limit in self.sharing.first_parts(partial.values(), alone, budget, waiting):
+            if request.seq in partial:  # it may have been retracted for the one before
+                self._add_part(request, limit, plan)
+
+    def _add_last_parts(self, plan: Plan) -> None:
+        """Add what the step has left for the prompts under way.
+
+        They retract others for it only where the step would be empty.
+        """
+        batch, partial = plan.batch, self._running.partial
+        if not partial:
+            return
+        is_single = batch.num_prompts <= 1
+        left = (self.budget.chunk if is_single else self.budget.tokens) - batch.num_prompt_tokens
+        for request in self.sharing.last_parts(partial.values()):
+            if left <= 0:
+                break
+            left -= self._add_part(request, left, plan, is_first=batch.is_empty)
+
+    def _add_part(self, request: Request, limit: int, plan: Plan, is_first: bool = True) -> int:
+        """Add the next tokens of a prompt, at most `limit`. Return their number.
+
+        It is 0 where the request waits for a page.
+
+        Args:
+            request: has a slot.
+            limit: number of tokens that the step has for it.
+            plan: the step.
+            is_first: others may be retracted for it; else it may have a row in the step.
+        """
+        batch, running = plan.batch, self._running
+        count = request.num_uncomputed_tokens
+        if self.budget.cuts_prompts:
+            count = self._in_time(min(count, limit), request.num_computed_tokens, batch)
+        count = self._growth.grow_prompt(request, count, plan, is_first)
+        if count == 0:
+            return 0
+        samples = (batch.add_prefill if is_first else batch.extend_prefill)(request, count)
+        self._kv.cache_computed(request)
+        if not samples:
+            running.partial[request.seq] = request
+            return count
+        running.partial.pop(request.seq, None)
+        if request.num_remaining_tokens:
+            running.add(request)
+        else:
+            self._batching.stop(request)
+        return count
+
+    def _in_time(self, limit: int, context: int, batch: ScheduleBatch) -> int:
+        """Return how many of `limit` tokens of a prompt the step can take under --itl-target."""
+        return self.target.limit(limit, context, batch, self._running.num_rows)
+
+    # --- the waiting queue ------------------------------------------------------------------------
+
+    def _add_waiting(self, budget: int, plan: Plan, now: float) -> WaitReason | None:
+        """Admit prompts from the waiting queue, as far as width, tokens, slots and pages last.
+
+        The pages of each are cached at once, so that the next one may match them: a common prefix
+        is computed once, in this very step.
+
+        Returns:
+            What the step lacks for the requests that still wait; None if it has admitted all.
+        """
+        num_admissible = self._num_admissible()
+        if num_admissible <= 0:
+            return WaitReason.SLOTS
+        lacked, offload = None, self._offload
+        expected = self._admission.expected_tokens()
+        lookahead = self._waiting.lookahead
+        num_candidates = num_admissible + lookahead + len(offload.loads) + self.sharing.lookahead
+        candidates = self._waiting.first(num_candidates, budget)
+        if len(candidates) == len(self._waiting):
+            wanted = sum(r.num_uncomputed_tokens for r in candidates)
+            budget = self.budget.stretched(budget, wanted)
+        for request in candidates:
+            if offload.awaits(request):
+                lacked = WaitReason.PAGES
+                continue
+            count = self._num_to_begin(request, budget, plan)
+            if count is None:
+                lacked = WaitReason.BUDGET
+                continue
+            if count == 0 or not self._can_admit(request, expected, plan):
+                lacked = self._lack_of(count)
+                lookahead -= 1
+                if lookahead < 0:
+                    return lacked
+                continue
+            if offload.begin_load(request):
+                lacked = WaitReason.PAGES
+                continue
+            self._waiting.take(request)
+            expected += self._kv.growth([request], request.num_remaining_tokens)
+            budget -= self._admit(request, count, plan, now)
+            num_admissible -= 1
+            has_budget = budget > 0 and self.sharing.may_admit(len(self._running.partial))
+            if num_admissible == 0 or not has_budget:
+                return WaitReason.SLOTS if has_budget else WaitReason.BUDGET
+        return lacked
+
+    def _num_to_begin(self, request: Request, budget: int, plan: Plan) -> int | None:
+        """Return how many of a waiting prompt's tokens the step can take; 0 for none.
+
+        None: it stays behind prompts under way, but others may pass it.
+        """
+        limits, batch, partial = self.budget, plan.batch, self._running.partial.values()
+        num_uncached = self._num_uncached(request)
+        num_cached = request.num_known_tokens - num_uncached
+        if batch.num_prompts and limits.cuts_prompts:
+            budget = self._in_time(budget, num_cached, batch)
+        if self.sharing.is_held_back(request, num_uncached, budget, partial):
+            return None
+        count = limits.num_tokens_for(num_uncached, budget, batch.num_prompts > 0)
+        if count and limits.cuts_prompts:
+            count = self._in_time(count, num_cached, batch)
+        if 0 < count < num_uncached:
+            count = self.sharing.first_part(count, budget, len(self._waiting))
+        return count
+
+    def _can_admit(self, request: Request, expected: int, plan: Plan) -> bool:
+        if self._admission.can_admit(request, expected):
+            return True
+        if self._retraction.preempts and not self._admission.pending_release:
+            self._retraction.preempt_for(request, plan)
+        return False
+
+    def _lack_of(self, count: int) -> WaitReason:
+        """Return why a request whose next `count` tokens fit into the step is not admitted."""
+        if count == 0:
+            return WaitReason.BUDGET
+        return WaitReason.PAGES if self._admission.num_free_slots else WaitReason.SLOTS
+
+    def _admit(self, request: Request, limit: int, plan: Plan, now: float) -> int:
+        """Give slot and pages to a request and add its first tokens. Return their number."""
+        if not request.admitted_at and self._lacked_at > request.tokenized_at:
+            request.waited_for += (self._lacked,)
+        self._admission.admit(request, now)
+        plan.admitted.append(request)
+        plan.batch.new.append(request.new_slot())
+        return self._add_part(request, limit, plan)
+
+    def _num_admissible(self) -> int:
+        """Return how many requests this step may admit.
+
+        Without a free slot one is considered for which another may be preempted.
+        """
+        num_preempted = int(self._retraction.preempts)
+        limit = min(self.width, self._admission.num_free_slots or num_preempted)
+        return self._batching.num_admissible(limit)
+
+    def _num_uncached(self, request: Request) -> int:
+        """Return how many tokens of a waiting request are not cached."""
+        return request.num_known_tokens - self._kv.num_cached_tokens(request)

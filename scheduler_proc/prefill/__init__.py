@@ -1,1 +1,0 @@
-"""Prompts: which a step computes, and how many tokens of each."""

@@ -1,0 +1,1 @@
+"""What clients are sent: their messages, the live feed, and the traces of their requests."""

@@ -1,1 +1,0 @@
-"""Validate grammars in a process of their own before a request is submitted."""

@@ -1,0 +1,274 @@
+"""The frontend's links to the schedulers and detokenizers of its replicas.
+
+`Ring` has all of them, `NodeLink` is the link with a replica on another machine, whose loss is
+noticed, and `LoadReport` sends the load of a server whose number of replicas follows it to the
+launcher.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from quadriga.server.prefix_blocks import pages_per_block
+from quadriga.server.processes.child import Child
+from quadriga.server.processes.control_channel import Command
+from quadriga.wire.async_sockets import AsyncPort, ConnectionWatch
+from quadriga.wire.links import NodeLinks
+from quadriga.wire.sockets import LinkSocket, Outbox, bind_frames
+from quadriga.wire.to_detok import Delivered
+from tokenizer_proc.frontend import Frontend
+from tokenizer_proc.replicas.open_requests import SchedulerLink
+from tokenizer_proc.replicas.placed import Name, RouterKey
+from tokenizer_proc.replicas.replicas import Replicas
+from tokenizer_proc.replicas.router import Router
+
+# The load of a server whose number of replicas follows it, as the launcher gets it.
+
+# Between two reports; a load that does not change is not reported again.
+LOAD_INTERVAL_S = 1.0
+
+
+class LoadReport:
+    """Reports the number of open requests when it has changed, at most once in a while.
+
+    Args:
+        num_open: returns the number of open requests.
+        report: called with the number.
+    """
+
+    def __init__(self, num_open: Callable[[], int], report: Callable[[int], None]) -> None:
+        self._num_open = num_open
+        self._report = report
+        self._last = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def on_change(self) -> None:
+        """Take in that the number may have changed."""
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(LOAD_INTERVAL_S, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        num_open = self._num_open()
+        if num_open != self._last:
+            self._last = num_open
+            self._report(num_open)
+
+
+# The frontend's links with a replica on another machine, whose loss is noticed.
+
+
+class RefusalLog:
+    """Logs that a machine refuses a link, or is refused: once, as it goes on trying."""
+
+    def __init__(self, links: NodeLinks) -> None:
+        self._links = links
+        self._is_logged = False
+
+    def note(self, reason: str) -> None:
+        """Log a refusal, if it is the first one."""
+        severity = logging.DEBUG if self._is_logged else logging.ERROR
+        self._is_logged = True
+        logging.log(
+            severity,
+            "a link to the replica at %s is refused (%s): copy this server's --curve-dir, with its"
+            " inner key, to that machine",
+            self._links.scheduler, reason,
+        )  # fmt: skip
+
+
+class WatchedOutbox(Outbox):
+    """An outbox that calls back when its connection is lost. Needs a running event loop.
+
+    What is sent to a peer that refuses the connection is lost, like all that was on a lost one.
+    """
+
+    def __init__(self, links: NodeLinks, on_loss: Callable[[], None], refusals: RefusalLog) -> None:
+        self._links = links
+        self._on_loss = on_loss
+        self._refusals = refusals
+        super().__init__(links.scheduler, self._prepare_watched)
+
+    def _prepare_watched(self, link: LinkSocket) -> None:
+        """Prepare a socket, and watch it before its first connection, which may be refused."""
+        self._links.prepare_connect(link)
+        self._watch = ConnectionWatch(link, self._on_loss, on_refusal=self._refusals.note)
+
+    def _refuse(self) -> None:
+        self._refusals.note("its connection has ended")
+
+    def renew(self) -> None:
+        """Reconnect; unsent messages are discarded."""
+        self._watch.close()
+        super().renew()
+
+    def close(self) -> None:
+        """Close the socket; what is unsent is discarded."""
+        self._watch.close()
+        super().close()
+
+
+class NodeLink:
+    """Both directions of the link with one run of a replica.
+
+    A loss is noticed before anything is received that a later connection has brought, because each
+    message looks for it first.
+
+    Args:
+        links: the addresses.
+        on_frames: called with the frames of each message of its detokenizer.
+        on_loss: called when a connection is lost.
+    """
+
+    def __init__(
+        self,
+        links: NodeLinks,
+        on_frames: Callable[[list[bytes]], None],
+        on_loss: Callable[[], None],
+    ) -> None:
+        self.links = links
+        refusals = RefusalLog(links)
+        self.outbox = WatchedOutbox(links, on_loss, refusals)
+        results = bind_frames(links.delivery, links.prepare_bind)
+        self._watch = ConnectionWatch(results, on_loss, on_refusal=refusals.note)
+
+        def receive(frames: list[bytes]) -> None:
+            self._watch.process()
+            on_frames(frames)
+
+        self._port = AsyncPort(results, receive)
+
+    def close(self) -> None:
+        """Stop receiving. A replica that was only cut off reaches nothing any more."""
+        self._watch.close()
+        self._port.close(linger_s=0)
+
+
+# The frontend's sockets to the other processes, of one replica or of several.
+
+
+class Ring:
+    """The links to schedulers and from detokenizers.
+
+    Replicas of a cluster join when the launcher says where they are.
+
+    Attributes:
+        scheduler: the way to the scheduler, or to those of all replicas.
+    """
+
+    def __init__(self, child: Child) -> None:
+        replicas = child.config.replicas
+        ends = [child.endpoints]
+        if replicas.has_router:
+            count = 0 if replicas.in_cluster else replicas.dp
+            ends = [child.endpoints.of_replica(number) for number in range(count)]
+        self._key_dir = child.config.frontend.curve_dir
+        self._sockets = [bind_frames(end.delivery) for end in ends]
+        self._ports: list[AsyncPort] = []
+        self._node_links: dict[int, NodeLink] = {}
+        self._frontend: Frontend | None = None
+        outboxes = [Outbox(end.scheduler) for end in ends]
+        self._replicas = self._make_replicas(child, outboxes) if replicas.has_router else None
+        self.scheduler: SchedulerLink = self._replicas or outboxes[0]
+
+    def _make_replicas(self, child: Child, outboxes: list[Outbox]) -> Replicas:
+        page_size, limits = child.config.worker.page_size, child.config.scheduler
+        block_tokens = page_size * pages_per_block(page_size)
+        args = child.config.replicas
+        count = args.num_slots
+        router = Router[RouterKey](
+            args.load_balance_method, count, block_tokens, page_size, limits.max_queued_requests
+        )
+
+        def report_load(num_open: int) -> None:
+            child.control.report("replica", replica=-1, state="load", argument=str(num_open))
+
+        def on_recalled(number: int) -> None:
+            child.control.report("replica", replica=number, state="recalled")
+
+        replicas = Replicas(
+            count, router, block_tokens, self._deliver, on_recalled, self._show,
+            on_known=self._on_known,
+        )  # fmt: skip
+        if args.follows_load:
+            requests = replicas.requests
+            requests.on_change = LoadReport(lambda: len(requests), report_load).on_change
+        for number, outbox in enumerate(outboxes):
+            replicas.join(number, outbox)
+        return replicas
+
+    def _deliver(self, client: bytes, payload: bytes, delivered: Delivered) -> None:
+        assert self._frontend is not None
+        self._frontend.deliver(client, payload, delivered)
+
+    def _on_known(self, names: set[Name]) -> None:
+        assert self._frontend is not None
+        self._frontend.intake.on_known(names)
+
+    def _show(self, replica: int, frame: bytes) -> None:
+        assert self._frontend is not None
+        self._frontend.show(frame, replica)
+
+    def open(self, frontend: Frontend) -> None:
+        """Give results to the frontend from now on."""
+        self._frontend = frontend
+        replicas = self._replicas
+        if replicas is None:
+            self._ports = [AsyncPort(self._sockets[0], frontend.on_delivery)]
+        else:
+            self._ports = [
+                AsyncPort(socket, partial(replicas.on_delivery, number))
+                for number, socket in enumerate(self._sockets)
+            ]
+
+    def on_process(self, command: Command, argument: str, frontend: Frontend) -> None:
+        """Take in what the launcher says of the processes and replicas."""
+        name, _, number = argument.partition("/")
+        replicas = self._replicas
+        if replicas is None:
+            if command is Command.RESTARTED and name == "scheduler_proc":
+                frontend.intake.on_scheduler_restarted()
+        elif command is Command.JOINED:
+            self._join(replicas, *argument.split())
+        elif command is Command.LOST:
+            replicas.on_lost(int(argument))
+            self._close_node_link(int(argument))
+        elif command is Command.LEFT:
+            replicas.on_left(int(argument))
+            self._close_node_link(int(argument))
+        elif command is Command.RECALL:
+            replicas.recall(int(argument))
+        elif number and command is Command.DIED:
+            replicas.on_died(int(number), name)
+        elif number:
+            replicas.on_restarted(int(number), name)
+
+    def _join(self, replicas: Replicas, number_text: str, scheduler: str, delivery: str) -> None:
+        """Connect to a replica of the cluster, unless that was done before."""
+        number, links = int(number_text), NodeLinks(scheduler, delivery, self._key_dir)
+        known = self._node_links.get(number)
+        if known is not None and known.links == links:
+            return
+        replicas.on_lost(number)
+        self._close_node_link(number)
+        link = self._node_links[number] = NodeLink(
+            links,
+            partial(replicas.on_delivery, number),
+            partial(replicas.on_link_broken, number),
+        )
+        replicas.join(number, link.outbox)
+        replicas.on_link_broken(number)
+
+    def _close_node_link(self, number: int) -> None:
+        link = self._node_links.pop(number, None)
+        if link is not None:
+            link.close()
+
+    def close(self) -> None:
+        """Close the sockets of results."""
+        for port in self._ports:
+            port.close()
+        for link in self._node_links.values():
+            link.close()

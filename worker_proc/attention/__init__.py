@@ -1,1 +1,0 @@
-"""Attention over pages: what an engine is asked for, and the reference in plain torch."""

@@ -1,1 +1,0 @@
-"""KV pages beyond the pool: in the computer's memory, and on its disk."""

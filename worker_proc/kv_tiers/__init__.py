@@ -1,0 +1,1 @@
+"""KV pages beyond the pool: in host memory, and on disk."""

@@ -1,1 +1,0 @@
-"""Read the quantized layers of safetensors checkpoints, one file for each method."""

@@ -1,0 +1,128 @@
+"""Choose the device, the dtype and the CPU cores of the worker."""
+
+import ctypes
+import os
+
+import psutil
+import torch
+
+from quadriga.errors import ConfigError
+from quadriga.server.config.engine_args import ONLY_REPLICA, ReplicaPlace, WorkerArgs
+from quadriga.server.processes.machine import CpuPlan, pin_to, plan_cpus
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(
+    name: str, rank: int = 0, tp: int = 1, replica: ReplicaPlace = ONLY_REPLICA
+) -> torch.device:
+    """Return a rank's device; `auto` prefers cuda to mps to cpu. Each rank has its own GPU.
+
+    Args:
+        name: The value of --device.
+        rank: The rank within its replica.
+        tp: Ranks of each replica.
+        replica: The replica of the rank.
+
+    Raises:
+        ConfigError: The device is unknown, or torch does not find it.
+    """
+    if name == "auto":
+        on_mps = torch.backends.mps.is_available()
+        name = "cuda" if torch.cuda.is_available() else "mps" if on_mps else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda", "mps"):
+        raise ConfigError(f"device is {name!r}: it must be auto, cpu, cuda, cuda:N or mps")
+    if device.type == "cuda":
+        first = device.index or 0
+        check_devices(torch.cuda.device_count(), first, tp, replica.num_replicas)
+        return _cuda(first + replica.number * tp + rank, rank)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("device is mps, but torch finds none here; start with --device cpu")
+    return device
+
+
+def check_devices(num_present: int, first: int, tp: int, dp: int) -> None:
+    """Raise ConfigError where several replicas need more GPUs than there are from `first` on."""
+    num_usable = max(0, num_present - first)
+    if dp > 1 and dp * tp > num_usable:
+        possible = num_usable // tp
+        remedy = f"start with --dp {possible}" if possible else "start with --device cpu"
+        raise ConfigError(
+            f"--dp {dp} with --tp {tp} needs {dp * tp} GPUs, and {num_usable} are there: {remedy}"
+        )
+
+
+def _cuda(index: int, rank: int) -> torch.device:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index >= count:
+        build = "" if torch.version.cuda else f"; torch {torch.__version__} is built without CUDA"
+        raise ConfigError(
+            f"device is cuda:{index}, but torch finds {count} CUDA devices here{build};"
+            " start with --device cpu" + (", or with fewer --tp" if rank else "")
+        )
+    return torch.device("cuda", index)
+
+
+def choose_dtype(name: str, device: torch.device, native: bool = False) -> torch.dtype:
+    """Return the dtype of weights and KV pages.
+
+    `auto` is bfloat16 if it is multiplied fast, else float16 on a GPU and float32 elsewhere.
+
+    Args:
+        name: auto, float32, bfloat16 or float16.
+        device: Of the model.
+        native: The native kernels, which multiply bfloat16 fast, will run the model.
+
+    Raises:
+        ConfigError: float16 was asked for on a cpu.
+    """
+    if name == "auto":
+        if native or _fast_bfloat16(device):
+            return torch.bfloat16
+        # A GPU without bfloat16 has tensor cores for float16 only.
+        return torch.float16 if device.type == "cuda" else torch.float32
+    if name == "float16" and device.type == "cpu":
+        raise ConfigError(
+            "dtype float16 is slow and overflows on a cpu; use --dtype bfloat16 or float32"
+        )
+    return DTYPES[name]
+
+
+def _fast_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "cpu":
+        return any(
+            getattr(torch.cpu, probe, lambda: False)()
+            for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        )
+    return False
+
+
+def take_cores(args: WorkerArgs, replica: ReplicaPlace = ONLY_REPLICA) -> CpuPlan:
+    """Restrict this process to the worker's share of the CPU cores, and return the shares.
+
+    Call it before torch computes anything, as its threads inherit the cores of the first one.
+    """
+    plan = plan_cpus(args, replica)
+    pin_to(plan.worker)
+    torch.set_num_threads(plan.threads)
+    return plan
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that can be allocated on the device now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def trim_heap() -> None:
+    """Return freed memory to the system, if the C library keeps it (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,147 @@
+"""Run the steps that the scheduler plans.
+
+The runner has an engine, the slots that it computes for, and a `GuessSource`, whose contract is
+here, if tokens are guessed.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+from quadriga.wire.worker import FailedRow, StepPlan, StepResult
+from worker_proc.step.clock import step_clock
+from worker_proc.step.dummy_plans import decode_plan, prefill_plan, release_plan
+from worker_proc.step.engine import Engine
+from worker_proc.step.outputs import EngineOutput, PendingStep
+from worker_proc.step.slot_table import SlotTable, ints_of
+
+# The contract of what guesses tokens.
+
+
+class GuessSource(ABC):
+    """Guesses tokens for the slots of a table. The runner calls it at each plan of the scheduler.
+
+    A guess is only ever compared with the token that is sampled in its place, so that a wrong one
+    costs time and changes no answer.
+    """
+
+    @abstractmethod
+    def begin(self, plan: StepPlan) -> None:
+        """Note what a plan changes, before the table applies it and forgets what it releases."""
+
+    @abstractmethod
+    def guess(self, plan: StepPlan) -> None:
+        """Write guesses into the table for the rows of a plan, which is applied.
+
+        At most as many for each row as the plan and `SlotTable.room_for_guesses` allow.
+        """
+
+
+# Runs the steps that the scheduler plans.
+
+NO_ROWS = PendingStep(lambda: EngineOutput(b""))
+
+
+class Runner:
+    """An engine and the slots that it computes for. One `run` or `launch` at a time.
+
+    Attributes:
+        dtype: Of the weights.
+        window: Tokens that every layer's attention is limited to; 0 if a layer sees all that a
+            slot can hold.
+        quantization: How the weights are kept: --quantization, with `auto` resolved.
+        guesser: Guesses tokens where plans ask for it; None: there are no guesses.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        table: SlotTable,
+        dtype: torch.dtype,
+        window: int = 0,
+        quantization: str = "none",
+    ) -> None:
+        self.engine = engine
+        self.table = table
+        self.dtype = dtype
+        self.window = window if window < table.context_length else 0
+        self.quantization = quantization
+        self.guesser: GuessSource | None = None
+        self._start_clock = step_clock(table.device)
+
+    def with_engine(self, engine: Engine) -> "Runner":
+        """Return a runner of the same slots whose steps another engine computes."""
+        return Runner(engine, self.table, self.dtype, self.window, self.quantization)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Run one step. Raises ValueError if the plan contradicts the slots."""
+        return self.launch(plan)()
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Launch one step, in torch's inference mode, which takes too long to enter at every step.
+
+        On a GPU the next step may be launched before this one has ended.
+
+        Returns:
+            A function that waits for the end of the step, in any thread.
+
+        Raises:
+            ValueError: The plan contradicts the slots.
+        """
+        clock = self._start_clock()
+        self._apply(plan)
+        refused = self._refused_rows(plan)
+        pending = self.engine.execute(plan, self.table, clock) if plan.slots else NO_ROWS
+        times = clock.stop()
+
+        def finish() -> StepResult:
+            output = pending.wait()
+            began, ended = times()
+            return StepResult(
+                step=plan.step,
+                token_ids=output.token_ids,
+                began=began,
+                ended=ended,
+                logprobs=output.logprobs,
+                prompt_logprobs=output.prompt_logprobs,
+                failed=refused + output.failed,  # the first reason counts
+                session=plan.session,
+                forced=output.forced,
+                guessed=output.guessed,
+                nonfinite=output.nonfinite,
+            )
+
+        if pending.blocks_next:
+            result = finish()
+            return lambda: result
+        return finish
+
+    def _apply(self, plan: StepPlan) -> None:
+        """Apply a plan to the slots, and guess the next tokens of its rows."""
+        guesser = self.guesser
+        if guesser is None:
+            self.table.apply(plan)
+            return
+        guesser.begin(plan)
+        self.table.apply(plan)
+        guesser.guess(plan)
+
+    def _refused_rows(self, plan: StepPlan) -> list[FailedRow]:
+        """Return the rows of requests that the slot table has refused."""
+        refused = self.table.refused
+        if not refused:
+            return []
+        slots = ints_of(plan.slots).tolist()
+        return [FailedRow(row, refused[slot]) for row, slot in enumerate(slots) if slot in refused]
+
+    def warm_up(self) -> None:
+        """Run a short prefill and, if there is room, a decode step, and leave nothing behind."""
+        table = self.table
+        num_tokens = min(table.page_size, max(table.context_length - 1, 1), 8)
+        self.run(prefill_plan(num_tokens, table.page_size))
+        if num_tokens < min(table.num_pages * table.page_size, table.context_length):
+            self.run(decode_plan([1] if num_tokens == table.page_size else ()))
+        self.run(release_plan())
+        self.engine.capture_graphs(table)

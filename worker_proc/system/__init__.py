@@ -1,1 +1,0 @@
-"""Devices, memory, transfers and clocks of the worker."""

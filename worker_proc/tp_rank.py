@@ -1,0 +1,78 @@
+"""A further rank of a worker: runs the same steps as rank 0, and sends no results.
+
+Rank 0 starts it (distributed/leader.py) as
+`python -m worker_proc.tp_rank RANK MEETING --run-dir …`.
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from quadriga.server.models.resolve import resolve_model
+from quadriga.server.processes.child import Child, run_child
+from quadriga.server.processes.control_channel import EXIT_LAUNCHER_DIED
+from quadriga.wire.sockets import Inbox
+from quadriga.wire.worker import StopWorker, WorkerMessage
+from worker_proc.distributed.rendezvous import Rendezvous, rendezvous_at
+from worker_proc.sampling.grammar_compiler import GrammarCompiler
+
+
+def main() -> None:
+    """Run the process until StopWorker, or until rank 0 exits."""
+    rank, meeting = int(sys.argv[1]), rendezvous_at(sys.argv[2])
+    del sys.argv[1:3]
+    threading.Thread(target=_exit_with_rank_0, daemon=True).start()
+    run_child(f"worker_proc rank {rank}", lambda child: body(child, rank, meeting))
+
+
+def body(child: Child, rank: int, meeting: Rendezvous) -> None:
+    """Load this rank's part of the model, then handle what rank 0 relays."""
+    serve_rank(child, rank, Inbox(child.endpoints.rank(rank), WorkerMessage), meeting)
+
+
+def serve_rank(
+    child: Child,
+    rank: int,
+    inbox: "Inbox[Any]",
+    meeting: Rendezvous,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Load a rank's part of the model, then handle the messages of rank 0, until StopWorker.
+
+    Args:
+        child: This process.
+        rank: Its number.
+        inbox: Where it receives what rank 0 relays.
+        meeting: How it finds the other ranks.
+        on_ready: Called when the model is loaded.
+    """
+    from torch import inference_mode
+
+    from worker_proc.loading.sharding import TPRank
+    from worker_proc.rank import Rank
+    from worker_proc.startup.build import make_runner
+    from worker_proc.startup.devices import take_cores
+
+    take_cores(child.config.worker, child.replica)
+    files = resolve_model(child.config.model)
+    part = TPRank(rank, child.config.worker.tp)
+    runner = make_runner(child.config, files, part, meeting, replica=child.replica)
+    runner.warm_up()
+    grammars = GrammarCompiler(files, child.endpoints.results)
+    runner.table.sampling.compiled = grammars.compiled
+    handle = Rank(runner, grammars, grammars.compile_here, send=lambda _: None).handle
+    on_ready()
+    with inference_mode():
+        while not isinstance(message := inbox.receive(), StopWorker):
+            handle(message)
+
+
+def _exit_with_rank_0() -> None:
+    sys.stdin.buffer.read()
+    os._exit(EXIT_LAUNCHER_DIED)
+
+
+if __name__ == "__main__":
+    main()
