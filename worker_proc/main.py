@@ -136,8 +136,8 @@ def start(
     """Load the model, warm up, and report to the launcher that this process is ready.
 
     Args:
-        child: This process.
-        meeting: How the ranks find each other; None for a single rank.
+        child: this process.
+        meeting: how the ranks find each other; None for a single rank.
 
     Returns:
         The runner, what moves pages to and from the tiers, and the message for the scheduler.

@@ -24,12 +24,12 @@ class Rank:
     """Handles messages. Rank 0 alone answers the scheduler.
 
     Attributes:
-        runner: Runs the steps.
-        grammars: The compiled grammars.
-        compile_grammar: Compiles one: rank 0 in a thread, as the scheduler waits for its answer;
+        runner: runs the steps.
+        grammars: the compiled grammars.
+        compile_grammar: compiles one: rank 0 in a thread, as the scheduler waits for its answer;
             the others at once, since a plan may need the grammar as soon as rank 0 has answered.
-        send: Takes the function that waits for a launched step.
-        mover: Moves pages between the pool and the tiers beyond it; None without tiers.
+        send: takes the function that waits for a launched step.
+        mover: moves pages between the pool and the tiers beyond it; None without tiers.
     """
 
     runner: Runner

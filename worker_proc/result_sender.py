@@ -27,9 +27,9 @@ class AsyncResultSender(ResultSender):
     """Waits for steps on a GPU in a thread, while the next ones are launched.
 
     Args:
-        send: Sends a result; called in the thread.
-        prepare: Called first in the thread.
-        fail: Takes the first exception of `wait` or `send`, after which nothing more is sent;
+        send: sends a result; called in the thread.
+        prepare: called first in the thread.
+        fail: takes the first exception of `wait` or `send`, after which nothing more is sent;
             called in the thread, whose exceptions nothing else would report.
     """
 

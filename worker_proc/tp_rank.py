@@ -42,11 +42,11 @@ def serve_rank(
     """Load a rank's part of the model, then handle the messages of rank 0, until StopWorker.
 
     Args:
-        child: This process.
-        rank: Its number.
-        inbox: Where it receives what rank 0 relays.
-        meeting: How it finds the other ranks.
-        on_ready: Called when the model is loaded.
+        child: this process.
+        rank: its number.
+        inbox: where it receives what rank 0 relays.
+        meeting: how it finds the other ranks.
+        on_ready: called when the model is loaded.
     """
     from torch import inference_mode
 

@@ -34,7 +34,7 @@ def load_kernels() -> ctypes.CDLL:
     """Load the compiled kernels, and compile them if necessary.
 
     Raises:
-        NoCompiler: There are no kernels for the reason that the message gives.
+        NoCompiler: there are no kernels for the reason that the message gives.
     """
     try:
         library = _library()

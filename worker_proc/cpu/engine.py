@@ -50,7 +50,7 @@ class NativeEngine(Engine):
     same to the last bit whatever else is in a step, and for any number of threads.
 
     Attributes:
-        pools: The KV pages.
+        pools: the KV pages.
     """
 
     name = "native"
@@ -70,17 +70,17 @@ class NativeEngine(Engine):
         """Record the model, which loses its weights and is of no further use.
 
         Args:
-            model: The model, with its weights.
-            num_pages: Size of the KV pool.
-            page_size: Tokens of a page; a multiple of 16 with `int8_pages`.
-            dtype: Of the weights, unless they are quantized.
-            threads: Number of threads that compute a step.
-            bits: Bits of quantized weights; None: they stay in `dtype`.
-            int8_pages: Keep keys and values in 8 bits.
-            pools: The KV pages of an engine with the same shape and dtype, to be shared.
+            model: the model, with its weights.
+            num_pages: size of the KV pool.
+            page_size: tokens of a page; a multiple of 16 with `int8_pages`.
+            dtype: of the weights, unless they are quantized.
+            threads: number of threads that compute a step.
+            bits: bits of quantized weights; None: they stay in `dtype`.
+            int8_pages: keep keys and values in 8 bits.
+            pools: the KV pages of an engine with the same shape and dtype, to be shared.
 
         Raises:
-            NoCompiler: The kernels cannot be compiled.
+            NoCompiler: the kernels cannot be compiled.
         """
         self._library = load_kernels()
         check_layout(self._library)
@@ -323,11 +323,11 @@ class NativeEngine(Engine):
         """Call a function of the library.
 
         Args:
-            run: The function, which gets the program, the step and `arguments`.
-            recorded: The program.
-            tokens: Number of tokens of the step.
+            run: the function, which gets the program, the step and `arguments`.
+            recorded: the program.
+            tokens: number of tokens of the step.
             sampled: `[samples]` the sampled tokens of the step; None: all of them are.
-            arguments: Further arguments.
+            arguments: further arguments.
         """
         program, step = recorded.program, self._step
         step.token_count = tokens

@@ -44,10 +44,10 @@ class Recorder(Ops[Buffer]):
     """Records operations; the values of the model are the numbers of buffers.
 
     Attributes:
-        ops: The operations recorded so far.
-        widths: Elements in a row of each buffer that is written.
-        rows_per_token: Rows of each buffer for a token; missing: one.
-        position_vectors: Address of the embeddings of positions, or None.
+        ops: the operations recorded so far.
+        widths: elements in a row of each buffer that is written.
+        rows_per_token: rows of each buffer for a token; missing: one.
+        position_vectors: address of the embeddings of positions, or None.
     """
 
     def __init__(self, shape: AttentionShape, weights: PackedWeights) -> None:
@@ -173,7 +173,7 @@ class Recorder(Ops[Buffer]):
         """Copy the inputs of each token to the rows of its experts, as `matrix` reads them.
 
         Raises:
-            ModelError: The matrix needs inputs that experts do not get.
+            ModelError: the matrix needs inputs that experts do not get.
         """
         if matrix.order or matrix.format in FLOAT_FORMATS:
             raise ModelError(
@@ -234,10 +234,10 @@ class Recorded:
     """A recorded program.
 
     Attributes:
-        program: The operations.
-        widths: Elements in a row of each buffer that the program writes.
-        rows_per_token: Rows of each buffer for a token; missing: one.
-        room: Tokens that the buffers have room for.
+        program: the operations.
+        widths: elements in a row of each buffer that the program writes.
+        rows_per_token: rows of each buffer for a token; missing: one.
+        room: tokens that the buffers have room for.
     """
 
     program: Program
@@ -250,9 +250,9 @@ class Recorded:
         """Make a program of operations.
 
         Args:
-            ops: The operations.
-            recorder: The recorder of the buffers' sizes.
-            settings: The other fields of Program.
+            ops: the operations.
+            recorder: the recorder of the buffers' sizes.
+            settings: the other fields of Program.
         """
         program = Program(op_count=len(ops), ops=(Op * len(ops))(*ops), **settings)
         return cls(program, recorder.widths, recorder.rows_per_token)

@@ -164,15 +164,15 @@ def pack_mixed(parts: Sequence[PackedRows], gated: bool) -> tuple[list[Format], 
     """Lay out parts of several types, each panel in the type of its rows.
 
     Args:
-        parts: Rows of the matrix, in order.
-        gated: The first half of the rows is the gate and the second one up, of which panels
+        parts: rows of the matrix, in order.
+        gated: the first half of the rows is the gate and the second one up, of which panels
             alternate.
 
     Returns:
         The formats of the panels, and the panels [panel_units] int32, in one piece of memory.
 
     Raises:
-        ModelError: A panel would have rows of two types.
+        ModelError: a panel would have rows of two types.
     """
     if gated:
         half = sum(len(part.data) for part in parts) // 2
@@ -301,9 +301,9 @@ class PackedWeights:
         """Return the packed weight of a layer.
 
         Args:
-            layer: The layer.
-            gated: Its outputs are gate and up.
-            exact: Its weight is not rounded to fewer bits.
+            layer: the layer.
+            gated: its outputs are gate and up.
+            exact: its weight is not rounded to fewer bits.
         """
         if layer not in self._matrices:
             self._matrices[layer] = self._pack(layer, gated, exact)
@@ -503,8 +503,8 @@ def pack_coded(parts: Sequence[CodedRows], gated: bool) -> tuple[Tensor, int, in
     """Join rows that are coded alike, and pack them.
 
     Args:
-        parts: The rows.
-        gated: The outputs are gate and up, whose panels alternate.
+        parts: the rows.
+        gated: the outputs are gate and up, whose panels alternate.
 
     Returns:
         Panels [panels, panel_units] int32, the number of outputs, and of groups of 32 inputs.
@@ -515,7 +515,7 @@ def pack_coded(parts: Sequence[CodedRows], gated: bool) -> tuple[Tensor, int, in
     columns, inputs = rows.codes.shape
     codes = F.pad(rows.codes, (0, -inputs % GROUP_SIZE), value=MIDDLES.get(first.kind, 0))
     groups = codes.shape[1] // GROUP_SIZE
-    rows = replace(rows, codes=codes).map_rows(_in_sixteens)
+    rows = replace(rows, codes=codes).map_rows(_split_in_sixteens)
     is_shared = bool((rows.scale == rows.scale[:, :1]).all())
     if is_shared:  # as the 16 columns of a panel are in one block
         rows = replace(rows, scale=rows.scale[:, :1].float())
@@ -572,10 +572,3 @@ def _code_bytes(kind: CodeKind, codes: Tensor) -> Tensor:
 def _factor_bytes(factors: Tensor) -> Tensor:
     """Convert scales or zeros [panels, 16, groups] to [panels, bytes], the columns innermost."""
     return factors.transpose(1, 2).flatten(1).contiguous().view(torch.uint8)
-
-
-def _in_sixteens(rows: Tensor) -> Tensor:
-    """Pad and reshape [outputs, ...] to [panels, 16, ...]."""
-    padding = [0, 0] * (rows.dim() - 1) + [0, -len(rows) % LANES]
-    padded: Tensor = F.pad(rows, padding)
-    return padded.view(-1, LANES, *padded.shape[1:])

@@ -32,7 +32,7 @@ class TPLeader:
     """Ranks 1 to tp - 1.
 
     Attributes:
-        meeting: Where all ranks meet.
+        meeting: where all ranks meet.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class TPLeader:
         """Start the processes.
 
         Args:
-            child: This process, whose configuration the ranks get.
-            on_death: Called in a thread, with the reason, if a rank exits unexpectedly.
-            meeting: Where all ranks meet; None: by a file of this run.
-            ranks: The ranks to start; None: all of them.
+            child: this process, whose configuration the ranks get.
+            on_death: called in a thread, with the reason, if a rank exits unexpectedly.
+            meeting: where all ranks meet; None: by a file of this run.
+            ranks: the ranks to start; None: all of them.
         """
         run_dir = child.endpoints.run_dir
         self.meeting = meeting or FileRendezvous(run_dir / f"ranks-{os.getpid()}")
@@ -107,11 +107,11 @@ class NodeLeader:
     """Ranks 1 to tp - 1, some of them on other machines.
 
     Attributes:
-        meeting: Where all ranks meet.
+        meeting: where all ranks meet.
 
     Args:
-        child: This process, whose links have the addresses of the other machines' ranks.
-        on_death: Called in a thread, with the reason, if a rank has exited or is out of reach.
+        child: this process, whose links have the addresses of the other machines' ranks.
+        on_death: called in a thread, with the reason, if a rank has exited or is out of reach.
     """
 
     def __init__(self, child: Child, on_death: Callable[[str], None]) -> None:

@@ -31,7 +31,7 @@ class FileRendezvous:
     """All ranks are on this machine, and find each other by a new file.
 
     Args:
-        path: The file.
+        path: the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,8 +53,8 @@ class PortRendezvous:
     """Ranks on several machines find each other by a port at rank 0.
 
     Args:
-        address: The port, as tcp://HOST:PORT.
-        own_host: Address of this machine that the others reach.
+        address: the port, as tcp://HOST:PORT.
+        own_host: address of this machine that the others reach.
     """
 
     def __init__(self, address: str, own_host: str) -> None:
@@ -75,7 +75,7 @@ class PortRendezvous:
         """Choose the network interface, and connect to the port; rank 0 serves it.
 
         Raises:
-            ConfigError: No interface of this machine has its address.
+            ConfigError: no interface of this machine has its address.
         """
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

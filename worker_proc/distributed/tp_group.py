@@ -57,7 +57,7 @@ class TPGroup:
             token_ids: `[rows]` of this rank.
 
         Raises:
-            RuntimeError: The ranks had different tokens, so their keys are of different texts.
+            RuntimeError: the ranks had different tokens, so their keys are of different texts.
         """
         self._num_checked += 1
         if self._num_checked % CHECK_STEPS:

@@ -44,19 +44,19 @@ def make_engine(
     A model of transformers has an engine of its own.
 
     Args:
-        args: The worker's flags.
-        model: The model, with its weights.
-        num_pages: Size of the KV pool.
-        dtype: Of the weights.
-        device: Where the model is.
-        max_decode_rows: Rows of the largest decode step.
-        ranks: The processes with the other parts of the model.
-        has_draft: Add a draft of the model in fewer bits; by the native kernels only.
-        guesses: Tokens will be guessed, for which the graphs of a GPU have to be made.
+        args: the worker's flags.
+        model: the model, with its weights.
+        num_pages: size of the KV pool.
+        dtype: of the weights.
+        device: where the model is.
+        max_decode_rows: rows of the largest decode step.
+        ranks: the processes with the other parts of the model.
+        has_draft: add a draft of the model in fewer bits; by the native kernels only.
+        guesses: tokens will be guessed, for which the graphs of a GPU have to be made.
 
     Raises:
-        NoCompiler: The flags need kernels that cannot be compiled.
-        ConfigError: The flags need kernels that the device does not have.
+        NoCompiler: the flags need kernels that cannot be compiled.
+        ConfigError: the flags need kernels that the device does not have.
     """
     if isinstance(model, TransformersModel):
         shape = model.attention_shape

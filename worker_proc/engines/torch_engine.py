@@ -55,11 +55,11 @@ def attend_materialised(
     """Attend by two matrix products, in which query heads that share a key head are more queries.
 
     Args:
-        bias: The mask as 0 or -inf, for each batched matrix of scores.
-        attention: Scale, soft cap and sinks.
+        bias: the mask as 0 or -inf, for each batched matrix of scores.
+        attention: scale, soft cap and sinks.
         q: `[rows, queries, heads, head_dim]`, as is what is returned.
         k: `[rows, kv_heads, keys, head_dim]`.
-        v: As `k`.
+        v: as `k`.
     """
     rows, queries, heads, head_dim = q.shape
     kv_heads, keys = k.shape[1:3]
@@ -145,15 +145,15 @@ class _Group:
     """Neighbouring rows as one dense problem of `rows` x `queries` x `keys`.
 
     Attributes:
-        first, last: Its tokens in the step, `last` excluded.
+        first, last: its tokens in the step, `last` excluded.
         spread: `[rows * queries]` the token at each padded place; None without padding.
         collect: `[tokens]` the padded place of each token; None without padding.
-        gather: The parts of pages to gather; None for rows without a past.
-        beyond: Vectors of the gathered, or else padded, keys and values that lie behind the end of
+        gather: the parts of pages to gather; None for rows without a past.
+        beyond: vectors of the gathered, or else padded, keys and values that lie behind the end of
             their row: what is there may be NaN, and 0 times NaN is NaN. None if there are none.
         mask: `[rows, queries, keys]` true where a query sees a key; None where the diagonal
             decides.
-        bias: The mask as 0 or -inf, for each batched matrix of scores
+        bias: the mask as 0 or -inf, for each batched matrix of scores
             `[rows * kv_heads, group_heads * queries, keys]`; None if scores are not materialised.
     """
 
@@ -177,7 +177,7 @@ class TorchAttention:
     one head in one page is contiguous and is copied as a whole.
 
     Attributes:
-        layers: The layers.
+        layers: the layers.
     """
 
     def __init__(
@@ -373,10 +373,10 @@ class TorchStepAttention:
         """Write all the step's keys and values of a layer into the pages, then attend.
 
         Args:
-            layer: Number of the layer.
+            layer: number of the layer.
             q: `[tokens, heads, head_dim]`, rotated; may be strided in all but its last dimension.
             kv: `[tokens, 2, kv_heads, head_dim]`, keys (rotated), then values; strided as `q`.
-            attention: Scale, soft cap, window and sinks of the layer.
+            attention: scale, soft cap, window and sinks of the layer.
 
         Returns:
             `[tokens, heads * head_dim]`.

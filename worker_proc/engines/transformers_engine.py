@@ -36,13 +36,13 @@ class AttentionCall:
     """One call of the attention function, which a model makes once for each layer.
 
     Attributes:
-        module: The attention module of the layer.
+        module: the attention module of the layer.
         query: `[tokens, heads, head_dim]`, rotated.
         key: `[tokens, kv_heads, head_dim]`, rotated.
         value: `[tokens, kv_heads, value_dim]`.
-        mask: What the model's mask function returned for the layer.
-        scaling: Factor of the scores; None: head_dim ** -0.5.
-        options: The other keyword arguments.
+        mask: what the model's mask function returned for the layer.
+        scaling: factor of the scores; None: head_dim ** -0.5.
+        options: the other keyword arguments.
     """
 
     module: nn.Module
@@ -62,7 +62,7 @@ class AttentionFunction:
     """An attention function that is registered with transformers.
 
     Attributes:
-        name: The value of `attn_implementation` that selects it.
+        name: the value of `attn_implementation` that selects it.
     """
 
     def __init__(self) -> None:
@@ -94,13 +94,13 @@ class AttentionFunction:
         """Attend: the signature is that of transformers' attention functions.
 
         Args:
-            module: The attention module of the layer.
+            module: the attention module of the layer.
             query: `[1, heads, tokens, head_dim]`.
             key: `[1, kv_heads, tokens, head_dim]`.
             value: `[1, kv_heads, tokens, value_dim]`.
-            attention_mask: What the model's mask function returned.
-            scaling: Factor of the scores.
-            options: Further arguments, which depend on the model.
+            attention_mask: what the model's mask function returned.
+            scaling: factor of the scores.
+            options: further arguments, which depend on the model.
 
         Returns:
             `[1, tokens, heads, value_dim]`, and None in place of the weights.
@@ -134,8 +134,8 @@ class RecognizedMask:
     """Stands for an attention mask while a model is probed.
 
     Attributes:
-        window: Number of last tokens that a token sees, itself included; None: all.
-        is_known: Whether the mask is causal with that window.
+        window: number of last tokens that a token sees, itself included; None: all.
+        is_known: whether the mask is causal with that window.
     """
 
     window: int | None
@@ -146,8 +146,8 @@ def recognize_mask(sees: MaskFunction, context_length: int) -> RecognizedMask:
     """Return what a mask is for sequences of `context_length` tokens.
 
     Args:
-        sees: The description of the mask.
-        context_length: Tokens of the longest sequence; a window that is not shorter has no effect.
+        sees: the description of the mask.
+        context_length: tokens of the longest sequence; a window that is not shorter has no effect.
     """
     last = context_length - 1
     seen = _row(sees, last, context_length)
@@ -219,10 +219,10 @@ class LayerAttention:
     """How one layer attends.
 
     Attributes:
-        heads, kv_heads: Number of query heads, and of key and value heads.
-        head_dim: Size of a query and of a key.
-        value_dim: Size of a value.
-        rules: Scale, window, soft cap and sinks.
+        heads, kv_heads: number of query heads, and of key and value heads.
+        head_dim: size of a query and of a key.
+        value_dim: size of a value.
+        rules: scale, window, soft cap and sinks.
     """
 
     heads: int
@@ -248,11 +248,11 @@ def probe_layers(first_pass: ForwardPass, second_pass: ForwardPass) -> tuple[Lay
     """Return how each layer attends.
 
     Args:
-        first_pass: Runs the model on FIRST_PASS, with masks that are recognized.
-        second_pass: Runs the model on SECOND_PASS, as it will run on the tokens of a step.
+        first_pass: runs the model on FIRST_PASS, with masks that are recognized.
+        second_pass: runs the model on SECOND_PASS, as it will run on the tokens of a step.
 
     Raises:
-        ModelError: Attention over pages would not compute the same.
+        ModelError: attention over pages would not compute the same.
     """
     first, second = AttentionRecorder(), AttentionRecorder()
     try:
@@ -280,7 +280,7 @@ def attention_shape(layers: tuple[LayerAttention, ...]) -> AttentionShape:
     """Return the heads of all layers, each as large as the largest one.
 
     Raises:
-        ModelError: The layers have different numbers of heads.
+        ModelError: the layers have different numbers of heads.
     """
     counts = sorted({(layer.heads, layer.kv_heads) for layer in layers})
     if len(counts) > 1:
@@ -358,9 +358,9 @@ class TransformersModel:
     hidden states.
 
     Attributes:
-        layers: How each layer attends, in the order of the calls.
-        attention_shape: The heads of all layers.
-        vocab_size: Number of columns of the logits.
+        layers: how each layer attends, in the order of the calls.
+        attention_shape: the heads of all layers.
+        vocab_size: number of columns of the logits.
     """
 
     attention_shape: AttentionShape
@@ -370,7 +370,7 @@ class TransformersModel:
         """Probe a model that attends by `function`.
 
         Raises:
-            ModelError: Attention over pages would not compute the same.
+            ModelError: attention over pages would not compute the same.
         """
         base = causal_lm.base_model
         if base is causal_lm:
@@ -401,7 +401,7 @@ class TransformersModel:
         Args:
             token_ids: `[tokens]`.
             positions: `[tokens]`, each in the token's own request.
-            handle: Computes the attention of each layer.
+            handle: computes the attention of each layer.
         """
         with self._function.handled_by(handle):
             output = self._base_forward(
@@ -494,7 +494,7 @@ class StepAttention:
         """Write keys and values to the pages, and return `[tokens, heads, value_dim]`.
 
         Raises:
-            ModelError: The call has a mask or options that the probed ones did not have.
+            ModelError: the call has a mask or options that the probed ones did not have.
         """
         layer, self._layer = self._layer, self._layer + 1
         how = self._layers[layer]

@@ -18,6 +18,7 @@ from quadriga.server.models.model_impl import native_refusal
 from quadriga.server.models.resolve import ModelFiles
 from worker_proc.engines.torch_engine import PACKED_FOR_ROWS
 from worker_proc.engines.transformers_engine import AttentionFunction, TransformersModel
+from worker_proc.loading.loader import shown_names
 from worker_proc.loading.sharding import TPRank
 
 if TYPE_CHECKING:
@@ -124,10 +125,10 @@ def split_layers(base: nn.Module, plan: dict[str, str], part: TPRank, ranks: "TP
     """Cut the weights of a base model to one rank's part, and sum what is split by rows.
 
     Args:
-        base: The model without its head, with whole weights.
-        plan: The style of each module or parameter; `*` stands for the number of a layer.
-        part: The rank.
-        ranks: Sums over the ranks.
+        base: the model without its head, with whole weights.
+        plan: the style of each module or parameter; `*` stands for the number of a layer.
+        part: the rank.
+        ranks: sums over the ranks.
     """
 
     def sum_over_ranks(_: nn.Module, __: Any, output: Tensor) -> Tensor:
@@ -181,7 +182,6 @@ def _cut(weight: Tensor, style: str, part: TPRank) -> Tensor:
 # Build a model of transformers and load its weights from safetensors.
 
 SEED_OF_DUMMY_WEIGHTS = 0
-MAX_NAMES_SHOWN = 5
 
 
 def load_transformers_model(
@@ -194,11 +194,11 @@ def load_transformers_model(
     """Build a model, load its weights and probe its attention.
 
     Args:
-        files: The model's files; without weights, the model gets random ones.
-        dtype: Of the weights, but for those that transformers keeps in float32.
-        device: Of the weights.
-        part: The rank whose part of each layer is kept; the whole model passes the main memory.
-        ranks: The processes with the other parts, if there are any.
+        files: the model's files; without weights, the model gets random ones.
+        dtype: of the weights, but for those that transformers keeps in float32.
+        device: of the weights.
+        part: the rank whose part of each layer is kept; the whole model passes the main memory.
+        ranks: the processes with the other parts, if there are any.
 
     Raises:
         ModelError: transformers cannot build the model, tensors are missing, or attention over
@@ -302,9 +302,7 @@ def _from_safetensors(
         ("has tensors of another shape, in", "mismatched_keys"),
     ):
         if names := sorted(str(name) for name in report.get(key) or ()):
-            more = len(names) - MAX_NAMES_SHOWN
-            shown = ", ".join(names[:MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-            raise ModelError(f"the checkpoint {what} {len(names)} tensors: {shown}")
+            raise ModelError(f"the checkpoint {what} {len(names)} tensors: {shown_names(names)}")
     return model
 
 

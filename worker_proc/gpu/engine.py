@@ -70,19 +70,19 @@ class TritonEngine(Engine):
         """Allocate the pages.
 
         Args:
-            model: The model, on the device.
-            num_pages: Size of the KV pool.
-            page_size: Tokens of a page.
-            kv_dtype: Of keys and values.
-            device: The GPU.
-            deterministic: A token's numbers are the same to the last bit, whatever else is in a
+            model: the model, on the device.
+            num_pages: size of the KV pool.
+            page_size: tokens of a page.
+            kv_dtype: of keys and values.
+            device: the GPU.
+            deterministic: a token's numbers are the same to the last bit, whatever else is in a
                 step, and however a prompt is cut.
-            graph_sizes: Rows of the decode steps to capture, ascending.
-            capture: Captures a graph; None: none are.
-            ranks: The processes with the other parts of the model.
-            prompt_sizes: Tokens of the steps with prompts to capture, ascending.
-            flashinfer: Prompts attend by FlashInfer, see flashinfer.py.
-            guesses: Tokens will be guessed: graphs of steps with prompts have room for
+            graph_sizes: rows of the decode steps to capture, ascending.
+            capture: captures a graph; None: none are.
+            ranks: the processes with the other parts of the model.
+            prompt_sizes: tokens of the steps with prompts to capture, ascending.
+            flashinfer: prompts attend by FlashInfer, see flashinfer.py.
+            guesses: tokens will be guessed: graphs of steps with prompts have room for
                 `max_guess_samples` sampled tokens, even if fewer rows run.
         """
         self.model = model

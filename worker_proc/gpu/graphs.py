@@ -44,8 +44,8 @@ def prompt_sizes(max_tokens: int, num_parameters: int) -> list[int]:
     kernels one by one would take longer than the kernels.
 
     Args:
-        max_tokens: Tokens of the KV pool.
-        num_parameters: Of the model.
+        max_tokens: tokens of the KV pool.
+        num_parameters: of the model.
     """
     bound = min(LAUNCH_BOUND // num_parameters, MAX_SMALL_MODEL_TOKENS)
     largest = min(max_tokens, max(MAX_PROMPT_TOKENS, bound))
@@ -153,8 +153,8 @@ class DecodeGraphs:
     """Graphs of decode steps.
 
     Attributes:
-        max_rows: Rows of the largest step that there is a graph for.
-        last_replay: Replays the last graph again, on the same inputs.
+        max_rows: rows of the largest step that there is a graph for.
+        last_replay: replays the last graph again, on the same inputs.
     """
 
     def __init__(
@@ -169,12 +169,12 @@ class DecodeGraphs:
         """Capture, the largest size first, whose memory the smaller ones then use.
 
         Args:
-            decode: The step; the flag says that its rows may be long.
-            sizes: Rows of the steps to capture, ascending.
-            has_long: Whether a step of so many rows runs otherwise if one of them is long.
-            device: The GPU.
-            capture: Captures a call.
-            log_progress: Takes the number of captured graphs, and of all, after each.
+            decode: the step; the flag says that its rows may be long.
+            sizes: rows of the steps to capture, ascending.
+            has_long: whether a step of so many rows runs otherwise if one of them is long.
+            device: the GPU.
+            capture: captures a call.
+            log_progress: takes the number of captured graphs, and of all, after each.
         """
         self.max_rows = sizes[-1]
         self.last_replay: Callable[[], None] | None = None
@@ -223,7 +223,7 @@ class PromptGraphs:
     """Graphs of steps with prompts.
 
     Attributes:
-        last_replay: Replays the last graph again, on the same inputs.
+        last_replay: replays the last graph again, on the same inputs.
     """
 
     def __init__(
@@ -240,15 +240,15 @@ class PromptGraphs:
         """Capture, the largest size first.
 
         Args:
-            compute: The step.
-            sizes: Tokens of the steps to capture, ascending.
-            max_rows: Rows that a step may have.
-            max_samples: Tokens that a step may sample: after the last one of a row, and after each
+            compute: the step.
+            sizes: tokens of the steps to capture, ascending.
+            max_rows: rows that a step may have.
+            max_samples: tokens that a step may sample: after the last one of a row, and after each
                 of its guesses.
-            max_queries: Queries of a block.
-            device: The GPU.
-            capture: Captures a call.
-            log_progress: As in DecodeGraphs.
+            max_queries: queries of a block.
+            device: the GPU.
+            capture: captures a call.
+            log_progress: as in DecodeGraphs.
         """
         self.last_replay: Callable[[], None] | None = None
         self._sizes = np.array(sizes)

@@ -38,8 +38,8 @@ class Hidden:
 
     Attributes:
         x: [tokens, width].
-        added: What is still to be added to `x`; the next norm adds it in its own kernel.
-        factor: Of `added`.
+        added: what is still to be added to `x`; the next norm adds it in its own kernel.
+        factor: of `added`.
     """
 
     x: Tensor
@@ -90,12 +90,12 @@ class TritonOps(Ops[Hidden]):
     """Keeps the residual stream in float32 and everything else in the dtype of the weights.
 
     Args:
-        pages: The KV pages.
-        metadata: Tokens, positions and pages of the step; None for `compute_logits` alone.
-        multiply: The matrix product.
-        tp_group: The ranks that have the other parts of the model, if there are several.
-        experts: The mixtures of experts of the model.
-        heads: The padded heads of the model.
+        pages: the KV pages.
+        metadata: tokens, positions and pages of the step; None for `compute_logits` alone.
+        multiply: the matrix product.
+        tp_group: the ranks that have the other parts of the model, if there are several.
+        experts: the mixtures of experts of the model.
+        heads: the padded heads of the model.
         sampled: `[samples]` the tokens that sample, fewer than all. What follows the last attention
             is computed of them only, as no other token needs the rest. None: of all tokens.
     """

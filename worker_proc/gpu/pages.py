@@ -49,8 +49,8 @@ class Pages:
         """Return into how many parts the keys of each block of queries are split.
 
         Args:
-            num_blocks: Of the launch.
-            is_long: A row has more than LONG_CONTEXT tokens, which one program would walk through
+            num_blocks: of the launch.
+            is_long: a row has more than LONG_CONTEXT tokens, which one program would walk through
                 long after the others have ended.
         """
         splits = LONG_SPLITS if is_long else 1
@@ -79,9 +79,9 @@ class Launch(ABC):
 
         Args:
             q: `[tokens, heads, head_dim]`, which may be strided by token.
-            pool: A layer's pages.
-            out: Receives `[tokens, heads * head_dim]`.
-            attention: Scale, soft cap, window and sinks of the layer.
+            pool: a layer's pages.
+            out: receives `[tokens, heads * head_dim]`.
+            attention: scale, soft cap, window and sinks of the layer.
         """
 
 
@@ -94,7 +94,7 @@ class AttentionMetadata:
         page_table: `[slots, pages]` int64.
         slots, positions: `[tokens]` int64.
         nonfinite_from: `[slots]` int64, see SlotTable.
-        launches: Kernel launches for the attention of all tokens.
+        launches: kernel launches for the attention of all tokens.
     """
 
     known: Tensor
@@ -115,9 +115,9 @@ class AttentionMetadata:
         """Normalize and rotate queries and keys, write keys and values to the pages, attend.
 
         Args:
-            pool: A layer's pages.
+            pool: a layer's pages.
             qkv: `[tokens, heads + 2 * kv_heads, head_dim]`, which is changed.
-            attention: What the layer does.
+            attention: what the layer does.
 
         Returns:
             `[tokens, heads * head_dim]`.
@@ -152,12 +152,12 @@ class TritonAttention:
     With `deterministic`, every query is computed in the same way, whatever else is in the step.
 
     Args:
-        pages: The KV pool.
-        dtype: Of the weights, and so of the queries.
-        deterministic: See above.
+        pages: the KV pool.
+        dtype: of the weights, and so of the queries.
+        deterministic: see above.
 
     Attributes:
-        max_queries: Queries of a block.
+        max_queries: queries of a block.
     """
 
     def __init__(self, pages: Pages, dtype: torch.dtype, deterministic: bool) -> None:
@@ -212,10 +212,10 @@ class TritonAttention:
         """Plan the tokens of a step behind those of its rows of one token.
 
         Args:
-            inputs: The step.
-            num_single: Rows of one token, which come first.
+            inputs: the step.
+            num_single: rows of one token, which come first.
             blocks: `[4, blocks]` of the other rows, see query_blocks.
-            on_device: The same on the device.
+            on_device: the same on the device.
         """
         splits, num_tokens = self._splits_of_prompts(blocks), len(inputs.token_slots)
         return TritonLaunch(num_single, num_tokens, inputs.table.pages, on_device, splits)
@@ -233,10 +233,10 @@ class TritonAttention:
         """Plan a step of one token for each slot `[rows]`, without synchronising with the host.
 
         Args:
-            table: The slots.
+            table: the slots.
             slots: `[rows]`; a row with slot -1 is padding.
             positions: `[rows]`.
-            is_long: A row has more than LONG_CONTEXT tokens.
+            is_long: a row has more than LONG_CONTEXT tokens.
         """
         num_rows = len(slots)
         blocks, splits = [slots, positions], self._pages.num_splits(num_rows, is_long)
@@ -251,9 +251,9 @@ def query_blocks(layout: BatchLayout, first_row: int, max_queries: int) -> Ints:
     """Cut the rows from `first_row` on into blocks of queries.
 
     Args:
-        layout: The rows of the step.
-        first_row: The first row to cut.
-        max_queries: Queries of a block.
+        layout: the rows of the step.
+        first_row: the first row to cut.
+        max_queries: queries of a block.
 
     Returns:
         `[4, blocks]`: slot, first position, first token (counted from the first of these rows),

@@ -29,10 +29,10 @@ def namespace_of(args: WorkerArgs, files: ModelFiles, runner: Runner, page_bytes
     """Return a hash of the model and of all that changes its keys and values, or their layout.
 
     Args:
-        args: The worker's flags.
-        files: The model.
-        runner: What runs it.
-        page_bytes: Size of a page.
+        args: the worker's flags.
+        files: the model.
+        runner: what runs it.
+        page_bytes: size of a page.
     """
     facts = {
         "version": __version__,
@@ -63,14 +63,14 @@ def open_tiers(
     """Return what moves pages between the pool and the tiers; None without tiers.
 
     Args:
-        args: The worker's flags.
-        files: The model.
-        runner: What runs it.
-        replica: The replica of this worker: each has tiers of its own, and its share of the sizes.
-        results: Address of the scheduler.
+        args: the worker's flags.
+        files: the model.
+        runner: what runs it.
+        replica: the replica of this worker: each has tiers of its own, and its share of the sizes.
+        results: address of the scheduler.
 
     Raises:
-        ConfigError: Tiers cannot be used with this model or device, or the directory cannot.
+        ConfigError: tiers cannot be used with this model or device, or the directory cannot.
     """
     if not args.has_offload:
         return None

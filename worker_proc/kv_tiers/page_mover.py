@@ -40,11 +40,11 @@ class PageMover:
         """Start the thread.
 
         Args:
-            pages: The pool.
-            page_size: Tokens of a page.
-            tiers: The fastest one first.
-            make_sender: Called in the thread: makes what sends its reports to the scheduler.
-            on_error: Called in the thread where it cannot go on, while the exception is handled.
+            pages: the pool.
+            page_size: tokens of a page.
+            tiers: the fastest one first.
+            make_sender: called in the thread: makes what sends its reports to the scheduler.
+            on_error: called in the thread where it cannot go on, while the exception is handled.
         """
         self._pages = pages
         self._page_size = page_size

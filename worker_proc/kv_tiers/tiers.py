@@ -34,7 +34,7 @@ class PoolPages:
     """Access to the pages of a pool in the computer's memory.
 
     Attributes:
-        page_bytes: Size of a page, in all layers together.
+        page_bytes: size of a page, in all layers together.
     """
 
     def __init__(self, parts: Sequence[Tensor], numbers: Sequence[Tensor] | None = None) -> None:
@@ -67,8 +67,8 @@ class Tier(Protocol):
     """Pages by their names. All pages have one size. It is used by one thread at a time.
 
     Attributes:
-        num_damaged: Number of pages that were found changed since they were written.
-        has_failed: Whether it takes no pages at present.
+        num_damaged: number of pages that were found changed since they were written.
+        has_failed: whether it takes no pages at present.
     """
 
     num_damaged: int
@@ -98,7 +98,7 @@ class HostPages:
     """Copies of pages in memory, up to a number of them; the least recently used ones go first.
 
     Attributes:
-        num_damaged, has_failed: As in Tier. Memory does not fail.
+        num_damaged, has_failed: as in Tier. Memory does not fail.
     """
 
     num_damaged = 0
@@ -141,7 +141,7 @@ class HostPages:
 # The tier on disk (--kv-cache-dir): one file for each page.
 #
 # DIR/NAMESPACE/ab/abcdef….kv, where the namespace is a hash of all that says what the bytes mean
-# (namespace.py), and the file's name is that of the page. A file begins with both, and with a
+# (opening.py), and the file's name is that of the page. A file begins with both, and with a
 # checksum of the bytes; a file that has anything else is removed when it is read. Files are
 # written under another name and then renamed, so that there is no half of one. They are not
 # synced: what a loss of power damages is found by the checksum.
@@ -165,20 +165,20 @@ class PageFiles:
     Those of other namespaces count, too, and are removed when it is their turn.
 
     Attributes:
-        num_damaged, has_failed: As in Tier.
+        num_damaged, has_failed: as in Tier.
     """
 
     def __init__(self, directory: Path, namespace: bytes, page_bytes: int, max_bytes: int) -> None:
         """Lock the directory, and find the files in it.
 
         Args:
-            directory: Where they are. It is made if it is missing.
+            directory: where they are. It is made if it is missing.
             namespace: 16 bytes, other ones wherever the same tokens have other bytes.
-            page_bytes: Size of a page.
-            max_bytes: Size of all files together.
+            page_bytes: size of a page.
+            max_bytes: size of all files together.
 
         Raises:
-            ConfigError: The directory cannot be used, or another server uses it.
+            ConfigError: the directory cannot be used, or another server uses it.
         """
         self.num_damaged = 0
         self.has_failed = False

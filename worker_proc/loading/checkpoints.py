@@ -54,7 +54,7 @@ def with_mxfp4_decoded(
     """Yield the tensors of a checkpoint, those in MXFP4 as [experts, inputs, outputs] bfloat16.
 
     Raises:
-        ModelError: Codes have no scales, or scales no codes.
+        ModelError: codes have no scales, or scales no codes.
     """
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors:
@@ -116,7 +116,7 @@ def from_safetensors(directory: Path, device: torch.device) -> NamedTensors:
     """Yield every tensor of a directory's *.safetensors, read straight to the device.
 
     Raises:
-        ModelError: There is no such file, or one cannot be read.
+        ModelError: there is no such file, or one cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -148,9 +148,9 @@ class StoredHead(enum.Enum):
     """What a checkpoint has for the head of a model whose embedding is its head.
 
     Attributes:
-        TIED: The embedding alone, or the same values for both.
-        OWN: Other values than the embedding's.
-        ONLY: The head alone, which is the embedding as well.
+        TIED: the embedding alone, or the same values for both.
+        OWN: other values than the embedding's.
+        ONLY: the head alone, which is the embedding as well.
     """
 
     TIED = enum.auto()
@@ -164,7 +164,7 @@ def find_stored_head(directory: Path, config: DecoderConfig) -> StoredHead:
     As in transformers, a head of its own counts, whatever `tie_word_embeddings` says.
 
     Raises:
-        ModelError: A file cannot be read.
+        ModelError: a file cannot be read.
     """
     from safetensors import SafetensorError
 
@@ -227,15 +227,15 @@ def from_gguf(
     """Yield every tensor of a GGUF, named and laid out as in a Hugging Face checkpoint.
 
     Args:
-        file: The GGUF; the first file of a split one.
+        file: the GGUF; the first file of a split one.
         tensor_index: JSON {name: {type, shape (outermost first), offset, bytes, part}}; without a
             part, the tensor is in the first file.
-        config: The model's config.json.
-        packed: Keep quantized matrices packed, always as [outputs, inputs]. Without it, everything
+        config: the model's config.json.
+        packed: keep quantized matrices packed, always as [outputs, inputs]. Without it, everything
             is unpacked to float32.
 
     Raises:
-        ModelError: The architecture or the type of a tensor is not supported.
+        ModelError: the architecture or the type of a tensor is not supported.
     """
     architecture = str(config.get("model_type"))
     if architecture not in _GGUF_NAMES:

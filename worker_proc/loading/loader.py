@@ -40,8 +40,8 @@ def keep_coded(
     """Set the `coded` of each layer whose rows are all coded alike; dequantize all other rows.
 
     Args:
-        layers: The layers that can keep codes.
-        coded: The rows of a parameter, as [outputs, inputs], and their codes.
+        layers: the layers that can keep codes.
+        coded: the rows of a parameter, as [outputs, inputs], and their codes.
     """
     parts_by_memory = defaultdict(list)
     for target, part in coded:
@@ -115,15 +115,15 @@ def load_model(
     """Build a model and read its weights, which are fused, transposed and converted on the way.
 
     Args:
-        files: The model's files; without weights, the model gets random ones.
-        dtype: Of all weights that are not packed.
-        device: Of the weights.
-        packed: Keep quantized matrices as the `blocks` (of a GGUF) or `coded` (of a quantized
+        files: the model's files; without weights, the model gets random ones.
+        dtype: of all weights that are not packed.
+        device: of the weights.
+        packed: keep quantized matrices as the `blocks` (of a GGUF) or `coded` (of a quantized
             checkpoint) of their layers, and leave the layers' weights untouched.
-        rank: The part of the model to load.
+        rank: the part of the model to load.
 
     Raises:
-        ModelError: The architecture is not supported, or tensors are missing, unexpected or of
+        ModelError: the architecture is not supported, or tensors are missing, unexpected or of
             another shape.
         ConfigError: `packed` is set, but no matrix is quantized.
     """
@@ -192,7 +192,7 @@ def fill(
     Codes of a quantized checkpoint are only kept with `packed_codes`, else they are dequantized.
 
     Raises:
-        ModelError: Tensors are missing, unexpected or of another shape.
+        ModelError: tensors are missing, unexpected or of another shape.
     """
     targets = model.checkpoint_tensors()
     sharder = WeightSharder(model, rank)
@@ -221,7 +221,7 @@ def fill(
     missing = [name for name in targets if name not in filled]
     for what, names in (("lacks", missing), ("has unexpected", unexpected)):
         if names:
-            raise ModelError(f"{location} {what} {len(names)} tensors: {_shown(names)}")
+            raise ModelError(f"{location} {what} {len(names)} tensors: {shown_names(names)}")
     _keep_packed(model, packed)
     keep_coded(_layers(model), coded)
 
@@ -262,6 +262,7 @@ def _layers(model: Model) -> list[Linear | Embedding]:
     return [layer for layer in model.modules() if isinstance(layer, Linear | Embedding)]
 
 
-def _shown(names: list[str]) -> str:
+def shown_names(names: list[str]) -> str:
+    """Return the first names, and the number of the others."""
     more = len(names) - MAX_NAMES_SHOWN
     return ", ".join(names[:MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -340,12 +340,12 @@ def from_quantized(
     """Yield every tensor; a quantized layer as the tensor `weight`, in CodedRows.
 
     Args:
-        files: The *.safetensors.
-        quantization: What config.json says.
-        location: Of the checkpoint, for errors.
+        files: the *.safetensors.
+        quantization: what config.json says.
+        location: of the checkpoint, for errors.
 
     Raises:
-        ModelError: A file cannot be read, or a layer's tensors do not fit together.
+        ModelError: a file cannot be read, or a layer's tensors do not fit together.
     """
     from safetensors import SafetensorError, safe_open
 

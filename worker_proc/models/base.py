@@ -28,8 +28,8 @@ def expert_parts(
     """Return the names and tensors of each expert; None if the stored tensor is not stacked.
 
     Args:
-        config: The model, whose `names` has "experts_gate_up" and "experts_down".
-        name: The stored name.
+        config: the model, whose `names` has "experts_gate_up" and "experts_down".
+        name: the stored name.
         tensor: [experts, outputs, inputs], [experts, inputs, outputs] or a bias
             [experts, outputs], or packed rows, which are never stacked.
     """
@@ -71,9 +71,9 @@ def checkpoint_parts(
     """Yield the parts of a stored tensor, whole over the ranks, by their names in `names`.
 
     Args:
-        config: The model, whose `names` has "qkv" and "gate_up" if the checkpoint fuses them.
-        name: The stored name.
-        tensor: The stored tensor.
+        config: the model, whose `names` has "qkv" and "gate_up" if the checkpoint fuses them.
+        name: the stored name.
+        tensor: the stored tensor.
     """
     if name.startswith(config.skipped_starts):
         return
@@ -153,8 +153,8 @@ class Model(nn.Module):
     then calls `finish_loading`.
 
     Attributes:
-        attention_shape: Layers, heads and head size of this rank.
-        vocab_size: Number of columns of the logits.
+        attention_shape: layers, heads and head size of this rank.
+        vocab_size: number of columns of the logits.
     """
 
     attention_shape: AttentionShape

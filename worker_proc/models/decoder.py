@@ -41,15 +41,15 @@ def rope_frequencies(scaling: RopeScaling, context_length: int) -> tuple[Tensor,
     """Return the frequencies and the attention factor for a served context.
 
     Args:
-        scaling: Rotary positions of the checkpoint.
-        context_length: Tokens of the longest sequence that the server computes.
+        scaling: rotary positions of the checkpoint.
+        context_length: tokens of the longest sequence that the server computes.
 
     Returns:
         Frequencies [head_dim / 2] in radians per position, float32, and the number by which the
         cosines and sines are multiplied.
 
     Raises:
-        ModelError: A value of `scaling` is missing or wrong, or the frequencies would depend on
+        ModelError: a value of `scaling` is missing or wrong, or the frequencies would depend on
             the length of each sequence.
     """
     return _TYPES[scaling.kind](scaling, context_length)
@@ -437,8 +437,8 @@ def build_model(
     On the meta device, the weights have no storage.
 
     Raises:
-        ModelError: The architecture is not supported.
-        ConfigError: The model cannot be split over `tp_size` ranks.
+        ModelError: the architecture is not supported.
+        ConfigError: the model cannot be split over `tp_size` ranks.
     """
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -47,8 +47,8 @@ class Linear(nn.Module):
     Attributes:
         weight: [outputs, inputs].
         bias: [outputs], or None.
-        blocks: Rows as a GGUF has them, if they stay packed; `weight` is then not filled.
-        coded: Likewise, of a quantized checkpoint.
+        blocks: rows as a GGUF has them, if they stay packed; `weight` is then not filled.
+        coded: likewise, of a quantized checkpoint.
         importance: [inputs] how much an error of an input's weights matters in 4 bits; None: the
             same for all inputs.
     """
@@ -73,7 +73,7 @@ class Embedding(nn.Module):
     """A table of vectors: weight [entries, hidden_size]; the rest as in `Linear`.
 
     Attributes:
-        first_row: The row of token or position 0.
+        first_row: the row of token or position 0.
     """
 
     def __init__(self, entries: int, hidden_size: int, first_row: int = 0) -> None:
@@ -159,12 +159,12 @@ class Attention(nn.Module):
     """How a layer attends.
 
     Attributes:
-        scale: Factor of the scores.
-        norms: Norms of queries and keys before they are rotated, or None.
-        softcap: Scores become `softcap * tanh(score / softcap)`, unless None.
-        window: A token sees itself and the `window - 1` tokens before it; None: all before it.
+        scale: factor of the scores.
+        norms: norms of queries and keys before they are rotated, or None.
+        softcap: scores become `softcap * tanh(score / softcap)`, unless None.
+        window: a token sees itself and the `window - 1` tokens before it; None: all before it.
         sinks: [num_heads] scores that take part in each head's softmax without a value, or None.
-        rope: Rotary positions, which a model sets in `finish_loading`; None: nothing is rotated.
+        rope: rotary positions, which a model sets in `finish_loading`; None: nothing is rotated.
     """
 
     def __init__(
@@ -191,12 +191,12 @@ class Experts(nn.Module):
 
     Attributes:
         router: [num_experts, hidden_size], whose outputs score the experts.
-        gate_up: Of each expert, [2 * intermediate_size, hidden_size]: gate rows, then up rows.
-        down: Of each expert, [hidden_size, intermediate_size].
-        num_chosen: Experts of a token.
-        renormalize: The weights of the chosen experts add up to 1; else they are their part of
+        gate_up: of each expert, [2 * intermediate_size, hidden_size]: gate rows, then up rows.
+        down: of each expert, [hidden_size, intermediate_size].
+        num_chosen: experts of a token.
+        renormalize: the weights of the chosen experts add up to 1; else they are their part of
             the softmax over all experts.
-        activation: Of the gate.
+        activation: of the gate.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ def route(experts: Experts, scores: Tensor) -> tuple[Tensor, Tensor]:
     """Choose the experts of each token.
 
     Args:
-        experts: The experts.
+        experts: the experts.
         scores: `[tokens, num_experts]`.
 
     Returns:

@@ -84,9 +84,9 @@ class Ops(ABC, Generic[Value]):
         """Normalize and rotate queries and keys, write keys and values to the KV pages, attend.
 
         Args:
-            layer: Index of the layer, which selects its pages.
+            layer: index of the layer, which selects its pages.
             qkv: [tokens, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values.
-            attention: What the layer does with them.
+            attention: what the layer does with them.
 
         Returns:
             [tokens, num_heads * head_dim].

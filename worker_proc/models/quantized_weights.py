@@ -37,12 +37,12 @@ class Blocks:
     The minimum is added if there is no `least`.
 
     Attributes:
-        kind: The type, one of BLOCK_SIZES.
+        kind: the type, one of BLOCK_SIZES.
         codes: [rows, groups, 32] uint8.
         scale: [rows, blocks] float16; MXFP4: uint8 exponents.
         minimum: [rows, blocks] float16, or None.
         factor: [rows, groups, parts] int8 factors of a group or of its halves; None: 1.
-        least: Factors of the minimum, likewise.
+        least: factors of the minimum, likewise.
     """
 
     kind: str
@@ -82,9 +82,9 @@ class PackedRows:
     """Rows of a matrix as they are in the file.
 
     Attributes:
-        kind: One of BLOCK_SIZES.
+        kind: one of BLOCK_SIZES.
         data: [rows, bytes of a row] uint8.
-        name: File and name of the tensor, for messages.
+        name: file and name of the tensor, for messages.
     """
 
     kind: str
@@ -282,15 +282,15 @@ class CodedRows:
     """A quantized matrix, with the values number(code) * scale.
 
     Attributes:
-        kind: What a code stands for.
-        shape: Outputs and inputs.
-        group_size: Neighbouring columns of a row that share a scale.
-        unpack: Returns the codes [outputs, inputs] uint8; until then they stay packed.
+        kind: what a code stands for.
+        shape: outputs and inputs.
+        group_size: neighbouring columns of a row that share a scale.
+        unpack: returns the codes [outputs, inputs] uint8; until then they stay packed.
         scale: [outputs, groups] in float16, bfloat16 or float32.
         zero: [outputs, groups] uint8, for integers; else None.
         table: [16] float32, for TABLE4; else None.
         order: [inputs] int64, the input that each column is multiplied by; None: in order.
-        stored_bytes: Bytes of the tensors in the file.
+        stored_bytes: bytes of the tensors in the file.
     """
 
     kind: CodeKind
@@ -387,8 +387,8 @@ def order_of(groups: Tensor, group_size: int, tensors: LayerTensors) -> Tensor |
 
     Args:
         groups: [inputs] the group of each input.
-        group_size: Inputs of a group.
-        tensors: The layer, for an error.
+        group_size: inputs of a group.
+        tensors: the layer, for an error.
     """
     expected = torch.arange(len(groups)) // group_size
     if torch.equal(groups.long(), expected):

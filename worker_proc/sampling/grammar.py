@@ -80,11 +80,11 @@ class SlotGrammar(SlotConstraint):
         """Advance a matcher to the tokens generated so far.
 
         Args:
-            matcher: In the grammar's initial state, used only by this object.
-            stop_ids: Tokens that end the request. They are allowed where the text can end, and
+            matcher: in the grammar's initial state, used only by this object.
+            stop_ids: tokens that end the request. They are allowed where the text can end, and
                 the matcher does not see them.
             generated: [tokens] generated before, if the request was retracted or resent.
-            jump_forward: Append forced tokens without sampling them.
+            jump_forward: append forced tokens without sampling them.
         """
         self._matcher = matcher
         self._jump_forward = jump_forward
@@ -187,7 +187,7 @@ def advance(rows: Sequence[Constrained], token_ids: Ints, plan_rows: Ints) -> li
     """Advance each grammar by the token of its row. Return the rows that had no allowed token.
 
     Args:
-        rows: The rows with a grammar.
+        rows: the rows with a grammar.
         token_ids: [sampling rows] the sampled tokens.
         plan_rows: [sampling rows] the index of each row in the plan.
     """
@@ -202,9 +202,9 @@ class MarkState(NamedTuple):
     """Where a scan stands after a token.
 
     Attributes:
-        num_matched: Bytes of the mark at the end of the text; all of them where the mark is
+        num_matched: bytes of the mark at the end of the text; all of them where the mark is
             complete.
-        num_after: Bytes of the token after the complete mark.
+        num_after: bytes of the token after the complete mark.
     """
 
     num_matched: int
@@ -225,8 +225,8 @@ class MarkScanner:
         """Return the state after the bytes of a token.
 
         Args:
-            num_matched: Bytes of the mark at the end of the text before the token.
-            data: The token's bytes.
+            num_matched: bytes of the mark at the end of the text before the token.
+            data: the token's bytes.
         """
         mark, fallbacks = self.mark, self._fallbacks
         for index, byte in enumerate(data):
@@ -246,7 +246,7 @@ class MarkScanner:
         """Return the ids of tokens that have bytes after the end of the mark.
 
         Args:
-            tokens: Bytes of each token id.
+            tokens: bytes of each token id.
 
         Returns:
             An array for each number of bytes that are matched before the token.
@@ -296,9 +296,9 @@ class ThinkingMarks:
     """The marks of a reasoning in the tokens of a model, shared by all slots.
 
     Attributes:
-        end: Searches for the text that ends the reasoning.
-        start_ids: Tokens of the text that begins it.
-        overshooting: Tokens that end the reasoning and go on, see `MarkScanner.overshooting`.
+        end: searches for the text that ends the reasoning.
+        start_ids: tokens of the text that begins it.
+        overshooting: tokens that end the reasoning and go on, see `MarkScanner.overshooting`.
             Empty if no grammar follows.
     """
 
@@ -306,7 +306,7 @@ class ThinkingMarks:
         """Look the marks up.
 
         Raises:
-            ValueError: The model's tokens cannot write the end.
+            ValueError: the model's tokens cannot write the end.
         """
         self.end = MarkScanner(end.strip())
         self.start = start.strip().encode()
@@ -358,10 +358,10 @@ class Phase(Enum):
     """Where an answer stands.
 
     Attributes:
-        START: It may begin with the reasoning.
-        THINKING: It is in the reasoning.
-        CLOSING: The end of the reasoning is written by force.
-        ANSWER: The reasoning is over, or there was none.
+        START: it may begin with the reasoning.
+        THINKING: it is in the reasoning.
+        CLOSING: the end of the reasoning is written by force.
+        ANSWER: the reasoning is over, or there was none.
     """
 
     START = "start"
@@ -391,12 +391,12 @@ class GrammarAfterThinking(SlotConstraint):
         """Advance to the tokens generated so far.
 
         Args:
-            form: The reasoning.
-            marks: Its marks.
-            grammar: A matcher in its initial state, which is copied; None: the answer is free.
-            stop_ids: Tokens that end the request.
+            form: the reasoning.
+            marks: its marks.
+            grammar: a matcher in its initial state, which is copied; None: the answer is free.
+            stop_ids: tokens that end the request.
             generated: `[tokens]` generated before, if the request was retracted or resent.
-            jump_forward: Append forced tokens without sampling them.
+            jump_forward: append forced tokens without sampling them.
         """
         self._budget = form.budget
         self._marks = marks
@@ -567,8 +567,8 @@ class CompiledGrammar:
     """A grammar, the reasoning before it, or both.
 
     Attributes:
-        matcher: In its initial state; slots get copies. None: what follows the reasoning is free.
-        thinking: The reasoning and its marks; None: the grammar begins with the answer.
+        matcher: in its initial state; slots get copies. None: what follows the reasoning is free.
+        thinking: the reasoning and its marks; None: the grammar begins with the answer.
     """
 
     matcher: "LLMatcher | None"
@@ -578,9 +578,9 @@ class CompiledGrammar:
         """Return the state of a slot after the tokens generated so far.
 
         Args:
-            stop_ids: Tokens that end the request.
+            stop_ids: tokens that end the request.
             generated: `[tokens]` generated before, if the request was retracted or resent.
-            jump_forward: Append forced tokens without sampling them.
+            jump_forward: append forced tokens without sampling them.
         """
         if self.thinking is not None:
             form, marks = self.thinking
@@ -595,7 +595,7 @@ def compile_form(vocabulary: "LLTokenizer", form: GrammarForm) -> CompiledGramma
     """Return a grammar for slots.
 
     Raises:
-        ValueError: The grammar is wrong, the model's tokens cannot end the reasoning, or nothing
+        ValueError: the grammar is wrong, the model's tokens cannot end the reasoning, or nothing
             begins it.
     """
     thinking, text = form.parts()

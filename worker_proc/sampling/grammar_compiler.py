@@ -25,7 +25,7 @@ class GrammarCompiler:
     """Compiles grammars and keeps them. The first one starts the thread and loads the vocabulary.
 
     Attributes:
-        compiled: Grammars by key.
+        compiled: grammars by key.
     """
 
     def __init__(self, files: ModelFiles, results_address: str) -> None:

@@ -31,14 +31,14 @@ class SlotLogits:
     """The logits processors of a slot, with lists on the device.
 
     Attributes:
-        params: The parameters that they are made of.
+        params: the parameters that they are made of.
         bad_word_prefixes: [words, longest - 1] all tokens but the last, left-padded with ANY_TOKEN.
         bad_word_ends: [words] the last token.
-        num_top_logprobs: How many of the most likely tokens are returned with their logprobs; None:
+        num_top_logprobs: how many of the most likely tokens are returned with their logprobs; None:
             no logprobs.
-        logprob_ids: Ids whose logprobs are returned beside them.
-        grammar: The slot's grammar, or the reasoning before it, if it has one.
-        after_guesses: The state of the grammar after each guess of the running step.
+        logprob_ids: ids whose logprobs are returned beside them.
+        grammar: the slot's grammar, or the reasoning before it, if it has one.
+        after_guesses: the state of the grammar after each guess of the running step.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class RowLogits(NamedTuple):
     """A sampling row of a step, its slot and the slot's logits processors.
 
     Attributes:
-        grammar: The state of the slot's grammar at the token to be sampled, if it has one.
+        grammar: the state of the slot's grammar at the token to be sampled, if it has one.
     """
 
     row: int
@@ -103,7 +103,7 @@ def apply_logits_processors(
 
     Args:
         logits: [sampling rows, vocab_size].
-        rows: The rows to process.
+        rows: the rows to process.
         positions: [sampling rows] on the host, the index of the token to be sampled.
         tokens: [slots, context + 1] on the device, the known tokens.
     """

@@ -22,16 +22,14 @@ from worker_proc.sampling.logits_processors import RowLogits, SlotLogits
 # The token does not depend on the other rows of the batch. The steps have the order of
 # transformers and vLLM:
 #
-# 1. Log-probabilities are taken from the model's own logits (logprobs.py).
+# 1. Log-probabilities are taken from the model's own logits (step/outputs.py).
 # 2. logit_bias is added.
 # 3. repetition_penalty multiplies or divides, then frequency_penalty and presence_penalty are
 #    subtracted. The first counts prompt and generated tokens, the others generated tokens only.
 # 4. Tokens are masked: those not in allowed_token_ids or not allowed by the grammar, bad_words,
-# and
-#    stop tokens before min_new_tokens. If every token is masked, the request gets some token, or
-#    with a grammar an error. (logits_processors.py does 2 to 4.) If the model's own logits have
-#    NaN
-#    or infinity, or no finite number, there is no token, and the request ends with an error.
+#    and stop tokens before min_new_tokens. If every token is masked, the request gets some token,
+#    or with a grammar an error. (logits_processors.py does 2 to 4.) If the model's own logits have
+#    NaN or infinity, or no finite number, there is no token, and the request ends with an error.
 # 5. Greedy rows take the argmax, the first of equals. The other rows:
 # 6. divide by the temperature;
 # 7. filter by top_k, then top_p (of the rest), then min_p;
@@ -51,12 +49,12 @@ class SamplingRows:
     """Sampling parameters of the rows of a step, [rows] each.
 
     Attributes:
-        greedy: Take the argmax.
-        temperature: Positive unless `greedy` is set.
+        greedy: take the argmax.
+        temperature: positive unless `greedy` is set.
         top_k: 0 is off.
         top_p: 1 is off.
-        seed: Seed of the request.
-        position: Index of the token to be sampled in its request.
+        seed: seed of the request.
+        position: index of the token to be sampled in its request.
         min_p: 0 is off; None: off for all rows.
     """
 
@@ -238,8 +236,8 @@ class SamplingState:
         unprocessed: [slots] on the host: without logits processors and logprobs. The token follows
             from the model's logits and the parameters above.
         uses_min_p: [slots] on the host.
-        prompt_logprobs: Parameters of the slots that ask for prompt logprobs.
-        compiled: Grammars that slots can have, by key.
+        prompt_logprobs: parameters of the slots that ask for prompt logprobs.
+        compiled: grammars that slots can have, by key.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:

@@ -45,7 +45,7 @@ class TextIndex:
     """A growing text, and where each sequence of a few tokens occurred last.
 
     Attributes:
-        tokens: The text.
+        tokens: the text.
     """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
@@ -67,7 +67,7 @@ class TextIndex:
         """Return the last place where this text goes on after the end of another one.
 
         Args:
-            text: The other text, or this one, whose own end is no match.
+            text: the other text, or this one, whose own end is no match.
         """
         for size, places in zip(NGRAM_SIZES, self._places, strict=True):
             position = places.get(_key(text[-size:])) if len(text) >= size else None
@@ -161,12 +161,12 @@ class SlotText:
     """What is guessed from for a slot.
 
     Attributes:
-        group: Name of the requests whose recent answers may be used.
-        num_prompt: Tokens of the slot that were there before its answer.
-        own: The slot's tokens from `first` on; None before the first guess.
-        source: The text that the last guesses came from.
-        position: Where `source` goes on if all that was sampled since equals it.
-        length: Length of the match before `position`.
+        group: name of the requests whose recent answers may be used.
+        num_prompt: tokens of the slot that were there before its answer.
+        own: the slot's tokens from `first` on; None before the first guess.
+        source: the text that the last guesses came from.
+        position: where `source` goes on if all that was sampled since equals it.
+        length: length of the match before `position`.
     """
 
     group: bytes
@@ -198,8 +198,8 @@ class Guesser(GuessSource):
         """Guess for the slots of a table.
 
         Args:
-            table: The slots.
-            max_samples: Rows and guesses of a step that has guesses, together.
+            table: the slots.
+            max_samples: rows and guesses of a step that has guesses, together.
         """
         self._table = table
         self._max_samples = max_samples

@@ -34,7 +34,7 @@ def wants_draft(config: ServerConfig, device: torch.device, has_native_kernels: 
     """Return whether the flags ask for a draft.
 
     Raises:
-        ConfigError: They do, and the native kernels of a CPU do not compute the model.
+        ConfigError: they do, and the native kernels of a CPU do not compute the model.
     """
     if config.scheduler.speculative_method != "self":
         return False
@@ -51,7 +51,7 @@ def draft_bytes(model: Model) -> int:
     """Return the memory that the draft's weights will take, and log it.
 
     Raises:
-        ConfigError: The model's weights have few bits already.
+        ConfigError: the model's weights have few bits already.
     """
     for layer in model.modules():
         if isinstance(layer, Linear | Embedding) and (layer.blocks or layer.coded):
@@ -92,8 +92,8 @@ class SelfDrafter(GuessSource):
         """Draft for the slots of a table.
 
         Args:
-            table: The slots.
-            draft: An engine whose KV pages are those of the engine that verifies.
+            table: the slots.
+            draft: an engine whose KV pages are those of the engine that verifies.
         """
         self._table = table
         self._draft = draft

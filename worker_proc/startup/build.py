@@ -77,7 +77,7 @@ def mark_steps(
     A range costs next to nothing where no profiler listens.
 
     Raises:
-        ConfigError: The device is no GPU.
+        ConfigError: the device is no GPU.
     """
     if runner.table.device.type != "cuda" and begin_range is torch.cuda.nvtx.range:
         raise ConfigError(f"enable_nvtx is for CUDA, the device is {runner.table.device}")
@@ -141,16 +141,16 @@ def make_runner(
     """Load the model, or the part of one rank, and size the KV pool.
 
     Args:
-        config: The server's flags.
-        files: The model.
-        part: The rank, whose part of each layer is loaded.
-        meeting: How the ranks find each other; None for a single rank.
-        on_phase: Called with the name of each phase at its begin.
-        replica: The replica of the rank.
+        config: the server's flags.
+        files: the model.
+        part: the rank, whose part of each layer is loaded.
+        meeting: how the ranks find each other; None for a single rank.
+        on_phase: called with the name of each phase at its begin.
+        replica: the replica of the rank.
 
     Raises:
-        ConfigError: A device, dtype or size that cannot work.
-        ModelError: The model cannot be loaded.
+        ConfigError: a device, dtype or size that cannot work.
+        ModelError: the model cannot be loaded.
     """
     args, impl = config.worker, choose_model_impl(files)
     check_flags(args, impl)

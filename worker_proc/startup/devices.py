@@ -19,13 +19,13 @@ def choose_device(
     """Return a rank's device; `auto` prefers cuda to mps to cpu. Each rank has its own GPU.
 
     Args:
-        name: The value of --device.
-        rank: The rank within its replica.
-        tp: Ranks of each replica.
-        replica: The replica of the rank.
+        name: the value of --device.
+        rank: the rank within its replica.
+        tp: ranks of each replica.
+        replica: the replica of the rank.
 
     Raises:
-        ConfigError: The device is unknown, or torch does not find it.
+        ConfigError: the device is unknown, or torch does not find it.
     """
     if name == "auto":
         on_mps = torch.backends.mps.is_available()
@@ -74,8 +74,8 @@ def choose_dtype(name: str, device: torch.device, native: bool = False) -> torch
 
     Args:
         name: auto, float32, bfloat16 or float16.
-        device: Of the model.
-        native: The native kernels, which multiply bfloat16 fast, will run the model.
+        device: of the model.
+        native: the native kernels, which multiply bfloat16 fast, will run the model.
 
     Raises:
         ConfigError: float16 was asked for on a cpu.

@@ -24,7 +24,7 @@ class Guessing(NamedTuple):
     """Whether the runner guesses.
 
     Attributes:
-        draft_costs: Seconds of steps that draft guesses, by their rows; empty: no step does.
+        draft_costs: seconds of steps that draft guesses, by their rows; empty: no step does.
     """
 
     can_guess: bool
@@ -104,9 +104,9 @@ def _step_s(runner: "Runner", num_guesses: int, new_pages: range) -> float:
     """Return the seconds of a decode step with guesses, after which the slot is as before.
 
     Args:
-        runner: It has a prompt of one token in slot 0.
-        num_guesses: Tokens that the row computes after its own.
-        new_pages: Pages that the slot gets before.
+        runner: it has a prompt of one token in slot 0.
+        num_guesses: tokens that the row computes after its own.
+        new_pages: pages that the slot gets before.
     """
     table, plan = runner.table, decode_plan(new_pages)
     known, computed = int(table.num_known[0]), int(table.num_computed[0])

@@ -42,10 +42,10 @@ def largest_step(
     and a token of each running request beside them.
 
     Args:
-        args: Limits of a step.
-        default_chunk: Prompt tokens of a step if the flags leave the number open.
-        context_length: The longest possible prompt, in tokens.
-        page_size: Tokens of a page.
+        args: limits of a step.
+        default_chunk: prompt tokens of a step if the flags leave the number open.
+        context_length: the longest possible prompt, in tokens.
+        page_size: tokens of a page.
     """
     num_tokens = args.prefill_budget(default_chunk) + args.prefill_slack(default_chunk)
     num_tokens += args.max_batch_size
@@ -80,16 +80,16 @@ def num_pool_pages(
     """Return the number of pages of the KV pool.
 
     Args:
-        args: The worker's flags.
-        shape: The model's attention.
-        kv_dtype: Of keys and values.
-        device: Where the pool is allocated.
-        max_tokens: Tokens of all slots together; a larger pool is of no use.
-        step_bytes: Free memory that steps need.
-        num_replicas: Servers that share the memory, unless each has GPUs of its own.
+        args: the worker's flags.
+        shape: the model's attention.
+        kv_dtype: of keys and values.
+        device: where the pool is allocated.
+        max_tokens: tokens of all slots together; a larger pool is of no use.
+        step_bytes: free memory that steps need.
+        num_replicas: servers that share the memory, unless each has GPUs of its own.
 
     Raises:
-        ConfigError: The memory does not hold one page.
+        ConfigError: the memory does not hold one page.
     """
     if args.max_total_tokens is not None:
         return args.max_total_tokens // args.page_size

@@ -39,8 +39,8 @@ def smallest_good_size(sizes: list[int], measure_s: Callable[[int], float]) -> i
     """Return the smallest of `sizes` with a rate of at least GOOD_FRACTION of the best.
 
     Args:
-        sizes: Ascending. Those that there is no time to measure do not count.
-        measure_s: Runs a step of a size and returns its seconds.
+        sizes: ascending. Those that there is no time to measure do not count.
+        measure_s: runs a step of a size and returns its seconds.
     """
     seconds: dict[int, float] = {}
     spent_s = 0.0

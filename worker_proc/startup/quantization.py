@@ -40,17 +40,17 @@ def choose_quantization(
     """Return what --quantization means for a model on a device, and log why.
 
     Args:
-        config: The server's flags.
-        files: The model.
-        dtype: Of weights that do not stay as stored.
-        device: Of the model.
+        config: the server's flags.
+        files: the model.
+        dtype: of weights that do not stay as stored.
+        device: of the model.
 
     Returns:
         none, int8, int4, gguf (the blocks of a GGUF stay as stored) or checkpoint (the codes of a
         quantized checkpoint do).
 
     Raises:
-        ConfigError: The checkpoint is quantized, and the flag asks to quantize it.
+        ConfigError: the checkpoint is quantized, and the flag asks to quantize it.
     """
     wanted, quantization = config.worker.quantization, read_quantization(files.config)
     if files.weights is None:
@@ -165,8 +165,8 @@ def measure_inputs(model: Model, context_length: int) -> None:
     """Set the `importance` of each layer: the sum of each input's squares over random tokens.
 
     Args:
-        model: A model on the CPU, with its weights.
-        context_length: Its tokens at most.
+        model: a model on the CPU, with its weights.
+        context_length: its tokens at most.
     """
     dtype = next(model.parameters()).dtype
     num_tokens = min(MAX_TOKENS, context_length)

@@ -31,8 +31,8 @@ def import_torch(args: WorkerArgs, impl: ModelImpl) -> None:
     """Import torch, without DEFERRED where nothing will need them.
 
     Args:
-        args: The worker's flags.
-        impl: What runs the model.
+        args: the worker's flags.
+        impl: what runs the model.
     """
     if can_defer(args, impl):
         with deferred_imports(DEFERRED):

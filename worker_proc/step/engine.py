@@ -60,8 +60,8 @@ def verify_guesses(
     """Drop what was sampled after wrong guesses.
 
     Args:
-        inputs: A step with guesses, which are forgotten.
-        sampled: All of its samples, on the host. The tokens may have been written over the guesses.
+        inputs: a step with guesses, which are forgotten.
+        sampled: all of its samples, on the host. The tokens may have been written over the guesses.
 
     Returns:
         The step and its tokens as if it had no other samples, and its rows with guesses.
@@ -132,18 +132,18 @@ class Engine(ABC):
     or graphs), `sample_slots` or `sample`.
 
     Attributes:
-        name: The value of --attention-backend, or of --model-impl, that selects the engine.
-        ranks: The processes with the other parts of the model, if there are any.
+        name: the value of --attention-backend, or of --model-impl, that selects the engine.
+        ranks: the processes with the other parts of the model, if there are any.
         stores_tokens: `sample_slots` writes the tokens to the slot table.
-        last_replay: Launches the last step again, as it was, for measurements; None if it was not
+        last_replay: launches the last step again, as it was, for measurements; None if it was not
             a graph.
-        has_graphs: Decode steps are CUDA graphs.
-        supports_jump_forward: A row with a few more tokens hardly makes a step longer, so that the
+        has_graphs: decode steps are CUDA graphs.
+        supports_jump_forward: a row with a few more tokens hardly makes a step longer, so that the
             tokens that a grammar forces are computed together with the sampled one.
-        supports_guesses: Rows of several tokens can sample after each of them.
-        has_equal_bits: A token's numbers are the same to the last bit, whatever else is in a step.
-        max_guess_samples: Tokens that a step with guesses may sample.
-        draft: The same model over the same KV pages, with weights of fewer bits, which drafts
+        supports_guesses: rows of several tokens can sample after each of them.
+        has_equal_bits: a token's numbers are the same to the last bit, whatever else is in a step.
+        max_guess_samples: tokens that a step with guesses may sample.
+        draft: the same model over the same KV pages, with weights of fewer bits, which drafts
             guesses; None: there is none.
     """
 
@@ -170,12 +170,12 @@ class Engine(ABC):
         """Compute the rows of a plan, sample, and add the tokens to the slots.
 
         Args:
-            plan: A plan with rows.
-            table: The slots, with the plan's releases, admissions and pages applied.
-            clock: Of the step.
+            plan: a plan with rows.
+            table: the slots, with the plan's releases, admissions and pages applied.
+            clock: of the step.
 
         Raises:
-            ValueError: The rows contradict the slots.
+            ValueError: the rows contradict the slots.
         """
         inputs = make_inputs(plan, table, clock)
         clock.start()
@@ -272,7 +272,7 @@ class Engine(ABC):
         """Sample by each slot's parameters, in the order that sampler.py describes.
 
         Args:
-            inputs: The step.
+            inputs: the step.
             hidden: `[samples, hidden]` of the rows that sample.
         """
         table, slots, positions = inputs.table, inputs.sampled_slots, inputs.sample_positions
@@ -322,5 +322,5 @@ class Engine(ABC):
         """Let a thread write to the KV pages before steps do.
 
         Args:
-            cpus: Where the thread may run; empty: anywhere.
+            cpus: where the thread may run; empty: anywhere.
         """

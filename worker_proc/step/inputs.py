@@ -39,9 +39,9 @@ class StepInputs:
     Arrays are on the host. Tensors are sent to the device at their first use.
 
     Attributes:
-        table: The slots.
-        clock: Of the step; an engine may start it again right before its first kernel.
-        layout: The rows.
+        table: the slots.
+        clock: of the step; an engine may start it again right before its first kernel.
+        layout: the rows.
         num_computed_after: `[rows]` computed tokens of each row's slot after the step.
         plan_rows: `[rows]` the row's number in the plan.
         token_slots, token_positions: `[tokens]` where each token of the step belongs.
@@ -111,7 +111,7 @@ def make_inputs(plan: StepPlan, table: SlotTable, clock: RunningStep | None = No
     """Return the rows of a plan; nothing is computed on the device yet.
 
     Raises:
-        ValueError: A slot is not held, or a row's tokens are not known yet or have no page.
+        ValueError: a slot is not held, or a row's tokens are not known yet or have no page.
     """
     slots, num_tokens = ints_of(plan.slots), ints_of(plan.num_tokens)
     _check_rows(slots.tolist(), num_tokens.tolist(), table)

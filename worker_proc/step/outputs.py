@@ -34,7 +34,7 @@ class RowLogprobs(NamedTuple):
 
     Attributes:
         logprobs: `[rows, vocab_size]` float32.
-        rows: Their numbers among the step's sampling rows.
+        rows: their numbers among the step's sampling rows.
         num_top: `[rows]` How many of the most likely tokens each of them asked for.
         chosen: `[rows]` Ids that each of them asked for.
     """
@@ -49,10 +49,10 @@ class PromptSpan(NamedTuple):
     """Prompt tokens whose logprobs a step has to return.
 
     Attributes:
-        row: The number of their row in the plan.
-        begin: The first token of the step whose hidden state predicts one of them.
+        row: the number of their row in the plan.
+        begin: the first token of the step whose hidden state predicts one of them.
         tokens: `[count]` ids.
-        width: How many of the most likely tokens were asked for.
+        width: how many of the most likely tokens were asked for.
     """
 
     row: int
@@ -79,10 +79,10 @@ def sampled_logprobs(
     """Start to copy the logprobs of the sampled tokens; return a function that waits for them.
 
     Args:
-        asked: The rows that asked for them.
+        asked: the rows that asked for them.
         sampled: `[samples]` token ids, on the device.
         plan_rows: `[samples]` the number of each sampling row in its plan.
-        copier: Copies them to the host.
+        copier: copies them to the host.
     """
     tokens = sampled[send(np.array(asked.rows), sampled.device)].clamp(min=0)
     if any(map(len, asked.chosen)):
@@ -99,7 +99,7 @@ def keep_samples(
     """Return the logprobs of the samples that are kept.
 
     Args:
-        sampled: Logprobs of all samples of the rows that asked for them.
+        sampled: logprobs of all samples of the rows that asked for them.
         plan_rows: `[samples]` the number of each sample's row in the plan.
         kept: `[samples]`.
     """
@@ -141,10 +141,10 @@ def prompt_logprobs(
     """Compute the logprobs of prompt tokens; return functions that wait for them.
 
     Args:
-        spans: The tokens.
+        spans: the tokens.
         hidden: `[tokens, hidden]` of the whole step.
-        logits: Computes the model's logits of hidden states.
-        copier: Copies them to the host.
+        logits: computes the model's logits of hidden states.
+        copier: copies them to the host.
     """
     pieces: list[Callable[[], PromptPiece]] = []
     for span in spans:
@@ -187,7 +187,7 @@ def _pick(logprobs: Tensor, tokens: Tensor, width: int) -> Tensor:
     Args:
         logprobs: `[tokens, vocab_size]`.
         tokens: `[tokens]` ids.
-        width: Number of the most likely tokens.
+        width: number of the most likely tokens.
 
     Returns:
         See `_packed`.
@@ -234,8 +234,8 @@ class SampledTokens(NamedTuple):
 
     Attributes:
         token_ids: `[samples]`; -1 where the logits have NaN or infinity, or no finite number.
-        logprobs: Waits for the logprobs of the rows that asked for them.
-        constrained: Rows with a grammar, which has not accepted its token yet.
+        logprobs: waits for the logprobs of the rows that asked for them.
+        constrained: rows with a grammar, which has not accepted its token yet.
         stored: True if the engine has written the tokens to the slot table.
     """
 
@@ -261,7 +261,7 @@ class PendingStep(msgspec.Struct, frozen=True):
     """A step that was launched.
 
     Attributes:
-        wait: Wait for the end of the step, in any thread, and return its output.
+        wait: wait for the end of the step, in any thread, and return its output.
         blocks_next: True if `wait` must return before the next step is launched, since grammars
             have to accept their tokens before they mask the next ones, and the next step begins
             after the last right guess.
@@ -281,11 +281,11 @@ def pending_step(
     """Start to copy the sampled tokens to the host.
 
     Args:
-        inputs: The step.
-        sampled: The tokens of its sampling rows.
-        prompt_logprobs: Wait for the logprobs of its prompt tokens.
-        jump_forward: Append the tokens that grammars force to the slots.
-        guessed: Its rows with guesses, which may have several tokens.
+        inputs: the step.
+        sampled: the tokens of its sampling rows.
+        prompt_logprobs: wait for the logprobs of its prompt tokens.
+        jump_forward: append the tokens that grammars force to the slots.
+        guessed: its rows with guesses, which may have several tokens.
     """
     table = inputs.table
     fetch = table.copier.begin_all(sampled.token_ids, table.nonfinite_from)
@@ -332,8 +332,8 @@ def add_nonfinite(
     """Add to the output of a step which requests end, and which pages must not be shared.
 
     Args:
-        output: Of the step.
-        broken: The position of the token that could not be sampled, by row of the plan.
+        output: of the step.
+        broken: the position of the token that could not be sampled, by row of the plan.
         plan_rows: `[rows]` the row's number in the plan.
         first: `[rows]` the first position whose keys or values are not finite, or a higher one than
             the row has computed.

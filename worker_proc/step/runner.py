@@ -47,11 +47,11 @@ class Runner:
     """An engine and the slots that it computes for. One `run` or `launch` at a time.
 
     Attributes:
-        dtype: Of the weights.
-        window: Tokens that every layer's attention is limited to; 0 if a layer sees all that a
+        dtype: of the weights.
+        window: tokens that every layer's attention is limited to; 0 if a layer sees all that a
             slot can hold.
-        quantization: How the weights are kept: --quantization, with `auto` resolved.
-        guesser: Guesses tokens where plans ask for it; None: there are no guesses.
+        quantization: how the weights are kept: --quantization, with `auto` resolved.
+        guesser: guesses tokens where plans ask for it; None: there are no guesses.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Runner:
             A function that waits for the end of the step, in any thread.
 
         Raises:
-            ValueError: The plan contradicts the slots.
+            ValueError: the plan contradicts the slots.
         """
         clock = self._start_clock()
         self._apply(plan)

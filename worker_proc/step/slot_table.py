@@ -28,16 +28,16 @@ class SlotTable:
         num_pages_of: `[slots]` on the host: pages in the slot's row.
         has_forced: `[slots]` on the host: the slot's grammar has forced tokens, so that a row
             computes all that is known of it.
-        guesses: Tokens that the next step of a slot computes after the known ones, by slot. The
+        guesses: tokens that the next step of a slot computes after the known ones, by slot. The
             step reads them in `tokens`, behind those, and may write what it samples there.
         num_guesses: `[slots]` on the host: their number.
         nonfinite_from: `[slots]` int64 on the device: the lowest position with keys or values that
             are NaN or infinite since the slot was filled, or ALL_FINITE. The engine lowers it.
-        held: The slots in use.
-        refused: Why the requests of slots cannot be computed, by slot: they hold ids that the model
+        held: the slots in use.
+        refused: why the requests of slots cannot be computed, by slot: they hold ids that the model
             does not have. Their rows are computed with other tokens, and have failed.
-        num_pages_used: Every page that a slot ever had has a lower number.
-        copier: Copies what a step samples to the host.
+        num_pages_used: every page that a slot ever had has a lower number.
+        copier: copies what a step samples to the host.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SlotTable:
         """Release, admit and grow slots as a plan says, before its rows are computed.
 
         Raises:
-            ValueError: The plan contradicts the slots.
+            ValueError: the plan contradicts the slots.
         """
         if plan.released:
             self.release(ints_of(plan.released).tolist())
@@ -128,7 +128,7 @@ class SlotTable:
         """Append `pages[i]` to the page table of `slots[i]`, in order; slots may repeat.
 
         Raises:
-            ValueError: A slot is not held, a page does not exist, or a page table is full.
+            ValueError: a slot is not held, a page does not exist, or a page table is full.
         """
         self.require_held(slots.tolist(), "grows")
         self._check_pages(pages, f"grown slots {slots.tolist()}")

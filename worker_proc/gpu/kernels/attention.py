@@ -148,7 +148,7 @@ def rotate_and_write(
         page_table: `[slots, pages]` int64.
         slots: `[tokens]` int64; a token with slot -1 is padding.
         positions: `[tokens]` int64.
-        attention: Its norms and rotary positions.
+        attention: its norms and rotary positions.
         nonfinite_from: `[slots]` int64, lowered to the positions of keys or values that are NaN or
             infinite.
         out: `[tokens, heads * head_dim]`: the rows of padding are filled.
@@ -358,10 +358,10 @@ class AttentionTile(NamedTuple):
     """What one program computes at a time, and how it is compiled.
 
     Attributes:
-        rows: Rows of its products: queries times the heads of a group.
-        keys: Keys of a block.
-        stages: Blocks of keys that are loaded ahead, plus one.
-        warps: Warps of a program.
+        rows: rows of its products: queries times the heads of a group.
+        keys: keys of a block.
+        stages: blocks of keys that are loaded ahead, plus one.
+        warps: warps of a program.
     """
 
     rows: int
@@ -378,10 +378,10 @@ def tile_of(group: int, one_query: bool, head_dim: int, dtype: torch.dtype) -> A
     registers, so their tiles are small. How many keys a block has does not depend on `one_query`.
 
     Args:
-        group: Query heads for each key head.
-        one_query: Each block is one query.
-        head_dim: Of queries, keys and values.
-        dtype: Of the queries.
+        group: query heads for each key head.
+        one_query: each block is one query.
+        head_dim: of queries, keys and values.
+        dtype: of the queries.
     """
     min_rows = max(MIN_ROWS, int(triton.next_power_of_2(group)))
     if dtype == torch.float32:
@@ -419,9 +419,9 @@ def attend_over_pages(
         blocks: `[2, blocks]` int64 slots and positions, where each token is a block, or
             `[4, blocks]` with the first token of each and their number, which is at most
             `queries_of_block`. A block with slot -1 is padding: its output is zeros.
-        out: Receives `[tokens, heads * head_dim]`.
-        attention: Scale, soft cap, window and sinks of the layer.
-        splits: Programs for the keys of a block, at most MAX_SPLITS.
+        out: receives `[tokens, heads * head_dim]`.
+        attention: scale, soft cap, window and sinks of the layer.
+        splits: programs for the keys of a block, at most MAX_SPLITS.
     """
     tokens, heads, head_dim = q.shape
     _, _, page_size, kv_heads, _ = pool.shape

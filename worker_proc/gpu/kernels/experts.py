@@ -31,7 +31,7 @@ class ExpertWeights:
     Attributes:
         addresses: `[num_experts]` int64, of contiguous weights `[outputs, inputs]`.
         bias_addresses: `[num_experts]` int64, of their biases `[outputs]`, or None.
-        num_outputs: Rows of a weight.
+        num_outputs: rows of a weight.
     """
 
     addresses: Tensor
@@ -113,11 +113,11 @@ def multiply_experts(
     """Multiply rows by the weights of their experts.
 
     Args:
-        x: Contiguous `[tokens, inputs]`, or, if `scattered`, `[pairs, inputs]` in sorted order.
-        weights: The experts' weights, of x's dtype.
-        blocks: The sorted pairs.
-        num_chosen: Experts of a token.
-        scattered: The result is in the order of the tokens, not sorted by expert.
+        x: contiguous `[tokens, inputs]`, or, if `scattered`, `[pairs, inputs]` in sorted order.
+        weights: the experts' weights, of x's dtype.
+        blocks: the sorted pairs.
+        num_chosen: experts of a token.
+        scattered: the result is in the order of the tokens, not sorted by expert.
 
     Returns:
         `[pairs, outputs]` in x's dtype.
@@ -154,7 +154,7 @@ def sum_experts(outputs: Tensor, weights: Tensor) -> Tensor:
 
     Args:
         outputs: `[tokens * num_chosen, hidden]`.
-        weights: Contiguous `[tokens, num_chosen]` float32.
+        weights: contiguous `[tokens, num_chosen]` float32.
 
     Returns:
         `[tokens, hidden]` in the dtype of `outputs`.
@@ -175,8 +175,8 @@ class GroupedExperts:
     """The experts of a layer, whose weights stay where they are.
 
     Attributes:
-        experts: The layer.
-        gate_up, down: The addresses of its weights.
+        experts: the layer.
+        gate_up, down: the addresses of its weights.
     """
 
     experts: Experts

@@ -52,9 +52,9 @@ def embed(
         known: `[slots, context + 1]` int32, the tokens of every slot.
         slots: `[tokens]` int64; a token with slot -1 is padding.
         positions: `[tokens]` int64.
-        tokens: Vectors of tokens.
-        places: Vectors of positions.
-        scale: Factor of the tokens' vectors.
+        tokens: vectors of tokens.
+        places: vectors of positions.
+        scale: factor of the tokens' vectors.
 
     Returns:
         `[tokens, hidden]` float32.
@@ -104,8 +104,8 @@ def add_and_norm(
     Args:
         residual: `[rows, hidden]` float32.
         added: `[rows, hidden]`, of any dtype.
-        norm: The norm.
-        factor: Of what is added.
+        norm: the norm.
+        factor: of what is added.
 
     Returns:
         The norm, in the dtype of its weight.
@@ -144,7 +144,7 @@ def norm_and_add(residual: Tensor, norm: RMSNorm, x: Tensor) -> None:
 
     Args:
         residual: `[rows, hidden]` float32.
-        norm: The norm.
+        norm: the norm.
         x: `[rows, hidden]`, of any dtype.
     """
     rows, width = residual.shape

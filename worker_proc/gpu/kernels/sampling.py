@@ -58,8 +58,8 @@ def units(x, highest, scale):
     """Return the weights of logits as integers; NaN has none.
 
     Args:
-        x: Logits.
-        highest: The largest logit of the row.
+        x: logits.
+        highest: the largest logit of the row.
         scale: log2(e) / temperature.
     """
     distance = (x - highest) * scale
@@ -88,14 +88,14 @@ def _row_largest_with(
 
     Args:
         row_logits: `[vocab_size]`.
-        low: A logit of the row that is not above the result.
-        high: A logit of the row that is not below the result.
-        needed: How many are enough, or how much weight.
-        highest: The largest logit.
-        scale: See units.
-        vocab_size: Of the row.
-        COUNTS: Count; else add up weights.
-        BLOCK: Columns of a pass.
+        low: a logit of the row that is not above the result.
+        high: a logit of the row that is not below the result.
+        needed: how many are enough, or how much weight.
+        highest: the largest logit.
+        scale: see units.
+        vocab_size: of the row.
+        COUNTS: count; else add up weights.
+        BLOCK: columns of a pass.
     """
     while low < high:
         middle = middle_of(low, high)
@@ -208,7 +208,7 @@ def draw_from_row(
 # near as it takes to have no more of them than a list holds. In the third, a program takes a row:
 # filters are thresholds of the logits, which are found among the likely tokens of the shortest
 # distance by bisection, in registers. Where the filters keep less likely ones, the same search
-# goes over the whole row (row_search.py): ten passes, or more, of some 10 us each, with a
+# goes over the whole row (the functions above): ten passes, or more, of some 10 us each, with a
 # vocabulary of 128,256 on an H100.
 #
 # A token depends neither on the other rows of a step nor on which of the two ways was taken.
@@ -303,11 +303,11 @@ def _largest_with(x, amounts, low, high, needed):
     """Return the largest of some logits such that those from it on are enough.
 
     Args:
-        x: Logits, -inf for those that do not exist.
-        amounts: What each counts.
-        low: One of them that is not above the result.
-        high: One of them that is not below the result.
-        needed: How much is enough.
+        x: logits, -inf for those that do not exist.
+        amounts: what each counts.
+        low: one of them that is not above the result.
+        high: one of them that is not below the result.
+        needed: how much is enough.
     """
     while low < high:
         middle = middle_of(low, high)
@@ -419,7 +419,7 @@ def sample_tokens(
         logits: `[rows, vocab_size]`, which may be strided by row.
         slots: `[rows]` int64; a row with slot -1 is padding, whose token is of no use.
         positions: `[rows]` int64.
-        sampling: Parameters of all slots.
+        sampling: parameters of all slots.
         known: `[slots, context + 1]` int32, the tokens of every slot.
 
     Returns:
