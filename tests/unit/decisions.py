@@ -3,8 +3,9 @@
 python -m tests.unit.decisions --write                     rewrite golden/decisions.json
 python -m tests.unit.decisions --log steady/lpm/mixed      print the log of a case, to compare two
                                                            versions with diff
-python -m tests.unit.decisions --log chaos                 the same of the random servers
-python -m tests.unit.decisions --chaos-steps 200000 --seed 0
+python -m tests.unit.decisions --log chaos                 the same of the random servers, or of
+                                                           those with --fair-clients (chaos-fair)
+python -m tests.unit.decisions --chaos-steps 200000 --seed 0 [--fair-clients]
                                                            print the hash of a longer log
 """
 
@@ -19,13 +20,15 @@ from typing import Any
 from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import SchedulerArgs
 from scheduler_proc.scheduler import Scheduler
-from tests.unit.chaos import random_life
+from tests.unit.chaos import random_args, random_life
 from tests.unit.decision_log import DecisionLog
 from tests.unit.decision_traces import PAGE_SIZE, TRACES
 from tests.unit.recorded_server import EOS, Server
 
 GOLDEN = Path(__file__).parent / "golden" / "decisions.json"
-CHAOS, CHAOS_STEPS, CHAOS_SEED = "chaos", 20_000, 0
+# Steps of random servers, and whether these have --fair-clients.
+CHAOS = {"chaos": (14_000, False), "chaos-fair": (6_000, True)}
+CHAOS_SEED = 0
 STEPS_OF_A_SERVER = 100
 PREFILL_TOKENS = 64  # prompt tokens of one step that keep the simulated worker busy
 
@@ -101,12 +104,20 @@ def run_case(trace_name: str, flags: dict[str, Any], log: DecisionLog) -> None:
     server.run()
 
 
-def run_chaos(num_steps: int, seed: int, log: DecisionLog) -> None:
-    """Run random servers under random loads until there were so many steps."""
+def run_chaos(num_steps: int, seed: int, fair_clients: bool, log: DecisionLog) -> None:
+    """Run random servers under random loads until there were so many steps.
+
+    Args:
+        num_steps: minimum number of steps.
+        seed: of the first server.
+        fair_clients: run only servers that draw --fair-clients; else only those that do not.
+        log: of what the schedulers send.
+    """
     while log.num_plans < num_steps:
-        random_life(
-            random.Random(seed), STEPS_OF_A_SERVER, lambda _link, message: log.observe(message)
-        )
+        if random_args(random.Random(seed)).fair_clients == fair_clients:
+            random_life(
+                random.Random(seed), STEPS_OF_A_SERVER, lambda _link, message: log.observe(message)
+            )
         seed += 1
 
 
@@ -116,8 +127,9 @@ def run(name: str, log: DecisionLog) -> None:
     Raises:
         KeyError: there is no such case.
     """
-    if name == CHAOS:
-        run_chaos(CHAOS_STEPS, CHAOS_SEED, log)
+    if name in CHAOS:
+        num_steps, fair_clients = CHAOS[name]
+        run_chaos(num_steps, CHAOS_SEED, fair_clients, log)
     else:
         run_case(*cases()[name], log)
 
@@ -144,19 +156,21 @@ def main() -> None:
     parser.add_argument("--log", metavar="CASE", help="print the log of a case")
     parser.add_argument("--chaos-steps", type=int, metavar="N", help="log random servers")
     parser.add_argument("--seed", type=int, default=CHAOS_SEED, help="of the random servers")
+    parser.add_argument("--fair-clients", action="store_true", help="of the random servers")
     arguments = parser.parse_args()
     if arguments.log is not None:
-        if arguments.log not in (CHAOS, *cases()):
-            sys.exit(f"no case {arguments.log!r}; there are {CHAOS}, {', '.join(cases())}")
+        names = [*CHAOS, *cases()]
+        if arguments.log not in names:
+            sys.exit(f"no case {arguments.log!r}; there are {', '.join(names)}")
         run(arguments.log, DecisionLog(print))
     elif arguments.chaos_steps is not None:
         log = DecisionLog()
-        run_chaos(arguments.chaos_steps, arguments.seed, log)
+        run_chaos(arguments.chaos_steps, arguments.seed, arguments.fair_clients, log)
         print(json.dumps(log.summary))
     elif arguments.write:
         lines = [
             f"  {json.dumps(name)}: {json.dumps(summary)}"
-            for name, summary in summaries([*cases(), CHAOS]).items()
+            for name, summary in summaries([*cases(), *CHAOS]).items()
         ]
         GOLDEN.parent.mkdir(exist_ok=True)
         GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")

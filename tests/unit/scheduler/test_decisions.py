@@ -10,9 +10,9 @@ from tests.unit.decision_traces import TRACES
 from tests.unit.decisions import CHAOS, cases, expected, summaries
 
 
-@pytest.mark.parametrize("group", [*TRACES, CHAOS])
+@pytest.mark.parametrize("group", [*TRACES, *CHAOS])
 def test_the_scheduler_decides_and_sends_what_it_did_before(group: str) -> None:
-    names = [name for name in (*cases(), CHAOS) if name.split("/")[0] == group]
+    names = [name for name in (*cases(), *CHAOS) if name.split("/")[0] == group]
     known = {name: summary for name, summary in expected().items() if name.split("/")[0] == group}
     actual = summaries(names)
     assert list(known) == names, "cases were added or left out"

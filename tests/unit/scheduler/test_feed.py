@@ -320,12 +320,15 @@ def test_a_viewer_changes_no_decision(trace: str, monkeypatch: pytest.MonkeyPatc
         assert log.num_live >= log.num_plans > 0
 
 
-def test_a_viewer_changes_nothing_in_random_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fair_clients", [False, True])
+def test_a_viewer_changes_nothing_in_random_lives(
+    fair_clients: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(simulation, "Scheduler", WatchedScheduler)
     log = LogBesideFeed()
-    decisions.run_chaos(4_000, 7, log)
+    decisions.run_chaos(2_000, 7, fair_clients, log)
     watched = log.summary
     monkeypatch.undo()
     log = LogBesideFeed()
-    decisions.run_chaos(4_000, 7, log)
+    decisions.run_chaos(2_000, 7, fair_clients, log)
     assert log.summary == watched
