@@ -19,11 +19,10 @@ from quadriga.client import Client, SamplingParams
 from tests.server import ROOT, kill_tree, wait_until_ready
 
 PROGRAMS = "quadriga/_programs/"
-LAB = ("roofline", "quality", "capacity", "peers", "start", "gpu")
 PAGE_SOURCE = ROOT / "http_proc" / "page" / "source"  # of which npm makes the bundle
 PACKAGES = ("quadriga", "tokenizer_proc", "scheduler_proc", "worker_proc", "detok_proc",
-            "http_proc", "cluster_proc", "simulator", "bench")  # fmt: skip
-SOURCES = (*PACKAGES, "launcher.py", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+            "http_proc", "cluster_proc", "simulator")  # fmt: skip
+SOURCES = (*PACKAGES, "bench", "launcher.py", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 SHADOW = 'raise RuntimeError("the user\'s file was imported")\n'
 USER_PROGRAM = """
@@ -80,7 +79,7 @@ def installation(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Insta
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(packages)
     (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
-    for name in PACKAGES[1:]:
+    for name in (*PACKAGES[1:], "bench"):
         (directory / name).mkdir()
         (directory / name / "__init__.py").write_text(SHADOW)
     (directory / "launcher.py").write_text(SHADOW)
@@ -100,8 +99,7 @@ def test_the_wheel_has_one_top_level_name_and_all_that_it_needs(wheel: Path) -> 
     }
     needed = {str(path.relative_to(ROOT)) for path in files_of("quadriga")}
     programs = [ROOT / "launcher.py", *(path for name in PACKAGES[1:] for path in files_of(name))]
-    left_out = {ROOT / "bench" / name for name in LAB} | {PAGE_SOURCE}
-    installed = (path for path in programs if not left_out & set(path.parents))
+    installed = (path for path in programs if PAGE_SOURCE not in path.parents)
     needed |= {PROGRAMS + str(path.relative_to(ROOT)) for path in installed}
     assert {name for name in names if ".dist-info/" not in name} == needed
 
@@ -112,8 +110,6 @@ def test_the_wheel_has_one_top_level_name_and_all_that_it_needs(wheel: Path) -> 
         ("quadriga --version", f"quadriga {__version__}"),
         ("quadriga serve --version", f"quadriga {__version__}"),
         ("quadriga serve --help", "usage: quadriga serve [MODEL] [FLAGS]"),
-        ("quadriga bench --help", "Measure a server as a streaming client sees it."),
-        ("quadriga.programs bench.compare --help", "Compare server configurations"),
     ],
 )
 def test_commands_run_beside_files_of_the_same_names(
@@ -122,6 +118,30 @@ def test_commands_run_beside_files_of_the_same_names(
     done = installation.run(*command.split())
     assert done.returncode == 0, done.stderr
     assert shown in done.stdout
+
+
+def test_what_if_simulates_without_the_bench(installation: Installation) -> None:
+    program = "from quadriga.programs import load_function as l; l('simulator.what_if', 'main')"
+    done = subprocess.run(
+        [installation.python, "-c", program],
+        cwd=installation.directory, env=environment(), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        ("quadriga bench --help", "bench.serving"),
+        ("quadriga.programs bench.compare --help", "bench.compare"),
+    ],
+)
+def test_the_bench_says_where_it_is(installation: Installation, command: str, module: str) -> None:
+    done = installation.run(*command.split())
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"{module} is not part of an installed wheel")
+    assert done.stderr.count("\n") == 1
+    assert "clone the repository" in done.stderr
 
 
 def test_a_server_runs_beside_files_of_the_same_names(

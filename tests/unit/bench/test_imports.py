@@ -1,4 +1,4 @@
-"""No two folders of bench/ import each other; what a wheel has of it needs no developer tool."""
+"""No two folders of bench/ import each other."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 from tests.unit.imported_names import imported_names
 
 ROOT = Path(__file__).resolve().parents[3]
-DEVELOPER_TOOLS = {"roofline", "quality", "capacity", "peers", "start", "gpu"}
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for path in (ROOT / "bench").rglob("*.py")
@@ -47,10 +46,3 @@ def test_no_two_folders_import_each_other() -> None:
     for folder in graph:
         graph[folder].discard(folder)
     assert not [folder for folder in list(graph) if folder in reachable(folder, graph)]
-
-
-def test_no_module_that_a_wheel_has_imports_one_that_it_lacks() -> None:
-    for module in MODULES - {"bench"}:
-        if folder_of(module) not in DEVELOPER_TOOLS:
-            imported = {folder_of(name) for name in reachable(module, MODULE_GRAPH) - {"bench"}}
-            assert not imported & DEVELOPER_TOOLS, module
