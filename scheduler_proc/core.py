@@ -11,7 +11,8 @@ from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire.packing import unpack_ids
 from quadriga.wire.worker import StepResult
 from scheduler_proc.planning.admission import CoreState
-from scheduler_proc.planning.batching import ContinuousBatching, make_batching
+from scheduler_proc.planning.batching import Batching
+from scheduler_proc.planning.flags import make_batching
 from scheduler_proc.planning.prefill import PrefillBudget, PrefillPlanner
 from scheduler_proc.planning.retraction import PageGrowth, Retraction
 from scheduler_proc.planning.speculation import make_guess_policy
@@ -51,7 +52,7 @@ class StepCompletion:
     def __init__(
         self,
         running: RunningBatch,
-        batching: ContinuousBatching,
+        batching: Batching,
         retraction: Retraction,
         kv: KVCache,
     ) -> None:
@@ -96,7 +97,7 @@ class StepCompletion:
     ) -> None:
         """Append tokens that follow the one that a row sampled."""
         if request.num_remaining_tokens <= 0 and request in self._running:
-            self._batching.stop(request)
+            self._batching.leave(request)
         self._take_tokens(zip(repeat(request), token_ids), time, update)
 
     def _take_tokens(
@@ -137,7 +138,7 @@ class StepCompletion:
 #
 # Its parts work on one `CoreState`, the requests and pages, and call only parts above them:
 #
-# ContinuousBatching when requests leave the running batch, and when others enter it Retraction
+# Batching when requests leave the running batch, and when others enter it Retraction
 # which running requests give up slot and pages PageGrowth how a running request gets its next
 # page PrefillPlanner which prompts a step computes, and how many tokens of each StepCompletion
 # what the result of a step means for each request
@@ -234,7 +235,7 @@ class SchedulerCore:
         """Add rows to an empty step, in the order of the batch mode."""
         plan.has_retracted = False
         if self.running.is_empty:
-            self._batching.release_padding()
+            self._batching.end_batch()
         quarantined = self.quarantine.current
         if quarantined is not None:
             self._add_quarantined(quarantined, plan, now)
@@ -261,7 +262,7 @@ class SchedulerCore:
     def _add_quarantined(self, request: Request, plan: Plan, now: float) -> None:
         """Add a row of one request alone, so that it is known whose step crashes the worker."""
         if request.slot < 0:
-            self._batching.release_padding()
+            self._batching.end_batch()
             for other in self.running.all_requests:
                 self.retraction.retract(other, RetractReason.QUARANTINE, plan)
             if not plan.in_flight:
@@ -272,15 +273,14 @@ class SchedulerCore:
             self._add_decodes(plan)
 
     def _add_decodes(self, plan: Plan) -> None:
-        """Add rows of the requests whose turn it is, as far as they have pages, and padding."""
-        padding = self._batching.padding_rows()
+        """Add rows of the requests whose turn it is, as far as they have pages."""
         rows = self._growth.grow_decodes(self.running.next_group(), plan)
         if not rows:
             return
         plan.batch.add_decodes(rows)
+        self._batching.add_rows(plan.batch)
         for request in [r for r in rows if r.num_known_tokens == r.max_total_tokens]:
-            self._batching.stop(request)
-        self._batching.pad(plan.batch, padding)
+            self._batching.leave(request)
 
     # --- complete ---------------------------------------------------------------------------------
 
@@ -306,16 +306,16 @@ class SchedulerCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request could use a step, or padding holds slots and pages."""
+        """Whether a request could use a step, or ended ones hold slots and pages."""
         if self.kv.num_pages == 0:
             return False
-        return not self.running.is_empty or self.num_waiting > 0 or self._batching.has_padding
+        return not self.running.is_empty or self.num_waiting > 0 or self._batching.holds_slots
 
     @property
     def has_room(self) -> bool:
         """Whether nothing runs, and the next prefill step has slots and token budget to spare."""
         is_idle = self.running.is_empty and not len(self.quarantine)
-        return is_idle and not self._batching.has_padding and self.prefill.has_room
+        return is_idle and not self._batching.holds_slots and self.prefill.has_room
 
     @property
     def page_holders(self) -> list[PageHolder]:

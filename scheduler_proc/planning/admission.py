@@ -174,3 +174,9 @@ class CoreState:
     def queue(self, request: Request) -> None:
         """Let a request without a slot wait."""
         (self.quarantine if is_quarantined(request) else self.waiting).push(request)
+
+    def remove(self, request: Request) -> None:
+        """Let a request neither wait nor run any more."""
+        self.waiting.remove(request)
+        self.quarantine.remove(request)
+        self.running.remove(request)

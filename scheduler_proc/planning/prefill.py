@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from quadriga.server.config.engine_args import SchedulerArgs
 from scheduler_proc.planning.admission import CoreState
-from scheduler_proc.planning.batching import ContinuousBatching
+from scheduler_proc.planning.batching import Batching
 from scheduler_proc.planning.retraction import PageGrowth, Retraction
 from scheduler_proc.planning.step_cost import StepCostModel
 from scheduler_proc.state.batch import Capacity, Plan, ScheduleBatch
@@ -392,7 +392,7 @@ class PrefillPlanner:
         state: CoreState,
         budget: PrefillBudget,
         costs: StepCostModel,
-        batching: ContinuousBatching,
+        batching: Batching,
         retraction: Retraction,
         growth: PageGrowth,
     ) -> None:
@@ -502,7 +502,7 @@ class PrefillPlanner:
         if request.num_remaining_tokens:
             running.add(request)
         else:
-            self._batching.stop(request)
+            self._batching.leave(request)
         return count
 
     def _in_time(self, limit: int, context: int, batch: ScheduleBatch) -> int:

@@ -7,7 +7,7 @@ request waits again, and its stream goes on unchanged.
 
 from quadriga.server.config.engine_args import SchedulerArgs
 from scheduler_proc.planning.admission import CoreState
-from scheduler_proc.planning.batching import ContinuousBatching
+from scheduler_proc.planning.batching import Batching
 from scheduler_proc.state.batch import Plan
 from scheduler_proc.state.request import Request, RequestFailure, RequestStatus, RetractReason
 
@@ -120,13 +120,11 @@ class PageGrowth:
 
     Args:
         state: the requests and pages.
-        batching: gives up padding for pages, and removes a request that fails.
+        batching: gives pages that no request needs, and removes a request that fails.
         retraction: chooses and retracts others.
     """
 
-    def __init__(
-        self, state: CoreState, batching: ContinuousBatching, retraction: Retraction
-    ) -> None:
+    def __init__(self, state: CoreState, batching: Batching, retraction: Retraction) -> None:
         self._kv = state.kv
         self._admission = state.admission
         self._running = state.running
@@ -171,15 +169,15 @@ class PageGrowth:
     def _append_page(self, request: Request, plan: Plan) -> bool:
         """Append a page to a running request. Return whether there was one.
 
-        The pages of padding and of retracted requests come back when their steps in flight are
-        answered, and those of loads when they are done: the request waits for them.
+        The pages of requests that have ended or were retracted come back when their steps in flight
+        are answered, and those of loads when they are done: the request waits for them.
         """
         while self._kv.num_available == 0:
             if self._admission.pending_release:
                 return False
-            if self._batching.has_padding:
-                self._batching.release_padding()
-            elif victim := self._retraction.victim():
+            if self._batching.give_pages():
+                continue
+            if victim := self._retraction.victim():
                 self._retraction.retract(victim, RetractReason.PAGES, plan)
                 if victim is request:
                     return False

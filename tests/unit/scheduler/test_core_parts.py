@@ -4,7 +4,7 @@ import pytest
 
 from quadriga.server.config.engine_args import SchedulerArgs
 from scheduler_proc.planning.admission import CoreState
-from scheduler_proc.planning.batching import make_batching
+from scheduler_proc.planning.flags import make_batching
 from scheduler_proc.planning.retraction import PageGrowth, Retraction
 from scheduler_proc.state.batch import Plan, ScheduleBatch
 from scheduler_proc.state.kv_cache import KVCache
@@ -88,10 +88,10 @@ def test_padding_gives_its_pages_before_a_request_is_retracted() -> None:
     parts = Parts(num_pages=4, batching="static")
     ended, *running = parts.run(0, num_pages=1), parts.run(5, num_pages=1), parts.run(6, 2)
     parts.batching.remove(ended)
-    assert parts.batching.has_padding and parts.kv.num_available == 0
+    assert parts.batching.holds_slots and parts.kv.num_available == 0
     plan = Plan(in_flight=False)
     assert parts.grow(running[1], plan)
-    assert not plan.retracted and not parts.batching.has_padding
+    assert not plan.retracted and not parts.batching.holds_slots
     assert ended.slot < 0
 
 
@@ -99,12 +99,15 @@ def test_a_static_batch_is_closed_by_its_first_decode_step_until_all_have_left()
     parts = Parts(num_pages=4, batching="static")
     batching, first, second = parts.batching, parts.run(0, 1), parts.run(1, 1)
     assert batching.num_admissible(4) == 2  # the width without those that have slots
-    batching.pad(ScheduleBatch(), batching.padding_rows())
+    batching.add_rows(ScheduleBatch())
     assert batching.num_admissible(4) == 0
     batching.remove(first)
-    assert batching.padding_rows() == [first] and batching.num_admissible(4) == 0
+    step = ScheduleBatch()
+    batching.add_rows(step)
+    assert step.requests == [first] and batching.num_admissible(4) == 0
+    first.in_flight = 0
     batching.remove(second)
-    batching.release_padding()
+    batching.end_batch()
     assert batching.num_admissible(4) == 4 and parts.kv.num_available == 4
 
 
