@@ -121,7 +121,7 @@ class Runs:
     """The runs of one bench, on connections that stay open.
 
     Attributes:
-        info: The server's info at the start.
+        info: the server's info at the start.
     """
 
     def __init__(

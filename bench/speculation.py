@@ -137,22 +137,6 @@ def tasks_of(load: str, count: int, seed: int, max_tokens: int) -> list[GuessTas
     return [LOADS[load](draw, max_tokens) for _ in range(count)]
 
 
-# Measure what guessed tokens save.
-#
-# python -m bench.speculation --speculative-method self --seconds 20
-#
-# Two servers run, one of them with --speculative-method; a server that waits takes no CPU time.
-# They get the same load in turns, so that a slow minute affects both: by default 20 loads, five
-# kinds with 1, 4, 16 and 64 streams, each until --turns turns are over or the next one would take
-# longer than --seconds. The table has the median over the turns of the ratio of tokens per
-# second, with and without guesses, and the smallest and the largest one; the same for tokens per
-# second of CPU time of the server's processes; how many of the guessed tokens were right; and the
-# tokens of a row and step. The exit code is 1 if a median of tokens per second is below --min-
-# ratio.
-#
-# Where other programs keep the machine busy, --worker-threads 1 and the ratios of CPU time tell
-# more: a thread that waits for another one would count, too.
-
 EXIT_SLOWER = 1
 
 

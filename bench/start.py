@@ -34,10 +34,10 @@ class StartTimes(NamedTuple):
     """Seconds of one start.
 
     Attributes:
-        ready: Until the launcher's line, from the launcher's own begin.
-        first_token: Until the first token, from the call that starts the launcher.
+        ready: until the launcher's line, from the launcher's own begin.
+        first_token: until the first token, from the call that starts the launcher.
         cpu: CPU seconds of each process until then.
-        phases: Of the phases that the processes report.
+        phases: of the phases that the processes report.
     """
 
     ready: float

@@ -115,16 +115,6 @@ def _list(source: random.Random) -> dict[str, Any]:
 FIELDS: tuple[Draw, ...] = (_text, _text, _enum, _integer, _boolean, _date, _list)
 
 
-# Measure the cost of structured output: `python -m bench.structured`.
-#
-# Requests with a JSON schema each take turns with the same requests without a schema, which
-# generate as many tokens. A validator that is independent of the grammars checks every answer.
-# The compilation of each schema's grammar is part of the measurement.
-#
-# Without --endpoint the bench starts a server of its own, which takes the server's flags. Exit
-# codes: 0 all answers valid and throughput within the bound, 1 otherwise, 2 bad flags, 3 no
-# server.
-
 # Share of the throughput without schemas.
 MIN_THROUGHPUT_RATIO = 0.85
 MAX_TOKENS = 768

@@ -34,9 +34,9 @@ class Row:
     """One row of a step.
 
     Attributes:
-        context: Tokens already in the KV cache.
-        tokens: Tokens that the step computes on top of them.
-        ends: The row samples a token.
+        context: tokens already in the KV cache.
+        tokens: tokens that the step computes on top of them.
+        ends: the row samples a token.
     """
 
     context: int

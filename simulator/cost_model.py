@@ -24,8 +24,8 @@ class MeasuredOn(msgspec.Struct, frozen=True, kw_only=True):
     """The worker that steps were measured on.
 
     Attributes:
-        max_total_tokens: Tokens in its KV pool with default flags.
-        window: Tokens that every layer's attention is limited to; 0 if a layer sees all.
+        max_total_tokens: tokens in its KV pool with default flags.
+        window: tokens that every layer's attention is limited to; 0 if a layer sees all.
     """
 
     model: str
@@ -45,10 +45,10 @@ class Features(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         extends: 1 if a row has more than one token.
-        tokens_beyond: Tokens beyond READ_BOUND_TOKENS, which take additional time.
-        samples: Rows that sample a token.
-        decode_keys: Keys that the rows of one token attend to, with their own.
-        extend_pairs: Pairs of a token of the other rows and a key that it attends to.
+        tokens_beyond: tokens beyond READ_BOUND_TOKENS, which take additional time.
+        samples: rows that sample a token.
+        decode_keys: keys that the rows of one token attend to, with their own.
+        extend_pairs: pairs of a token of the other rows and a key that it attends to.
     """
 
     steps: int
@@ -104,11 +104,11 @@ class Delays(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Delays outside the steps, in ms.
 
     Attributes:
-        message_in: From a client's send until the scheduler has the tokenized request.
-        plan: From sending a plan until an idle worker begins with it.
-        gap: Between two steps, if the worker already has the second plan.
-        result: From a step's end until the scheduler has the result.
-        delivery: From a step's end until the client has its tokens.
+        message_in: from a client's send until the scheduler has the tokenized request.
+        plan: from sending a plan until an idle worker begins with it.
+        gap: between two steps, if the worker already has the second plan.
+        result: from a step's end until the scheduler has the result.
+        delivery: from a step's end until the client has its tokens.
     """
 
     message_in: float = 0.0
@@ -130,8 +130,8 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Durations of steps and delays.
 
     Attributes:
-        ms: Duration of one unit of each feature, in a worker without other processes.
-        slowdown: Duration of a step in a server, relative to that.
+        ms: duration of one unit of each feature, in a worker without other processes.
+        slowdown: duration of a step in a server, relative to that.
     """
 
     ms: dict[str, float]

@@ -66,7 +66,7 @@ class Slo:
     A request of one token has no TPOT and is within any limit of it.
 
     Attributes:
-        e2el_ms: Limit of the time from the submit to the end marker.
+        e2el_ms: limit of the time from the submit to the end marker.
     """
 
     ttft_ms: float | None = None
@@ -78,7 +78,7 @@ class Slo:
         """Parse limits such as "ttft:200", "tpot:30" and "e2el:5000".
 
         Raises:
-            ConfigError: A limit has another form.
+            ConfigError: a limit has another form.
         """
         limits_ms: dict[str, float] = {}
         for limit in limits:

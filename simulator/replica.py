@@ -147,11 +147,6 @@ def tune_prefill_size(model: CostModel) -> int:
     return smallest_good_size(list(CANDIDATE_SIZES), seconds_of)
 
 
-# One server of a simulation: frontend, scheduler and worker on a simulated clock.
-#
-# The scheduler is the real one. A step of the worker takes the time of the cost model, and its
-# tokens come from a hash. The time of messages between the processes is in the model's delays.
-
 # --- the frontend ---------------------------------------------------------------------------------
 
 

@@ -135,14 +135,14 @@ class Figures:
     """Figures of one simulated run, with spreads in ms; shared names mean the same in Summary.
 
     Attributes:
-        errors: Failed requests by error code.
-        duration: Simulated seconds from the first submit to the last end.
-        rows: Mean rows of a step.
-        busy: Share of the duration in which the workers ran steps.
-        pages_held: Mean share of all pages that requests held, 0 to 1.
-        pages_peak: Highest sampled share of held pages.
-        pages_cached: Mean share of cached pages.
-        wall: Seconds that the simulation took.
+        errors: failed requests by error code.
+        duration: simulated seconds from the first submit to the last end.
+        rows: mean rows of a step.
+        busy: share of the duration in which the workers ran steps.
+        pages_held: mean share of all pages that requests held, 0 to 1.
+        pages_peak: highest sampled share of held pages.
+        pages_cached: mean share of cached pages.
+        wall: seconds that the simulation took.
     """
 
     requests: int

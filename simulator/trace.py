@@ -32,15 +32,15 @@ class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     """One request.
 
     Attributes:
-        at: Seconds after the start of the run; with `follows`: after the end of that request.
-        segments: Pairs of segment id and number of tokens, whose concatenation is the prompt. Equal
+        at: seconds after the start of the run; with `follows`: after the end of that request.
+        segments: pairs of segment id and number of tokens, whose concatenation is the prompt. Equal
             ids are equal text, so that prompts can share a prefix.
-        client: Requests of one client share a connection.
-        follows: Earlier request of the trace, after whose end this one is sent.
-        ttft_target: Seconds within which the first token is wanted, as in SamplingParams.
-        continues: With `follows`: the prompt and the generated tokens of that request precede this
+        client: requests of one client share a connection.
+        follows: earlier request of the trace, after whose end this one is sent.
+        ttft_target: seconds within which the first token is wanted, as in SamplingParams.
+        continues: with `follows`: the prompt and the generated tokens of that request precede this
             one's segments, as in the next turn of a chat. False: only the time depends on it.
-        ids: Literal token ids, in place of segments.
+        ids: literal token ids, in place of segments.
     """
 
     at: Seconds
@@ -116,7 +116,7 @@ def parse_lines(path: Path, parse: Callable[[bytes, int], TraceRequest]) -> list
     """Return the request of each line by `parse(line, index)`.
 
     Raises:
-        ConfigError: The file cannot be read, or `parse` raised DecodeError or ValueError.
+        ConfigError: the file cannot be read, or `parse` raised DecodeError or ValueError.
     """
     requests: list[TraceRequest] = []
     try:

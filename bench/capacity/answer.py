@@ -30,7 +30,7 @@ class LatencyTarget:
         """Parse "ttft_p99:500".
 
         Raises:
-            ConfigError: The text has another form.
+            ConfigError: the text has another form.
         """
         name, _, number = text.partition(":")
         metric, _, share = name.partition("_")
@@ -101,11 +101,11 @@ class Answer:
     """The result of a search.
 
     Attributes:
-        server: Model, device and number format.
-        load: Lengths and arrivals of the requests.
-        rate: Requests per second within the limits; None if no rate is.
-        verified: A real run at the rate was within the limits.
-        points: All runs, measured ones in the order of their time.
+        server: model, device and number format.
+        load: lengths and arrivals of the requests.
+        rate: requests per second within the limits; None if no rate is.
+        verified: a real run at the rate was within the limits.
+        points: all runs, measured ones in the order of their time.
     """
 
     targets: Sequence[LatencyTarget]

@@ -84,7 +84,7 @@ async def measure_cost_model(config: ServerConfig, path: Path) -> CostModel:
     """Measure the model's steps on this machine in a process of its own, and write them to `path`.
 
     Raises:
-        ServerFailed: The measurement failed; has the end of its output.
+        ServerFailed: the measurement failed; has the end of its output.
     """
     command = ["-m", "bench.simulate.fit_cost_model", "--quick", "--repeats", str(FIT_REPEATS)]
     process = await asyncio.create_subprocess_exec(
@@ -208,12 +208,12 @@ class CapacityRequest:
     """A search.
 
     Attributes:
-        config: Flags of the server, for the simulator too if a running server is used.
-        endpoint: Endpoint of a running server, or "".
+        config: flags of the server, for the simulator too if a running server is used.
+        endpoint: endpoint of a running server, or "".
         names_model: `config` has the model of the running server.
-        load: Values of WORKLOAD_FLAGS.
-        verify_s: Seconds of each real run.
-        cost_model: File of the steps' durations, or None.
+        load: values of WORKLOAD_FLAGS.
+        verify_s: seconds of each real run.
+        cost_model: file of the steps' durations, or None.
     """
 
     targets: Sequence[LatencyTarget]
@@ -359,16 +359,6 @@ class Planner:
 
 def _say(message: str) -> None:
     print(f"capacity: {message}", file=sys.stderr, flush=True)
-
-
-# Find the request rate that this machine serves within latency limits.
-#
-# python -m bench.capacity --slo ttft_p99:500 --slo tpot_p50:40 --model smollm2-135m
-#
-# It measures the steps of the model, starts a server (or uses --endpoint), fits the simulator to
-# a short run, searches the rate in the simulator, and runs the server at that rate and at 1.3
-# times the rate. That takes a few minutes. Exit codes: 0 a rate was found and verified, 1 there
-# is none, 2 bad flags, 3 no server, 130 interrupted.
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -436,12 +436,12 @@ class TargetOptions:
     """The server to measure: one that the bench starts, a running one, or an OpenAI-compatible one.
 
     Attributes:
-        config: Flags of the server that the bench starts; None: a running one is measured.
-        endpoint: Endpoint of a running Quadriga server, or "".
-        openai: The OpenAI-compatible server, or None.
-        curve_dir: Directory of the keys that the bench connects with, or "".
-        model: Model as given on the command line, or "".
-        tokenizer: Tokenizer as given on the command line, or "": the model's.
+        config: flags of the server that the bench starts; None: a running one is measured.
+        endpoint: endpoint of a running Quadriga server, or "".
+        openai: the OpenAI-compatible server, or None.
+        curve_dir: directory of the keys that the bench connects with, or "".
+        model: model as given on the command line, or "".
+        tokenizer: tokenizer as given on the command line, or "": the model's.
     """
 
     config: ServerConfig | None
@@ -458,9 +458,9 @@ class LoadOptions:
     """The requests of every run.
 
     Attributes:
-        spec: What the requests were generated from; None: they come from a trace file.
-        pretok: Texts are sent as token ids.
-        spell: Random token ids are sent as a text of as many tokens.
+        spec: what the requests were generated from; None: they come from a trace file.
+        pretok: texts are sent as token ids.
+        spell: random token ids are sent as a text of as many tokens.
     """
 
     workload: Workload
@@ -476,7 +476,7 @@ class OutputOptions:
 
     Attributes:
         report: "table" or "classic".
-        verbose: Print all figures.
+        verbose: print all figures.
     """
 
     slo: Slo
@@ -495,7 +495,7 @@ class Options:
     """One bench, validated, with the SWITCHES that are `requested` and all flags as JSON.
 
     Attributes:
-        short_warmup: A warm-up sends only a few requests, not a whole run.
+        short_warmup: a warm-up sends only a few requests, not a whole run.
     """
 
     target: TargetOptions
@@ -654,7 +654,7 @@ def _conversations(arguments: Namespace, spec: TraceSpec, config: ServerConfig |
     Answers are as long as those of the file unless --max-new-tokens is given.
 
     Raises:
-        ConfigError, ModelError: No tokenizer is available to count tokens.
+        ConfigError, ModelError: no tokenizer is available to count tokens.
     """
     given_tokenizer = getattr(arguments, "tokenizer", "")
     named = given_tokenizer or getattr(arguments, "model", "")

@@ -16,8 +16,8 @@ class OpenAIServer:
 
     Attributes:
         base_url: URL without `/v1`.
-        model: Name of the model; "" takes the first one of `/v1/models`.
-        extra_body: Fields merged into the body of every request; null removes a field.
+        model: name of the model; "" takes the first one of `/v1/models`.
+        extra_body: fields merged into the body of every request; null removes a field.
     """
 
     base_url: str = DEFAULT_BASE_URL

@@ -23,12 +23,12 @@ class RequestRecord:
 
     Attributes:
         submit_start: 0.0: the request was not sent, as the request that it continues failed.
-        due: Time at which it should have been sent; None: the schedule has no time for it.
-        received: Stamped by the server, as are tokenized, admitted and first_token.
-        finished: Arrival of the end marker.
-        token_times: End of the step that sampled each token, stamped by the server.
-        arrivals: Arrival of each token; the tokens of one chunk arrive together.
-        chunks: Arrival of each chunk that has a token.
+        due: time at which it should have been sent; None: the schedule has no time for it.
+        received: stamped by the server, as are tokenized, admitted and first_token.
+        finished: arrival of the end marker.
+        token_times: end of the step that sampled each token, stamped by the server.
+        arrivals: arrival of each token; the tokens of one chunk arrive together.
+        chunks: arrival of each chunk that has a token.
     """
 
     index: int
@@ -64,8 +64,6 @@ class RequestRecord:
         return max(0.0, self.arrivals[-1] - self.arrivals[0]) / (tokens - 1)
 
 
-# Send one run's requests through one or more clients, and record what comes back.
-
 Clock = Callable[[], float]
 
 
@@ -74,11 +72,11 @@ class SendOptions:
     """How the requests of a run are sent.
 
     Attributes:
-        params: Sampling parameters of every request; max_new_tokens is the request's own.
-        gap_s: Seconds from the end of a submit to the next one. None: each request is due at its
+        params: sampling parameters of every request; max_new_tokens is the request's own.
+        gap_s: seconds from the end of a submit to the next one. None: each request is due at its
             `at`, counted from the start of the run, so that a late request delays no other.
-        truncate: Value of truncate_prompt.
-        max_in_flight: Bound on requests in flight; a due request waits for the end of another.
+        truncate: value of truncate_prompt.
+        max_in_flight: bound on requests in flight; a due request waits for the end of another.
     """
 
     params: SamplingParams
@@ -92,9 +90,9 @@ class LoadRun:
     """One run.
 
     Attributes:
-        records: Records in the order of the jobs.
+        records: records in the order of the jobs.
         start: Unix seconds.
-        submit_wall: Seconds until all requests were sent.
+        submit_wall: seconds until all requests were sent.
     """
 
     records: list[RequestRecord]

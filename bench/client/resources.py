@@ -27,10 +27,10 @@ class Cost:
     """The difference of two readings; None if unknown.
 
     Attributes:
-        busy_share: Share of the time in which the worker computed, 0 to 1.
-        step_gap_ms_p50: Median gap in ms between one step and the next, over recent steps.
+        busy_share: share of the time in which the worker computed, 0 to 1.
+        step_gap_ms_p50: median gap in ms between one step and the next, over recent steps.
         cpu: CPU seconds of each process and its threads.
-        memory: Resident bytes of each process at the end; shared pages count in each.
+        memory: resident bytes of each process at the end; shared pages count in each.
     """
 
     steps: int | None

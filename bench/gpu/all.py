@@ -52,12 +52,12 @@ class Stage:
     """A command with a time limit.
 
     Attributes:
-        name: Of its log, and of its section in the report.
-        command: What is run.
-        limit_s: Seconds after which it is stopped.
-        is_first: It belongs to the stages that answer within ten minutes.
-        gives_figures: The command takes `--json FILE`.
-        missing: Why it cannot run here; "": it can.
+        name: of its log, and of its section in the report.
+        command: what is run.
+        limit_s: seconds after which it is stopped.
+        is_first: it belongs to the stages that answer within ten minutes.
+        gives_figures: the command takes `--json FILE`.
+        missing: why it cannot run here; "": it can.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Setup:
     """Where the stages run.
 
     Attributes:
-        models: The directory of bench.gpu.prepare.
+        models: the directory of bench.gpu.prepare.
         device: cuda, or cpu: every stage with tiny constants and the model tiny.
     """
 
@@ -261,8 +261,8 @@ class StageResult:
     """A stage that has ended.
 
     Attributes:
-        log: Its output.
-        figures: What it wrote as JSON, an object for each row or run.
+        log: its output.
+        figures: what it wrote as JSON, an object for each row or run.
     """
 
     stage: Stage
@@ -326,17 +326,6 @@ def _section(result: StageResult) -> str:
         parts.append("\n".join(["```", *last, "```"]))
     return "\n\n".join(parts)
 
-
-# Run every measurement on a GPU, one after the other, and write a report.
-#
-# python -m bench.gpu.prepare gpu-files                  # before, where there is a network
-# python -m bench.gpu.all gpu-files --out results        # all stages
-# python -m bench.gpu.all gpu-files --first              # those that answer in ten minutes
-# python -m bench.gpu.all gpu-files --device cpu         # every stage with tiny constants
-#
-# Each stage is a process with a time limit of its own; a stage that fails or takes too long does
-# not end the others. After each, results.jsonl has a further line, and report.md is written
-# again. Exit codes: 0 all stages passed, 1 one failed or was stopped, 2 bad flags.
 
 STOP_TIMEOUT_S = 20.0  # from SIGTERM to SIGKILL: a load stops the server that it started
 

@@ -43,9 +43,9 @@ class FloorSizes:
     """What is measured: every batch with every context.
 
     Attributes:
-        batches: Rows of a step.
-        contexts: Tokens of each row before the first step.
-        num_steps: Steps that are measured.
+        batches: rows of a step.
+        contexts: tokens of each row before the first step.
+        num_steps: steps that are measured.
     """
 
     batches: tuple[int, ...]
@@ -66,7 +66,7 @@ class FloorSizes:
         """Return the sizes with contexts that leave the model room for the steps.
 
         Raises:
-            ConfigError: There is no room.
+            ConfigError: there is no room.
         """
         longest = context_length - self.num_further
         if longest < 1:

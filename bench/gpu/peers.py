@@ -31,10 +31,10 @@ class GpuPeer:
     """Another server in a virtual environment that has it.
 
     Attributes:
-        package: Its presence in the environment says that the server can be started.
-        program: In the environment.
-        flags: Returns the command line behind the program.
-        base: Gives what differs in its requests.
+        package: its presence in the environment says that the server can be started.
+        program: in the environment.
+        flags: returns the command line behind the program.
+        base: gives what differs in its requests.
     """
 
     name: str

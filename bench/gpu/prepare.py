@@ -29,17 +29,6 @@ from quadriga.server.models.families import gpt
 from quadriga.server.models.formats.gguf_config import header_files
 from quadriga.server.models.sources import builtin_weights
 
-# Write what the measurements need to a directory, for a GPU machine without a network.
-#
-# python -m bench.gpu.prepare gpu-files                       # models and wheels
-# python -m bench.gpu.prepare gpu-files --no-wheels           # models only
-# pip install --no-index --no-deps --target site gpu-files/wheels/*.whl     # on that machine
-#
-# Models are config.json and a tokenizer, for `--load-format dummy`: gpt2, llama1b, llama8b, and
-# tiny, with which every stage of bench.gpu.all runs on a CPU. Wheels are the dependencies of a
-# server that such a machine is likely to lack; torch and triton are not among them. Prints the
-# size of each part.
-
 ROOT = Path(__file__).resolve().parents[2]
 WHEELS = (
     "pyzmq",
@@ -145,7 +134,7 @@ def write_model(directory: Path, config: dict[str, Any], tokenizer: Path) -> Non
     """Write config.json and the files of a tokenizer, with the tokenizer's end-of-text ids.
 
     Raises:
-        ConfigError: The directory of the tokenizer has none.
+        ConfigError: the directory of the tokenizer has none.
     """
     if not (tokenizer / "tokenizer.json").is_file():
         raise ConfigError(

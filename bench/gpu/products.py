@@ -68,9 +68,9 @@ class Shape:
     """A product of a model.
 
     Attributes:
-        name: Of the model and of the product.
-        inputs: Numbers of an input row.
-        outputs: Numbers of an output row.
+        name: of the model and of the product.
+        inputs: numbers of an input row.
+        outputs: numbers of an output row.
     """
 
     name: str
@@ -185,7 +185,7 @@ def _best_seconds(way: "Way", x: "Tensor", weights: Sequence[Any], device: "torc
     """Return the seconds of a product by the fastest variant of a way.
 
     Raises:
-        NotHere: No variant gave the right result; with the reason of the last one.
+        NotHere: no variant gave the right result; with the reason of the last one.
     """
     import torch
 
@@ -242,9 +242,9 @@ class Way:
     """A library's product.
 
     Attributes:
-        bits: Stored for each number of a weight, scales included.
-        max_error: Relative difference from float32 up to which a result is right.
-        floor_name: The column of the floor with these bits; "": another way has it.
+        bits: stored for each number of a weight, scales included.
+        max_error: relative difference from float32 up to which a result is right.
+        floor_name: the column of the floor with these bits; "": another way has it.
     """
 
     bits: float = 16

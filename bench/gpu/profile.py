@@ -40,9 +40,9 @@ class Timeline:
     """What kernels say of a device between the first one's start and the last one's end.
 
     Attributes:
-        wall_us: The time.
-        busy_us: The time in which a kernel ran.
-        gaps_us: The times between, ascending.
+        wall_us: the time.
+        busy_us: the time in which a kernel ran.
+        gaps_us: the times between, ascending.
     """
 
     wall_us: float
@@ -78,15 +78,6 @@ def longest(kernels: Sequence[Kernel], count: int) -> list[tuple[str, int, float
     found = [(name, len(times), sum(times)) for name, times in runs.items()]
     return sorted(found, key=lambda one: -one[2])[:count]
 
-
-# Profile steps of the worker: the device's busy share, its gaps, and the longest kernels.
-#
-# python -m bench.gpu.profile --model DIR --load-format dummy
-#
-# Takes the flags of a server. Times are those of torch's profiler, which on a GPU sees each
-# kernel, also those of a graph; so the busy share is that of kernels, and not of launched steps.
-# Decode steps are launched one ahead, as in a server. On a CPU, torch's operations take the place
-# of kernels.
 
 BATCHES, CONTEXT, PROMPT = (1, 64), 512, 256
 NUM_STEPS, NUM_WARM_UP, NUM_SHOWN = 20, 5, 8

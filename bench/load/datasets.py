@@ -70,7 +70,7 @@ def sample(
     """Return `count` exchanges in random order, the same for the same seed, none twice.
 
     Raises:
-        ConfigError: Too few exchanges are within the limits of length.
+        ConfigError: too few exchanges are within the limits of length.
     """
     shuffled = random.Random(f"{seed}/conversations").sample(exchanges, len(exchanges))
     usable = _usable(shuffled, count_tokens)

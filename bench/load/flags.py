@@ -16,9 +16,9 @@ class LoadFlag(NamedTuple):
     """One flag that describes a load.
 
     Attributes:
-        kind: Converts the text to the value.
+        kind: converts the text to the value.
         default: None: the help shows no default.
-        alias: The flag's name in other bench clients.
+        alias: the flag's name in other bench clients.
     """
 
     kind: type

@@ -18,8 +18,8 @@ class Lengths:
     """Distribution of a number of tokens: uniform from `low` to `high`, or lognormal and clipped.
 
     Attributes:
-        mean: Mean of the lognormal distribution before clipping; None: uniform.
-        sigma: Its sigma.
+        mean: mean of the lognormal distribution before clipping; None: uniform.
+        sigma: its sigma.
     """
 
     low: int
@@ -32,7 +32,7 @@ class Lengths:
         """Parse "64", "16:256" or "lognormal:200:0.8:4:2048".
 
         Raises:
-            ConfigError: Names `name` and the form.
+            ConfigError: names `name` and the form.
         """
         try:
             lengths = cls._of_parts(text.split(":"))
@@ -68,22 +68,22 @@ class TraceSpec:
     """Parameters of a generated trace.
 
     Attributes:
-        num_requests: Requests in all, with every turn of a chat; the last chat may be shorter.
-        output_len: Generated tokens of each request.
-        input_len: New prompt tokens of each request; None: no segments, the prompts are texts.
-        request_rate: Arrivals (of chats, if there are turns) per second; infinite: all at once.
-        burstiness: Shape of the gamma-distributed gaps between arrivals; 1: Poisson, less:
+        num_requests: requests in all, with every turn of a chat; the last chat may be shorter.
+        output_len: generated tokens of each request.
+        input_len: new prompt tokens of each request; None: no segments, the prompts are texts.
+        request_rate: arrivals (of chats, if there are turns) per second; infinite: all at once.
+        burstiness: shape of the gamma-distributed gaps between arrivals; 1: Poisson, less:
             burstier, infinite: one arrival every 1 / request_rate seconds.
-        max_concurrency: Lanes of a closed loop; the next request of a lane is sent when the one
+        max_concurrency: lanes of a closed loop; the next request of a lane is sent when the one
             before has ended.
-        prefix_groups: Groups of prompts that share a prefix of `prefix_len` tokens.
-        shuffle_groups: Requests of the groups come in random order, not group after group.
-        turns: Requests of a chat, each continuing the one before.
-        think_time: Seconds from the end of a request to the start of the one that follows it.
-        num_clients: Clients, over which the chats are spread in turn.
+        prefix_groups: groups of prompts that share a prefix of `prefix_len` tokens.
+        shuffle_groups: requests of the groups come in random order, not group after group.
+        turns: requests of a chat, each continuing the one before.
+        think_time: seconds from the end of a request to the start of the one that follows it.
+        num_clients: clients, over which the chats are spread in turn.
 
     Raises:
-        ConfigError: A value is out of range.
+        ConfigError: a value is out of range.
     """
 
     num_requests: int

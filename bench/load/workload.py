@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-# Workloads: requests, and their prompts in every run.
-
 DEFAULT_PROMPT = "Hello, my name is"
 
 # Its multiples modulo 1 stay far from one another: each run shifts ids by another distance.
@@ -47,9 +45,9 @@ class Workload:
     replace each literal id by another one.
 
     Attributes:
-        text: Prompt of all requests, or one per request; None: token ids of the requests' segments.
-        unique: Put a word that differs from its first letter on in front of every text.
-        repeat: Send the prompts of run 0 in every run, so that the prefix cache can serve them.
+        text: prompt of all requests, or one per request; None: token ids of the requests' segments.
+        unique: put a word that differs from its first letter on in front of every text.
+        repeat: send the prompts of run 0 in every run, so that the prefix cache can serve them.
     """
 
     requests: Sequence[TraceRequest]
@@ -206,8 +204,8 @@ def tokenizer_of(name: str, model: ModelArgs) -> "Tokenizer":
     """Return the tokenizer of a directory or model `name`, or of `model` if the name is "".
 
     Raises:
-        ModelError: The model has no tokenizer.
-        ConfigError: A package that loads it is not installed.
+        ModelError: the model has no tokenizer.
+        ConfigError: a package that loads it is not installed.
     """
     try:
         from quadriga.server.models.formats.tokenizer import load_tokenizer

@@ -39,11 +39,11 @@ class Settings:
     """How a comparison is run.
 
     Attributes:
-        over: Protocol by which our server is measured.
-        own_flags: Flags of our server, in addition to those of the comparison.
-        peer_flags: Flags of the peer's server, in addition to those of its recipe.
-        logs: Directory of the servers' logs.
-        directory_of: Returns the directory of a model in bfloat16.
+        over: protocol by which our server is measured.
+        own_flags: flags of our server, in addition to those of the comparison.
+        peer_flags: flags of the peer's server, in addition to those of its recipe.
+        logs: directory of the servers' logs.
+        directory_of: returns the directory of a model in bfloat16.
     """
 
     over: Literal["zmq", "openai"]
@@ -85,7 +85,7 @@ async def contest(
     """Yield the outcome of each workload; one that cannot be measured does not end the others.
 
     Raises:
-        ConfigError: The peer cannot be installed.
+        ConfigError: the peer cannot be installed.
     """
     async with AsyncExitStack() as stack:
         ours = _Side("ours", _own_launch(weights, settings), settings)
@@ -144,8 +144,8 @@ class _Launch:
     """How the server of a side is started for a workload.
 
     Attributes:
-        key: Command line; a running server with the same key is used again.
-        make: Returns the server that logs to a file, and the flags of bench.serving that name it.
+        key: command line; a running server with the same key is used again.
+        make: returns the server that logs to a file, and the flags of bench.serving that name it.
     """
 
     key: list[str]

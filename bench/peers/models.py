@@ -38,11 +38,11 @@ class Checkpoint:
     """A model in memory.
 
     Attributes:
-        architecture: Architecture in GGUF.
-        fields: Metadata of the GGUF, without the architecture.
-        tensors: Tensors by their names in GGUF.
+        architecture: architecture in GGUF.
+        fields: metadata of the GGUF, without the architecture.
+        tensors: tensors by their names in GGUF.
         config: Hugging Face's config.json.
-        tokenizer_dir: Directory of tokenizer.json; its vocabulary may be smaller than the model's.
+        tokenizer_dir: directory of tokenizer.json; its vocabulary may be smaller than the model's.
     """
 
     architecture: str

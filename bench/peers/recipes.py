@@ -59,12 +59,12 @@ class Peer:
     """Another server.
 
     Attributes:
-        install: Installs it if necessary, and returns the program.
-        command: Returns the command line of a server for a workload; workloads with the same
+        install: installs it if necessary, and returns the program.
+        command: returns the command line of a server for a workload; workloads with the same
             command line share a server.
-        weights: Weight formats that it can serve.
-        environment: Environment variables of its processes.
-        extra_body: As in bench.serving, like prompt_form.
+        weights: weight formats that it can serve.
+        environment: environment variables of its processes.
+        extra_body: as in bench.serving, like prompt_form.
     """
 
     name: str

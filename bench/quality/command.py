@@ -58,15 +58,6 @@ def _is_prose(block: str) -> bool:
     return flush and len(block) >= MIN_PARAGRAPH_CHARACTERS and block.endswith(".")
 
 
-# Measure the quality of number formats: `python -m bench.quality --variant "NAME: FLAGS" ...`.
-#
-# Each variant of a model is compared with the same model in float32, the first row of the table:
-# perplexity of a text, divergence of the next-token distributions, and the length for which
-# greedy continuations are the same. Server flags before the variants hold for all of them. For
-# example
-#
-# python -m bench.quality --variant "bf16: --dtype bfloat16" --variant "int8: --quantization int8"
-
 MAX_WINDOW_TOKENS = 1024  # scored together; the model's context may be shorter
 NUM_PROMPTS, PROMPT_TOKENS, CONTINUED_TOKENS = 32, 64, 64
 REFERENCE = "float32"

@@ -24,11 +24,11 @@ class Score:
     """Figures of a variant; the reference has none of the last three.
 
     Attributes:
-        perplexity: Per token.
-        continuations: Greedy continuations of the prompts.
-        divergence: Mean KL divergence of the reference's distributions from this one's, in nats.
-        agreement: Share of the reference's greedy tokens that this variant would choose too.
-        prefix: Mean number of tokens that a continuation has in common with the reference's.
+        perplexity: per token.
+        continuations: greedy continuations of the prompts.
+        divergence: mean KL divergence of the reference's distributions from this one's, in nats.
+        agreement: share of the reference's greedy tokens that this variant would choose too.
+        prefix: mean number of tokens that a continuation has in common with the reference's.
     """
 
     perplexity: float

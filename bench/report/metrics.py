@@ -41,18 +41,18 @@ class Summary:
     """Figures of one run, with spreads in ms; None if nothing was measured.
 
     Attributes:
-        submit_wall: Seconds until all requests were sent.
-        duration: Seconds from the first submit to the last end.
-        throughput: Completion tokens per second of the duration.
-        ttft: By the client's clock; the sum of to_server, tokenize, queue_wait, prefill, delivery.
-        parts_gap: Largest difference between the TTFT and that sum over all requests, in ms.
-        tpot: Between the arrivals of the first and the last token, per token.
-        itl: Gaps between the times at which consecutive tokens were sampled.
-        itl_received: Gaps between the arrivals of consecutive tokens.
-        request_rate: Finished requests per second of the duration.
-        cache_hit_rate: Share of the prompt tokens that were cached, 0 to 1.
+        submit_wall: seconds until all requests were sent.
+        duration: seconds from the first submit to the last end.
+        throughput: completion tokens per second of the duration.
+        ttft: by the client's clock; the sum of to_server, tokenize, queue_wait, prefill, delivery.
+        parts_gap: largest difference between the TTFT and that sum over all requests, in ms.
+        tpot: between the arrivals of the first and the last token, per token.
+        itl: gaps between the times at which consecutive tokens were sampled.
+        itl_received: gaps between the arrivals of consecutive tokens.
+        request_rate: finished requests per second of the duration.
+        cache_hit_rate: share of the prompt tokens that were cached, 0 to 1.
         goodput: None without limits.
-        clients: Empty if there is only one client.
+        clients: empty if there is only one client.
     """
 
     requests: int

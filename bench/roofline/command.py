@@ -36,10 +36,10 @@ class Line:
     """Medians of one kind of step; each round has its own floor, as the machine's speed varies.
 
     Attributes:
-        ms: Duration of the step.
-        floor_ms: Each part of the floor.
-        ratio: Step to floor.
-        share: Share of the step that its products would take at the matmul rate.
+        ms: duration of the step.
+        floor_ms: each part of the floor.
+        ratio: step to floor.
+        share: share of the step that its products would take at the matmul rate.
         parts: ms of each part; empty if the engine does not time them.
         decode_rows: None for a prefill.
     """

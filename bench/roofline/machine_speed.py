@@ -24,8 +24,6 @@ from worker_proc.models.layers import Embedding, Linear, RMSNorm
 from worker_proc.models.ops import Ops, Value
 from worker_proc.step.engine import Engine
 
-# Measure how fast this machine reads memory and multiplies matrices.
-
 READ_BYTES = 512 * 2**20  # far more than the caches hold
 NUM_PASSES = 3  # of which the fastest one counts
 READ_INPUTS = 1024  # of the product of one row, which is bound by reading

@@ -26,11 +26,11 @@ class Product:
     """A matrix of the model, [inputs, outputs].
 
     Attributes:
-        sampled: Only the rows that sample are multiplied, as it comes after the last layer's keys
+        sampled: only the rows that sample are multiplied, as it comes after the last layer's keys
             and values. Its speed is that of the other products of its shape.
-        head: The product gives the logits.
-        num_experts: Matrices of this shape, of which each row is multiplied by `num_chosen`.
-        num_chosen: Experts of a row.
+        head: the product gives the logits.
+        num_experts: matrices of this shape, of which each row is multiplied by `num_chosen`.
+        num_chosen: experts of a row.
     """
 
     inputs: int
@@ -60,10 +60,10 @@ class Work:
     """The products and the attention that a model computes in a step.
 
     Attributes:
-        products: Products of all layers.
+        products: products of all layers.
         attention: (query heads * head_dim, key heads * head_dim) of each layer.
-        weight_bytes: Bytes of one weight in memory.
-        kv_bytes: Bytes of one number in the KV cache.
+        weight_bytes: bytes of one weight in memory.
+        kv_bytes: bytes of one number in the KV cache.
     """
 
     products: tuple[Product, ...]

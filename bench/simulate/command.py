@@ -140,12 +140,6 @@ def _limits_of(arguments: argparse.Namespace) -> ScalingLimits:
     )
 
 
-# Run the real scheduler in simulated time: `python -m bench.simulate --num-requests N`.
-#
-# It simulates a million requests in minutes, on one replica or many, to show the effect of a flag
-# of the scheduler. A step takes the time of a cost model (simulator/cost_model.py); no other
-# process runs. Exit codes: 0 all requests finished, 1 some failed, 2 bad flags.
-
 # Defaults of the load flags.
 DEFAULTS = LOAD_DEFAULTS | {
     "num_requests": 1000,

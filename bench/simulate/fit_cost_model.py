@@ -123,14 +123,6 @@ def measure(bench: WorkerBench, cases: Sequence[Case], repeats: int) -> Floats:
     return np.array([statistics.median(ms_of_case) for ms_of_case in times])
 
 
-# Fit a cost model to the real worker: `python -m bench.simulate.fit_cost_model`.
-#
-# Runs plans of many shapes on a worker in this process, each several times in shuffled order, and
-# fits their medians by non-negative least squares on the relative error. With --calibrate
-# RUN.json (of `bench.serving --json`) it runs nothing, and copies the delays outside the steps
-# from a measured run into an existing model.
-
-
 def fit(features: Sequence[Features], measured_ms: Floats) -> tuple[dict[str, float], Fit]:
     """Return the non-negative ms of each feature with the least squared relative errors."""
     counts = np.array([[getattr(step, name) for name in FEATURES] for step in features], np.float64)

@@ -36,16 +36,6 @@ from simulator.what_if import (
     replay,
 )
 
-# Simulate the load of a server's log with other flags, beside what happened.
-#
-# python -m bench.simulate.what_if server.log --vary "4 slots: --max-running-requests 4"
-#
-# The log is that of a server with --log-format json and --log-requests. Give the flags that it
-# ran with; each --vary adds flags to these. The steps of the cost model are stretched by one
-# factor, so that the time per token is the measured one. If "as it was" is not near to "measured"
-# even so, the cost model is not that of this server (docs/capacity.md). Exit codes: 0 done, 1 a
-# request failed in a simulation, 2 bad flags.
-
 SPREADS = {"queue_wait": "queue wait", "ttft": "TTFT", "tpot": "TPOT", "latency": "latency"}
 SHARES = ("p50", "p95", "p99")
 TITLE_CHARS, MIN_COLUMN_CHARS = 24, 10
