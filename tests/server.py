@@ -180,3 +180,10 @@ def settle(endpoint: str, seconds: float = 20.0) -> dict[str, Any]:
 
     wait_until(idle, seconds, lambda: f"info: {info}")
     return info
+
+
+def run_launcher(*flags: str, endpoint: str = "") -> tuple[int, str]:
+    """Return exit code and output of a launcher that ends by itself."""
+    process = launch(endpoint or f"tcp://127.0.0.1:{free_port()}", *flags)
+    output, _ = process.communicate(timeout=60)
+    return process.returncode, output.decode()

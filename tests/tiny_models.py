@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
@@ -429,4 +429,20 @@ def _save(model_class: Any, config: Any, directory: Path) -> Path:
                 elif weight.dim() == 1:
                     weight.add_(torch.randn(weight.shape) * 0.05)
     model.save_pretrained(directory)
+    return directory
+
+
+SPECIAL, PLAIN = "<|beyond|>", "<|above|>"
+
+
+def add_unserved_tokens(directory: Path) -> Path:
+    """Fill the tokenizer of a tiny model up to the model's ids, and add two tokens beyond them."""
+    path = directory / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    free = range(VOCAB_SIZE - tokenizer.get_vocab_size())
+    tokenizer.add_special_tokens([f"<|unused{number}|>" for number in free])
+    tokenizer.add_special_tokens([SPECIAL])
+    tokenizer.add_tokens([AddedToken(PLAIN, normalized=False)])
+    assert tokenizer.token_to_id(SPECIAL) == VOCAB_SIZE
+    tokenizer.save(str(path))
     return directory

@@ -5,7 +5,11 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.models.resolve import resolve_model
 from tests.tiny_models import VOCAB_SIZE, _save, write_tokenizer
+from worker_proc.startup.build import make_runner
+from worker_proc.step.runner import Runner
 
 CONTEXT_LENGTH = 96
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -74,3 +78,11 @@ def tiny_model(kind: str, directory: Path, **changes: Any) -> Path:
     }
     config = AutoConfig.for_model(kind, **fields)
     return _save(AutoModelForCausalLM.from_config, config, directory)
+
+
+def transformers_runner(directory: Path, **flags: Any) -> Runner:
+    """Build a runner of float32 on the CPU with pages of 4 tokens."""
+    defaults = {"device": "cpu", "dtype": "float32", "page_size": 4, "max_total_tokens": 1024,
+                "max_running_requests": 8, "model_impl": "transformers"}  # fmt: skip
+    config = ServerConfig().replace(**{**defaults, **flags, "model": str(directory)})
+    return make_runner(config, resolve_model(config.model))

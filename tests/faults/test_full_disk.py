@@ -13,7 +13,7 @@ import pytest
 from bench.client.server import free_port
 from quadriga.client import Client
 from quadriga.server.processes.control_channel import EXIT_OK
-from tests.faults.test_resume import PARAMS, PROMPTS, TIMEOUT_S, ClientLoad
+from tests.faults.streams import PARAMS, PROMPTS, TIMEOUT_S, ClientLoad
 from tests.server import ROOT, Server, kill_tree, running_server, wait_until
 
 # Larger files cannot be written; the journal exceeds it within half a second.

@@ -12,7 +12,7 @@ from quadriga.client import AsyncClient, Client, Completion
 from quadriga.server.tracing.context import started, traceparent_of
 from quadriga.wire.live import LiveStep
 from tests.everything import more
-from tests.faults.test_restarts import STREAMS, run_streams, run_streams_with_a_kill, same
+from tests.faults.streams import STREAMS, run_streams, run_streams_with_a_kill, same
 from tests.server import Server, running_server, settle, wait_until
 
 FLAGS = ["--dtype", "float32", "--worker-threads", "1", "--max-total-tokens", "8192"]

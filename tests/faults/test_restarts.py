@@ -8,18 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.client import AsyncClient, Completion, SamplingParams
+from quadriga.client import AsyncClient, Completion
 from quadriga.errors import RequestFailed
 from quadriga.server.processes.control_channel import EXIT_OK
 from tests.faults.inject import fault_environment
+from tests.faults.streams import GREEDY, run_streams, run_streams_with_a_kill, same
 from tests.server import Server, running_server, settle, wait_until
 
-STREAMS = 16
 POISON = 499  # a token with which no other request begins
-GREEDY = SamplingParams(temperature=0, max_new_tokens=150, ignore_eos=True)
-SEEDED = SamplingParams(
-    temperature=1.0, seed=5, max_new_tokens=150, ignore_eos=True, logprobs=2, prompt_logprobs=1
-)
 
 
 @pytest.fixture(scope="module")
@@ -30,53 +26,9 @@ def own_server(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield server
 
 
-async def run_streams(endpoint: str, started: asyncio.Event) -> list[Completion]:
-    """Run many streams; set `started` when each has its first tokens."""
-    streaming = 0
-    async with AsyncClient(endpoint) as client:
-
-        async def run_stream(number: int) -> Completion:
-            nonlocal streaming
-            params = SEEDED if number % 4 == 0 else GREEDY
-            text = ""
-            async for chunk in client.stream([3 + number] * (5 + number), params):
-                streaming += not text
-                text += chunk.text or " "
-                if streaming == STREAMS:
-                    started.set()
-            assert chunk.completion is not None
-            return chunk.completion
-
-        return list(await asyncio.gather(*(run_stream(number) for number in range(STREAMS))))
-
-
-async def run_streams_with_a_kill(server: Server, name: str, number: int) -> list[Completion]:
-    started = asyncio.Event()
-    task = asyncio.create_task(run_streams(server.endpoint, started))
-    await started.wait()
-    os.kill(server.pid_of(name), number)
-    return await task
-
-
 @pytest.fixture(scope="module")
 def undisturbed(own_server: Server) -> list[Completion]:
     return asyncio.run(run_streams(own_server.endpoint, asyncio.Event()))
-
-
-def same(first: list[Completion], second: list[Completion]) -> bool:
-    """Return whether texts and ids are equal, and log-probabilities nearly so."""
-    return [(c.token_ids, c.text, c.finish_reason) for c in first] == [
-        (c.token_ids, c.text, c.finish_reason) for c in second
-    ] and all(
-        logprobs_of(c) == pytest.approx(logprobs_of(d), abs=1e-3)
-        for c, d in zip(first, second, strict=True)
-    )
-
-
-def logprobs_of(completion: Completion) -> list[float]:
-    """Return the log-probabilities of prompt and text, if they were requested."""
-    logprobs = [*(completion.prompt_logprobs or ())[1:], *(completion.logprobs or ())]
-    return [token.logprob for token in logprobs]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from bench.client.server import free_port
 from quadriga.server.processes.control_channel import EXIT_START_FAILED, EXIT_USAGE
-from tests.server import Server, launch, wait_until
+from tests.server import Server, launch, run_launcher, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -21,13 +21,6 @@ def own_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with tempfile.TemporaryDirectory() as directory:
         monkeypatch.setenv("TMPDIR", directory)
         yield
-
-
-def run_launcher(*flags: str, endpoint: str = "") -> tuple[int, str]:
-    """Return exit code and output of a launcher that ends by itself."""
-    process = launch(endpoint or f"tcp://127.0.0.1:{free_port()}", *flags)
-    output, _ = process.communicate(timeout=60)
-    return process.returncode, output.decode()
 
 
 def run_dirs() -> set[str]:

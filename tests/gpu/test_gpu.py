@@ -17,14 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from quadriga.client import Client, SamplingParams
 from tests.server import running_server
 from tests.tiny_models import write_tokenizer
-from tests.unit.worker.test_speculation import (
-    FixedGuesser,
-    generate,
-    no_rules,
-    penalties,
-    rows_of,
-    with_logprobs,
-)
+from tests.unit.guessing import FixedGuesser, generate, no_rules, penalties, rows_of, with_logprobs
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
 from worker_proc.step.runner import Runner
 

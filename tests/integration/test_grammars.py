@@ -13,20 +13,10 @@ import pytest
 from quadriga.client import AsyncClient, Client, Completion, SamplingParams
 from quadriga.errors import InvalidRequest
 from tests.faults.inject import fault_environment
+from tests.integration.schemas import SCHEMA, check_schema
 from tests.server import Server, running_server, settle
 
 PROMPT = [7, 30, 31, 32, 30, 31, 90, 91]
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "size": {"enum": ["small", "größer"]},
-        "count": {"type": "integer", "minimum": 0, "maximum": 999},
-        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
-    },
-    "required": ["name", "size", "count", "tags"],
-    "additionalProperties": False,
-}
 PRIMES = [999983, 999979, 999961, 999959]
 TOO_SLOW = [{"type": "integer", "multipleOf": prime} for prime in PRIMES]
 NARROWING = {"regex": "[ab]{2}", "allowed_token_ids": [70]}
@@ -51,13 +41,6 @@ async def ask(endpoint: str) -> list[list[Completion]]:
     async with AsyncClient(endpoint) as client:
         firsts = await asyncio.gather(*(client.generate(PROMPT, p) for p in ASKED))
     return [[first, *first.others] for first in firsts]
-
-
-def check_schema(text: str) -> None:
-    found = json.loads(text)
-    assert list(found) == SCHEMA["required"]
-    assert len(found["name"]) <= 8 and found["size"] in ("small", "größer")
-    assert 0 <= found["count"] <= 999 and {type(tag) for tag in found["tags"]} <= {bool}
 
 
 def nested(depth: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from tests.gateway import MODEL
-from tests.integration.test_grammars import SCHEMA, check_schema
+from tests.integration.schemas import SCHEMA, check_schema
 
 
 def test_openais_clients_have_response_format_and_the_other_grammars(gateway: str) -> None:

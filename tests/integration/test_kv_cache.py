@@ -10,13 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quadriga.client import Client
-from tests.integration.test_equality import (
-    NEW_TOKENS,
-    lengths_up_to,
-    prompts_of,
-    references,
-    serve_all,
-)
+from tests.integration.equality import NEW_TOKENS, lengths_up_to, prompts_of, references, serve_all
 from tests.server import Server, running_server, settle, wait_until
 
 RESTART_TIMEOUT_S = 60

@@ -8,35 +8,21 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from quadriga.client import AsyncClient, SamplingParams
 from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import ModelArgs, WorkerArgs
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.models.resolve import resolve_model
-from tests.integration.test_equality import NEW_TOKENS, reference
+from tests.integration.equality import NEW_TOKENS, generate
+from tests.references import greedy_of
 from tests.server import is_alive, running_server, wait_until
 from tests.tiny_models import tiny_gemma2, tiny_gpt2, tiny_llama
 from tests.unit.worker_driver import prompts_of
 from worker_proc.startup.build import check_ranks
 
-GREEDY = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
 FLAGS = ["--device", "cpu", "--dtype", "float32", "--worker-threads", "1", "--page-size", "4"]
 
 PROMPTS = prompts_of([1, 5, 30, 60])
-
-
-async def generate(endpoint: str, prompts: list[list[int]]) -> list[list[int]]:
-    async with AsyncClient(endpoint) as client:
-        handles = [client.submit(prompt, GREEDY) for prompt in prompts]
-        return [(await handle.completion()).token_ids for handle in handles]
-
-
-def references(directory: Path) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    return [reference(model, prompt) for prompt in PROMPTS]
 
 
 def ranks_of(worker: int) -> list[int]:
@@ -64,7 +50,7 @@ def test_ranks_give_the_tokens_of_one_process(
     build: Callable[[Path], Path], num_ranks: int, tmp_path: Path
 ) -> None:
     directory = build(tmp_path / "model")
-    expected, log = references(directory), tmp_path / "log"
+    expected, log = greedy_of(directory, PROMPTS, NEW_TOKENS), tmp_path / "log"
     with running_server(log, "--model", str(directory), "--tp", str(num_ranks), *FLAGS) as server:
         ranks = ranks_of(server.pids["worker_proc"])
         assert len(ranks) == num_ranks - 1
@@ -77,7 +63,7 @@ def test_two_ranks_give_the_tokens_of_one_and_the_worker_restarts_after_a_rank_i
     tmp_path: Path,
 ) -> None:
     directory = twelve_heads(tmp_path / "model")
-    expected, log = references(directory), tmp_path / "log"
+    expected, log = greedy_of(directory, PROMPTS, NEW_TOKENS), tmp_path / "log"
     with running_server(log, "--model", str(directory), "--tp", "2", *FLAGS) as server:
         assert asyncio.run(generate(server.endpoint, PROMPTS)) == expected
         worker = server.pids["worker_proc"]

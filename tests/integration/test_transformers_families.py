@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from tests.transformers_models import CONTEXT_LENGTH, FAMILIES, tiny_model
-from tests.unit.worker.test_transformers_impl import generated, transformers_runner
+from tests.references import greedy_of
+from tests.transformers_models import CONTEXT_LENGTH, FAMILIES, tiny_model, transformers_runner
 from tests.unit.worker_driver import Driver, prompts_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "supported.md"
@@ -71,4 +71,4 @@ def test_a_family_gives_the_tokens_of_transformers(kind: str, tmp_path: Path) ->
     driver = Driver(transformers_runner(directory))
     requests = [driver.add(prompt) for prompt in prompts]
     driver.generate(requests, NEW_TOKENS, chunk=7)
-    assert [request.output for request in requests] == generated(directory, prompts)
+    assert [request.output for request in requests] == greedy_of(directory, prompts, NEW_TOKENS)

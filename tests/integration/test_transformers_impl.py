@@ -10,13 +10,7 @@ from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import ModelArgs, WorkerArgs
 from quadriga.server.models.resolve import resolve_model
 from tests import EVERYTHING
-from tests.integration.test_equality import (
-    NEW_TOKENS,
-    check,
-    lengths_up_to,
-    prompts_of,
-    ways,
-)
+from tests.integration.equality import NEW_TOKENS, check, lengths_up_to, prompts_of, ways
 from tests.transformers_models import CONTEXT_LENGTH, tiny_model
 from worker_proc.startup.build import check_ranks
 

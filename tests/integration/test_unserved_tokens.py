@@ -7,8 +7,7 @@ import pytest
 from quadriga.client import Client, SamplingParams
 from quadriga.errors import InvalidRequest
 from tests.server import Server, running_server
-from tests.tiny_models import tiny_llama
-from tests.unit.tokenizer.test_unserved_tokens import SPECIAL, add_unserved_tokens
+from tests.tiny_models import SPECIAL, add_unserved_tokens, tiny_llama
 
 RULE = f"holds 512 (the token '{SPECIAL}'): ids of this model are 0 to 511"
 GREEDY = SamplingParams(temperature=0, max_new_tokens=6)

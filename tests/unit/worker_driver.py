@@ -23,9 +23,13 @@ from quadriga.wire.worker import (
     WantedLogprobs,
 )
 from worker_proc.loading.loader import load_model
+from worker_proc.models.attention import AttentionShape
 from worker_proc.models.base import Model
 from worker_proc.startup.build import make_runner
 from worker_proc.step.runner import Runner
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(layers=1, heads=1, kv_heads=1, head_dim=32)
 
 torch.set_num_threads(1)  # nothing here is large, and threads wait for each other on a busy machine
 
@@ -218,3 +222,21 @@ def failures_of_unknown_ids(runner: Runner) -> list[str]:
     driver.generate([again], 3)
     assert again.output == alone.output
     return errors
+
+
+def plan_of(
+    slots: bytes = b"",
+    num_tokens: bytes = b"",
+    new: Sequence[NewSlot] = (),
+    released: bytes = b"",
+    grown: bytes = b"",
+) -> StepPlan:
+    return StepPlan(
+        step=9,
+        forward_mode=DECODE,
+        slots=slots,
+        num_tokens=num_tokens,
+        new=list(new),
+        released=released,
+        grown=grown,
+    )

@@ -12,10 +12,9 @@ import pytest
 
 from quadriga.server.cli.main import main
 from quadriga.server.config.engine_args import OTHER_FRACTION
-from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_mistral
+from tests.tiny_models import add_unserved_tokens, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.unit.fake_server import running_fake_server
 from tests.unit.tiny_gguf import write_tiny_gguf
-from tests.unit.tokenizer.test_unserved_tokens import add_unserved_tokens
 
 
 @pytest.fixture(autouse=True)

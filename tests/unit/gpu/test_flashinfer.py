@@ -17,7 +17,7 @@ from tests.tiny_models import tiny_gemma2, tiny_llama
 from tests.unit.worker_driver import load_on_cpu
 
 from tests.triton_device import DEVICE  # isort: skip
-from tests.unit.gpu.test_triton_graphs import (  # isort: skip
+from tests.unit.gpu.graphs import (
     GRAPH_SIZES,
     capture,
     runner_with,

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
 
 from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import WorkerArgs
 from tests import EVERYTHING
-from tests.integration.test_equality import reference
+from tests.references import greedy_of
 from tests.tiny_experts import tiny_gpt_oss, tiny_mixtral
 from tests.tiny_models import (
     tiny_exaone4,
@@ -74,9 +73,8 @@ def test_greedy_tokens_equal_those_of_transformers(
 ) -> None:
     """Prompts in chunks beside rows that decode. Llama itself: tests/integration."""
     directory = build(tmp_path, **changes)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     lengths, count, chunk = ([1, 20, 7], 4, 16) if EVERYTHING else ([1, 14, 2], 3, 9)
-    expected = [reference(model, prompt)[:count] for prompt in prompts_of(lengths)]
+    expected = greedy_of(directory, prompts_of(lengths), count)
     assert generated(directory, lengths, count, chunk, **TRITON) == expected
 
 

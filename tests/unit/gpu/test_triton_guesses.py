@@ -25,8 +25,8 @@ from tests import EVERYTHING
 
 from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
 
-from tests.unit.gpu.test_triton_graphs import capture, runner_with, small_llama
-from tests.unit.worker.test_speculation import (
+from tests.unit.gpu.graphs import capture, runner_with, small_llama
+from tests.unit.guessing import (
     Answer,
     FixedGuesser,
     generate,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher
-from tokenizers import AddedToken, Tokenizer, models
+from tokenizers import Tokenizer, models
 
 from quadriga.errors import InvalidRequest
 from quadriga.sampling.params import SamplingParams
@@ -18,25 +18,11 @@ from quadriga.server.models.formats.tokenizer import load_tokenizer
 from quadriga.server.models.resolve import ModelFiles, resolve_model
 from quadriga.wire.client import ChatMessage, Detokenize, Generate, Tokenize, Tokens
 from quadriga.wire.packing import pack_ids
-from tests.tiny_models import VOCAB_SIZE, tiny_llama
+from tests.tiny_models import PLAIN, SPECIAL, VOCAB_SIZE, add_unserved_tokens, tiny_llama
 from tokenizer_proc.preparation.chat import ChatTemplate
 from tokenizer_proc.preparation.prepare import Encoder, Prepared, Preparer
 
-SPECIAL, PLAIN = "<|beyond|>", "<|above|>"
 RULE = f"ids of this model are 0 to {VOCAB_SIZE - 1}"
-
-
-def add_unserved_tokens(directory: Path) -> Path:
-    """Fill the tokenizer of a tiny model up to the model's ids, and add two tokens beyond them."""
-    path = directory / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(path))
-    free = range(VOCAB_SIZE - tokenizer.get_vocab_size())
-    tokenizer.add_special_tokens([f"<|unused{number}|>" for number in free])
-    tokenizer.add_special_tokens([SPECIAL])
-    tokenizer.add_tokens([AddedToken(PLAIN, normalized=False)])
-    assert tokenizer.token_to_id(SPECIAL) == VOCAB_SIZE
-    tokenizer.save(str(path))
-    return directory
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from quadriga.server.config.engine_args import ModelArgs
 from quadriga.server.models.resolve import resolve_model
 from tests.tiny_models import tiny_llama
 from tests.unit.quantized_checkpoint import FORMATS, quantize_checkpoint
-from tests.unit.worker.test_cpu_kernels import (
+from tests.unit.worker.compared_engines import (
     CONTEXT,
     NUM_SLOTS,
     QUANTIZED_TOLERANCE,

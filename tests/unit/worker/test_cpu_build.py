@@ -13,7 +13,7 @@ from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import WorkerArgs
 from quadriga.server.processes.machine import COMPILER_VARIABLE, NoCompiler
 from tests.tiny_models import tiny_llama
-from tests.unit.worker.test_cpu_kernels import (
+from tests.unit.worker.compared_engines import (
     QUANTIZED_TOLERANCE,
     TOLERANCE,
     Compared,

@@ -18,7 +18,7 @@ from tests.tiny_experts import tiny_gpt_oss
 from tests.tiny_models import FAMILIES, odd_llama, tiny_gpt2, tiny_llama
 from tests.unit.quantized_checkpoint import FORMATS, quantize_checkpoint
 from tests.unit.worker.native_matrices import NativeMatrix
-from tests.unit.worker.test_quantized_formats import random_inputs, random_rows
+from tests.unit.worker.packed_matrices import random_inputs, random_rows
 from tests.unit.worker_driver import Driver, Request, prompts_of
 from worker_proc.cpu import engine as cpu_engine
 from worker_proc.cpu.build import ARCH_VARIABLE

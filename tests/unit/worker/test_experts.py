@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from quadriga.errors import ModelError
+from tests.references import greedy_of
 from tests.tiny_experts import EXPERTS, tiny_gpt_oss, tiny_mixtral
-from tests.unit.worker.test_cpu_kernels import (
+from tests.unit.worker.compared_engines import (
     QUANTIZED_TOLERANCE,
     TOLERANCE,
     Compared,
@@ -19,7 +20,6 @@ from tests.unit.worker.test_cpu_kernels import (
     reference,
     round_weights,
 )
-from tests.unit.worker.test_runner import greedy_by_transformers
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
 from worker_proc.loading.checkpoints import with_mxfp4_decoded
 
@@ -96,7 +96,7 @@ def test_mxfp4_weights_of_gpt_oss_give_the_tokens_of_their_values(
     config["quantization_config"] = {"quant_method": "mxfp4"}
     (stored / "config.json").write_text(json.dumps(config))
     prompts = prompts_of(LENGTHS)
-    expected = greedy_by_transformers(decoded, prompts, COUNT)
+    expected = greedy_of(decoded, prompts, COUNT)
     for backend in ("torch", "native"):
         driver = Driver(runner_of(stored, attention_backend=backend))
         requests = [driver.add(prompt) for prompt in prompts]

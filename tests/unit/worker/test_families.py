@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.worker import EXTEND, NewSlot, SlotSamplingParams, StepPlan
+from tests.references import greedy_of
 from tests.tiny_experts import EXPERTS, tiny_mixtral, tiny_qwen3_moe
 from tests.tiny_models import FAMILIES, tiny_glm, tiny_gpt_neox, tiny_opt, tiny_phi3
-from tests.unit.worker.test_runner import greedy_by_transformers
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
 from worker_proc.engines import torch_engine
 
@@ -76,7 +76,7 @@ class Case:
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     directory = MODELS[request.param](tmp_path_factory.mktemp("model"))
     prompts = prompts_of(LENGTHS)
-    expected = greedy_by_transformers(directory, prompts, COUNT)
+    expected = greedy_of(directory, prompts, COUNT)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     ids = torch.tensor([prompts[-1]])
     with torch.inference_mode():
@@ -103,9 +103,7 @@ def test_scores_in_blocks_of_queries_give_the_same_tokens(
     driver = Driver(runner_of(directory, attention_backend="torch"))
     requests = [driver.add(prompt) for prompt in prompts]
     driver.generate(requests, COUNT, 64)
-    assert [request.output for request in requests] == greedy_by_transformers(
-        directory, prompts, COUNT
-    )
+    assert [request.output for request in requests] == greedy_of(directory, prompts, COUNT)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

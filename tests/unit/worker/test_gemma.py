@@ -15,8 +15,8 @@ from quadriga.server.config.engine_args import ModelArgs
 from quadriga.server.models.families.llama import gemma2, gemma3
 from quadriga.server.models.formats.directory import read_config
 from quadriga.server.models.resolve import resolve_model
+from tests.references import greedy_of
 from tests.tiny_models import GEMMA, tiny_gemma2, tiny_gemma3, tiny_gemma3_with_images
-from tests.unit.worker.test_runner import greedy_by_transformers
 from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of, runner_of
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {
@@ -41,7 +41,7 @@ def test_tokens_are_those_of_transformers(directory: Path, backend: str, chunk: 
     driver = Driver(runner_of(directory, attention_backend=backend))
     requests = [driver.add(prompt) for prompt in prompts]
     driver.generate(requests, NEW_TOKENS, chunk)
-    expected = greedy_by_transformers(directory, prompts, NEW_TOKENS)
+    expected = greedy_of(directory, prompts, NEW_TOKENS)
     assert [request.output for request in requests] == expected
 
 

@@ -22,14 +22,14 @@ from quadriga.server.models.model_impl import check_servable
 from quadriga.server.models.resolve import ModelFiles, resolve_model
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_phi3
 from tests.unit.gguf_checkpoint import gguf_of
-from tests.unit.worker.native_matrices import NativeMatrix
-from tests.unit.worker.test_cpu_kernels import (
+from tests.unit.worker.compared_engines import (
     CONTEXT,
     NUM_SLOTS,
     QUANTIZED_TOLERANCE,
     Compared,
     drive,
 )
+from tests.unit.worker.native_matrices import NativeMatrix
 from worker_proc.cpu.engine import NativeEngine
 from worker_proc.cpu.weights import GROUP_SIZE
 from worker_proc.engines.factory import make_engine

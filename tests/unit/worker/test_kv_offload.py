@@ -23,8 +23,7 @@ from quadriga.server.models.resolve import resolve_model
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.worker import LoadPages, NewSlot, PagesLoaded, StoredPages, StorePages
 from tests.tiny_models import tiny_mistral
-from tests.unit.worker.test_runner import plan_of
-from tests.unit.worker_driver import Driver, Request, prompts_of, runner_of
+from tests.unit.worker_driver import Driver, Request, plan_of, prompts_of, runner_of
 from worker_proc.kv_tiers.opening import namespace_of, open_tiers
 from worker_proc.kv_tiers.page_mover import PageMover
 from worker_proc.kv_tiers.tiers import HEADER, Bytes, HostPages, PageFiles, PoolPages

@@ -7,8 +7,7 @@ import torch
 
 from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import SchedulerArgs, WorkerArgs
-from tests.unit.worker_driver import runner_of
-from worker_proc.models.attention import AttentionShape
+from tests.unit.worker_driver import CPU, SHAPE, runner_of
 from worker_proc.models.decoder import build_model
 from worker_proc.startup import memory_profile
 from worker_proc.startup.memory_profile import (
@@ -17,9 +16,6 @@ from worker_proc.startup.memory_profile import (
     num_plan_pages,
     num_pool_pages,
 )
-
-CPU = torch.device("cpu")
-SHAPE = AttentionShape(layers=1, heads=1, kv_heads=1, head_dim=32)
 
 
 def test_the_largest_step_is_one_that_runs(llama_dir: Path) -> None:

@@ -36,7 +36,7 @@ from tests.tiny_models import (
 )
 from tests.unit.tiny_vocabulary import tiny_vocabulary
 from tests.unit.worker.native_matrices import NativeMatrix
-from tests.unit.worker.test_quantized_formats import random_inputs, random_rows
+from tests.unit.worker.packed_matrices import random_inputs, random_rows
 from tests.unit.worker_driver import Driver, prompts_of
 from worker_proc.kv_tiers.tiers import PoolPages
 from worker_proc.sampling.grammar import compile_form

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from quadriga.server.config.engine_args import ModelArgs
 from quadriga.server.models.model_impl import ModelImpl, choose_model_impl
 from quadriga.server.models.resolve import resolve_model
+from tests.references import greedy_of
 from tests.tiny_experts import EXPERTS
 from tests.tiny_models import FAMILIES
-from tests.unit.worker.test_runner import greedy_by_transformers
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
 
 COUNT = 8
@@ -283,5 +283,5 @@ def test_an_odd_checkpoint_gives_the_greedy_tokens_of_transformers(
     driver = Driver(runner_of(directory, attention_backend="native"))
     requests = [driver.add(prompt) for prompt in prompts]
     driver.generate(requests, COUNT, CHUNK)
-    expected = greedy_by_transformers(directory, prompts, COUNT)
+    expected = greedy_of(directory, prompts, COUNT)
     assert [request.output for request in requests] == expected

@@ -5,7 +5,7 @@ import torch
 
 from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import ReplicaPlace, WorkerArgs
-from tests.unit.worker.test_memory import CPU, SHAPE
+from tests.unit.worker_driver import CPU, SHAPE
 from worker_proc.startup.devices import check_devices, choose_device
 from worker_proc.startup.memory_profile import num_pool_pages
 

@@ -11,8 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quadriga.errors import ModelError
 from quadriga.server.models.families.decoder_config import RopeScaling
+from tests.references import greedy_of
 from tests.tiny_models import tiny_llama, tiny_qwen2, tiny_qwen3
-from tests.unit.worker.test_runner import greedy_by_transformers
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
 from worker_proc.models.decoder import rope_frequencies
 
@@ -85,7 +85,7 @@ def test_each_type_generates_the_tokens_of_transformers(
     directory = build(tmp_path, rope_parameters=parameters_of(name), **fields)
     above = [ORIGINAL + 1, 3 * ORIGINAL]
     prompts = prompts_of([5, ORIGINAL - COUNT, *above] if name in EQUAL_BELOW else above)
-    expected = greedy_by_transformers(directory, prompts, COUNT)
+    expected = greedy_of(directory, prompts, COUNT)
     for backend in ENGINES:
         assert generated(directory, prompts, **backend) == expected, backend
 
@@ -93,7 +93,7 @@ def test_each_type_generates_the_tokens_of_transformers(
 def test_longrope_within_the_original_context_has_the_short_factors(tmp_path: Path) -> None:
     directory = tiny_llama(tmp_path, rope_parameters=parameters_of("longrope"))
     prompts = prompts_of([5, ORIGINAL - COUNT])
-    expected = greedy_by_transformers(directory, prompts, COUNT)
+    expected = greedy_of(directory, prompts, COUNT)
     for backend in ENGINES:
         assert generated(directory, prompts, context_length=ORIGINAL, **backend) == expected
 

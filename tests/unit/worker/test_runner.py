@@ -1,16 +1,15 @@
 """The runner against transformers: the same greedy tokens, however the work is cut up."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
 
 from quadriga.wire.packing import pack_ids, unpack_ids
-from quadriga.wire.worker import DECODE, NewSlot, StepPlan
+from quadriga.wire.worker import NewSlot
+from tests.references import greedy_of
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
-from tests.unit.worker_driver import Driver, failures_of_unknown_ids, prompts_of, runner_of
+from tests.unit.worker_driver import Driver, failures_of_unknown_ids, plan_of, prompts_of, runner_of
 from worker_proc.engines import torch_engine
 from worker_proc.step.runner import Runner
 
@@ -39,45 +38,13 @@ BUILDERS: dict[str, Builder] = {
 }
 
 
-def greedy_by_transformers(
-    directory: Path, prompts: list[list[int]], count: int
-) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    settings = GenerationConfig(do_sample=False, max_new_tokens=count, pad_token_id=0)
-    model.generation_config = settings
-    outputs = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        output = model.generate(ids, attention_mask=torch.ones_like(ids))  # type: ignore[misc]
-        outputs.append(output[0, len(prompt) :].tolist())
-    return outputs
-
-
-def plan_of(
-    slots: bytes = b"",
-    num_tokens: bytes = b"",
-    new: Sequence[NewSlot] = (),
-    released: bytes = b"",
-    grown: bytes = b"",
-) -> StepPlan:
-    return StepPlan(
-        step=9,
-        forward_mode=DECODE,
-        slots=slots,
-        num_tokens=num_tokens,
-        new=list(new),
-        released=released,
-        grown=grown,
-    )
-
-
 class Case:
     """A model, prompts, and the tokens that transformers generates for them."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.prompts = prompts_of(LENGTHS)
-        self.expected = greedy_by_transformers(directory, self.prompts, COUNT)
+        self.expected = greedy_of(directory, self.prompts, COUNT)
 
     def runner(self) -> Runner:
         return runner_of(self.directory)
@@ -142,8 +109,8 @@ def test_a_prompt_may_fill_the_context_up_to_its_last_token(tmp_path: Path) -> N
     directory = tiny_gpt2(tmp_path)
     prompts = prompts_of([127, 120], seed=5)
     expected = [
-        greedy_by_transformers(directory, prompts[:1], 1)[0],
-        greedy_by_transformers(directory, prompts[1:], 8)[0],
+        greedy_of(directory, prompts[:1], 1)[0],
+        greedy_of(directory, prompts[1:], 8)[0],
     ]
     driver = Driver(runner_of(directory))
     requests = [driver.add(prompt) for prompt in prompts]
@@ -311,7 +278,7 @@ def test_a_row_beyond_the_pages_of_its_slot_is_refused(llama: Case) -> None:
 def test_bfloat16_mostly_agrees_with_float32(name: str, tmp_path: Path) -> None:
     directory = BUILDERS[name](tmp_path)
     prompts = prompts_of(LENGTHS)
-    expected = greedy_by_transformers(directory, prompts, 1)
+    expected = greedy_of(directory, prompts, 1)
     driver = Driver(runner_of(directory, dtype="bfloat16"))
     requests = [driver.add(prompt) for prompt in prompts]
     driver.generate(requests, COUNT)

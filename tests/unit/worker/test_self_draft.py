@@ -20,14 +20,8 @@ from quadriga.wire.worker import (
     StepPlan,
 )
 from tests.tiny_experts import EXPERTS
+from tests.unit.guessing import generate, no_rules, penalties, rows_of, with_logprobs
 from tests.unit.tiny_vocabulary import tiny_vocabulary
-from tests.unit.worker.test_speculation import (
-    generate,
-    no_rules,
-    penalties,
-    rows_of,
-    with_logprobs,
-)
 from tests.unit.worker_driver import prompts_of, runner_of
 from worker_proc.sampling.grammar import compile_form
 from worker_proc.speculation.self_draft import SelfDrafter

@@ -10,39 +10,15 @@ from transformers import AutoModelForCausalLM
 
 from quadriga.errors import ConfigError, ModelError
 from quadriga.server.config.engine_args import ModelArgs
-from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.models.model_impl import ModelImpl, choose_model_impl
 from quadriga.server.models.resolve import resolve_model
+from tests.references import greedy_of
 from tests.tiny_models import tiny_llama
-from tests.transformers_models import CONTEXT_LENGTH, FAMILIES, tiny_model
+from tests.transformers_models import CONTEXT_LENGTH, FAMILIES, tiny_model, transformers_runner
 from tests.unit.worker_driver import Driver, failures_of_unknown_ids, prompts_of, runner_of
-from worker_proc.startup.build import make_runner
 from worker_proc.step.inputs import make_inputs
-from worker_proc.step.runner import Runner
 
 NEW_TOKENS = 8
-
-
-def transformers_runner(directory: Path, **flags: Any) -> Runner:
-    """Build a runner of float32 on the CPU with pages of 4 tokens."""
-    defaults = {"device": "cpu", "dtype": "float32", "page_size": 4, "max_total_tokens": 1024,
-                "max_running_requests": 8, "model_impl": "transformers"}  # fmt: skip
-    config = ServerConfig().replace(**{**defaults, **flags, "model": str(directory)})
-    return make_runner(config, resolve_model(config.model))
-
-
-@torch.inference_mode()
-def generated(directory: Path, prompts: list[list[int]]) -> list[list[int]]:
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    outputs = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False,
-            min_new_tokens=NEW_TOKENS, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
-        outputs.append(output[0, len(prompt) :].tolist())
-    return outputs
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -52,7 +28,7 @@ def test_each_family_gives_the_tokens_of_transformers(family: str, tmp_path: Pat
         ModelImpl.TRANSFORMERS
     )
     prompts = prompts_of([1, 2, 5, 17, 40, CONTEXT_LENGTH - NEW_TOKENS])
-    expected = generated(directory, prompts)
+    expected = greedy_of(directory, prompts, NEW_TOKENS)
     for chunk in (7, 10**6):
         driver = Driver(transformers_runner(directory, model_impl="auto"))
         requests = [driver.add(prompt) for prompt in prompts]
@@ -87,7 +63,7 @@ def test_pages_that_another_request_filled_give_the_same_tokens(tmp_path: Path) 
     driver.generate([first], NEW_TOKENS)
     second = driver.add([*prompt[:20], 7, 8, 9], like=first, shared=20)
     driver.generate([second], NEW_TOKENS)
-    assert second.output == generated(directory, [second.prompt])[0]
+    assert second.output == greedy_of(directory, [second.prompt], NEW_TOKENS)[0]
 
 
 def test_llama_gives_the_tokens_of_its_native_file(tmp_path: Path) -> None:
@@ -172,7 +148,7 @@ def test_longrope_uses_one_list_of_factors_in_every_step(
         driver.generate(requests, NEW_TOKENS, chunk=7)
         outputs.append([request.output for request in requests])
     assert outputs[0] == outputs[1]
-    assert (outputs[0] == generated(directory, prompts_of([1, 9, 33]))) != long
+    assert (outputs[0] == greedy_of(directory, prompts_of([1, 9, 33]), NEW_TOKENS)) != long
 
 
 @pytest.mark.parametrize(
@@ -204,7 +180,7 @@ def test_code_of_a_repository_runs_with_the_flag_only(
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(cache))
     monkeypatch.syspath_prepend(str(cache))
     directory = tiny_llama(tmp_path / "model")
-    expected = generated(directory, prompts_of([9]))
+    expected = greedy_of(directory, prompts_of([9]), NEW_TOKENS)
     (directory / "modeling_acorn.py").write_text(CODE)
     file = directory / "config.json"
     auto_map = {"AutoConfig": "modeling_acorn.AcornConfig",
