@@ -1,9 +1,9 @@
 """Compare server configurations: `python -m bench.compare "NAME: FLAGS" ... -- FLAGS`.
 
 Each variant is a server of its own, started with the common flags after `--` and the flags after
-its name. All servers run at the same time and take turns with the load (--repeat-runs), so that a
-slow minute of the machine affects all of them. The table shows medians over the runs, and
-throughput as a ratio to the first variant. For example
+its name; `NAME: @DIR FLAGS` starts that of another checkout. All servers run at the same time and
+take turns with the load (--repeat-runs), so that a slow minute of the machine affects all of them.
+The table shows medians over the runs, and throughput as a ratio to the first variant. For example
 
     python -m bench.compare "mixed: " "first: --batch-mode prefill-first" -- --num-requests 64
 """
@@ -15,12 +15,14 @@ import statistics
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 from bench import serving
 from bench.cli.command import EXIT_FAILED, EXIT_OK, named_flags, run_command
 from bench.cli.options import Options, parse
+from bench.client.server import LAUNCHER
 from bench.report.metrics import ClientSummary
 from bench.report.report import Result
 from bench.report.table import markdown_table
@@ -28,6 +30,7 @@ from quadriga.errors import ConfigError
 from simulator.latency import Percentiles
 
 T = TypeVar("T")
+CHECKOUT = "@"  # before the directory of another checkout
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,19 @@ def client_columns(clients: Sequence[ClientSummary]) -> list[Column]:
     return columns
 
 
+def cpu_columns(result: Result) -> list[Column]:
+    """Return the CPU time of a token in each process, the bench client's too."""
+
+    def reader(name: str) -> Callable[[Result], float | None]:
+        def read(result: Result) -> float | None:
+            seconds, tokens = result.cost.cpu.get(name), result.summary.completion_tokens
+            return 1e6 * seconds / tokens if seconds is not None and tokens else None
+
+        return read
+
+    return [Column(f"CPU us/token {name}", reader(name), 1) for name in result.cost.cpu]
+
+
 async def compare(variants: dict[str, Options]) -> dict[str, list[Result]]:
     """Run the variants and return the results of each, without printing the single runs."""
     results: dict[str, list[Result]] = {name: [] for name in variants}
@@ -115,7 +131,7 @@ def table(results: dict[str, list[Result]]) -> str:
     first = next(iter(results.values()))
     rows = [
         [column.title, *(_cell(column, of_variant, first) for of_variant in results.values())]
-        for column in COLUMNS + client_columns(first[0].summary.clients)
+        for column in COLUMNS + cpu_columns(first[0]) + client_columns(first[0].summary.clients)
     ]
     return markdown_table(["ms where not said", *results], rows)
 
@@ -143,12 +159,24 @@ def variants_of(argv: list[str]) -> dict[str, Options]:
     variants = {}
     for text in named:
         name, flags = named_flags(text)
-        variants[name] = parse([*common, *flags])
+        checkout = [Path(word[1:]) for word in flags if word.startswith(CHECKOUT)]
+        flags = [word for word in flags if not word.startswith(CHECKOUT)]
+        variants[name] = with_launcher(parse([*common, *flags]), checkout)
         if variants[name].target.config is None:
             raise ConfigError("--endpoint measures one server: leave it out to compare several")
     if len(variants) < 2:
         raise ConfigError('at least two variants are compared: "NAME: FLAGS" "NAME: FLAGS" -- ...')
     return variants
+
+
+def with_launcher(options: Options, checkouts: list[Path]) -> Options:
+    """Return options whose server is that of the last of these checkouts, if there are any."""
+    if not checkouts:
+        return options
+    launcher = checkouts[-1].resolve() / LAUNCHER.name
+    if not launcher.is_file():
+        raise ConfigError(f"there is no {launcher}: {CHECKOUT}DIR is the directory of a checkout")
+    return replace(options, target=replace(options.target, launcher=launcher))
 
 
 def main() -> int:

@@ -247,7 +247,7 @@ async def _server(
         if not info.get("ready", True):
             raise ServerUnreachable(f"the server at {target.endpoint} is still starting")
         return running, info
-    return await start_server(target.config, target.server_log, stack)
+    return await start_server(target.config, target.server_log, stack, target.launcher)
 
 
 if __name__ == "__main__":

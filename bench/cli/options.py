@@ -17,6 +17,7 @@ import msgspec
 
 from bench.client.backends import DEFAULT_BASE_URL, OpenAIServer
 from bench.client.load_generator import SendOptions
+from bench.client.server import LAUNCHER
 from bench.load.datasets import read_requests, read_sharegpt, sample
 from bench.load.flags import (
     LOAD_DEFAULTS,
@@ -437,6 +438,7 @@ class TargetOptions:
 
     Attributes:
         config: flags of the server that the bench starts; None: a running one is measured.
+        launcher: the launcher.py that starts it, perhaps of another checkout.
         endpoint: endpoint of a running Quadriga server, or "".
         openai: the OpenAI-compatible server, or None.
         curve_dir: directory of the keys that the bench connects with, or "".
@@ -451,6 +453,7 @@ class TargetOptions:
     model: str
     tokenizer: str
     server_log: Path | None
+    launcher: Path = LAUNCHER
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,10 +207,10 @@ async def info_of(
 
 
 async def start_server(
-    config: ServerConfig, log: Path | None, stack: AsyncExitStack
+    config: ServerConfig, log: Path | None, stack: AsyncExitStack, launcher: Path = LAUNCHER
 ) -> tuple[str, dict[str, Any]]:
     """Start a server, which the stack stops; return its endpoint and info once it serves."""
-    server = stack.enter_context(OwnServer(config, log))
+    server = stack.enter_context(OwnServer(config, log, launcher))
     keys = config.frontend.curve_dir
     info = await server.wait_ready(
         lambda: info_of(server.endpoint, keys, START_CONNECT_TIMEOUT_S, START_INFO_TIMEOUT_S)

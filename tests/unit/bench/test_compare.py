@@ -1,9 +1,12 @@
 """The comparison of several servers: its command line and its table."""
 
+from pathlib import Path
+
 import pytest
 
 from bench.client.load_generator import RequestRecord
 from bench.client.resources import Cost
+from bench.client.server import LAUNCHER
 from bench.compare import table, variants_of
 from bench.report.metrics import summarize
 from bench.report.report import Result
@@ -17,7 +20,7 @@ def result(tokens_per_second: float) -> Result:
         admitted=100.0, first_token=times[0], finished=times[-1], token_times=times, arrivals=times,
         prompt_tokens=5, completion_tokens=10, finish_reason="length",
     )  # fmt: skip
-    cost = Cost(10, 0.9, None, None, {})
+    cost = Cost(10, 0.9, None, None, {"worker_proc": 1e-3})
     return Result(summarize([record], 0.0), cost, [record], {})
 
 
@@ -31,9 +34,17 @@ def test_a_variant_takes_the_common_flags_and_its_own() -> None:
     assert len(variants["a"].load.workload.requests) == 3
 
 
+def test_a_variant_of_another_checkout_has_the_launcher_of_that(tmp_path: Path) -> None:
+    (tmp_path / "launcher.py").touch()
+    variants = variants_of(["old: @" + str(tmp_path), "new: --seed 3", "--", "--num-requests", "3"])
+    assert variants["old"].target.launcher == tmp_path / "launcher.py"
+    assert variants["new"].target.launcher == LAUNCHER
+
+
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
+        (["a: @nowhere", "b: "], "directory of a checkout"),
         (["a: ", "--"], "at least two"),
         (["a", "b: "], 'write "NAME: FLAGS"'),
         (["a: ", "b: --batch-mode nonsense"], "invalid choice"),
@@ -49,3 +60,4 @@ def test_the_table_shows_medians_and_the_ratio_of_throughputs() -> None:
     text = table({"slow": [result(9), result(10), result(50)], "fast": [result(20)]})
     assert "| tok/s | 10 | 20 (2.00 x) |" in text
     assert "| TTFT p50 | 100 | 50 |" in text
+    assert "| CPU us/token worker_proc | 100.0 | 100.0 |" in text
