@@ -1,188 +1,220 @@
 """A log of what a scheduler decides, as a hash and as lines of text.
 
-A line has the facts of one message to the worker or to the detokenizer, by their meaning: times,
-slots, tokens and pages, never the layout of a frame or the name of a class. So the hash stays as it
-is when a private message gets a field, loses one, or is renamed.
+A line is one fact: a slot that is released or filled, a page, a row of a step, a token, an end. Its
+words and the order of its values are chosen here. So the hash stays as it is when private messages
+are renamed, merged or split, and when they get fields that decide nothing.
 """
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
-
 from quadriga.wire import to_detok, worker
-from quadriga.wire.packing import unpack_ids
-from quadriga.wire.worker import LoadPages, NewSlot, StepPlan, StorePages
+from quadriga.wire.logprobs import LogprobBlock, SampledLogprobs
+from quadriga.wire.packing import unpack_floats, unpack_ids
+
+Fact = tuple[Any, ...]
+
+WORKER, DETOK = "worker", "detok"
+INFO_FIGURES = ("running", "waiting", "waiting_for_grammar", "retractions", "new_token_ratio",
+                "steps", "prefill_steps", "pages_free", "pages_cached", "pages_held",
+                "flushed_pages")  # fmt: skip
+"""The values of an Info that follow from decisions. Others may come and go."""
 
 
 class DecisionLog:
-    """Hash the facts of messages in the order in which they are sent.
+    """Hash the facts that are sent on each link in their order.
+
+    The links are apart: no receiver can see which of two messages on different links was first.
 
     Attributes:
-        num_messages: messages up to now.
-        num_plans: step plans among them.
+        num_facts: facts up to now.
+        num_plans: step plans among the messages that they come from.
     """
 
     def __init__(self, write_line: Callable[[str], object] | None = None) -> None:
         """Start an empty log.
 
         Args:
-            write_line: called with the line of each message.
+            write_line: called with the line of each fact.
         """
-        self.num_messages = 0
+        self.num_facts = 0
         self.num_plans = 0
-        self._hash = hashlib.sha256()
+        self._hashes = {link: hashlib.sha256() for link in (WORKER, DETOK)}
         self._write_line = write_line
 
-    def observe(self, message: msgspec.Struct, at_us: int = 0) -> None:
+    def observe(self, message: Any, at_us: int = 0) -> None:
         """Add a message that is sent at a time; a plan that is sent later is another decision."""
-        line = f"{at_us} {json.dumps(facts_of(message))}"
-        self._hash.update(line.encode() + b"\n")
-        self.num_messages += 1
-        self.num_plans += isinstance(message, StepPlan)
-        if self._write_line is not None:
-            self._write_line(f"{self.num_messages} {line}")
+        link = WORKER if isinstance(message, worker.WorkerMessage) else DETOK
+        for fact in facts_of(message):
+            line = f"{at_us} {json.dumps(fact)}"
+            self._hashes[link].update(line.encode() + b"\n")
+            self.num_facts += 1
+            if self._write_line is not None:
+                self._write_line(f"{link} {line}")
+        self.num_plans += isinstance(message, worker.StepPlan)
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Return what is committed of a log: its hash, and its number of plans and messages."""
+        """Return what is committed of a log: its hash, and its number of plans and facts."""
+        hashes = "".join(one.hexdigest() for one in self._hashes.values())
         return {
-            "sha256": self._hash.hexdigest(),
+            "sha256": hashlib.sha256(hashes.encode()).hexdigest(),
             "plans": self.num_plans,
-            "messages": self.num_messages,
+            "facts": self.num_facts,
         }
 
 
-def facts_of(message: Any) -> dict[str, Any]:
-    """Return what a message says, in a form for JSON."""
+def facts_of(message: Any) -> Iterator[Fact]:
+    """Yield what a message decides, in the order in which its receiver applies it.
+
+    Raises:
+        TypeError: nothing is known of messages of this class.
+    """
     match message:
-        case StepPlan():
-            return _plan(message)
+        case worker.StepPlan():
+            yield from _plan(message)
         case worker.CompileGrammar():
-            return {"compile": message.grammar.key.hex(), "text": message.grammar.text}
+            yield "compile", message.grammar.key.hex(), message.grammar.text
         case worker.ForgetGrammar():
-            return {"forget grammar": message.key.hex()}
-        case StorePages():
-            return {"store": _ids(message.pages), "hashes": message.hashes.hex()}
-        case LoadPages():
-            return {"load": _ids(message.pages), "hashes": message.hashes.hex()}
+            yield "forget grammar", message.key.hex()
+        case worker.StorePages():
+            yield "store pages", _ids(message.pages), message.hashes.hex()
+        case worker.LoadPages():
+            yield "load pages", _ids(message.pages), message.hashes.hex()
+        case worker.ResetWorker():
+            yield ("reset worker",)
+        case worker.StopWorker():
+            yield ("stop worker",)
         case to_detok.StepOutput():
-            return _output(message)
+            yield from _output(message)
         case to_detok.InfoReply():
-            return {"info": message.info.request_id, "values": as_json(message.info.values)}
+            values = message.info.values
+            figures = [[name, values[name]] for name in INFO_FIGURES if name in values]
+            yield "info", _name(message.client), message.info.request_id, figures
         case to_detok.ProgressReply():
-            values = msgspec.to_builtins(message.progress.values)
-            return {"progress": message.progress.request_id, "values": values}
-        case to_detok.HandedBack() | to_detok.Withdrawn() | to_detok.ForgetStreams():
-            return {KINDS[type(message)]: message.seqs}
+            progress = message.progress
+            places = [[one.state.value, one.place, one.wait_s, one.num_computed_tokens,
+                       one.num_prompt_tokens] for one in progress.values]  # fmt: skip
+            yield "progress", _name(message.client), progress.request_id, places
+        case to_detok.HandedBack():
+            yield "hand back", message.seqs
+        case to_detok.Withdrawn():
+            yield "withdraw", message.seqs
+        case to_detok.ForgetStreams():
+            yield "forget streams", message.seqs
         case to_detok.KnownRequests():
-            return {"known": [[r.client.hex(), r.request_id] for r in message.requests]}
-    return {"kind": KINDS[type(message)]}
+            yield "known", [[_name(one.client), one.request_id] for one in message.requests]
+        case to_detok.SchedulerRestarted():
+            yield ("forget every stream",)
+        case to_detok.LiveFrame():
+            yield ("live",)
+        case to_detok.Drained():
+            yield ("drained",)
+        case to_detok.StopDetok():
+            yield ("stop detokenizer",)
+        case _:
+            raise TypeError(f"what does {type(message).__name__} decide?")
 
 
-KINDS: dict[type, str] = {
-    worker.ResetWorker: "reset worker",
-    worker.StopWorker: "stop worker",
-    to_detok.HandedBack: "handed back",
-    to_detok.Withdrawn: "withdrawn",
-    to_detok.ForgetStreams: "forget streams",
-    to_detok.SchedulerRestarted: "scheduler restarted",
-    to_detok.LiveFrame: "live",
-    to_detok.Drained: "drained",
-    to_detok.StopDetok: "stop detokenizer",
-}
+def _plan(plan: worker.StepPlan) -> Iterator[Fact]:
+    slots, num_tokens = _ids(plan.slots), _ids(plan.num_tokens)
+    num_guesses = _ids(plan.num_guesses) or [0] * len(slots)
+    groups = [group.hex() for group in plan.groups] or [""] * len(plan.new)
+    yield "step", plan.step, plan.forward_mode
+    for slot in _ids(plan.released):
+        yield "release", slot
+    for new, group in zip(plan.new, groups, strict=True):
+        tokens, pages = _ids(new.token_ids), _ids(new.pages)
+        sampling = [new.temperature, new.top_k, new.top_p, new.seed]
+        yield "fill", new.slot, tokens, new.computed, pages, sampling, _rules(new.rules), group
+    grown = _ids(plan.grown)
+    for slot, page in zip(grown[::2], grown[1::2], strict=True):
+        yield "page", slot, page
+    for row in zip(slots, num_tokens, num_guesses, strict=True):
+        yield "row", *row
+
+
+def _rules(rules: worker.SlotSamplingParams | None) -> list[Any] | None:
+    if rules is None:
+        return None
+    wanted: Any = rules.logprobs
+    if isinstance(wanted, worker.WantedLogprobs):
+        wanted = [wanted.num_top, _ids(wanted.token_ids)]
+    return [
+        rules.num_prompt,
+        rules.min_p,
+        [rules.repetition_penalty, rules.frequency_penalty, rules.presence_penalty],
+        [_ids(rules.bias_ids), unpack_floats(rules.bias).tolist()],
+        _ids(rules.allowed_ids),
+        [_ids(word) for word in rules.bad_words],
+        [rules.min_new_tokens, _ids(rules.stop_ids)],
+        [wanted, rules.prompt_logprobs],
+        [rules.grammar.hex(), rules.jumps],
+    ]
+
+
+def _output(output: to_detok.StepOutput) -> Iterator[Fact]:
+    yield "output", output.time, output.waiting, output.wait_s
+    for replay in output.replayed:
+        logprobs = [one for block in replay.logprobs for one in _logprobs(block)]
+        end = None if replay.closing is None else _closing(replay.closing)
+        yield "replay", _opening(replay.opening), _ids(replay.token_ids), logprobs, end
+    for opening in output.opened:
+        yield "open", *_opening(opening)
+    logprobs_of = _logprobs_by_row(output.logprobs)
+    for row, (seq, token) in enumerate(zip(output.seqs, _ids(output.token_ids), strict=True)):
+        yield "token", seq, token, logprobs_of.get(row)
+    for closing in output.closed:
+        yield "end", *_closing(closing)
+
+
+def _opening(opening: to_detok.StreamStart) -> list[Any]:
+    prompt = opening.prompt
+    return [
+        [opening.seq, _name(opening.client), opening.request_id, opening.index],
+        [opening.stream, opening.skip_special_tokens, opening.text_lengths],
+        [opening.stop_strings, opening.stop_regexes, opening.keeps_stop, opening.min_new_tokens],
+        opening.logprobs,
+        prompt
+        and [
+            _ids(prompt.token_ids),
+            prompt.width,
+            [one for block in prompt.blocks for one in _logprobs(block)],
+        ],
+        _ids(opening.prompt_end),
+    ]
+
+
+def _closing(closing: to_detok.StreamEnd) -> list[Any]:
+    error = closing.error
+    return [
+        [closing.seq, _name(closing.client), closing.request_id, closing.index],
+        [closing.finish_reason, closing.matched_stop],
+        error and [error.code, error.message, error.field, error.retry_after],
+        [closing.prompt_tokens, closing.cached_tokens],
+        [closing.received_at, closing.tokenized_at, closing.admitted_at, closing.first_token_at],
+    ]
+
+
+def _logprobs_by_row(sampled: SampledLogprobs | None) -> dict[int, list[Any]]:
+    if sampled is None:
+        return {}
+    return dict(zip(_ids(sampled.rows), _logprobs(sampled.block), strict=True))
+
+
+def _logprobs(block: LogprobBlock) -> list[list[Any]]:
+    """Return log-probability, ids and log-probabilities of the likeliest ones for each token."""
+    values = unpack_floats(block.values).tolist()
+    ids, top_values = _ids(block.top_ids), unpack_floats(block.top_values).tolist()
+    parts = [slice(row * block.width, (row + 1) * block.width) for row in range(len(values))]
+    return [[value, ids[part], top_values[part]] for value, part in zip(values, parts, strict=True)]
 
 
 def _ids(data: bytes) -> list[int]:
     return unpack_ids(data).tolist()
 
 
-def _plan(plan: StepPlan) -> dict[str, Any]:
-    slots = _ids(plan.slots)
-    return {
-        "step": plan.step,
-        "mode": plan.forward_mode,
-        "rows": list(zip(slots, _ids(plan.num_tokens), strict=True)),
-        "guesses": _ids(plan.num_guesses),
-        "groups": [group.hex() for group in plan.groups],
-        "new": [_new_slot(new) for new in plan.new],
-        "released": _ids(plan.released),
-        "grown": _ids(plan.grown),
-    }
-
-
-def _new_slot(new: NewSlot) -> dict[str, Any]:
-    rules = None if new.rules is None else as_json(set_fields(new.rules))
-    return {
-        "slot": new.slot,
-        "tokens": _ids(new.token_ids),
-        "computed": new.computed,
-        "pages": _ids(new.pages),
-        "sampling": [new.temperature, new.top_k, new.top_p, new.seed, rules],
-    }
-
-
-def _output(output: to_detok.StepOutput) -> dict[str, Any]:
-    logprobs = output.logprobs
-    return {
-        "ended": output.time,
-        "opened": [_opening(opening) for opening in output.opened],
-        "tokens": list(zip(output.seqs, _ids(output.token_ids), strict=True)),
-        "logprobs": None if logprobs is None else as_json(set_fields(logprobs)),
-        "closed": [_closing(closing) for closing in output.closed],
-        "replayed": [
-            [
-                _opening(replay.opening),
-                _ids(replay.token_ids),
-                [as_json(set_fields(block)) for block in replay.logprobs],
-                None if replay.closing is None else _closing(replay.closing),
-            ]
-            for replay in output.replayed
-        ],
-        "waiting": output.waiting,
-        "wait_s": output.wait_s,
-    }
-
-
-def _opening(opening: to_detok.StreamStart) -> Any:
-    return as_json(set_fields(opening))
-
-
-def _closing(closing: to_detok.StreamEnd) -> Any:
-    return as_json(set_fields(closing))
-
-
-def set_fields(message: msgspec.Struct) -> dict[str, Any]:
-    """Return the fields that have another value than their default, by name."""
-    return {
-        field.name: value
-        for field in msgspec.structs.fields(message)
-        if (value := getattr(message, field.name)) != _default(field)
-    }
-
-
-def _default(field: msgspec.structs.FieldInfo) -> Any:
-    if field.default_factory is not msgspec.NODEFAULT:
-        return field.default_factory()
-    return field.default
-
-
-def as_json(value: Any) -> Any:
-    """Return a value in a form that JSON has and that a reader understands.
-
-    Bytes become text where they are printable, else a list of int32 where their length allows it,
-    else hex digits; a struct becomes a map of the fields that are set.
-    """
-    if isinstance(value, msgspec.Struct):
-        return as_json(set_fields(value))
-    if isinstance(value, bytes):
-        if value.isascii() and value.decode("ascii").isprintable():
-            return value.decode("ascii")
-        return value.hex() if len(value) % 4 else _ids(value)
-    if isinstance(value, dict):
-        return {str(key): as_json(element) for key, element in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_json(element) for element in value]
-    return value
+def _name(client: bytes) -> str:
+    return client.decode("latin-1")

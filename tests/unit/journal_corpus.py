@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.wire.packing import unpack_ids
 from quadriga.wire.sockets import encode
 from scheduler_proc.journal.file import JournalHeader
 from scheduler_proc.journal.recovery import read_journal
 from scheduler_proc.journal.writer import FILE_NAME, open_journal
 from scheduler_proc.scheduler import Scheduler
-from tests.unit.decision_log import DecisionLog, as_json, set_fields
+from tests.unit.decision_log import DecisionLog
 from tests.unit.decision_traces import PAGE_SIZE, priorities
 from tests.unit.journal_runs import release_journal
 from tests.unit.recorded_server import EOS, NUM_IDS, Server
@@ -89,7 +90,7 @@ def contents(path: Path) -> list[dict[str, Any]]:
         {
             "seq": request.seq,
             "index": request.index,
-            "submit": as_json(set_fields(request.message)),
+            "submit": _as_json(_set_fields(request.message)),
             "max_new_tokens": request.max_new_tokens,
             "tokens": request.tokens.tolist(),
             "logprobs": _wire(request.logprobs),
@@ -153,7 +154,41 @@ def _leave(directory: Path, journal: Any) -> bytes:
 
 
 def _wire(message: Any) -> Any:
-    return as_json(msgspec.msgpack.decode(encode(message)))
+    return _as_json(msgspec.msgpack.decode(encode(message)))
+
+
+def _set_fields(message: msgspec.Struct) -> dict[str, Any]:
+    """Return the fields that have another value than their default, by name."""
+    return {
+        field.name: value
+        for field in msgspec.structs.fields(message)
+        if (value := getattr(message, field.name)) != _default(field)
+    }
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return field.default_factory()
+    return field.default
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value in a form that JSON has and that a reader understands.
+
+    Bytes become text where they are printable, else a list of int32 where their length allows it,
+    else hex digits; a struct becomes a map of the fields that are set.
+    """
+    if isinstance(value, msgspec.Struct):
+        return _as_json(_set_fields(value))
+    if isinstance(value, bytes):
+        if value.isascii() and value.decode("ascii").isprintable():
+            return value.decode("ascii")
+        return value.hex() if len(value) % 4 else unpack_ids(value).tolist()
+    if isinstance(value, dict):
+        return {str(key): _as_json(element) for key, element in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(element) for element in value]
+    return value
 
 
 def main() -> None:
