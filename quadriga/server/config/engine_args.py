@@ -133,7 +133,7 @@ class SchedulerArgs:
         " (default: 10)",
     )
     fair_clients: bool = flag(
-        False, "serve clients in turns (deficit round robin), however much each has sent"
+        False, "serve clients in turns by the tokens computed for them, however much each has sent"
     )
     fair_tenants: bool = flag(
         False, "serve tenants in turns by their weights; --keys and --tenants-by imply it"

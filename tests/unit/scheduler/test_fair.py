@@ -1,202 +1,301 @@
-"""Turns between clients: shared by tokens, without credit or debt."""
+"""Shares of clients and of tenants: by computed tokens, without credit for time away."""
 
 import itertools
+import random
 from collections import Counter, deque
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_proc.planning.fairness import QUANTUM, FairClients, client_cost
-from scheduler_proc.planning.policies import FirstComeFirstServed, Pack, PriorityFirst
+from quadriga.server.config.engine_args import SchedulerArgs
+from scheduler_proc.planning.fairness import (
+    FairShares,
+    ShareOf,
+    client_share,
+    make_queue,
+    tenant_share,
+)
+from scheduler_proc.planning.policies import (
+    FirstComeFirstServed,
+    Pack,
+    PriorityFirst,
+    WaitingQueue,
+)
+from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.request import Request
 from tests.unit.scheduler.test_policies import make_request
 
-A, B, C = b"A", b"B", b"C"
+
+@pytest.fixture(params=[client_share, tenant_share])
+def share_of(request: pytest.FixtureRequest) -> ShareOf:
+    key: ShareOf = request.param
+    return key
 
 
-def fair() -> FairClients:
-    return FairClients(FirstComeFirstServed)
+@pytest.fixture
+def queue(share_of: ShareOf) -> FairShares:
+    return FairShares(FirstComeFirstServed, share_of)
 
 
-def take_first(queue: FairClients) -> Request:
-    chosen = queue.first(1, 1000)[0]
-    queue.take(chosen)
-    chosen.admitted_at = 1.0
-    return chosen
+def of(seq: int, owner: str, prompt: int = 10, new: int = 90, weight: float = 1.0) -> Request:
+    """Return a request of a client and tenant of the same name; only tenants have weights."""
+    request = make_request(seq, prompt, new, client=owner.encode())
+    request.tenant, request.weight = owner, weight
+    return request
 
 
-def drain(queue: FairClients) -> list[Request]:
-    return [take_first(queue) for _ in range(len(queue))]
+def sized(seq: int, owner: str, tokens: int) -> Request:
+    """Return a request that is charged for so many tokens."""
+    return of(seq, owner, tokens - 1, 1)
 
 
-def sized(seq: int, client: bytes, tokens: int) -> Request:
-    """Return a request that costs so many tokens."""
-    return make_request(seq, tokens - 1, 1, client=client)
+def admit(queue: WaitingQueue) -> Request:
+    request = queue.first(1, 1000)[0]
+    queue.take(request)
+    request.admitted_at = 1.0
+    return request
 
 
-def test_one_request_does_not_wait_for_a_thousand_of_another_client() -> None:
-    queue = fair()
+def end(queue: WaitingQueue, request: Request, num_generated: int, num_cached: int = 0) -> None:
+    request.first_token_at = 2.0
+    request.cached_tokens = num_cached
+    request.tokens.extend([5] * num_generated)
+    queue.remove(request)
+
+
+def test_one_request_does_not_wait_for_a_thousand_of_another_owner(queue: FairShares) -> None:
     for seq in range(1000):
-        queue.push(sized(seq, A, 100))
-    for _ in range(10):
-        take_first(queue)
-    queue.push(sized(1000, B, 100))
-    order = [request.client for request in drain(queue)]
-    assert order.index(B) <= 2 * QUANTUM // 100
+        queue.push(of(seq, "a"))
+    for _ in range(50):
+        end(queue, admit(queue), 90)
+    queue.push(of(1000, "b"))
+    assert "b" in (admit(queue).tenant, admit(queue).tenant)
 
 
-def test_it_is_tokens_that_are_shared_not_requests() -> None:
-    queue = fair()
+def test_it_is_tokens_that_are_shared_not_requests(queue: FairShares) -> None:
     numbers = itertools.count()
     for _ in range(400):
-        queue.push(sized(next(numbers), A, 100))
+        queue.push(sized(next(numbers), "a", 100))
     for _ in range(100):
-        queue.push(sized(next(numbers), B, 1000))
-    spent: Counter[bytes] = Counter()
+        queue.push(sized(next(numbers), "b", 1000))
+    spent = Counter({"a": 0, "b": 0})
     for _ in range(200):
-        request = take_first(queue)
-        spent[request.client] += request.num_prompt + request.sampling.max_new_tokens
-        assert abs(spent[A] - spent[B]) <= 2 * QUANTUM + 1000
-
-
-def round_robin(waiting: dict[bytes, list[int]]) -> list[tuple[bytes, int]]:
-    """Return the order of textbook deficit round robin: a ring of queues, each with a counter."""
-    ring = deque((name, deque(costs), 0) for name, costs in waiting.items() if costs)
-    order = []
-    while ring:
-        name, costs, deficit = ring.popleft()
-        deficit += QUANTUM
-        while costs and costs[0] <= deficit:
-            deficit -= costs[0]
-            order.append((name, costs.popleft()))
-        if costs:
-            ring.append((name, costs, deficit))
-    return order
+        request = admit(queue)
+        spent[request.tenant] += request.num_prompt + 1
+        assert abs(spent["a"] - spent["b"]) <= 1000
 
 
 @given(
-    st.dictionaries(
-        st.binary(min_size=1, max_size=1),
-        st.lists(st.integers(2, 3 * QUANTUM), min_size=1, max_size=8),
-        max_size=6,
-    ),
-    st.integers(1, 20),
+    waiting=st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(2, 1500)), min_size=1),
+    share_of=st.sampled_from([client_share, tenant_share]),
+    at_once=st.integers(1, 20),
 )
 @settings(deadline=None, max_examples=60)
-def test_it_is_deficit_round_robin(waiting: dict[bytes, list[int]], at_once: int) -> None:
-    queue = fair()
-    numbers = itertools.count()
-    for name, costs in waiting.items():
-        for tokens in costs:
-            queue.push(sized(next(numbers), name, tokens))
-    expected = round_robin(waiting)
-    looked = [(request.client, client_cost(request)) for request in queue.first(1000, 1)]
-    assert looked == expected
-    taken: list[tuple[bytes, int]] = []
+def test_owners_that_wait_are_never_more_than_a_request_apart(
+    waiting: list[tuple[str, int]], share_of: ShareOf, at_once: int
+) -> None:
+    queue = FairShares(FirstComeFirstServed, share_of)
+    for seq, (owner, tokens) in enumerate(waiting):
+        queue.push(sized(seq, owner, tokens))
+    looked = queue.first(1000, 1)
+    taken: list[Request] = []
+    spent = dict.fromkeys({owner for owner, _ in waiting}, 0)
+    left = Counter(owner for owner, _ in waiting)
     while len(queue):
         for request in queue.first(at_once, 1):
-            taken.append((request.client, client_cost(request)))
+            waits = [spent[owner] for owner, count in left.items() if count]
+            assert max(waits) - min(waits) <= 1500
+            assert spent[request.tenant] == min(waits)
             queue.take(request)
-    assert taken == expected
+            taken.append(request)
+            spent[request.tenant] += request.num_prompt + 1
+            left[request.tenant] -= 1
+    assert taken == looked
 
 
-def test_a_retracted_request_is_not_charged_again() -> None:
-    queue = fair()
-    long = sized(0, A, 20 * QUANTUM)
-    queue.push(long)
-    assert take_first(queue) is long
-    queue.push(long)
-    for seq in range(1, 10):
-        queue.push(sized(seq, A if seq % 2 else B, 100))
-    assert take_first(queue) is long
-    assert [request.client for request in drain(queue)[:5]].count(A) >= 1
-
-
-def test_clients_without_waiting_requests_leave_nothing_behind() -> None:
-    queue = fair()
-    keep = make_request(0, client=b"keep")
-    queue.push(keep)
-    for seq in range(1, 100):
-        queue.push(make_request(seq, client=b"%d" % seq))
-    queue.first(10, 100)
-    for request in list(queue):
-        if request is not keep:
-            (queue.take if request.seq % 2 else queue.remove)(request)
-    assert len(queue._clients) == len(queue._turns) == 1
-    queue.remove(keep)
-    assert not queue._clients
-    assert not queue._turns
-    assert not queue._outdated
-
-
-def test_leaving_and_coming_back_gives_no_credit() -> None:
-    """B always has exactly one request waiting, and is away as soon as it is taken."""
-    queue = fair()
-    numbers = itertools.count()
-    for _ in range(2000):
-        queue.push(sized(next(numbers), A, 100))
-    queue.push(sized(next(numbers), B, 100))
-    taken: Counter[bytes] = Counter()
-    for _ in range(1000):
-        request = take_first(queue)
-        taken[request.client] += 1
-        if request.client == B:
-            queue.push(sized(next(numbers), B, 100))
-    assert taken[A] >= taken[B] > 0
-
-
-@pytest.mark.parametrize("tokens", [10, QUANTUM, 10 * QUANTUM])
-def test_a_client_that_returns_for_each_request_gets_no_more_tokens_than_one_that_waits(
-    tokens: int,
+@pytest.mark.parametrize("slots", [1, 8, 40])
+def test_shares_of_computed_tokens_are_kept_whatever_is_asked_for(
+    queue: FairShares, share_of: ShareOf, slots: int
 ) -> None:
-    queue = fair()
+    """Owners ask for 10 to 100 times of what they then generate, and hit the cache unevenly."""
+    weights = {"a": 1.0, "b": 2.0, "c": 4.0}
+    asked = {"a": 50, "b": 1000, "c": 4000}
+    numbers, draw = itertools.count(), random.Random(1)
+    shares = dict.fromkeys(weights, 0.0)
+    running: deque[Request] = deque()
+
+    def send(owner: str) -> None:
+        queue.push(of(next(numbers), owner, draw.randint(5, 50), asked[owner], weights[owner]))
+
+    for owner in weights:
+        for _ in range(100):
+            send(owner)
+    for _ in range(4000):
+        if len(running) == slots:
+            request = running[draw.randrange(slots)]
+            running.remove(request)
+            generated, cached = draw.randint(1, 40), draw.randint(0, request.num_prompt - 1)
+            end(queue, request, generated, cached)
+            computed = request.num_prompt - cached + generated
+            shares[request.tenant] += computed / share_of(request).weight
+            send(request.tenant)
+        running.append(admit(queue))
+    assert jain(list(shares.values())) >= 0.995
+
+
+def jain(shares: list[float]) -> float:
+    """Return Jain's index of fairness: 1 for equal shares, 1/n where one has all."""
+    return sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares))
+
+
+def test_an_owner_that_comes_back_gets_its_share_and_no_more(queue: FairShares) -> None:
+    numbers = itertools.count()
+    for _ in range(500):
+        queue.push(of(next(numbers), "a"))
+    for _ in range(200):
+        end(queue, admit(queue), 90)
+    for _ in range(500):
+        queue.push(of(next(numbers), "b"))
+    taken: Counter[str] = Counter()
+    for _ in range(100):
+        request = admit(queue)
+        taken[request.tenant] += 1
+        end(queue, request, 90)
+    assert abs(taken["a"] - taken["b"]) <= 2
+
+
+@pytest.mark.parametrize("tokens", [10, 500, 5000])
+def test_an_owner_that_returns_for_each_request_gets_no_more_tokens_than_one_that_waits(
+    queue: FairShares, tokens: int
+) -> None:
+    """B has exactly one request waiting, and is away as soon as it is admitted."""
     numbers = itertools.count()
     for _ in range(3000):
-        queue.push(sized(next(numbers), A, 100))
-    queue.push(sized(next(numbers), B, tokens))
-    spent: Counter[bytes] = Counter()
+        queue.push(sized(next(numbers), "a", 100))
+    queue.push(sized(next(numbers), "b", tokens))
+    spent: Counter[str] = Counter()
     for _ in range(1500):
-        request = take_first(queue)
-        spent[request.client] += request.num_prompt + request.sampling.max_new_tokens
-        if request.client == B:
-            queue.push(sized(next(numbers), B, tokens))
-    assert 0 < spent[B] <= spent[A] + 2 * tokens
+        request = admit(queue)
+        spent[request.tenant] += request.num_prompt + 1
+        if request.tenant == "b":
+            queue.push(sized(next(numbers), "b", tokens))
+    assert 0 < spent["b"] <= spent["a"] + 2 * tokens
 
 
-def test_a_client_that_was_skipped_is_first_in_the_next_round() -> None:
-    queue = fair()
+def test_leaving_for_a_moment_gains_nothing(queue: FairShares) -> None:
+    """B has one request at a time, and is away while it runs."""
+    numbers = itertools.count()
+    for _ in range(3000):
+        queue.push(of(next(numbers), "a"))
+    queue.push(of(next(numbers), "b", 100, 900))
+    computed: Counter[str] = Counter()
+    running: deque[Request] = deque()
+    for _ in range(2000):
+        if len(running) == 4:
+            request = running.popleft()
+            generated = 90 if request.tenant == "a" else 900
+            end(queue, request, generated)
+            computed[request.tenant] += request.num_prompt + generated
+            if request.tenant == "b":
+                queue.push(of(next(numbers), "b", 100, 900))
+        running.append(admit(queue))
+    assert computed["b"] <= 1.05 * computed["a"] + 4000
+
+
+def test_a_request_that_is_never_admitted_costs_nothing_and_a_retracted_one_costs_once(
+    queue: FairShares,
+) -> None:
+    aborted = of(0, "a", 10, 10_000)
+    queue.push(aborted)
+    for seq in range(1, 8):
+        queue.push(of(seq, "ab"[seq % 2]))
+    queue.remove(aborted)
+    first = admit(queue)
+    queue.push(first)  # retracted
+    assert first in queue.first(2, 100)
+    order = [admit(queue).tenant for _ in range(7)]
+    assert Counter(order) == {"a": 3, "b": 4, first.tenant: 3 if first.tenant == "a" else 4}
+    assert len(queue) == 0
+
+
+def test_accounts_are_bounded_and_gone_with_the_last_request(
+    queue: FairShares, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler_proc.planning.fairness.MAX_IDLE_ACCOUNTS", 10)
+    queue.push(of(10_000, "keep"))
+    for seq in range(1000):
+        request = of(seq, str(seq))
+        queue.push(request)
+        if seq % 4:
+            queue.take(request)
+            request.admitted_at = 1.0
+        end(queue, request, 50)
+        queue.remove(request)  # ends twice, of an owner that may be forgotten
+    assert len(queue._accounts) <= 12
+    while len(queue):
+        end(queue, admit(queue), 1)
+    assert not queue._accounts
+    assert not queue._turns
+    assert not queue._by_settled
+    assert not queue._idle
+
+
+def test_users_share_within_their_tenant() -> None:
+    args = SchedulerArgs(fair_tenants=True)
+    queue = make_queue(args, lambda _: KVCache(1, 1).tree.root, 4)
+    numbers = itertools.count()
+    for _ in range(50):
+        for user in range(9):
+            queue.push(of(next(numbers), f"many/{user}"))
+        queue.push(of(next(numbers), "one"))
+    taken: Counter[str] = Counter()
+    for _ in range(90):
+        request = admit(queue)
+        taken[request.tenant] += 1
+        end(queue, request, 90)
+    assert taken["one"] == 45
+    assert {taken[f"many/{user}"] for user in range(9)} == {5}
+
+
+def test_with_equal_owners_the_order_is_that_of_arrival(queue: FairShares) -> None:
+    for seq in range(20):
+        queue.push(of(seq, "abc"[seq % 3]))
+    assert [admit(queue).seq for _ in range(20)] == list(range(20))
+
+
+def test_an_owner_that_was_skipped_is_first_in_the_next_step(queue: FairShares) -> None:
     for seq in range(40):
-        queue.push(sized(seq, (A, B)[seq % 2], QUANTUM))
+        queue.push(sized(seq, "ab"[seq % 2], 500))
     first, second, third = queue.first(3, 1000)
-    assert [first.client, second.client, third.client] == [A, B, A]
+    assert [first.tenant, second.tenant, third.tenant] == ["a", "b", "a"]
     queue.take(first)
     queue.take(third)
     assert queue.first(1, 1000) == [second]
 
 
-def test_within_a_client_its_own_policy_decides() -> None:
-    queue = FairClients(PriorityFirst)
-    queue.push(make_request(0, client=A, priority=-5))
-    queue.push(make_request(1, client=B, priority=1))
-    queue.push(make_request(2, client=A, priority=9))
-    queue.push(make_request(3, client=B, priority=7))
-    assert [request.seq for request in queue.first(4, 100)] == [2, 0, 3, 1]
+def test_within_an_owner_its_own_policy_decides(share_of: ShareOf) -> None:
+    queue = FairShares(PriorityFirst, share_of)
+    for seq, (owner, priority) in enumerate([("a", -5), ("b", 1), ("a", 9), ("b", 7)]):
+        request = of(seq, owner)
+        request.priority = priority
+        queue.push(request)
+    assert [request.seq for request in queue.first(4, 100)] == [2, 3, 0, 1]
 
 
-def test_lookahead_is_that_of_the_client_whose_turn_it_is() -> None:
-    queue = FairClients(lambda: Pack(window=5, fifo_every=2))
+def test_lookahead_is_that_of_the_owner_whose_turn_it_is(share_of: ShareOf) -> None:
+    queue = FairShares(lambda: Pack(window=5, fifo_every=2), share_of)
     assert queue.lookahead == 0
     for seq in range(4):
-        queue.push(sized(seq, (A, B)[seq % 2], QUANTUM))
+        queue.push(sized(seq, "ab"[seq % 2], 500))
     assert queue.lookahead == 5
-    queue.take(queue.first(1, 1000)[0])  # A's; B has taken nothing yet
+    queue.take(queue.first(1, 1000)[0])  # a's; b has taken nothing yet
     assert queue.lookahead == 5
     queue.take(queue.first(1, 1000)[0])
     assert queue.lookahead == 0
 
 
-def test_the_cost_of_asking_does_not_grow_with_the_clients() -> None:
+def test_the_cost_of_asking_does_not_grow_with_the_owners(share_of: ShareOf) -> None:
     asked = 0
 
     class Counting(FirstComeFirstServed):
@@ -205,9 +304,9 @@ def test_the_cost_of_asking_does_not_grow_with_the_clients() -> None:
             asked += 1
             return super().first(count, budget)
 
-    queue = FairClients(Counting)
+    queue = FairShares(Counting, share_of)
     for seq in range(5000):
-        queue.push(make_request(seq, client=b"%d" % seq))
+        queue.push(of(seq, str(seq)))
     queue.first(16, 100)
     asked = 0
     for request in queue.first(16, 100):

@@ -1,9 +1,8 @@
-"""Tenants in the scheduler: weighted shares of computed tokens, refunds, and caches apart."""
+"""Tenants in the scheduler: weighted shares under load, rows by weight, and caches apart."""
 
-import itertools
 import json
 import random
-from collections import Counter, deque
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -14,8 +13,7 @@ from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire.to_scheduler import Submit
 from scheduler_proc.observe.logs import UsageLog
 from scheduler_proc.observe.stats import TenantStats
-from scheduler_proc.planning.fairness import FairTenants, WeightedTurns, make_queue
-from scheduler_proc.planning.policies import FirstComeFirstServed
+from scheduler_proc.planning.fairness import WeightedTurns, tenant_share
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.request import FinishReason, Request
 from tests.unit.scheduler.test_policies import make_request
@@ -31,161 +29,6 @@ def of(seq: int, tenant: str, prompt: int = 10, new: int = 90, weight: float = 1
     request = make_request(seq, prompt, new)
     request.tenant, request.weight = tenant, weight
     return request
-
-
-def queue_of_tenants() -> FairTenants:
-    return FairTenants(FirstComeFirstServed, lambda r: r.tenant, lambda r: r.weight)
-
-
-def admit(queue: FairTenants) -> Request:
-    request = queue.first(1, 1000)[0]
-    queue.take(request)
-    request.admitted_at = 1.0
-    return request
-
-
-def end(queue: FairTenants, request: Request, num_generated: int, num_cached: int = 0) -> None:
-    request.first_token_at = 2.0
-    request.cached_tokens = num_cached
-    request.tokens.extend([5] * num_generated)
-    queue.remove(request)
-
-
-def test_one_request_does_not_wait_for_a_thousand_of_another_tenant() -> None:
-    queue = queue_of_tenants()
-    for seq in range(1000):
-        queue.push(of(seq, "a"))
-    for _ in range(50):
-        end(queue, admit(queue), 90)
-    queue.push(of(1000, "b"))
-    assert "b" in (admit(queue).tenant, admit(queue).tenant)
-
-
-@pytest.mark.parametrize("slots", [1, 8, 40])
-def test_shares_of_computed_tokens_follow_the_weights_whatever_is_asked_for(slots: int) -> None:
-    """Tenants ask for 10 to 100 times of what they then generate, and hit the cache unevenly."""
-    weights = {"a": 1.0, "b": 2.0, "c": 4.0}
-    asked = {"a": 50, "b": 1000, "c": 4000}
-    queue, numbers, draw = queue_of_tenants(), itertools.count(), random.Random(1)
-    computed: Counter[str] = Counter()
-    running: deque[Request] = deque()
-
-    def send(tenant: str) -> None:
-        request = of(next(numbers), tenant, draw.randint(5, 50), asked[tenant], weights[tenant])
-        queue.push(request)
-
-    for tenant in weights:
-        for _ in range(100):
-            send(tenant)
-    for _ in range(4000):
-        if len(running) == slots:
-            request = running[draw.randrange(slots)]
-            running.remove(request)
-            generated, cached = draw.randint(1, 40), draw.randint(0, request.num_prompt - 1)
-            end(queue, request, generated, cached)
-            computed[request.tenant] += request.num_prompt - cached + generated
-            send(request.tenant)
-        running.append(admit(queue))
-    assert jain([computed[name] / weight for name, weight in weights.items()]) >= 0.995
-
-
-def test_a_tenant_that_comes_back_gets_its_share_and_no_more() -> None:
-    queue, numbers = queue_of_tenants(), itertools.count()
-    for _ in range(500):
-        queue.push(of(next(numbers), "a"))
-    for _ in range(200):
-        end(queue, admit(queue), 90)
-    for _ in range(500):
-        queue.push(of(next(numbers), "b"))
-    taken: Counter[str] = Counter()
-    for _ in range(100):
-        request = admit(queue)
-        taken[request.tenant] += 1
-        end(queue, request, 90)
-    assert abs(taken["a"] - taken["b"]) <= 2
-
-
-def test_leaving_for_a_moment_gains_nothing() -> None:
-    """B has one request at a time, and is away while it runs."""
-    queue, numbers = queue_of_tenants(), itertools.count()
-    for _ in range(3000):
-        queue.push(of(next(numbers), "a"))
-    queue.push(of(next(numbers), "b", 100, 900))
-    computed: Counter[str] = Counter()
-    running: deque[Request] = deque()
-    for _ in range(2000):
-        if len(running) == 4:
-            request = running.popleft()
-            generated = 90 if request.tenant == "a" else 900
-            end(queue, request, generated)
-            computed[request.tenant] += request.num_prompt + generated
-            if request.tenant == "b":
-                queue.push(of(next(numbers), "b", 100, 900))
-        running.append(admit(queue))
-    assert computed["b"] <= 1.05 * computed["a"] + 4000
-
-
-def test_a_request_that_is_never_admitted_costs_nothing_and_a_retracted_one_costs_once() -> None:
-    queue = queue_of_tenants()
-    aborted = of(0, "a", 10, 10_000)
-    queue.push(aborted)
-    for seq in range(1, 8):
-        queue.push(of(seq, "ab"[seq % 2]))
-    queue.remove(aborted)
-    first = admit(queue)
-    queue.push(first)  # retracted
-    assert first in queue.first(2, 100)
-    order = [admit(queue).tenant for _ in range(7)]
-    assert Counter(order) == {"a": 3, "b": 4, first.tenant: 3 if first.tenant == "a" else 4}
-    assert len(queue) == 0
-
-
-def test_accounts_are_bounded_and_gone_with_the_last_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("scheduler_proc.planning.fairness.MAX_IDLE_ACCOUNTS", 10)
-    queue = queue_of_tenants()
-    keep = of(10_000, "keep")
-    queue.push(keep)
-    for seq in range(1000):
-        request = of(seq, str(seq))
-        queue.push(request)
-        queue.take(request)
-        request.admitted_at = 1.0
-        end(queue, request, 50)
-    assert len(queue._accounts) <= 12
-    while len(queue):
-        end(queue, admit(queue), 1)
-    assert not queue._accounts
-    assert not queue._turns
-    assert not queue._by_settled
-    assert not queue._idle
-
-
-def test_users_share_within_their_tenant() -> None:
-    args = SchedulerArgs(fair_tenants=True)
-    queue = make_queue(args, lambda _: KVCache(1, 1).tree.root, 4)
-    numbers = itertools.count()
-    for _ in range(50):
-        for user in range(9):
-            queue.push(of(next(numbers), f"many/{user}"))
-        queue.push(of(next(numbers), "one"))
-    taken: Counter[str] = Counter()
-    for _ in range(90):
-        request = queue.first(1, 100)[0]
-        queue.take(request)
-        taken[request.tenant] += 1
-        request.admitted_at = 1.0
-        end(queue, request, 90)  # type: ignore[arg-type]
-    assert taken["one"] == 45
-    assert {taken[f"many/{user}"] for user in range(9)} == {5}
-
-
-def test_with_equal_tenants_the_order_is_that_of_arrival() -> None:
-    queue = queue_of_tenants()
-    for seq in range(20):
-        queue.push(of(seq, "abc"[seq % 3]))
-    assert [admit(queue).seq for _ in range(20)] == list(range(20))
 
 
 # --- the whole scheduler in simulated time --------------------------------------------------------
@@ -239,7 +82,7 @@ def test_requests_that_run_have_rows_by_the_weights_of_their_tenants() -> None:
 
 
 def test_rows_that_a_tenant_cannot_use_go_to_others_and_are_not_saved_up() -> None:
-    turns = WeightedTurns()
+    turns = WeightedTurns(tenant_share)
     requests = {0: of(0, "a", weight=100.0)} | {seq: of(seq, "b") for seq in range(1, 9)}
     for _ in range(20):
         rows = turns.next_rows(requests, 4)
@@ -252,7 +95,7 @@ def test_rows_that_a_tenant_cannot_use_go_to_others_and_are_not_saved_up() -> No
 
 
 def test_with_a_row_for_each_all_have_one() -> None:
-    turns = WeightedTurns()
+    turns = WeightedTurns(tenant_share)
     requests = {seq: of(seq, "ab"[seq % 2]) for seq in range(6)}
     assert turns.next_rows(requests, 6) == list(requests.values())
 
