@@ -13,6 +13,7 @@ import argparse
 import ast
 import io
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -31,6 +32,7 @@ PRODUCT = (
     "cluster_proc", "simulator", "bench",
 )  # fmt: skip
 STARTER = "running_server"
+TEST_IMPORT = re.compile(r"^\s*(?:from|import)\b[^\n(]*(?:\([^)]*)?\btest_", re.M)
 PUBLIC_UNDERSCORES = {"_asdict", "_exit", "_fields", "_make", "_replace"}
 """Documented names of the standard library: those of named tuples, and `os._exit`."""
 
@@ -71,34 +73,46 @@ class Source:
     """
 
     def __init__(self, path: Path, root: Path) -> None:
-        text = path.read_text()
+        self._text = path.read_text()
         self.path = path.relative_to(root)
         self.is_package = path.name == "__init__.py"
         self.is_module = path.name not in ("__init__.py", "__main__.py")
         self.is_test = path.name.startswith("test_")
         self.name = ".".join(self.path.with_suffix("").parts).removesuffix(".__init__")
         self.folder = self.name if self.is_package else self.name.rpartition(".")[0]
-        self.num_lines = text.count("\n")
-        self.tree = ast.parse(text)
+        self.num_lines = self._text.count("\n")
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """Return the syntax tree."""
+        return ast.parse(self._text)
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
         """Return every node of the syntax tree."""
         return list(ast.walk(self.tree))
 
-    def imported_names(self) -> Iterator[tuple[int, str, str, str]]:
-        """Yield (line, module, name, local name) of each imported name; `import a.b` has no name.
+    @cached_property
+    def imported_names(self) -> list[tuple[int, str, str, str]]:
+        """Return (line, module, name, local name) of each imported name; `import a.b` has no name.
 
         Imports inside functions and for type checking only are among them.
         """
+        found = []
         for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    yield node.lineno, alias.name, "", alias.asname or alias.name
+                    found.append((node.lineno, alias.name, "", alias.asname or alias.name))
             elif isinstance(node, ast.ImportFrom):
                 module = self._absolute(node)
                 for alias in node.names:
-                    yield node.lineno, module, alias.name, alias.asname or alias.name
+                    found.append((node.lineno, module, alias.name, alias.asname or alias.name))
+        return found
+
+    @property
+    def may_import_tests(self) -> bool:
+        """Return whether an import statement may name a file test_*.py; says so without parsing."""
+        return TEST_IMPORT.search(self._text) is not None
 
     def _absolute(self, node: ast.ImportFrom) -> str:
         if not node.level:
@@ -161,8 +175,10 @@ class House:
         that `__init__.py` imports only to pass it on is none.
         """
         for source in self.product.values():
-            used = {node.id for node in source.nodes if isinstance(node, ast.Name)}
-            for line, module, name, local in source.imported_names():
+            used = set()
+            if source.is_package:
+                used = {node.id for node in source.nodes if isinstance(node, ast.Name)}
+            for line, module, name, local in source.imported_names:
                 if source.is_package and local.partition(".")[0] not in used:
                     continue
                 imported = self._find(module, name)
@@ -177,7 +193,7 @@ class House:
         package = self.product.get(module)
         if package is None or not package.is_package or full in passed:
             return package
-        for _, origin, original, local in package.imported_names():
+        for _, origin, original, local in package.imported_names:
             if local == name and (found := self._find(origin, original, passed | {full})):
                 return found
         return package
@@ -268,7 +284,8 @@ class House:
         found = {
             (source.path, line): Place(source.path, line, imported)
             for source in self.tests
-            for line, module, name, _ in source.imported_names()
+            if source.may_import_tests
+            for line, module, name, _ in source.imported_names
             for imported in (module, f"{module}.{name}")
             if imported in names
         }

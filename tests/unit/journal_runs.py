@@ -1,5 +1,6 @@
 """Journals for tests: a scheduler that writes one, its end, and disks that fail."""
 
+import dataclasses
 import errno
 import os
 from collections import Counter
@@ -13,16 +14,19 @@ import pytest
 
 from quadriga import disk
 from quadriga.sampling.params import SamplingParams
+from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire.logprobs import LogprobBlock
 from quadriga.wire.packing import pack_ids
-from quadriga.wire.to_scheduler import Submit
+from quadriga.wire.to_scheduler import DetokReady, Submit
 from scheduler_proc.journal import file as journal_file
 from scheduler_proc.journal.events import StepEvents
 from scheduler_proc.journal.file import JournalFile, JournalHeader
 from scheduler_proc.journal.recovery import RecoveredRequest, read_journal
-from scheduler_proc.journal.writer import FILE_NAME, Journal, NoJournal
-from scheduler_proc.request_table import RequestTable
+from scheduler_proc.journal.writer import FILE_NAME, Journal, NoJournal, open_journal
+from scheduler_proc.request_table import RequestTable, first_seq_after_restart
+from scheduler_proc.scheduler import Scheduler
 from scheduler_proc.state.request import FinishReason, Request
+from tests.unit.simulation import World
 
 EOS = frozenset({2})
 
@@ -143,3 +147,43 @@ def faulty_os() -> Iterator[FaultyOs]:
 def full_disk(name: str, _number: int) -> int:
     """Fail every call that needs space on the disk."""
     return errno.ENOSPC if name in ("write", "mkdir", "fdatasync", "fsync") else 0
+
+
+class MortalWorld(World):
+    """A world whose scheduler can crash and be restarted."""
+
+    def __init__(self, args: SchedulerArgs, directory: Path) -> None:
+        super().__init__(args)
+        self._args = dataclasses.replace(args, journal=str(directory))
+        self.journal: Journal | NoJournal = NoJournal()
+        self._start_scheduler(is_restart=False)
+
+    def restart_scheduler(self) -> None:
+        """Crash the scheduler and start another one; worker and detokenizer forget everything."""
+        self._start_scheduler(is_restart=True)
+
+    def _start_scheduler(self, is_restart: bool) -> None:
+        self._detok_sessions += 1
+        release_journal(self.journal)
+        header = make_header(vocab_size=1000, context_length=1000)
+        journal, recovered = open_journal(self._args, Path("run"), header, is_restart)
+        if isinstance(journal, Journal):
+            journal._clock = lambda: self.worker.now
+        self.journal = journal
+        self.scheduler = Scheduler(
+            self._args,
+            EOS,
+            self.worker,
+            self.detok,
+            lambda: self.worker.now,
+            journal,
+        )
+        self.scheduler.lifecycle.restore(recovered, first_seq_after_restart() if is_restart else 0)
+        self.worker.restart()
+        self.detok.session = self._detok_sessions
+        self.detok.open.clear()
+        self.detok.ended.clear()
+        ready = msgspec.structs.replace(self._ready, session=self.worker.session)
+        self.scheduler.step([DetokReady(self.detok.session)], [ready])
+        self._acknowledge()
+        self._check()

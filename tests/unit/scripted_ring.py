@@ -5,6 +5,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import openai
+
 from bench.client.server import free_port
 from http_proc.core.gateway import Gateway
 from http_proc.server import bind, listen, make_runner, tls_context
@@ -29,6 +31,7 @@ FACTS = {
     "model_details": {"family": "llama"},
     "pids": {},
 }
+ASK: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Rain?"}]}
 TIMEOUT_S = 60.0
 
 
@@ -104,11 +107,11 @@ class ScriptedRing:
         for number, piece in enumerate(self.pieces):
             is_last = number == len(self.pieces) - 1 and not self.leaves_open
             handle.done = is_last
-            part = chunk(piece, self._completion() if is_last else None)
+            part = chunk(piece, self.completion() if is_last else None)
             part.logprobs = self.logprobs(piece) if self.logprobs else None
             loop.call_soon(sink, part)
 
-    def _completion(self) -> Completion:
+    def completion(self) -> Completion:
         timings = Timings(now(), token_times=[now()])
         usage = Usage(3, len(self.pieces), 0)
         return Completion("r", "".join(self.pieces), [1], self.finish_reason, usage, timings)
@@ -179,3 +182,18 @@ def run_at_gateway(
             await test(gateway)
 
     run_loop(asyncio.wait_for(run(), TIMEOUT_S))
+
+
+def run_with_openai(
+    ring: ScriptedRing,
+    test: Callable[[openai.AsyncOpenAI, Gateway], Awaitable[None]],
+    **flags: Any,
+) -> None:
+    """Run a test with OpenAI's client of a gateway, and with that gateway."""
+
+    async def with_client(gateway: Gateway) -> None:
+        url = f"{gateway.args.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0) as client:
+            await test(client, gateway)
+
+    run_at_gateway(ring, with_client, **flags)

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.house import House
-from tests.unit.imported_names import imported_names
+from tests.unit.source_files import ROOT, house, imported_names
 
-ROOT = Path(__file__).resolve().parents[2]
 PROCESSES = ("tokenizer_proc", "scheduler_proc", "worker_proc", "detok_proc", "http_proc",
              "cluster_proc")  # fmt: skip
 HEAVY = {"torch", "transformers"}
@@ -141,7 +139,7 @@ def test_only_llm_and_the_command_line_reach_the_second_floor() -> None:
 
 
 def test_no_two_folders_import_each_other() -> None:
-    pairs = House(ROOT).pairs()
+    pairs = house().pairs()
     assert not pairs, "\n".join(f"{pair.folders}: {pair.there} and {pair.back}" for pair in pairs)
 
 

@@ -4,32 +4,15 @@ import ast
 import re
 import tokenize
 from collections import Counter
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("quadriga", "tokenizer_proc", "scheduler_proc", "worker_proc", "detok_proc",
-            "http_proc", "cluster_proc", "simulator", "bench")  # fmt: skip
+from tests.unit.source_files import PRODUCT, ROOT, house, nodes_of, sources
+
 MAP = ROOT / "docs" / "architecture.md"
 BANNED = re.compile(r"\b(told|somebody|anybody|everybody|nobody|whoever|whom|card|cards)\b", re.I)
-CONSTANT_PREFIXES = re.compile(r"^_?(MOST|LEAST|LONGEST|SHORTEST)_")
-
-
-@cache
-def sources() -> dict[str, Path]:
-    """Return every module of the product by its dotted name."""
-    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    named = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
-    named["launcher"] = ROOT / "launcher.py"
-    return {name.removesuffix(".__init__"): path for name, path in named.items()}
-
-
-@cache
-def nodes_of(path: Path) -> list[ast.AST]:
-    """Return the nodes of a module's syntax tree, which several tests read."""
-    return list(ast.walk(ast.parse(path.read_text())))
+CONSTANT_PREFIXES = re.compile(r"\b_?(MOST|LEAST|LONGEST|SHORTEST)_")
 
 
 def imports_of(path: Path) -> set[str]:
@@ -65,6 +48,11 @@ def test_no_module_imports_itself_in_a_circle() -> None:
     assert not circles, "\n".join(" -> ".join(circle) for circle in circles)
 
 
+def test_no_test_module_imports_another() -> None:
+    found = house().imports_between_tests()
+    assert not found, "helpers of several tests go to a module of another name: " + str(found)
+
+
 def test_class_names_occur_once() -> None:
     names = Counter(
         node.name
@@ -79,27 +67,29 @@ def test_bounds_are_called_max_and_min() -> None:
     found = [
         f"{path.relative_to(ROOT)}: {token.string}"
         for path in sources().values()
-        for token in _tokens(path)
+        for token in _tokens(path, CONSTANT_PREFIXES)
         if token.type == tokenize.NAME and CONSTANT_PREFIXES.match(token.string)
     ]
     assert not found
 
 
-@pytest.mark.parametrize("package", [*PACKAGES, "launcher.py"])
+@pytest.mark.parametrize("package", [*PRODUCT, "launcher.py"])
 def test_comments_and_texts_use_the_words_of_the_field(package: str) -> None:
     found = [
         f"{path.relative_to(ROOT)}:{token.start[0]}: {match.group()}"
         for path in sources().values()
         if path.relative_to(ROOT).parts[0] == package
-        for token in _tokens(path)
+        for token in _tokens(path, BANNED)
         if token.type in (tokenize.STRING, tokenize.COMMENT)
         for match in BANNED.finditer(token.string)
     ]
     assert not found, "\n".join(found)
 
 
-@cache
-def _tokens(path: Path) -> list[tokenize.TokenInfo]:
+def _tokens(path: Path, pattern: re.Pattern[str]) -> list[tokenize.TokenInfo]:
+    """Return the tokens of a file in which the pattern occurs at all."""
+    if not pattern.search(path.read_text()):
+        return []
     with path.open("rb") as file:
         return list(tokenize.tokenize(file.readline))
 
@@ -117,6 +107,6 @@ def test_the_map_of_folders_is_that_of_the_tree() -> None:
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.name)
 def test_files_that_the_docs_name_exist(page: Path) -> None:
     named = re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]+\.(?:py|h|cpp|json))`", page.read_text())
-    missing = [name for name in named if name.split("/")[0] in (*PACKAGES, "tests", "examples")
+    missing = [name for name in named if name.split("/")[0] in (*PRODUCT, "tests", "examples")
                and not (ROOT / name).exists()]  # fmt: skip
     assert not missing

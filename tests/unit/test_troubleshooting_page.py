@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quadriga import errors
 from quadriga.errors import QuadrigaError
-from tests.unit.test_structure import nodes_of, sources
+from tests.unit.source_files import nodes_of, sources
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
 CODES = re.compile(r"^\| `([a-z_]+)` \| `(\w+)` \|", re.M)

@@ -32,7 +32,7 @@ class OpenRing(ScriptedRing):
     def finish(self, text: str = "") -> None:
         """End the last request's answer."""
         self.handles[-1].done = True
-        self.sinks[-1](chunk(text, self._completion()))
+        self.sinks[-1](chunk(text, self.completion()))
 
     def fail(self, error: QuadrigaError) -> None:
         """End the last request with an error."""

@@ -3,7 +3,7 @@
 from tests.browser import Page
 from tests.integration.page.chat_page import text_of, until_text
 from tests.integration.page.page_session import in_browser
-from tests.unit.http.test_what_if import MeasuredRing
+from tests.unit.http.measured_ring import MeasuredRing
 
 AT = "/#/what-if"
 SIMULATE = ".what-if-head .button.primary"

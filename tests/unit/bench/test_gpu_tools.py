@@ -31,7 +31,7 @@ from quadriga.server.config.engine_args import ModelArgs
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.models import resolve
 from tests.tiny_models import tiny_llama
-from tests.unit.bench.test_peers import SERVER, Vocabulary, fake
+from tests.unit.bench.fake_peer import SERVER, Vocabulary, fake
 
 CPU_FLAGS = ["--load-format", "dummy", "--device", "cpu", "--attention-backend", "torch"]
 

@@ -21,37 +21,10 @@ from bench.peers.models import Checkpoint, Field, Weights
 from bench.peers.recipes import PEERS, WORKLOADS, Peer, PeerWorkload, Start, environment
 from bench.report.metrics import Summary, summarize
 from quadriga.errors import ConfigError
+from tests.unit.bench.fake_peer import Vocabulary, fake
 
 SMALL = PeerWorkload("T1", "smollm2", 4, 3, concurrency=2, num_requests=4)
 SMALLER = PeerWorkload("T2", "smollm2", 4, 2, concurrency=2, num_requests=2)
-
-SERVER = """
-import json, sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-class Server(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.reply(json.dumps({"data": [{"id": "m", "meta": {"n_vocab": 500}}]}))
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        wanted = body["max_tokens"] - (sys.argv[2] == "short")
-        chunks = [{"choices": [{"text": "a", "finish_reason": None}]}] * (wanted - 1)
-        chunks += [{"choices": [{"text": "a", "finish_reason": "length"}]}]
-        chunks += [{"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": wanted}}]
-        self.reply("".join("data: " + json.dumps(chunk) + "\\n\\n" for chunk in chunks))
-
-    def reply(self, text):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_):
-        pass
-
-print("started", flush=True)
-ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Server).serve_forever()
-"""
 
 
 @pytest.fixture
@@ -60,15 +33,6 @@ def no_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module in (recipes, bench_contest):
         monkeypatch.setattr(module, "hugging_face_directory", lambda model: tmp_path / model)
         monkeypatch.setattr(module, "gguf_file", lambda model, weights: tmp_path / model / weights)
-
-
-def fake(kind: str, name: str = "fake") -> Peer:
-    return Peer(
-        name=name,
-        install=lambda: Path(sys.executable),
-        command=lambda start: [str(start.program), "-c", SERVER, str(start.port), kind],
-        weights=("bf16",),
-    )
 
 
 def compare(
@@ -97,11 +61,6 @@ def compare(
 
 async def first(outcomes: AsyncIterator[Outcome | NotMeasured]) -> Outcome | NotMeasured:
     return await anext(outcomes)
-
-
-class Vocabulary:
-    def get_vocab_size(self) -> int:
-        return 500
 
 
 @pytest.mark.timeout(60)

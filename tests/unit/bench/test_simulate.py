@@ -13,37 +13,19 @@ import pytest
 
 import bench.report
 import bench.simulate
-from bench.load.synthetic import Lengths, TraceSpec, generate
+from bench.load.synthetic import Lengths
 from bench.simulate import command
 from quadriga.programs import install_command
 from quadriga.server.config.engine_args import BY_LOAD, IN_TURN
 from quadriga.server.config.server_config import ServerConfig
 from simulator import cost_model, trace
 from simulator.clock import START
-from simulator.cost_model import CostModel, Delays, MeasuredOn
 from simulator.latency import Slo
 from simulator.replica import draw_ids
 from simulator.report import Figures, figures
 from simulator.trace import TraceRequest
 from simulator.world import MAX_SAMPLES, World
-
-VOCABULARY = 1000
-PAGE = 4
-# A decode step of one row takes 11 ms, the prefill of a prompt of 8 tokens 18 ms.
-MODEL = CostModel(
-    ms={"steps": 10.0, "tokens": 1.0},
-    measured_on=MeasuredOn(
-        model="tiny",
-        dtype="float32",
-        device="cpu",
-        threads=1,
-        date="2026-01-01",
-        vocab_size=VOCABULARY,
-        context_length=256,
-        max_total_tokens=4096,
-    ),
-    delays_ms=Delays(message_in=3.0, plan=0.5, gap=0.25, result=0.5, delivery=2.0),
-)
+from tests.unit.bench.simulated_requests import MODEL, PAGE, VOCABULARY, request, requests
 
 
 def world_of(num_pages: int = 1000, replicas: int = 1, **flags: Any) -> World:
@@ -58,17 +40,6 @@ def run(world: World, requests: Iterable[TraceRequest], slo: Slo | None = None) 
         replica.scheduler.check()
         assert replica.info["pages_held"] == 0
     return figures(world, MODEL.delays_ms.delivery, slo or Slo(), wall=1.0)
-
-
-def request(
-    at: float = 0.0, prompt: int = 8, output: int = 5, segment: int = 0, **fields: Any
-) -> TraceRequest:
-    return TraceRequest(at, ((segment, prompt),), output, **fields)
-
-
-def requests(count: int, **spec: Any) -> list[TraceRequest]:
-    lengths = {"input_len": Lengths(4, 30), "output_len": Lengths(2, 20)}
-    return list(generate(TraceSpec(count, **(lengths | spec))))
 
 
 def test_a_pool_serves_more_requests_of_a_model_with_a_window() -> None:

@@ -16,7 +16,7 @@ from simulator.latency import Slo
 from simulator.report import Figures, figures
 from simulator.trace import TraceRequest
 from simulator.world import World
-from tests.unit.bench.test_simulate import MODEL, PAGE, request, requests
+from tests.unit.bench.simulated_requests import MODEL, PAGE, request, requests
 
 
 def world_of(replicas: int, **flags: Any) -> World:

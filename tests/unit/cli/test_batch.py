@@ -12,7 +12,7 @@ import pytest
 from http_proc.core.gateway import Gateway
 from quadriga.server.cli import batch as command
 from quadriga.server.cli.main import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, main
-from tests.unit.http.batch.test_batches import ids, input_file, ring
+from tests.unit.http.batch.batch_client import ids, input_file, ring
 from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
 
 

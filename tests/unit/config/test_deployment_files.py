@@ -1,17 +1,21 @@
-"""The files for Docker, systemd and the docs name flags and packages that exist."""
+"""The files for Docker, systemd, KubeRay and the docs name flags and packages that exist."""
 
 import argparse
 import ast
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+import yaml
 
 from quadriga.server.config import server_config as configuration
 from quadriga.server.config.server_config import ServerConfig
 
 ROOT = Path(__file__).resolve().parents[3]
+KUBERAY = ROOT / "deploy" / "kuberay"
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
 
@@ -61,3 +65,114 @@ def test_commands_in_the_docs_start_a_server_with_flags_that_exist(page: Path) -
     commands = re.findall(r"(?:quadriga serve|launcher\.py) ([^`#\n]*)", page.read_text())
     flags = [flag for command in commands for flag in re.findall(r"(?<!\S)--[a-z-]+", command)]
     assert not [flag for flag in flags if flag not in known]
+
+
+# --- the manifests for KubeRay: well-formed, agree with each other, and start a server ------------
+
+
+class Template(msgspec.Struct, forbid_unknown_fields=True):
+    metadata: dict[str, dict[str, str]]
+    spec: dict[str, Any]
+
+
+class Head(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
+    ray_start_params: dict[str, str]
+    template: Template
+
+
+class Workers(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
+    group_name: str
+    replicas: int
+    min_replicas: int
+    max_replicas: int
+    ray_start_params: dict[str, str]
+    template: Template
+
+
+class ClusterSpec(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
+    ray_version: str
+    head_group_spec: Head
+    worker_group_specs: list[Workers]
+
+
+class RayCluster(msgspec.Struct, forbid_unknown_fields=True, rename={"api_version": "apiVersion"}):
+    api_version: str
+    kind: str
+    metadata: dict[str, Any]
+    spec: ClusterSpec
+
+
+def manifests() -> tuple[RayCluster, dict[str, Any]]:
+    cluster, service = yaml.safe_load_all((KUBERAY / "quadriga.yaml").read_text())
+    return msgspec.convert(cluster, RayCluster, strict=True), service
+
+
+def container_of(template: Template) -> dict[str, Any]:
+    (container,) = template.spec["containers"]
+    return dict(container)
+
+
+def serve_flags(container: dict[str, Any]) -> list[str]:
+    command = re.search(r"exec quadriga serve (.*)", container["args"][0], re.S)
+    assert command
+    return shlex.split(command.group(1).replace("\\\n", " "))
+
+
+def test_its_commands_start_a_server_that_its_workers_have_room_for() -> None:
+    cluster, _ = manifests()
+    head, (workers,) = cluster.spec.head_group_spec, cluster.spec.worker_group_specs
+    config = parse(serve_flags(container_of(head.template)))
+    assert config.replicas.in_cluster
+    assert config.replicas.dp == workers.replicas
+    assert workers.min_replicas <= workers.replicas <= workers.max_replicas
+    requested = container_of(workers.template)["resources"]["requests"]["cpu"]
+    offered = workers.ray_start_params["num-cpus"]
+    assert float(offered) == float(requested) == config.replicas.replica_cpus
+    assert head.ray_start_params["num-cpus"] == "0"
+    grace = head.template.spec["terminationGracePeriodSeconds"]
+    assert grace > config.launch.shutdown_timeout
+
+
+def test_all_machines_have_the_keys_at_the_same_place_and_a_token_for_ray() -> None:
+    cluster, _ = manifests()
+    head, (workers,) = cluster.spec.head_group_spec, cluster.spec.worker_group_specs
+    config = parse(serve_flags(container_of(head.template)))
+    for template in (head.template, workers.template):
+        container = container_of(template)
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in template.spec["volumes"]}
+        assert volumes[mounts[config.frontend.curve_dir]]["secret"]["defaultMode"] == 0o440
+        assert volumes.keys() == set(mounts.values())
+        environment = {variable["name"]: variable for variable in container["env"]}
+        assert environment["RAY_AUTH_MODE"]["value"] == "token"
+        assert "secretKeyRef" in environment["RAY_AUTH_TOKEN"]["valueFrom"]
+
+
+def test_the_service_and_the_probes_reach_the_gateway() -> None:
+    cluster, service = manifests()
+    template = cluster.spec.head_group_spec.template
+    container = container_of(template)
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    config = parse(serve_flags(container))
+    assert ports["http"] == config.http.port
+    assert config.http.host == "0.0.0.0"
+    assert container["readinessProbe"]["httpGet"]["port"] in ports
+    (port,) = service["spec"]["ports"]
+    assert port["targetPort"] in ports
+    selector = dict(service["spec"]["selector"])
+    assert selector.pop("ray.io/node-type") == "head"  # a label of KubeRay's
+    assert selector.items() <= template.metadata["labels"].items()
+
+
+def test_the_versions_of_ray_are_the_same_and_those_of_the_extra() -> None:
+    cluster, _ = manifests()
+    in_image = re.search(r'"ray\[default\]==(.+)"', (KUBERAY / "Dockerfile").read_text())
+    assert in_image
+    assert in_image[1] == cluster.spec.ray_version
+    extra = re.search(r'"ray\[default\]>=(.+),<(.+)"', (ROOT / "pyproject.toml").read_text())
+    assert extra
+    assert as_numbers(extra[1]) <= as_numbers(in_image[1]) < as_numbers(extra[2])
+
+
+def as_numbers(version: str) -> list[int]:
+    return [int(number) for number in version.split(".")]

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from quadriga.server.config.__main__ import READ_BY_LIBRARIES, READ_HERE
-from tests.unit.test_structure import nodes_of, sources
+from tests.unit.source_files import nodes_of, sources
 
 
 def names_read() -> set[str]:

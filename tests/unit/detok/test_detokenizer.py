@@ -9,28 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
-from tokenizers.pre_tokenizers import ByteLevel
 
 from detok_proc.detokenizer import Deliveries, Detokenizer
 from quadriga.wire.client import Chunk, End, ErrorInfo, StageTimes, Usage
 from quadriga.wire.packing import pack_ids, unpack_ids
 from quadriga.wire.to_detok import StepOutput, StreamEnd, StreamReplay, StreamStart
 from quadriga.wire.to_scheduler import CLIENT_LOST
+from tests.unit.tiny_vocabulary import TOKENIZER
 
 ALICE, BOB = b"alice", b"bob"
 NOW = 1000.0
 
 
-def make_tokenizer() -> Tokenizer:
-    tokens = sorted(ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<eos>"])
-    return tokenizer
-
-
-TOKENIZER = make_tokenizer()
 EOS: int = TOKENIZER.token_to_id("<eos>")  # type: ignore[assignment]
 
 

@@ -1,7 +1,6 @@
 """Anthropic's API at a gateway in front of a scripted ring."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
@@ -18,65 +17,14 @@ from quadriga.errors import (
 )
 from quadriga.server.answer_format import AnswerFormat, ReasoningFormat, to_info
 from tests.unit.claude_code import TOOL_NAMES, claude_code_request
+from tests.unit.http.anthropic_calls import COUNT, HELLO, MESSAGES, ask
 from tests.unit.scripted_ring import HERMES, ScriptedRing, run_at_gateway
 
-MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
-HELLO: Any = [{"role": "user", "content": "Rain in Rome?"}]
 SCHEMA: Any = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER: Any = {"name": "weather", "description": "The weather.", "input_schema": SCHEMA}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 USE: Any = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}}
 RESULT: Any = {"type": "tool_result", "tool_use_id": "t1", "content": "Sunny"}
-
-
-class Answer:
-    """A response: its status, headers and body."""
-
-    def __init__(self, status: int, headers: Any, text: str) -> None:
-        self.status = status
-        self.headers = headers
-        self.text = text
-
-    @property
-    def body(self) -> Any:
-        return json.loads(self.text)
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """The events of a stream, whose names are the types in their data."""
-        return list(self._events())
-
-    def _events(self) -> Iterator[dict[str, Any]]:
-        for block in self.text.split("\n\n")[:-1]:
-            name, _, data = block.partition("\n")
-            body = json.loads(data.removeprefix("data: "))
-            assert name == f"event: {body['type']}"
-            yield body
-
-
-def ask(
-    ring: ScriptedRing,
-    path: str = MESSAGES,
-    headers: dict[str, str] | None = None,
-    flags: dict[str, Any] | None = None,
-    **fields: Any,
-) -> Answer:
-    """Send a request, in which `fields` replace those of a simple one."""
-    body = {"model": "tiny", "messages": HELLO} | fields
-    if path == MESSAGES:
-        body = {"max_tokens": 20} | body
-    answers = []
-
-    async def test(gateway: Gateway) -> None:
-        url = f"http://127.0.0.1:{gateway.args.port}{path}"
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(url, json=body, headers=headers) as response,
-        ):
-            answers.append(Answer(response.status, response.headers, await response.text()))
-
-    run_at_gateway(ring, test, **flags or {})
-    return answers[0]
 
 
 def refused(message_part: str, **fields: Any) -> None:
@@ -176,8 +124,8 @@ def test_the_reason_of_the_end_is_one_of_the_api(
     reason: str, matched: Any, max_tokens: int, expected: str
 ) -> None:
     class EndingRing(ScriptedRing):
-        def _completion(self) -> Any:
-            completion = super()._completion()
+        def completion(self) -> Any:
+            completion = super().completion()
             completion.finish_reason, completion.matched_stop = reason, matched
             return completion
 
@@ -197,8 +145,8 @@ def test_the_reason_of_the_end_is_one_of_the_api(
 
 def test_tokens_of_the_cache_are_no_input_tokens() -> None:
     class CachingRing(ScriptedRing):
-        def _completion(self) -> Any:
-            completion = super()._completion()
+        def completion(self) -> Any:
+            completion = super().completion()
             completion.usage = type(completion.usage)(100, 1, 64)
             return completion
 

@@ -8,7 +8,7 @@ import pytest
 from llguidance import LLTokenizer
 
 from http_proc.answer.events import ParsedAnswer
-from http_proc.answer.parser import ToolSchemas, make_parser
+from http_proc.answer.parser import make_parser
 from http_proc.core.errors import ApiError
 from http_proc.generation.call_grammars import (
     PLAIN_CALL,
@@ -18,35 +18,23 @@ from http_proc.generation.call_grammars import (
     strict_calls,
     strict_calls_or_json,
 )
-from http_proc.generation.chat_call import ChatCall, ToolChoice, ToolMode
-from http_proc.generation.sampling import Sampling
 from http_proc.generation.schema import FunctionSchema, Tool
 from quadriga.sampling.params import SamplingParams, grammar_of
-from quadriga.server.answer_format import KNOWN_FORMATS, AnswerFormat, CallFormat
-from quadriga.server.grammars.grammar import compile_grammar, to_library_form
+from quadriga.server.answer_format import AnswerFormat, CallFormat
+from tests.unit.http.call_grammars import (
+    MARKS,
+    NO_PARAMETERS,
+    OSLO,
+    ROME,
+    SCHEMAS,
+    TIME,
+    TOOLS,
+    Obeys,
+    chat_call,
+    written,
+)
 from tests.unit.tiny_vocabulary import tiny_vocabulary
 
-PARAMETERS: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "city": {"$ref": "#/$defs/city"},
-        "days": {"type": "integer"},
-        "unit": {"enum": ["C", "F"]},
-        "exact": {"type": "boolean"},
-    },
-    "required": ["city", "days"],
-    "additionalProperties": False,
-    "$defs": {"city": {"type": "string"}},
-}
-NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-TOOLS = [
-    Tool(FunctionSchema("weather", parameters=PARAMETERS, strict=True)),
-    Tool(FunctionSchema("time", parameters=NO_PARAMETERS, strict=True)),
-]
-SCHEMAS = ToolSchemas({"weather": PARAMETERS, "time": NO_PARAMETERS})
-ROME = ("weather", {"city": "Rome 👋", "days": 3})
-OSLO = ("weather", {"city": 'a <b> "c", {d}', "days": -1, "unit": "F", "exact": True})
-TIME: tuple[str, dict[str, Any]] = ("time", {})
 CASES = [[ROME], [OSLO], [TIME], [ROME, TIME, OSLO]]
 WRONG = [
     ("weather", {"city": "Rome"}),
@@ -54,7 +42,14 @@ WRONG = [
     ("weather", {"city": "Rome", "days": 1, "unit": "K"}),
     ("rain", {"city": "Rome", "days": 1}),
 ]
-MARKS = {name: found.calls for name, found in KNOWN_FORMATS.items() if found.calls is not None}
+
+
+# --- as the models write -----------------------------------------------------------------------
+
+
+# --- the grammars ------------------------------------------------------------------------------
+
+
 # Marks that are special tokens of the second vocabulary.
 SPECIAL_TOKENS = [
     "[TOOL_CALLS]", "[ARGS]", "<tool_call>", "</tool_call>", "<|python_start|>", "<|channel|>",
@@ -67,90 +62,6 @@ SIZE = 540
 def vocabulary(llama_dir: Path, request: pytest.FixtureRequest) -> LLTokenizer:
     """A vocabulary without special tokens for calls, and one with some."""
     return tiny_vocabulary(llama_dir, SIZE, *request.param)
-
-
-# --- as the models write -----------------------------------------------------------------------
-
-
-def value_in_style(name: str, value: Any) -> str:
-    marks = MARKS[name]
-    if marks.style.value == "quoted" and isinstance(value, str):
-        return f"{marks.quote}{value}{marks.quote}"
-    if marks.style.value == "tagged" and isinstance(value, str):
-        return value
-    if marks.style.value == "pythonic" and isinstance(value, bool):
-        return str(value)
-    return json.dumps(value, ensure_ascii=False)
-
-
-def call_in_style(name: str, function: str, given: dict[str, Any], number: int) -> str:
-    """Return a call without the marks around calls, written independently of the grammars."""
-    marks, arguments = MARKS[name], json.dumps(given, ensure_ascii=False)
-    values = {key: value_in_style(name, value) for key, value in given.items()}
-    match marks.style.value:
-        case "json" if not marks.name_key:
-            return f'{marks.call_open}{{"{function}": {arguments}}}{marks.call_close}'
-        case "json":
-            body = f'"{marks.name_key}": "{function}", "{marks.arguments_key}": {arguments}'
-            return f"{marks.call_open}{{{body}}}{marks.call_close}"
-        case "named_json" | "harmony":
-            index = f"{marks.index_open}{number}" if marks.index_open else ""
-            body = f"{marks.name_open}{function}{index}{marks.name_close}{arguments}"
-            return f"{marks.call_open}{body}{marks.call_close}"
-        case "tagged":
-            parts = ""
-            for key, value in values.items():
-                is_string = isinstance(given[key], str)
-                key_close = (is_string and marks.string_key_close) or marks.key_close
-                parts += f"{marks.key_open}{key}{key_close}{value}{marks.value_close}"
-            return f"{marks.name_open}{function}{marks.name_close}{parts}{marks.call_close}"
-        case "pythonic":
-            return f"{function}({', '.join(f'{key}={value}' for key, value in values.items())})"
-    body = ",".join(f"{key}:{value}" for key, value in values.items())
-    return f"{marks.name_open}{function}{{{body}}}"
-
-
-def written(name: str, calls: list[Any]) -> str:
-    """Return an answer of calls as the models of a format write it."""
-    marks = MARKS[name]
-    texts = [
-        call_in_style(name, function, given, number)
-        for number, (function, given) in enumerate(calls)
-    ]
-    if marks.is_list or marks.style.value == "pythonic":
-        return f"{marks.open}[{', '.join(texts)}]{marks.close}"
-    if marks.call_open or marks.separator:
-        return f"{marks.open}{marks.separator.join(texts)}{marks.close}"
-    between = "\n" if marks.open.endswith("\n") else ""
-    return between.join(f"{marks.open}{text}{marks.close}" for text in texts)
-
-
-# --- the grammars ------------------------------------------------------------------------------
-
-
-def chat_call(*, name: str = "", is_parallel: bool = True, tools: Any = TOOLS) -> ChatCall:
-    return ChatCall(
-        messages=[],
-        sampling=Sampling(SamplingParams(), {}),
-        tools=tools,
-        tool_choice=ToolChoice(ToolMode.REQUIRED, name),
-        is_parallel=is_parallel,
-    )
-
-
-class Obeys:
-    """Whether texts obey a grammar."""
-
-    def __init__(self, vocabulary: LLTokenizer, fields: dict[str, Any]) -> None:
-        grammar = grammar_of(SamplingParams(**fields))
-        assert grammar is not None
-        self._vocabulary = vocabulary
-        self._beginning = compile_grammar(vocabulary, to_library_form(grammar, vocabulary))
-
-    def __call__(self, text: str) -> bool:
-        matcher = self._beginning.deep_copy()
-        ids = self._vocabulary.tokenize_str(text, parse_special=True)
-        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
 def read(marks: CallFormat, text: str) -> tuple[str, list[Any]]:

@@ -116,7 +116,7 @@ def test_each_request_of_one_request_id_adds_its_turn(
             await asyncio.sleep(0)  # the ring sends its pieces in the turn after a request
             for handle, sink in zip(ring.handles, ring.sinks, strict=True):
                 handle.done = True
-                sink(chunk("", ring._completion()))
+                sink(chunk("", ring.completion()))
             ids = [await one for one in adding]
         else:
             ids = [await add(text) for text in ("One?", "Two?")]

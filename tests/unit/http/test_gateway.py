@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import openai
@@ -17,25 +16,17 @@ from quadriga.errors import (
     ServerStopping,
 )
 from quadriga.server.answer_format import AnswerFormat, to_info
-from tests.unit.scripted_ring import LLAMA3, ScriptedRing, chunk, gateway_before
+from tests.unit.scripted_ring import (
+    ASK,
+    LLAMA3,
+    ScriptedRing,
+    chunk,
+    run_with_openai,
+)
 
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
 CALLING = ["Let me ", "see.", "<tool", "_call>", *list(CALL.removeprefix("<tool_call>")), "\n"]
-ASK: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Rain?"}]}
-
-Test = Callable[[openai.AsyncOpenAI, Any], Coroutine[Any, Any, None]]
-
-
-def run(ring: ScriptedRing, test: Test, **flags: Any) -> None:
-    async def run_test() -> None:
-        async with (
-            gateway_before(ring, **flags) as (url, gateway),
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client,
-        ):
-            await test(client, gateway)
-
-    asyncio.run(asyncio.wait_for(run_test(), 20))
 
 
 def test_a_tool_call_is_parsed_out_of_an_answer() -> None:
@@ -53,7 +44,7 @@ def test_a_tool_call_is_parsed_out_of_an_answer() -> None:
         assert json.loads(call.function.arguments) == {"city": "Rome"}
         assert ring.submitted[0][2]["chat"].tools[0]["function"]["name"] == "weather"
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 def names_of(deltas: list[Any]) -> list[tuple[int, str]]:
@@ -76,7 +67,7 @@ def test_a_tool_call_is_streamed_in_deltas_and_never_as_text() -> None:
         assert json.loads(arguments) == {"city": "Rome"}
         assert reasons[-1] == "tool_calls"
 
-    run(ScriptedRing(CALLING), test)
+    run_with_openai(ScriptedRing(CALLING), test)
 
 
 def test_with_one_call_at_a_time_the_others_are_left_out() -> None:
@@ -89,7 +80,7 @@ def test_with_one_call_at_a_time_the_others_are_left_out() -> None:
             calls += part.choices[0].delta.tool_calls or []
         assert names_of(calls) == [(0, "weather")]
 
-    run(ScriptedRing([CALL, CALL]), test)
+    run_with_openai(ScriptedRing([CALL, CALL]), test)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +113,7 @@ def test_a_forced_call_is_asked_for_by_a_grammar_and_is_the_whole_answer(choice:
             "x-guidance": {"lenient": True, "name": "tools[0] (weather)"},
         }
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 def test_strict_tools_that_need_not_be_called_are_obeyed_where_they_are() -> None:
@@ -163,8 +154,8 @@ def test_strict_tools_that_need_not_be_called_are_obeyed_where_they_are() -> Non
         )
         assert none.structural_tag is None
 
-    run(ring, test)
-    run(other, ask_other)
+    run_with_openai(ring, test)
+    run_with_openai(other, ask_other)
 
 
 def test_without_tools_the_same_answer_is_text() -> None:
@@ -177,7 +168,7 @@ def test_without_tools_the_same_answer_is_text() -> None:
             assert answer.choices[0].finish_reason == "stop"
         assert not ring.submitted[1][2]["chat"].tools
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 def test_calls_and_answers_of_tools_go_back_as_the_template_wants_them() -> None:
@@ -196,7 +187,7 @@ def test_calls_and_answers_of_tools_go_back_as_the_template_wants_them() -> None
         assert sent[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
         assert sent[2] == {"role": "tool", "content": "yes", "tool_call_id": "abc"}
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 def test_a_base_model_is_sent_to_completions() -> None:
@@ -204,7 +195,7 @@ def test_a_base_model_is_sent_to_completions() -> None:
         with pytest.raises(openai.BadRequestError, match="/v1/completions"):
             await client.chat.completions.create(**ASK)
 
-    run(ScriptedRing(["x"], chat=False), test)
+    run_with_openai(ScriptedRing(["x"], chat=False), test)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +223,7 @@ def test_an_error_of_the_ring_becomes_a_status(
         assert gateway.metrics.errors[error.code] == 2
         assert gateway.num_open == 0
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 def test_openais_client_tries_again_when_the_queue_was_full() -> None:
@@ -249,7 +240,7 @@ def test_openais_client_tries_again_when_the_queue_was_full() -> None:
         assert (await asking).choices[0].text == "a"
         assert len(ring.submitted) == 2
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 def test_an_error_in_the_middle_ends_the_stream_with_an_event() -> None:
@@ -265,7 +256,7 @@ def test_an_error_in_the_middle_ends_the_stream_with_an_event() -> None:
         while gateway.num_open:
             await asyncio.sleep(0)
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 def test_a_stopping_gateway_answers_open_requests_and_refuses_new_ones() -> None:
@@ -278,11 +269,11 @@ def test_a_stopping_gateway_answers_open_requests_and_refuses_new_ones() -> None
         with pytest.raises(openai.InternalServerError, match="takes no new requests"):
             await client.completions.create(model="tiny", prompt="x")
         assert not draining.done()
-        ring.sinks[0](chunk("c", ring._completion()))
+        ring.sinks[0](chunk("c", ring.completion()))
         assert "".join([part.choices[0].text async for part in stream]) == "abc"
         await draining
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 def test_when_the_ring_has_died_open_requests_end_with_its_reason() -> None:
@@ -297,4 +288,4 @@ def test_when_the_ring_has_died_open_requests_end_with_its_reason() -> None:
             await request
         await gateway.drain(5.0)
 
-    run(ring, test)
+    run_with_openai(ring, test)

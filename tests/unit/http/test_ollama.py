@@ -205,14 +205,14 @@ def test_options_have_ollamas_names_and_the_rest_of_the_context_is_no_error() ->
 def test_logprobs_come_with_their_tokens() -> None:
     ring = ScriptedRing(["a"])
     token = TokenLogprob(1, -0.5, b"a", [LikelyToken(1, -0.5, b"a")])
-    plain = ring._completion
+    plain = ring.completion
 
     def completion() -> Any:
         made = plain()
         made.logprobs = [token]
         return made
 
-    ring._completion = completion  # type: ignore[method-assign]
+    ring.completion = completion  # type: ignore[method-assign]
     answer = ask(ring, logprobs=True, top_logprobs=1)
     entry = {"token": "a", "logprob": -0.5, "bytes": [97]}
     assert answer["logprobs"] == [entry | {"top_logprobs": [entry]}]

@@ -1,7 +1,5 @@
 """OpenAI's chat: reasoning, tools in all their forms, fields without effect, and bad input."""
 
-import asyncio
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import openai
@@ -10,12 +8,11 @@ from openai.types.chat import completion_create_params
 
 from quadriga.errors import InvalidRequest
 from quadriga.server.answer_format import KNOWN_FORMATS, AnswerFormat, ReasoningFormat, to_info
-from tests.unit.scripted_ring import HERMES, ScriptedRing, gateway_before
+from tests.unit.scripted_ring import ASK, HERMES, ScriptedRing, run_with_openai
 
 THINKING = to_info(AnswerFormat(calls=HERMES, reasoning=ReasoningFormat(switch="enable_thinking")))
 ANSWER = ["<thi", "nk>\nHm, ", "<tool_call>?", "\n</think>", "\n\nIt is ", "5."]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-ASK: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Rain?"}]}
 WEATHER: Any = {"name": "weather", "parameters": {"type": "object"}}
 CLOCK: Any = {"name": "clock"}
 TOOLS: Any = [{"type": "function", "function": each} for each in (WEATHER, CLOCK)]
@@ -26,19 +23,6 @@ CALLED: Any = {
         {"id": "a1", "type": "function", "function": {"name": "gone", "arguments": "{}"}}
     ],
 }
-
-Test = Callable[[openai.AsyncOpenAI], Coroutine[Any, Any, None]]
-
-
-def run(ring: ScriptedRing, test: Test) -> None:
-    async def run_test() -> None:
-        async with (
-            gateway_before(ring) as (url, _),
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client,
-        ):
-            await test(client)
-
-    asyncio.run(asyncio.wait_for(run_test(), 20))
 
 
 def thinking_ring(pieces: list[str] = ANSWER) -> ScriptedRing:
@@ -60,7 +44,7 @@ async def streamed(client: openai.AsyncOpenAI, **fields: Any) -> tuple[str, str]
 
 
 def test_reasoning_stands_beside_the_content_whole_and_streamed() -> None:
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
         answer = await client.chat.completions.create(**ASK, tools=TOOLS)
         message: Any = answer.choices[0].message
         assert message.content == "It is 5."
@@ -69,11 +53,11 @@ def test_reasoning_stands_beside_the_content_whole_and_streamed() -> None:
         assert not message.tool_calls, "a call within the reasoning is none"
         assert await streamed(client, tools=TOOLS) == (message.reasoning, "It is 5.")
 
-    run(thinking_ring(), test)
+    run_with_openai(thinking_ring(), test)
 
 
 def test_reasoning_is_left_out_or_left_in_the_content() -> None:
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
         for fields, content in (
             ({"include_reasoning": False}, "It is 5."),
             ({"separate_reasoning": False}, "".join(ANSWER)),
@@ -84,7 +68,7 @@ def test_reasoning_is_left_out_or_left_in_the_content() -> None:
             assert not hasattr(message, "reasoning_content")
             assert await streamed(client, extra_body=fields) == ("", content)
 
-    run(thinking_ring(), test)
+    run_with_openai(thinking_ring(), test)
 
 
 @pytest.mark.parametrize(
@@ -109,31 +93,31 @@ def test_the_template_learns_whether_and_how_much_to_reason(
 ) -> None:
     ring = thinking_ring()
 
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
         await client.chat.completions.create(**ASK, **fields)
         arguments = ring.submitted[0][2]["chat"].template_args
         assert arguments.get("enable_thinking") == switch
         assert arguments.get("reasoning_effort") == effort
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 def test_a_template_without_a_switch_has_its_reasoning_closed_at_once() -> None:
     ring = ScriptedRing(["5."], answer_format=to_info(AnswerFormat(reasoning=ReasoningFormat())))
 
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
         await client.chat.completions.create(**ASK, reasoning_effort="none")
         await client.chat.completions.create(**ASK, extra_body={"thinking_token_budget": 7})
         budgets = [params.thinking_token_budget for _, params, _ in ring.submitted]
         assert budgets == [0, 7]
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 def test_the_reasoning_of_earlier_answers_goes_to_the_template() -> None:
     ring = thinking_ring()
 
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
         for name in ("reasoning_content", "reasoning"):
             earlier: Any = {"role": "assistant", "content": "5", name: "Hm."}
             await client.chat.completions.create(
@@ -141,7 +125,7 @@ def test_the_reasoning_of_earlier_answers_goes_to_the_template() -> None:
             )
             assert ring.submitted[-1][0][1]["reasoning_content"] == "Hm."
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 # --- tools ----------------------------------------------------------------------------------------
@@ -155,7 +139,7 @@ def allowed(mode: str, *names: str) -> Any:
 def test_the_model_sees_the_allowed_tools_only() -> None:
     ring = ScriptedRing([CALL])
 
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
         for mode in ("auto", "required"):
             choice = allowed(mode, "weather")
             await client.chat.completions.create(**ASK, tools=TOOLS, tool_choice=choice)
@@ -163,7 +147,7 @@ def test_the_model_sees_the_allowed_tools_only() -> None:
             assert [tool["function"]["name"] for tool in options["chat"].tools] == ["weather"]
             assert (params.structural_tag is not None) == (mode == "required")
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 def test_functions_in_openais_older_form_are_called_and_answered() -> None:
@@ -175,7 +159,7 @@ def test_functions_in_openais_older_form_are_called_and_answered() -> None:
         {"role": "function", "name": "weather", "content": "wet"},
     ]  # fmt: skip
 
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
         body: Any = {"model": "tiny", "messages": history, "functions": [WEATHER]}
         choice = (await client.chat.completions.create(**body)).choices[0]
         assert choice.finish_reason == "function_call" and not choice.message.tool_calls
@@ -192,7 +176,7 @@ def test_functions_in_openais_older_form_are_called_and_answered() -> None:
         await client.chat.completions.create(**body, function_call={"name": "weather"})
         assert ring.submitted[-1][1].structural_tag is not None
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 # --- fields ---------------------------------------------------------------------------------------
@@ -226,7 +210,7 @@ def test_every_field_of_openais_client_is_known() -> None:
 def test_fields_without_effect_are_taken_and_misspelt_ones_refused() -> None:
     ring = ScriptedRing(["5"])
 
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
         await client.chat.completions.create(**ASK, **WITHOUT_EFFECT)
         plain = ring.submitted[0][1]
         await client.chat.completions.create(**ASK)
@@ -235,13 +219,13 @@ def test_fields_without_effect_are_taken_and_misspelt_ones_refused() -> None:
             await client.chat.completions.create(**ASK, extra_body={"temprature": 0})
         assert refused.value.param == "temprature"
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 def test_the_last_message_is_continued_and_the_prompt_left_open() -> None:
     ring = ScriptedRing(["5"])
 
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
         for fields, expected in (
             ({}, (False, True)),
             ({"continue_final_message": True}, (True, False)),
@@ -251,7 +235,7 @@ def test_the_last_message_is_continued_and_the_prompt_left_open() -> None:
             chat = ring.submitted[-1][2]["chat"]
             assert (chat.continue_final_message, chat.add_generation_prompt) == expected
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
@@ -293,7 +277,7 @@ def saying(*messages: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_with_the_field(fields: Any, param: str, said: str) -> None:
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError) as refused:
                 await client.post(
@@ -302,7 +286,7 @@ def test_bad_input_is_refused_with_the_field(fields: Any, param: str, said: str)
             assert refused.value.param == param
             assert said in refused.value.message
 
-    run(ScriptedRing(["x"]), test)
+    run_with_openai(ScriptedRing(["x"]), test)
 
 
 def test_a_history_with_parallel_calls_of_tools_that_are_gone_is_taken() -> None:
@@ -311,11 +295,11 @@ def test_a_history_with_parallel_calls_of_tools_that_are_gone_is_taken() -> None
     calling = {**CALLED, "tool_calls": [*CALLED["tool_calls"], second]}
     answers = [{"role": "tool", "tool_call_id": name, "content": "x"} for name in ("a2", "a1")]
 
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
         await client.chat.completions.create(**{**ASK, **saying(calling, *answers)})
         assert [turn["role"] for turn in ring.submitted[0][0]][1:] == ["assistant", "tool", "tool"]
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 # --- /render and /v1/models -----------------------------------------------------------------------
@@ -324,7 +308,7 @@ def test_a_history_with_parallel_calls_of_tools_that_are_gone_is_taken() -> None
 def test_render_returns_the_prompt_of_a_chat_or_of_a_text() -> None:
     ring = ScriptedRing([])
 
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
         render = client.with_options(base_url=str(client.base_url).removesuffix("v1/"))
         body: Any = {**ASK, "tools": TOOLS, "reasoning_effort": "low", "temperature": 0}
         answer: Any = await render.post("/render", cast_to=object, body=body)
@@ -341,25 +325,25 @@ def test_render_returns_the_prompt_of_a_chat_or_of_a_text() -> None:
             await render.post("/render", cast_to=object, body=ASK)
         assert refused.value.param == "messages"
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 def test_the_card_of_a_model_says_what_it_can_do() -> None:
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
         card: Any = (await client.models.list()).data[0]
         assert card.id == card.root == "tiny" and card.parent is None
         assert card.capabilities == {"chat": True, "tools": True, "reasoning": True}
         assert card.answer_format == "known"
 
     known = AnswerFormat(source="known", calls=HERMES, reasoning=ReasoningFormat())
-    run(ScriptedRing([], answer_format=to_info(known)), test)
+    run_with_openai(ScriptedRing([], answer_format=to_info(known)), test)
 
 
 # --- usage ----------------------------------------------------------------------------------------
 
 
 def test_usage_has_the_tokens_of_the_reasoning_whole_and_streamed() -> None:
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
         whole = (await client.chat.completions.create(**ASK)).usage
         parts = await client.chat.completions.create(
             **ASK, stream=True, stream_options={"include_usage": True}
@@ -374,7 +358,7 @@ def test_usage_has_the_tokens_of_the_reasoning_whole_and_streamed() -> None:
         ).usage
         assert whole is not None and whole.completion_tokens_details is None
 
-    run(thinking_ring(), test)
+    run_with_openai(thinking_ring(), test)
 
 
 # --- gpt-oss --------------------------------------------------------------------------------------
@@ -386,7 +370,7 @@ def test_gpt_oss_has_reasoning_calls_and_grammars_in_its_channels() -> None:
     harmony = to_info(KNOWN_FORMATS["harmony"])
     ring = ScriptedRing([thought, final, "{}"], answer_format=harmony)
 
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
         body: Any = {**ASK, "response_format": {"type": "json_object"}}
         message: Any = (await client.chat.completions.create(**body)).choices[0].message
         assert (message.reasoning, message.content) == ("Hm.", "{}")
@@ -401,7 +385,7 @@ def test_gpt_oss_has_reasoning_calls_and_grammars_in_its_channels() -> None:
             assert parsed.type == "function" and parsed.function.arguments == '{"a": 1}'
             assert (ring.submitted[-1][1].structural_tag is not None) == (choice == "required")
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 # --- what other servers take, too -----------------------------------------------------------------
@@ -410,7 +394,7 @@ def test_gpt_oss_has_reasoning_calls_and_grammars_in_its_channels() -> None:
 def test_token_ids_are_those_of_the_prompt_and_of_each_choice_whole_and_streamed() -> None:
     ring = thinking_ring(["Hel", "lo"])
 
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
         wanted: Any = {"return_token_ids": True}
         whole: Any = await client.chat.completions.create(**ASK, extra_body=wanted)
         assert whole.prompt_token_ids == [1, 1, 1]
@@ -436,7 +420,7 @@ def test_token_ids_are_those_of_the_prompt_and_of_each_choice_whole_and_streamed
         plain = (await client.chat.completions.create(**ASK)).to_dict()
         assert "prompt_token_ids" not in plain and "token_ids" not in plain["choices"][0]
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 @pytest.mark.parametrize(
@@ -453,9 +437,9 @@ def test_token_ids_are_those_of_the_prompt_and_of_each_choice_whole_and_streamed
 def test_values_that_other_servers_take_are_read_as_there(fields: Any, expected: Any) -> None:
     ring = thinking_ring(["a"])
 
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
         await client.chat.completions.create(**{**ASK, **fields})
         params = ring.submitted[-1][1]
         assert {name: getattr(params, name) for name in expected} == expected
 
-    run(ring, test)
+    run_with_openai(ring, test)

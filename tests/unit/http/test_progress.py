@@ -127,7 +127,7 @@ def test_a_silent_stream_gets_comments_at_the_interval_and_none_before_it() -> N
         assert await response.content.readline() == b"\n"
         ring.progress_of_each = RequestProgress(PREFILL, 0, None, 43, 100)
         assert await response.content.readline() == b": prefill 43 %\n"
-        ring.sinks[0](chunk("x", ring._completion()))
+        ring.sinks[0](chunk("x", ring.completion()))
         text = await response.text()
         assert text.lstrip("\n").startswith("data: {") and ":" not in text[0]
         await leave(response)
@@ -146,7 +146,7 @@ def test_openais_client_skips_comments_and_keeps_the_timings() -> None:
                 model="tiny", messages=messages, stream=True
             )
             ring_answers = asyncio.get_running_loop().call_later(
-                0.5, ring.sinks[0], chunk("hello", ring._completion())
+                0.5, ring.sinks[0], chunk("hello", ring.completion())
             )
             parts = [part async for part in stream]
             ring_answers.cancel()
@@ -166,7 +166,7 @@ def test_a_stream_that_is_not_silent_or_wants_no_pings_gets_no_comment() -> None
         for _ in range(8):
             ring.sinks[0](chunk("x"))
             await asyncio.sleep(0.05)
-        ring.sinks[0](chunk("x", ring._completion()))
+        ring.sinks[0](chunk("x", ring.completion()))
         assert not [line for line in (await response.text()).split("\n") if line[:1] == ":"]
         assert len(ring.questions) == num_questions
         await leave(response)
@@ -261,7 +261,7 @@ def test_an_event_without_a_meaning_follows_each_comment_of_a_response() -> None
             async for event in stream:
                 events.append(event)
                 if sum(event.type == "keepalive" for event in events) == 2:
-                    ring.sinks[0](chunk("hello", ring._completion()))
+                    ring.sinks[0](chunk("hello", ring.completion()))
             answer = await stream.get_final_response()
         assert answer.output_text == "hello"
         kinds = [event.type for event in events]

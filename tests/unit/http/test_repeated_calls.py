@@ -16,7 +16,7 @@ from quadriga.client.types import Completion, Timings
 from quadriga.clock import now
 from quadriga.server.answer_format import KNOWN_FORMATS, AnswerFormat
 from quadriga.wire.client import Usage
-from tests.unit.http.test_call_grammars import (
+from tests.unit.http.call_grammars import (
     MARKS,
     OSLO,
     ROME,
@@ -26,7 +26,7 @@ from tests.unit.http.test_call_grammars import (
     chat_call,
     written,
 )
-from tests.unit.scripted_ring import ScriptedRing, chunk, gateway_before
+from tests.unit.scripted_ring import ScriptedRing, chunk, run_with_openai
 from tests.unit.tiny_vocabulary import tiny_vocabulary
 
 FORMS = sorted(MARKS.keys() - {"harmony"})
@@ -134,24 +134,13 @@ class LoopingRing(ScriptedRing):
                 asyncio.get_running_loop().call_soon(sink, part)
 
 
-def run(ring: ScriptedRing, test: Any) -> None:
-    async def run_test() -> None:
-        async with (
-            gateway_before(ring) as (url, _),
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client,
-        ):
-            await test(client)
-
-    asyncio.run(asyncio.wait_for(run_test(), 20))
-
-
 @pytest.mark.parametrize("num_choices", [1, 3])
 def test_the_gateway_ends_a_request_at_a_repeat(num_choices: int) -> None:
     text = f"{FIRST}\n{OTHER}\n{FIRST}"
     ring = LoopingRing([*text, "\n", *FIRST])
     fields = {**ASK, "tool_choice": "required", "n": num_choices}
 
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
         whole = await client.chat.completions.create(**fields)
         assert ring.num_aborts == 1
         for choice in whole.choices:
@@ -174,14 +163,14 @@ def test_the_gateway_ends_a_request_at_a_repeat(num_choices: int) -> None:
         assert all("".join(each) == "rollroll" for each in names.values())
         assert len(names) == num_choices
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 def test_the_responses_api_ends_at_a_repeat() -> None:
     ring = LoopingRing([*f"{FIRST}\n{FIRST}\n{FIRST}"])
     tools: Any = [{"type": "function", **ROLL}]
 
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
         fields: Any = {"model": "tiny", "input": "Go", "tools": tools, "tool_choice": "required"}
         whole = await client.responses.create(**fields, store=False)
         assert whole.status == "completed"
@@ -191,7 +180,7 @@ def test_the_responses_api_ends_at_a_repeat() -> None:
         assert len(ends) == 1
         assert ring.num_aborts == 2
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 # --- functions without parameters -----------------------------------------------------------------

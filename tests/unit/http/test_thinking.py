@@ -9,9 +9,8 @@ from http_proc.apis.sglang import LogprobLists
 from http_proc.generation.logprobs import chat_logprobs
 from quadriga.client.types import LikelyToken, StreamChunk, TokenLogprob
 from quadriga.server.answer_format import AnswerFormat, ReasoningFormat, to_info
-from tests.unit.http.test_anthropic import ask as message
-from tests.unit.http.test_gateway import ASK, run
-from tests.unit.scripted_ring import ScriptedRing
+from tests.unit.http.anthropic_calls import ask as message
+from tests.unit.scripted_ring import ASK, ScriptedRing, run_with_openai
 
 REASONING = to_info(AnswerFormat(reasoning=ReasoningFormat()))
 LIKELY = [LikelyToken(9, -0.25, b"nine"), LikelyToken(4, -0.5, b"four")]
@@ -32,7 +31,7 @@ def test_a_budget_reaches_the_ring_with_the_marks_of_the_model(endpoint: str) ->
         assert params.thinking_token_budget == 7
         assert (params.thinking_start, params.thinking_end) == ("<think>", "\n</think>\n\n")
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 def test_a_chats_grammar_has_the_reasoning_before_it_and_a_completions_has_not() -> None:
@@ -48,7 +47,7 @@ def test_a_chats_grammar_has_the_reasoning_before_it_and_a_completions_has_not()
         assert (chat.thinking_end, completion.thinking_end) == ("\n</think>\n\n", "")
         assert chat.thinking_token_budget is None
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +71,7 @@ def test_a_grammar_begins_at_once_where_the_reasoning_is_off(
         await client.chat.completions.create(**ASK, response_format=wanted, extra_body=extra)
         assert (ring.submitted[0][1].thinking_end != "") == has_marks
 
-    run(ring, test)
+    run_with_openai(ring, test)
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
@@ -86,7 +85,7 @@ def test_a_budget_for_a_model_that_marks_no_reasoning_is_refused(endpoint: str) 
         with pytest.raises(openai.BadRequestError, match=r"thinking_token_budget is 7: .*marks no"):
             await answer
 
-    run(ScriptedRing(["a"]), test)
+    run_with_openai(ScriptedRing(["a"]), test)
 
 
 def test_the_marks_are_no_fields_of_a_request() -> None:
@@ -95,7 +94,7 @@ def test_the_marks_are_no_fields_of_a_request() -> None:
             with pytest.raises(openai.BadRequestError, match=field):
                 await client.chat.completions.create(**ASK, extra_body={field: "x"})
 
-    run(ScriptedRing(["a"]), test)
+    run_with_openai(ScriptedRing(["a"]), test)
 
 
 def test_a_chat_lists_a_chosen_token_that_is_among_the_likeliest_once() -> None:

@@ -37,8 +37,8 @@ from scheduler_proc.journal.recovery import JournalState
 from scheduler_proc.journal.writer import Journal
 from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.scheduler import Scheduler
-from tests.unit.detok.test_detokenizer import TOKENIZER
 from tests.unit.simulation import EOS, SimulatedWorker, reference
+from tests.unit.tiny_vocabulary import TOKENIZER
 from tokenizer_proc.replicas.placed import RouterKey
 from tokenizer_proc.replicas.replicas import Replicas
 from tokenizer_proc.replicas.router import Router

@@ -8,7 +8,7 @@ from quadriga.wire.worker import DraftCost, GuessedRow, StepResult
 from scheduler_proc.planning.speculation import DraftCosts, GuessPolicy, make_guess_policy
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.request import Request
-from tests.unit.scheduler.test_guesses import observe_plain, planned, request_of
+from tests.unit.scheduler.requests import observe_plain, planned, request_of
 
 
 def policy_of(draft_s: float) -> GuessPolicy:

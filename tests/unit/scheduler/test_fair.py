@@ -24,7 +24,7 @@ from scheduler_proc.planning.policies import (
 )
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.request import Request
-from tests.unit.scheduler.test_policies import make_request
+from tests.unit.scheduler.requests import waiting_request
 
 
 @pytest.fixture(params=[client_share, tenant_share])
@@ -40,7 +40,7 @@ def queue(share_of: ShareOf) -> FairShares:
 
 def of(seq: int, owner: str, prompt: int = 10, new: int = 90, weight: float = 1.0) -> Request:
     """Return a request of a client and tenant of the same name; only tenants have weights."""
-    request = make_request(seq, prompt, new, client=owner.encode())
+    request = waiting_request(seq, prompt, new, client=owner.encode())
     request.tenant, request.weight = owner, weight
     return request
 

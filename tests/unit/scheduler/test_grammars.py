@@ -1,44 +1,15 @@
 """Requests wait in the scheduler until the worker has compiled their grammars."""
 
-from typing import Any
-
-from quadriga.sampling.params import SamplingParams
 from quadriga.wire.grammar import GrammarForm
-from quadriga.wire.packing import pack_ids, unpack_ids
-from quadriga.wire.to_detok import StepOutput
-from quadriga.wire.to_scheduler import Submit
+from quadriga.wire.packing import unpack_ids
 from quadriga.wire.worker import (
     CompileGrammar,
     FailedRow,
     ForgetGrammar,
-    GrammarReady,
-    StepPlan,
 )
 from scheduler_proc.request_table import MAX_UNUSED
-from tests.unit.scheduler.test_sampling import PROMPT, Bench
+from tests.unit.scheduler.sampling_bench import GRAMMAR, GrammarBench
 from tests.unit.simulation import abort
-
-GRAMMAR = GrammarForm.of("start: /a+/")
-
-
-class GrammarBench(Bench):
-    def ask(self, name: str, grammar: GrammarForm | None = GRAMMAR, **fields: Any) -> None:
-        params = SamplingParams(max_new_tokens=4, seed=7, **fields)
-        ids = pack_ids(PROMPT)
-        message = Submit(b"c", name, ids, params, True, 1.0, 1.0, grammar=grammar)
-        self.scheduler.step([message], [])
-
-    def ready(self, error: str = "", key: bytes = GRAMMAR.key) -> list[StepOutput]:
-        self.scheduler.step([], [GrammarReady(key, error)])
-        outputs, self.detok.sent = list(self.detok.sent), type(self.detok.sent)()
-        return outputs
-
-    def end_all(self) -> None:
-        self.scheduler.step([abort("")], [])
-        while self.worker.sent:
-            message = self.worker.sent.popleft()
-            if isinstance(message, StepPlan):
-                self.answer(message, [5] * len(unpack_ids(message.slots)))
 
 
 def test_only_requests_with_the_grammar_wait_for_it_and_it_is_compiled_once() -> None:

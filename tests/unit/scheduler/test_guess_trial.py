@@ -25,7 +25,7 @@ from scheduler_proc.planning.speculation import (
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.request import Request
-from tests.unit.scheduler.test_guesses import request_of
+from tests.unit.scheduler.requests import request_of
 
 ANSWER = 128  # steps that a request takes part in
 

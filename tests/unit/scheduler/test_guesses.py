@@ -15,7 +15,6 @@ from scheduler_proc.journal.events import StepEvents
 from scheduler_proc.observe.stats import GuessStats
 from scheduler_proc.planning.speculation import (
     MAX_GUESSING_TOKENS,
-    MIN_PLAIN,
     MIN_STEPS,
     PRIOR_STEPS,
     AddedTime,
@@ -25,35 +24,10 @@ from scheduler_proc.planning.speculation import (
 from scheduler_proc.state.batch import ScheduleBatch, StepUpdate
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.request import FIRST_PAUSE, MAX_PAUSE, GuessRecord, Request
+from tests.unit.scheduler.requests import PROMPT, batch_of, observe_plain, planned, request_of
 from tests.unit.simulation import World, reference, submit
 
 DEAR = 1.2  # steps that a guess adds, more than a step of its own
-PROMPT = [5, 6, 7]
-
-
-def request_of(number: int, max_new_tokens: int = 100) -> Request:
-    message = submit(f"r{number}", PROMPT, max_new_tokens)
-    request = Request.from_submit(number, message, frozenset())
-    request.slot, request.num_computed_tokens = number, len(PROMPT)
-    request.num_known_tokens = len(PROMPT) + 1
-    return request
-
-
-def batch_of(requests: list[Request], kv: KVCache) -> ScheduleBatch:
-    for request in requests:
-        kv.append_page(request)
-    batch = ScheduleBatch()
-    batch.add_decodes(requests)
-    return batch
-
-
-def planned(
-    policy: GuessPolicy, requests: list[Request], kv: KVCache | None = None
-) -> list[int] | None:
-    kv = kv or KVCache(1000, 16)
-    batch = batch_of(requests, kv)
-    policy.plan(batch, kv)
-    return batch.num_guesses
 
 
 def policy_of(added: float = 0.0, **flags: Any) -> GuessPolicy:
@@ -71,14 +45,6 @@ def policy_of(added: float = 0.0, **flags: Any) -> GuessPolicy:
         for _ in range(30 if added else 0):
             policy._trials[num_rows].added.observe(num_rows, num_rows * added)
     return policy
-
-
-def observe_plain(policy: GuessPolicy, num_rows: int) -> None:
-    """Let steps without guesses take a second."""
-    requests = [request_of(number) for number in range(num_rows)]
-    batch = ScheduleBatch(requests=requests, num_tokens=[1] * num_rows, num_decodes=num_rows)
-    for _ in range(MIN_PLAIN):
-        policy.observe(batch, StepResult(0, b"", 1.0, 2.0))
 
 
 def observe(policy: GuessPolicy, request: Request, num_guesses: int, num_right: int) -> None:

@@ -8,7 +8,7 @@ from quadriga.server.prefix_blocks import block_hashes, pages_per_block, split_h
 from scheduler_proc.observe.replica_report import PageChanges
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.window import make_kv_cache
-from tests.unit.scheduler.test_prefix_tree import make_request
+from tests.unit.scheduler.requests import request_of_tokens
 
 PAGE = 32
 BLOCK = PAGE * pages_per_block(PAGE)
@@ -21,7 +21,7 @@ def watched(kv: KVCache) -> PageChanges:
 
 
 def compute(kv: KVCache, tokens: list[int]) -> None:
-    request = make_request(tokens)
+    request = request_of_tokens(tokens)
     kv.allocate(request)
     request.num_computed_tokens = request.num_known_tokens
     kv.cache_computed(request)
@@ -33,7 +33,7 @@ def tokens_of(group: int, num_tokens: int) -> list[int]:
 
 
 def packed(tokens: list[int]) -> bytes:
-    return make_request(tokens).tokens.tobytes()
+    return request_of_tokens(tokens).tokens.tobytes()
 
 
 def test_blocks_are_reported_with_the_hashes_that_the_frontend_computes() -> None:
@@ -77,7 +77,7 @@ def test_the_reports_together_say_what_the_tree_holds(
     assert len(known) == len(ends)
     for group in range(5):
         hashes = block_hashes(packed(tokens_of(group, 4 * BLOCK + 1)), BLOCK)
-        matched = kv.match_prefix(make_request(tokens_of(group, 4 * BLOCK + 1)))
+        matched = kv.match_prefix(request_of_tokens(tokens_of(group, 4 * BLOCK + 1)))
         if not window:
             num_known = sum(block in known for block in hashes)
             assert num_known == matched.depth // pages_per_block(PAGE)

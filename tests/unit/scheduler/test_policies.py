@@ -11,10 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from quadriga.sampling.params import SamplingParams
 from quadriga.server.config.engine_args import POLICIES, SchedulerArgs
-from quadriga.wire.packing import pack_ids
-from quadriga.wire.to_scheduler import Submit
 from scheduler_proc.planning.fairness import make_queue
 from scheduler_proc.planning.policies import (
     OLDEST_FIRST_EVERY,
@@ -29,32 +26,10 @@ from scheduler_proc.planning.policies import (
     WaitingQueue,
 )
 from scheduler_proc.state.request import Request
+from tests.unit.scheduler.requests import waiting_request
 
 PAGE = 16
 BUDGET = 64
-
-
-def make_request(
-    seq: int,
-    prompt: int = 10,
-    new: int = 10,
-    *,
-    client: bytes = b"c",
-    priority: int = 0,
-    received: float | None = None,
-) -> Request:
-    """Return a waiting request; unless `received` is given, they arrive a second apart."""
-    message = Submit(
-        client=client,
-        request_id=str(seq),
-        prompt_ids=pack_ids([1] * prompt),
-        params=SamplingParams(max_new_tokens=new, seed=0),
-        stream=True,
-        received_at=1_790_000_000.0 + seq if received is None else received,
-        tokenized_at=0.0,
-        priority=priority,
-    )
-    return Request.from_submit(seq, message, frozenset())
 
 
 class Page:
@@ -140,7 +115,7 @@ def test_the_first_requests_are_distinct_members_and_the_same_when_asked_for_aga
         if action == "push":
             seq = next(numbers)
             size = 1 + number % 100
-            new = make_request(
+            new = waiting_request(
                 seq, size, 1 + seq % 9, client=b"%d" % (number % 4), priority=number % 3
             )
             waiting[seq] = new
@@ -175,11 +150,11 @@ def test_no_request_starves_while_others_keep_coming(policy: str, fair: bool) ->
     tree = Tree()
     cached = tree.root.grow(100)
     queue = queue_of(policy, fair, tree.match_prefix)
-    victim = make_request(0, prompt=60, new=1000, client=b"small")
+    victim = waiting_request(0, prompt=60, new=1000, client=b"small")
     queue.push(victim)
     for seq in range(1, 2000):
         tree.places[seq] = cached
-        queue.push(make_request(seq, prompt=5, new=1, client=b"large"))
+        queue.push(waiting_request(seq, prompt=5, new=1, client=b"large"))
         if seq > 50:
             taken = queue.first(1, BUDGET)[0]
             queue.take(taken)
@@ -206,7 +181,8 @@ def test_asking_ten_thousand_for_the_first_sixteen_touches_few_of_them(
 
     queue = queue_of(policy, fair, spread(Tree()))
     requests = [
-        make_request(seq, 1 + seq * 31 % 200, client=b"%d" % (seq % 100)) for seq in range(10_000)
+        waiting_request(seq, 1 + seq * 31 % 200, client=b"%d" % (seq % 100))
+        for seq in range(10_000)
     ]
     for request in requests:
         queue.push(request)
@@ -228,7 +204,7 @@ def test_asking_ten_thousand_for_the_first_sixteen_touches_few_of_them(
 
 def test_a_retracted_request_has_its_old_place_again() -> None:
     queue = FirstComeFirstServed()
-    requests = [make_request(seq) for seq in range(4)]
+    requests = [waiting_request(seq) for seq in range(4)]
     for request in requests:
         queue.push(request)
     for request in requests[:3]:
@@ -240,9 +216,9 @@ def test_a_retracted_request_has_its_old_place_again() -> None:
 
 def test_taking_a_request_that_does_not_wait_is_an_error_and_removing_it_is_not() -> None:
     queue = FirstComeFirstServed()
-    queue.remove(make_request(0))
+    queue.remove(waiting_request(0))
     with pytest.raises(KeyError):
-        queue.take(make_request(0))
+        queue.take(waiting_request(0))
 
 
 @given(sizes=st.lists(st.tuples(st.integers(1, 99), st.integers(1, 99)), max_size=30))
@@ -251,13 +227,13 @@ def test_of_requests_that_came_together_the_shortest_goes_first(
 ) -> None:
     queue = ShortestFirst()
     for seq, (prompt, new) in enumerate(sizes):
-        queue.push(make_request(seq, prompt, new, received=1_790_000_000.0))
+        queue.push(waiting_request(seq, prompt, new, received=1_790_000_000.0))
     expected = sorted(range(len(sizes)), key=lambda seq: (sum(sizes[seq]), seq))
     assert list(drain(queue)) == expected
 
 
 def test_tokens_generated_before_a_retraction_shorten_a_requests_estimate() -> None:
-    back, other = make_request(0, 10, 90, received=0.0), make_request(1, 10, 50, received=0.0)
+    back, other = waiting_request(0, 10, 90, received=0.0), waiting_request(1, 10, 50, received=0.0)
     back.tokens.extend([1] * 60)
     back.num_known_tokens += 60
     queue = ShortestFirst()
@@ -269,15 +245,15 @@ def test_tokens_generated_before_a_retraction_shorten_a_requests_estimate() -> N
 
 def test_waiting_shortens_a_requests_estimate() -> None:
     queue = ShortestFirst()
-    queue.push(make_request(0, 10, 500, received=0.0))
-    queue.push(make_request(1, 10, 10, received=4.0))
-    queue.push(make_request(2, 10, 10, received=6.0))
+    queue.push(waiting_request(0, 10, 500, received=0.0))
+    queue.push(waiting_request(1, 10, 10, received=4.0))
+    queue.push(waiting_request(2, 10, 10, received=6.0))
     assert list(drain(queue)) == [1, 0, 2]
 
 
 def test_a_key_is_not_read_again_when_the_request_has_changed() -> None:
     queue = ShortestFirst()
-    request = make_request(0, 100)
+    request = waiting_request(0, 100)
     queue.push(request)
     request.num_computed_tokens = 64
     queue.take(request)
@@ -288,7 +264,7 @@ def test_a_key_is_not_read_again_when_the_request_has_changed() -> None:
 def test_the_larger_priority_goes_first_and_among_equals_the_older(priorities: list[int]) -> None:
     queue = PriorityFirst()
     for seq, priority in enumerate(priorities):
-        queue.push(make_request(seq, priority=priority))
+        queue.push(waiting_request(seq, priority=priority))
     expected = sorted(range(len(priorities)), key=lambda seq: (-priorities[seq], seq))
     assert list(drain(queue)) == expected
 
@@ -299,7 +275,7 @@ def test_the_larger_priority_goes_first_and_among_equals_the_older(priorities: l
 def pack(sizes: list[int], window: int = 32, fifo_every: int = 8) -> Pack:
     queue = Pack(window, fifo_every)
     for seq, size in enumerate(sizes):
-        queue.push(make_request(seq, size))
+        queue.push(waiting_request(seq, size))
     return queue
 
 
@@ -367,7 +343,7 @@ def test_the_longest_cached_prefix_goes_first_and_among_equals_the_oldest() -> N
     queue = LongestPrefixFirst(tree.match_prefix, PAGE)
     for seq, pages in enumerate([0, 3, 9, 3, 0]):
         tree.places[seq] = tree.root.grow(pages)
-        queue.push(make_request(seq, received=0.0))
+        queue.push(waiting_request(seq, received=0.0))
     assert list(drain(queue)) == [2, 1, 3, 0, 4]
 
 
@@ -375,7 +351,7 @@ def test_the_order_follows_the_tree_as_it_changes() -> None:
     tree = Tree()
     queue = LongestPrefixFirst(tree.match_prefix, PAGE)
     for seq in range(3):
-        queue.push(make_request(seq, received=0.0))
+        queue.push(waiting_request(seq, received=0.0))
     assert seqs(queue.first(3, BUDGET)) == [0, 1, 2]
     tree.places[2] = tree.root.grow(1)
     assert seqs(queue.first(3, BUDGET)) == [2, 0, 1]
@@ -385,7 +361,7 @@ def test_waiting_counts_like_cached_tokens() -> None:
     tree = Tree()
     queue = LongestPrefixFirst(tree.match_prefix, PAGE)
     for seq, received in enumerate([0.0, 15.0, 17.0]):
-        queue.push(make_request(seq, received=received))
+        queue.push(waiting_request(seq, received=received))
     tree.places[1] = tree.places[2] = tree.root.grow(250)  # 4,000 tokens: 16 seconds
     assert list(drain(queue)) == [1, 0, 2]
 
@@ -396,7 +372,7 @@ def test_only_the_oldest_are_looked_up_in_the_tree(make: Callable[[Tree], Waitin
     tree = Tree()
     queue = make(tree)
     for seq in range(1000):
-        queue.push(make_request(seq, received=0.0))
+        queue.push(waiting_request(seq, received=0.0))
     tree.places[WINDOW] = tree.root.grow(5)
     assert seqs(queue.first(WINDOW + 9, BUDGET)) == list(range(WINDOW + 9))
     assert tree.num_lookups == WINDOW
@@ -410,7 +386,7 @@ def depth_first(places: list[Page]) -> tuple[DepthFirst, Tree]:
     queue = DepthFirst(tree.match_prefix)
     for seq, place in enumerate(places):
         tree.places[seq] = place
-        queue.push(make_request(seq))
+        queue.push(waiting_request(seq))
     return queue, tree
 
 

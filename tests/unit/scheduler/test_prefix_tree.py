@@ -4,25 +4,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quadriga.sampling.params import SamplingParams
-from quadriga.wire.packing import pack_ids
-from quadriga.wire.to_scheduler import Submit
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.prefix_tree import Node, PrefixTree
 from scheduler_proc.state.request import Request
+from tests.unit.scheduler.requests import request_of_tokens
 
 PAGE = 2
 
 
-def make_request(tokens: list[int], seq: int = 0) -> Request:
-    params = SamplingParams(max_new_tokens=1, seed=0)
-    message = Submit(b"c", str(seq), pack_ids(tokens), params, True, 0.0, 0.0)
-    return Request.from_submit(seq, message, frozenset())
-
-
 def run(kv: KVCache, tokens: list[int], seq: int = 0) -> Request:
     """Allocate pages to a request and compute its prompt."""
-    request = make_request(tokens, seq)
+    request = request_of_tokens(tokens, seq)
     kv.allocate(request)
     request.num_computed_tokens = request.num_known_tokens
     kv.cache_computed(request)
@@ -64,7 +56,7 @@ def test_pages_are_shared_while_their_owner_still_computes_and_outlive_it() -> N
 
 def test_two_who_computed_the_same_at_the_same_time_keep_their_own_pages() -> None:
     kv = KVCache(8, PAGE)
-    first, second = make_request([1, 2, 3, 4], 0), make_request([1, 2, 3, 4], 1)
+    first, second = request_of_tokens([1, 2, 3, 4], 0), request_of_tokens([1, 2, 3, 4], 1)
     kv.allocate(first)
     kv.allocate(second)
     for request in (first, second):
@@ -81,7 +73,7 @@ def test_two_who_computed_the_same_at_the_same_time_keep_their_own_pages() -> No
 
 def test_sharing_what_is_cached_already_makes_no_page_less_available() -> None:
     kv = KVCache(6, PAGE)
-    first, second = make_request([1, 2, 3, 4], 0), make_request([1, 2, 3, 4], 1)
+    first, second = request_of_tokens([1, 2, 3, 4], 0), request_of_tokens([1, 2, 3, 4], 1)
     kv.allocate(first)
     kv.allocate(second)
     first.num_computed_tokens = second.num_computed_tokens = 4
@@ -95,11 +87,14 @@ def test_sharing_what_is_cached_already_makes_no_page_less_available() -> None:
 
 def test_pages_with_numbers_that_are_not_finite_are_found_by_no_other_request() -> None:
     kv = KVCache(9, PAGE)
-    bad = make_request([1, 2, 3, 4, 5, 6, 7])
+    bad = request_of_tokens([1, 2, 3, 4, 5, 6, 7])
     kv.allocate(bad)
     bad.num_computed_tokens = 6
     kv.cache_computed(bad)
-    other, waiting = make_request([1, 2, 3, 4, 5, 6, 8], 1), make_request([1, 2, 3, 4, 5, 6, 9], 2)
+    other, waiting = (
+        request_of_tokens([1, 2, 3, 4, 5, 6, 8], 1),
+        request_of_tokens([1, 2, 3, 4, 5, 6, 9], 2),
+    )
     kv.allocate(other)  # it has the page before the result is known
     assert kv.match_prefix(waiting).depth == 3
     kv.withdraw(bad, 3)
@@ -107,15 +102,15 @@ def test_pages_with_numbers_that_are_not_finite_are_found_by_no_other_request() 
     bad.num_computed_tokens = other.num_computed_tokens = 7
     kv.release(bad)
     kv.check([other])
-    again = make_request([1, 2, 3, 4, 5, 6, 7], 3)
+    again = request_of_tokens([1, 2, 3, 4, 5, 6, 7], 3)
     kv.allocate(again)
     assert again.num_computed_tokens == 2
     again.num_computed_tokens = 7
     kv.release(again)  # this time they are finite
     kv.release(other)
-    assert kv.match_prefix(make_request([1, 2, 3, 4, 5, 6, 7, 8])).depth == 3
+    assert kv.match_prefix(request_of_tokens([1, 2, 3, 4, 5, 6, 7, 8])).depth == 3
     kv.check([])
-    kv.hold(make_request([0] * 18, 4), [], 9)  # all pages can be taken again
+    kv.hold(request_of_tokens([0] * 18, 4), [], 9)  # all pages can be taken again
 
 
 def test_the_least_recently_used_goes_first_and_leaves_before_what_they_hang_on() -> None:
@@ -124,9 +119,9 @@ def test_the_least_recently_used_goes_first_and_leaves_before_what_they_hang_on(
     kv.release(run(kv, [7, 8, 9, 10, 11]))
     kv.release(run(kv, [1, 2, 3, 4, 5]))  # used again
     taken = run(kv, [20, 21, 22, 23, 24, 25, 26])  # 4 pages, 2 are free
-    waiting = make_request([1, 2, 3, 4, 5])
+    waiting = request_of_tokens([1, 2, 3, 4, 5])
     assert kv.match_prefix(waiting).depth == 2
-    assert kv.match_prefix(make_request([7, 8, 9])).depth == 0
+    assert kv.match_prefix(request_of_tokens([7, 8, 9])).depth == 0
     kv.release(taken)
     kv.check([])
 
@@ -134,7 +129,7 @@ def test_the_least_recently_used_goes_first_and_leaves_before_what_they_hang_on(
 def test_a_waiting_request_whose_prefix_was_evicted_starts_again_from_the_root() -> None:
     kv = KVCache(2, PAGE)
     kv.release(run(kv, [1, 2, 3]))
-    waiting = make_request([1, 2, 3])
+    waiting = request_of_tokens([1, 2, 3])
     assert kv.match_prefix(waiting).depth == 1
     other = run(kv, [5, 6, 7, 8])
     assert kv.match_prefix(waiting).depth == 0
@@ -145,7 +140,7 @@ def test_without_the_cache_nothing_is_found_and_nothing_stays() -> None:
     kv = KVCache(4, PAGE, prefix_cache=False)
     kv.release(run(kv, [1, 2, 3, 4]))
     assert kv.num_free == 4
-    assert kv.match_prefix(make_request([1, 2, 3, 4])).depth == 0
+    assert kv.match_prefix(request_of_tokens([1, 2, 3, 4])).depth == 0
 
 
 class TreeMachine(RuleBasedStateMachine):

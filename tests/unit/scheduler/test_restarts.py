@@ -11,7 +11,7 @@ from quadriga.wire.worker import CompileGrammar, GrammarReady, WorkerReady
 from scheduler_proc.journal import detok_outbox
 from scheduler_proc.journal.detok_outbox import DetokOutbox
 from scheduler_proc.request_table import RequestTable
-from tests.unit.scheduler.test_grammars import GRAMMAR, GrammarBench
+from tests.unit.scheduler.sampling_bench import GRAMMAR, GrammarBench
 from tests.unit.simulation import Detok, World, abort, reference, submit
 
 POISON = 99

@@ -1,63 +1,20 @@
 """Choices and logprobs on their way through the scheduler."""
 
 from array import array
-from collections import deque
 from typing import Any
 
-import msgspec
 import pytest
 
 from quadriga.sampling.params import SamplingParams
-from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire.logprobs import LogprobBlock, PromptPiece, SampledLogprobs
 from quadriga.wire.packing import pack_floats, pack_ids, unpack_ids
-from quadriga.wire.to_detok import StepOutput, StreamStart
+from quadriga.wire.to_detok import StreamStart
 from quadriga.wire.to_scheduler import CLIENT_LOST, AbortRequest, Submit
-from quadriga.wire.worker import StepPlan, StepResult, WantedLogprobs, WorkerReady
+from quadriga.wire.worker import WantedLogprobs
 from scheduler_proc.journal.events import StepEvents, stream_start
-from scheduler_proc.scheduler import Scheduler
 from scheduler_proc.state.request import FinishReason, Request
+from tests.unit.scheduler.sampling_bench import PROMPT, Bench
 from tests.unit.simulation import abort
-
-PROMPT = list(range(10, 30))
-
-
-class RecordingSender:
-    def __init__(self) -> None:
-        self.sent: deque[Any] = deque()
-
-    def send(self, message: msgspec.Struct) -> None:
-        self.sent.append(message)
-
-
-class Bench:
-    """A scheduler whose worker answers step by step; pages have 4 tokens."""
-
-    def __init__(self, **args: Any) -> None:
-        self.worker, self.detok = RecordingSender(), RecordingSender()
-        flags = {"plan_at_once": True, **args}
-        self.scheduler = Scheduler(
-            SchedulerArgs(**flags), frozenset({2}), self.worker, self.detok, lambda: 1000.0
-        )
-        self.scheduler.step([], [WorkerReady(64, 4, 16, "float32", "cpu")])
-
-    def submit(self, client_retry: bool = False, **fields: Any) -> None:
-        params = SamplingParams(**{"max_new_tokens": 2, "seed": 7, **fields})
-        message = Submit(
-            b"c", "r", pack_ids(PROMPT), params, True, 1.0, 1.0, client_retry=client_retry
-        )
-        self.scheduler.step([message], [])
-
-    def plan(self) -> StepPlan:
-        plan = self.worker.sent.popleft()
-        assert isinstance(plan, StepPlan)
-        return plan
-
-    def answer(self, plan: StepPlan, tokens: list[int], **fields: Any) -> list[StepOutput]:
-        result = StepResult(plan.step, pack_ids(tokens), 1.0, 2.0, **fields)
-        self.scheduler.step([], [result])
-        outputs, self.detok.sent = list(self.detok.sent), deque()
-        return outputs
 
 
 def block(*values: float) -> LogprobBlock:

@@ -1,6 +1,5 @@
 """A scheduler that crashes is followed by one that reads the journal, and nothing is lost."""
 
-import dataclasses
 import errno
 import random
 from pathlib import Path
@@ -11,58 +10,13 @@ import pytest
 from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.to_detok import PROMPT_END_TOKENS, StepOutput, StreamStart
-from quadriga.wire.to_scheduler import DetokReady, Shutdown, Submit
+from quadriga.wire.to_scheduler import Shutdown, Submit
 from scheduler_proc.journal.writer import (
     FILE_NAME,
     RETRY_INTERVAL_S,
-    Journal,
-    NoJournal,
-    open_journal,
 )
-from scheduler_proc.request_table import first_seq_after_restart
-from scheduler_proc.scheduler import Scheduler
-from tests.unit.journal_runs import FaultyOs, faulty_os, full_disk, make_header, release_journal
-from tests.unit.simulation import EOS, World, abort, reference, submit
-
-
-class MortalWorld(World):
-    """A world whose scheduler can crash and be restarted."""
-
-    def __init__(self, args: SchedulerArgs, directory: Path) -> None:
-        super().__init__(args)
-        self._args = dataclasses.replace(args, journal=str(directory))
-        self.journal: Journal | NoJournal = NoJournal()
-        self._start_scheduler(is_restart=False)
-
-    def restart_scheduler(self) -> None:
-        """Crash the scheduler and start another one; worker and detokenizer forget everything."""
-        self._start_scheduler(is_restart=True)
-
-    def _start_scheduler(self, is_restart: bool) -> None:
-        self._detok_sessions += 1
-        release_journal(self.journal)
-        header = make_header(vocab_size=1000, context_length=1000)
-        journal, recovered = open_journal(self._args, Path("run"), header, is_restart)
-        if isinstance(journal, Journal):
-            journal._clock = lambda: self.worker.now
-        self.journal = journal
-        self.scheduler = Scheduler(
-            self._args,
-            frozenset({EOS}),
-            self.worker,
-            self.detok,
-            lambda: self.worker.now,
-            journal,
-        )
-        self.scheduler.lifecycle.restore(recovered, first_seq_after_restart() if is_restart else 0)
-        self.worker.restart()
-        self.detok.session = self._detok_sessions
-        self.detok.open.clear()
-        self.detok.ended.clear()
-        ready = msgspec.structs.replace(self._ready, session=self.worker.session)
-        self.scheduler.step([DetokReady(self.detok.session)], [ready])
-        self._acknowledge()
-        self._check()
+from tests.unit.journal_runs import FaultyOs, MortalWorld, faulty_os, full_disk, release_journal
+from tests.unit.simulation import abort, reference, submit
 
 
 def test_streams_go_on_from_their_last_token_when_the_scheduler_crashes(tmp_path: Path) -> None:

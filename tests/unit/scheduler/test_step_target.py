@@ -15,7 +15,7 @@ from simulator import cost_model
 from simulator.clock import START
 from simulator.trace import TraceRequest
 from simulator.world import World as SimulatedServer
-from tests.unit.scheduler.test_prefix_tree import make_request
+from tests.unit.scheduler.requests import request_of_tokens
 from tests.unit.simulation import World, reference, submit
 
 STEP_S, ROW_S, TOKEN_S, PAIR_S = 0.009, 0.0002, 0.0006, 3e-7
@@ -24,11 +24,11 @@ STEP_S, ROW_S, TOKEN_S, PAIR_S = 0.009, 0.0002, 0.0006, 3e-7
 def batch_of(num_decodes: int, num_prompt_tokens: int, context: int = 0) -> ScheduleBatch:
     batch = ScheduleBatch()
     for _ in range(num_decodes):
-        batch.requests.append(make_request([9]))
+        batch.requests.append(request_of_tokens([9]))
         batch.num_tokens.append(1)
     batch.num_decodes = num_decodes
     if num_prompt_tokens:
-        request = make_request([9] * (context + num_prompt_tokens))
+        request = request_of_tokens([9] * (context + num_prompt_tokens))
         request.num_computed_tokens = context
         batch.add_prefill(request, num_prompt_tokens)
     return batch

@@ -16,7 +16,7 @@ from scheduler_proc.observe.stats import TenantStats
 from scheduler_proc.planning.fairness import WeightedTurns, tenant_share
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.request import FinishReason, Request
-from tests.unit.scheduler.test_policies import make_request
+from tests.unit.scheduler.requests import waiting_request
 from tests.unit.simulation import World, submit
 
 
@@ -26,7 +26,7 @@ def jain(shares: list[float]) -> float:
 
 
 def of(seq: int, tenant: str, prompt: int = 10, new: int = 90, weight: float = 1.0) -> Request:
-    request = make_request(seq, prompt, new)
+    request = waiting_request(seq, prompt, new)
     request.tenant, request.weight = tenant, weight
     return request
 
@@ -121,7 +121,7 @@ def test_a_cache_that_is_apart_serves_only_its_tenant() -> None:
     cache = KVCache(64, 4)
 
     def computed(seq: int, salt: bytes) -> int:
-        request = make_request(seq, 40)
+        request = waiting_request(seq, 40)
         request.cache_salt = salt
         cache.allocate(request)
         num_cached = request.num_computed_tokens

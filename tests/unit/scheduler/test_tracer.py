@@ -13,8 +13,8 @@ from quadriga.wire.to_scheduler import Submit
 from quadriga.wire.trace import RequestTrace, Span, TraceContext
 from scheduler_proc.state import span_recorder
 from scheduler_proc.state.span_recorder import MAX_EVENTS, MAX_SPANS, SpanRecorder
-from tests.unit.scheduler.test_grammars import GRAMMAR, GrammarBench
-from tests.unit.scheduler.test_scheduler_journal import MortalWorld
+from tests.unit.journal_runs import MortalWorld
+from tests.unit.scheduler.sampling_bench import GRAMMAR, GrammarBench
 from tests.unit.simulation import World, abort, submit
 
 CONTEXT = TraceContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")

@@ -17,10 +17,11 @@ from scheduler_proc.state.prefix_tree import Node
 from scheduler_proc.state.request import Request
 from scheduler_proc.state.window import NO_PAGE, WindowedKVCache, make_kv_cache
 from tests.unit.chaos import random_life
-from tests.unit.scheduler.test_prefix_tree import PAGE, make_request
+from tests.unit.scheduler.requests import request_of_tokens
 from tests.unit.simulation import World, abort, reference, submit
 
 PAGE_SIZE, WINDOW, CHUNK = 4, 10, 8
+PAGE = 2
 # Of the window, the chunk, and the begun pages at both ends.
 MAX_PAGES = 3 + 2 + 1
 
@@ -162,7 +163,7 @@ class WindowMachine(RuleBasedStateMachine):
     @rule(length=st.integers(0, 20), tail=st.lists(st.sampled_from([1, 2]), min_size=1, max_size=3))
     def admit(self, length: int, tail: list[int]) -> None:
         tokens = [1] * length + tail
-        request = make_request(tokens)
+        request = request_of_tokens(tokens)
         node = self.kv.match_prefix(request)
         assert node.depth == self.deepest(tokens)
         available = self.kv.num_available
@@ -177,7 +178,7 @@ class WindowMachine(RuleBasedStateMachine):
         """Search the longest whole pages after which the window of 4 tokens is cached."""
         path: list[Node] = [self.kv.tree.root]
         for begin in range(0, len(tokens) - 1, PAGE):
-            key = make_request(tokens[begin : begin + PAGE]).tokens.tobytes()
+            key = request_of_tokens(tokens[begin : begin + PAGE]).tokens.tobytes()
             if begin + PAGE >= len(tokens) or key not in path[-1].children:
                 break
             path.append(path[-1].children[key])

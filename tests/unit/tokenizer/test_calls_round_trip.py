@@ -8,7 +8,7 @@ import pytest
 
 from http_proc.answer.parser import ToolSchemas, make_parser, parse_answer
 from quadriga.server.answer_format import KNOWN_FORMATS, AnswerFormat, CallStyle
-from tests.unit.tokenizer.test_real_templates import ENDS, FILES, TOKENS, WITHOUT_TOOLS
+from tests.unit.tokenizer.real_templates import ENDS, FILES, TOKENS, WITHOUT_TOOLS
 from tokenizer_proc.preparation.chat import ChatTemplate, TokenMarks
 from tokenizer_proc.preparation.templates.adapt import write_calls
 from tokenizer_proc.preparation.templates.probes import NAMES, Prober, render_calls

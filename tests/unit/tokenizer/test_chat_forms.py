@@ -9,7 +9,7 @@ import pytest
 from quadriga.errors import InvalidRequest
 from quadriga.server.answer_format import KNOWN_FORMATS
 from quadriga.wire.client import ChatMessage, ChatOptions
-from tests.unit.tokenizer.test_real_templates import DIRECTORY, TOKENS
+from tests.unit.tokenizer.real_templates import DIRECTORY, TOKENS
 from tokenizer_proc.preparation.chat import SHOWS_NO_CALLS, ChatTemplate
 from tokenizer_proc.preparation.templates.adapt import short_id
 from tokenizer_proc.preparation.templates.derive import ParserNames

@@ -4,34 +4,14 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from tokenizers.processors import TemplateProcessing
 
 from quadriga.sampling.params import SamplingParams
 from quadriga.server.config.frontend_args import FrontendArgs
 from quadriga.server.models.resolve import ModelFiles
 from quadriga.wire.client import ChatMessage, ChatOptions, Generate, Tokenize, Tokens
 from quadriga.wire.packing import pack_ids
-from tokenizer_proc.preparation.chat import ChatTemplate
-from tokenizer_proc.preparation.prepare import Encoder, Prepared, Preparer
-
-BOS, EOS, A, B = range(4)
-
-
-def encoder(directory: Path, template: str | None) -> Encoder:
-    """Return an encoder of the words a and b, with a post-processor's template."""
-    vocabulary = {"<bos>": BOS, "<eos>": EOS, "a": A, "b": B}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="b"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens([AddedToken("<bos>"), AddedToken("<eos>")])
-    if template:
-        tokenizer.post_processor = TemplateProcessing(
-            single=template, special_tokens=[("<bos>", BOS), ("<eos>", EOS)]
-        )
-    jinja = directory / "chat.jinja"
-    jinja.write_text("<bos>{{ messages[0]['content'] }}")
-    (directory / "tokenizer_config.json").write_text("{}")
-    return Encoder(tokenizer, ChatTemplate(directory, jinja))
+from tests.unit.tokenizer.frontend_world import BOS, EOS, A, B, encoder
+from tokenizer_proc.preparation.prepare import Prepared, Preparer
 
 
 @pytest.mark.parametrize(

@@ -1,35 +1,24 @@
 """The frontend under load: what it refuses, with which hint, and what it keeps for a restart."""
 
 import asyncio
-import functools
-import threading
-from array import array
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import msgspec
 import pytest
 
 from http_proc.core.errors import from_ring
-from quadriga.errors import InvalidRequest, QueueFull
-from quadriga.sampling.params import Grammar, SamplingParams
-from quadriga.server.config.frontend_args import FrontendArgs
-from quadriga.wire.async_sockets import Unreachable
+from quadriga.errors import QueueFull
+from quadriga.sampling.params import SamplingParams
 from quadriga.wire.client import (
     MAX_PROGRESS_IDS,
     Abort,
     Accepted,
-    Chunks,
-    Generate,
     GetInfo,
     GetProgress,
     Info,
     RefusalInfo,
     Refused,
     ServerGone,
-    ServerMessage,
 )
-from quadriga.wire.packing import pack_ids
 from quadriga.wire.sockets import encode
 from quadriga.wire.to_detok import Delivered
 from quadriga.wire.to_scheduler import (
@@ -42,153 +31,9 @@ from quadriga.wire.to_scheduler import (
     Shutdown,
     Submit,
 )
-from tests.unit.tokenizer.test_validation import Recorder, model
-from tokenizer_proc.deliver.traces import RingTraces
-from tokenizer_proc.frontend import Frontend
+from tests.unit.tokenizer.frontend_world import FrontendWorld, in_loop
 from tokenizer_proc.info import EXPIRY_S, MAX_PENDING_OF_CLIENT, InfoRequests
-from tokenizer_proc.intake.grammar_validator import GrammarValidator
-from tokenizer_proc.intake.intake import RequestPreparation
 from tokenizer_proc.intake.overload import OverloadGuard
-from tokenizer_proc.intake.tenants import RequestOwners
-from tokenizer_proc.preparation.prepare import MAX_INLINE_BYTES, Preparer
-
-
-def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """Return a test function that runs an asynchronous one in an event loop."""
-
-    @functools.wraps(test)
-    def run() -> None:
-        asyncio.run(test())
-
-    return run
-
-
-class Port(Recorder):
-    """Takes the frontend's answers. `missing` holds clients that cannot be reached."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.missing: set[bytes] = set()
-
-    def send(self, *message: Any) -> bool:
-        if message[0] in self.missing:
-            raise Unreachable
-        return super().send(*message)
-
-    def last(self) -> ServerMessage:
-        message: ServerMessage = msgspec.msgpack.decode(self.sent[-1], type=ServerMessage)
-        return message
-
-
-class LatePool:
-    """Prepares long messages when the test says so. The jobs of lost clients go on."""
-
-    def __init__(self, preparer: Preparer) -> None:
-        self._preparer = preparer
-        self.begun: list[tuple[bytes, asyncio.Future[bytes]]] = []
-
-    def submit(self, client: bytes, frame: bytes) -> "asyncio.Future[bytes]":
-        outcome: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self.begun.append((frame, outcome))
-        return outcome
-
-    def drop(self, client: bytes) -> None:
-        pass
-
-    async def finish(self) -> None:
-        """Finish the oldest message, and let the frontend go on with it."""
-        frame, outcome = self.begun.pop(0)
-        if not outcome.done():
-            outcome.set_result(self._preparer.prepare_frame(frame))
-        for _ in range(3):
-            await asyncio.sleep(0)
-
-
-class SlowGrammars(GrammarValidator):
-    """Finishes its checks when `go` is set; a grammar "wrong" is refused."""
-
-    def __init__(self) -> None:
-        super().__init__(model())
-        self.go = threading.Event()
-
-    def _check_in_thread(self, grammar: Grammar) -> str:
-        assert self.go.wait(10)
-        if grammar.text == "wrong":
-            raise InvalidRequest("regex is wrong", "regex")
-        return "form"
-
-
-class OneTokenEncoder:
-    """Encodes every text as one token."""
-
-    def render(self, prompt: object, chat: object) -> str:
-        return str(prompt)
-
-    def encode(self, text: str, is_chat: bool) -> "array[int]":
-        return array("i", [1])
-
-
-class FrontendWorld:
-    """A frontend without sockets. `limit` holds for the open requests of one client."""
-
-    def __init__(
-        self,
-        max_queued: int = 4,
-        limit: int | None = None,
-        replaces: bool = False,
-        owners: RequestOwners | None = None,
-        traces: RingTraces | None = None,
-    ) -> None:
-        self.scheduler, self.port = Recorder(), Port()
-        preparer = Preparer(FrontendArgs(), model(), OneTokenEncoder())  # type: ignore[arg-type]
-        self.pool = LatePool(preparer)
-        guard = OverloadGuard(max_queued, limit)
-        self.grammars = SlowGrammars()
-        preparation = RequestPreparation(preparer, self.pool, self.grammars)  # type: ignore[arg-type]
-        self.frontend = Frontend(
-            preparation,
-            guard,
-            self.scheduler,  # type: ignore[arg-type]
-            {},
-            replaces,
-            owners=owners,
-            traces=traces,
-        )
-        self.frontend.clients.open(self.port)  # type: ignore[arg-type]
-
-    def ask(self, name: str, client: bytes = b"c", late: bool = False, **fields: Any) -> None:
-        """Send a request; a late one has a text that is too long to be encoded at once."""
-        ids = None if late else pack_ids([1])
-        text = "text " * MAX_INLINE_BYTES if late else ""
-        message = Generate(1, name, text, prompt_token_ids=ids, **fields)
-        self.frontend.on_public([client, encode(message)])
-
-    def refusal(self) -> tuple[str, str]:
-        """Return the request id and the error's code of the last answer."""
-        refused = self.port.last()
-        assert isinstance(refused, Refused)
-        return refused.request_id, refused.error.code
-
-    def lose(self, client: bytes = b"c") -> None:
-        """Lose the connection of a client, which may come back."""
-        self.port.missing.add(client)
-        self.deliver(client)
-        self.port.missing.clear()
-
-    def deliver(
-        self,
-        client: bytes = b"c",
-        ended: tuple[str, ...] = (),
-        waiting: int = 0,
-        settled: tuple[int, ...] = (),
-        lost: bool = False,
-    ) -> None:
-        delivered = encode(Delivered(list(ended), waiting, list(settled), lost=lost))
-        self.frontend.on_delivery([client, encode(Chunks([])), delivered])
-
-    @property
-    def submitted(self) -> list[str]:
-        return [m.request_id for m in self.scheduler.sent if isinstance(m, Submit)]
 
 
 def test_past_the_queue_a_request_is_refused_before_it_is_tokenised_with_a_hint() -> None:

@@ -11,21 +11,9 @@ from jinja2 import TemplateError
 from quadriga.errors import InvalidRequest
 from quadriga.server.answer_format import KNOWN_FORMATS
 from quadriga.wire.client import ChatMessage, ChatOptions
+from tests.unit.tokenizer.real_templates import DIRECTORY, ENDS, FILES, TOKENS, WITHOUT_TOOLS
 from tokenizer_proc.preparation.chat import ChatTemplate, TokenMarks
 from tokenizer_proc.preparation.templates.derive import DERIVED, GENERIC_SOURCE
-
-DIRECTORY = Path(__file__).parents[2] / "fixtures" / "chat_templates"
-FILES = sorted(DIRECTORY.glob("*.jinja"))
-TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
-ENDS = (
-    "</s>",
-    "<|im_end|>",
-    "<|end_of_text|>",
-    "<|return|>",
-    "<｜end▁of▁sentence｜>",
-    "[e~[",
-    "<|tool_response>",
-)
 
 
 class Derived(NamedTuple):
@@ -115,8 +103,6 @@ AS_TEXT = {
 }
 RESULT = {"role": "tool", "content": "17 °C", "name": "weather", "tool_call_id": "abcDEF123"}
 THINKING = {"role": "assistant", "content": "Hello!", "reasoning_content": "A greeting."}
-# Calls and answers of tools are written in words of this server.
-WITHOUT_TOOLS = ("deepseek-v3.1", "phi-3.5-mini", "smollm3")
 CHATS: dict[str, tuple[list[dict[str, Any]], bool]] = {
     "a question": ([HELLO], False),
     "a system message": ([SYSTEM, HELLO], False),

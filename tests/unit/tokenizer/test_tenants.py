@@ -14,7 +14,7 @@ from quadriga.wire.client import Info, ProgressAnswer, Refused, gateway_address
 from quadriga.wire.sockets import encode
 from quadriga.wire.to_detok import Delivered, EndedRequest, KnownRequests
 from quadriga.wire.to_scheduler import AbortRequest, Submit
-from tests.unit.tokenizer.test_overload import FrontendWorld, in_loop
+from tests.unit.tokenizer.frontend_world import FrontendWorld, in_loop
 from tokenizer_proc.intake.tenants import WINDOW_S, Quotas, RequestOwners
 
 GATEWAY = gateway_address().bytes

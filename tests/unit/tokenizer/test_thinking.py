@@ -11,7 +11,7 @@ from quadriga.server.config.frontend_args import FrontendArgs
 from quadriga.server.models.resolve import ModelFiles
 from quadriga.wire.client import ChatMessage, Generate
 from quadriga.wire.grammar import ThinkingForm
-from tests.unit.tokenizer.test_encode import encoder
+from tests.unit.tokenizer.frontend_world import encoder
 from tokenizer_proc.preparation.prepare import Prepared, Preparer, thinking_form
 
 START, END = "<think>", "\n</think>\n\n"

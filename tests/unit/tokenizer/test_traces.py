@@ -12,7 +12,7 @@ from quadriga.wire.sockets import encode
 from quadriga.wire.to_detok import Delivered
 from quadriga.wire.to_scheduler import Submit
 from quadriga.wire.trace import RequestTrace, Span, TraceContext
-from tests.unit.tokenizer.test_overload import FrontendWorld, in_loop
+from tests.unit.tokenizer.frontend_world import FrontendWorld, in_loop
 from tokenizer_proc.deliver import traces as traces_module
 from tokenizer_proc.deliver.traces import RingTraces
 

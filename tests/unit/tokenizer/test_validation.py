@@ -4,7 +4,6 @@ import asyncio
 import math
 import os
 from array import array
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -17,12 +16,12 @@ from quadriga.errors import InvalidRequest, PromptTooLong
 from quadriga.sampling.params import SamplingParams
 from quadriga.sampling.validation import UnservedTokens, validate_params
 from quadriga.server.config.frontend_args import FrontendArgs
-from quadriga.server.models.resolve import ModelFiles
 from quadriga.wire.async_sockets import AsyncPort
 from quadriga.wire.client import MAX_FRAME_BYTES, Generate, Ping, Refused
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.sockets import Outbox, encode
 from quadriga.wire.to_scheduler import Submit
+from tests.unit.tokenizer.frontend_world import VOCAB, Recorder, model
 from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.intake.grammar_validator import GrammarValidator
 from tokenizer_proc.intake.intake import RequestPreparation
@@ -30,13 +29,7 @@ from tokenizer_proc.intake.overload import OverloadGuard
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.prepare import Preparer
 
-VOCAB = 100
 IDS = UnservedTokens(VOCAB)
-
-
-def model(context: int = 16) -> ModelFiles:
-    config = {"vocab_size": VOCAB, "max_position_embeddings": context, "eos_token_id": [7, 9]}
-    return ModelFiles("m", "m", config, {}, Path(), None)
 
 
 @pytest.mark.parametrize(
@@ -198,28 +191,6 @@ WEEK = 7 * 24 * 3600
 
 def generate(**fields: Any) -> Generate:
     return Generate(1, "id", "", prompt_token_ids=pack_ids([1]), **fields)
-
-
-class Recorder:
-    """A scheduler, socket or connection that keeps what is sent to it."""
-
-    is_open = True
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-
-    def send(self, *message: Any) -> bool:
-        self.sent.append(message[-1])
-        return True
-
-    def renew(self) -> None:
-        self.sent.clear()
-
-    def check(self) -> None:
-        pass
-
-    async def open(self, timeout: float) -> None:
-        pass
 
 
 def pass_through_frontend(message: bytes, args: FrontendArgs) -> Submit | Refused:

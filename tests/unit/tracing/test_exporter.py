@@ -11,7 +11,7 @@ from quadriga.server.config.frontend_args import TraceArgs
 from quadriga.server.tracing import otlp as exporter
 from quadriga.server.tracing.otlp import HEADERS_VARIABLE, NoExporter, OtlpExporter, make_exporter
 from tests.unit.tracing.collector import running_collector
-from tests.unit.tracing.test_formats import trace
+from tests.unit.tracing.spans import trace
 from tests.waiting import wait_until
 
 NUM_SPANS = 6  # of a trace

@@ -18,16 +18,9 @@ from quadriga.wire.live import (
     SkipReason,
 )
 from tests.unit.live_messages import make_request, make_step
+from tests.unit.tracing.spans import ended
 
 CHUNK, DECODE = RowKind.CHUNK, RowKind.DECODE
-
-
-def ended(message: Any, *steps: int) -> Any:
-    """Return the message with the ends of steps, each of which lasts half a second."""
-    times = [4.0 + step for step in steps]
-    return msgspec.structs.replace(
-        message, ended_steps=list(steps), began_at=times, ended_at=[time + 0.5 for time in times]
-    )
 
 
 def recorded(*messages: LiveMessage) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from http_proc.core.gateway import Gateway
 from http_proc.jobs import batch_job
 from quadriga.errors import QueueFull
 from quadriga.server.tenants import hash_of_key
-from tests.unit.http.batch.test_batches import Http, input_file, ring
+from tests.unit.http.batch.batch_client import Http, input_file, ring
 from tests.unit.scripted_ring import ScriptedHandle, ScriptedRing, run_at_gateway
 
 ALICE, BOB, OPERATOR = ({"Authorization": f"Bearer {key}"} for key in ("a-key", "b-key", "op"))

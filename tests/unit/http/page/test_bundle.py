@@ -4,11 +4,16 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
+from http_proc.generation.sampling import CHAT
+from http_proc.generation.schema import ChatRequest
 from http_proc.page.pages import BUNDLE
+from quadriga.sampling.params import GRAMMAR_FIELDS
 from tests.server import ROOT
 
 SOURCE = ROOT / "http_proc" / "page" / "source"
+CHAT_SOURCE = SOURCE / "views" / "chat"
 MAX_BYTES = 300_000
 REBUILD = "npm ci --ignore-scripts && npm run build, in http_proc/page/source"
 
@@ -63,3 +68,26 @@ def test_versions_are_pinned_without_addresses() -> None:
     versions = [*package["dependencies"].values(), *package["devDependencies"].values()]
     assert all(re.fullmatch(r"[\d.]+", version) for version in versions)
     assert "resolved" not in (SOURCE / "package-lock.json").read_text()
+
+
+# --- the settings of the chat have every sampling field of the API --------------------------------
+
+
+def fields() -> list[dict[str, Any]]:
+    groups = json.loads((CHAT_SOURCE / "parameters.json").read_bytes())
+    return [field for group in groups for field in group["fields"]]
+
+
+def test_every_sampling_field_can_be_set() -> None:
+    shown = {CHAT[field["name"]] for field in fields() if field["name"] in CHAT} | {"n"}
+    assert set(CHAT.values()) - shown == set(GRAMMAR_FIELDS)
+
+
+def test_every_grammar_can_be_chosen() -> None:
+    text = (CHAT_SOURCE / "model" / "grammars.js").read_text()
+    assert not [name for name in GRAMMAR_FIELDS if f'name: "{name}"' not in text]
+
+
+def test_every_field_of_the_page_is_one_of_the_api() -> None:
+    known = {*CHAT, *ChatRequest.__struct_fields__}
+    assert not [field["name"] for field in fields() if field["name"] not in known]

@@ -370,7 +370,7 @@ def test_an_error_before_all_events_follows_those_of_the_begin() -> None:
 def test_a_response_is_aborted_by_its_id_or_that_of_its_request(rid: str) -> None:
     class AbortableRing(ScriptedRing):
         async def abort(self, request_id: str) -> None:
-            self.sinks[0](chunk("", self._completion()))
+            self.sinks[0](chunk("", self.completion()))
 
     ring = AbortableRing(["No"])
     ring.leaves_open, ring.finish_reason = True, "abort"

@@ -41,7 +41,7 @@ async def ended(client: Any, response_id: str) -> Any:
 def finish(ring: ScriptedRing, piece: str) -> None:
     """Let the last request of a ring end with a piece."""
     ring.handles[-1].done = True
-    ring.sinks[-1](chunk(piece, ring._completion()))
+    ring.sinks[-1](chunk(piece, ring.completion()))
 
 
 def test_a_response_is_made_without_its_client_and_read_later(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from http_proc.server import bind, listen, make_runner, tls_context
 from quadriga.errors import DeadlineExceeded
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.wire.client import Usage
-from tests.unit.http.streams.test_resumable import (
+from tests.unit.http.streams.stream_clients import (
     BODIES,
     PIECES,
     OpenRing,
@@ -39,7 +39,7 @@ class MergedRing(ScriptedRing):
 
     def _answer(self, handle: Any, sink: Any) -> None:
         handle.done = True
-        whole = chunk("".join(self.pieces), self._completion())
+        whole = chunk("".join(self.pieces), self.completion())
         whole.token_ids = [1] * len(self.pieces)
         whole.token_times = [0.0] * len(self.pieces)
         whole.text_lengths = [len(piece) for piece in self.pieces]
@@ -159,7 +159,7 @@ def test_a_stream_that_had_ended_runs_again_only_where_it_is_read(tmp_path: Path
 
 def other_times(ring: ScriptedRing) -> None:
     """Let a ring have other times and cache hits than every run before."""
-    make = ring._completion
+    make = ring.completion
 
     def completion() -> Any:
         made = make()
@@ -168,7 +168,7 @@ def other_times(ring: ScriptedRing) -> None:
         made.usage = Usage(3, len(ring.pieces), 2)
         return made
 
-    ring._completion = completion  # type: ignore[method-assign]
+    ring.completion = completion  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
