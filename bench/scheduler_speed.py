@@ -22,6 +22,7 @@ from quadriga.wire.packing import pack_ids, unpack_ids
 from quadriga.wire.sockets import encode
 from quadriga.wire.to_scheduler import Submit, WatchSteps
 from quadriga.wire.worker import StepPlan, StepResult, WorkerReady
+from scheduler_proc.journal.writer import NoJournal
 from scheduler_proc.scheduler import Scheduler
 from simulator.latency import percentile
 
@@ -93,7 +94,7 @@ def measure(
         is_watched: the live feed is made.
     """
     worker, now, load = Sink(), 1000.0, SpeedCase(0)
-    scheduler = Scheduler(args, frozenset({2}), worker, Sink(), lambda: now)
+    scheduler = Scheduler(args, frozenset({2}), worker, Sink(), lambda: now, NoJournal())
     slots = args.max_running_requests
     scheduler.step([], [WorkerReady(pages, PAGE_SIZE, slots, "", "cpu", window=window)])
     scheduler.step([load.next(now) for _ in range(waiting + args.max_running_requests)], [])

@@ -26,7 +26,7 @@ from scheduler_proc.state.batch import (
     StepUpdate,
 )
 from scheduler_proc.state.kv_cache import KVCache, PageHolder
-from scheduler_proc.state.kv_offload import KVOffload, NoOffload, OffloadStats
+from scheduler_proc.state.kv_offload import KVOffload, NoOffload, OffloadStats, TieredOffload
 from scheduler_proc.state.request import (
     FinishReason,
     Request,
@@ -183,7 +183,9 @@ class SchedulerCore:
             prefix_cache=not args.disable_radix_cache,
         )
         stored = capacity.stored
-        self.offload = NoOffload() if stored is None else KVOffload(kv, stored, offload_stats)
+        self.offload: KVOffload = NoOffload()
+        if stored is not None:
+            self.offload = TieredOffload(kv, stored, offload_stats)
         self._state = state = CoreState(args, kv, self.offload)
         self.admission = state.admission
         self.waiting = state.waiting

@@ -11,6 +11,7 @@ from quadriga.errors import QuadrigaError, QueueFull, RequestFailed, ServerStopp
 from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire import to_detok, to_scheduler
 from quadriga.wire.client import ErrorInfo
+from quadriga.wire.sockets import Sender
 from quadriga.wire.to_detok import EndedRequest
 from quadriga.wire.worker import GrammarReady, WorkerReady
 from scheduler_proc.core import SchedulerCore
@@ -18,7 +19,7 @@ from scheduler_proc.forecast import RecentEnds, refuse_target
 from scheduler_proc.journal.detok_outbox import DetokOutbox
 from scheduler_proc.journal.events import StepEvents
 from scheduler_proc.journal.recovery import RecoveredRequest
-from scheduler_proc.journal.writer import NoJournal
+from scheduler_proc.journal.writer import Journal
 from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.observe.stats import GuessStats, SchedulerStats
 from scheduler_proc.observe.tracer import Tracer
@@ -27,7 +28,6 @@ from scheduler_proc.request_table import GrammarQueue, RequestTable
 from scheduler_proc.state.batch import Capacity
 from scheduler_proc.state.kv_offload import OffloadStats
 from scheduler_proc.state.request import FinishReason, Request, RequestFailure, WaitReason
-from scheduler_proc.state.sender import Sender
 
 # Limits on new requests. The frontend checks them, too, as far as it knows their state.
 
@@ -104,7 +104,7 @@ class RequestLifecycle:
         worker: Sender,
         detok: Sender,
         clock: Callable[[], float],
-        journal: NoJournal,
+        journal: Journal,
     ) -> None:
         self._args = args
         self._detok = detok

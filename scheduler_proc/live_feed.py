@@ -28,6 +28,7 @@ from quadriga.wire.live import (
     RowKind,
     SkipReason,
 )
+from quadriga.wire.sockets import Sender
 from quadriga.wire.to_detok import LiveFrame
 from quadriga.wire.to_scheduler import WatchSteps
 from quadriga.wire.worker import StepResult
@@ -36,7 +37,6 @@ from scheduler_proc.planning.quarantine import is_quarantined
 from scheduler_proc.state.batch import Plan, ScheduleBatch
 from scheduler_proc.state.prefix_tree import Node, PrefixTree
 from scheduler_proc.state.request import FinishReason, Request, RequestStatus
-from scheduler_proc.state.sender import Sender
 
 # The prefix tree in a few numbers: chains of pages merged, within fixed bounds of time and size.
 #

@@ -31,7 +31,7 @@ from scheduler_proc.observe.logs import (
     NoStatusLine,
     RequestLog,
     StatsLog,
-    TerminalStatusLine,
+    StatusLine,
     UsageLog,
     status_line,
 )
@@ -164,9 +164,7 @@ def _add_observers(child: Child, lifecycle: RequestLifecycle) -> UsageLog | None
     return usage_log
 
 
-def _status(
-    launch: LaunchArgs, scheduler: Scheduler
-) -> TerminalStatusLine | StatsLog | NoStatusLine:
+def _status(launch: LaunchArgs, scheduler: Scheduler) -> StatusLine:
     """Return the live line of a terminal, or without one the throughput line of the log."""
     line = status_line(not launch.no_status_line, scheduler.info)
     if isinstance(line, NoStatusLine) and launch.log_stats_interval:

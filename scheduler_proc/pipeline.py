@@ -8,10 +8,10 @@ millisecond) and no longer, because a result is always answered at once.
 import math
 from collections import deque
 
+from quadriga.wire.sockets import Sender
 from quadriga.wire.worker import ResultMessage, StepResult
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.request import Request
-from scheduler_proc.state.sender import Sender
 
 MAX_OUTSTANDING = 2  # the running step, and one that the worker begins without waiting
 # A plan is sent LEAD_S + LEAD_FRACTION * (duration of the step) before the predicted end: time to

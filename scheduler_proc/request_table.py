@@ -13,12 +13,12 @@ from sortedcontainers import SortedDict
 
 from quadriga.errors import DeadlineExceeded
 from quadriga.wire.packing import unpack_ids
+from quadriga.wire.sockets import Sender
 from quadriga.wire.to_scheduler import Submit
 from quadriga.wire.worker import CompileGrammar, ForgetGrammar, GrammarReady
 from scheduler_proc.journal.recovery import RecoveredRequest, restored
 from scheduler_proc.planning.quarantine import count_losses
 from scheduler_proc.state.request import Request
-from scheduler_proc.state.sender import Sender
 
 # Every request that has not ended: by number, by client, and by deadline.
 

@@ -14,7 +14,8 @@ from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire import to_detok, to_scheduler
 from quadriga.wire import worker as to_worker
 from quadriga.wire.client import InfoValues
-from scheduler_proc.journal.writer import NoJournal
+from quadriga.wire.sockets import Sender
+from scheduler_proc.journal.writer import Journal
 from scheduler_proc.lifecycle import RequestLifecycle
 from scheduler_proc.live_feed import StepFeed
 from scheduler_proc.pipeline import Pipeline
@@ -22,7 +23,6 @@ from scheduler_proc.planning.quarantine import record_worker_crash
 from scheduler_proc.planning.step_cost import StepSpeed
 from scheduler_proc.queries import ProgressReport, collect_info, info_reply, progress_reply
 from scheduler_proc.state.request import FinishReason
-from scheduler_proc.state.sender import Sender
 
 
 class Scheduler:
@@ -43,13 +43,13 @@ class Scheduler:
         worker: Sender,
         detok: Sender,
         clock: Callable[[], float],
-        journal: NoJournal | None = None,
+        journal: Journal,
     ) -> None:
         self._args = args
         self._worker = worker
         self._detok = detok
         self._clock = clock
-        self._journal = journal or NoJournal()
+        self._journal = journal
         self._worker_ready: to_worker.WorkerReady | None = None
         self.lifecycle = RequestLifecycle(args, eos_ids, worker, detok, clock, self._journal)
         self.pipeline = Pipeline(worker, args.plan_at_once)

@@ -20,6 +20,7 @@ from quadriga.wire.packing import pack_ids
 from quadriga.wire.to_detok import HandedBack, StepOutput, StreamEnd
 from quadriga.wire.to_scheduler import SchedulerMessage, Submit
 from quadriga.wire.worker import StepPlan, StepResult, WorkerReady
+from scheduler_proc.journal.writer import NoJournal
 from scheduler_proc.main import MAX_MESSAGES_PER_STEP
 from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.scheduler import Scheduler
@@ -250,7 +251,7 @@ class Replica:
             model, slots, clock, lambda when, result: clock.at(when, self.take_result, result)
         )
         self.scheduler = Scheduler(
-            config.scheduler, frozenset(), self.worker, detok=self, clock=clock
+            config.scheduler, frozenset(), self.worker, self, clock, NoJournal()
         )
         if watcher is not None:
             self.scheduler.lifecycle.report = ReplicaReport()

@@ -35,6 +35,7 @@ from quadriga.wire.client import (
     Tokenize,
     Watch,
 )
+from quadriga.wire.sockets import SchedulerLink
 from quadriga.wire.to_detok import Delivered, KnownRequests
 from quadriga.wire.to_scheduler import (
     EndsDelivered,
@@ -51,7 +52,6 @@ from tokenizer_proc.intake.overload import OverloadGuard
 from tokenizer_proc.intake.tenants import RequestOwners
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.prepare import MAX_INLINE_BYTES
-from tokenizer_proc.replicas.open_requests import SchedulerLink
 
 TAGS_OF_LONG_MESSAGES = ("generate", "tokenize", "detokenize")
 

@@ -15,10 +15,9 @@ from quadriga.server.processes.child import Child
 from quadriga.server.processes.control_channel import Command
 from quadriga.wire.async_sockets import AsyncPort, ConnectionWatch
 from quadriga.wire.links import NodeLinks
-from quadriga.wire.sockets import LinkSocket, Outbox, bind_frames
+from quadriga.wire.sockets import LinkSocket, Outbox, SchedulerLink, bind_frames
 from quadriga.wire.to_detok import Delivered
 from tokenizer_proc.frontend import Frontend
-from tokenizer_proc.replicas.open_requests import SchedulerLink
 from tokenizer_proc.replicas.placed import Name, RouterKey
 from tokenizer_proc.replicas.replicas import Replicas
 from tokenizer_proc.replicas.router import Router

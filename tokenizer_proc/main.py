@@ -23,7 +23,7 @@ from quadriga.server.tracing.otlp import make_exporter
 from quadriga.wire.async_sockets import AsyncPort, ConnectionWatch
 from quadriga.wire.client import InfoValues
 from quadriga.wire.curve import Guard
-from quadriga.wire.sockets import bind_public
+from quadriga.wire.sockets import SchedulerLink, bind_public
 from tokenizer_proc.deliver.traces import RingTraces
 from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.info import find_fill_format, static_server_info
@@ -36,7 +36,6 @@ from tokenizer_proc.links import Ring
 from tokenizer_proc.preparation.chat import ChatTemplate, token_marks
 from tokenizer_proc.preparation.prepare import Encoder, Preparer
 from tokenizer_proc.preparation.templates.derive import ParserNames
-from tokenizer_proc.replicas.open_requests import SchedulerLink
 
 # When the server ends, a client that takes no message for this time gets none of the others.
 STALL_TIMEOUT_S = 3.0

@@ -33,7 +33,7 @@ from quadriga.server.processes.logs import (
 )
 from quadriga.server.tenants import parent_name
 from quadriga.server.tracing.context import HeadSampling, traceparent_of
-from quadriga.server.tracing.otlp import NoExporter
+from quadriga.server.tracing.otlp import Exporter
 from quadriga.wire.client import MAX_TRACE_IDS
 from quadriga.wire.trace import Attributes, RequestTrace, Span, TraceContext
 
@@ -283,7 +283,7 @@ class WebTraces:
         exporter: gets the gateway's spans of sampled requests.
     """
 
-    def __init__(self, args: TraceArgs, exporter: NoExporter) -> None:
+    def __init__(self, args: TraceArgs, exporter: Exporter) -> None:
         self._sampling = HeadSampling(args.sampling_ratio, args.keep_traces == "all")
         self._exporter = exporter
         self._open: dict[str, WebTrace] = {}  # by the id of the span

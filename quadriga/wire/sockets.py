@@ -6,7 +6,7 @@ socket gets its linger at creation, so that closing never hangs on unsent data.
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import zmq
@@ -61,6 +61,20 @@ class Inbox(Generic[MessageT]):
             if not is_readable(self.socket):
                 return
             yield self._decode(self.socket.recv(zmq.NOBLOCK))
+
+
+class Sender(Protocol):
+    """The sending side of a link to another process: a socket, or a list in a test."""
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message; never block."""
+
+
+class SchedulerLink(Sender, Protocol):
+    """The way to the scheduler, or to those of several replicas."""
+
+    def renew(self) -> None:
+        """Connect to a new scheduler; unsent messages are discarded."""
 
 
 class Outbox:

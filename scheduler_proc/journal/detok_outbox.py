@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from quadriga.errors import QueueFull, ServerStopping
+from quadriga.wire.sockets import Sender
 from quadriga.wire.to_detok import (
     EndedRequest,
     ForgetStreams,
@@ -21,7 +22,6 @@ from quadriga.wire.to_detok import (
 from quadriga.wire.to_scheduler import Submit
 from scheduler_proc.journal.events import StepEvents, stream_replay
 from scheduler_proc.state.request import FinishReason, Request
-from scheduler_proc.state.sender import Sender
 
 REFUSALS = (QueueFull.code, ServerStopping.code)
 MAX_REMEMBERED = 4096

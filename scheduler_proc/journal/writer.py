@@ -1,6 +1,6 @@
 """The journal: accepted requests and their tokens on disk, for a scheduler that takes over.
 
-`Journal` writes it; `open_journal` opens it when a scheduler starts, and decides which earlier
+`FileJournal` writes it; `open_journal` opens it when a scheduler starts, and decides which earlier
 requests are resumed.
 """
 
@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import (
@@ -72,6 +72,41 @@ class JournaledRequest(NamedTuple):
     kernels: str
 
 
+class Journal(Protocol):
+    """Where a scheduler notes what happens to requests. No method raises an error of a disk."""
+
+    @property
+    def state(self) -> str:
+        """ON, OFF, or FAILED while nothing can be written."""
+
+    def append(self, events: StepEvents) -> None:
+        """Note what happened in a step."""
+
+    def keep(
+        self, message: Submit, requests: Iterable[Request], acknowledged: bool, kernels: str
+    ) -> None:
+        """Keep requests of an earlier scheduler, with the next `compact`.
+
+        Args:
+            message: as they were submitted.
+            requests: as they are.
+            acknowledged: their ends have reached the frontend.
+            kernels: what computed their tokens.
+        """
+
+    def set_kernels(self, kernels: str) -> None:
+        """Note what computes tokens from now on."""
+
+    def commit(self) -> None:
+        """Write what was noted since the last call."""
+
+    def compact(self) -> None:
+        """Write the requests that are kept, in place of all that was written before."""
+
+    def close(self) -> None:
+        """End the journal of a server that stops."""
+
+
 class NoJournal:
     """A journal that keeps nothing: for tests, the simulator, and --no-journal."""
 
@@ -98,7 +133,7 @@ class NoJournal:
         """Do nothing."""
 
 
-class Journal(NoJournal):
+class FileJournal:
     """Write the journal. What is appended between two commits becomes one frame.
 
     Nothing is written before the first `compact`, which replaces an earlier file. No failure of
@@ -277,7 +312,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 class OpenedJournal(NamedTuple):
     """A journal, and the requests that an earlier scheduler left in it."""
 
-    journal: Journal | NoJournal
+    journal: Journal
     recovered: list[RecoveredRequest]
 
 
@@ -317,7 +352,7 @@ def open_journal(
             raise
         logging.error("%s. The open requests are computed again.", error)
         recovered = []
-    return OpenedJournal(Journal(file), recovered)
+    return OpenedJournal(FileJournal(file), recovered)
 
 
 def of_replica(args: SchedulerArgs, replica: ReplicaPlace) -> SchedulerArgs:

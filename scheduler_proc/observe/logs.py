@@ -10,7 +10,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -218,15 +218,37 @@ class StatusValues(NamedTuple):
     cached: int = 0
 
 
-class StatusLine:
-    """Show what the server does. The scheduler calls `update` after each of its steps.
+class StatusLine(Protocol):
+    """Something that shows what the server does."""
 
-    Attributes:
-        wake_at: when `update` must be called even if nothing happens; None for never.
+    @property
+    def wake_at(self) -> float | None:
+        """When `update` must be called even if nothing happens; None for never."""
+
+    def update(self, now: float) -> None:
+        """Show what has changed. The scheduler calls it after each of its steps."""
+
+    def close(self) -> None:
+        """Show nothing any more."""
+
+
+class TerminalStatusLine:
+    """A status line on a terminal.
+
+    Args:
+        show: replaces its text.
+        erase: erases it for good.
+        info: returns gauges and counters, as docs/protocol.md lists them.
     """
 
-    def __init__(self, show: Callable[[str], None], info: Callable[[], InfoValues]) -> None:
+    def __init__(
+        self,
+        show: Callable[[str], None],
+        erase: Callable[[], None],
+        info: Callable[[], InfoValues],
+    ) -> None:
         self.wake_at: float | None = None
+        self.close = erase
         self._show = show
         self._info = info
         self._values = StatusValues()
@@ -290,26 +312,15 @@ class NoStatusLine:
         """Do nothing."""
 
 
-class TerminalStatusLine(StatusLine):
-    """A status line on the terminal of standard error."""
-
-    def __init__(self, info: Callable[[], InfoValues]) -> None:
-        self._line = TransientLine(os.ttyname(sys.stderr.fileno()))
-        super().__init__(self._line.show, info)
-
-    def close(self) -> None:
-        """Erase the line."""
-        self._line.close()
-
-
-def status_line(wanted: bool, info: Callable[[], InfoValues]) -> TerminalStatusLine | NoStatusLine:
+def status_line(wanted: bool, info: Callable[[], InfoValues]) -> StatusLine:
     """Return the status line of this process. wanted: unless stderr is not a terminal."""
     if not wanted or not sys.stderr.isatty():
         return NoStatusLine()
     try:
-        return TerminalStatusLine(info)
+        line = TransientLine(os.ttyname(sys.stderr.fileno()))
     except OSError:  # the terminal is another user's, or has no name in this container
         return NoStatusLine()
+    return TerminalStatusLine(line.show, line.close, info)
 
 
 # The throughput line of the log, every --log-stats-interval seconds while there is work.

@@ -10,7 +10,7 @@ from scheduler_proc.planning.fairness import make_queue, make_turns
 from scheduler_proc.planning.quarantine import Quarantine, is_quarantined
 from scheduler_proc.state.batch import RunningBatch
 from scheduler_proc.state.kv_cache import KVCache
-from scheduler_proc.state.kv_offload import NoOffload
+from scheduler_proc.state.kv_offload import KVOffload
 from scheduler_proc.state.request import Request, RequestStatus
 
 # Slots and pages, and whether a waiting request can have them now.
@@ -161,7 +161,7 @@ class CoreState:
         running: the requests that decode, and those whose prompts are partly computed.
     """
 
-    def __init__(self, args: SchedulerArgs, kv: KVCache, offload: NoOffload) -> None:
+    def __init__(self, args: SchedulerArgs, kv: KVCache, offload: KVOffload) -> None:
         self.kv = kv
         self.offload = offload
         self.admission = Admission(args, kv)

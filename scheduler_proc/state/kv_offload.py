@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from quadriga.server.prefix_blocks import PAGE_HASH_BYTES, page_hash, split_hashes
 from quadriga.wire.client import InfoValues
@@ -41,7 +42,7 @@ class OffloadStats:
         """Return the values of the server info.
 
         Args:
-            num_pages: Pages in the tiers, or on their way there.
+            num_pages: pages in the tiers, or on their way there.
         """
         return {
             "kv_offload_pages": num_pages,
@@ -85,6 +86,37 @@ class PageLoad:
     waiting: list[int] = field(default_factory=list)
 
 
+class KVOffload(Protocol):
+    """The tiers beyond the pool, as the core and the scheduler use them."""
+
+    @property
+    def loads(self) -> Collection[PageLoad]:
+        """Transfers to the pool that are under way, each of which holds pages."""
+
+    def awaits(self, request: Request) -> bool:
+        """Return whether a waiting request waits for a load that has begun."""
+
+    def begin_load(self, request: Request) -> bool:
+        """Load what a request that can be admitted finds in the tiers, once for each admission.
+
+        Returns:
+            Whether there is anything, for which the request has to wait.
+        """
+
+    def on_message(self, message: StoredPages | PagesLoaded) -> None:
+        """Take in what a transfer has brought."""
+
+    def take_messages(self) -> Sequence[LoadPages | StorePages]:
+        """Return the messages for the worker since the last call.
+
+        To be called after each plan that was sent, so that the worker copies pages after they are
+        computed and before another plan reuses them.
+        """
+
+    def info(self) -> InfoValues:
+        """Return gauges and counters, as docs/protocol.md lists them."""
+
+
 class NoOffload:
     """No tiers beyond the pool: nothing is stored and nothing loaded."""
 
@@ -110,14 +142,10 @@ class NoOffload:
         return {}
 
 
-class KVOffload(NoOffload):
+class TieredOffload:
     """The names of the pages in the tiers, and the transfers to and from them.
 
-    It observes the prefix tree. `take_messages` has to be called after each plan that was sent, so
-    that the worker copies pages after they are computed and before another plan reuses them.
-
-    Attributes:
-        loads: those under way, each of which holds pages.
+    It observes the prefix tree. The methods are those of the protocol `KVOffload`.
     """
 
     def __init__(self, kv: KVCache, stored: bytes, stats: OffloadStats) -> None:
@@ -135,7 +163,7 @@ class KVOffload(NoOffload):
         self._names: dict[Node, bytes] = {kv.tree.root: b""}
         self._to_store: dict[Node, None] = {}
         self._loads: dict[int, PageLoad] = {}
-        self.loads = self._loads.values()
+        self.loads: Collection[PageLoad] = self._loads.values()
         self._loading: dict[bytes, PageLoad] = {}
         self._waiting: dict[int, PageLoad] = {}
         self._next_load = 0
@@ -166,11 +194,7 @@ class KVOffload(NoOffload):
         return request.seq in self._waiting
 
     def begin_load(self, request: Request) -> bool:
-        """Load what a request that can be admitted finds in the tiers, once for each admission.
-
-        Returns:
-            Whether there is anything, for which the request has to wait.
-        """
+        """Load what a request that can be admitted finds in the tiers; return whether it waits."""
         if not request.may_load or request.wants_prompt_logprobs:
             return False
         node = self._kv.match_prefix(request)

@@ -19,6 +19,7 @@ from typing import Any
 
 from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import SchedulerArgs
+from scheduler_proc.journal.writer import NoJournal
 from scheduler_proc.scheduler import Scheduler
 from tests.unit.chaos import random_args, random_life
 from tests.unit.decision_log import DecisionLog
@@ -94,7 +95,9 @@ def run_case(trace_name: str, flags: dict[str, Any], log: DecisionLog) -> None:
     trace = TRACES[trace_name]()
     args = SchedulerArgs(**{**trace.flags, **flags})
     server = Server(log)
-    server.scheduler = Scheduler(args, frozenset({EOS}), server.worker, server.detok, server.clock)
+    server.scheduler = Scheduler(
+        args, frozenset({EOS}), server.worker, server.detok, server.clock, NoJournal()
+    )
     server.stops = trace.stops
     slots = args.max_running_requests
     ready = ["ready", trace.num_pages, PAGE_SIZE, slots, "float32", "cpu", 0, "", PREFILL_TOKENS]

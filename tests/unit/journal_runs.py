@@ -22,7 +22,7 @@ from scheduler_proc.journal import file as journal_file
 from scheduler_proc.journal.events import StepEvents
 from scheduler_proc.journal.file import JournalFile, JournalHeader
 from scheduler_proc.journal.recovery import RecoveredRequest, read_journal
-from scheduler_proc.journal.writer import FILE_NAME, Journal, NoJournal, open_journal
+from scheduler_proc.journal.writer import FILE_NAME, FileJournal, Journal, NoJournal, open_journal
 from scheduler_proc.request_table import RequestTable, first_seq_after_restart
 from scheduler_proc.scheduler import Scheduler
 from scheduler_proc.state.request import FinishReason, Request
@@ -35,9 +35,9 @@ def make_header(run: str = "run", **fields: Any) -> JournalHeader:
     return msgspec.structs.replace(JournalHeader(run, "tiny", "f1", 100, 64), **fields)
 
 
-def release_journal(journal: Journal | NoJournal) -> None:
+def release_journal(journal: Journal) -> None:
     """Close the files and free the lock, as the system does for a process that has died."""
-    if isinstance(journal, Journal):
+    if isinstance(journal, FileJournal):
         journal._file.release()
 
 
@@ -48,7 +48,7 @@ class Run:
         self.path = directory / FILE_NAME
         self.now = 0.0
         file = JournalFile(self.path, make_header(name), durable)
-        self.journal = Journal(file, lambda: self.now)
+        self.journal = FileJournal(file, lambda: self.now)
         self.journal.compact()
         self.requests = RequestTable(EOS)
 
@@ -155,7 +155,7 @@ class MortalWorld(World):
     def __init__(self, args: SchedulerArgs, directory: Path) -> None:
         super().__init__(args)
         self._args = dataclasses.replace(args, journal=str(directory))
-        self.journal: Journal | NoJournal = NoJournal()
+        self.journal: Journal = NoJournal()
         self._start_scheduler(is_restart=False)
 
     def restart_scheduler(self) -> None:
@@ -167,7 +167,7 @@ class MortalWorld(World):
         release_journal(self.journal)
         header = make_header(vocab_size=1000, context_length=1000)
         journal, recovered = open_journal(self._args, Path("run"), header, is_restart)
-        if isinstance(journal, Journal):
+        if isinstance(journal, FileJournal):
             journal._clock = lambda: self.worker.now
         self.journal = journal
         self.scheduler = Scheduler(

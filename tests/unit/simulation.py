@@ -25,6 +25,7 @@ from quadriga.wire.worker import (
     StepResult,
     WorkerReady,
 )
+from scheduler_proc.journal.writer import NoJournal
 from scheduler_proc.pipeline import MAX_TOTAL_DELAY_S
 from scheduler_proc.scheduler import Scheduler
 
@@ -360,7 +361,9 @@ class World:
         if observe is not None:
             worker = ObservedLink("worker", self.worker, observe)
             detok = ObservedLink("detok", self.detok, observe)
-        self.scheduler = Scheduler(args, frozenset({EOS}), worker, detok, lambda: self.worker.now)
+        self.scheduler = Scheduler(
+            args, frozenset({EOS}), worker, detok, lambda: self.worker.now, NoJournal()
+        )
         self._ready = WorkerReady(
             num_pages,
             page_size,

@@ -12,10 +12,9 @@ from quadriga.errors import InvalidRequest, QueueFull
 from quadriga.server.config.engine_args import check_replica
 from quadriga.wire.client import Watch
 from quadriga.wire.live import MAX_WATCH_S, LiveProcess, LiveServer
-from quadriga.wire.sockets import encode
+from quadriga.wire.sockets import SchedulerLink, encode
 from quadriga.wire.to_scheduler import WatchSteps
 from tokenizer_proc.deliver.clients import Clients
-from tokenizer_proc.replicas.open_requests import SchedulerLink
 
 # CPU time and memory of the server's processes: all descendants of the launcher.
 

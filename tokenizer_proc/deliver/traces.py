@@ -8,7 +8,7 @@ from quadriga import clock
 from quadriga.errors import InvalidRequest
 from quadriga.server.config.frontend_args import TraceArgs
 from quadriga.server.tracing.context import HeadSampling
-from quadriga.server.tracing.otlp import NoExporter
+from quadriga.server.tracing.otlp import Exporter
 from quadriga.wire.client import MAX_TRACE_IDS, Generate, GetTraces, InfoValues, Traces, is_gateway
 from quadriga.wire.trace import RequestTrace, Span, SpanEvent, TraceContext
 
@@ -28,7 +28,7 @@ class RingTraces:
         exporter: gets the sampled traces.
     """
 
-    def __init__(self, args: TraceArgs, exporter: NoExporter) -> None:
+    def __init__(self, args: TraceArgs, exporter: Exporter) -> None:
         self._sampling = HeadSampling(args.sampling_ratio, args.keep_traces == "all")
         self._exporter = exporter
         self._ready_at = clock.now()

@@ -15,6 +15,7 @@ from quadriga.server.processes.logs import log_exception
 from quadriga.wire.client import Accepted, Generate, Refused
 from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.packing import num_ids
+from quadriga.wire.sockets import SchedulerLink
 from quadriga.wire.to_scheduler import (
     CLIENT,
     CLIENT_LOST,
@@ -34,7 +35,6 @@ from tokenizer_proc.replicas.open_requests import (
     ClientRequests,
     OpenRequest,
     OpenRequests,
-    SchedulerLink,
 )
 
 # The clients of a frontend that died try to connect many times a second; after this time the ones

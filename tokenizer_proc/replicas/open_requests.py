@@ -9,10 +9,11 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from quadriga.wire.sockets import SchedulerLink
 from quadriga.wire.to_scheduler import CLIENT_LOST, AbortRequest, Submit
 
 # Lost clients and their requests are remembered up to these bounds, so that the next scheduler ends
@@ -21,16 +22,6 @@ MAX_LOST_CLIENTS = 1024
 MAX_LOST_REQUESTS = 65536
 
 RequestT = TypeVar("RequestT")
-
-
-class SchedulerLink(Protocol):
-    """The way to the scheduler, or to those of several replicas (replicas/replicas.py)."""
-
-    def send(self, message: msgspec.Struct) -> None:
-        """Send a message. Never blocks."""
-
-    def renew(self) -> None:
-        """Connect to a new scheduler; unsent messages are discarded."""
 
 
 class ClientRequests(Generic[RequestT]):

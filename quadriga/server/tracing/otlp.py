@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -140,18 +140,31 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.msgpack.Decoder(RequestTrace).decode
 
 
-class NoExporter:
-    """Export nothing."""
+class Exporter(Protocol):
+    """Where the traces of requests go."""
 
     def put(self, trace: bytes) -> None:
         """Export an encoded RequestTrace."""
 
     def info(self) -> dict[str, int]:
-        """Return the counters of an exporter; empty for none."""
-        return {}
+        """Return the counters."""
 
     def close(self) -> None:
         """Export what waits, if the collector takes it soon."""
+
+
+class NoExporter:
+    """Export nothing."""
+
+    def put(self, trace: bytes) -> None:
+        """Do nothing."""
+
+    def info(self) -> dict[str, int]:
+        """Return no counter."""
+        return {}
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class CollectorError(Exception):
@@ -162,7 +175,7 @@ class CollectorError(Exception):
         self.is_final = is_final
 
 
-class OtlpExporter(NoExporter):
+class OtlpExporter:
     """Export traces by OTLP over HTTP, as JSON.
 
     Args:
@@ -289,7 +302,7 @@ def _headers(text: str) -> dict[str, str]:
     return {name.strip(): unquote(value.strip()) for name, _, value in pairs}
 
 
-def make_exporter(args: TraceArgs, model: str) -> NoExporter:
+def make_exporter(args: TraceArgs, model: str) -> Exporter:
     """Return the exporter that the flags ask for. model: name that clients see."""
     if not args.otlp_endpoint:
         return NoExporter()

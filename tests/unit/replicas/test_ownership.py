@@ -34,7 +34,7 @@ from quadriga.wire.to_scheduler import (
 from quadriga.wire.worker import WorkerReady
 from scheduler_proc.journal.file import JournalRecord
 from scheduler_proc.journal.recovery import JournalState
-from scheduler_proc.journal.writer import Journal
+from scheduler_proc.journal.writer import FileJournal
 from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.scheduler import Scheduler
 from tests.unit.simulation import EOS, SimulatedWorker, reference
@@ -114,7 +114,7 @@ class Ring:
     def start_scheduler(self) -> None:
         self.num_schedulers += 1
         self.to_scheduler = [pipe for pipe in self.to_scheduler if pipe.is_open]
-        journal = Journal(cast("Any", self.file))
+        journal = FileJournal(cast("Any", self.file))
         self.scheduler = Scheduler(
             SchedulerArgs(max_running_requests=4), frozenset({EOS}), self.worker,
             self.to_detok, lambda: self.worker.now, journal,

@@ -12,6 +12,7 @@ from quadriga.wire.packing import pack_ids, unpack_ids
 from quadriga.wire.to_detok import StepOutput
 from quadriga.wire.to_scheduler import Submit
 from quadriga.wire.worker import GrammarReady, StepPlan, StepResult, WorkerReady
+from scheduler_proc.journal.writer import NoJournal
 from scheduler_proc.scheduler import Scheduler
 from tests.unit.simulation import abort
 
@@ -33,7 +34,12 @@ class Bench:
         self.worker, self.detok = RecordingSender(), RecordingSender()
         flags = {"plan_at_once": True, **args}
         self.scheduler = Scheduler(
-            SchedulerArgs(**flags), frozenset({2}), self.worker, self.detok, lambda: 1000.0
+            SchedulerArgs(**flags),
+            frozenset({2}),
+            self.worker,
+            self.detok,
+            lambda: 1000.0,
+            NoJournal(),
         )
         self.scheduler.step([], [WorkerReady(64, 4, 16, "float32", "cpu")])
 

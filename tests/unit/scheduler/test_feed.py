@@ -20,6 +20,7 @@ from quadriga.wire.live import (
 from quadriga.wire.to_detok import LiveFrame
 from quadriga.wire.to_scheduler import AbortRequest, WatchSteps
 from quadriga.wire.worker import GrammarReady
+from scheduler_proc.journal.writer import NoJournal
 from scheduler_proc.scheduler import Scheduler
 from tests.unit import decisions, simulation
 from tests.unit.decision_log import DecisionLog
@@ -213,7 +214,7 @@ def test_a_request_waits_for_its_grammar() -> None:
 def test_requests_wait_for_the_worker_at_first() -> None:
     viewer = Viewer(SchedulerArgs())
     worker, detok = viewer.world.worker, ObservedLink("detok", Detok(), viewer.observe)
-    scheduler = Scheduler(SchedulerArgs(), frozenset(), worker, detok, lambda: 1000.0)
+    scheduler = Scheduler(SchedulerArgs(), frozenset(), worker, detok, lambda: 1000.0, NoJournal())
     scheduler.step([submit("early", [9] * 8, 4), WatchSteps(30.0, is_new=True)], [])
     assert viewer.messages[-1].skipped.keys() == {SkipReason.WORKER}
 

@@ -16,7 +16,7 @@ from scheduler_proc.journal.events import StepEvents
 from scheduler_proc.journal.recovery import RecoveredRequest
 from scheduler_proc.journal.writer import (
     FILE_NAME,
-    Journal,
+    FileJournal,
     NoJournal,
     check_number_of_replicas,
     of_replica,
@@ -163,7 +163,7 @@ def test_a_journal_belongs_to_one_server(tmp_path: Path, monkeypatch: pytest.Mon
     first, _ = open_journal(args, Path("first"), make_header("first"))
     with pytest.raises(ConfigError, match=f"{tmp_path} is the journal of another server"):
         open_journal(args, Path("second"), make_header("second"))
-    assert isinstance(first, Journal)
+    assert isinstance(first, FileJournal)
     assert not os.get_inheritable(first._file._directory_fd), "children must not keep it"
     release_journal(first)
     second, _ = open_journal(args, Path("second"), make_header("second"))
@@ -245,7 +245,7 @@ def test_a_server_starts_where_no_directory_can_be_made_and_journals_once_it_can
         journal, recovered = open_journal(args, Path("run"), make_header())
         journal.compact()
         assert (recovered, journal.state, directory.exists()) == ([], "failed", False)
-    assert isinstance(journal, Journal)
+    assert isinstance(journal, FileJournal)
     journal._clock = lambda: 1e12
     journal.append(StepEvents(acknowledged=[1]))
     journal.commit()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quadriga.server.processes.logs import TransientLine
-from scheduler_proc.observe.logs import NoStatusLine, StatusLine, status_line
+from scheduler_proc.observe.logs import NoStatusLine, TerminalStatusLine, status_line
 
 IDLE = {
     "running": 0,
@@ -27,7 +27,7 @@ class Shown:
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.info: dict[str, Any] = dict(IDLE)
-        self.line = StatusLine(self.texts.append, lambda: self.info)
+        self.line = TerminalStatusLine(self.texts.append, self.texts.clear, lambda: self.info)
 
     def at(self, now: float, **changes: Any) -> float | None:
         """Update the line as a scheduler step does. Return when it wants the next update."""

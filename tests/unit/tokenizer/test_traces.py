@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from quadriga.server.config.frontend_args import TraceArgs
-from quadriga.server.tracing.otlp import NoExporter
+from quadriga.server.tracing.otlp import Exporter
 from quadriga.wire.client import GetTraces, Refused, Traces, gateway_address
 from quadriga.wire.sockets import encode
 from quadriga.wire.to_detok import Delivered
@@ -21,7 +21,7 @@ TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 TRACEPARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"
 
 
-class Exported(NoExporter):
+class Exported:
     """Keeps what is exported."""
 
     def __init__(self) -> None:
@@ -33,8 +33,11 @@ class Exported(NoExporter):
     def info(self) -> dict[str, int]:
         return {"traces_exported": len(self.traces), "traces_dropped": 0}
 
+    def close(self) -> None:
+        """Do nothing."""
 
-def world_of(exporter: NoExporter | None = None, **flags: Any) -> FrontendWorld:
+
+def world_of(exporter: Exporter | None = None, **flags: Any) -> FrontendWorld:
     traces = RingTraces(TraceArgs(**flags), exporter or Exported())
     return FrontendWorld(max_queued=1000, traces=traces)
 
