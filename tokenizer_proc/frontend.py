@@ -16,7 +16,7 @@ import msgspec
 from quadriga.errors import InvalidRequest, QuadrigaError, RequestFailed, ServerStopping
 from quadriga.server.config.frontend_args import TenantArgs, TraceArgs
 from quadriga.server.processes.logs import log_exception
-from quadriga.server.tracing.otlp import NoExporter
+from quadriga.server.tracing.export import NoExporter
 from quadriga.wire.async_sockets import AsyncPort
 from quadriga.wire.client import (
     MAX_FRAME_BYTES,

@@ -19,7 +19,7 @@ from quadriga.server.processes.child import Child, run_child
 from quadriga.server.processes.control_channel import Command
 from quadriga.server.processes.logs import RequestLogLevel
 from quadriga.server.processes.machine import FileWatch, map_large_blocks
-from quadriga.server.tracing.otlp import make_exporter
+from quadriga.server.tracing.export import make_exporter
 from quadriga.wire.async_sockets import AsyncPort, ConnectionWatch
 from quadriga.wire.client import InfoValues
 from quadriga.wire.curve import Guard

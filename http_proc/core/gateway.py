@@ -26,7 +26,7 @@ from quadriga.errors import QuadrigaError, ServerStopping
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.processes.logs import RequestLogLevel
 from quadriga.server.tenants import TenantFile, parent_name
-from quadriga.server.tracing.otlp import make_exporter
+from quadriga.server.tracing.export import make_exporter
 
 # The info of the ring, as the gateway's endpoints ask for it: one question for many callers.
 

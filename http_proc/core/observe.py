@@ -33,7 +33,7 @@ from quadriga.server.processes.logs import (
 )
 from quadriga.server.tenants import parent_name
 from quadriga.server.tracing.context import HeadSampling, traceparent_of
-from quadriga.server.tracing.otlp import Exporter
+from quadriga.server.tracing.export import Exporter
 from quadriga.wire.client import MAX_TRACE_IDS
 from quadriga.wire.trace import Attributes, RequestTrace, Span, TraceContext
 

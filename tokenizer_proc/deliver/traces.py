@@ -8,7 +8,7 @@ from quadriga import clock
 from quadriga.errors import InvalidRequest
 from quadriga.server.config.frontend_args import TraceArgs
 from quadriga.server.tracing.context import HeadSampling
-from quadriga.server.tracing.otlp import Exporter
+from quadriga.server.tracing.export import Exporter
 from quadriga.wire.client import MAX_TRACE_IDS, Generate, GetTraces, InfoValues, Traces, is_gateway
 from quadriga.wire.trace import RequestTrace, Span, SpanEvent, TraceContext
 

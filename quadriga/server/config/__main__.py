@@ -38,11 +38,6 @@ READ_HERE = (
     EnvironmentVariable(
         "QUADRIGA_API_KEY", "", "server: as `--api-key`, but shown by no process list"
     ),
-    EnvironmentVariable(
-        "OTEL_EXPORTER_OTLP_HEADERS",
-        "",
-        "headers for the collector of `--otlp-endpoint`, as `name=value,name=value`",
-    ),
     EnvironmentVariable("OTEL_SERVICE_NAME", "`quadriga`", "name of the server in its traces"),
     EnvironmentVariable("OPENAI_API_KEY", "", "`quadriga bench`: key for an OpenAI-compatible URL"),
     EnvironmentVariable(
@@ -87,6 +82,16 @@ READ_BY_LIBRARIES = (
     EnvironmentVariable("HF_TOKEN", "", "token for gated and private models of the Hub"),
     EnvironmentVariable("HF_HUB_OFFLINE", "", "`1`: use only models that the Hub's cache holds"),
     EnvironmentVariable("PIP_INDEX_URL", "", "package index that the built-in model comes from"),
+    EnvironmentVariable(
+        "OTEL_EXPORTER_OTLP_HEADERS",
+        "",
+        "headers for the collector of `--otlp-endpoint`, as `name=value,name=value`",
+    ),
+    EnvironmentVariable(
+        "OTEL_EXPORTER_OTLP_CERTIFICATE",
+        "certifi's",
+        "certificate authorities for the collector of `--otlp-endpoint`",
+    ),
     EnvironmentVariable("TMPDIR", "`/tmp`", "directory of the run directory: sockets and journal"),
 )
 

@@ -371,7 +371,8 @@ class TraceArgs:
     otlp_endpoint: str = flag(
         "",
         "URL of an OpenTelemetry collector that takes OTLP over HTTP, such as"
-        " http://127.0.0.1:4318: sampled traces are exported there (default: nowhere)",
+        " http://127.0.0.1:4318: sampled traces are exported there; needs the extra otlp (default:"
+        " nowhere)",
         unit="URL",
         alias="otlp_traces_endpoint",
     )

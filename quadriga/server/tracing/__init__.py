@@ -1,1 +1,1 @@
-"""Traces of requests: W3C Trace Context, OTLP and its exporter, and Chrome's trace format."""
+"""Traces of requests: W3C Trace Context, their export, OTLP, and Chrome's trace format."""

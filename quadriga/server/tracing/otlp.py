@@ -1,72 +1,185 @@
-"""Send traces to an OpenTelemetry collector, as OTLP in JSON, in a thread of its own.
+"""Export traces to an OpenTelemetry collector, with the queue and the exporter of its SDK.
 
-First the request (https://opentelemetry.io/docs/specs/otlp/, ExportTraceServiceRequest), then the
-exporter.
+A request's spans are known at its end, when its RequestTrace arrives, so no tracer of the SDK runs:
+the traces wait as bytes in its batch processor, whose thread makes spans of them and sends them.
 """
 
 import hashlib
-import http.client
 import logging
-import os
-import queue
 import threading
-from collections.abc import Iterable
-from typing import Any, Protocol
-from urllib.parse import unquote, urlsplit
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from quadriga import __version__
-from quadriga.server.config.frontend_args import TraceArgs
 from quadriga.server.processes.logs import in_a_line
-from quadriga.wire.trace import (
-    Attributes,
-    AttributeValue,
-    RequestTrace,
-    Span,
-    TraceContext,
-)
+from quadriga.wire.trace import RequestTrace, Span, TraceContext
 
-# Traces as OTLP in JSON (https://opentelemetry.io/docs/specs/otlp/, ExportTraceServiceRequest).
+TRACES_PATH = "/v1/traces"
+MAX_WAITING = 4096  # traces that wait for the collector
+MAX_BATCH = 128  # traces of one request to it
+BATCH_DELAY_S = 0.5  # traces that end within this time are sent together
+TIMEOUT_S = 20.0  # of a batch with its repeats, which the SDK makes after 1, 2, 4 and 8 s
+CLOSE_TIMEOUT_S = 2.0
+MAX_REASON_CHARS = 200
+SCOPE = InstrumentationScope("quadriga", __version__)
+SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+SDK_LOGGER = logging.getLogger("opentelemetry.exporter.otlp")
 
-INTERNAL, SERVER = 1, 2  # kinds of spans
-OK, ERROR = 1, 2  # status codes
-SCOPE = {"name": "quadriga", "version": __version__}
-
-
-def export_request(traces: Iterable[RequestTrace], resource: Attributes) -> dict[str, Any]:
-    """Return the body of a request to a collector."""
-    by_process: dict[str, list[dict[str, Any]]] = {}
-    for trace in traces:
-        for process, span in _spans(trace):
-            by_process.setdefault(process, []).append(span)
-    return {
-        "resourceSpans": [
-            {
-                "resource": {"attributes": _attributes(resource | {"quadriga.process": process})},
-                "scopeSpans": [{"scope": SCOPE, "spans": spans}],
-            }
-            for process, spans in by_process.items()
-        ]
-    }
+_decode = msgspec.msgpack.Decoder(RequestTrace).decode
 
 
-def _spans(trace: RequestTrace) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Yield process and span of a trace: first the request's own, then the ones within it."""
+class OtlpExporter:
+    """Export traces by OTLP over HTTP.
+
+    A collector that is slow or gone never delays a request: what does not fit into the queue is
+    counted and dropped.
+
+    Args:
+        url: URL of the collector; without a path, /v1/traces is added.
+        resource: attributes of the server.
+    """
+
+    def __init__(self, url: str, resource: Mapping[str, str]) -> None:
+        self._sender = _Sender(url, resource)
+        self._processor = BatchSpanProcessor(
+            self._sender,
+            max_queue_size=MAX_WAITING,
+            schedule_delay_millis=1000 * BATCH_DELAY_S,
+            max_export_batch_size=min(MAX_BATCH, MAX_WAITING),
+        )
+        self._num_put = self._num_refused = 0
+
+    def put(self, trace: bytes) -> None:
+        """Export an encoded RequestTrace, or drop it where too many wait."""
+        if self._num_put - self._sender.num_taken < MAX_WAITING:
+            self._num_put += 1
+            self._processor.on_end(_WaitingTrace(trace))
+        else:
+            self._num_refused += 1
+
+    def info(self) -> dict[str, int]:
+        """Return how many traces were exported, and how many dropped."""
+        num_dropped = self._num_refused + self._sender.num_failed
+        return {"traces_exported": self._sender.num_exported, "traces_dropped": num_dropped}
+
+    def close(self) -> None:
+        """Export what waits, within CLOSE_TIMEOUT_S."""
+        end = threading.Thread(target=self._processor.shutdown, name="OTLP end", daemon=True)
+        end.start()
+        end.join(CLOSE_TIMEOUT_S)
+        self._sender.shutdown()
+
+
+class _WaitingTrace(ReadableSpan):
+    """A trace in the SDK's queue of spans, encoded, since its spans would take more memory."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__("", SpanContext(1, 1, False, SAMPLED), resource=Resource({}))
+        self.data = data
+
+
+class _Sender(SpanExporter):
+    """Send batches of traces by the SDK's exporter, count them, and log when they fail.
+
+    The SDK repeats a batch where that may help, and logs each failure; the first one in a row is
+    logged here, with what becomes of the traces.
+
+    Attributes:
+        num_taken: traces that left the queue.
+        num_exported, num_failed: traces that the collector has taken, and that it has not.
+    """
+
+    def __init__(self, url: str, resource: Mapping[str, str]) -> None:
+        parts = urlsplit(url)
+        parts = parts._replace(path=TRACES_PATH if parts.path in ("", "/") else parts.path)
+        self._name = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        self._exporter = OTLPSpanExporter(urlunsplit(parts), timeout=TIMEOUT_S)
+        self._resource = resource
+        self._has_failed = self._is_closed = False
+        SDK_LOGGER.addHandler(_Problems(self._report))
+        SDK_LOGGER.propagate = False
+        self.num_taken = self.num_exported = self.num_failed = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Send a batch of waiting traces."""
+        self.num_taken += len(spans)
+        traces = [_decode(trace.data) for trace in spans if isinstance(trace, _WaitingTrace)]
+        result = self._exporter.export(
+            [span for trace in traces for span in spans_of(trace, self._resource)]
+        )
+        if result is not SpanExportResult.SUCCESS:
+            self.num_failed += len(traces)
+            return result
+        self.num_exported += len(traces)
+        if self._has_failed:
+            logging.info("the OTLP collector %s takes traces again", self._name)
+        self._has_failed = False
+        return result
+
+    def shutdown(self) -> None:
+        """End a batch that waits to be repeated, and send no further one."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._exporter.shutdown()
+
+    def _report(self, problem: str) -> None:
+        """Log the first failure of several."""
+        if not self._has_failed and not self._is_closed:
+            logging.warning(
+                "the OTLP collector %s does not take traces (%s); up to %d wait for it, further"
+                " ones are dropped and counted in otlp_traces_dropped",
+                self._name,
+                in_a_line(problem, MAX_REASON_CHARS),
+                MAX_WAITING,
+            )
+        self._has_failed = True
+
+
+class _Problems(logging.Handler):
+    """Hand the messages of the SDK's exporter to a function, in place of the log."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        super().__init__()
+        self._report = report
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Hand on a message."""
+        self._report(record.getMessage())
+
+
+# --- spans ----------------------------------------------------------------------------------------
+
+
+def spans_of(trace: RequestTrace, resource: Mapping[str, str]) -> Iterator[ReadableSpan]:
+    """Yield the spans of a trace: first the request's own, then the ones within it.
+
+    Args:
+        trace: trace of one choice of a request.
+        resource: attributes of the server, to which those of each process are added.
+    """
     context, own_id = trace.context, _own_id(trace)
     own = Span(trace.name, trace.spans[0].process, trace.began_at, trace.ended_at, trace.attributes)
-    yield own.process, _span(context, own, own_id, context.parent_id, SERVER) | _status(trace)
+    status = Status(StatusCode.ERROR, trace.error) if trace.error else Status(StatusCode.OK)
+    parent = _context(context, context.parent_id, is_remote=True) if context.parent_id else None
+    yield _span(own, _context(context, own_id), parent, resource, SpanKind.SERVER, status)
     ids = [_derived_id(own_id, number) for number in range(len(trace.spans))]
     for span, span_id in zip(trace.spans, ids, strict=True):
-        parent_id = ids[span.parent] if span.parent >= 0 else own_id
-        yield span.process, _span(context, span, span_id, parent_id, INTERNAL)
+        parent = _context(context, ids[span.parent] if span.parent >= 0 else own_id)
+        yield _span(span, _context(context, span_id), parent, resource, SpanKind.INTERNAL)
 
 
 def _own_id(trace: RequestTrace) -> str:
     """Return the id of the request's own span, which differs between choices."""
-    return (
-        _derived_id(trace.context.span_id, -trace.index) if trace.index else (trace.context.span_id)
-    )
+    span_id = trace.context.span_id
+    return _derived_id(span_id, -trace.index) if trace.index else span_id
 
 
 def _derived_id(span_id: str, number: int) -> str:
@@ -74,238 +187,33 @@ def _derived_id(span_id: str, number: int) -> str:
     return hashlib.blake2b(f"{span_id}:{number}".encode(), digest_size=8).hexdigest()
 
 
+def _context(context: TraceContext, span_id: str, is_remote: bool = False) -> SpanContext:
+    flags = SAMPLED if context.sampled else TraceFlags()
+    return SpanContext(int(context.trace_id, 16), int(span_id, 16), is_remote, flags)
+
+
 def _span(
-    context: TraceContext, span: Span, span_id: str, parent_id: str, kind: int
-) -> dict[str, Any]:
-    body: dict[str, Any] = {
-        "traceId": context.trace_id,
-        "spanId": span_id,
-        "name": span.name,
-        "kind": kind,
-        "startTimeUnixNano": _nanoseconds(span.began_at),
-        "endTimeUnixNano": _nanoseconds(span.ended_at),
-        "attributes": _attributes(span.attributes),
-        "events": [
-            {
-                "name": event.name,
-                "timeUnixNano": _nanoseconds(event.at),
-                "attributes": _attributes(event.attributes),
-            }
-            for event in span.events
-        ],
-    }
-    return body | ({"parentSpanId": parent_id} if parent_id else {})
+    span: Span,
+    context: SpanContext,
+    parent: SpanContext | None,
+    resource: Mapping[str, str],
+    kind: SpanKind,
+    status: Status = Status(StatusCode.UNSET),  # noqa: B008 - never changed
+) -> ReadableSpan:
+    return ReadableSpan(
+        span.name,
+        context,
+        parent,
+        Resource({**resource, "quadriga.process": span.process}),
+        span.attributes,
+        [Event(event.name, event.attributes, _nanoseconds(event.at)) for event in span.events],
+        kind=kind,
+        status=status,
+        start_time=_nanoseconds(span.began_at),
+        end_time=_nanoseconds(span.ended_at),
+        instrumentation_scope=SCOPE,
+    )
 
 
-def _status(trace: RequestTrace) -> dict[str, Any]:
-    if trace.error:
-        return {"status": {"code": ERROR, "message": trace.error}}
-    return {"status": {"code": OK}}
-
-
-def _attributes(attributes: Attributes) -> list[dict[str, Any]]:
-    return [{"key": key, "value": _value(value)} for key, value in attributes.items()]
-
-
-def _value(value: AttributeValue) -> dict[str, Any]:
-    if isinstance(value, bool):
-        return {"boolValue": value}
-    if isinstance(value, int):
-        return {"intValue": str(value)}  # 64-bit numbers are strings in protobuf's JSON
-    return {"doubleValue": value} if isinstance(value, float) else {"stringValue": value}
-
-
-def _nanoseconds(unix_s: float) -> str:
-    return str(int(unix_s * 1e6) * 1000)  # a float has no more than microseconds
-
-
-# Send traces to an OpenTelemetry collector, in a thread of its own.
-#
-# A collector that is slow or gone never delays a request: traces wait in a bounded queue, and
-# what does not fit is counted and dropped.
-
-TRACES_PATH = "/v1/traces"
-HEADERS_VARIABLE = "OTEL_EXPORTER_OTLP_HEADERS"
-SERVICE_NAME_VARIABLE = "OTEL_SERVICE_NAME"
-MAX_WAITING = 4096  # traces that wait for the collector
-MAX_BATCH = 128  # traces of one request to it
-BATCH_DELAY_S = 0.5  # traces that end within this time are sent together
-TIMEOUT_S = 10.0
-RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0)  # then a batch is dropped
-CLOSE_TIMEOUT_S = 2.0
-MAX_REASON_CHARS = 200
-RETRYABLE = frozenset({429, 502, 503, 504})
-
-_encode = msgspec.json.Encoder().encode
-_decode = msgspec.msgpack.Decoder(RequestTrace).decode
-
-
-class Exporter(Protocol):
-    """Where the traces of requests go."""
-
-    def put(self, trace: bytes) -> None:
-        """Export an encoded RequestTrace."""
-
-    def info(self) -> dict[str, int]:
-        """Return the counters."""
-
-    def close(self) -> None:
-        """Export what waits, if the collector takes it soon."""
-
-
-class NoExporter:
-    """Export nothing."""
-
-    def put(self, trace: bytes) -> None:
-        """Do nothing."""
-
-    def info(self) -> dict[str, int]:
-        """Return no counter."""
-        return {}
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class CollectorError(Exception):
-    """The collector has not taken a batch. `is_final`: nor will it, if it is sent again."""
-
-    def __init__(self, reason: str, is_final: bool) -> None:
-        super().__init__(reason)
-        self.is_final = is_final
-
-
-class OtlpExporter:
-    """Export traces by OTLP over HTTP, as JSON.
-
-    Args:
-        url: of the collector; without a path, /v1/traces is added.
-        resource: attributes of the server.
-    """
-
-    def __init__(self, url: str, resource: Attributes) -> None:
-        self._collector = _Collector(url, _headers(os.environ.get(HEADERS_VARIABLE, "")))
-        self._resource = resource
-        self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._is_closing = threading.Event()
-        self._has_failed = False
-        self._num_exported = self._num_dropped = 0
-        self._thread = threading.Thread(target=self._run, name="OTLP exporter", daemon=True)
-        self._thread.start()
-
-    def put(self, trace: bytes) -> None:
-        """Export an encoded RequestTrace, or drop it where too many wait."""
-        if self._waiting.qsize() < MAX_WAITING:
-            self._waiting.put(trace)
-        else:
-            self._num_dropped += 1
-
-    def info(self) -> dict[str, int]:
-        """Return how many traces were exported, and how many dropped."""
-        return {"traces_exported": self._num_exported, "traces_dropped": self._num_dropped}
-
-    def close(self) -> None:
-        """Export what waits, within CLOSE_TIMEOUT_S."""
-        self._is_closing.set()
-        self._waiting.put(None)
-        self._thread.join(CLOSE_TIMEOUT_S)
-
-    # --- the thread -------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        is_open = True
-        while is_open:
-            batch = [self._waiting.get()]
-            if batch[0] is not None:
-                self._is_closing.wait(BATCH_DELAY_S)
-            while len(batch) < MAX_BATCH and not self._waiting.empty():
-                batch.append(self._waiting.get())
-            traces = [_decode(data) for data in batch if data is not None]
-            is_open = len(traces) == len(batch)
-            if traces:
-                self._export(traces)
-        self._collector.close()
-
-    def _export(self, traces: list[RequestTrace]) -> None:
-        """Send a batch, again after a while where that may help; else drop it."""
-        body = _encode(export_request(traces, self._resource))
-        for delay_s in (*RETRY_DELAYS_S, None):
-            try:
-                self._collector.post(body)
-            except CollectorError as error:
-                self._report(error)
-                if delay_s is None or error.is_final or self._is_closing.wait(delay_s):
-                    self._num_dropped += len(traces)
-                    return
-            else:
-                self._num_exported += len(traces)
-                if self._has_failed:
-                    logging.info("the OTLP collector %s takes traces again", self._collector.name)
-                self._has_failed = False
-                return
-
-    def _report(self, error: CollectorError) -> None:
-        """Log the first failure of several."""
-        if not self._has_failed:
-            logging.warning(
-                "the OTLP collector %s does not take traces (%s); up to %d wait for it, further"
-                " ones are dropped and counted in otlp_traces_dropped",
-                self._collector.name,
-                error,
-                MAX_WAITING,
-            )
-        self._has_failed = True
-
-
-class _Collector:
-    """A connection to the collector, which is opened when it is needed."""
-
-    def __init__(self, url: str, headers: dict[str, str]) -> None:
-        parts = urlsplit(url)
-        path = TRACES_PATH if parts.path in ("", "/") else parts.path
-        self._target = f"{path}?{parts.query}" if parts.query else path
-        self._headers = {"Content-Type": "application/json", **headers}
-        kind = (
-            http.client.HTTPSConnection if parts.scheme == "https" else (http.client.HTTPConnection)
-        )
-        self._connection = kind(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
-        self.name = f"{parts.scheme}://{parts.hostname}:{self._connection.port}{path}"
-
-    def post(self, body: bytes) -> None:
-        """Send a batch. Raise CollectorError if the collector does not take it."""
-        was_open = self._connection.sock is not None
-        try:
-            status, answer = self._send(body)
-        except (OSError, http.client.HTTPException) as error:
-            self._connection.close()
-            if not was_open:
-                raise CollectorError(str(error) or type(error).__name__, False) from None
-            self.post(body)  # the collector may have closed an idle connection
-            return
-        if status // 100 != 2:
-            text = in_a_line(answer.decode("utf-8", "replace"), MAX_REASON_CHARS)
-            raise CollectorError(f"status {status}: {text}", status not in RETRYABLE)
-
-    def _send(self, body: bytes) -> tuple[int, bytes]:
-        self._connection.request("POST", self._target, body, self._headers)
-        response = self._connection.getresponse()
-        return response.status, response.read()
-
-    def close(self) -> None:
-        """Disconnect."""
-        self._connection.close()
-
-
-def _headers(text: str) -> dict[str, str]:
-    """Return the headers of `name=value,name=value`, whose values are percent-encoded."""
-    pairs = (item.partition("=") for item in text.split(",") if "=" in item)
-    return {name.strip(): unquote(value.strip()) for name, _, value in pairs}
-
-
-def make_exporter(args: TraceArgs, model: str) -> Exporter:
-    """Return the exporter that the flags ask for. model: name that clients see."""
-    if not args.otlp_endpoint:
-        return NoExporter()
-    name = os.environ.get(SERVICE_NAME_VARIABLE, "") or "quadriga"
-    resource: Attributes = {"service.name": name, "gen_ai.response.model": model}
-    return OtlpExporter(args.otlp_endpoint, resource)
+def _nanoseconds(unix_s: float) -> int:
+    return int(unix_s * 1e6) * 1000  # a float has no more than microseconds

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from quadriga.server.config.frontend_args import TraceArgs
-from quadriga.server.tracing.otlp import Exporter
+from quadriga.server.tracing.export import Exporter
 from quadriga.wire.client import GetTraces, Refused, Traces, gateway_address
 from quadriga.wire.sockets import encode
 from quadriga.wire.to_detok import Delivered

@@ -1,11 +1,10 @@
 """A stand-in for an OpenTelemetry collector, which checks what it is sent.
 
-A body must be an ExportTraceServiceRequest of opentelemetry-proto in OTLP's form of JSON, in which
-ids are hexadecimal digits and not base64 (https://opentelemetry.io/docs/specs/otlp/#json-protobuf).
+A body must be an ExportTraceServiceRequest of opentelemetry-proto. Spans are kept as OTLP's JSON
+(https://opentelemetry.io/docs/specs/otlp/#json-protobuf), whose ids are hexadecimal digits.
 """
 
 import base64
-import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from google.protobuf import json_format
+from google.protobuf.message import DecodeError, Message
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
@@ -21,28 +21,33 @@ ID_BYTES = {"traceId": 16, "spanId": 8, "parentSpanId": 8}
 NANOSECONDS_OF_2020 = 1_577_836_800 * 10**9
 
 
-def spans_of(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Check a body, and return its spans, each with the name of its process."""
-    check(body)
+def spans_of(data: bytes) -> list[dict[str, Any]]:
+    """Check a body, and return its spans as OTLP's JSON, each with the name of its process.
+
+    Raises:
+        AssertionError, DecodeError: a collector would not understand it.
+    """
+    request = ExportTraceServiceRequest.FromString(data)
     spans = []
-    for resource in body["resourceSpans"]:
-        process = attributes_of(resource["resource"])["quadriga.process"]
-        for scope in resource["scopeSpans"]:
-            spans += [{**span, "process": process} for span in scope["spans"]]
-    return spans
-
-
-def check(body: dict[str, Any]) -> None:
-    """Raise AssertionError or ParseError for a body that a collector would not understand."""
-    request = ExportTraceServiceRequest()
-    json_format.ParseDict(with_base64(body), request)
-    assert json_format.MessageToDict(request) == without_defaults(with_base64(body))
     for resource in request.resource_spans:
-        assert resource.resource.attributes
+        process = attributes_of(as_json(resource.resource))["quadriga.process"]
         for scope in resource.scope_spans:
             assert scope.scope.name
             for span in scope.spans:
                 check_span(span)
+                spans.append({**with_hex(as_json(span)), "process": process})
+    return spans
+
+
+def as_json(message: Message) -> dict[str, Any]:
+    return json_format.MessageToDict(message, use_integers_for_enums=True)
+
+
+def with_hex(span: dict[str, Any]) -> dict[str, Any]:
+    """Return a span with its ids as hexadecimal digits, in place of protobuf's base64."""
+    ids = {key: base64.b64decode(span[key]) for key in ID_BYTES if key in span}
+    assert all(len(value) == ID_BYTES[key] for key, value in ids.items())
+    return span | {key: value.hex() for key, value in ids.items()}
 
 
 def check_span(span: Span) -> None:
@@ -54,35 +59,6 @@ def check_span(span: Span) -> None:
     for event in span.events:
         assert event.name
         assert event.time_unix_nano > NANOSECONDS_OF_2020
-
-
-def with_base64(value: Any) -> Any:
-    """Return a body with its ids in base64, as protobuf's own form of JSON has them."""
-    if isinstance(value, list):
-        return [with_base64(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    result = {key: with_base64(item) for key, item in value.items()}
-    for key, size in ID_BYTES.items():
-        if key in result:
-            data = bytes.fromhex(result[key])
-            assert len(data) == size
-            result[key] = base64.b64encode(data).decode()
-    return result
-
-
-def without_defaults(value: Any) -> Any:
-    """Return a body as protobuf writes it: without empty lists, and enums by name."""
-    if isinstance(value, list):
-        return [without_defaults(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    result = {key: without_defaults(item) for key, item in value.items() if item != []}
-    if "kind" in result:
-        result["kind"] = Span.SpanKind.Name(result["kind"])
-    if "code" in result:
-        result["code"] = {1: "STATUS_CODE_OK", 2: "STATUS_CODE_ERROR"}[result["code"]]
-    return result
 
 
 def attributes_of(holder: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +76,7 @@ class Collector:
 
     Attributes:
         statuses: of the next answers; then 200.
-        headers: of the last request.
+        headers: of the last request, by their names in lower case.
         problem: why a request was not valid.
     """
 
@@ -144,9 +120,9 @@ class Collector:
             status = self.statuses.pop(0) if self.statuses else 200
             if status == 200:
                 try:
-                    assert headers["Content-Type"] == "application/json"
-                    self.spans += spans_of(json.loads(data))
-                except (AssertionError, ValueError, json_format.ParseError) as error:
+                    assert headers["content-type"] == "application/x-protobuf"
+                    self.spans += spans_of(data)
+                except (AssertionError, DecodeError) as error:
                     self.problem, status = str(error), 400
             self.changed.notify_all()
         return status
@@ -162,9 +138,12 @@ def running_collector() -> Iterator[Collector]:
 
         def do_POST(self) -> None:
             data = self.rfile.read(int(self.headers["Content-Length"]))
-            status = collector.take(self.path, dict(self.headers), data)
-            answer = b"{}" if status == 200 else b"not now"
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            status = collector.take(self.path, headers, data)
+            answer = b"" if status == 200 else b"not now"
             self.send_response(status)
+            if status != 200:
+                self.send_header("Retry-After", "0.01")
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
             self.wfile.write(answer)

@@ -1,7 +1,9 @@
 """The exporter: batches, retries, and a collector that is gone."""
 
+import importlib
 import logging
 import socket
+import sys
 
 import msgspec
 import pytest
@@ -9,19 +11,20 @@ import pytest
 from quadriga.errors import ConfigError
 from quadriga.server.config.frontend_args import TraceArgs
 from quadriga.server.tracing import otlp as exporter
-from quadriga.server.tracing.otlp import HEADERS_VARIABLE, NoExporter, OtlpExporter, make_exporter
+from quadriga.server.tracing.export import NoExporter, make_exporter
+from quadriga.server.tracing.otlp import OtlpExporter
 from tests.unit.tracing.collector import running_collector
 from tests.unit.tracing.spans import trace
 from tests.waiting import wait_until
 
 NUM_SPANS = 6  # of a trace
+HEADERS_VARIABLE = "OTEL_EXPORTER_OTLP_HEADERS"  # read by OpenTelemetry's exporter
 ENCODED = msgspec.msgpack.encode(trace())
 
 
 @pytest.fixture(autouse=True)
 def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporter, "BATCH_DELAY_S", 0.01)
-    monkeypatch.setattr(exporter, "RETRY_DELAYS_S", (0.01, 0.01))
 
 
 def test_traces_arrive_with_the_headers_of_the_environment(
@@ -63,7 +66,9 @@ def test_a_busy_collector_is_asked_again_and_one_that_refuses_is_not(
         otlp.close()
     assert len(collector.paths) == 4
     assert otlp.info() == {"traces_exported": 1, "traces_dropped": 1}
-    assert "does not take traces (status 503: not now)" in caplog.text
+    assert "does not take traces (Transient error Service Unavailable" in caplog.text
+    assert caplog.text.count("does not take traces") == 2
+    assert "Bad Request" in caplog.text
     assert "takes traces again" in caplog.text
 
 
@@ -71,7 +76,7 @@ def test_what_does_not_fit_is_dropped_and_counted_without_waiting(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(exporter, "MAX_WAITING", 4)
-    monkeypatch.setattr(exporter, "RETRY_DELAYS_S", (60.0,))
+    monkeypatch.setattr(exporter, "CLOSE_TIMEOUT_S", 0.01)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # and does not listen
         otlp = OtlpExporter(f"http://127.0.0.1:{closed.getsockname()[1]}", {})
@@ -81,7 +86,7 @@ def test_what_does_not_fit_is_dropped_and_counted_without_waiting(
             otlp.put(ENCODED)
         assert otlp.info() == {"traces_exported": 0, "traces_dropped": 6}
         otlp.close()
-    assert otlp.info() == {"traces_exported": 0, "traces_dropped": 11}
+        wait_until(lambda: otlp.info() == {"traces_exported": 0, "traces_dropped": 11}, 30)
     assert caplog.text.count("does not take traces") == 1
 
 
@@ -100,6 +105,17 @@ def test_without_an_endpoint_nothing_is_exported() -> None:
     nothing.close()
     assert type(nothing) is NoExporter
     assert nothing.info() == {}
+
+
+def test_without_the_extra_the_start_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    monkeypatch.delitem(sys.modules, exporter.__name__)
+    monkeypatch.delattr(importlib.import_module("quadriga.server.tracing"), "otlp")
+    args = TraceArgs(otlp_endpoint="http://127.0.0.1:4318")
+    with pytest.raises(ConfigError, match=r"needs the package opentelemetry.*\[otlp\]"):
+        make_exporter(args, "model")
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,18 @@ import json
 from typing import Any
 
 import msgspec
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
+from quadriga.server.tracing import otlp
 from quadriga.server.tracing.chrome import PROCESSES, chrome_trace
-from quadriga.server.tracing.otlp import export_request
 from quadriga.wire.trace import RequestTrace, TraceContext
 from tests.unit.tracing.collector import attributes_of, spans_of
 from tests.unit.tracing.spans import CONTEXT, START, trace
 
 
 def exported(*traces: RequestTrace) -> list[dict[str, Any]]:
-    return spans_of(json.loads(msgspec.json.encode(export_request(traces, {"service.name": "q"}))))
+    spans = [span for trace in traces for span in otlp.spans_of(trace, {"service.name": "q"})]
+    return spans_of(encode_spans(spans).SerializeToString())
 
 
 def test_otlp_has_a_span_for_the_request_and_one_for_each_part() -> None:
