@@ -14,7 +14,6 @@ from quadriga.wire.worker import DECODE, StepPlan
 from tests.tiny_models import FAMILIES, odd_llama, tiny_gpt2, tiny_llama
 from tests.unit.worker.compared_engines import (
     CONTEXT,
-    CPU,
     NUM_SLOTS,
     QUANTIZED_TOLERANCE,
     TOLERANCE,
@@ -24,7 +23,7 @@ from tests.unit.worker.compared_engines import (
     reference,
     round_weights,
 )
-from tests.unit.worker_driver import Driver, prompts_of
+from tests.unit.worker_driver import CPU, Driver, prompts_of
 from worker_proc.cpu.engine import NativeEngine
 from worker_proc.cpu.weights import interleave, quantize, round_up, to_panels, to_quantized_panels
 from worker_proc.sampling.sampler import NO_SAMPLE, SamplingRows, sample
