@@ -16,7 +16,7 @@ from scheduler_proc.planning.flags import make_batching
 from scheduler_proc.planning.prefill import PrefillBudget, PrefillPlanner
 from scheduler_proc.planning.retraction import PageGrowth, Retraction
 from scheduler_proc.planning.speculation import make_guess_policy
-from scheduler_proc.planning.step_cost import StepCostModel
+from scheduler_proc.planning.step_cost import StepCosts
 from scheduler_proc.state.batch import (
     BatchMode,
     Capacity,
@@ -150,6 +150,7 @@ class SchedulerCore:
     Args:
         args: the scheduler's flags.
         capacity: what the worker has room for.
+        costs: the expected seconds of steps.
         num_retractions: those before this core was made.
         offload_stats: counters of the KV pages beyond the pool.
 
@@ -170,6 +171,7 @@ class SchedulerCore:
         self,
         args: SchedulerArgs,
         capacity: Capacity,
+        costs: StepCosts,
         num_retractions: int,
         offload_stats: OffloadStats,
     ) -> None:
@@ -191,7 +193,7 @@ class SchedulerCore:
         self.waiting = state.waiting
         self.quarantine = state.quarantine
         self.running = state.running
-        self.costs = StepCostModel()
+        self.costs = costs
         self._guesses = make_guess_policy(args, capacity.can_guess, capacity.draft_costs)
         self._batching = batching = make_batching(args, state)
         self.retraction = retraction = Retraction(args, state, num_retractions)
@@ -289,7 +291,6 @@ class SchedulerCore:
     def complete(self, batch: ScheduleBatch, result: StepResult) -> StepUpdate:
         """Take in the result of a step and return what it brought."""
         update = self._completion.complete(batch, result)
-        self.costs.observe(batch, result.ended - result.began)
         if self._guesses is not None:
             self._guesses.observe(batch, result)
         return update

@@ -147,9 +147,9 @@ class RunningEnd(NamedTuple):
 
 
 class StepSeconds(Protocol):
-    """How long steps take, as StepCostModel has it."""
+    """How long steps take, as StepCosts.seconds has it."""
 
-    def seconds(self, num_decodes: int, num_tokens: int = 0, num_pairs: int = 0) -> float:
+    def __call__(self, num_decodes: int, num_tokens: int = 0, num_pairs: int = 0) -> float:
         """Return the seconds of a step."""
 
 
@@ -158,15 +158,15 @@ class PlayedTime:
 
     Args:
         core: its mode, and its number of decode rows.
-        costs: how long steps take.
+        step_seconds: how long steps take.
 
     Attributes:
         seconds: that were played.
     """
 
-    def __init__(self, core: SchedulerCore, costs: StepSeconds) -> None:
+    def __init__(self, core: SchedulerCore, step_seconds: StepSeconds) -> None:
         self._core = core
-        self._costs = costs
+        self._step_seconds = step_seconds
         self.seconds = 0.0
         self._step = 0.0  # decode steps
         self._ends: list[RunningEnd] = []  # a heap
@@ -174,7 +174,7 @@ class PlayedTime:
     @property
     def is_known(self) -> bool:
         """Whether a step was measured."""
-        return bool(self._costs.seconds(1))
+        return bool(self._step_seconds(1))
 
     @property
     def num_running(self) -> int:
@@ -206,7 +206,7 @@ class PlayedTime:
         """Let the rest of the step pass that runs now: half of it, on average."""
         if self._ends or has_partial:
             num_tokens = self._core.prefill.budget.tokens if has_partial else 0
-            self.seconds += self._costs.seconds(self.num_decodes, num_tokens) / 2
+            self.seconds += self._step_seconds(self.num_decodes, num_tokens) / 2
 
     def pass_prompts(self, step: PlayedStep, num_alike: int, has_partial: bool) -> None:
         """Let the time of steps with prompts pass.
@@ -221,17 +221,17 @@ class PlayedTime:
         decodes_follow = mode in (BatchMode.MIXED, BatchMode.ALTERNATE) or has_partial
         num_tokens, num_pairs = step.num_prompt_tokens // num_alike, step.num_pairs // num_alike
         if mode is BatchMode.MIXED:
-            step_s = self._costs.seconds(step.num_decodes, num_tokens, num_pairs)
+            step_s = self._step_seconds(step.num_decodes, num_tokens, num_pairs)
         else:
-            step_s = self._costs.seconds(0, num_tokens, num_pairs)
+            step_s = self._step_seconds(0, num_tokens, num_pairs)
             if decodes_follow and step.num_decodes:
-                step_s += self._costs.seconds(step.num_decodes)
+                step_s += self._step_seconds(step.num_decodes)
         self.seconds += num_alike * step_s
         self._step += num_alike * decodes_follow
 
     def pass_decodes(self) -> None:
         """Let decode steps pass until a running request ends; there is one."""
-        self.seconds += self.steps_until_end * self._costs.seconds(self.num_decodes)
+        self.seconds += self.steps_until_end * self._step_seconds(self.num_decodes)
         self._step = self._ends[0].step
 
     def end_due(self) -> list[RunningEnd]:
@@ -460,7 +460,7 @@ class WaitForecast:
     Args:
         core: the queue, the running batch and the pages as they are.
         ends: answers that ended lately.
-        costs: how long steps take.
+        step_seconds: how long steps take.
         requests: the waiting requests that are played, in the order of admission.
     """
 
@@ -468,12 +468,12 @@ class WaitForecast:
         self,
         core: SchedulerCore,
         ends: RecentEnds,
-        costs: StepSeconds,
+        step_seconds: StepSeconds,
         requests: Iterable[Request],
     ) -> None:
         self._core = core
         self._ends = ends
-        self._time = PlayedTime(core, costs)
+        self._time = PlayedTime(core, step_seconds)
         self._ratio = core.admission.ratio.value
         self._sharing = copy.copy(core.prefill.sharing)
         self._num_slots = core.admission.num_free_slots
@@ -771,7 +771,7 @@ def _requests_ahead(core: SchedulerCore, request: Request) -> list[Request] | No
 
 def _ttft_s(core: SchedulerCore, ends: RecentEnds, request: Request, ahead: list[Request]) -> float:
     """Return the seconds until a request has its first token; at least so many if that is far."""
-    forecast = WaitForecast(core, ends, core.costs, [*ahead, request])
+    forecast = WaitForecast(core, ends, core.costs.seconds, [*ahead, request])
     forecast.play(until=request)
     first_token_s = forecast.first_token_s(request)
     return forecast.played_s if first_token_s is None else first_token_s

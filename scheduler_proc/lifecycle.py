@@ -24,6 +24,7 @@ from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.observe.stats import GuessStats, SchedulerStats
 from scheduler_proc.observe.tracer import Tracer
 from scheduler_proc.planning.quarantine import poison_error
+from scheduler_proc.planning.step_cost import StepCosts
 from scheduler_proc.request_table import GrammarQueue, RequestTable
 from scheduler_proc.state.batch import Capacity
 from scheduler_proc.state.kv_offload import OffloadStats
@@ -105,8 +106,10 @@ class RequestLifecycle:
         detok: Sender,
         clock: Callable[[], float],
         journal: Journal,
+        costs: StepCosts,
     ) -> None:
         self._args = args
+        self._costs = costs
         self._detok = detok
         self._clock = clock
         self._journal = journal
@@ -118,7 +121,7 @@ class RequestLifecycle:
         self.outbox = DetokOutbox(detok)
         self.stats = SchedulerStats()
         self.offload_stats = OffloadStats()
-        self.core = SchedulerCore(args, Capacity(), 0, self.offload_stats)
+        self.core = SchedulerCore(args, Capacity(), costs, 0, self.offload_stats)
         self.recent_ends = RecentEnds()
         self.events = StepEvents()
         self.queue_wait_s: float | None = None
@@ -251,7 +254,10 @@ class RequestLifecycle:
             self.stats.guesses = GuessStats(self._args.num_speculative_tokens)
         self.grammars.forget_all()
         num_retractions = self.core.num_retractions
-        self.core = SchedulerCore(self._args, capacity, num_retractions, self.offload_stats)
+        self._costs.on_new_worker()
+        self.core = SchedulerCore(
+            self._args, capacity, self._costs, num_retractions, self.offload_stats
+        )
         if self.report is not None:
             self.report.watch(self.core.kv)
         for request in self.table:

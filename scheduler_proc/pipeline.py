@@ -10,6 +10,7 @@ from collections import deque
 
 from quadriga.wire.sockets import Sender
 from quadriga.wire.worker import ResultMessage, StepResult
+from scheduler_proc.planning.step_cost import StepCosts
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.request import Request
 
@@ -18,28 +19,26 @@ MAX_OUTSTANDING = 2  # the running step, and one that the worker begins without 
 # wake up, to plan, and for the message to arrive.
 LEAD_S = 0.002
 LEAD_FRACTION = 0.05
-NUM_REMEMBERED_STEPS = 8  # of one kind; a prediction goes by the shortest of them
 DELAY_FRACTION = 0.2  # of the shortest kind of step
 MAX_DELAY_S = 0.002  # after each request
 MAX_TOTAL_DELAY_S = 5 * MAX_DELAY_S
-
-StepKind = tuple[int, int]  # forward mode, and number of tokens in powers of two
 
 
 class Pipeline:
     """Send plans to the worker, at most two ahead of its results."""
 
-    def __init__(self, worker: Sender, plan_at_once: bool) -> None:
+    def __init__(self, worker: Sender, plan_at_once: bool, costs: StepCosts) -> None:
         """Initialize.
 
         Args:
             worker: the link to the worker.
             plan_at_once: plan as soon as fewer than two steps are outstanding, without delays.
+            costs: how long steps take.
         """
         self._worker = worker
         self._plan_at_once = plan_at_once
+        self._costs = costs
         self._outstanding: deque[ScheduleBatch] = deque()
-        self._predictor = StepTimePredictor()
         self._batch_delay = BatchDelay()
         self._next_step = 0
         self._session = 0
@@ -68,12 +67,19 @@ class Pipeline:
             return self._batch_delay.ends_at
         if len(self._outstanding) >= MAX_OUTSTANDING:
             return math.inf
-        return 0.0 if self._plan_at_once else self._predictor.plan_at(self._outstanding[0])
+        if self._plan_at_once:
+            return 0.0
+        running = self._outstanding[0]
+        seconds = self._costs.earliest_s(running)
+        began = max(running.planned_at, self._costs.last_ended)
+        return began + seconds - LEAD_S - LEAD_FRACTION * seconds
 
     def start_batch_delay(self, now: float) -> None:
         """Delay the next plan of an idle worker, because a request arrived."""
         if self.idle and not self._plan_at_once:
-            self._batch_delay.on_arrival(now, self._predictor.delay_s)
+            # Short compared with the step that a late request would wait for.
+            delay_s = min(MAX_DELAY_S, DELAY_FRACTION * self._costs.shortest_s)
+            self._batch_delay.on_arrival(now, delay_s)
 
     def in_batch_delay(self, now: float) -> bool:
         """Return whether an idle worker waits for requests that arrive together."""
@@ -91,7 +97,6 @@ class Pipeline:
         """Return the step of this result. Results come in the order of the plans."""
         batch = self._outstanding.popleft()
         assert batch.step == result.step, f"step {result.step} came, {batch.step} was next"
-        self._predictor.observe(batch, result)
         return batch
 
     @property
@@ -99,55 +104,8 @@ class Pipeline:
         """Time at which the worker's current step began; None without one."""
         if not self._outstanding:
             return None
-        planned_at, last_ended = self._outstanding[0].planned_at, self._predictor.last_ended
+        planned_at, last_ended = self._outstanding[0].planned_at, self._costs.last_ended
         return max(planned_at, last_ended, self._worker_ready_at)
-
-
-class StepTimePredictor:
-    """Predict the end of the running step from recent steps of its kind.
-
-    Attributes:
-        last_ended: end of the last step; 0.0 before the first one.
-    """
-
-    def __init__(self) -> None:
-        self._recent: dict[StepKind, deque[float]] = {}
-        self._shortest: dict[StepKind, float] = {}
-        self._last: dict[StepKind, float] = {}
-        self.last_ended = 0.0
-
-    def observe(self, batch: ScheduleBatch, result: StepResult) -> None:
-        """Take in the duration of a step that ended."""
-        seconds, tokens = result.ended - result.began, sum(batch.num_tokens)
-        kind = _kind(batch, tokens)
-        recent = self._recent.setdefault(kind, deque(maxlen=NUM_REMEMBERED_STEPS))
-        recent.append(seconds / tokens)
-        self._shortest[kind] = min(recent)
-        self._last[kind] = seconds
-        self.last_ended = result.ended
-
-    def predict_s(self, batch: ScheduleBatch) -> float:
-        """Return the seconds of a step, rather too few; 0.0 for a kind not seen before.
-
-        Within a kind, time is taken to grow with the tokens.
-        """
-        tokens = sum(batch.num_tokens)
-        return self._shortest.get(_kind(batch, tokens), 0.0) * tokens
-
-    def plan_at(self, running: ScheduleBatch) -> float:
-        """Return when the step after the running one must be planned."""
-        seconds = self.predict_s(running)
-        began = max(running.planned_at, self.last_ended)
-        return began + seconds - LEAD_S - LEAD_FRACTION * seconds
-
-    @property
-    def delay_s(self) -> float:
-        """Seconds without another arrival after which an idle worker gets a step.
-
-        Short compared with the step that a late request would wait for.
-        """
-        shortest = min(self._last.values(), default=1.0)
-        return min(MAX_DELAY_S, DELAY_FRACTION * shortest)
 
 
 class BatchDelay:
@@ -169,7 +127,3 @@ class BatchDelay:
     def reset(self) -> None:
         """End the delay: a step was planned."""
         self.ends_at = self._latest_end = 0.0
-
-
-def _kind(batch: ScheduleBatch, tokens: int) -> StepKind:
-    return batch.mode, tokens.bit_length()

@@ -12,7 +12,7 @@ from scheduler_proc.core import SchedulerCore
 from scheduler_proc.forecast import WaitForecast
 from scheduler_proc.lifecycle import RequestLifecycle
 from scheduler_proc.planning.quarantine import is_quarantined
-from scheduler_proc.planning.step_cost import StepSpeed
+from scheduler_proc.planning.step_cost import StepCosts
 from scheduler_proc.state.request import Request, RequestStatus
 
 # Gauges of the scheduler for the server info, as docs/protocol.md lists them.
@@ -99,10 +99,10 @@ NO_PLACE = QueuePlace(0, None)
 class ProgressReport:
     """Answer how far requests are."""
 
-    def __init__(self, lifecycle: RequestLifecycle, speed: StepSpeed, max_queued: int) -> None:
+    def __init__(self, lifecycle: RequestLifecycle, costs: StepCosts, max_queued: int) -> None:
         self._num_nearly_full = max(NEARLY_FULL * max_queued, MIN_NEARLY_FULL)
         self._lifecycle = lifecycle
-        self._speed = speed
+        self._costs = costs
         self._places: dict[int, QueuePlace] = {}
         self._places_at = self._places_until = 0.0
         self._last_wait_s: float | None = None
@@ -125,7 +125,7 @@ class ProgressReport:
 
     def _refresh(self, now: float) -> None:
         if now >= self._places_until:
-            self._places, num_steps = places_in_queue(self._lifecycle, self._speed)
+            self._places, num_steps = places_in_queue(self._lifecycle, self._costs)
             self._places_at = now
             self._last_wait_s = next(reversed(self._places.values()), NO_PLACE).wait_s
             work_s = MAX_AGE_S_PER_REQUEST * len(self._places) + MAX_AGE_S_PER_STEP * num_steps
@@ -164,7 +164,7 @@ class ProgressReport:
 
 
 def places_in_queue(
-    lifecycle: RequestLifecycle, speed: StepSpeed
+    lifecycle: RequestLifecycle, costs: StepCosts
 ) -> tuple[dict[int, QueuePlace], int]:
     """Return the place of each waiting request by its number, in the order of the policy.
 
@@ -175,7 +175,7 @@ def places_in_queue(
     if not num_waiting:
         return {}, 0
     requests = core.waiting.first(num_waiting, core.prefill.budget.tokens)
-    forecast = WaitForecast(core, lifecycle.recent_ends, speed, requests[:MAX_PLAYED])
+    forecast = WaitForecast(core, lifecycle.recent_ends, costs.wall_seconds, requests[:MAX_PLAYED])
     forecast.play()
     places, last, wait_s = {}, 0, None
     for place, request in enumerate(requests, start=1):

@@ -20,7 +20,7 @@ from scheduler_proc.lifecycle import RequestLifecycle
 from scheduler_proc.live_feed import StepFeed
 from scheduler_proc.pipeline import Pipeline
 from scheduler_proc.planning.quarantine import record_worker_crash
-from scheduler_proc.planning.step_cost import StepSpeed
+from scheduler_proc.planning.step_cost import StepCosts
 from scheduler_proc.queries import ProgressReport, collect_info, info_reply, progress_reply
 from scheduler_proc.state.request import FinishReason
 
@@ -31,7 +31,7 @@ class Scheduler:
     Attributes:
         lifecycle: every request from its Submit to its end.
         pipeline: the steps in flight.
-        speed: how long they take.
+        costs: how long they take.
         progress: how far requests are.
         stopped: whether the process may leave.
     """
@@ -51,12 +51,14 @@ class Scheduler:
         self._clock = clock
         self._journal = journal
         self._worker_ready: to_worker.WorkerReady | None = None
-        self.lifecycle = RequestLifecycle(args, eos_ids, worker, detok, clock, self._journal)
-        self.pipeline = Pipeline(worker, args.plan_at_once)
+        self.costs = StepCosts()
+        self.lifecycle = RequestLifecycle(
+            args, eos_ids, worker, detok, clock, self._journal, self.costs
+        )
+        self.pipeline = Pipeline(worker, args.plan_at_once, self.costs)
         self._feed: StepFeed | None = None  # only while a client watches
         self._frontend = 0  # number of the newest frontend that was heard of
-        self.speed = StepSpeed()
-        self.progress = ProgressReport(self.lifecycle, self.speed, args.max_queued_requests)
+        self.progress = ProgressReport(self.lifecycle, self.costs, args.max_queued_requests)
         self.stopped = False
 
     def announce_restart(self) -> None:
@@ -149,6 +151,7 @@ class Scheduler:
     def _on_step_result(self, result: to_worker.StepResult) -> None:
         lifecycle = self.lifecycle
         batch = self.pipeline.complete(result)
+        self.costs.observe(batch, result)
         for row in result.failed:
             lifecycle.fail(batch.requests[row.row], from_code(row.code, row.error))
         update = lifecycle.core.complete(batch, result)
@@ -157,7 +160,6 @@ class Scheduler:
         lifecycle.stats.on_step(batch, result, update)
         if self._feed is not None:
             self._feed.on_result(result)
-        self.speed.on_step(batch, result, lifecycle.core.costs)
         lifecycle.events.add_update(update, result.ended)
         for request in update.finished:
             lifecycle.close(request)

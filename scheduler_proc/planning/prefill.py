@@ -13,7 +13,7 @@ from quadriga.server.config.engine_args import SchedulerArgs
 from scheduler_proc.planning.admission import CoreState
 from scheduler_proc.planning.batching import Batching
 from scheduler_proc.planning.retraction import PageGrowth, Retraction
-from scheduler_proc.planning.step_cost import StepCostModel
+from scheduler_proc.planning.step_cost import StepCosts
 from scheduler_proc.state.batch import Capacity, Plan, ScheduleBatch
 from scheduler_proc.state.request import Request, WaitReason
 
@@ -337,7 +337,7 @@ class StepTarget:
         costs: what steps take.
     """
 
-    def __init__(self, args: SchedulerArgs, costs: StepCostModel) -> None:
+    def __init__(self, args: SchedulerArgs, costs: StepCosts) -> None:
         self._costs = costs
         self._seconds = None if args.itl_target is None else AIM * args.itl_target / 1000
 
@@ -391,7 +391,7 @@ class PrefillPlanner:
         args: SchedulerArgs,
         state: CoreState,
         budget: PrefillBudget,
-        costs: StepCostModel,
+        costs: StepCosts,
         batching: Batching,
         retraction: Retraction,
         growth: PageGrowth,

@@ -17,7 +17,7 @@ PREPARING, QUEUED, PREFILL, DECODING, UNKNOWN = RequestState
 
 def progress(world: World, *names: str, **fields: Any) -> list[RequestProgress]:
     """Return the progress of requests of the client b"c", computed again."""
-    report = ProgressReport(world.scheduler.lifecycle, world.scheduler.speed, 2000)
+    report = ProgressReport(world.scheduler.lifecycle, world.scheduler.costs, 2000)
     return report.values(ProgressRequest(b"c", "q", list(names), **fields), world.worker.now)
 
 
@@ -118,7 +118,7 @@ def test_the_queue_is_read_once_for_all_questions_of_a_moment(
         return read(*arguments)
 
     monkeypatch.setattr(waiting, "first", count)
-    report = ProgressReport(world.scheduler.lifecycle, world.scheduler.speed, 2000)
+    report = ProgressReport(world.scheduler.lifecycle, world.scheduler.costs, 2000)
     for begin in range(8, 968, 64):  # the first ones run
         names = [str(number) for number in range(begin, begin + 64)]
         values = report.values(ProgressRequest(b"c", "q", names), world.worker.now)

@@ -9,7 +9,8 @@ import pytest
 from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.server.config.server_config import ServerConfig
-from scheduler_proc.planning.step_cost import MAX_RATIO, StepCostModel
+from quadriga.wire.worker import StepResult
+from scheduler_proc.planning.step_cost import MAX_RATIO, StepCosts
 from scheduler_proc.state.batch import ScheduleBatch
 from simulator import cost_model
 from simulator.clock import START
@@ -39,16 +40,20 @@ def true_seconds(batch: ScheduleBatch) -> float:
     return STEP_S + rows * ROW_S + tokens * TOKEN_S + batch.num_pairs * PAIR_S
 
 
-def expected(model: StepCostModel, batch: ScheduleBatch) -> float:
+def result(seconds: float) -> StepResult:
+    return StepResult(0, b"", 1.0, 1.0 + seconds)
+
+
+def expected(model: StepCosts, batch: ScheduleBatch) -> float:
     return model.seconds(batch.num_decodes, batch.num_prompt_tokens, batch.num_pairs)
 
 
-def learned(noise: float, num_steps: int = 300) -> StepCostModel:
-    source, model = random.Random(1), StepCostModel()
+def learned(noise: float, num_steps: int = 300) -> StepCosts:
+    source, model = random.Random(1), StepCosts()
     for number in range(num_steps):
         tokens = source.choice([0, 0, 16, 64, 128])
         batch = batch_of(source.randint(1, 32), tokens, number % 60 * 100)
-        model.observe(batch, true_seconds(batch) * source.uniform(1 - noise, 1 + noise))
+        model.observe(batch, result(true_seconds(batch) * source.uniform(1 - noise, 1 + noise)))
     return model
 
 
@@ -72,14 +77,14 @@ def test_the_tokens_of_a_time_take_that_time() -> None:
 def test_a_disturbed_step_changes_little() -> None:
     model, batch = learned(0.0), batch_of(8, 64)
     before = expected(model, batch)
-    model.observe(batch, 100 * before)
+    model.observe(batch, result(100 * before))
     assert expected(model, batch) < MAX_RATIO * before
 
 
 def test_prices_follow_a_machine_that_becomes_slower() -> None:
     model, batch = learned(0.0), batch_of(8, 64)
     for _ in range(20):
-        model.observe(batch, 1.8 * true_seconds(batch))
+        model.observe(batch, result(1.8 * true_seconds(batch)))
     assert expected(model, batch) == pytest.approx(1.8 * true_seconds(batch), rel=0.05)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from quadriga.server.config.engine_args import BATCH_MODES, SchedulerArgs
 from scheduler_proc.forecast import MAX_STEPS, RecentEnds, SharedBeginnings, WaitForecast
-from scheduler_proc.planning.step_cost import StepCostModel, StepSpeed
+from scheduler_proc.planning.step_cost import StepCosts
 from scheduler_proc.queries import places_in_queue
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.request import FinishReason, Request
@@ -77,24 +77,23 @@ def step(num_tokens: list[int], num_decodes: int, planned_at: float = 0.0) -> Sc
 
 
 def test_the_speed_of_steps_has_the_time_between_them_but_no_idle_time() -> None:
-    speed, costs = StepSpeed(), StepCostModel()
-    assert speed.seconds(1) == 0.0
+    costs = StepCosts()
+    assert costs.wall_seconds(1) == 0.0
     now = 0.0
     for number in range(200):
         for batch, seconds, pause in ((step([1, 1], 2), 0.1, 0.02), (step([1, 50], 1), 0.5, 0.05)):
             batch.planned_at = now if number else 0.0
             now += pause
             ended: Any = SimpleNamespace(began=now, ended=now + seconds)
-            costs.observe(batch, seconds)
-            speed.on_step(batch, ended, costs)
+            costs.observe(batch, ended)
             now += seconds
     assert costs.seconds(2) == pytest.approx(0.1, rel=0.05)
-    assert speed.seconds(2) == pytest.approx(0.12, rel=0.05)
-    assert speed.seconds(1, 50) == pytest.approx(0.55, rel=0.05)
+    assert costs.wall_seconds(2) == pytest.approx(0.12, rel=0.05)
+    assert costs.wall_seconds(1, 50) == pytest.approx(0.55, rel=0.05)
     late, after = step([1, 1], 2, planned_at=now + 99.0), now + 99.1
     idle: Any = SimpleNamespace(began=now + 99.0, ended=after)
-    speed.on_step(late, idle, costs)
-    assert speed.seconds(2) == pytest.approx(0.12, rel=0.05)
+    costs.observe(late, idle)
+    assert costs.wall_seconds(2) == pytest.approx(0.12, rel=0.05)
 
 
 def test_requests_wait_for_pages_where_those_run_out_before_slots() -> None:
@@ -115,18 +114,16 @@ def test_requests_wait_for_pages_where_those_run_out_before_slots() -> None:
 BUDGET = 16
 
 
-class EqualSteps:
-    """The steps of the simulated worker, whatever they compute."""
-
-    def seconds(self, num_decodes: int, num_tokens: int = 0, num_pairs: int = 0) -> float:
-        return STEP_S
+def equal_steps(num_decodes: int, num_tokens: int = 0, num_pairs: int = 0) -> float:
+    """Return the seconds of a step of the simulated worker, whatever it computes."""
+    return STEP_S
 
 
 def play(world: World) -> tuple[WaitForecast, list[Request]]:
     """Return what is played of the waiting queue, and its requests."""
     lifecycle = world.scheduler.lifecycle
     waiting = lifecycle.core.waiting.first(1000, 100)
-    forecast = WaitForecast(lifecycle.core, lifecycle.recent_ends, EqualSteps(), waiting)
+    forecast = WaitForecast(lifecycle.core, lifecycle.recent_ends, equal_steps, waiting)
     forecast.play()
     return forecast, waiting
 
@@ -252,7 +249,7 @@ def test_a_forecast_plays_a_bounded_number_of_steps() -> None:
     forecast, waiting = play(world)
     assert forecast.num_steps == MAX_STEPS
     assert forecast.wait_s(waiting[0]) is not None and forecast.wait_s(waiting[-1]) is None
-    places, num_steps = places_in_queue(world.scheduler.lifecycle, world.scheduler.speed)
+    places, num_steps = places_in_queue(world.scheduler.lifecycle, world.scheduler.costs)
     assert num_steps == MAX_STEPS
     last = places[waiting[-1].seq].wait_s
     assert last is not None and last > forecast.played_s
