@@ -11,40 +11,27 @@ The table shows medians over the runs, and throughput as a ratio to the first va
 import asyncio
 import contextlib
 import io
-import statistics
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TypeVar
 
 from bench import serving
-from bench.cli.command import EXIT_FAILED, EXIT_OK, named_flags, run_command
+from bench.cli.command import EXIT_FAILED, EXIT_OK, run_command
 from bench.cli.options import Options, parse
-from bench.client.server import LAUNCHER
 from bench.report.metrics import ClientSummary
 from bench.report.report import Result
-from bench.report.table import markdown_table
+from bench.turns import Column, Turns, split_common, variant_of
 from quadriga.errors import ConfigError
 from simulator.latency import Percentiles
 
 T = TypeVar("T")
-CHECKOUT = "@"  # before the directory of another checkout
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A figure of a run, shown with `places` digits after the point."""
-
-    title: str
-    value: Callable[[Result], float | None]
-    places: int = 0
 
 
 def spread_columns(
     title: str, get: Callable[[Result], Percentiles | None], shares: int = 2
-) -> list[Column]:
+) -> list[Column[Result]]:
     """Return columns of p50, p99 and max in ms, or of the first `shares` of them."""
 
     def reader(share: str) -> Callable[[Result], float | None]:
@@ -53,8 +40,8 @@ def spread_columns(
     return [Column(f"{title} {share}", reader(share)) for share in ("p50", "p99", "max")[:shares]]
 
 
-COLUMNS = [
-    Column("tok/s", lambda r: r.summary.throughput),
+COLUMNS: list[Column[Result]] = [
+    Column("tok/s", lambda r: r.summary.throughput, has_ratio=True),
     *spread_columns("TTFT", lambda r: r.summary.ttft),
     *spread_columns("queue", lambda r: r.summary.queue_wait),
     *spread_columns("prefill", lambda r: r.summary.prefill),
@@ -68,7 +55,7 @@ COLUMNS = [
 ]
 
 
-def client_columns(clients: Sequence[ClientSummary]) -> list[Column]:
+def client_columns(clients: Sequence[ClientSummary]) -> list[Column[Result]]:
     """Return the columns of each client, if there are two to four."""
     if not 2 <= len(clients) <= 4:
         return []
@@ -83,7 +70,7 @@ def client_columns(clients: Sequence[ClientSummary]) -> list[Column]:
     return columns
 
 
-def cpu_columns(result: Result) -> list[Column]:
+def cpu_columns(result: Result) -> list[Column[Result]]:
     """Return the CPU time of a token in each process, the bench client's too."""
 
     def reader(name: str) -> Callable[[Result], float | None]:
@@ -96,9 +83,9 @@ def cpu_columns(result: Result) -> list[Column]:
     return [Column(f"CPU us/token {name}", reader(name), 1) for name in result.cost.cpu]
 
 
-async def compare(variants: dict[str, Options]) -> dict[str, list[Result]]:
-    """Run the variants and return the results of each, without printing the single runs."""
-    results: dict[str, list[Result]] = {name: [] for name in variants}
+async def compare(variants: dict[str, Options]) -> Turns[Result]:
+    """Run the variants in turns and return their results, without printing the single runs."""
+    turns: Turns[Result] = Turns(list(variants))
     async with AsyncExitStack() as stack:
         runs = {}
         for name, options in variants.items():
@@ -108,17 +95,12 @@ async def compare(variants: dict[str, Options]) -> dict[str, list[Result]]:
         for number in range(first.warmup_runs):
             for name in variants:
                 await _quietly(runs[name].warm_up(number))
-        for number in range(first.repeat_runs):
-            for name in variants:
-                result = await _quietly(runs[name].measure(number))
-                results[name].append(result)
-                print(
-                    f"run {number + 1}/{first.repeat_runs} {name}:"
-                    f" {result.summary.throughput or 0:.1f} tok/s",
-                    file=sys.stderr,
-                    flush=True,
-                )
-    return results
+        for number, name in turns.order(first.repeat_runs):
+            result = await _quietly(runs[name].measure(number))
+            turns.results[name].append(result)
+            rate = f"{result.summary.throughput or 0:.1f} tok/s"
+            print(f"run {number + 1}/{first.repeat_runs} {name}: {rate}", file=sys.stderr)
+    return turns
 
 
 async def _quietly(run: Awaitable[T]) -> T:
@@ -126,57 +108,26 @@ async def _quietly(run: Awaitable[T]) -> T:
         return await run
 
 
-def table(results: dict[str, list[Result]]) -> str:
-    """Return the medians as a markdown table with a row per figure and a column per variant."""
-    first = next(iter(results.values()))
-    rows = [
-        [column.title, *(_cell(column, of_variant, first) for of_variant in results.values())]
-        for column in COLUMNS + cpu_columns(first[0]) + client_columns(first[0].summary.clients)
-    ]
-    return markdown_table(["ms where not said", *results], rows)
-
-
-def _cell(column: Column, results: list[Result], first: list[Result]) -> str:
-    value = _median(column, results)
-    if value is None:
-        return "n/a"
-    text = f"{value:.{column.places}f}"
-    base = _median(column, first)
-    if column.title == "tok/s" and base and results is not first:
-        text += f" ({value / base:.2f} x)"
-    return text
-
-
-def _median(column: Column, results: list[Result]) -> float | None:
-    values = [v for v in map(column.value, results) if v is not None]
-    return statistics.median(values) if values else None
+def table(turns: Turns[Result]) -> str:
+    """Return the medians of all figures."""
+    first = next(iter(turns.results.values()))[0]
+    columns = [*COLUMNS, *cpu_columns(first), *client_columns(first.summary.clients)]
+    return turns.table(columns, "ms where not said")
 
 
 def variants_of(argv: list[str]) -> dict[str, Options]:
     """Return the options of each variant, or raise ConfigError for a malformed command line."""
-    split = argv.index("--") if "--" in argv else len(argv)
-    named, common = argv[:split], argv[split + 1 :]
+    named, common = split_common(argv)
     variants = {}
-    for text in named:
-        name, flags = named_flags(text)
-        checkout = [Path(word[1:]) for word in flags if word.startswith(CHECKOUT)]
-        flags = [word for word in flags if not word.startswith(CHECKOUT)]
-        variants[name] = with_launcher(parse([*common, *flags]), checkout)
-        if variants[name].target.config is None:
+    for variant in map(variant_of, named):
+        options = parse([*common, *variant.flags])
+        if options.target.config is None:
             raise ConfigError("--endpoint measures one server: leave it out to compare several")
+        target = replace(options.target, launcher=variant.launcher)
+        variants[variant.name] = replace(options, target=target)
     if len(variants) < 2:
         raise ConfigError('at least two variants are compared: "NAME: FLAGS" "NAME: FLAGS" -- ...')
     return variants
-
-
-def with_launcher(options: Options, checkouts: list[Path]) -> Options:
-    """Return options whose server is that of the last of these checkouts, if there are any."""
-    if not checkouts:
-        return options
-    launcher = checkouts[-1].resolve() / LAUNCHER.name
-    if not launcher.is_file():
-        raise ConfigError(f"there is no {launcher}: {CHECKOUT}DIR is the directory of a checkout")
-    return replace(options, target=replace(options.target, launcher=launcher))
 
 
 def main() -> int:
@@ -188,9 +139,9 @@ def main() -> int:
 
 
 def _main() -> int:
-    results = asyncio.run(compare(variants_of(sys.argv[1:])))
-    print(table(results))
-    failed = any(result.summary.failed for runs in results.values() for result in runs)
+    turns = asyncio.run(compare(variants_of(sys.argv[1:])))
+    print(table(turns))
+    failed = any(result.summary.failed for runs in turns.results.values() for result in runs)
     return EXIT_FAILED if failed else EXIT_OK
 
 

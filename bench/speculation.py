@@ -1,31 +1,37 @@
-"""Measure what guessed tokens save.
+"""Measure what draft tokens save, and whether another version of the project saves as much.
 
-    python -m bench.speculation --speculative-method self --seconds 20
+    python -m bench.speculation --seconds 20 -- --worker-threads 1
+    python -m bench.speculation "old: @../before" "new: " --turns 8
 
-Two servers run, one of them with --speculative-method; a server that waits takes no CPU time. They
-get the same load in turns, so that a slow minute affects both: by default 20 loads, five kinds with
-1, 4, 16 and 64 streams, each until --turns turns are over or the next one would take longer than
---seconds. The table has the median over the turns of the ratio of tokens per second, with and
-without guesses, and the smallest and the largest one; the same for tokens per second of CPU time of
-the server's processes; how many of the guessed tokens were right; and the tokens of a row and step.
-The exit code is 1 if a median of tokens per second is below --min-ratio.
+Variants are written as in bench.compare; without any, a server with `--speculative-method none` is
+compared with one with `auto`. All servers run, and one that waits takes no CPU time. They get the
+same load in turns: by default 20 loads, five kinds with 1, 4, 16 and 64 streams, each until --turns
+turns are over or the next one would take longer than --seconds. The table has, for each variant,
+the tokens per second as a ratio to the first variant (median over the turns, smallest and largest);
+the same for tokens per second of CPU time of the server's processes; how many draft tokens were
+right; the tokens of a row and step; and how many texts are those of the first variant. The exit
+code is 1 if a median of tokens per second is below --min-ratio.
 
-Where other programs keep the machine busy, --worker-threads 1 and the ratios of CPU time tell more:
-a thread that waits for another one would count, too.
+Where other programs keep the machine busy, `-- --worker-threads 1` and the ratios of CPU time tell
+more: a thread that waits for another one would count, too.
 """
 
+import asyncio
 import random
-import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, NamedTuple
 
-from bench.cli.command import command_parser
+from bench.cli.command import EXIT_FAILED, EXIT_OK, command_parser, run_command, run_until_signal
 from bench.client.resources import cpu_seconds
-from quadriga.client import SamplingParams
-from quadriga.llm.llm import LLM
-from quadriga.server.config.engine_args import BUILTIN_MODEL
+from bench.client.server import start_server
+from bench.report.table import markdown_table
+from bench.serving import CONNECT_TIMEOUT_S
+from bench.turns import VARIANTS_HELP, Turns, Variant, split_common, variant_of
+from quadriga.client import AsyncClient, SamplingParams
+from quadriga.errors import ConfigError
 
 # Loads in which more or less of an answer repeats text that was there before.
 
@@ -137,7 +143,11 @@ def tasks_of(load: str, count: int, seed: int, max_tokens: int) -> list[GuessTas
     return [LOADS[load](draw, max_tokens) for _ in range(count)]
 
 
-EXIT_SLOWER = 1
+DEFAULT_VARIANTS = ["without: --speculative-method none", "with: --speculative-method auto"]
+HEADER = (
+    "load", "streams", "variant", "tokens/s", "ratio", "of CPU time", "right", "tokens a row",
+    "equal texts",
+)  # fmt: skip
 
 
 class TimedRun(NamedTuple):
@@ -147,20 +157,20 @@ class TimedRun(NamedTuple):
         rate: tokens per second.
         cpu_rate: tokens per second of CPU time of the server's processes.
         texts: the answers.
-        guesses: rows with guesses, guessed tokens, and right ones.
+        drafts: rows with draft tokens, draft tokens, and right ones.
     """
 
     rate: float
     cpu_rate: float
     texts: list[str]
-    guesses: tuple[int, int, int]
+    drafts: tuple[int, int, int]
 
 
 class Limits(NamedTuple):
     """Bounds on the measurement of one load.
 
     Attributes:
-        turns: of both servers.
+        turns: of each server.
         seconds: that the turns may take; there is at least one.
         tokens: of an answer.
     """
@@ -170,129 +180,110 @@ class Limits(NamedTuple):
     tokens: int
 
 
-class Ratios(NamedTuple):
-    """The rate with guesses over that without, turn by turn."""
-
-    values: list[float]
-
-    @property
-    def median(self) -> float:
-        """The median over the turns."""
-        return statistics.median(self.values)
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({min(self.values):.2f} to {max(self.values):.2f})"
-
-
-def run(llm: LLM, tasks: list[GuessTask]) -> TimedRun:
+async def run(client: AsyncClient, tasks: Sequence[GuessTask]) -> TimedRun:
     """Send all tasks at once, and wait for the answers."""
-    before, cpu_before_s = guesses_of(llm), cpu_of(llm)
-    chats = [[{"role": "user", "content": task.question}] for task in tasks]
+    before, cpu_before_s = await counters_of(client)
     began_at = time.perf_counter()
-    answers = llm.chat(chats, [task.params for task in tasks])
+    chats = [([{"role": "user", "content": task.question}], task.params) for task in tasks]
+    answers = await asyncio.gather(*(client.generate(chat, params) for chat, params in chats))
     took_s = time.perf_counter() - began_at
+    after, cpu_after_s = await counters_of(client)
     num_tokens = sum(answer.usage.completion_tokens for answer in answers)
-    after, cpu_s = guesses_of(llm), cpu_of(llm) - cpu_before_s
-    rows, guessed, right = (end - begin for begin, end in zip(before, after, strict=True))
-    texts = [answer.text for answer in answers]
-    return TimedRun(num_tokens / took_s, num_tokens / cpu_s, texts, (rows, guessed, right))
+    rows, drafted, right = (end - begin for begin, end in zip(before, after, strict=True))
+    texts, cpu_s = [answer.text for answer in answers], cpu_after_s - cpu_before_s
+    return TimedRun(num_tokens / took_s, num_tokens / cpu_s, texts, (rows, drafted, right))
 
 
-def cpu_of(llm: LLM) -> float:
-    """Return the CPU seconds of the server's processes since their start."""
-    info: dict[str, Any] = llm.client.info()
-    return sum(filter(None, cpu_seconds(info["pids"]).values()))
-
-
-def guesses_of(llm: LLM) -> list[int]:
-    """Return the server's counters of rows with guesses, guesses and right guesses."""
-    info: dict[str, Any] = llm.client.info()
+async def counters_of(client: AsyncClient) -> tuple[list[int], float]:
+    """Return counters of rows with drafts, drafts and right drafts, and the CPU seconds so far."""
+    info = await client.info()
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-    return [info.get(f"spec_decode_{name}_total", 0) for name in names]
+    counters = [info.get(f"spec_decode_{name}_total", 0) for name in names]
+    return counters, sum(filter(None, cpu_seconds(info["pids"]).values()))
 
 
-def measure(plain: LLM, guessing: LLM, load: str, streams: int, limits: Limits) -> float:
-    """Run a load in turns, print its line, and return the median ratio."""
-    runs: dict[LLM, list[TimedRun]] = {plain: [], guessing: []}
-    began_at = time.perf_counter()
-    for turn in range(limits.turns):
+async def measure(
+    clients: dict[str, AsyncClient], load: str, streams: int, limits: Limits
+) -> Turns[TimedRun]:
+    """Run a load in turns."""
+    turns: Turns[TimedRun] = Turns(list(clients))
+    for turn, name in turns.order(limits.turns, limits.seconds):
         tasks = tasks_of(load, streams, turn, limits.tokens)
-        for llm in (plain, guessing) if turn % 2 else (guessing, plain):
-            runs[llm].append(run(llm, tasks))
-        took_s = time.perf_counter() - began_at
-        if took_s * (turn + 2) / (turn + 1) > limits.seconds:
-            break
-    pairs = list(zip(runs[guessing], runs[plain], strict=True))
-    rows, guessed, right = (
-        sum(counts) for counts in zip(*(one.guesses for one, _ in pairs), strict=True)
-    )
-    num_equal = sum(
-        a == b for one, other in pairs for a, b in zip(one.texts, other.texts, strict=True)
-    )
-    ratios = Ratios([one.rate / other.rate for one, other in pairs])
-    cells = (
-        load,
-        f"{streams}",
-        f"{statistics.median(one.rate for one in runs[plain]):.0f}",
-        f"{ratios}",
-        f"{Ratios([one.cpu_rate / other.cpu_rate for one, other in pairs])}",
-        f"{100 * right / max(guessed, 1):.0f} % of {guessed}",
-        f"{1 + right / max(rows, 1):.1f}",
-        f"{num_equal} of {streams * len(pairs)}",
-    )
-    print(f"| {' | '.join(cells)} |", flush=True)
-    return ratios.median
+        turns.results[name].append(await run(clients[name], tasks))
+    return turns
 
 
-def main() -> None:
-    """Run the command line."""
+def rows_of(load: str, streams: int, turns: Turns[TimedRun]) -> list[list[str]]:
+    """Return a row of the table for each variant."""
+    rows = []
+    first = next(iter(turns.results.values()))
+    for name, runs in turns.results.items():
+        num_rows, drafted, right = (sum(c) for c in zip(*(one.drafts for one in runs), strict=True))
+        pairs = [pair for one, other in zip(runs, first, strict=True)
+                 for pair in zip(one.texts, other.texts, strict=True)]  # fmt: skip
+        rows.append(
+            [
+                *(load, str(streams), name, f"{turns.median(name, lambda one: one.rate):.0f}"),
+                str(turns.ratios(name, lambda one: one.rate)),
+                str(turns.ratios(name, lambda one: one.cpu_rate)),
+                f"{100 * right / max(drafted, 1):.0f} % of {drafted}",
+                f"{1 + right / max(num_rows, 1):.1f}",
+                f"{sum(text == other for text, other in pairs)} of {len(pairs)}",
+            ]
+        )
+    return rows
+
+
+async def bench(variants: Sequence[Variant], common: Sequence[str], args: Any) -> int:
+    """Measure all loads, print the table, and return the exit code."""
+    limits = Limits(args.turns, args.seconds, args.max_tokens)
+    clients: dict[str, AsyncClient] = {}
+    rows: list[list[str]] = []
+    ratios: list[float] = []
+    async with AsyncExitStack() as stack:
+        for variant in variants:
+            config = variant.config(common)
+            endpoint, _ = await start_server(config, None, stack, variant.launcher)
+            client = AsyncClient(endpoint, CONNECT_TIMEOUT_S, curve_dir=config.frontend.curve_dir)
+            clients[variant.name] = await stack.enter_async_context(client)
+            await run(client, tasks_of("chat", 1, -1, 16))
+        for load in args.loads.split(","):
+            for streams in map(int, args.streams.split(",")):
+                turns = await measure(clients, load, streams, limits)
+                found = rows_of(load, streams, turns)
+                for row in found:
+                    print(" | ".join(row), file=sys.stderr, flush=True)
+                rows += found
+                for variant in variants[1:]:
+                    ratio = turns.ratios(variant.name, lambda one: one.rate)
+                    ratios += [ratio.median] if ratio else []
+    print(markdown_table(HEADER, rows))
+    num_slower = sum(ratio < args.min_ratio for ratio in ratios)
+    print(f"smallest ratio {min(ratios):.2f}, {num_slower} of {len(ratios)} below {args.min_ratio}")
+    return EXIT_FAILED if num_slower else EXIT_OK
+
+
+def main() -> int:
+    """Run the command line, and return the exit code."""
     parser = command_parser("bench.speculation", __doc__)
-    parser.add_argument("--model", default=BUILTIN_MODEL)
-    parser.add_argument("--speculative-method", default="auto", choices=("auto", "ngram", "self"))
-    parser.add_argument("--num-speculative-tokens", type=int, default=15)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--quantization", default="none")
+    parser.add_argument("variants", nargs="*", default=DEFAULT_VARIANTS, help=VARIANTS_HELP)
     parser.add_argument("--streams", default="1,4,16,64", help="requests at one time")
     parser.add_argument("--loads", default=",".join(LOADS))
     parser.add_argument("--turns", type=int, default=9, help="largest number of turns of a load")
     parser.add_argument("--seconds", type=float, default=20.0, help="for the turns of a load")
-    parser.add_argument("--worker-threads", type=int)
-    parser.add_argument("--max-total-tokens", type=int, help="of each of the two KV pools")
-    parser.add_argument("--enable-deterministic-inference", action="store_true")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--min-ratio", type=float, default=0.98)
-    args = parser.parse_args()
-    names = ("dtype", "quantization", "worker_threads", "max_total_tokens")
-    common: dict[str, Any] = {name: value for name in names if (value := getattr(args, name))}
-    common["enable_deterministic_inference"] = args.enable_deterministic_inference
-    limits = Limits(args.turns, args.seconds, args.max_tokens)
-    guesses: dict[str, Any] = {
-        "speculative_method": args.speculative_method,
-        "num_speculative_tokens": args.num_speculative_tokens,
-    }
-    with (
-        LLM(args.model, **common, speculative_method="none") as plain,
-        LLM(args.model, **common, **guesses) as guessing,
-    ):
-        for llm in (plain, guessing):
-            run(llm, tasks_of("chat", 1, -1, 16))
-        print(
-            "| load | streams | tokens/s without | ratio | of CPU time | right | tokens a row |"
-            " equal texts |"
-        )
-        print("|---|---|---|---|---|---|---|---|")
-        ratios = [
-            measure(plain, guessing, load, int(streams), limits)
-            for load in args.loads.split(",")
-            for streams in args.streams.split(",")
-        ]
-    num_slower = sum(ratio < args.min_ratio for ratio in ratios)
-    print(
-        f"{len(ratios)} loads: smallest ratio {min(ratios):.2f}, {num_slower} below"
-        f" {args.min_ratio}"
-    )
-    sys.exit(EXIT_SLOWER if num_slower else 0)
+    own, common = split_common(sys.argv[1:])
+    args = parser.parse_args(own)
+
+    def work() -> int:
+        variants = [variant_of(text) for text in args.variants]
+        if len(variants) < 2:
+            raise ConfigError('at least two variants are compared: "NAME: FLAGS" "NAME: FLAGS"')
+        return run_until_signal(bench(variants, common, args))
+
+    return run_command("bench.speculation", work)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,6 +10,7 @@ from bench.client.server import LAUNCHER
 from bench.compare import table, variants_of
 from bench.report.metrics import summarize
 from bench.report.report import Result
+from bench.turns import Turns
 from quadriga.errors import ConfigError
 
 
@@ -57,7 +58,10 @@ def test_a_command_line_that_compares_nothing_is_refused(argv: list[str], compla
 
 
 def test_the_table_shows_medians_and_the_ratio_of_throughputs() -> None:
-    text = table({"slow": [result(9), result(10), result(50)], "fast": [result(20)]})
-    assert "| tok/s | 10 | 20 (2.00 x) |" in text
+    turns: Turns[Result] = Turns(["slow", "fast"])
+    turns.results["slow"] = [result(9), result(10), result(50)]
+    turns.results["fast"] = [result(18), result(20), result(75)]
+    text = table(turns)
+    assert "| tok/s | 10 | 20, 2.00 (1.50 to 2.00) x |" in text
     assert "| TTFT p50 | 100 | 50 |" in text
     assert "| CPU us/token worker_proc | 100.0 | 100.0 |" in text

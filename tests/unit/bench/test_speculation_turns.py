@@ -1,50 +1,33 @@
-"""The servers with and without guesses take turns, for a bounded time."""
+"""Servers with and without drafts take turns with a load, and the table compares them."""
 
+import asyncio
 from typing import Any, cast
 
 import pytest
 
 from bench import speculation as bench
 from bench.speculation import GuessTask
-from quadriga.llm.llm import LLM
+from quadriga.client import AsyncClient
 
-PLAIN, GUESSING = cast(LLM, "plain"), cast(LLM, "guessing")
-
-
-class Clock:
-    """A clock that runs take with them."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.order: list[Any] = []
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def run(self, llm: LLM, tasks: list[GuessTask]) -> bench.TimedRun:
-        """Take two seconds, and three with guesses, of which half are right."""
-        self.order.append(llm)
-        self.now += 3.0 if llm is GUESSING else 2.0
-        guesses = (1, 4, 2) if llm is GUESSING else (0, 0, 0)
-        rate = 60.0 if llm is GUESSING else 90.0
-        return bench.TimedRun(rate, 2 * rate, ["text"] * len(tasks), guesses)
+CLIENTS = {name: cast(AsyncClient, name) for name in ("without", "with")}
 
 
-@pytest.mark.parametrize(("seconds", "num_turns"), [(1.0, 1), (16.0, 3), (1000.0, 5)])
-def test_turns_end_before_the_next_one_would_take_too_long(
-    seconds: float, num_turns: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    clock = Clock()
-    monkeypatch.setattr(bench, "run", clock.run)
-    monkeypatch.setattr(bench, "time", clock)
-    ratio = bench.measure(PLAIN, GUESSING, "chat", 4, bench.Limits(5, seconds, 16))
-    assert ratio == pytest.approx(60.0 / 90.0)
-    assert clock.order[:4] == [GUESSING, PLAIN, PLAIN, GUESSING][: len(clock.order)]
-    assert len(clock.order) == 2 * num_turns
-    cells = [cell.strip() for cell in capsys.readouterr().out.strip("|\n").split("|")]
-    assert cells[:4] == ["chat", "4", "90", "0.67 (0.67 to 0.67)"]
-    assert cells[5:] == [
-        f"50 % of {4 * num_turns}",
-        "3.0",
-        f"{4 * num_turns} of {4 * num_turns}",
-    ]
+def test_a_row_compares_a_variant_with_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: dict[Any, list[list[GuessTask]]] = {client: [] for client in CLIENTS.values()}
+
+    async def run(client: AsyncClient, tasks: list[GuessTask]) -> bench.TimedRun:
+        """With drafts, half of them are right."""
+        sent[client].append(tasks)
+        is_drafting = client is CLIENTS["with"]
+        rate = 60.0 if is_drafting else 90.0
+        drafts = (1, 4, 2) if is_drafting else (0, 0, 0)
+        return bench.TimedRun(rate, 2 * rate, ["text"] * len(tasks), drafts)
+
+    monkeypatch.setattr(bench, "run", run)
+    turns = asyncio.run(bench.measure(CLIENTS, "chat", 4, bench.Limits(3, 1000.0, 16)))
+    assert sent[CLIENTS["with"]] == sent[CLIENTS["without"]]
+    assert len(sent[CLIENTS["with"]]) == 3
+    without, with_drafts = bench.rows_of("chat", 4, turns)
+    assert without[:5] == ["chat", "4", "without", "90", "1.00 (1.00 to 1.00)"]
+    assert with_drafts[2:6] == ["with", "60", "0.67 (0.67 to 0.67)", "0.67 (0.67 to 0.67)"]
+    assert with_drafts[6:] == ["50 % of 12", "3.0", "12 of 12"]
