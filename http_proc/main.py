@@ -6,14 +6,13 @@ import logging
 import time
 
 import uvloop
-from aiohttp import web
 
 from http_proc.apis.responses.background import BACKGROUND
 from http_proc.core.gateway import Gateway
 from http_proc.core.stream_rows import StreamRows
 from http_proc.jobs.batches import BATCHES
 from http_proc.server import FLUSH_TIMEOUT_S, bind, listen, make_runner, tls_context
-from http_proc.web.stream_table import STREAMS
+from http_proc.web.stream_table import STREAM_ROWS, STREAMS
 from quadriga.client.async_client import AsyncClient
 from quadriga.errors import ServerFailed
 from quadriga.server.processes.child import Child, run_child
@@ -46,7 +45,8 @@ async def serve(child: Child) -> None:
         endpoint, connect_timeout=timeout_s, curve_dir=keys, identity=rows.address
     )
     async with ring:
-        gateway = Gateway(child.config, ring, child.endpoints.run_dir, lasting_ring, rows)
+        gateway = Gateway(child.config, ring, child.endpoints.run_dir, lasting_ring)
+        gateway[STREAM_ROWS] = rows
         runner = await make_runner(gateway)
         server = await listen(runner, listener, tls, gateway)
         child.phase("connect", time.monotonic() - began_at)
@@ -54,7 +54,7 @@ async def serve(child: Child) -> None:
             await gateway.until_ready()  # the launcher reports "ready" when /readyz does
         child.ready(url=args.url)
         gc.freeze()
-        await _serve_until_stopped(child, gateway, server, runner.app)
+        await _serve_until_stopped(child, gateway, server)
         await runner.cleanup()
         await asyncio.to_thread(gateway.traces.close)
         await lasting_ring.close()
@@ -67,10 +67,10 @@ def _stream_rows(child: Child) -> StreamRows:
     return StreamRows(data_dir or child.endpoints.run_dir, outlives_server=data_dir is not None)
 
 
-def _report_what_ends(app: web.Application) -> None:
+def _report_what_ends(gateway: Gateway) -> None:
     """Log the batches and responses in the background that are lost with the server."""
-    num_batches = app[BATCHES].num_open
-    num_responses = app[BACKGROUND].num_open if BACKGROUND in app else 0
+    num_batches, background = gateway[BATCHES].num_open, gateway.get(BACKGROUND)
+    num_responses = 0 if background is None else background.num_open
     if num_batches or num_responses:
         logging.warning(
             "%d open batches and %d responses in the background end with this server; a server with"
@@ -80,9 +80,7 @@ def _report_what_ends(app: web.Application) -> None:
         )
 
 
-async def _serve_until_stopped(
-    child: Child, gateway: Gateway, server: asyncio.Server, app: web.Application
-) -> None:
+async def _serve_until_stopped(child: Child, gateway: Gateway, server: asyncio.Server) -> None:
     """Wait for a command to stop, then interrupt what goes on later, and answer the open requests.
 
     The ring finishes every accepted request, so that only slow clients need a time limit.
@@ -93,8 +91,8 @@ async def _serve_until_stopped(
     def read_commands() -> None:
         for command, reason in child.control.read_commands():
             if command is Command.FAIL:
-                if gateway.stream_rows.outlives_server:
-                    app[STREAMS].interrupt()
+                if gateway[STREAM_ROWS].outlives_server:
+                    gateway[STREAMS].interrupt()
                     gateway.lasting_ring.leave_requests()
                 gateway.fail_all(ServerFailed(reason))
             if command in (Command.DRAIN, Command.FAIL):
@@ -106,8 +104,8 @@ async def _serve_until_stopped(
     await stopping.wait()
     server.close()
     if not gateway.outlives_server:
-        _report_what_ends(app)
-    await app[BATCHES].stop()
-    if BACKGROUND in app:
-        await app[BACKGROUND].stop()
+        _report_what_ends(gateway)
+    await gateway[BATCHES].stop()
+    if (background := gateway.get(BACKGROUND)) is not None:
+        await background.stop()
     await gateway.drain(FLUSH_TIMEOUT_S)

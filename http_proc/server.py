@@ -10,6 +10,8 @@ import logging
 import re
 import socket
 import ssl
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from functools import cache
 from http import HTTPStatus
 from pathlib import Path
@@ -20,8 +22,7 @@ from aiohttp import http_exceptions, web
 from aiohttp.typedefs import Middleware
 from aiohttp.web_protocol import RequestHandler
 
-from http_proc.apis import service
-from http_proc.apis import sglang as sglang_generate
+from http_proc.apis import service, sglang
 from http_proc.apis.anthropic import ANTHROPIC_ENDPOINTS
 from http_proc.apis.llama_cpp import LLAMA_CPP_ENDPOINTS
 from http_proc.apis.ollama import OLLAMA_ENDPOINTS
@@ -31,16 +32,19 @@ from http_proc.apis.responses.conversations import CONVERSATION_ENDPOINTS
 from http_proc.apis.responses.endpoints import RESPONSES_ENDPOINTS
 from http_proc.apis.responses.stored_responses import store_lifetime
 from http_proc.apis.service import TRACE_ENDPOINTS
+from http_proc.core.answering import APIS, Answerer
 from http_proc.core.errors import RETRY_AFTER_S, ApiError, invalid
-from http_proc.core.gateway import GATEWAY, Gateway
+from http_proc.core.gateway import Gateway
 from http_proc.generation import sampling
 from http_proc.jobs.batches import BATCH_ENDPOINTS, FILE_ENDPOINTS, batch_lifetime
 from http_proc.page import metrics, pages
-from http_proc.page.live import add_live, live
+from http_proc.page.live import LIVE, close_hubs, live
 from http_proc.page.pages import policy_of_inline, serve_page
-from http_proc.page.what_if import WHAT_IF_ENDPOINTS, add_what_if
+from http_proc.page.what_if import SIMULATION, WHAT_IF_ENDPOINTS, SimulationProcess
 from http_proc.web import access
-from http_proc.web.endpoint import PLAIN, STREAM, Endpoint, post
+from http_proc.web.endpoint import PLAIN, STREAM, Endpoint, Handler, answering, generating, post
+from http_proc.web.exchange import GATEWAY
+from http_proc.web.generate import answer_request
 from http_proc.web.request_body import expect_continue, unsupported_coding
 from http_proc.web.request_scope import (
     ERROR_BODIES,
@@ -48,9 +52,8 @@ from http_proc.web.request_scope import (
     UnreadAnswers,
     add_header,
     request_scope,
-    trace_requests,
 )
-from http_proc.web.resumable import STREAM_ENDPOINTS, stream_lifetime
+from http_proc.web.resumable import STREAM_ENDPOINTS, answer_resumably, stream_lifetime
 from quadriga import disk
 from quadriga.errors import AddressInUse, ConfigError
 from quadriga.sampling.params import LIMITS, SamplingParams
@@ -83,10 +86,10 @@ def document() -> bytes:
     for endpoint in _DOCUMENTED:
         if endpoint.body is not None:
             _add_sampling(components[endpoint.body.__name__], endpoint.sampling or {}, params)
-    sglang = {"type": "object", "properties": {}, "additionalProperties": False}
-    _add_sampling(sglang, sampling.SGLANG, params)
+    of_sglang = {"type": "object", "properties": {}, "additionalProperties": False}
+    _add_sampling(of_sglang, sampling.SGLANG, params)
     properties = components["GenerateRequest"]["properties"]
-    properties["sampling_params"] = {"anyOf": [sglang, {"type": "null"}]}
+    properties["sampling_params"] = {"anyOf": [of_sglang, {"type": "null"}]}
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in _DOCUMENTED:
         paths.setdefault(endpoint.path, {})[endpoint.method] = _operation(endpoint)
@@ -196,13 +199,12 @@ ENDPOINTS = [
     *WHAT_IF_ENDPOINTS,
     Endpoint("/v1/models", service.models, "The model that is served", service.ModelList),
     Endpoint("/v1/models/{name}", service.model, "One model", service.ModelCard),
-    post("/generate", sglang_generate.generate, "Complete prompts, in SGLang's format",
-          sglang_generate.GenerateRequest, sglang_generate.GenerateAnswer,
-          streams=True, is_listed=True),
-    post("/tokenize", service.tokenize, "Token ids of a text or a chat",
-          service.TokenizeRequest, service.TokenizeAnswer),
-    post("/detokenize", service.detokenize, "Text of token ids",
-          service.DetokenizeRequest, service.DetokenizeAnswer),
+    generating("/generate", sglang.generate, "Complete prompts, in SGLang's format",
+               sglang.GenerateRequest, sglang.GenerateAnswer, is_listed=True),
+    answering("/tokenize", service.tokenize, "Token ids of a text or a chat",
+              service.TokenizeRequest, service.TokenizeAnswer),
+    answering("/detokenize", service.detokenize, "Text of token ids",
+              service.DetokenizeRequest, service.DetokenizeAnswer),
     post("/abort_request", service.abort_request, "End requests",
           service.AbortBody, service.AbortAnswer),
     post("/flush_cache", service.flush_cache, "Free the unused cached prefixes",
@@ -227,8 +229,7 @@ _DOCUMENTED = [endpoint for endpoint in ENDPOINTS if endpoint.response is not No
 def make_app(gateway: Gateway) -> web.Application:
     """Return the web application of a gateway."""
     args = gateway.args
-    middlewares: list[Middleware] = [trace_requests, request_scope]
-    middlewares.append(access.page_check(args, gateway.config.tenants))
+    middlewares: list[Middleware] = [request_scope, access.page_check(args, gateway.config.tenants)]
     if not args.no_ui:
         middlewares.append(serve_page())
     if access.needs_key_check(args, gateway.config.tenants):
@@ -236,13 +237,11 @@ def make_app(gateway: Gateway) -> web.Application:
     app = web.Application(middlewares=middlewares, client_max_size=args.max_body_bytes)
     app[GATEWAY] = gateway
     app[UNREAD_ANSWERS] = UnreadAnswers(gateway.shares)
-    app[ERROR_BODIES] = {endpoint.handler: endpoint.error_body for endpoint in ENDPOINTS}
-    app.cleanup_ctx.append(store_lifetime)
-    app.cleanup_ctx.append(background_lifetime)
-    app.cleanup_ctx.append(batch_lifetime)
-    app.cleanup_ctx.append(stream_lifetime)
-    add_live(app)
-    add_what_if(app)
+    app[ERROR_BODIES] = {}
+    gateway[APIS] = {one.path: cast(Answerer, one.handler) for one in ENDPOINTS if one.answers}
+    gateway[LIVE], gateway[SIMULATION] = {}, SimulationProcess()
+    app.cleanup_ctx.append(_parts)
+    app.on_shutdown.append(_end_viewers)
     app.on_response_prepare.append(access.response_hook(args))
     app.on_response_prepare.append(add_header)
     routes = {"get": web.get, "post": web.post, "delete": web.delete}
@@ -250,8 +249,30 @@ def make_app(gateway: Gateway) -> web.Application:
         route = routes[endpoint.method]
         # A model's name may contain slashes.
         path = endpoint.path.replace("{name}", "{name:.+}")
-        app.router.add_routes([route(path, endpoint.handler, expect_handler=expect_continue)])
+        added = route(path, _handler(endpoint), expect_handler=expect_continue)
+        app[ERROR_BODIES][app.router.add_routes([added])[0].resource] = endpoint.error_body
     return app
+
+
+def _handler(endpoint: Endpoint) -> Handler:
+    """Return what answers the web requests of an endpoint."""
+    if endpoint.answers:
+        return answer_resumably if endpoint.is_resumable else answer_request
+    return cast(Handler, endpoint.handler)
+
+
+async def _parts(app: web.Application) -> AsyncIterator[None]:
+    """Open what the gateway keeps and does by itself, and close it at the end."""
+    async with AsyncExitStack() as stack:
+        for lifetime in (store_lifetime, background_lifetime, batch_lifetime, stream_lifetime):
+            await stack.enter_async_context(lifetime(app[GATEWAY]))
+        yield
+
+
+async def _end_viewers(app: web.Application) -> None:
+    """End what has no end of its own."""
+    close_hubs(app[GATEWAY])
+    app[GATEWAY][SIMULATION].end()
 
 
 # The listening socket: address, TLS, time limits and the limit of connections.

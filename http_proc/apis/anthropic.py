@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
-from aiohttp import web
 
 from http_proc.answer.events import (
     AnswerEvent,
@@ -31,18 +30,17 @@ from http_proc.apis.anthropic_requests import (
     error_body,
     with_max_tokens,
 )
+from http_proc.core.call import Call
 from http_proc.core.caller import current_caller
 from http_proc.core.errors import ApiError, from_ring
-from http_proc.core.gateway import GATEWAY, ResponseHead
-from http_proc.core.streaming import SERVER_SENT_EVENTS, json_response, named_event
+from http_proc.core.gateway import Gateway, ResponseHead
+from http_proc.core.streaming import SERVER_SENT_EVENTS, EventSink, named_event
 from http_proc.core.timings import TimingsBody, timings_body
 from http_proc.generation.chat_answers import ChatAnswer, collect_chat, stream_chat
 from http_proc.generation.chat_messages import check_counts
 from http_proc.generation.prepare import prepare_chat
-from http_proc.generation.sampling import Sampling, take_sampling
-from http_proc.web.endpoint import post
-from http_proc.web.request_body import convert, read_object
-from http_proc.web.resumable import resumable
+from http_proc.generation.sampling import Sampling, convert, take_sampling
+from http_proc.web.endpoint import answering, generating
 from quadriga.client.async_client import RequestOptions
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.errors import QuadrigaError
@@ -415,46 +413,45 @@ def _step_event(step: BlockStep) -> bytes:
 # The handlers of POST /v1/messages and POST /v1/messages/count_tokens.
 
 
-async def messages(request: web.Request) -> web.StreamResponse:
+async def messages(gateway: Gateway, call: Call, sink: EventSink) -> MessageBody | None:
     """Answer a conversation."""
-    gateway = request.app[GATEWAY]
-    body = await read_object(request)
+    body = await call.parse()
     check_counts(body)
     sampling = take_sampling(body, SAMPLING, {})
     fields = convert(body, MessagesRequest)
     current_caller().set_user((fields.metadata or {}).get("user_id"))
     gateway.check_model(fields.model)
-    call = chat_call(fields, with_max_tokens(sampling, fields.max_tokens))
-    prepared = await prepare_chat(gateway, call)
+    chat = chat_call(fields, with_max_tokens(sampling, fields.max_tokens))
+    prepared = await prepare_chat(gateway, chat)
     # Clients such as Claude Code ask for more tokens than the context of many models has.
     options: RequestOptions = {**prepared.options, "clamp_max_new_tokens": True}
-    head = gateway.head(request, "msg", "_")
+    head = gateway.head(call, "msg", "_")
     writer = BlockWriter(display_of(fields.thinking))
-    with gateway.open_group(head.id, prepared.names) as group:
-        in_chunks = call.stream or prepared.reader.ends_at_repeat
-        group.submit(call.messages, prepared.params, in_chunks, options)
-        if call.stream:
+    with gateway.open_group(head.id, prepared.names, call.record) as group:
+        in_chunks = chat.stream or prepared.reader.ends_at_repeat
+        group.submit(chat.messages, prepared.params, in_chunks, options)
+        if chat.stream:
             stream = MessageStream(head, writer, fields.max_tokens)
-            return await stream_chat(request, group, prepared, stream)
-        (answer,) = await collect_chat(request, group, prepared)
-    return json_response(_body(head, answer, writer, fields.max_tokens))
+            await stream_chat(sink, group, prepared, stream)
+            return None
+        (answer,) = await collect_chat(group, prepared)
+    return _body(head, answer, writer, fields.max_tokens)
 
 
-async def count_tokens(request: web.Request) -> web.Response:
+async def count_tokens(gateway: Gateway, call: Call, _: EventSink) -> TokenCount:
     """Return the number of tokens of the prompt that a conversation would have."""
-    gateway = request.app[GATEWAY]
-    body = await read_object(request)
+    body = await call.parse()
     check_counts(body)
     fields = convert(body, CountTokensRequest)
     gateway.check_model(fields.model)
-    call = chat_call(fields, Sampling(SamplingParams(), {}))
-    prepared = await prepare_chat(gateway, call)
-    prompt: Any = call.messages
+    chat = chat_call(fields, Sampling(SamplingParams(), {}))
+    prepared = await prepare_chat(gateway, chat)
+    prompt: Any = chat.messages
     try:
         tokens = await gateway.ring.tokenize(prompt, prepared.options["chat"])
     except QuadrigaError as error:
         raise from_ring(error, prepared.names) from None
-    return json_response(TokenCount(len(tokens)))
+    return TokenCount(len(tokens))
 
 
 def _body(
@@ -479,8 +476,8 @@ def _body(
 _ERRORS: dict[str, Any] = {"error_body": error_body, "error": MessageErrorBody}
 
 ANTHROPIC_ENDPOINTS = [
-    post("/v1/messages", resumable(messages), "Answer a conversation, in Anthropic's format",
-         MessagesRequest, MessageBody, sampling=SAMPLING, streams=True, **_ERRORS),
-    post("/v1/messages/count_tokens", count_tokens, "Number of tokens of a conversation",
-         CountTokensRequest, TokenCount, **_ERRORS),
+    generating("/v1/messages", messages, "Answer a conversation, in Anthropic's format",
+               MessagesRequest, MessageBody, sampling=SAMPLING, is_resumable=True, **_ERRORS),
+    answering("/v1/messages/count_tokens", count_tokens, "Number of tokens of a conversation",
+              CountTokensRequest, TokenCount, **_ERRORS),
 ]  # fmt: skip

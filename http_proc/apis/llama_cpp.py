@@ -7,21 +7,20 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from aiohttp import web
 
+from http_proc.core.call import Call
 from http_proc.core.errors import ApiError, QueueHint, invalid
-from http_proc.core.gateway import GATEWAY
-from http_proc.core.streaming import (
-    SERVER_SENT_EVENTS,
-    collect,
-    event,
-    json_response,
-    stream_events,
+from http_proc.core.gateway import Gateway
+from http_proc.core.streaming import SERVER_SENT_EVENTS, EventSink, collect, event, stream_events
+from http_proc.generation.sampling import (
+    convert,
+    fill_format,
+    fill_params,
+    take_sampling,
+    with_grammar,
 )
-from http_proc.generation.sampling import fill_format, fill_params, take_sampling, with_grammar
 from http_proc.generation.schema import RequestBody, Top
-from http_proc.web.endpoint import post
-from http_proc.web.request_body import convert, read_object
+from http_proc.web.endpoint import generating
 from quadriga.client.types import Completion, StreamChunk, Timings
 from quadriga.sampling.params import MAX_SEED, SamplingParams
 from quadriga.server.model_info import ContextFile
@@ -265,28 +264,28 @@ LLAMA_CPP = {name: name for name in (
 NAMES = {"prompt": "input_prefix", "max_new_tokens": "n_predict", "logprobs": "n_probs"}
 
 
-async def infill(request: web.Request) -> web.StreamResponse:
+async def infill(gateway: Gateway, call: Call, sink: EventSink) -> dict[str, Any] | None:
     """Return the text between a prefix and a suffix."""
-    gateway = request.app[GATEWAY]
-    body = await read_object(request)
+    body = await call.parse()
     sampling = take_sampling(body, LLAMA_CPP, {})
-    call = convert(body, InfillRequest)
-    gateway.check_model(call.model)
-    sampling = with_grammar(sampling, "grammar", {"ebnf": call.grammar} if call.grammar else {})
+    fields = convert(body, InfillRequest)
+    gateway.check_model(fields.model)
+    sampling = with_grammar(sampling, "grammar", {"ebnf": fields.grammar} if fields.grammar else {})
     known = fill_format(await gateway.ring_info.static(), gateway.model, "input_suffix")
-    files = [ContextFile(file.filename, file.text) for file in call.input_extra]
-    prompt = known.prompt(call.input_prefix, call.input_suffix, files) + call.prompt
-    params = fill_params(_params(sampling.params, call), known)
-    head = gateway.head(request, "infill")
+    files = [ContextFile(file.filename, file.text) for file in fields.input_extra]
+    prompt = known.prompt(fields.input_prefix, fields.input_suffix, files) + fields.prompt
+    params = fill_params(_params(sampling.params, fields), known)
+    head = gateway.head(call, "infill")
     names = {**NAMES, **sampling.names}
-    with gateway.open_group(head.id, names) as group:
-        group.submit(prompt, params, call.stream, {})
-        if call.stream:
-            renderer = InfillStream(head.model, params, call.response_fields)
-            return await stream_events(request, group, renderer, names)
-        (completion,) = await collect(request, group)
+    with gateway.open_group(head.id, names, call.record) as group:
+        group.submit(prompt, params, fields.stream, {})
+        if fields.stream:
+            renderer = InfillStream(head.model, params, fields.response_fields)
+            await stream_events(sink, group, renderer)
+            return None
+        (completion,) = await collect(group)
     answer = infill_answer(head.model, completion, params, completion.text)
-    return json_response(selected(msgspec.to_builtins(answer), call.response_fields))
+    return selected(msgspec.to_builtins(answer), fields.response_fields)
 
 
 def _params(params: SamplingParams, call: InfillRequest) -> SamplingParams:
@@ -315,7 +314,7 @@ def _logit_bias(call: InfillRequest) -> dict[int, float]:
 # The table of llama.cpp's endpoints.
 
 LLAMA_CPP_ENDPOINTS = [
-    post("/infill", infill, "Fill the gap between two texts, in llama.cpp's format",
-         InfillRequest, InfillAnswer, sampling=LLAMA_CPP, streams=True,
-         error_body=error_body, error=LlamaCppErrorAnswer),
+    generating("/infill", infill, "Fill the gap between two texts, in llama.cpp's format",
+               InfillRequest, InfillAnswer, sampling=LLAMA_CPP,
+               error_body=error_body, error=LlamaCppErrorAnswer),
 ]  # fmt: skip

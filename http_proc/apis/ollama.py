@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from http_proc.answer.events import (
     AnswerEvent,
@@ -46,16 +45,16 @@ from http_proc.apis.ollama_requests import (
     with_known_options,
     without_images,
 )
+from http_proc.core.call import Call
 from http_proc.core.errors import ApiError, invalid
-from http_proc.core.gateway import GATEWAY, Gateway
-from http_proc.core.streaming import JSON_LINES, json_response
+from http_proc.core.gateway import Gateway
+from http_proc.core.streaming import JSON_LINES, EventSink
 from http_proc.generation.chat_answers import ChatAnswer, collect_chat, stream_chat
 from http_proc.generation.chat_call import ChatCall
 from http_proc.generation.chat_messages import check_counts
 from http_proc.generation.prepare import AnswerReader, PreparedChat, prepare_chat
-from http_proc.generation.sampling import Sampling, fill_format, fill_params
-from http_proc.web.endpoint import LINES, Endpoint, post
-from http_proc.web.request_body import convert, read_object
+from http_proc.generation.sampling import Sampling, convert, fill_format, fill_params
+from http_proc.web.endpoint import LINES, Endpoint, answering, generating
 from quadriga.client.types import NO_CHAT_OPTIONS, Chat, Prompt, StreamChunk
 from quadriga.clock import now
 from quadriga.sampling.params import SamplingParams
@@ -232,17 +231,16 @@ class OllamaLines:
 # The handler of POST /api/chat.
 
 
-async def ollama_chat_answer(request: web.Request) -> web.StreamResponse:
+async def ollama_chat_answer(gateway: Gateway, call: Call, sink: EventSink) -> OllamaAnswer | None:
     """Answer a chat, as a stream unless the request says otherwise."""
-    gateway = request.app[GATEWAY]
-    body = await read_object(request)
+    body = await call.parse()
     check_counts(body)
     fields = convert(with_known_options(body), OllamaChatRequest)
     check_ollama_model(gateway, fields.model)
     if not fields.messages:
-        return json_response(loaded_answer(fields.model, chat_answer))
+        return loaded_answer(fields.model, chat_answer)
     info = await gateway.ring_info.static()
-    call = ChatCall(
+    chat = ChatCall(
         messages=ollama_chat(fields.messages),
         sampling=ollama_sampling(fields, info["context_length"]),
         tools=fields.tools,
@@ -250,16 +248,17 @@ async def ollama_chat_answer(request: web.Request) -> web.StreamResponse:
         continues_message=_is_begun(fields.messages[-1]),
         stream=fields.stream,
     )
-    prepared = await prepare_chat(gateway, call)
-    head = gateway.head(request, "ollama")
+    prepared = await prepare_chat(gateway, chat)
+    head = gateway.head(call, "ollama")
     options = prepared.options | length_options(fields)
-    with gateway.open_group(head.id, prepared.names) as group:
-        group.submit(call.messages, prepared.params, call.stream, options)
-        if call.stream:
+    with gateway.open_group(head.id, prepared.names, call.record) as group:
+        group.submit(chat.messages, prepared.params, chat.stream, options)
+        if chat.stream:
             lines = OllamaLines(fields.model, chat_answer)
-            return await stream_chat(request, group, prepared, lines)
-        (answer,) = await collect_chat(request, group, prepared)
-    return json_response(whole_answer(fields.model, answer, chat_answer))
+            await stream_chat(sink, group, prepared, lines)
+            return None
+        (answer,) = await collect_chat(group, prepared)
+    return whole_answer(fields.model, answer, chat_answer)
 
 
 def _is_begun(last: OllamaMessage) -> bool:
@@ -295,26 +294,26 @@ class GeneratePrompt:
     ids: list[int] | None = None
 
 
-async def ollama_generate(request: web.Request) -> web.StreamResponse:
+async def ollama_generate(gateway: Gateway, call: Call, sink: EventSink) -> OllamaAnswer | None:
     """Answer a prompt, as a stream unless the request says otherwise."""
-    gateway = request.app[GATEWAY]
-    body = with_known_options(await read_object(request))
+    body = with_known_options(await call.parse())
     fields = convert(body, OllamaGenerateRequest)
     check_ollama_model(gateway, fields.model)
     _check_supported(fields)
     if not fields.prompt and not fields.suffix:
-        return json_response(loaded_answer(fields.model, generate_answer))
+        return loaded_answer(fields.model, generate_answer)
     asked = await _prompt(gateway, fields)
     prepared = asked.prepared
-    head = gateway.head(request, "ollama")
+    head = gateway.head(call, "ollama")
     options = prepared.options | length_options(fields)
-    with gateway.open_group(head.id, prepared.names) as group:
+    with gateway.open_group(head.id, prepared.names, call.record) as group:
         group.submit(asked.prompt, prepared.params, fields.stream, options)
         if fields.stream:
             lines = OllamaLines(fields.model, generate_answer, asked.ids)
-            return await stream_chat(request, group, prepared, lines)
-        (answer,) = await collect_chat(request, group, prepared)
-    return json_response(whole_answer(fields.model, answer, generate_answer, asked.ids))
+            await stream_chat(sink, group, prepared, lines)
+            return None
+        (answer,) = await collect_chat(group, prepared)
+    return whole_answer(fields.model, answer, generate_answer, asked.ids)
 
 
 def _check_supported(fields: OllamaGenerateRequest) -> None:
@@ -401,12 +400,12 @@ async def _with_context(
 _ERRORS: dict[str, Any] = {"error_body": error_body, "error": OllamaError}
 
 OLLAMA_ENDPOINTS = [
-    post("/api/chat", ollama_chat_answer, "Answer a chat, in Ollama's format",
-         OllamaChatRequest, OllamaChatAnswer, streams=True, stream_type=LINES, **_ERRORS),
-    post("/api/generate", ollama_generate, "Answer a prompt, in Ollama's format",
-         OllamaGenerateRequest, OllamaGenerateAnswer, streams=True, stream_type=LINES, **_ERRORS),
-    post("/api/show", ollama_models.show, "Describe the model, in Ollama's format",
-         OllamaShowRequest, ollama_models.OllamaShowAnswer, **_ERRORS),
+    generating("/api/chat", ollama_chat_answer, "Answer a chat, in Ollama's format",
+               OllamaChatRequest, OllamaChatAnswer, stream_type=LINES, **_ERRORS),
+    generating("/api/generate", ollama_generate, "Answer a prompt, in Ollama's format",
+               OllamaGenerateRequest, OllamaGenerateAnswer, stream_type=LINES, **_ERRORS),
+    answering("/api/show", ollama_models.show, "Describe the model, in Ollama's format",
+              OllamaShowRequest, ollama_models.OllamaShowAnswer, **_ERRORS),
     Endpoint("/api/tags", ollama_models.tags, "The model that is served, in Ollama's format",
              ollama_models.OllamaModelList, **_ERRORS),
     Endpoint("/api/ps", ollama_models.ps, "The model that is loaded, in Ollama's format",

@@ -11,10 +11,12 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from http_proc.apis.ollama_requests import OllamaShowRequest
+from http_proc.core.call import Call
 from http_proc.core.errors import ApiError, QueueHint, invalid
-from http_proc.core.gateway import GATEWAY, Gateway
-from http_proc.core.streaming import json_response
-from http_proc.web.request_body import convert, read_object
+from http_proc.core.gateway import Gateway
+from http_proc.core.streaming import EventSink
+from http_proc.generation.sampling import convert
+from http_proc.web.exchange import GATEWAY, json_response
 from quadriga.client.types import Completion, LikelyToken, TokenLogprob
 from quadriga.server.answer_format import from_info
 from quadriga.server.model_info import ModelDetails, details_from_info
@@ -250,19 +252,17 @@ async def tags(request: web.Request) -> web.Response:
     return json_response(OllamaModelList([model]))
 
 
-async def show(request: web.Request) -> web.Response:
+async def show(gateway: Gateway, call: Call, _: EventSink) -> OllamaShowAnswer:
     """Describe the model that is served."""
-    gateway = request.app[GATEWAY]
-    call = convert(await read_object(request), OllamaShowRequest)
-    check_ollama_model(gateway, call.model or call.name)
+    fields = convert(await call.parse(), OllamaShowRequest)
+    check_ollama_model(gateway, fields.model or fields.name)
     info, known = await gateway.ring_info.static(), await _details(gateway)
-    answer = OllamaShowAnswer(
+    return OllamaShowAnswer(
         _stored(known),
         _model_info(gateway.model, known, info["context_length"]),
         _capabilities(info),
         _modified_at(gateway, known),
     )
-    return json_response(answer)
 
 
 async def ps(request: web.Request) -> web.Response:

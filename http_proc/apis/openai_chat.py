@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from http_proc.answer.events import (
     AnswerEvent,
@@ -18,9 +17,10 @@ from http_proc.answer.events import (
     TextDelta,
 )
 from http_proc.apis.openai_completions import completions
+from http_proc.core.call import Call
 from http_proc.core.errors import ApiError, from_ring, invalid
-from http_proc.core.gateway import GATEWAY, ResponseHead
-from http_proc.core.streaming import DONE, SERVER_SENT_EVENTS, Template, event, json_response
+from http_proc.core.gateway import Gateway, ResponseHead
+from http_proc.core.streaming import DONE, SERVER_SENT_EVENTS, EventSink, Template, event
 from http_proc.core.timings import timings_body
 from http_proc.generation.chat_answers import ChatAnswer, collect_chat, finish_reason, stream_chat
 from http_proc.generation.chat_call import ChatCall, ReasoningOptions, ToolChoice, ToolMode
@@ -33,6 +33,7 @@ from http_proc.generation.sampling import (
     Sampling,
     check_prompt_logprobs,
     check_receipt,
+    convert,
     take_sampling,
     with_response_format,
 )
@@ -51,10 +52,8 @@ from http_proc.generation.schema import (
     last_ids,
     usage_body,
 )
-from http_proc.web.endpoint import post
-from http_proc.web.request_body import convert, read_object
-from http_proc.web.resumable import resumable
-from quadriga.client.types import RenderedPrompt, StreamChunk
+from http_proc.web.endpoint import answering, generating
+from quadriga.client.types import StreamChunk
 from quadriga.errors import QuadrigaError
 
 # OpenAI's fields of tools: tools, tool_choice, and the older functions and function_call.
@@ -395,31 +394,31 @@ def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
 # The handler of POST /v1/chat/completions.
 
 
-async def chat_completions(request: web.Request) -> web.StreamResponse:
+async def chat_completions(gateway: Gateway, call: Call, sink: EventSink) -> ChatBody | None:
     """Answer a chat n times."""
-    gateway = request.app[GATEWAY]
-    body = await read_object(request)
+    body = await call.parse()
     check_counts(body)
     sampling = take_sampling(body, CHAT, {})
     fields = convert(body, ChatRequest, CHAT)
     gateway.check_model(fields.model)
     check_receipt(fields)
-    call = chat_call(fields, sampling)
-    prepared = await prepare_chat(gateway, call)
-    head = gateway.head(request, "chatcmpl")
-    with gateway.open_group(head.id, prepared.names) as group:
-        stream = call.stream or prepared.reader.needs_chunks
-        group.submit(call.messages, prepared.params, stream, prepared.options)
+    chat = chat_call(fields, sampling)
+    prepared = await prepare_chat(gateway, chat)
+    head = gateway.head(call, "chatcmpl")
+    with gateway.open_group(head.id, prepared.names, call.record) as group:
+        stream = chat.stream or prepared.reader.needs_chunks
+        group.submit(chat.messages, prepared.params, stream, prepared.options)
         prompt_ids: list[int] | None = None
         if fields.return_token_ids:
-            rendered = await gateway.ring.render(call.messages, prepared.options["chat"])
+            rendered = await gateway.ring.render(chat.messages, prepared.options["chat"])
             prompt_ids = rendered.token_ids
-        if call.stream:
+        if chat.stream:
             counts_reasoning = prepared.reader.separates_reasoning
             usage = StreamUsage(fields.stream_options, prepared.params.n, counts_reasoning)
             renderer = ChatStream(head, usage, AnswerForm.of(fields), prompt_ids)
-            return await stream_chat(request, group, prepared, renderer)
-        answers = await collect_chat(request, group, prepared)
+            await stream_chat(sink, group, prepared, renderer)
+            return None
+        answers = await collect_chat(group, prepared)
         answer = _body(head, answers, AnswerForm.of(fields))
         if prompt_ids is not None:
             usages = [each.completion.usage for each in answers]
@@ -428,7 +427,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
                 choice.token_ids = each.completion.token_ids
         if fields.receipt:
             answer.receipts = await group.receipts([each.completion for each in answers])
-    return json_response(answer)
+    return answer
 
 
 def _body(head: ResponseHead, answers: list[ChatAnswer], form: AnswerForm) -> ChatBody:
@@ -471,10 +470,9 @@ class RenderAnswer(msgspec.Struct):
     count: int
 
 
-async def render(request: web.Request) -> web.Response:
+async def render(gateway: Gateway, call: Call, _: EventSink) -> RenderAnswer:
     """Return the text and the token ids that a text or a chat would have as a prompt."""
-    gateway = request.app[GATEWAY]
-    body = await read_object(request)
+    body = await call.parse()
     check_counts(body)
     sampling = take_sampling(body, CHAT, {})
     fields = convert(body, RenderRequest, CHAT)
@@ -486,26 +484,22 @@ async def render(request: web.Request) -> web.Response:
         if fields.prompt is not None:
             rendered = await gateway.ring.render(fields.prompt)
         else:
-            call = chat_call(fields, sampling)
-            prepared = await prepare_chat(gateway, call)
+            chat = chat_call(fields, sampling)
+            prepared = await prepare_chat(gateway, chat)
             names = dict(prepared.names)
-            rendered = await gateway.ring.render(call.messages, prepared.options["chat"])
+            rendered = await gateway.ring.render(chat.messages, prepared.options["chat"])
     except QuadrigaError as error:
         raise from_ring(error, names) from None
-    return json_response(_answer(rendered))
-
-
-def _answer(rendered: RenderedPrompt) -> RenderAnswer:
     return RenderAnswer(rendered.text, rendered.token_ids, len(rendered.token_ids))
 
 
 # The table of OpenAI's endpoints that take prompts and chats.
 
 OPENAI_ENDPOINTS = [
-    post("/v1/completions", resumable(completions), "Complete prompts",
-         CompletionRequest, CompletionBody, sampling=OPENAI, streams=True),
-    post("/v1/chat/completions", resumable(chat_completions), "Answer a chat",
-         ChatRequest, ChatBody, sampling=CHAT, streams=True),
-    post("/render", render, "The prompt of a text or a chat, as text and token ids",
-         RenderRequest, RenderAnswer, sampling=CHAT),
+    generating("/v1/completions", completions, "Complete prompts",
+               CompletionRequest, CompletionBody, sampling=OPENAI, is_resumable=True),
+    generating("/v1/chat/completions", chat_completions, "Answer a chat",
+               ChatRequest, ChatBody, sampling=CHAT, is_resumable=True),
+    answering("/render", render, "The prompt of a text or a chat, as text and token ids",
+              RenderRequest, RenderAnswer, sampling=CHAT),
 ]  # fmt: skip

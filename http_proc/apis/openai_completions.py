@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import msgspec
-from aiohttp import web
 
+from http_proc.core.call import Call
 from http_proc.core.errors import invalid
-from http_proc.core.gateway import GATEWAY, Gateway, ResponseHead
+from http_proc.core.gateway import Gateway, ResponseHead
 from http_proc.core.streaming import (
+    EventSink,
     OpenAIEvents,
     Template,
     collect,
     event,
-    json_response,
     stream_events,
 )
 from http_proc.core.timings import timings_body
@@ -23,6 +23,7 @@ from http_proc.generation.sampling import (
     check_choices,
     check_prompt_logprobs,
     check_receipt,
+    convert,
     fill_format,
     fill_params,
     take_sampling,
@@ -37,7 +38,6 @@ from http_proc.generation.schema import (
     last_ids,
     usage_body,
 )
-from http_proc.web.request_body import convert, read_object
 from quadriga.client.async_client import RequestOptions
 from quadriga.client.types import Completion, Prompt, StreamChunk
 from quadriga.sampling.params import SamplingParams
@@ -54,45 +54,45 @@ NAMES = {"prompt_token_ids": "prompt", "token_ids": "prompt"}
 _encode = msgspec.json.encode
 
 
-async def completions(request: web.Request) -> web.StreamResponse:
+async def completions(gateway: Gateway, call: Call, sink: EventSink) -> CompletionBody | None:
     """Complete each prompt n times."""
-    gateway = request.app[GATEWAY]
-    body = await read_object(request)
+    body = await call.parse()
     sampling = take_sampling(body, OPENAI, {"max_new_tokens": DEFAULT_MAX_TOKENS})
-    call = convert(body, CompletionRequest, OPENAI)
-    gateway.check_model(call.model)
-    sampling = with_response_format(sampling, call)
-    _check_supported(call, sampling.params)
-    check_receipt(call)
-    prompts = list_prompts(call.prompt)
-    params, n = _params(sampling.params, call), sampling.params.n
+    fields = convert(body, CompletionRequest, OPENAI)
+    gateway.check_model(fields.model)
+    sampling = with_response_format(sampling, fields)
+    _check_supported(fields, sampling.params)
+    check_receipt(fields)
+    prompts = list_prompts(fields.prompt)
+    params, n = _params(sampling.params, fields), sampling.params.n
     if params.thinking_token_budget is not None:
         answer_format = from_info((await gateway.ring_info.static())["answer_format"])
         params = with_thinking(params, answer_format, None)
     check_choices(n, len(prompts))
-    if call.suffix:
+    if fields.suffix:
         known = fill_format(await gateway.ring_info.static(), gateway.model, "suffix")
-        prompts = _with_suffix(prompts, call.suffix, known)
+        prompts = _with_suffix(prompts, fields.suffix, known)
         params = fill_params(params, known)
-    head = gateway.head(request, "cmpl")
-    options: RequestOptions = {"priority": call.priority}
+    head = gateway.head(call, "cmpl")
+    options: RequestOptions = {"priority": fields.priority}
     names = {**NAMES, **sampling.names}
-    with gateway.open_group(head.id, names) as group:
+    with gateway.open_group(head.id, names, call.record) as group:
         for prompt in prompts:
-            group.submit(prompt, params, call.stream, options)
-        echoes = await _echoes(gateway, prompts, params.skip_special_tokens, call.echo)
-        prompt_ids = await _ids_of(gateway, prompts) if call.return_token_ids else None
-        if call.stream:
-            usage = StreamUsage(call.stream_options, n)
+            group.submit(prompt, params, fields.stream, options)
+        echoes = await _echoes(gateway, prompts, params.skip_special_tokens, fields.echo)
+        prompt_ids = await _ids_of(gateway, prompts) if fields.return_token_ids else None
+        if fields.stream:
+            usage = StreamUsage(fields.stream_options, n)
             renderer = CompletionStream(head, n, echoes, usage, prompt_ids)
-            return await stream_events(request, group, renderer, names)
-        completions = await collect(request, group)
-        answer = _body(head, n, echoes, completions, call)
+            await stream_events(sink, group, renderer)
+            return None
+        completions = await collect(group)
+        answer = _body(head, n, echoes, completions, fields)
         if prompt_ids is not None:
             _add_ids(answer, n, prompt_ids, completions)
-        if call.receipt:
+        if fields.receipt:
             answer.receipts = await group.receipts(completions)
-    return json_response(answer)
+    return answer
 
 
 def list_prompts(prompt: str | list[str | int | list[int]]) -> list[Prompt]:

@@ -7,15 +7,18 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from http_proc.core.call import Call
 from http_proc.core.caller import current_caller
 from http_proc.core.errors import ApiError, from_ring, invalid
-from http_proc.core.gateway import GATEWAY, READY_MAX_AGE_S, Gateway
+from http_proc.core.gateway import READY_MAX_AGE_S, Gateway
 from http_proc.core.observe import all_traces
-from http_proc.core.streaming import json_response
+from http_proc.core.streaming import EventSink
 from http_proc.generation.chat_messages import chat_prompt, check_counts, template_options
+from http_proc.generation.sampling import convert
 from http_proc.generation.schema import Message, RequestBody, Tool
 from http_proc.web.endpoint import Endpoint
-from http_proc.web.request_body import convert, read_object
+from http_proc.web.exchange import GATEWAY, json_response
+from http_proc.web.request_body import read_object
 from quadriga.errors import QuadrigaError
 from quadriga.server.answer_format import from_info
 from quadriga.server.tenants import own_info
@@ -199,32 +202,30 @@ async def server_info(request: web.Request) -> web.Response:
 # --- tokens ---------------------------------------------------------------------------------------
 
 
-async def tokenize(request: web.Request) -> web.Response:
+async def tokenize(gateway: Gateway, call: Call, _: EventSink) -> TokenizeAnswer:
     """Return the token ids that a generation request with this text or chat would have."""
-    gateway = request.app[GATEWAY]
-    body = await read_object(request)
+    body = await call.parse()
     check_counts(body)
-    call = convert(body, TokenizeRequest)
-    gateway.check_model(call.model)
-    if (call.prompt is None) == (call.messages is None):
+    fields = convert(body, TokenizeRequest)
+    gateway.check_model(fields.model)
+    if (fields.prompt is None) == (fields.messages is None):
         raise invalid("give either prompt or messages", "prompt")
-    chat = template_options(call.tools, call.chat_template_kwargs)
-    prompt: Any = call.prompt if call.messages is None else chat_prompt(call.messages)
+    chat = template_options(fields.tools, fields.chat_template_kwargs)
+    prompt: Any = fields.prompt if fields.messages is None else chat_prompt(fields.messages)
     tokens = await gateway.ring.tokenize(prompt, chat)
     info = await gateway.ring_info.static()
-    return json_response(TokenizeAnswer(len(tokens), info["context_length"], tokens))
+    return TokenizeAnswer(len(tokens), info["context_length"], tokens)
 
 
-async def detokenize(request: web.Request) -> web.Response:
+async def detokenize(gateway: Gateway, call: Call, _: EventSink) -> DetokenizeAnswer:
     """Return the text of token ids."""
-    gateway = request.app[GATEWAY]
-    call = convert(await read_object(request), DetokenizeRequest)
-    gateway.check_model(call.model)
+    fields = convert(await call.parse(), DetokenizeRequest)
+    gateway.check_model(fields.model)
     try:
-        text = await gateway.ring.detokenize(call.tokens, call.skip_special_tokens)
+        text = await gateway.ring.detokenize(fields.tokens, fields.skip_special_tokens)
     except QuadrigaError as error:
         raise from_ring(error, dict.fromkeys(_ID_FIELDS, "tokens")) from None
-    return json_response(DetokenizeAnswer(text, text))
+    return DetokenizeAnswer(text, text)
 
 
 # --- aborts and cache -----------------------------------------------------------------------------

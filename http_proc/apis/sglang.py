@@ -3,16 +3,14 @@
 from typing import Annotated, Any, NamedTuple, cast
 
 import msgspec
-from aiohttp import web
 
+from http_proc.core.call import Call
 from http_proc.core.errors import invalid
-from http_proc.core.gateway import GATEWAY
-from http_proc.core.observe import RECORD
-from http_proc.core.streaming import OpenAIEvents, collect, event, json_response, stream_events
+from http_proc.core.gateway import Gateway
+from http_proc.core.streaming import EventSink, OpenAIEvents, collect, event, stream_events
 from http_proc.core.timings import timings_body
-from http_proc.generation.sampling import SGLANG, check_choices, take_sampling
+from http_proc.generation.sampling import SGLANG, check_choices, convert, take_sampling
 from http_proc.generation.schema import Priority, RequestBody, Top
-from http_proc.web.request_body import convert, read_object
 from quadriga.client.async_client import RequestOptions
 from quadriga.client.types import Completion, Prompt, StreamChunk, TokenLogprob
 from quadriga.sampling.params import SamplingParams
@@ -59,34 +57,36 @@ class GenerateAnswer(msgspec.Struct):
     meta_info: dict[str, Any]
 
 
-async def generate(request: web.Request) -> web.StreamResponse:
+async def generate(
+    gateway: Gateway, call: Call, sink: EventSink
+) -> GenerateAnswer | list[GenerateAnswer] | None:
     """Complete each prompt n times. The answer to a list of prompts, or to n > 1, is a list."""
-    gateway = request.app[GATEWAY]
-    call = convert(await read_object(request), GenerateRequest)
-    prompts, single = _prompts(call)
-    fields = dict(call.sampling_params)
-    sampling = take_sampling(fields, SGLANG, {})
-    if fields:
-        name = next(iter(fields))
+    fields = convert(await call.parse(), GenerateRequest)
+    prompts, single = _prompts(fields)
+    given = dict(fields.sampling_params)
+    sampling = take_sampling(given, SGLANG, {})
+    if given:
+        name = next(iter(given))
         raise invalid(f"{name} is not supported by this server; leave it out", name)
-    params, n = _params(sampling.params, call), sampling.params.n
+    params, n = _params(sampling.params, fields), sampling.params.n
     check_choices(n, len(prompts))
-    rid = request[RECORD].id = call.rid or gateway.head(request, "gen").id
+    rid = call.record.id = fields.rid or gateway.head(call, "gen").id
     if gateway.is_open(rid):
         raise invalid(f"rid {rid!r} is being answered already: choose another one", "rid")
-    options: RequestOptions = {"priority": call.priority}
+    options: RequestOptions = {"priority": fields.priority}
     single = single and n == 1
     names = {**NAMES, **sampling.names}
-    logprobs = LogprobLists(call.logprob_start_len, len(params.logprob_token_ids))
-    with gateway.open_group(rid, names) as group:
+    logprobs = LogprobLists(fields.logprob_start_len, len(params.logprob_token_ids))
+    with gateway.open_group(rid, names, call.record) as group:
         for prompt in prompts:
-            group.submit(prompt, params, call.stream, options)
-        if call.stream:
+            group.submit(prompt, params, fields.stream, options)
+        if fields.stream:
             renderer = GenerateStream(rid, single, logprobs)
-            return await stream_events(request, group, renderer, names)
-        completions = await collect(request, group)
+            await stream_events(sink, group, renderer)
+            return None
+        completions = await collect(group)
     answers = [_answer(rid, completion, logprobs) for completion in completions]
-    return json_response(answers[0] if single else answers)
+    return answers[0] if single else answers
 
 
 def _prompts(call: GenerateRequest) -> tuple[list[Prompt], bool]:

@@ -1,27 +1,26 @@
-"""The state that all endpoints share: the server's client and info, and the open web requests."""
+"""The state that all APIs share: the server's client and info, and what is being answered.
+
+Other parts, such as the batches, are the gateway's under a Key.
+"""
 
 import asyncio
 import re
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
-from aiohttp import web
-
+from http_proc.core.call import Call
 from http_proc.core.caller import current_caller
 from http_proc.core.errors import ApiError, from_ring
-from http_proc.core.observe import RECORD, RequestMetrics, WebTraces
+from http_proc.core.observe import CallRecord, RequestMetrics, WebTraces
 from http_proc.core.progress import ProgressPoller
 from http_proc.core.recent import RecentChoices
-from http_proc.core.request_group import RequestGroup
+from http_proc.core.request_group import GroupNotes, RequestGroup
 from http_proc.core.resumption import current_resumption
 from http_proc.core.shares import SharedBound, Shares
-from http_proc.core.stream_rows import StreamRows
 from quadriga.client.async_client import AsyncClient
-from quadriga.client.types import Completion
 from quadriga.errors import QuadrigaError, ServerStopping
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.processes.logs import RequestLogLevel
@@ -98,7 +97,14 @@ MAX_TOTAL_BODY_BYTES = 256 * 1024 * 1024
 UNIQUE_MARK = "~"
 
 _ID_PREFIX = re.compile(r"^[a-z]+[-_]")
-_REQUEST_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
+T = TypeVar("T")
+
+
+class Key(Generic[T]):
+    """The name of a part of the gateway that the gateway does not know, and the part's type."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
 
 class ResponseHead(NamedTuple):
@@ -131,7 +137,6 @@ class Gateway:
         progress: the poller of streams that wait.
         lasting_ring: the client for resumable requests, whose address is that of the gateways
             before and after this one.
-        stream_rows: what is kept of resumable requests.
         tenant_file: the tenants of --keys; None without the flag.
         ring_info: the ring's info.
         log_level: which requests are logged.
@@ -148,7 +153,6 @@ class Gateway:
         ring: AsyncClient,
         run_dir: Path | None = None,
         lasting_ring: AsyncClient | None = None,
-        stream_rows: StreamRows | None = None,
     ) -> None:
         self.config = config
         self.args = config.http
@@ -158,7 +162,6 @@ class Gateway:
         self.model = config.model.shown_name
         self.ring = ring
         self.lasting_ring = lasting_ring or ring
-        self.stream_rows = stream_rows or StreamRows()
         keys = config.tenants.keys
         self.tenant_file = TenantFile(Path(keys), directory=run_dir) if keys else None
         self.ring_info = RingInfo(ring)
@@ -179,14 +182,26 @@ class Gateway:
         self._idle = asyncio.Event()
         self._idle.set()
         self._groups: dict[str, RequestGroup] = {}
+        self._parts: dict[Key[Any], Any] = {}
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def __setitem__(self, key: Key[T], part: T) -> None:
+        self._parts[key] = part
+
+    def __getitem__(self, key: Key[T]) -> T:
+        return cast(T, self._parts[key])
+
+    def get(self, key: Key[T]) -> T | None:
+        """Return a part; None where the gateway does not have it."""
+        return self._parts.get(key)
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def head(self, request: web.Request, prefix: str, separator: str = "-") -> ResponseHead:
+    def head(self, call: Call, prefix: str, separator: str = "-") -> ResponseHead:
         """Return the head of the answer, whose id is made of `prefix` and the X-Request-Id."""
-        answer_id = request[RECORD].id = f"{prefix}{separator}{request[REQUEST_ID]}"
-        resumption = current_resumption()
-        created = wall_seconds() if resumption is None else resumption.created
+        answer_id = call.record.id = f"{prefix}{separator}{call.request_id}"
+        created = wall_seconds() if call.resumption is None else call.resumption.created
         return ResponseHead(answer_id, created, self.model)
 
     def check_model(self, name: str | None) -> None:
@@ -200,11 +215,15 @@ class Gateway:
             )
 
     @contextmanager
-    def open_group(self, rid: str, names: Mapping[str, str]) -> Iterator[RequestGroup]:
-        """Register a request group for a `with` block; /abort_request finds it by `rid`.
+    def open_group(
+        self, rid: str, names: Mapping[str, str], record: CallRecord
+    ) -> Iterator[RequestGroup]:
+        """Register a request group for a `with` block. Errors of the ring leave it as ApiErrors.
 
-        Errors of the ring leave the block as ApiErrors. `names` maps fields of the ring to the
-        names that the request uses.
+        Args:
+            rid: id by which /abort_request finds the group.
+            names: the request's name of each field of the ring.
+            record: of the call that is answered.
         """
         if self.is_draining:
             error = ServerStopping("the server is stopping and takes no new requests")
@@ -212,9 +231,14 @@ class Gateway:
         while rid in self._groups:
             rid += "+"
         resumption = current_resumption()
-        ring = self.ring if resumption is None else self.lasting_ring
-        caller = current_caller().name
-        group = self._groups[rid] = RequestGroup(ring, self.metrics, caller, resumption)
+        is_resumable = resumption is not None
+        group = self._groups[rid] = RequestGroup(
+            self.lasting_ring if is_resumable else self.ring,
+            self._lasting_progress if is_resumable else self.progress,
+            GroupNotes(names, record, self.metrics, self.recent),
+            current_caller().name,
+            resumption,
+        )
         self._idle.clear()
         try:
             with group:
@@ -228,15 +252,6 @@ class Gateway:
             del self._groups[rid]
             if not self._groups:
                 self._idle.set()
-
-    def count_completion(self, group: RequestGroup, completion: Completion) -> None:
-        """Count a completion of a group for the metrics, and keep what a simulation needs."""
-        self.metrics.count_completion(completion)
-        self.recent.add(completion, group.priority, group.tenant)
-
-    def progress_of(self, group: RequestGroup) -> ProgressPoller:
-        """Return the poller of the streams of a group that wait."""
-        return self.progress if group.resumption is None else self._lasting_progress
 
     @property
     def num_open(self) -> int:
@@ -317,19 +332,9 @@ def _data_dir(config: ServerConfig, run_dir: Path | None) -> Path | None:
     return config.data_dir or in_run
 
 
-REQUEST_ID = web.RequestKey("request_id", str)
-GATEWAY = web.AppKey("gateway", Gateway)
-
-
 def wall_seconds() -> int:
     """Return the wall clock's time in Unix seconds, for the field `created` of answers."""
     return int(time.time())
-
-
-def request_id(request: web.Request) -> str:
-    """Return the client's X-Request-Id if it is well-formed, else a new id."""
-    client_id = request.headers.get("X-Request-Id", "")
-    return client_id if _REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
 
 
 def _matches(name: str, rid: str) -> bool:

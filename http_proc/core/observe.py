@@ -11,8 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
+from http_proc.core.errors import ApiError
 from http_proc.core.timings import stages
 from quadriga import clock
 from quadriga.client.async_client import AsyncClient
@@ -41,7 +41,7 @@ from quadriga.wire.trace import Attributes, RequestTrace, Span, TraceContext
 
 
 @dataclass(slots=True)
-class RequestLogRecord:
+class CallRecord:
     """What is logged of a web request.
 
     Attributes:
@@ -55,45 +55,52 @@ class RequestLogRecord:
 
     id: str = ""
     request_id: str = ""
+    method: str = "POST"
+    path: str = ""
+    route: str = ""
+    outcome: str = "the client left"
     status: int | None = None
     code: str = ""
     error: str = ""
     began_at: float = field(default_factory=time.monotonic)
     completions: list[Completion] = field(default_factory=list)
 
+    def answered(self, status: int) -> None:
+        """Note the status of the answer."""
+        self.status, self.outcome = status, str(status)
 
-RECORD = web.RequestKey("record", RequestLogRecord)
+    def failed(self, error: ApiError) -> None:
+        """Note the error that is the answer."""
+        self.status, self.code = error.status, error.answer.error.code or ""
+        self.error, self.outcome = str(error), f"{self.status} {self.code}".rstrip()
 
 
-def log_request(request: web.Request, outcome: str, level: RequestLogLevel) -> None:
-    """Log one line, if the request is to be logged.
+def log_request(record: CallRecord, level: RequestLogLevel) -> None:
+    """Log one line, if the call is to be logged.
 
     Args:
-        request: a web request at its end.
-        outcome: status and error code, or that the client left.
-        level: which requests are logged.
+        record: of a call at its end.
+        level: which calls are logged.
     """
-    if level.is_off or request.method != "POST":
+    if level.is_off or record.method != "POST":
         return
-    record = request[RECORD]
     seconds = time.monotonic() - record.began_at
     if level.is_slow(seconds):
         texts = [stages_text(stages(completion.timings)) for completion in record.completions[:1]]
-        text = f"slow: {' · '.join([_line(request, outcome, seconds), *texts])}"
-        log_fields(logging.WARNING, text, **_fields(request, seconds))
+        text = f"slow: {' · '.join([_line(record, seconds), *texts])}"
+        log_fields(logging.WARNING, text, **_fields(record, seconds))
     elif level.logs_all:
-        log_fields(logging.INFO, _line(request, outcome, seconds), **_fields(request, seconds))
+        log_fields(logging.INFO, _line(record, seconds), **_fields(record, seconds))
 
 
-def _fields(request: web.Request, seconds: float) -> dict[str, Any]:
+def _fields(record: CallRecord, seconds: float) -> dict[str, Any]:
     """Return the fields of a line in JSON, as docs/logs.md lists them."""
-    record = request[RECORD]
     fields: dict[str, Any] = {
         "event": "request",
         "id": record.id or None,
         "request_id": record.request_id,
-        "method": request.method[:MAX_LOGGED_CHARS],
-        "path": request.path[:MAX_LOGGED_CHARS],
+        "method": record.method[:MAX_LOGGED_CHARS],
+        "path": record.path[:MAX_LOGGED_CHARS],
         "status": record.status,
         "code": record.code or None,
         "error": record.error[:MAX_REASON_CHARS] or None,
@@ -115,9 +122,8 @@ def _fields(request: web.Request, seconds: float) -> dict[str, Any]:
     return fields
 
 
-def _line(request: web.Request, outcome: str, seconds: float) -> str:
-    record = request[RECORD]
-    parts = [f"{in_a_line(request.method)} {in_a_line(request.path)} {outcome}"]
+def _line(record: CallRecord, seconds: float) -> str:
+    parts = [f"{in_a_line(record.method)} {in_a_line(record.path)} {record.outcome}"]
     parts.append(f"{seconds:.3f} s")
     if record.id:
         parts.insert(0, in_a_line(record.id))
@@ -299,16 +305,16 @@ class WebTraces:
         trace = self._open[context.span_id] = WebTrace(context, clock.now())
         return trace
 
-    def finish(self, trace: WebTrace, record: RequestLogRecord, attributes: Attributes) -> None:
+    def finish(self, trace: WebTrace, record: CallRecord) -> None:
         """Keep and export the trace of a web request that has ended."""
         self._open.pop(trace.context.span_id, None)
         trace.trace = RequestTrace(
             trace.context,
-            str(attributes["http.route"]),
+            record.route,
             record.id or record.request_id,
             0,
             _spans(trace.began_at, record),
-            attributes | {"gen_ai.request.id": record.id or record.request_id},
+            _attributes(record, trace.tenant),
             record.error,
         )
         for name in {record.id, record.request_id, *trace.ring_ids} - {""}:
@@ -342,7 +348,22 @@ class WebTraces:
         self._exporter.close()
 
 
-def _spans(began_at: float, record: RequestLogRecord) -> list[Span]:
+def _attributes(record: CallRecord, tenant: str) -> Attributes:
+    attributes: Attributes = {
+        "http.request.method": record.method,
+        "http.route": record.route,
+        "quadriga.choices": len(record.completions),
+    }
+    if record.status is not None:
+        attributes["http.response.status_code"] = record.status
+    if record.code:
+        attributes["error.type"] = record.code
+    if tenant:
+        attributes["quadriga.tenant"] = tenant
+    return attributes | {"gen_ai.request.id": record.id or record.request_id}
+
+
+def _spans(began_at: float, record: CallRecord) -> list[Span]:
     """Return the gateway's spans: until the ring has the request, and from the ring's last text."""
     now = max(began_at, clock.now())
     times = [completion.timings for completion in record.completions]

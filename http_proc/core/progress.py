@@ -8,8 +8,8 @@ import asyncio
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
-from http_proc.core.request_group import RequestGroup
 from quadriga.client.async_client import AsyncClient
 from quadriga.client.types import StreamChunk
 from quadriga.errors import QuadrigaError
@@ -60,6 +60,20 @@ ANSWER_TIMEOUT_S = 2.0
 IS_ADMITTED = (RequestState.PREFILL, RequestState.DECODING)
 
 
+class Waiting(Protocol):
+    """The requests of a stream that waits: a RequestGroup."""
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Ids of the requests that have not ended."""
+
+    async def next_chunks(self) -> list[tuple[int, StreamChunk]]:
+        """Wait for chunks, or to be woken, and return them by choice."""
+
+    def wake(self) -> None:
+        """Let the reader look again, with or without chunks."""
+
+
 class StreamWatch:
     """The waiting of one stream, from the submission of its requests to their end.
 
@@ -69,7 +83,7 @@ class StreamWatch:
         is_admitted: a request of the stream is known to be admitted.
     """
 
-    def __init__(self, group: RequestGroup, now: float, headers_at: float) -> None:
+    def __init__(self, group: Waiting, now: float, headers_at: float) -> None:
         self._group = group
         self._loop = asyncio.get_running_loop()
         self._headers_at = headers_at
@@ -138,7 +152,7 @@ class ProgressPoller:
         self._poll: asyncio.Task[None] | None = None
 
     @contextmanager
-    def watch(self, group: RequestGroup) -> Iterator[StreamWatch]:
+    def watch(self, group: Waiting) -> Iterator[StreamWatch]:
         """Watch a stream, whose requests are submitted, in a `with` block."""
         now = asyncio.get_running_loop().time()
         watch = StreamWatch(

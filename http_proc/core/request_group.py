@@ -5,13 +5,17 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
+from typing import NamedTuple
 
 import msgspec
 
-from http_proc.core.observe import RequestMetrics, current_trace
+from http_proc.core.errors import ApiError, from_ring
+from http_proc.core.observe import CallRecord, RequestMetrics, current_trace
+from http_proc.core.progress import ProgressPoller
+from http_proc.core.recent import RecentChoices
 from http_proc.core.resumption import Resumption
 from http_proc.core.timings import Stage
 from quadriga.client.async_client import AsyncClient, RequestOptions
@@ -96,6 +100,22 @@ def tokens_of(chunk: StreamChunk) -> Iterator[StreamChunk]:
 # The requests to the ring behind one web request: one per prompt, each with n choices.
 
 
+class GroupNotes(NamedTuple):
+    """Where it is noted what becomes of a group.
+
+    Attributes:
+        names: the request's name of each field of the ring, for error messages.
+        record: of the call that is answered.
+        metrics: counts completions and errors.
+        recent: keeps what a simulation needs.
+    """
+
+    names: Mapping[str, str]
+    record: CallRecord
+    metrics: RequestMetrics
+    recent: RecentChoices
+
+
 class RequestGroup:
     """Collect the chunks of all choices, which are numbered through all prompts.
 
@@ -103,7 +123,11 @@ class RequestGroup:
     larger batches, and memory is bounded by the text of the answers. Leaving the `with` block
     aborts the requests that have not finished.
 
+    Args:
+        notes: where it is noted what becomes of the group.
+
     Attributes:
+        poller: asks how far the requests are while the group's stream waits.
         tenant: name of the tenant that the requests belong to; "" without tenants.
         priority: of the requests.
         resumption: makes the requests the same again; None: they are not resumable. The chunks of
@@ -114,7 +138,8 @@ class RequestGroup:
     def __init__(
         self,
         ring: AsyncClient,
-        metrics: RequestMetrics,
+        poller: ProgressPoller,
+        notes: GroupNotes,
         tenant: str,
         resumption: Resumption | None,
     ) -> None:
@@ -122,7 +147,8 @@ class RequestGroup:
         self.priority = 0
         self.resumption = resumption
         self._ring = ring
-        self._metrics = metrics
+        self.poller = poller
+        self._notes = notes
         self._loop = asyncio.get_running_loop()
         self._handles: list[RequestHandle] = []
         self._chunks: list[tuple[int, StreamChunk]] = []
@@ -211,7 +237,7 @@ class RequestGroup:
         )
         if trace is not None:
             trace.ring_requests.append((self._ring, handle.request_id))
-        self._metrics.count_submitted(params)
+        self._notes.metrics.count_submitted(params)
         self._handles.append(handle)
         self._num_choices += params.n
         self._num_unfinished += params.n
@@ -295,6 +321,22 @@ class RequestGroup:
             choices = list(islice(left, handle.message.params.n))
             await self._ring.add_receipts(handle.message, choices)
         return [each.receipt for each in completions if each.receipt is not None]
+
+    def note(self, completion: Completion) -> None:
+        """Count a completion, and note it for the request log and the simulation."""
+        notes = self._notes
+        notes.metrics.count_completion(completion)
+        notes.recent.add(completion, self.priority, self.tenant)
+        notes.record.completions.append(completion)
+
+    def note_error(self, error: QuadrigaError) -> ApiError:
+        """Count and note the error that ends a stream after its begin; return the client's."""
+        names, record, metrics, _ = self._notes
+        metrics.count_error(error.code)
+        record.code, record.error = error.code, f"{error.code}: {error}"
+        api_error = from_ring(error, names)
+        api_error.request_id = record.request_id
+        return api_error
 
     def fail(self, error: QuadrigaError) -> None:
         """End the group with `error`, unless it has failed before."""

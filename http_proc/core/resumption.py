@@ -102,7 +102,7 @@ def new_key() -> str:
 _resumption: ContextVar[Resumption | None] = ContextVar("resumption", default=None)
 
 
-def set_resumption(resumption: Resumption) -> None:
+def set_resumption(resumption: Resumption | None) -> None:
     """Set the values of the request that this task answers from now on."""
     _resumption.set(resumption)
 

@@ -1,98 +1,26 @@
-"""Send answers: server-sent events while the server generates, or one JSON body at the end.
+"""Send answers: events while the server generates, or one body at the end.
 
-The events of a stream go to an `EventSink`: a connection, or whatever a request names instead.
+The events of a stream go to an `EventSink`: a connection, or the log of a resumable stream.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
-from aiohttp import web
 
-from http_proc.core.errors import ApiError, from_ring
-from http_proc.core.gateway import GATEWAY, REQUEST_ID
-from http_proc.core.observe import RECORD
+from http_proc.core.errors import ApiError
 from http_proc.core.progress import StreamWatch
 from http_proc.core.request_group import RequestGroup
-from http_proc.core.timings import SERVER_TIMING, server_timing
+from http_proc.core.timings import Stage
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.errors import QuadrigaError
 from quadriga.wire.client import Accepted
 
-# Where the events of a stream go: to a connection, or to whatever a request names instead.
-
 # What is kept is sent in such pieces, so that a reader that does not read holds one of them.
 PIECE_BYTES = 64 * 1024
-
-
-class EventSink(Protocol):
-    """Take the events of one stream, in order."""
-
-    async def open(self, headers: Mapping[str, str]) -> None:
-        """Begin with the headers; everything else follows."""
-
-    async def write(self, data: bytes) -> None:
-        """Take whole events. Wait while the reader takes nothing."""
-
-    async def comment(self, line: bytes) -> None:
-        """Take a comment, which is no event."""
-
-    async def close(self) -> web.StreamResponse:
-        """Take the end, and return what the handler of the request returns."""
-
-
-async def write_pieces(response: web.StreamResponse, events: Sequence[bytes]) -> None:
-    """Send events, without a copy of a long one. Wait after each piece until it is sent."""
-    data = events[0] if len(events) == 1 else b"".join(events)
-    if len(data) <= PIECE_BYTES:
-        await response.write(data)
-        return
-    view = memoryview(data)
-    for first in range(0, len(view), PIECE_BYTES):
-        await response.write(view[first : first + PIECE_BYTES])
-
-
-class ConnectionSink:
-    """Send the events to the client at once."""
-
-    def __init__(self, request: web.Request) -> None:
-        self._request = request
-        self._response = web.StreamResponse()
-
-    async def open(self, headers: Mapping[str, str]) -> None:
-        """Send the headers."""
-        self._response.headers.update(headers)
-        await self._response.prepare(self._request)
-
-    async def write(self, data: bytes) -> None:
-        """Send events. Wait while the connection's buffer is full."""
-        await self._response.write(data)
-
-    async def comment(self, line: bytes) -> None:
-        """Send a comment."""
-        await self._response.write(line)
-
-    async def close(self) -> web.StreamResponse:
-        """Send the end of the body."""
-        await self._response.write_eof()
-        return self._response
-
-
-# The sink of a request whose events do not go to its own connection.
-SINK = web.RequestKey("sink", EventSink)
-
-
-def sink_of(request: web.Request) -> EventSink:
-    """Return where the events of a request go."""
-    return request[SINK] if SINK in request else ConnectionSink(request)
-
-
-# Send answers: server-sent events while the ring generates, or one JSON body at the end.
-
 END_OF_EVENT = b"\n\n"
 DONE = b"data: [DONE]" + END_OF_EVENT
-HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +41,36 @@ class StreamFraming:
 SERVER_SENT_EVENTS = StreamFraming("text/event-stream; charset=utf-8", True)
 JSON_LINES = StreamFraming("application/x-ndjson", False)
 
+
+class Opening(NamedTuple):
+    """What is known of a stream before its first event.
+
+    Attributes:
+        framing: how the events are sent.
+        stages: stages that the request has passed, and their seconds.
+    """
+
+    framing: StreamFraming
+    stages: Sequence[Stage] = ()
+
+
+class EventSink(Protocol):
+    """Take the events of one stream, in order."""
+
+    async def open(self, opening: Opening) -> None:
+        """Begin; everything else follows."""
+
+    async def write(self, data: bytes) -> None:
+        """Take whole events. Wait while the reader takes nothing."""
+
+    async def comment(self, line: bytes) -> None:
+        """Take a comment, which is no event."""
+
+    async def close(self) -> None:
+        """Take the end."""
+
+
 _encode = msgspec.json.encode
-
-
-def json_response(body: Any) -> web.Response:
-    """Return a 200 with a JSON body."""
-    return web.Response(body=_encode(body), content_type="application/json")
 
 
 def event(body: bytes) -> bytes:
@@ -196,35 +148,24 @@ class OpenAIEvents:
         return event(error.body()) + DONE
 
 
-async def stream_events(
-    request: web.Request, group: RequestGroup, renderer: Renderer, names: Mapping[str, str]
-) -> web.StreamResponse:
+async def stream_events(sink: EventSink, group: RequestGroup, renderer: Renderer) -> None:
     """Send events until all choices have finished; chunks that arrive together are one write.
 
-    Status and headers are sent with the first chunk, when a request is admitted, or after 5 s. An
-    error before that is raised, so that it becomes an HTTP status. A later error ends the stream
-    with the renderer's event. `names`: the request's name of each field of the ring, for error
-    messages.
+    The stream is opened with the first chunk, when a request is admitted, or after 5 s. An error
+    before that is raised, so that it becomes an HTTP status. A later error ends the stream with the
+    renderer's event.
     """
-    poller = request.app[GATEWAY].progress_of(group)
-    sink = sink_of(request)
-    with poller.watch(group) as watch:
+    with group.poller.watch(group) as watch:
         chunks = await watch.first_chunks()
         stage = "first_token" if chunks else "queue" if watch.is_admitted else ""
-        timing = server_timing(group.stages_until_now(stage))
-        headers = HEADERS | {"Content-Type": renderer.framing.content_type}
-        await sink.open(headers | ({SERVER_TIMING: timing} if timing else {}))
-        poller.on_headers(watch, renderer.framing.has_comments)
-        stream = EventStream(request, sink, group, renderer, watch)
+        await sink.open(Opening(renderer.framing, group.stages_until_now(stage)))
+        group.poller.on_headers(watch, renderer.framing.has_comments)
+        stream = EventStream(sink, group, renderer, watch)
         try:
             await stream.send(chunks)
         except QuadrigaError as error:
-            request.app[GATEWAY].metrics.count_error(error.code)
-            request[RECORD].code, request[RECORD].error = error.code, f"{error.code}: {error}"
-            api_error = from_ring(error, names)
-            api_error.request_id = request[REQUEST_ID]
-            await sink.write(renderer.error(api_error))
-    return await sink.close()
+            await sink.write(renderer.error(group.note_error(error)))
+    await sink.close()
 
 
 class EventStream:
@@ -232,13 +173,11 @@ class EventStream:
 
     def __init__(
         self,
-        request: web.Request,
         sink: EventSink,
         group: RequestGroup,
         renderer: Renderer,
         watch: StreamWatch,
     ) -> None:
-        self._request = request
         self._sink = sink
         self._group = group
         self._renderer = renderer
@@ -277,19 +216,13 @@ class EventStream:
         for choice, chunk in chunks:
             pieces.append(self._renderer.render(choice, chunk))
             if chunk.completion is not None:
-                record(self._request, self._group, chunk.completion)
+                self._group.note(chunk.completion)
         return b"".join(pieces)
 
 
-async def collect(request: web.Request, group: RequestGroup) -> list[Completion]:
+async def collect(group: RequestGroup) -> list[Completion]:
     """Return the completion of every choice, in order. Raises the first error."""
     completions = await group.completions()
     for completion in completions:
-        record(request, group, completion)
+        group.note(completion)
     return completions
-
-
-def record(request: web.Request, group: RequestGroup, completion: Completion) -> None:
-    """Count a completion of a group, and note it for the request log and the simulation."""
-    request.app[GATEWAY].count_completion(group, completion)
-    request[RECORD].completions.append(completion)

@@ -1,16 +1,15 @@
 """Read the answers to a chat: whole, or as a stream of parsed events."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
-from aiohttp import web
 
 from http_proc.answer.events import AnswerEvent, ParsedAnswer, ReasoningTokens
 from http_proc.core.errors import ApiError
 from http_proc.core.request_group import RequestGroup, tokens_of
-from http_proc.core.streaming import StreamFraming, record, stream_events
+from http_proc.core.streaming import EventSink, StreamFraming, stream_events
 from http_proc.generation.prepare import AnswerReader, PreparedChat
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.wire.client import Accepted
@@ -42,9 +41,7 @@ def finish_reason(completion: Completion, has_calls: bool) -> str:
     return "tool_calls" if called else completion.finish_reason
 
 
-async def collect_chat(
-    request: web.Request, group: RequestGroup, prepared: PreparedChat
-) -> list[ChatAnswer]:
+async def collect_chat(group: RequestGroup, prepared: PreparedChat) -> list[ChatAnswer]:
     """Return every answer, in order. Raise the first error.
 
     The tokens of the reasoning are counted if the request was submitted as a stream.
@@ -58,7 +55,7 @@ async def collect_chat(
                 answers[choice] = _CollectedAnswer(reading)
             answers[choice].add(chunk)
             if chunk.completion is not None:
-                record(request, group, chunk.completion)
+                group.note(chunk.completion)
     return [answers[choice].answer(prepared.reader) for choice in sorted(answers)]
 
 
@@ -163,14 +160,13 @@ class _CollectedAnswer:
 
 
 async def read_chat(
-    group: RequestGroup, prepared: PreparedChat, on_completion: Callable[[Completion], None]
+    group: RequestGroup, prepared: PreparedChat
 ) -> AsyncIterator[tuple[list[AnswerEvent], StreamChunk]]:
     """Yield the chunks of a chat with one answer, each with the events that its text has.
 
     Args:
         group: has the chat as its only request.
         prepared: the chat.
-        on_completion: takes the completion before its chunk is yielded.
 
     Raises:
         QuadrigaError: the request has failed.
@@ -183,7 +179,7 @@ async def read_chat(
                 reading = _ChoiceReading(group, 0, prepared.reader, accepted.prompt_end)
             events = reading.push(chunk)
             if chunk.completion is not None:
-                on_completion(chunk.completion)
+                group.note(chunk.completion)
             yield events, chunk
 
 
@@ -213,11 +209,10 @@ class ChatRenderer(Protocol):
 
 
 async def stream_chat(
-    request: web.Request, group: RequestGroup, prepared: PreparedChat, renderer: ChatRenderer
-) -> web.StreamResponse:
+    sink: EventSink, group: RequestGroup, prepared: PreparedChat, renderer: ChatRenderer
+) -> None:
     """Send the answers as a stream of parsed events."""
-    parsing = ParsingRenderer(renderer, prepared.reader, group)
-    return await stream_events(request, group, parsing, prepared.names)
+    await stream_events(sink, group, ParsingRenderer(renderer, prepared.reader, group))
 
 
 class ParsingRenderer:

@@ -5,7 +5,7 @@ These are structured output, prompts for filling in the middle, and limits of th
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import msgspec.inspect
@@ -24,6 +24,7 @@ from quadriga.server.model_info import FillFormat, fill_format_from_info
 #
 # A new field of SamplingParams needs one line in a table of this file.
 
+Body = TypeVar("Body", bound=msgspec.Struct)
 MAX_CHOICES_PER_REQUEST = 1024  # prompts times n
 
 # Each table maps the request's name of a field to SamplingParams' name.
@@ -143,6 +144,27 @@ def wrong_type(
     if missing is not None and not field:
         return invalid(f"{missing[1]} is missing", missing[1])
     return invalid(text.replace(f"$.{field}", f"$.{name}"), name or None)
+
+
+def convert(
+    body: dict[str, Any], body_type: type[Body], sampling_names: Iterable[str] = ()
+) -> Body:
+    """Return a body as a typed object; null means "as if absent".
+
+    Args:
+        body: JSON object.
+        body_type: type of the object.
+        sampling_names: fields that the body may have beside those of the type.
+
+    Raises:
+        ApiError: a field is wrong.
+    """
+    known = body_type.__struct_encode_fields__
+    fields = {name: value for name, value in body.items() if value is not None or name not in known}
+    try:
+        return msgspec.convert(fields, body_type)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise wrong_type(error, {}, [*known, *sampling_names], body_type) from None
 
 
 def allowed_values(body_type: type, message: str) -> list[str | int | bool | None]:

@@ -15,16 +15,15 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
-import aiohttp
 import msgspec
-from aiohttp import web
-from aiohttp.typedefs import Handler
 
-from http_proc.apis.openai_chat import chat_completions
-from http_proc.apis.openai_completions import completions
-from http_proc.apis.responses.endpoints import create_response
+from http_proc.core.answering import answer, api_error_of, note_failure, observed
+from http_proc.core.call import Call
 from http_proc.core.caller import Caller, set_caller
-from http_proc.core.gateway import GATEWAY, Gateway
+from http_proc.core.gateway import Gateway
+from http_proc.core.observe import CallRecord
+from http_proc.core.shares import holding
+from http_proc.core.streaming import Opening
 from http_proc.jobs.batch_lines import (
     BatchStatus,
     FileCheck,
@@ -38,14 +37,6 @@ from http_proc.jobs.batch_lines import (
     read_lines,
 )
 from http_proc.jobs.files import FileStore
-from http_proc.web.loopback import LoopbackServer
-from http_proc.web.request_scope import (
-    ERROR_BODIES,
-    UNREAD_ANSWERS,
-    UnreadAnswers,
-    request_scope,
-    trace_requests,
-)
 from quadriga.clock import now
 from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import LIMITS
@@ -125,69 +116,53 @@ class LineGate:
         self._has_ring_clients = info["running"] + info["waiting"] > num_by_http
 
 
-# LineServer: answer lines by the code of the HTTP endpoints, which are served a second time.
+# Answer lines as the calls of HTTP are answered.
 
-ENDPOINTS = {
-    "/v1/chat/completions": chat_completions,
-    "/v1/completions": completions,
-    "/v1/responses": create_response,
-}
-# The end of a body; the last of several fields of one name counts.
-_PRIORITY = f'"priority":{LIMITS["priority"].minimum}}}'.encode()
-CALLER_HEADER, HAS_USERS_HEADER = "X-Caller", "X-Caller-Has-Users"
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+LOWEST_PRIORITY = int(LIMITS["priority"].minimum or 0)
 
 
 class LineAnswer(NamedTuple):
-    """The answer of an endpoint. retry_after: seconds, 0 without the header; body: JSON."""
+    """The answer to a line. retry_after: seconds, 0 for none; body: JSON."""
 
     status: int
     body: bytes
     retry_after: float
 
 
-def with_lowest_priority(body: bytes) -> bytes:
-    """Return the JSON of a request with the lowest priority."""
-    fields = body.rstrip()[:-1].rstrip()
-    return fields + (b"" if fields == b"{" else b",") + _PRIORITY
+class _NoStream:
+    """The EventSink of a line, which is no stream: the check of the file has refused it."""
+
+    async def open(self, opening: Opening) -> None:
+        raise RuntimeError(f"a line of a batch is answered by {opening.framing.content_type}")
+
+    async def write(self, data: bytes) -> None:
+        """Nothing comes without `open`."""
+
+    async def comment(self, line: bytes) -> None:
+        """Nothing comes without `open`."""
+
+    async def close(self) -> None:
+        """Nothing comes without `open`."""
 
 
-@web.middleware
-async def take_caller(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Let the request of a line be its batch's tenant's."""
-    has_users = HAS_USERS_HEADER in request.headers
-    set_caller(Caller.of_name(request.headers.get(CALLER_HEADER, ""), has_users))
-    return await handler(request)
-
-
-class LineServer(LoopbackServer):
-    """The endpoints for lines of batches."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        max_bytes = gateway.args.max_body_bytes + len(_PRIORITY) + 1
-        middlewares = [trace_requests, request_scope, take_caller]
-        app = web.Application(middlewares=middlewares, client_max_size=max_bytes)
-        app[GATEWAY], app[ERROR_BODIES] = gateway, {}
-        app[UNREAD_ANSWERS] = UnreadAnswers(gateway.shares)
-        app.router.add_routes([web.post(path, handler) for path, handler in ENDPOINTS.items()])
-        super().__init__(app, gateway.run_dir, "lines")
-
-    async def answer(
-        self, endpoint: str, body: bytes, request_id: str, caller: Caller
-    ) -> LineAnswer:
-        """Return the answer to the body of a line of this caller.
-
-        Raises:
-            aiohttp.ClientError: the server is stopping.
-        """
-        headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
-        headers[CALLER_HEADER] = caller.name
-        if caller.has_users:
-            headers[HAS_USERS_HEADER] = "1"
-        data = with_lowest_priority(body)
-        url = f"http://lines{endpoint}"
-        async with self.session.post(url, data=data, headers=headers) as response:
-            retry_after = float(response.headers.get("Retry-After", 0))
-            return LineAnswer(response.status, await response.read(), retry_after)
+async def answer_line(
+    gateway: Gateway, endpoint: str, body: bytes, line_id: str, caller: Caller
+) -> LineAnswer:
+    """Return the answer to the body of a line, with the lowest priority. It keeps nothing."""
+    record = CallRecord(request_id=line_id, path=endpoint, route=endpoint)
+    call = Call(endpoint, body, line_id, True, LOWEST_PRIORITY, may_keep=False, record=record)
+    set_caller(caller)
+    with observed(gateway, record, ""), holding():
+        try:
+            whole = await answer(gateway, call, caller, _NoStream())
+        except Exception as caught:
+            error = api_error_of(caught, record)
+            note_failure(gateway, record, error)
+            retry_after = float(error.headers().get("Retry-After", 0))
+            return LineAnswer(error.status, error.body(), retry_after)
+        record.answered(200)
+        return LineAnswer(200, whole or b"null", 0.0)
 
 
 # BatchJob: run one batch from where it stands to its end.
@@ -218,8 +193,8 @@ class JobTools(NamedTuple):
     """
 
     files: FileStore
+    gateway: Gateway
     gate: LineGate
-    server: LineServer
     save: Callable[[StoredBatch], None]
     max_line_bytes: int
     num_lines: Counter[str]
@@ -238,7 +213,6 @@ class BatchJob:
         self._log = LineLog(
             tools.files.path(stored.answers_id), tools.files.path(stored.failures_id)
         )
-        self._caller = Caller.of_name(stored.caller, stored.has_users)
         self._is_cancelled = asyncio.Event()
 
     def cancel(self) -> None:
@@ -395,20 +369,18 @@ class BatchJob:
         """Return the answer of the endpoint, asked again while it cannot serve."""
         wait_s = MIN_RETRY_S
         while True:
-            retry_after = 0.0
             await self._tools.gate.acquire()
+            # A caller of its own: a line may name the user of its tenant.
+            caller = Caller.of_name(self._stored.caller, self._stored.has_users)
             try:
-                answer = await self._tools.server.answer(
-                    self._batch.endpoint, line.body, line_id, self._caller
+                answer = await answer_line(
+                    self._tools.gateway, self._batch.endpoint, line.body, line_id, caller
                 )
-                if answer.status not in TRANSIENT:
-                    return answer
-                retry_after = answer.retry_after
-            except aiohttp.ClientError as error:
-                logging.debug("line %d of %s: %s", line.number, self._batch.id, error)
             finally:
                 self._tools.gate.release()
-            await asyncio.sleep(max(wait_s, retry_after))
+            if answer.status not in TRANSIENT:
+                return answer
+            await asyncio.sleep(max(wait_s, answer.retry_after))
             wait_s = min(2 * wait_s, MAX_RETRY_S)
 
     def _expire_lines(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -17,10 +18,10 @@ from aiohttp import web
 
 from http_proc.core.caller import current_caller
 from http_proc.core.errors import RETRY_AFTER_S, ApiError, invalid
-from http_proc.core.gateway import GATEWAY, Gateway
-from http_proc.core.streaming import json_response
+from http_proc.core.gateway import Gateway, Key
+from http_proc.generation.sampling import convert
 from http_proc.generation.schema import check_metadata
-from http_proc.jobs.batch_job import ENDPOINTS, BatchJob, JobTools, LineGate, LineServer
+from http_proc.jobs.batch_job import ENDPOINTS, BatchJob, JobTools, LineGate
 from http_proc.jobs.batch_lines import (
     BatchList,
     BatchObject,
@@ -38,7 +39,8 @@ from http_proc.jobs.files import (
     receive_upload,
 )
 from http_proc.web.endpoint import Endpoint, page, post
-from http_proc.web.request_body import convert, read_object
+from http_proc.web.exchange import GATEWAY, json_response
+from http_proc.web.request_body import read_object
 from quadriga import disk
 from quadriga.clock import now
 
@@ -74,7 +76,6 @@ class BatchService:
         self._batches: dict[str, StoredBatch] = {}
         self._jobs: dict[str, BatchJob] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server = LineServer(gateway)
         # Batches have threads of their own, so that no other work waits for their files.
         self._readers = ThreadPoolExecutor(1, "batch-readers")
         self._writers = ThreadPoolExecutor(NUM_WRITERS, "batch-writers")
@@ -111,7 +112,6 @@ class BatchService:
             except OSError as error:
                 self._unlock()
                 raise _unavailable(f"{self._directory} cannot be used: {error}") from None
-            await self._server.start()
             self._start_jobs()
 
     async def stop(self) -> None:
@@ -123,7 +123,6 @@ class BatchService:
         await asyncio.gather(*tasks, return_exceptions=True)
         async with self._opening:
             if self._lock_fd >= 0:
-                await self._server.stop()
                 self._unlock()
         self._readers.shutdown()
         self._writers.shutdown()
@@ -148,10 +147,15 @@ class BatchService:
         self.files.open(kept)
 
     def _start_jobs(self) -> None:
-        server, num_lines = self._server, self.num_lines
-        max_bytes, gate = self._gateway.args.max_body_bytes, LineGate(self._gateway)
         self._tools = JobTools(
-            self.files, gate, server, self._save, max_bytes, num_lines, self._readers, self._writers
+            self.files,
+            self._gateway,
+            LineGate(self._gateway),
+            self._save,
+            self._gateway.args.max_body_bytes,
+            self.num_lines,
+            self._readers,
+            self._writers,
         )
         for stored in sorted(self._batches.values(), key=_age):
             if stored.batch.status.is_open:
@@ -293,13 +297,14 @@ class BatchService:
             del self._batches[stored.batch.id]
 
 
-BATCHES = web.AppKey("batches", BatchService)
+BATCHES = Key[BatchService]("batches")
 
 
-async def batch_lifetime(app: web.Application) -> AsyncIterator[None]:
-    """Run the batches while the application runs."""
-    service = app[BATCHES] = BatchService(app[GATEWAY])
-    if app[GATEWAY].data_dir is not None:
+@asynccontextmanager
+async def batch_lifetime(gateway: Gateway) -> AsyncIterator[None]:
+    """Run the batches while the gateway runs."""
+    service = gateway[BATCHES] = BatchService(gateway)
+    if gateway.data_dir is not None:
         try:
             await service.open()
         except ApiError as error:
@@ -310,7 +315,7 @@ async def batch_lifetime(app: web.Application) -> AsyncIterator[None]:
 
 async def service_of(request: web.Request) -> BatchService:
     """Return the open service. Raise an ApiError that says why it is not open."""
-    service = request.app[BATCHES]
+    service = request.app[GATEWAY][BATCHES]
     await service.open()
     return service
 

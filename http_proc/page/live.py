@@ -15,9 +15,10 @@ import msgspec
 from aiohttp import web
 
 from http_proc.core.errors import from_ring
-from http_proc.core.gateway import GATEWAY
-from http_proc.core.streaming import HEADERS, SERVER_SENT_EVENTS, named_event
+from http_proc.core.gateway import Gateway, Key
+from http_proc.core.streaming import SERVER_SENT_EVENTS, named_event
 from http_proc.web.access import check_operator
+from http_proc.web.exchange import GATEWAY, HEADERS
 from quadriga.client.async_client import AsyncClient
 from quadriga.client.live import server_to_json, step_to_json
 from quadriga.errors import InvalidRequest, QuadrigaError, QueueFull
@@ -250,18 +251,13 @@ def sse(name: str, body: Any) -> bytes:
 # GET /v1/live: the live feed as server-sent events, until the client leaves.
 
 _NUMBER = re.compile(r"[0-9]{1,4}", re.ASCII)
-LIVE = web.AppKey("live", dict[int, LiveHub])
+LIVE = Key[dict[int, LiveHub]]("live")
 
 
-def add_live(app: web.Application) -> None:
-    """Give the application its hubs, one for each replica, which end with it."""
-    hubs = app[LIVE] = {}
-
-    async def close(_: web.Application) -> None:
-        for hub in hubs.values():
-            hub.close()
-
-    app.on_shutdown.append(close)
+def close_hubs(gateway: Gateway) -> None:
+    """End the hubs, one for each replica, and so the answers to their viewers."""
+    for hub in gateway[LIVE].values():
+        hub.close()
 
 
 async def live(request: web.Request) -> web.StreamResponse:
@@ -286,7 +282,8 @@ async def _hub(request: web.Request) -> LiveHub:
     Raises:
         InvalidRequest: there is no such replica.
     """
-    gateway, hubs, text = request.app[GATEWAY], request.app[LIVE], request.query.get("replica", "0")
+    gateway, text = request.app[GATEWAY], request.query.get("replica", "0")
+    hubs = gateway[LIVE]
     if not _NUMBER.fullmatch(text):
         raise InvalidRequest(f"replica is {text[:20]!r}: it must be a number, such as 1", "replica")
     number = int(text)

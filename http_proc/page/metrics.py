@@ -22,11 +22,11 @@ from prometheus_client.exposition import generate_latest
 from http_proc.apis.responses.store import RESPONSE_STORE, ResponseStore
 from http_proc.apis.responses.stored_responses import StoredResponses
 from http_proc.core.caller import current_caller
-from http_proc.core.gateway import GATEWAY
 from http_proc.core.observe import HISTOGRAMS, RequestMetrics
 from http_proc.core.stream_rows import StreamRows
 from http_proc.jobs.batches import BATCHES, BatchService
-from http_proc.web.stream_table import STREAMS, StreamTable
+from http_proc.web.exchange import GATEWAY
+from http_proc.web.stream_table import STREAM_ROWS, STREAMS, StreamTable
 from quadriga.errors import NonFiniteLogits, QuadrigaError
 from quadriga.server.histogram import buckets
 
@@ -542,9 +542,9 @@ async def metrics(request: web.Request) -> web.Response:
         return _exposed(registry)
     has_failed = None if gateway.tenant_file is None else gateway.tenant_file.has_failed
     registry.register(Collector(gateway.model, info, gateway.num_open, gateway.metrics, has_failed))
-    registry.register(BatchCollector(gateway.model, request.app[BATCHES]))
-    registry.register(ResponseStoreCollector(gateway.model, request.app.get(RESPONSE_STORE)))
-    registry.register(StreamCollector(gateway.model, request.app[STREAMS], gateway.stream_rows))
+    registry.register(BatchCollector(gateway.model, gateway[BATCHES]))
+    registry.register(ResponseStoreCollector(gateway.model, gateway.get(RESPONSE_STORE)))
+    registry.register(StreamCollector(gateway.model, gateway[STREAMS], gateway[STREAM_ROWS]))
     registry.register(TraceCollector(gateway.model, [info, gateway.traces.info()]))
     return _exposed(registry)
 

@@ -18,8 +18,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from http_proc.core.gateway import GATEWAY
-from http_proc.core.streaming import json_response
+from http_proc.web.exchange import GATEWAY, json_response
 
 # Serve the page at / and its files at /ui/…, without a key: they hold no data of the server.
 #

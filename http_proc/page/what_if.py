@@ -15,13 +15,14 @@ import msgspec
 from aiohttp import web
 
 from http_proc.core.errors import ApiError, from_ring, invalid
-from http_proc.core.gateway import GATEWAY, Gateway
+from http_proc.core.gateway import Gateway, Key
 from http_proc.core.recent import MAX_CHOICES, MAX_TOKENS
-from http_proc.core.streaming import json_response
+from http_proc.generation.sampling import convert
 from http_proc.generation.schema import RequestBody
 from http_proc.web.access import check_operator
 from http_proc.web.endpoint import Endpoint, post
-from http_proc.web.request_body import convert, read_object
+from http_proc.web.exchange import GATEWAY, json_response
+from http_proc.web.request_body import read_object
 from quadriga import clock
 from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.programs import command_of
@@ -231,7 +232,7 @@ class SimulationProcess:
 
 # GET and POST /v1/what_if: what would have happened with other flags.
 
-SIMULATION = web.AppKey("simulation", SimulationProcess)
+SIMULATION = Key[SimulationProcess]("simulation")
 MAX_LAST_S, DEFAULT_LAST_S = 86_400.0, 600.0
 MAX_NAME_CHARS = 40
 
@@ -262,16 +263,6 @@ class WhatIfLoad(msgspec.Struct):
     max_choices: int
     max_generated_tokens: int
     flags: list[WhatIfFlag]
-
-
-def add_what_if(app: web.Application) -> None:
-    """Give the application its simulation, which ends with it."""
-    simulation = app[SIMULATION] = SimulationProcess()
-
-    async def close(_: web.Application) -> None:
-        simulation.end()
-
-    app.on_shutdown.append(close)
 
 
 async def what_if_load(request: web.Request) -> web.Response:
@@ -309,7 +300,7 @@ async def what_if(request: web.Request) -> web.Response:
         context_length=info["context_length"],
         device=info["device"],
     )
-    answer = await request.app[SIMULATION].run(job)
+    answer = await gateway[SIMULATION].run(job)
     return web.Response(body=answer, content_type="application/json")
 
 

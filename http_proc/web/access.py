@@ -17,7 +17,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from http_proc.core.caller import USER_HEADER, Caller, current_caller, set_caller, short_hash
 from http_proc.core.errors import POSITION_HEADER, WAIT_HEADER, ApiError
-from http_proc.core.gateway import GATEWAY, REQUEST_ID, request_id
+from http_proc.web.exchange import GATEWAY, REQUEST_ID, request_id
 from quadriga.server.config.frontend_args import HttpArgs, TenantArgs, is_loopback
 from quadriga.server.tenants import TenantFile
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from aiohttp import web
 
+from http_proc.core.answering import Answerer
 from http_proc.core.errors import ApiError, ErrorAnswer, invalid
 
 # What the gateway knows of an endpoint: its route, its types and the format of its errors.
@@ -21,7 +22,7 @@ class Endpoint(NamedTuple):
     """An endpoint of the gateway.
 
     Attributes:
-        handler: answers the requests.
+        handler: answers the requests; or an Answerer, which knows no HTTP.
         response: type of the response's body; None: the endpoint is not in the document.
         body: type of the request's body, if it has one.
         body_type: content type of the request's body.
@@ -31,10 +32,12 @@ class Endpoint(NamedTuple):
         is_listed: the response may be a list of `response` instead.
         error_body: returns the body of an error in the format of the endpoint's API.
         error: type of that body.
+        answers: the handler is an Answerer.
+        is_resumable: the streams are resumable where the request asks for it.
     """
 
     path: str
-    handler: Handler
+    handler: Handler | Answerer
     summary: str
     response: Any
     body: Any = None
@@ -46,6 +49,8 @@ class Endpoint(NamedTuple):
     error: Any = ErrorAnswer
     stream_type: str = STREAM
     body_type: str = "application/json"
+    answers: bool = False
+    is_resumable: bool = False
 
 
 def post(
@@ -53,6 +58,20 @@ def post(
 ) -> Endpoint:
     """Return an endpoint with the method POST."""
     return Endpoint(path, handler, summary, response, body, method="post", **options)
+
+
+def answering(
+    path: str, answerer: Answerer, summary: str, body: Any, response: Any, **options: Any
+) -> Endpoint:
+    """Return an endpoint with the method POST whose calls are answered without HTTP."""
+    return Endpoint(path, answerer, summary, response, body, method="post", answers=True, **options)
+
+
+def generating(
+    path: str, answerer: Answerer, summary: str, body: Any, response: Any, **options: Any
+) -> Endpoint:
+    """Return an endpoint as `answering` whose answer may be a stream."""
+    return answering(path, answerer, summary, body, response, streams=True, **options)
 
 
 # Pages of OpenAI's lists: limit, after, and whether more follows.

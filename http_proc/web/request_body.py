@@ -1,31 +1,20 @@
-"""Receive, decode and type a request body; every error is a 4xx that names the field."""
+"""Check the headers of a request's body, and receive it: every error is a 4xx."""
 
 import asyncio
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 from aiohttp import HttpVersion11, web
 
-from http_proc.core.body_shape import SMALL_BYTES, check_shape
+from http_proc.core.body import parse_object
 from http_proc.core.caller import current_caller
-from http_proc.core.errors import RETRY_AFTER_S, ApiError, invalid
-from http_proc.core.gateway import GATEWAY
-from http_proc.generation.sampling import wrong_type
+from http_proc.core.errors import RETRY_AFTER_S, ApiError
+from http_proc.web.exchange import GATEWAY
 
 BODY_TIMEOUT_S = 60.0
 STEP_BYTES = 1024 * 1024
 
 # Content-Encoding of bodies.
 CODINGS = frozenset({"identity", "gzip", "deflate"})
-
-# A body that was received before its handler reads it.
-BODY = web.RequestKey("body", bytes)
-
-T = TypeVar("T", bound=msgspec.Struct)
-_decode = msgspec.json.Decoder().decode
-_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-NUMBERS = "that is out of range: integers have at most 4300 digits, others are below 1.8e308"
 
 
 async def expect_continue(request: web.Request) -> None:
@@ -60,17 +49,21 @@ def unsupported_coding() -> ApiError:
     )
 
 
+async def read_object(request: web.Request) -> dict[str, Any]:
+    """Return the JSON object in the body.
+
+    Raises:
+        ApiError: as `read_bytes` and `parse_object`.
+    """
+    return await parse_object(await read_bytes(request))
+
+
 async def read_bytes(request: web.Request) -> bytes:
-    """Receive the body, return it, and keep it for `read_object`.
+    """Return the body.
 
     Raises:
         ApiError: the body is late or too large.
     """
-    request[BODY] = await _receive_in_time(request)
-    return request[BODY]
-
-
-async def _receive_in_time(request: web.Request) -> bytes:
     # Before Python 3.12, asyncio.wait_for drops a cancellation that comes with the last byte.
     late = asyncio.TimeoutError()
     timer = asyncio.get_running_loop().call_later(
@@ -82,49 +75,6 @@ async def _receive_in_time(request: web.Request) -> bytes:
         raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
     finally:
         timer.cancel()
-
-
-async def read_object(request: web.Request) -> dict[str, Any]:
-    """Return the JSON object in the body.
-
-    Other requests are served between the steps of a large body, each of which takes long.
-
-    Raises:
-        ApiError: the body is late, too large, not JSON, or not an object.
-    """
-    if BODY in request:
-        data = request[BODY]
-        del request[BODY]
-    else:
-        data = await _receive_in_time(request)
-    await check_shape(data)
-    try:
-        body = _decode(data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        if "out of range" in str(error) and (field := _field_that_fails(data)):
-            raise invalid(f"{field} holds a number {NUMBERS}", field, "invalid_json") from None
-        raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
-    if not isinstance(body, dict):
-        raise invalid("the body must be a JSON object", code="invalid_json")
-    current_caller().set_user(body.get("user"))
-    if len(data) > SMALL_BYTES:
-        await asyncio.sleep(0)
-    return body
-
-
-def _field_that_fails(data: bytes | msgspec.Raw) -> str:
-    """Return the path of the innermost field of an object that cannot be decoded; "" for none."""
-    try:
-        fields = _decode_fields(data)
-    except (msgspec.DecodeError, RecursionError):
-        return ""
-    for name, value in fields.items():
-        try:
-            _decode(value)
-        except (msgspec.DecodeError, RecursionError):
-            inner = _field_that_fails(value)
-            return f"{name}.{inner}" if inner else name
-    return ""
 
 
 async def _receive(request: web.Request) -> bytes:
@@ -164,16 +114,3 @@ def _too_large(max_bytes: int) -> ApiError:
         " --max-body-bytes",
         code="body_too_large",
     )
-
-
-def convert(body: dict[str, Any], body_type: type[T], sampling_names: Iterable[str] = ()) -> T:
-    """Return the body as a typed object, or raise ApiError; null means "as if absent".
-
-    `sampling_names`: fields that the request may have beside those of the type.
-    """
-    known = body_type.__struct_encode_fields__
-    fields = {name: value for name, value in body.items() if value is not None or name not in known}
-    try:
-        return msgspec.convert(fields, body_type)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise wrong_type(error, {}, [*known, *sampling_names], body_type) from None

@@ -1,4 +1,4 @@
-"""What surrounds each web request: its id, its trace, error bodies, slow clients and the log.
+"""What surrounds each web request: its id, error bodies, slow clients, its trace and its log line.
 
 Clients that read next to nothing of their answer are disconnected, and so are those that hold too
 much.
@@ -9,31 +9,26 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
+from http_proc.core.answering import api_error_of, note_failure, observed
 from http_proc.core.caller import current_caller
-from http_proc.core.errors import ApiError, from_ring, invalid
-from http_proc.core.gateway import GATEWAY, REQUEST_ID, request_id
+from http_proc.core.errors import ApiError, invalid
 from http_proc.core.observe import (
-    RECORD,
-    RequestLogRecord,
+    CallRecord,
     RequestMetrics,
-    WebTrace,
-    as_current,
     current_trace,
-    log_request,
 )
 from http_proc.core.shares import Shares, holding
 from http_proc.core.timings import SERVER_TIMING, server_timing, stages
+from http_proc.web.exchange import GATEWAY, RECORD, REQUEST_ID, request_id
 from http_proc.web.request_body import check_head
 from quadriga.errors import QuadrigaError
-from quadriga.server.processes.logs import in_a_line
 from quadriga.server.tracing.context import HEADER
-from quadriga.wire.trace import Attributes
 
 # Disconnect clients that read next to nothing of their answer, and those that hold too much.
 
@@ -188,34 +183,41 @@ class UnreadAnswers:
         return min(of_party, key=order)
 
 
-# The outermost middleware: request id, slow-client guard, error bodies and the request log.
+# The outermost middleware: request id, slow-client guard, error bodies, trace and request log.
 
 BROKEN_BODY = (
     "the body is not what its headers say: its Content-Encoding, Content-Length or chunks are wrong"
 )
 UNREAD_ANSWERS = web.AppKey("unread_answers", UnreadAnswers)
-# The format of errors by the handler of an endpoint.
-ERROR_BODIES = web.AppKey("error_bodies", dict[Any, Callable[[ApiError], bytes]])
+# The format of errors by the resource of an endpoint's path.
+ERROR_BODIES = web.AppKey(
+    "error_bodies", dict[web.AbstractResource | None, Callable[[ApiError], bytes]]
+)
 
 
 @web.middleware
 async def request_scope(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Run a handler and return after the client has received the whole answer."""
-    gateway = request.app[GATEWAY]
+    gateway, resource = request.app[GATEWAY], request.match_info.route.resource
     request[REQUEST_ID] = request_id(request)
-    request[RECORD] = RequestLogRecord(request_id=request[REQUEST_ID])
-    outcome = "the client left"
-    try:
-        with holding(), SlowClientGuard(request, gateway.metrics) as guard:
-            response, outcome = await _answer(request, handler)
-            _add_timing(request, response)
-            size = _size_of_body(response)
-            with request.app[UNREAD_ANSWERS].sending(guard, current_caller().owner, size):
-                await response.prepare(request)
-                await response.write_eof()
-        return response
-    finally:
-        log_request(request, outcome, gateway.log_level)
+    record = request[RECORD] = CallRecord(
+        request_id=request[REQUEST_ID],
+        method=request.method,
+        path=request.path,
+        route="unknown path" if resource is None else resource.canonical,
+    )
+    with (
+        observed(gateway, record, request.headers.get(HEADER, "")),
+        holding(),
+        SlowClientGuard(request, gateway.metrics) as guard,
+    ):
+        response = await _answer(request, handler)
+        _add_timing(request, response)
+        size = _size_of_body(response)
+        with request.app[UNREAD_ANSWERS].sending(guard, current_caller().owner, size):
+            await response.prepare(request)
+            await response.write_eof()
+    return response
 
 
 def _size_of_body(response: web.StreamResponse) -> int:
@@ -231,13 +233,13 @@ def _add_timing(request: web.Request, response: web.StreamResponse) -> None:
         response.headers[SERVER_TIMING] = server_timing(stages(completions[0].timings))
 
 
-async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamResponse, str]:
-    """Return the answer, or an error in the API's format, and the outcome for the log."""
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Return the answer, or an error in the API's format."""
     try:
         check_head(request)
         response = await handler(request)
-        request[RECORD].status = response.status
-        return response, str(response.status)
+        request[RECORD].answered(response.status)
+        return response
     except (asyncio.CancelledError, ConnectionError):
         raise
     except Exception as error:
@@ -245,32 +247,23 @@ async def _answer(request: web.Request, handler: Handler) -> tuple[web.StreamRes
             raise
         api_error = _api_error(request, error)
         api_error.request_id = request[REQUEST_ID]
-    code = api_error.answer.error.code
-    record = request[RECORD]
-    record.status, record.code = api_error.status, code or ""
-    record.error = str(api_error)
-    request.app[GATEWAY].metrics.count_error(code or str(api_error.status))
-    response = web.Response(
+    note_failure(request.app[GATEWAY], request[RECORD], api_error)
+    return web.Response(
         body=_error_body(request, api_error),
         status=api_error.status,
         headers=api_error.headers(),
         content_type="application/json",
     )
-    return response, f"{api_error.status} {code or ''}".rstrip()
 
 
 def _error_body(request: web.Request, error: ApiError) -> bytes:
     """Return the body in the format of the endpoint's API; OpenAI's if there is no endpoint."""
-    handler = request.match_info.handler
-    return request.app[ERROR_BODIES].get(handler, ApiError.body)(error)
+    resource = request.match_info.route.resource
+    return request.app[ERROR_BODIES].get(resource, ApiError.body)(error)
 
 
 def _api_error(request: web.Request, error: Exception) -> ApiError:
     """Convert what a handler raised. An unexpected exception is logged and becomes a 500."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, QuadrigaError):
-        return from_ring(error, {})
     if isinstance(error, web.RequestPayloadError | HttpProcessingError):
         return invalid(BROKEN_BODY, code="invalid_body")
     if isinstance(error, web.HTTPException):
@@ -278,10 +271,10 @@ def _api_error(request: web.Request, error: Exception) -> ApiError:
         api_error = ApiError(error.status, _message(request, error), code=code)
         api_error.allow = error.headers.get("Allow")
         return api_error
-    logging.error("%s failed", in_a_line(f"{request.method} {request.path}"), exc_info=error)
-    if request.writer.output_size:
+    api_error = api_error_of(error, request[RECORD])
+    if request.writer.output_size and not isinstance(error, ApiError | QuadrigaError):
         raise ConnectionResetError("a part of the answer has been sent") from None
-    return ApiError(500, "the gateway failed on this request; its log says why", "server_error")
+    return api_error
 
 
 def _message(request: web.Request, error: web.HTTPException) -> str:
@@ -291,41 +284,6 @@ def _message(request: web.Request, error: web.HTTPException) -> str:
         allowed = " or ".join(sorted(error.allowed_methods))
         return f"{request.method} is not for {request.path}: use {allowed}"
     return error.reason
-
-
-# The middleware of traces: `traceparent` in and out, and a span for each traced web request.
-
-
-@web.middleware
-async def trace_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Trace a POST that is sampled, until its client has the answer."""
-    if request.method != "POST":
-        return await handler(request)
-    traces = request.app[GATEWAY].traces
-    trace = traces.begin(request.headers.get(HEADER, ""))
-    if trace is None:
-        return await handler(request)
-    with as_current(trace):
-        try:
-            return await handler(request)
-        finally:
-            trace.tenant = current_caller().name
-            traces.finish(trace, request[RECORD], _attributes(request, trace))
-
-
-def _attributes(request: web.Request, trace: WebTrace) -> Attributes:
-    record, resource = request[RECORD], request.match_info.route.resource
-    path = resource.canonical if resource is not None else "unknown path"
-    attributes: Attributes = {
-        "http.request.method": request.method,
-        "http.route": path,
-        "quadriga.choices": len(record.completions),
-    }
-    if record.status is not None:
-        attributes["http.response.status_code"] = record.status
-    if record.code:
-        attributes["error.type"] = record.code
-    return attributes | ({"quadriga.tenant": trace.tenant} if trace.tenant else {})
 
 
 async def add_header(_: web.Request, response: web.StreamResponse) -> None:

@@ -11,13 +11,11 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from aiohttp import web
-
 from http_proc.core.errors import RETRY_AFTER_RESTART_S, RETRY_AFTER_S, ApiError
-from http_proc.core.gateway import Gateway, without_prefix
+from http_proc.core.gateway import Gateway, Key, without_prefix
 from http_proc.core.shares import holding
-from http_proc.core.stream_rows import StreamName, StreamRow
-from http_proc.core.streaming import END_OF_EVENT, PIECE_BYTES
+from http_proc.core.stream_rows import StreamName, StreamRow, StreamRows
+from http_proc.core.streaming import END_OF_EVENT, PIECE_BYTES, Opening
 from quadriga.clock import now
 from quadriga.errors import QuadrigaError
 
@@ -31,7 +29,7 @@ class EventLog:
         on_growth: called after events were appended.
 
     Attributes:
-        headers: of the response; None until they are known.
+        opening: what comes before the events; None until it is known.
         num_bytes: size of the events that are kept.
         num_dropped: number of the first events, which are kept no more.
         is_ended: no event follows.
@@ -43,7 +41,7 @@ class EventLog:
     def __init__(self, on_growth: Callable[[], None] = lambda: None) -> None:
         self._on_growth = on_growth
         self.num_dropped = 0
-        self.headers: Mapping[str, str] | None = None
+        self.opening: Opening | None = None
         self.num_bytes = 0
         self.is_ended = False
         self.error: Exception | None = None
@@ -68,10 +66,10 @@ class EventLog:
             if self._held_until is write:
                 self._held_until = None
 
-    async def open(self, headers: Mapping[str, str]) -> None:
-        """Take the headers."""
+    async def open(self, opening: Opening) -> None:
+        """Take what comes before the events."""
         await self._held()
-        self.headers = headers
+        self.opening = opening
         self._wake()
 
     async def write(self, data: bytes) -> None:
@@ -93,10 +91,9 @@ class EventLog:
         self.num_comments += 1
         self._wake()
 
-    async def close(self) -> web.StreamResponse:
-        """Take the end. The response is not sent."""
+    async def close(self) -> None:
+        """Take the end."""
         self.end()
-        return web.Response()
 
     def end(self, error: Exception | None = None) -> None:
         """Take the end, unless it is known; `error`: why events are missing."""
@@ -106,13 +103,13 @@ class EventLog:
 
     # --- readers ----------------------------------------------------------------------------------
 
-    async def opened(self) -> Mapping[str, str]:
-        """Wait for the headers. Raise the error of a stream that ends before."""
-        while self.headers is None:
+    async def opened(self) -> Opening:
+        """Wait for what comes before the events. Raise the error of a stream that ends before."""
+        while self.opening is None:
             if self.error is not None:
                 raise self.error
             await self.change()
-        return self.headers
+        return self.opening
 
     def drop_first(self, num_bytes: int) -> None:
         """Keep the first events no more, of about this size, but always the last event."""
@@ -142,7 +139,7 @@ class EventLog:
         return self._events[first:last]
 
     async def change(self) -> None:
-        """Wait until anything comes: headers, events, a comment, the end."""
+        """Wait until anything comes: the begin, events, a comment, the end."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:
@@ -166,6 +163,8 @@ MAX_BYTES = 256 * 1024 * 1024
 DROPPED_AT_ONCE_BYTES = 256 * 1024
 # Ids that are remembered, so that a late reader learns that its stream is over and not unknown.
 MAX_EXPIRED_IDS = 4096
+
+STREAM_ROWS = Key[StreamRows]("stream_rows")
 
 Answer = Callable[["ResumableStream"], Awaitable[object]]
 
@@ -202,7 +201,7 @@ class ResumableStream:
     @property
     def has_failed(self) -> bool:
         """Whether it has ended before its begin."""
-        return self.log.headers is None and self.log.error is not None
+        return self.log.opening is None and self.log.error is not None
 
     def cancel(self) -> None:
         """End its request, if it runs."""
@@ -221,7 +220,7 @@ class StreamTable:
     def __init__(self, gateway: Gateway) -> None:
         self.window_s = gateway.args.resume_window
         self._max_streams = gateway.args.max_resumable_streams
-        self._rows = gateway.stream_rows
+        self._rows = gateway[STREAM_ROWS]
         self._shares = gateway.shares
         self._streams: dict[StreamName, ResumableStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -469,7 +468,7 @@ class StreamTable:
         self.drop(stream)
 
 
-STREAMS = web.AppKey("streams", StreamTable)
+STREAMS = Key[StreamTable]("streams")
 
 
 def _deleted(stream_id: str) -> ApiError:

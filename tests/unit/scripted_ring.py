@@ -9,7 +9,9 @@ import openai
 
 from bench.client.server import free_port
 from http_proc.core.gateway import Gateway
+from http_proc.core.stream_rows import StreamRows
 from http_proc.server import bind, listen, make_runner, tls_context
+from http_proc.web.stream_table import STREAM_ROWS
 from quadriga.client.types import Completion, RenderedPrompt, StreamChunk, Timings, TokenLogprob
 from quadriga.clock import now
 from quadriga.errors import QuadrigaError
@@ -160,6 +162,7 @@ async def gateway_before(ring: ScriptedRing, **flags: Any) -> AsyncIterator[tupl
     port = free_port()
     config = ServerConfig().replace(**{"served_model_name": "tiny", "port": port} | flags)
     gateway = Gateway(config, ring)  # type: ignore[arg-type]
+    gateway[STREAM_ROWS] = StreamRows()
     runner = await make_runner(gateway)
     server = await listen(runner, bind(config.http), tls_context(config.http), gateway)
     try:

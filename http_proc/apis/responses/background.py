@@ -8,13 +8,11 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from http_proc.apis.responses.answer import ResponseAnswer, ResponseStream
 from http_proc.apis.responses.database import RETRY_S, StorageError
@@ -23,17 +21,18 @@ from http_proc.apis.responses.plan import ResponsePlan, make_plan
 from http_proc.apis.responses.schema import ResponseObject
 from http_proc.apis.responses.store import REMEDY, RESPONSE_STORE, EndedResponse, Items
 from http_proc.apis.responses.stored_responses import StoredResponses, no_room_for_items
+from http_proc.core.call import Call
 from http_proc.core.caller import Caller, current_caller, set_caller
 from http_proc.core.errors import RETRY_AFTER_S, ApiError, from_ring, invalid
-from http_proc.core.gateway import GATEWAY, Gateway, ResponseHead
+from http_proc.core.gateway import Gateway, Key, ResponseHead
+from http_proc.core.observe import CallRecord
 from http_proc.core.resumption import Resumption, new_key, set_resumption
 from http_proc.core.streaming import (
     END_OF_EVENT,
-    HEADERS,
     PIECE_BYTES,
     SERVER_SENT_EVENTS,
-    json_response,
-    write_pieces,
+    EventSink,
+    Opening,
 )
 from http_proc.generation.chat_answers import read_chat
 from quadriga.errors import QuadrigaError, ServerStopping
@@ -244,12 +243,11 @@ class BackgroundRun:
         plan = await make_plan(gateway, self._store, job.body, job.history)
         attempt = _Attempt.of(plan.answer(job.head))
         await gateway.lasting_ring.connect()
-        with gateway.open_group(job.id, plan.prepared.names) as group:
+        with gateway.open_group(job.id, plan.prepared.names, CallRecord()) as group:
             plan.submit(group)
             await group.accepted()
             self._write(attempt, attempt.stream.start(0))
-            on_completion = partial(gateway.count_completion, group)
-            async for events, chunk in read_chat(group, plan.prepared, on_completion):
+            async for events, chunk in read_chat(group, plan.prepared):
                 self._write(attempt, attempt.stream.render(0, events, chunk))
         self._shown = attempt
         return attempt.stream.finish()
@@ -348,12 +346,25 @@ class BackgroundResponses:
         return self._runs.get(response_id)
 
     async def create(
-        self, request: web.Request, plan: ResponsePlan, body: dict[str, Any], head: ResponseHead
-    ) -> web.StreamResponse:
-        """Start a response, and answer its request: with the response as it is, or its stream."""
+        self,
+        plan: ResponsePlan,
+        body: dict[str, Any],
+        head: ResponseHead,
+        response: ResponseObject,
+    ) -> BackgroundRun:
+        """Start a response.
+
+        Args:
+            plan: of its request.
+            body: of its request.
+            head: of the response.
+            response: as it is before its answer.
+
+        Raises:
+            ApiError: there is no room for it, or it cannot be stored.
+        """
         self._check_room()
-        job, response = new_job(plan, body, head), plan.answer(head).response
-        response.store = True
+        job = new_job(plan, body, head)
         data = msgspec.msgpack.encode(job)
         held = self._gateway.stored_items
         if not held.take(job.caller.owner, len(data)):
@@ -362,8 +373,7 @@ class BackgroundResponses:
         opening = asyncio.create_task(self._open(job, response, plan.given, data))
         self._opening[opening] = current_caller().owner
         opening.add_done_callback(self._opened)
-        run = await asyncio.shield(opening)
-        return await send_events(request, run, 0) if plan.call.stream else json_response(response)
+        return await asyncio.shield(opening)
 
     async def _open(
         self, job: BackgroundJob, response: ResponseObject, given: Items, data: bytes
@@ -439,13 +449,14 @@ class BackgroundResponses:
             await asyncio.sleep(RETRY_S)
 
 
-BACKGROUND = web.AppKey("background", BackgroundResponses)
+BACKGROUND = Key[BackgroundResponses]("background")
 
 
-def background_of(request: web.Request) -> BackgroundResponses:
-    """Return the responses in the background. Raise an ApiError if there are none."""
-    if BACKGROUND in request.app:
-        return request.app[BACKGROUND]
+def background_of(gateway: Gateway, call: Call) -> BackgroundResponses:
+    """Return the responses in the background. Raise an ApiError if the call may be none."""
+    background = gateway.get(BACKGROUND) if call.may_keep else None
+    if background is not None:
+        return background
     raise invalid(
         f"background is true, and this server stores no responses ({REMEDY}): leave it out, and"
         " read the answer with stream: true",
@@ -453,34 +464,32 @@ def background_of(request: web.Request) -> BackgroundResponses:
     )
 
 
-async def background_lifetime(app: web.Application) -> AsyncIterator[None]:
-    """Make responses in the background while the application runs, if it stores responses."""
-    store = app.get(RESPONSE_STORE)
+@asynccontextmanager
+async def background_lifetime(gateway: Gateway) -> AsyncIterator[None]:
+    """Make responses in the background while the gateway runs, if it stores responses."""
+    store = gateway.get(RESPONSE_STORE)
     if not isinstance(store, StoredResponses):
         yield
         return
-    app[BACKGROUND] = BackgroundResponses(app[GATEWAY], store)
-    await app[BACKGROUND].open()
+    background = gateway[BACKGROUND] = BackgroundResponses(gateway, store)
+    await background.open()
     yield
-    await app[BACKGROUND].stop()
+    await background.stop()
 
 
-async def send_events(
-    request: web.Request, run: BackgroundRun, num_read: int
-) -> web.StreamResponse:
+async def send_events(sink: EventSink, run: BackgroundRun, num_read: int) -> None:
     """Send the events of a run after the first `num_read`, and those that follow, to the end."""
-    headers = HEADERS | {"Content-Type": SERVER_SENT_EVENTS.content_type}
-    response = web.StreamResponse(headers=headers)
-    await response.prepare(request)
+    await sink.open(Opening(SERVER_SENT_EVENTS))
     while True:
         if events := run.events_after(num_read):
             num_read += len(events)
-            await write_pieces(response, events)
+            data = b"".join(events)
+            for first in range(0, len(data), PIECE_BYTES):
+                await sink.write(data[first : first + PIECE_BYTES])
         elif run.is_ended:
             break
         elif run.is_stopped:
             raise ConnectionResetError("the gateway stops before the last event")
         else:
             await run.change()
-    await response.write_eof()
-    return response
+    await sink.close()

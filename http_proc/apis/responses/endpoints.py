@@ -4,8 +4,7 @@ A response is saved before its client sees the end.
 """
 
 import asyncio
-import functools
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -25,26 +24,22 @@ from http_proc.apis.responses.store import (
 )
 from http_proc.apis.responses.stored_responses import StoredResponses
 from http_proc.apis.responses.tables import ItemKey, ObjectKind
+from http_proc.core.call import Call
 from http_proc.core.caller import current_caller
 from http_proc.core.errors import ApiError, invalid
-from http_proc.core.gateway import GATEWAY, REQUEST_ID
-from http_proc.core.observe import RECORD
+from http_proc.core.gateway import Gateway
 from http_proc.core.resumption import current_resumption, decided
 from http_proc.core.stream_rows import StreamName
-from http_proc.core.streaming import (
-    END_OF_EVENT,
-    HEADERS,
-    SERVER_SENT_EVENTS,
-    SINK,
-    EventSink,
-    json_response,
-    record,
-    sink_of,
-)
+from http_proc.core.streaming import END_OF_EVENT, SERVER_SENT_EVENTS, EventSink, Opening
 from http_proc.generation.chat_answers import read_chat, stream_chat
-from http_proc.web.endpoint import Endpoint, page, post
-from http_proc.web.request_body import read_object
-from http_proc.web.resumable import EARLIER_STREAMS, resumable
+from http_proc.web.endpoint import Endpoint, generating, page
+from http_proc.web.exchange import (
+    GATEWAY,
+    ConnectionSink,
+    headers_of,
+    json_response,
+)
+from http_proc.web.resumable import EARLIER_STREAMS
 
 # Saving: keep one response before its client sees the end.
 
@@ -111,9 +106,9 @@ class SavingSink:
         self._saving = saving
         self._stream = stream
 
-    async def open(self, headers: Mapping[str, str]) -> None:
-        """Begin with the headers."""
-        await self._sink.open(headers)
+    async def open(self, opening: Opening) -> None:
+        """Begin."""
+        await self._sink.open(opening)
 
     async def write(self, data: bytes) -> None:
         """Take whole events."""
@@ -124,11 +119,11 @@ class SavingSink:
         """Take a comment."""
         await self._sink.comment(line)
 
-    async def close(self) -> web.StreamResponse:
+    async def close(self) -> None:
         """Send the last event, and the end."""
         await self._saving.done()
         await self._sink.write(self._stream.last())
-        return await self._sink.close()
+        await self._sink.close()
 
 
 # The handler of POST /v1/responses.
@@ -152,65 +147,76 @@ class _Begin(msgspec.Struct):
     history: Items
 
 
-async def create_response(request: web.Request) -> web.StreamResponse:
+async def create_response(gateway: Gateway, call: Call, sink: EventSink) -> ResponseObject | None:
     """Answer the items of a conversation with output items."""
-    gateway, store = request.app[GATEWAY], store_of(request)
-    body = await read_object(request)
-    resumption = current_resumption()
+    store = store_of(gateway, call)
+    body = await call.parse()
+    resumption = call.resumption
     if resumption is not None and _BEGIN in resumption.decisions:
         begin = msgspec.convert(resumption.decisions[_BEGIN], _Begin)
         body = body if begin.given is None else {**body, "input": begin.given}
         plan = await make_plan(gateway, store, body, begin.history)
-        return await _answer(request, store, plan, begin)
+        return await _answer(gateway, call, sink, store, plan, begin)
     plan = await make_plan(gateway, store, body)
     is_kept = plan.fields.store and store.keeps_responses
     if is_kept:
         store.check_size(plan.given)
-    head = gateway.head(request, "resp", "_")
+    head = gateway.head(call, "resp", "_")
     if is_kept or plan.fields.conversation is not None:
-        head = head._replace(id=await _new_id(request, store, head.id))
+        head = head._replace(id=await _new_id(gateway, call, store, head.id))
     if plan.fields.background:
         with store.ids.taking(head.id):
-            return await background_of(request).create(request, plan, body, head)
+            response = plan.answer(head).response
+            response.store = True
+            run = await background_of(gateway, call).create(plan, body, head, response)
+            if not plan.call.stream:
+                return response
+            await send_events(sink, run, 0)
+            return None
     begin = _Begin(head.id, is_kept, plan.given if plan.refers_to_store else None, plan.history)
     if resumption is not None:
         resumption.decide(_BEGIN, msgspec.to_builtins(begin))
-    return await _answer(request, store, plan, begin)
+    return await _answer(gateway, call, sink, store, plan, begin)
 
 
-async def _new_id(request: web.Request, store: ResponseStore, response_id: str) -> str:
+async def _new_id(gateway: Gateway, call: Call, store: ResponseStore, response_id: str) -> str:
     """Return the id of a response of which anything is kept: no other response has it."""
-    if "X-Request-Id" not in request.headers and current_resumption() is None:
+    if call.resumption is not None:
+        return await store.unused_id(response_id)
+    if not call.is_named:
         return response_id
-    earlier = request.app.get(EARLIER_STREAMS) if current_resumption() is None else None
-    name = StreamName(current_caller().owner, request[REQUEST_ID])
-    is_taken = earlier is not None and earlier.has(name, request.path)
-    return await store.unused_id(response_id, is_taken)
+    name, earlier = StreamName(current_caller().owner, call.request_id), gateway[EARLIER_STREAMS]
+    return await store.unused_id(response_id, earlier.has(name, call.path))
 
 
 async def _answer(
-    request: web.Request, store: ResponseStore, plan: ResponsePlan, begin: _Begin
-) -> web.StreamResponse:
-    head = request.app[GATEWAY].head(request, "resp", "_")._replace(id=begin.id)
-    request[RECORD].id = head.id
+    gateway: Gateway,
+    call: Call,
+    sink: EventSink,
+    store: ResponseStore,
+    plan: ResponsePlan,
+    begin: _Begin,
+) -> ResponseObject | None:
+    head = gateway.head(call, "resp", "_")._replace(id=begin.id)
+    call.record.id = head.id
     answer = plan.answer(head)
     answer.response.store = begin.is_kept
     saving = Saving(store, answer.response, plan.given, begin.is_kept)
     renderer = ResponseStream(answer, saving.begin if saving.is_needed else None)
     with (
         store.ids.taking(head.id),
-        request.app[GATEWAY].open_group(head.id, plan.prepared.names) as group,
+        gateway.open_group(head.id, plan.prepared.names, call.record) as group,
     ):
         plan.submit(group)
         if plan.call.stream:
             if saving.is_needed:
-                request[SINK] = SavingSink(sink_of(request), saving, renderer)
-            return await stream_chat(request, group, plan.prepared, renderer)
+                sink = SavingSink(sink, saving, renderer)
+            await stream_chat(sink, group, plan.prepared, renderer)
+            return None
         is_rendered = saving.is_needed
         if is_rendered:
             renderer.start(0)
-        on_completion = functools.partial(record, request, group)
-        async for events, chunk in read_chat(group, plan.prepared, on_completion):
+        async for events, chunk in read_chat(group, plan.prepared):
             if is_rendered:
                 renderer.render(0, events, chunk)
             else:
@@ -218,7 +224,7 @@ async def _answer(
         if is_rendered:
             renderer.finish()
         await saving.done()
-    return json_response(answer.response)
+    return answer.response
 
 
 # The handlers and the table of stored responses.
@@ -246,7 +252,7 @@ class DeletedResponse(msgspec.Struct):
 
 def stored_responses(request: web.Request) -> StoredResponses:
     """Return the store. Raise a 404, after which clients do not try again, if there is none."""
-    store = request.app.get(RESPONSE_STORE)
+    store = request.app[GATEWAY].get(RESPONSE_STORE)
     if isinstance(store, StoredResponses):
         return store
     raise ApiError(
@@ -278,14 +284,15 @@ async def get_response(request: web.Request) -> web.StreamResponse:
     """Return a response, or its stream again; both as far as they are."""
     store, response_id = stored_responses(request), request.match_info["id"]
     response = await store.response(response_id)
-    run = request.app[BACKGROUND].find(response_id)
+    run = request.app[GATEWAY][BACKGROUND].find(response_id)
     if not _is_true(request, "stream"):
         return json_response(response if run is None else run.response)
     first = _starting_after(request) + 1
     if run is not None:
-        return await send_events(request, run, first)
-    headers = HEADERS | {"Content-Type": SERVER_SENT_EVENTS.content_type}
-    answer = web.StreamResponse(headers=headers)
+        sink = ConnectionSink(request)
+        await send_events(sink, run, first)
+        return sink.response
+    answer = web.StreamResponse(headers=headers_of(Opening(SERVER_SENT_EVENTS)))
     async with aclosing(store.events(response_id)) as pieces:
         async for piece in _without_events(pieces, first):
             if not answer.prepared:
@@ -315,7 +322,7 @@ async def delete_response(request: web.Request) -> web.Response:
     """Remove a response, which ends if it is being made."""
     store, response_id = stored_responses(request), request.match_info["id"]
     await store.response(response_id)
-    if (run := request.app[BACKGROUND].find(response_id)) is not None:
+    if (run := request.app[GATEWAY][BACKGROUND].find(response_id)) is not None:
         await run.cancel()
     await store.delete(ObjectKind.RESPONSE, response_id)
     return json_response(DeletedResponse(response_id))
@@ -338,7 +345,7 @@ async def cancel_response(request: web.Request) -> web.Response:
             " disconnects: only others are cancelled",
             "id",
         )
-    if (run := request.app[BACKGROUND].find(response_id)) is None:
+    if (run := request.app[GATEWAY][BACKGROUND].find(response_id)) is None:
         return json_response(response)
     await run.cancel()
     return json_response(run.response)
@@ -377,7 +384,7 @@ STORED_ENDPOINTS = [
 # The table of the Responses API's endpoints.
 
 RESPONSES_ENDPOINTS = [
-    post("/v1/responses", resumable(create_response), "Answer a conversation with output items",
-         ResponsesRequest, ResponseObject, sampling=RESPONSES, streams=True),
+    generating("/v1/responses", create_response, "Answer a conversation with output items",
+               ResponsesRequest, ResponseObject, sampling=RESPONSES, is_resumable=True),
     *STORED_ENDPOINTS,
 ]  # fmt: skip

@@ -21,8 +21,14 @@ from http_proc.core.gateway import Gateway, ResponseHead
 from http_proc.core.request_group import RequestGroup
 from http_proc.generation.chat_call import ChatCall, ReasoningOptions, ToolMode
 from http_proc.generation.prepare import PreparedChat, prepare_chat
-from http_proc.generation.sampling import ANY_OBJECT, Sampling, lenient, take_sampling, with_grammar
-from http_proc.web.request_body import convert
+from http_proc.generation.sampling import (
+    ANY_OBJECT,
+    Sampling,
+    convert,
+    lenient,
+    take_sampling,
+    with_grammar,
+)
 from quadriga.client.types import Chat
 from quadriga.sampling.params import SamplingParams
 

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from aiohttp import web
-
 from http_proc.apis.responses.schema import ResponseObject
+from http_proc.core.call import Call
 from http_proc.core.errors import ApiError, invalid
+from http_proc.core.gateway import Gateway, Key
 
 Items = list[dict[str, Any]]
 REMEDY = "it was started with --no-store, or this is a line of a batch"
@@ -125,14 +125,15 @@ class NoResponseStore:
         return False
 
 
-# Without one, an application keeps nothing.
-RESPONSE_STORE: web.AppKey[ResponseStore] = web.AppKey("response_store")
+# Without one, a gateway keeps nothing.
+RESPONSE_STORE = Key[ResponseStore]("response_store")
 _NO_STORE = NoResponseStore()
 
 
-def store_of(request: web.Request) -> ResponseStore:
-    """Return the store of the application that answers a request."""
-    return request.app.get(RESPONSE_STORE, _NO_STORE)
+def store_of(gateway: Gateway, call: Call) -> ResponseStore:
+    """Return the store for the answer of a call."""
+    store = gateway.get(RESPONSE_STORE) if call.may_keep else None
+    return _NO_STORE if store is None else store
 
 
 def _refusal(name: str, value: str, kept: str) -> ApiError:

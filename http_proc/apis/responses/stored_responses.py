@@ -6,7 +6,7 @@ Its bounds come first: what is least recently used goes first.
 import sqlite3
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -14,7 +14,6 @@ from string import hexdigits
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from aiohttp import web
 
 from http_proc.apis.responses import tables
 from http_proc.apis.responses.database import RETRY_S, Database, StorageError
@@ -30,10 +29,10 @@ from http_proc.apis.responses.tables import (
     continued_items,
     stored_items,
 )
-from http_proc.core.body_shape import MAX_CONTAINERS
+from http_proc.core.body import MAX_CONTAINERS
 from http_proc.core.caller import current_caller
 from http_proc.core.errors import RETRY_AFTER_S, ApiError
-from http_proc.core.gateway import GATEWAY, UNIQUE_MARK
+from http_proc.core.gateway import UNIQUE_MARK, Gateway
 from http_proc.core.resumption import id_chars
 from http_proc.core.shares import SharedBound, Shares, hold
 from quadriga.clock import now
@@ -600,14 +599,14 @@ def no_room_for_items(held: SharedBound) -> ApiError:
     )
 
 
-# The store of an application: it is opened at the start, and closed at the end.
+# The store of a gateway: it is opened at the start, and closed at the end.
 
 FILE_NAME = "responses.sqlite3"
 
 
-async def store_lifetime(app: web.Application) -> AsyncIterator[None]:
-    """Keep responses while the application runs, if it has a directory for them."""
-    gateway = app[GATEWAY]
+@asynccontextmanager
+async def store_lifetime(gateway: Gateway) -> AsyncIterator[None]:
+    """Keep responses while the gateway runs, if it has a directory for them."""
     args, directory = gateway.args, gateway.data_dir
     bounds = StoreBounds(
         args.max_stored_responses, args.max_stored_bytes, args.max_stored_age, gateway.shares
@@ -622,7 +621,7 @@ async def store_lifetime(app: web.Application) -> AsyncIterator[None]:
         args.max_body_bytes,
         gateway.stored_items,
     )
-    app[RESPONSE_STORE] = store
+    gateway[RESPONSE_STORE] = store
     await store.open()
     yield
     await store.close()

@@ -16,7 +16,7 @@ import msgspec
 
 from http_proc.apis.responses.output import item_id
 from http_proc.apis.responses.store import Items
-from http_proc.core.body_shape import MAX_CONTAINERS, num_containers
+from http_proc.core.body import MAX_CONTAINERS, num_containers
 from http_proc.core.errors import ApiError
 
 # The tables of the store, and the statements that change them; tenant_reader.py reads them.

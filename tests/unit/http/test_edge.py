@@ -19,10 +19,10 @@ from aiohttp.streams import StreamReader
 from aiohttp.test_utils import make_mocked_request
 
 from http_proc import server
-from http_proc.core.gateway import GATEWAY
 from http_proc.core.observe import RequestMetrics
 from http_proc.web import request_body, request_scope
 from http_proc.web import request_scope as slow_client
+from http_proc.web.exchange import GATEWAY
 from tests.unit.scripted_ring import ScriptedRing, chunk, gateway_before, run_at_gateway
 
 ASK = {"prompt": "a secret", "max_tokens": 4}

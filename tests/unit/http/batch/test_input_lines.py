@@ -1,13 +1,15 @@
 """The input file of a batch: what is refused, line by line."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from http_proc.core.call import Call
 from http_proc.jobs import batch_lines
-from http_proc.jobs.batch_job import with_lowest_priority
+from http_proc.jobs.batch_job import LOWEST_PRIORITY
 from http_proc.jobs.batch_lines import FileCheck, read_lines
 
 URL = "/v1/completions"
@@ -74,7 +76,8 @@ def test_the_check_ends_after_many_errors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("body", [b"{}", b'{"a":1}', b'{ "priority": 5 } ', b'{"a":{"b":[]}}'])
 def test_a_body_gets_the_lowest_priority(body: bytes) -> None:
     expected = json.loads(body) | {"priority": -1000}
-    assert json.loads(with_lowest_priority(body)) == expected
+    call = Call("/v1/completions", body, "id", priority=LOWEST_PRIORITY)
+    assert asyncio.run(call.parse()) == expected
 
 
 def test_the_check_of_a_long_file_gives_its_thread_back_between_short_steps(

@@ -12,7 +12,9 @@ import pytest
 
 from bench.client.server import free_port
 from http_proc.core.gateway import Gateway
+from http_proc.core.stream_rows import StreamRows
 from http_proc.server import bind, listen, make_runner, tls_context
+from http_proc.web.stream_table import STREAM_ROWS
 from quadriga.errors import ConfigError
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.tenants import hash_of_key
@@ -385,9 +387,11 @@ def test_two_gateways_do_not_use_one_file(tmp_path: Path) -> None:
 def test_without_a_flag_responses_are_kept_in_the_run_directory(tmp_path: Path) -> None:
     ring = ScriptedRing(["No", " rain."])
 
-    def gateway(**flags: Any) -> Gateway:
+    def new_gateway(**flags: Any) -> Gateway:
         config = ServerConfig().replace(served_model_name="tiny", port=free_port(), **flags)
-        return Gateway(config, ring, tmp_path / "run")  # type: ignore[arg-type]
+        gateway = Gateway(config, ring, tmp_path / "run")  # type: ignore[arg-type]
+        gateway[STREAM_ROWS] = StreamRows()
+        return gateway
 
     async def ask(running: Gateway, response_id: str = "") -> Any:
         runner = await make_runner(running)
@@ -406,16 +410,16 @@ def test_without_a_flag_responses_are_kept_in_the_run_directory(tmp_path: Path) 
 
     async def test() -> None:
         (tmp_path / "run").mkdir()
-        first = await ask(gateway())
+        first = await ask(new_gateway())
         assert first.store is True
-        assert await ask(gateway(), first.id) == first
-        assert not gateway().outlives_server
-        other = gateway(data_dir=str(tmp_path / "data"))
+        assert await ask(new_gateway(), first.id) == first
+        assert not new_gateway().outlives_server
+        other = new_gateway(data_dir=str(tmp_path / "data"))
         assert other.outlives_server and other.data_dir == tmp_path / "data"
         with pytest.raises(openai.NotFoundError, match="--no-store"):
-            await ask(gateway(no_store=True), first.id)
+            await ask(new_gateway(no_store=True), first.id)
         with pytest.raises(openai.InternalServerError, match="--no-store"):
-            await ask(gateway(no_store=True))
+            await ask(new_gateway(no_store=True))
 
     asyncio.run(asyncio.wait_for(test(), 30))
 

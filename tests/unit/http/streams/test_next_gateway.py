@@ -16,6 +16,7 @@ from http_proc.core.caller import short_hash
 from http_proc.core.gateway import Gateway
 from http_proc.core.stream_rows import FILE_NAME, StreamRow, StreamRows
 from http_proc.server import bind, listen, make_runner, tls_context
+from http_proc.web.stream_table import STREAM_ROWS
 from quadriga.errors import DeadlineExceeded
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.wire.client import Usage
@@ -65,7 +66,8 @@ async def gateway_on(directory: Path, ring: ScriptedRing, **flags: Any) -> Async
         **{"served_model_name": "tiny", "port": free_port(), "api_key": "mine,other"} | flags
     )
     rows = StreamRows(directory)
-    gateway = Gateway(config, ring, None, ring, rows)  # type: ignore[arg-type]
+    gateway = Gateway(config, ring, None, ring)  # type: ignore[arg-type]
+    gateway[STREAM_ROWS] = rows
     runner = await make_runner(gateway)
     server = await listen(runner, bind(config.http), tls_context(config.http), gateway)
     try:
@@ -368,7 +370,7 @@ def test_a_deleted_stream_leaves_no_row(tmp_path: Path) -> None:
         async with gateway_on(tmp_path, ScriptedRing(PIECES), resume_window=0.05) as gateway:
             async with streaming(gateway, headers=MINE) as response:
                 await events_of(response)
-            await until(lambda: not gateway.stream_rows.all())
+            await until(lambda: not gateway[STREAM_ROWS].all())
 
     run(check())
 
@@ -399,7 +401,7 @@ def test_a_file_that_cannot_be_used_costs_one_line_and_no_stream(
 
     async def check() -> None:
         async with gateway_on(tmp_path, ScriptedRing(PIECES)) as gateway:
-            assert gateway.stream_rows.has_failed
+            assert gateway[STREAM_ROWS].has_failed
             async with streaming(gateway, headers=MINE) as response:
                 name, whole = response.headers["X-Stream-Id"], await events_of(response)
             async with reading(gateway, name, headers=MINE) as response:
@@ -416,18 +418,18 @@ def test_a_full_disk_costs_one_line_and_no_stream(
 ) -> None:
     async def check() -> None:
         async with gateway_on(tmp_path, ScriptedRing(PIECES)) as gateway:
-            database = gateway.stream_rows._database
+            database = gateway[STREAM_ROWS]._database
             (size,) = database.execute("PRAGMA page_count").fetchone()
             database.execute(f"PRAGMA max_page_count = {size}")
             for _ in range(3):
                 body = {"prompt": "x" * 100_000}
                 async with streaming(gateway, headers=MINE, **body) as response:
                     assert len(await events_of(response)) == len(PIECES) + 1
-            assert gateway.stream_rows.has_failed
+            assert gateway[STREAM_ROWS].has_failed
             database.execute("PRAGMA max_page_count = 100000")
             async with streaming(gateway, headers=MINE) as response:
                 await events_of(response)
-            assert not gateway.stream_rows.has_failed
+            assert not gateway[STREAM_ROWS].has_failed
 
     run(check())
     assert len([line for line in caplog.messages if "is full" in line]) == 1

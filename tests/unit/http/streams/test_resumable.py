@@ -13,9 +13,9 @@ import pytest
 
 from http_proc.core.gateway import Gateway
 from http_proc.core.stream_rows import StreamName
-from http_proc.core.streaming import write_pieces
 from http_proc.web import resumable, stream_table
-from http_proc.web.stream_table import EventLog, ResumableStream, StreamTable
+from http_proc.web.exchange import write_pieces
+from http_proc.web.stream_table import STREAM_ROWS, EventLog, ResumableStream, StreamTable
 from quadriga.errors import PromptTooLong
 from quadriga.server.tenants import hash_of_key
 from tests.unit.http.streams.stream_clients import (
@@ -513,7 +513,7 @@ def test_metrics_count_streams() -> None:
             name, size = response.headers["X-Stream-Id"], len(await response.read())
             body = {"stream": True, "resumable": True} | BODIES["/v1/completions"]
             size += len(json.dumps(body))
-        size += sum(len(row.decisions) for row in gateway.stream_rows.all())
+        size += sum(len(row.decisions) for row in gateway[STREAM_ROWS].all())
         async with reading(gateway, name) as response:
             await response.read()
         async with (
