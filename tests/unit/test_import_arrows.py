@@ -1,5 +1,6 @@
 """Arrows run one way: the processes meet only in quadriga/, and torch lives in the worker."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -141,6 +142,38 @@ def test_only_llm_and_the_command_line_reach_the_second_floor() -> None:
 def test_no_two_folders_import_each_other() -> None:
     pairs = house().pairs()
     assert not pairs, "\n".join(f"{pair.folders}: {pair.there} and {pair.back}" for pair in pairs)
+
+
+HTTP_FREE = (
+    "http_proc/answer", "http_proc/core", "http_proc/generation", "http_proc/jobs/batch_job.py",
+    "http_proc/jobs/batch_lines.py",
+)  # fmt: skip
+"""What answers a call, for HTTP, for a line of a batch, and for a stream without a connection."""
+HTTP_CLIENTS = {"http", "httpx", "requests", "urllib3"}
+CONNECTING = {
+    "ClientSession", "TCPConnector", "UnixConnector", "UnixSite", "create_connection",
+    "create_unix_connection", "open_connection", "open_unix_connection", "urlopen",
+}  # fmt: skip
+
+
+def test_the_core_of_the_gateway_knows_no_http() -> None:
+    paths = [path for name in HTTP_FREE for path in files(name) or [ROOT / name]]
+    assert len(paths) > len(HTTP_FREE)
+    assert not importers_of({"aiohttp"}, paths)
+    for path in paths:
+        assert not any(n.startswith("http_proc.web") for n in imported_names(path)), path
+
+
+def test_the_gateway_sends_no_request_to_itself() -> None:
+    for path in files("http_proc"):
+        tree = ast.parse(path.read_text())
+        named = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        named |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        assert not named & CONNECTING, path
+        assert not {n for n in imported_names(path) if n.split(".")[0] in HTTP_CLIENTS} - {
+            "http",
+            "http.HTTPStatus",
+        }, path
 
 
 def test_the_simulator_stands_without_the_bench_and_no_process_imports_it() -> None:
