@@ -43,9 +43,7 @@ from http_proc.page.pages import policy_of_inline, serve_page
 from http_proc.page.what_if import SIMULATION, WHAT_IF_ENDPOINTS, SimulationProcess
 from http_proc.web import access
 from http_proc.web.endpoint import PLAIN, STREAM, Endpoint, Handler, answering, generating, post
-from http_proc.web.exchange import GATEWAY
-from http_proc.web.generate import answer_request
-from http_proc.web.request_body import expect_continue, unsupported_coding
+from http_proc.web.exchange import GATEWAY, answer_request, expect_continue, unsupported_coding
 from http_proc.web.request_scope import (
     ERROR_BODIES,
     UNREAD_ANSWERS,

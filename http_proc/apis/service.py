@@ -17,8 +17,7 @@ from http_proc.generation.chat_messages import chat_prompt, check_counts, templa
 from http_proc.generation.sampling import convert
 from http_proc.generation.schema import Message, RequestBody, Tool
 from http_proc.web.endpoint import Endpoint
-from http_proc.web.exchange import GATEWAY, json_response
-from http_proc.web.request_body import read_object
+from http_proc.web.exchange import GATEWAY, json_response, read_object
 from quadriga.errors import QuadrigaError
 from quadriga.server.answer_format import from_info
 from quadriga.server.tenants import own_info

@@ -39,8 +39,7 @@ from http_proc.jobs.files import (
     receive_upload,
 )
 from http_proc.web.endpoint import Endpoint, page, post
-from http_proc.web.exchange import GATEWAY, json_response
-from http_proc.web.request_body import read_object
+from http_proc.web.exchange import GATEWAY, json_response, read_object
 from quadriga import disk
 from quadriga.clock import now
 

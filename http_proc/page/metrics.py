@@ -1,11 +1,12 @@
 """GET /metrics: of the server, of the requests by HTTP, and of what is kept for clients.
 
 Names and meanings follow vLLM and SGLang, with the prefix `quadriga:`. docs/http.md lists them. The
-names and help texts come first, then a collector for each part of the gateway, then the handler.
+names and help texts come first, then the families of each part of the gateway, then the handler.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import psutil
 from aiohttp import web
@@ -154,124 +155,99 @@ TENANT_COUNTERS = (
 POOL_LABELS = {"page_size": "page_size", "num_pages": "pages_total", "prefix_cache": "prefix_cache"}
 
 
-# Metrics of batches.
+class Families:
+    """Make the metric families of one model, each of whose samples has the model's name.
 
+    Args:
+        model: name of the model.
+    """
 
-class BatchCollector:
-    """One sample of the metrics of batches and files."""
-
-    def __init__(self, model: str, service: BatchService) -> None:
+    def __init__(self, model: str) -> None:
         self._model = model
-        self._service = service
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield every metric family."""
-        states = GaugeMetricFamily(
-            PREFIX + "batches", "Number of batches by their state", labels=["model_name", "status"]
-        )
-        for status, count in self._service.num_by_status().items():
-            states.add_metric([self._model, status], count)
-        yield states
-        lines = CounterMetricFamily(
-            PREFIX + "batch_lines",
-            "Number of lines of batches by their outcome: completed or failed",
-            labels=["model_name", "outcome"],
-        )
-        for outcome in ("completed", "failed"):
-            lines.add_metric([self._model, outcome], self._service.num_lines[outcome])
-        yield lines
-        size = GaugeMetricFamily(
-            PREFIX + "stored_file_bytes", "Size of all stored files in bytes", labels=["model_name"]
-        )
-        size.add_metric([self._model], self._service.files.num_bytes)
-        yield size
+    def gauge(self, name: str, text: str, value: float) -> Metric:
+        """Return a gauge with one sample."""
+        return self.labeled(name, text, "", {"": value}, GaugeMetricFamily)
 
+    def counter(self, name: str, text: str, value: float) -> Metric:
+        """Return a counter with one sample."""
+        return self.labeled(name, text, "", {"": value})
 
-# Metrics of resumable streams.
+    def labeled(
+        self,
+        name: str,
+        text: str,
+        label: str,
+        values: Mapping[str, float],
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily] = CounterMetricFamily,
+    ) -> Metric:
+        """Return a family with a sample for each value of a label; "": the model's name alone."""
+        family = kind(PREFIX + name, text, labels=["model_name", *filter(None, [label])])
+        for of_label, value in values.items():
+            family.add_metric([self._model, *([of_label] if label else [])], value)
+        return family
 
-
-class StreamCollector:
-    """One sample of the metrics of resumable streams."""
-
-    def __init__(self, model: str, table: StreamTable, rows: StreamRows) -> None:
-        self._model = model
-        self._table = table
-        self._rows = rows
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield every metric family."""
-        table = self._table
-        gauges = (
-            ("resumable_streams", "Number of resumable streams that are kept", len(table)),
-            (
-                "resumable_stream_bytes",
-                "Size of their events and requests in bytes",
-                table.num_bytes,
-            ),
-            (
-                "resumable_rows_failed",
-                "1 while the file of resumable streams cannot be written, else 0",
-                int(self._rows.has_failed),
-            ),
-        )
-        for name, text, value in gauges:
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
-            gauge.add_metric([self._model], value)
-            yield gauge
-        counters = (
-            ("streams_resumed", "Number of times that a stream was read again", table.num_resumed),
-            (
-                "streams_expired",
-                "Number of streams that ended because no client has read them in time",
-                table.num_expired,
-            ),
-        )
-        for name, text, count in counters:
-            counter = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
-            counter.add_metric([self._model], count)
-            yield counter
+    def histogram(
+        self,
+        name: str,
+        text: str,
+        samples: Mapping[tuple[str, ...], dict[str, float]],
+        *labels: str,
+    ) -> Metric:
+        """Return a family with one histogram for each tuple of label values."""
+        family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name", *labels])
+        for values, histogram in samples.items():
+            family.add_metric([self._model, *values], *buckets(histogram))
+        return family
 
 
-# Metrics of stored responses.
+# What the gateway keeps for clients, and does for them.
 
 
-class ResponseStoreCollector:
-    """One sample of the metrics of a store; none without a store."""
-
-    def __init__(self, model: str, store: ResponseStore | None) -> None:
-        self._model = model
-        self._store = store
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield every metric family."""
-        store = self._store
-        if not isinstance(store, StoredResponses):
-            return
-        for name, text, value in (
-            ("stored_responses", "Number of stored responses", store.size.num_responses),
-            ("stored_conversations", "Number of stored conversations",
-             store.size.num_conversations),
-            ("background_responses", "Number of responses that are made in the background",
-             store.size.num_open),
-            ("stored_response_bytes", "Bytes of the file of stored responses that are in use",
-             store.size.num_bytes),
-            ("response_store_failed", "1 while responses cannot be stored, else 0",
-             int(store.has_failed)),
-        ):  # fmt: skip
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
-            gauge.add_metric([self._model], value)
-            yield gauge
-        saves = CounterMetricFamily(
-            PREFIX + "response_saves",
-            "Number of responses to be stored by the outcome: stored or failed",
-            labels=["model_name", "outcome"],
-        )
-        for outcome in ("stored", "failed"):
-            saves.add_metric([self._model, outcome], store.outcomes[outcome])
-        yield saves
+def of_batches(make: Families, service: BatchService) -> Iterator[Metric]:
+    """Yield the metrics of batches and files."""
+    states = service.num_by_status()
+    text = "Number of batches by their state"
+    yield make.labeled("batches", text, "status", states, GaugeMetricFamily)
+    lines = {outcome: service.num_lines[outcome] for outcome in ("completed", "failed")}
+    text = "Number of lines of batches by their outcome: completed or failed"
+    yield make.labeled("batch_lines", text, "outcome", lines)
+    text = "Size of all stored files in bytes"
+    yield make.gauge("stored_file_bytes", text, service.files.num_bytes)
 
 
-# Metrics of the export of traces.
+def of_responses(make: Families, store: ResponseStore | None) -> Iterator[Metric]:
+    """Yield the metrics of stored responses; none without a store."""
+    if not isinstance(store, StoredResponses):
+        return
+    size = store.size
+    yield make.gauge("stored_responses", "Number of stored responses", size.num_responses)
+    text = "Number of stored conversations"
+    yield make.gauge("stored_conversations", text, size.num_conversations)
+    text = "Number of responses that are made in the background"
+    yield make.gauge("background_responses", text, size.num_open)
+    text = "Bytes of the file of stored responses that are in use"
+    yield make.gauge("stored_response_bytes", text, size.num_bytes)
+    text = "1 while responses cannot be stored, else 0"
+    yield make.gauge("response_store_failed", text, int(store.has_failed))
+    saves = {outcome: store.outcomes[outcome] for outcome in ("stored", "failed")}
+    text = "Number of responses to be stored by the outcome: stored or failed"
+    yield make.labeled("response_saves", text, "outcome", saves)
+
+
+def of_streams(make: Families, table: StreamTable, rows: StreamRows) -> Iterator[Metric]:
+    """Yield the metrics of resumable streams."""
+    text = "Number of resumable streams that are kept"
+    yield make.gauge("resumable_streams", text, len(table))
+    text = "Size of their events and requests in bytes"
+    yield make.gauge("resumable_stream_bytes", text, table.num_bytes)
+    text = "1 while the file of resumable streams cannot be written, else 0"
+    yield make.gauge("resumable_rows_failed", text, int(rows.has_failed))
+    text = "Number of times that a stream was read again"
+    yield make.counter("streams_resumed", text, table.num_resumed)
+    text = "Number of streams that ended because no client has read them in time"
+    yield make.counter("streams_expired", text, table.num_expired)
+
 
 # Metric name -> (key of an exporter's info, help text).
 TRACE_COUNTERS = {
@@ -286,21 +262,12 @@ TRACE_COUNTERS = {
 }
 
 
-class TraceCollector:
-    """One sample of the counters of all exporters; without --otlp-endpoint there are none."""
-
-    def __init__(self, model: str, infos: Sequence[Mapping[str, Any]]) -> None:
-        self._model = model
-        self._infos = infos
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield every metric family."""
-        for name, (key, text) in TRACE_COUNTERS.items():
-            counts = [info[key] for info in self._infos if key in info]
-            if counts:
-                family = CounterMetricFamily("quadriga:" + name, text, labels=["model_name"])
-                family.add_metric([self._model], sum(counts))
-                yield family
+def of_traces(make: Families, infos: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+    """Yield the counters of all exporters; without --otlp-endpoint there are none."""
+    for name, (key, text) in TRACE_COUNTERS.items():
+        counts = [info[key] for info in infos if key in info]
+        if counts:
+            yield make.counter(name, text, sum(counts))
 
 
 # GET /metrics: gauges and counters of the ring, and the metrics of the requests by HTTP.
@@ -308,10 +275,11 @@ class TraceCollector:
 # Names and meanings follow vLLM and SGLang, with the prefix `quadriga:`. docs/http.md lists them.
 
 
-class Collector:
-    """One sample of all metrics.
+class Collector(Families):
+    """One sample of the metrics of the ring, and of the requests by HTTP.
 
     Args:
+        model: name of the model.
         info: the ring's info, empty if the ring does not answer.
         num_open: number of web requests that are being answered.
         key_file_failed: whether --keys cannot be read; None without the flag.
@@ -325,7 +293,7 @@ class Collector:
         http: RequestMetrics,
         key_file_failed: bool | None = None,
     ) -> None:
-        self._model = model
+        super().__init__(model)
         self._info = info
         self._num_open = num_open
         self._http = http
@@ -333,7 +301,7 @@ class Collector:
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric family."""
-        yield self._gauge(
+        yield self.gauge(
             "http_requests_live", "Number of web requests that are being answered", self._num_open
         )
         if self._info.get("replicas"):
@@ -344,19 +312,19 @@ class Collector:
         http = self._http
         for name, histogram in http.histograms.items():
             text = f"{HISTOGRAMS[name][1]}, of requests by HTTP"
-            yield self._histogram(name, text, {(): histogram.as_map()})
-        yield self._labeled_counter(
+            yield self.histogram(name, text, {(): histogram.as_map()})
+        yield self.labeled(
             "http_errors", "Number of web requests that failed, by error code", "code", http.errors
         )
         text = "Number of clients that were disconnected because they read too slowly"
-        yield self._counter("http_slow_readers", text, http.num_slow_readers)
+        yield self.counter("http_slow_readers", text, http.num_slow_readers)
         text = "Number of web requests whose client disconnected before the end"
-        yield self._counter("http_disconnects", text, http.num_disconnects)
+        yield self.counter("http_disconnects", text, http.num_disconnects)
         if self._key_file_failed is not None:
             text = "1 while --keys cannot be read, and its tenants are those of an earlier file"
-            yield self._gauge("key_file_failed", text, int(self._key_file_failed))
+            yield self.gauge("key_file_failed", text, int(self._key_file_failed))
         text = "Number of connections refused because of --max-http-connections"
-        yield self._counter("http_connections_refused", text, http.num_refused_connections)
+        yield self.counter("http_connections_refused", text, http.num_refused_connections)
 
     def _replicas(self) -> Iterator[Metric]:
         """Yield the ring's metrics of several replicas, each with the label `replica`."""
@@ -379,12 +347,12 @@ class Collector:
                     for sample in family.samples
                 ]
         yield up
-        yield self._counter(
+        yield self.counter(
             "requests_moved",
             "Number of requests that went on at another replica",
             self._info["requests_moved"],
         )
-        yield self._counter(
+        yield self.counter(
             "results_dropped",
             "Number of results of replicas that no longer owned the request",
             self._info["results_dropped"],
@@ -400,10 +368,10 @@ class Collector:
             "journal_failed": int(info["journal"] == "failed"),
         }
         for name, (key, text) in GAUGES.items():
-            yield self._gauge(name, text, derived[name] if not key else info[key])
+            yield self.gauge(name, text, derived[name] if not key else info[key])
         for name, (key, text) in COUNTERS.items():
-            yield self._counter(name, text, info[key])
-        yield self._counter(
+            yield self.counter(name, text, info[key])
+        yield self.counter(
             "nan_logits",
             "Number of choices that ended because the model's logits were not finite",
             info["errors"].get(NonFiniteLogits.code, 0),
@@ -413,17 +381,17 @@ class Collector:
         if "kv_offload_pages" in info:
             yield from self._offload(info)
         for name, text, label, key in LABELED_COUNTERS:
-            yield self._labeled_counter(name, text, label, info[key])
+            yield self.labeled(name, text, label, info[key])
         for index, (name, text) in enumerate(TENANT_COUNTERS if info.get("tenants") else ()):
             counts = {tenant: numbers[index] for tenant, numbers in info["tenants"].items()}
-            yield self._labeled_counter(name, text, "tenant", counts)
+            yield self.labeled(name, text, "tenant", counts)
         text = "Number of tokens that one step computes"
-        yield self._histogram("iteration_tokens_total", text, {(): info["step_tokens"]})
+        yield self.histogram("iteration_tokens_total", text, {(): info["step_tokens"]})
         text = "Seconds that a request spends in each stage, by HTTP or ZeroMQ"
         stages: dict[tuple[str, ...], dict[str, float]] = {
             (stage,): times for stage, times in info["stage_seconds"].items()
         }
-        yield self._histogram("per_stage_req_latency_seconds", text, stages, "stage")
+        yield self.histogram("per_stage_req_latency_seconds", text, stages, "stage")
         pool = GaugeMetricFamily(
             PREFIX + "cache_config_info",
             "Always 1; the labels describe the KV pool",
@@ -435,48 +403,17 @@ class Collector:
     def _speculation(self, info: dict[str, Any]) -> Iterator[Metric]:
         """Yield the metrics of guessed tokens."""
         for name, text in SPECULATION_COUNTERS.items():
-            yield self._counter(name, text, info[f"{name}_total"])
+            yield self.counter(name, text, info[f"{name}_total"])
         text = "Number of guessed tokens that were right, by their place in the row"
         places = info[SPECULATION_BY_PLACE]
-        yield self._labeled_counter(SPECULATION_BY_PLACE, text, "position", places)
+        yield self.labeled(SPECULATION_BY_PLACE, text, "position", places)
 
     def _offload(self, info: dict[str, Any]) -> Iterator[Metric]:
         """Yield the metrics of KV pages beyond the pool."""
         for name, text in OFFLOAD_GAUGES.items():
-            yield self._gauge(name, text, info[name])
+            yield self.gauge(name, text, info[name])
         for name, (key, text) in OFFLOAD_COUNTERS.items():
-            yield self._counter(name, text, info[key])
-
-    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
-
-    def _labeled_counter(
-        self, name: str, text: str, label: str, counts: Mapping[str, float]
-    ) -> CounterMetricFamily:
-        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", label])
-        for value, count in counts.items():
-            family.add_metric([self._model, value], count)
-        return family
-
-    def _histogram(
-        self,
-        name: str,
-        text: str,
-        samples: Mapping[tuple[str, ...], dict[str, float]],
-        *labels: str,
-    ) -> HistogramMetricFamily:
-        """Return a family with one histogram for each tuple of label values."""
-        family = HistogramMetricFamily(PREFIX + name, text, labels=["model_name", *labels])
-        for values, histogram in samples.items():
-            family.add_metric([self._model, *values], *buckets(histogram))
-        return family
+            yield self.counter(name, text, info[key])
 
 
 def _processes(pids: dict[str, int]) -> Iterable[Metric]:
@@ -506,23 +443,26 @@ def _processes(pids: dict[str, int]) -> Iterable[Metric]:
     return cpu, memory, started
 
 
-class UsageCollector:
-    """One sample of what a tenant has used, which is all that its own key shows.
+def of_tenant(make: Families, tenant: str, usage: Sequence[float]) -> Iterator[Metric]:
+    """Yield what a tenant has used, which is all that its own key shows.
 
     Args:
+        make: makes the families.
+        tenant: name of the tenant.
         usage: the numbers of TENANT_COUNTERS; empty without any.
     """
+    for (name, text), count in zip(TENANT_COUNTERS, usage, strict=False):
+        yield make.labeled(name, text, "tenant", {tenant: count})
 
-    def __init__(self, model: str, tenant: str, usage: Sequence[float]) -> None:
-        self._labels = [model, tenant]
-        self._usage = usage
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield every metric family."""
-        for (name, text), count in zip(TENANT_COUNTERS, self._usage, strict=False):
-            family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", "tenant"])
-            family.add_metric(self._labels, count)
-            yield family
+class Sample(NamedTuple):
+    """All families of one answer, as a collector of the library."""
+
+    families: Iterable[Metric]
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the families."""
+        return self.families
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -531,25 +471,30 @@ async def metrics(request: web.Request) -> web.Response:
     A tenant's key gets those of the tenant's own usage.
     """
     gateway = request.app[GATEWAY]
+    make = Families(gateway.model)
     try:
         info = await gateway.ring_info.current()
     except QuadrigaError:
         info = {}
-    registry = CollectorRegistry(auto_describe=False)
     if (entry := current_caller().entry) is not None:
         usage = (info.get("tenants") or {}).get(entry.name, ())
-        registry.register(UsageCollector(gateway.model, entry.name, usage))
-        return _exposed(registry)
+        return _exposed(of_tenant(make, entry.name, usage))
     has_failed = None if gateway.tenant_file is None else gateway.tenant_file.has_failed
-    registry.register(Collector(gateway.model, info, gateway.num_open, gateway.metrics, has_failed))
-    registry.register(BatchCollector(gateway.model, gateway[BATCHES]))
-    registry.register(ResponseStoreCollector(gateway.model, gateway.get(RESPONSE_STORE)))
-    registry.register(StreamCollector(gateway.model, gateway[STREAMS], gateway[STREAM_ROWS]))
-    registry.register(TraceCollector(gateway.model, [info, gateway.traces.info()]))
-    return _exposed(registry)
+    of_ring = Collector(gateway.model, info, gateway.num_open, gateway.metrics, has_failed)
+    return _exposed(
+        chain(
+            of_ring.collect(),
+            of_batches(make, gateway[BATCHES]),
+            of_responses(make, gateway.get(RESPONSE_STORE)),
+            of_streams(make, gateway[STREAMS], gateway[STREAM_ROWS]),
+            of_traces(make, [info, gateway.traces.info()]),
+        )
+    )
 
 
-def _exposed(registry: CollectorRegistry) -> web.Response:
+def _exposed(families: Iterable[Metric]) -> web.Response:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Sample(families))
     return web.Response(
         body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
     )

@@ -21,8 +21,7 @@ from http_proc.generation.sampling import convert
 from http_proc.generation.schema import RequestBody
 from http_proc.web.access import check_operator
 from http_proc.web.endpoint import Endpoint, post
-from http_proc.web.exchange import GATEWAY, json_response
-from http_proc.web.request_body import read_object
+from http_proc.web.exchange import GATEWAY, json_response, read_object
 from quadriga import clock
 from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.programs import command_of

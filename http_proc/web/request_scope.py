@@ -25,8 +25,7 @@ from http_proc.core.observe import (
 )
 from http_proc.core.shares import Shares, holding
 from http_proc.core.timings import SERVER_TIMING, server_timing, stages
-from http_proc.web.exchange import GATEWAY, RECORD, REQUEST_ID, request_id
-from http_proc.web.request_body import check_head
+from http_proc.web.exchange import GATEWAY, RECORD, REQUEST_ID, check_head, request_id
 from quadriga.errors import QuadrigaError
 from quadriga.server.tracing.context import HEADER
 

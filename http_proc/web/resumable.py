@@ -21,8 +21,14 @@ from http_proc.core.gateway import Gateway, Key, wall_seconds, without_prefix
 from http_proc.core.resumption import Resumption, new_key
 from http_proc.core.stream_rows import StreamName, StreamRow
 from http_proc.web.endpoint import STREAM, Endpoint
-from http_proc.web.exchange import GATEWAY, headers_of, json_response, write_pieces
-from http_proc.web.generate import receive_call, send_answer
+from http_proc.web.exchange import (
+    GATEWAY,
+    headers_of,
+    json_response,
+    receive_call,
+    send_answer,
+    write_pieces,
+)
 from http_proc.web.stream_table import (
     STREAM_ROWS,
     STREAMS,

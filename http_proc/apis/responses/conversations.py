@@ -31,8 +31,7 @@ from http_proc.core.errors import ApiError, invalid
 from http_proc.generation.sampling import convert
 from http_proc.generation.schema import RequestBody, check_metadata
 from http_proc.web.endpoint import Endpoint, post
-from http_proc.web.exchange import json_response
-from http_proc.web.request_body import read_object
+from http_proc.web.exchange import json_response, read_object
 from quadriga.clock import now
 
 # Bodies of /v1/conversations, and the checks of what they hold.

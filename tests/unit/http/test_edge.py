@@ -20,7 +20,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from http_proc import server
 from http_proc.core.observe import RequestMetrics
-from http_proc.web import request_body, request_scope
+from http_proc.web import exchange, request_scope
 from http_proc.web import request_scope as slow_client
 from http_proc.web.exchange import GATEWAY
 from tests.unit.scripted_ring import ScriptedRing, chunk, gateway_before, run_at_gateway
@@ -238,7 +238,7 @@ def test_a_head_that_does_not_come_to_an_end_closes_its_connection(
 
 
 def test_a_body_that_does_not_come_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_body, "BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(exchange, "BODY_TIMEOUT_S", 0.1)
 
     async def test(gateway: Any) -> None:
         client = await connect(gateway, request(ASK, cut=1))
@@ -257,7 +257,7 @@ def test_a_client_that_leaves_while_its_body_ends_is_not_answered(num_turns: int
     async def test(gateway: Any) -> None:
         content = StreamReader(mock.Mock(), 65536)
         received = make_mocked_request("POST", "/", payload=content, app={GATEWAY: gateway})
-        handler = asyncio.create_task(request_body.read_object(received))
+        handler = asyncio.create_task(exchange.read_object(received))
         await asyncio.sleep(0.01)
         content.feed_data(b"{}")
         content.feed_eof()
