@@ -221,9 +221,6 @@ ENDPOINTS = [
 _DOCUMENTED = [endpoint for endpoint in ENDPOINTS if endpoint.response is not None]
 
 
-# The web application: its routes and the order of its middlewares.
-
-
 def make_app(gateway: Gateway) -> web.Application:
     """Return the web application of a gateway."""
     args = gateway.args

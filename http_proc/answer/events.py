@@ -106,8 +106,6 @@ def new_call_id() -> str:
     return id_chars(ID_LENGTH, _ID_ALPHABET)
 
 
-# Collect the events of one piece of an answer.
-
 _Delta = type[TextDelta] | type[ReasoningDelta] | type[ArgumentsDelta]
 
 
@@ -272,9 +270,6 @@ class EventWriter:
         self._pieces.clear()
         if text:
             self._events.append(self._kind(text))
-
-
-# Count the tokens of an answer's reasoning.
 
 
 class ReasoningTokens:

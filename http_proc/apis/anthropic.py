@@ -47,8 +47,6 @@ from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.client import Usage
 
-# Read a JSON object that was cut off.
-
 # A string, also one that is cut off, or a character of the structure.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[{}\[\],]', re.S)
 _CLOSING = {"{": "}", "[": "]"}
@@ -78,9 +76,6 @@ def complete_object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-# Group the parsed events of an answer into content blocks, for a stream or as a whole.
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
@@ -286,9 +281,6 @@ def _object(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-# The body of a message, and the reason for its end.
-
-
 class MessageUsage(msgspec.Struct):
     """Token counts. input_tokens: tokens of the prompt that did not come from the prefix cache."""
 
@@ -346,8 +338,6 @@ def end_of(completion: Completion, num_calls: int, max_tokens: int) -> MessageEn
         return MessageEnd("model_context_window_exceeded", None)
     return MessageEnd("max_tokens", None)
 
-
-# Format the answer to a message as server-sent events.
 
 _encode = msgspec.json.encode
 
@@ -410,9 +400,6 @@ def _step_event(step: BlockStep) -> bytes:
     return named_event(name, _encode(step))
 
 
-# The handlers of POST /v1/messages and POST /v1/messages/count_tokens.
-
-
 async def messages(gateway: Gateway, call: Call, sink: EventSink) -> MessageBody | None:
     """Answer a conversation."""
     body = await call.parse()
@@ -470,8 +457,6 @@ def _body(
         timings=timings_body([completion]),
     )
 
-
-# The table of Anthropic's endpoints.
 
 _ERRORS: dict[str, Any] = {"error_body": error_body, "error": MessageErrorBody}
 

@@ -252,8 +252,6 @@ class InfillStream:
         return event(error_body(error))
 
 
-# The handler of POST /infill, llama.cpp's endpoint for editors: the text between two others.
-
 # llama.cpp's names of the sampling fields -> SamplingParams' names. InfillRequest has those whose
 # values differ.
 LLAMA_CPP = {name: name for name in (
@@ -310,8 +308,6 @@ def _logit_bias(call: InfillRequest) -> dict[int, float]:
             "logit_bias",
         ) from None
 
-
-# The table of llama.cpp's endpoints.
 
 LLAMA_CPP_ENDPOINTS = [
     generating("/infill", infill, "Fill the gap between two texts, in llama.cpp's format",

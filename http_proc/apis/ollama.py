@@ -228,9 +228,6 @@ class OllamaLines:
         return self._make(self._model, rfc3339(now()), piece)
 
 
-# The handler of POST /api/chat.
-
-
 async def ollama_chat_answer(gateway: Gateway, call: Call, sink: EventSink) -> OllamaAnswer | None:
     """Answer a chat, as a stream unless the request says otherwise."""
     body = await call.parse()
@@ -265,8 +262,6 @@ def _is_begun(last: OllamaMessage) -> bool:
     """Return whether the last message is the begin of the answer."""
     return last.role == "assistant" and not last.tool_calls
 
-
-# The handler of POST /api/generate.
 
 # The request's name of each field of the ring, beside the options.
 NAMES = {"prompt_token_ids": "context", "token_ids": "context"}
@@ -394,8 +389,6 @@ async def _with_context(
         ids, PreparedChat(prepared.params, {}, {**prepared.names, **NAMES}, after), ids
     )
 
-
-# The table of Ollama's endpoints.
 
 _ERRORS: dict[str, Any] = {"error_body": error_body, "error": OllamaError}
 

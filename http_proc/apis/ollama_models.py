@@ -137,8 +137,6 @@ def _nanoseconds(begin: float, end: float) -> int:
     return max(0, round((end - begin) * 1e9)) if begin and end else 0
 
 
-# The handlers of Ollama's endpoints that describe the model, and of those that are not offered.
-
 # The version of Ollama whose fields this API has; clients compare it with what they need.
 API_VERSION = "0.12.11"
 TAG = ":latest"

@@ -391,9 +391,6 @@ def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-# The handler of POST /v1/chat/completions.
-
-
 async def chat_completions(gateway: Gateway, call: Call, sink: EventSink) -> ChatBody | None:
     """Answer a chat n times."""
     body = await call.parse()
@@ -452,9 +449,6 @@ def _body(head: ResponseHead, answers: list[ChatAnswer], form: AnswerForm) -> Ch
     return body
 
 
-# The handler of POST /render: the prompt that a request would have.
-
-
 class RenderRequest(ChatRequest):
     """POST /render. prompt: a text; or messages, and the other fields of a chat."""
 
@@ -492,8 +486,6 @@ async def render(gateway: Gateway, call: Call, _: EventSink) -> RenderAnswer:
         raise from_ring(error, names) from None
     return RenderAnswer(rendered.text, rendered.token_ids, len(rendered.token_ids))
 
-
-# The table of OpenAI's endpoints that take prompts and chats.
 
 OPENAI_ENDPOINTS = [
     generating("/v1/completions", completions, "Complete prompts",

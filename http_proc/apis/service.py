@@ -23,8 +23,6 @@ from quadriga.server.answer_format import from_info
 from quadriga.server.tenants import own_info
 from quadriga.server.tracing.chrome import ChromeTrace, chrome_trace
 
-# The handlers beside generation: models, tokens, aborts, cache, server info and probes.
-
 # Anthropic's clients send it with every request.
 ANTHROPIC_HEADER = "anthropic-version"
 # The ring's names of a list of token ids.

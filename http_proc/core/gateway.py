@@ -27,8 +27,6 @@ from quadriga.server.processes.logs import RequestLogLevel
 from quadriga.server.tenants import TenantFile, parent_name
 from quadriga.server.tracing.export import make_exporter
 
-# The info of the ring, as the gateway's endpoints ask for it: one question for many callers.
-
 INFO_TIMEOUT_S = 2.0
 
 
@@ -83,8 +81,6 @@ def _retrieve_exception(task: "asyncio.Task[dict[str, Any]]") -> None:
     if not task.cancelled():
         task.exception()
 
-
-# The state that all endpoints share: the ring's client and info, and the open web requests.
 
 # Probes within this time share one question to the ring.
 READY_MAX_AGE_S = 0.5

@@ -15,8 +15,6 @@ from quadriga.client.types import StreamChunk
 from quadriga.errors import QuadrigaError
 from quadriga.wire.client import MAX_PROGRESS_IDS, RequestProgress, RequestState
 
-# The comments of a stream: lines that begin with a colon, which clients skip.
-
 NO_ANSWER = b": waiting for the server\n\n"
 
 
@@ -41,11 +39,6 @@ def describe(value: RequestProgress) -> str:
         return f"prefill {100 * value.num_computed_tokens // max(1, value.num_prompt_tokens)} %"
     return str(value.state.value)
 
-
-# Streams that wait: when their headers are due, and the comments that they are sent meanwhile.
-#
-# One poller asks the ring how far the requests of all waiting streams are, with as few questions
-# as possible. A stream that gets its tokens is never asked about.
 
 # The headers of a stream are sent after this time, admitted or not, or after the interval of pings
 # where that is shorter.

@@ -26,8 +26,6 @@ from quadriga.errors import QuadrigaError, RequestFailed
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.client import Accepted
 
-# The one order of the tokens of several choices that depends on nothing but them.
-
 Chunks = list[tuple[int, StreamChunk]]
 
 
@@ -95,9 +93,6 @@ def tokens_of(chunk: StreamChunk) -> Iterator[StreamChunk]:
             None if chunk.logprobs is None else [],
             prompt_logprobs,
         )
-
-
-# The requests to the ring behind one web request: one per prompt, each with n choices.
 
 
 class GroupNotes(NamedTuple):

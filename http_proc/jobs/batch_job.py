@@ -41,12 +41,6 @@ from quadriga.clock import now
 from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import LIMITS
 
-# LineGate: how many lines of batches run at a time, beside everything else.
-#
-# While no request of others is open, lines run up to --batch-concurrency. Beside others only
-# --batch-concurrency-beside run, and none is added while a request waits or the running batch is
-# full. Batches take turns.
-
 SAMPLE_INTERVAL_S = 0.25
 
 
@@ -116,8 +110,6 @@ class LineGate:
         self._has_ring_clients = info["running"] + info["waiting"] > num_by_http
 
 
-# Answer lines as the calls of HTTP are answered.
-
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 LOWEST_PRIORITY = int(LIMITS["priority"].minimum or 0)
 
@@ -164,8 +156,6 @@ async def answer_line(
         record.answered(200)
         return LineAnswer(200, whole or b"null", 0.0)
 
-
-# BatchJob: run one batch from where it stands to its end.
 
 DISK_RETRY_S = 10.0
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 30.0

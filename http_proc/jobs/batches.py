@@ -43,10 +43,6 @@ from http_proc.web.exchange import GATEWAY, json_response, read_object
 from quadriga import disk
 from quadriga.clock import now
 
-# BatchService: the batches and files of one directory, and the jobs that run.
-#
-# One gateway owns the directory by a lock that ends with its process.
-
 WINDOW_S = 24 * 3600
 # Ended batches beyond these are forgotten, the oldest first. Their files stay.
 MAX_KEPT_BATCHES = 10_000
@@ -329,9 +325,6 @@ def _unavailable(reason: str) -> ApiError:
     )
 
 
-# The handlers and the table of /v1/batches.
-
-
 async def create_batch(request: web.Request) -> web.Response:
     """Start a batch: its file is checked and run afterwards."""
     service = await service_of(request)
@@ -382,8 +375,6 @@ BATCH_ENDPOINTS = [
     post("/v1/batches/{id}/cancel", cancel_batch, "End a batch", None, BatchObject),
 ]
 
-
-# The handlers and the table of /v1/files.
 
 BINARY = "application/octet-stream"
 PIECE_BYTES = 256 * 1024

@@ -31,8 +31,6 @@ from http_proc.web.stream_table import STREAM_ROWS, STREAMS, StreamTable
 from quadriga.errors import NonFiniteLogits, QuadrigaError
 from quadriga.server.histogram import buckets
 
-# The metrics of the ring: their names and help texts, and the keys of the ring's info.
-
 PREFIX = "quadriga:"
 
 # Metric name -> (key of the ring's info, help text). Gauges without a key are computed.
@@ -268,11 +266,6 @@ def of_traces(make: Families, infos: Sequence[Mapping[str, Any]]) -> Iterator[Me
         counts = [info[key] for info in infos if key in info]
         if counts:
             yield make.counter(name, text, sum(counts))
-
-
-# GET /metrics: gauges and counters of the ring, and the metrics of the requests by HTTP.
-#
-# Names and meanings follow vLLM and SGLang, with the prefix `quadriga:`. docs/http.md lists them.
 
 
 class Collector(Families):

@@ -11,8 +11,6 @@ from aiohttp import web
 from http_proc.core.answering import Answerer
 from http_proc.core.errors import ApiError, ErrorAnswer, invalid
 
-# What the gateway knows of an endpoint: its route, its types and the format of its errors.
-
 STREAM, LINES, PLAIN = "text/event-stream", "application/x-ndjson", "text/plain"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

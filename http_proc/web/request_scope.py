@@ -29,8 +29,6 @@ from http_proc.web.exchange import GATEWAY, RECORD, REQUEST_ID, check_head, requ
 from quadriga.errors import QuadrigaError
 from quadriga.server.tracing.context import HEADER
 
-# Disconnect clients that read next to nothing of their answer, and those that hold too much.
-
 CHECK_INTERVAL_S = 30.0
 # A check this late means that the gateway itself was suspended, so the client is not to blame.
 MAX_CHECK_DELAY_S = CHECK_INTERVAL_S / 4
@@ -181,8 +179,6 @@ class UnreadAnswers:
         of_party = (guard for guard, one in guards if self._shares.party(one.owner) == party)
         return min(of_party, key=order)
 
-
-# The outermost middleware: request id, slow-client guard, error bodies, trace and request log.
 
 BROKEN_BODY = (
     "the body is not what its headers say: its Content-Encoding, Content-Length or chunks are wrong"

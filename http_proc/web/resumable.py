@@ -39,8 +39,6 @@ from http_proc.web.stream_table import (
 )
 from quadriga.clock import now
 
-# Let a call write its events to the log of a stream, with or without a connection.
-
 
 def answer_of(gateway: Gateway, call: Call, caller: Caller, is_resent: bool = False) -> Answer:
     """Return what writes the events of a call to a stream.
@@ -69,9 +67,6 @@ def answer_of(gateway: Gateway, call: Call, caller: Caller, is_resent: bool = Fa
     return answer_to
 
 
-# Streams of a gateway that has died: those that ran go on, and those that had ended can be read.
-
-
 class EarlierStreams:
     """The rows that an earlier gateway has left, until their streams are started again."""
 
@@ -80,10 +75,9 @@ class EarlierStreams:
         self._table = gateway[STREAMS]
         self._rows: dict[StreamName, StreamRow] = {}
         self._timers: list[asyncio.TimerHandle] = []
-        self._restarting: asyncio.Task[None] | None = None
 
     def open(self) -> None:
-        """Read the rows, and start those streams again that had not ended."""
+        """Read the rows, and start those streams again that had not ended, in their order."""
         for row in self._gateway[STREAM_ROWS].all():
             self._rows[row.name] = row
             ended_at = now() if row.ended_at is None else row.ended_at
@@ -93,25 +87,17 @@ class EarlierStreams:
             elif row.ended_at is not None:
                 loop = asyncio.get_running_loop()
                 self._timers.append(loop.call_later(rest_s, self._expire, row.name))
-        if self._rows:
-            self._restarting = asyncio.get_running_loop().create_task(self._restart_all())
+        running = [name for name, row in self._rows.items() if row.ended_at is None]
+        for name in running:
+            self._start(name)
+        if running:
+            logging.info("resumable streams of the gateway before: %d go on", len(running))
 
     def has(self, name: StreamName, path: str) -> bool:
         """Return whether there is a stream of this name and path, of this or an earlier gateway."""
         stream = self._table.get(name)
         row = self._rows.get(name) if stream is None else stream.row
         return row is not None and row.path == path
-
-    async def _restart_all(self) -> None:
-        """Start the streams that had not ended, in their order."""
-        running = [name for name, row in self._rows.items() if row.ended_at is None]
-        for name in running:
-            try:
-                self._start(name)
-            except ApiError as error:
-                logging.error("resumable stream %s cannot go on: %s", name.id, error)
-        if running:
-            logging.info("resumable streams of the gateway before: %d go on", len(running))
 
     def _expire(self, name: StreamName) -> None:
         if self._rows.pop(name, None) is not None:
@@ -122,7 +108,7 @@ class EarlierStreams:
         """Return a stream of an owner by its id or that of its answer.
 
         Raises:
-            ApiError: it is another owner's, or there is no room to start it again.
+            ApiError: it is another owner's.
         """
         bare = name._replace(id=without_prefix(name.id))
         stream = self.named(name) or self.named(bare)
@@ -137,7 +123,7 @@ class EarlierStreams:
         return stream
 
     def named(self, name: StreamName) -> ResumableStream | None:
-        """Return a stream of this or an earlier gateway. Raise ApiError without room for it."""
+        """Return a stream of this or an earlier gateway."""
         if self._table.get(name) is None and name in self._rows:
             self._start(name)
         return self._table.get(name)
@@ -152,13 +138,10 @@ class EarlierStreams:
         Context().run(self._table.start, row._replace(ended_at=None), answer, is_resent=True)
         del self._rows[name]
 
-    async def close(self) -> None:
-        """Start no more."""
+    def close(self) -> None:
+        """Forget no more rows."""
         for timer in self._timers:
             timer.cancel()
-        if self._restarting is not None:
-            self._restarting.cancel()
-            await asyncio.gather(self._restarting, return_exceptions=True)
 
 
 EARLIER_STREAMS = Key[EarlierStreams]("earlier_streams")
@@ -171,11 +154,9 @@ async def stream_lifetime(gateway: Gateway) -> AsyncIterator[None]:
     earlier = gateway[EARLIER_STREAMS] = EarlierStreams(gateway)
     earlier.open()
     yield
-    await earlier.close()
+    earlier.close()
     await table.stop()
 
-
-# Answer requests with resumable streams, where they ask for that, and send them to clients.
 
 RESUMABLE_HEADER, STREAM_HEADER = "X-Resumable", "X-Stream-Id"
 LAST_EVENT_HEADER, STARTING_AFTER = "Last-Event-ID", "starting_after"
@@ -344,9 +325,6 @@ def _fields(body: bytes) -> _Fields:
         return msgspec.json.decode(body, type=_Fields)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return _Fields()
-
-
-# The handlers and the table of /v1/streams.
 
 
 class StreamDeleted(msgspec.Struct):

@@ -19,8 +19,6 @@ from http_proc.core.streaming import END_OF_EVENT, PIECE_BYTES, Opening
 from quadriga.clock import now
 from quadriga.errors import QuadrigaError
 
-# The events of one resumable stream, numbered from 1, for readers that come and go.
-
 
 class EventLog:
     """An EventSink that keeps its events in memory: all of them, unless the first are dropped.
@@ -154,8 +152,6 @@ class EventLog:
             if not waiter.done():
                 waiter.set_result(None)
 
-
-# The resumable streams of a gateway: running ones, and ended ones that may still be read.
 
 # Of all streams: their events, and the bodies of their requests.
 MAX_BYTES = 256 * 1024 * 1024

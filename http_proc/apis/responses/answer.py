@@ -29,8 +29,6 @@ from quadriga.client.types import Completion, StreamChunk
 from quadriga.clock import now
 from quadriga.sampling.params import SamplingParams
 
-# Build a response object out of the chunks of its answer.
-
 # Names of errors that clients of this API know, by the gateway's own.
 _KNOWN_CODES = {"context_length_exceeded": "context_length_exceeded"}
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
@@ -148,8 +146,6 @@ def _without_nulls(body: msgspec.Struct) -> dict[str, Any]:
     fields = msgspec.structs.asdict(body)
     return {name: value for name, value in fields.items() if value is not None}
 
-
-# Format a response as server-sent events.
 
 # The last event of a stream, by the response's status.
 _LAST = {

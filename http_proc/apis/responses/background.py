@@ -37,8 +37,6 @@ from http_proc.core.streaming import (
 from http_proc.generation.chat_answers import read_chat
 from quadriga.errors import QuadrigaError, ServerStopping
 
-# What is kept of a response in the background until it ends, so that it can be made again.
-
 
 class BackgroundJob(msgspec.Struct, kw_only=True):
     """The request of a response.
@@ -89,8 +87,6 @@ def new_job(plan: ResponsePlan, body: dict[str, Any], head: ResponseHead) -> Bac
         key_hash=caller.key_hash,
     )
 
-
-# BackgroundRun: make one response, without a client.
 
 # A full queue, and a ring that cannot be reached now: the request is sent again.
 _RETRIED = (429, 503)
@@ -312,9 +308,6 @@ class BackgroundRun:
             self._events += [event + END_OF_EVENT for event in last.split(END_OF_EVENT)[:-1]]
             self.is_ended = True
             self._wake()
-
-
-# BackgroundResponses: the responses in the background of one gateway.
 
 
 class BackgroundResponses:

@@ -208,9 +208,6 @@ def _no_item(conversation_id: str, item_id: str) -> ApiError:
     )
 
 
-# The handlers and the table of /v1/conversations.
-
-
 async def create_conversation(request: web.Request) -> web.Response:
     """Make a conversation."""
     conversations = _conversations(request)

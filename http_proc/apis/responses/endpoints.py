@@ -41,8 +41,6 @@ from http_proc.web.exchange import (
 )
 from http_proc.web.resumable import EARLIER_STREAMS
 
-# Saving: keep one response before its client sees the end.
-
 
 class Saving:
     """The saving of one response.
@@ -125,8 +123,6 @@ class SavingSink:
         await self._sink.write(self._stream.last())
         await self._sink.close()
 
-
-# The handler of POST /v1/responses.
 
 _BEGIN = "response"
 
@@ -226,8 +222,6 @@ async def _answer(
         await saving.done()
     return answer.response
 
-
-# The handlers and the table of stored responses.
 
 DEFAULT_PAGE, LARGEST_PAGE = 20, 100
 
@@ -380,8 +374,6 @@ STORED_ENDPOINTS = [
              ResponseObject, method="post"),
 ]  # fmt: skip
 
-
-# The table of the Responses API's endpoints.
 
 RESPONSES_ENDPOINTS = [
     generating("/v1/responses", create_response, "Answer a conversation with output items",

@@ -22,8 +22,6 @@ from http_proc.apis.responses.input import CUSTOM_ARGUMENT
 from http_proc.generation.logprobs import chat_logprobs
 from quadriga.client.types import TokenLogprob
 
-# Read the input of a custom tool out of the arguments of a call, while they arrive.
-
 _HEAD = re.compile(r'\s*\{\s*"' + CUSTOM_ARGUMENT + r'"\s*:\s*"')
 _BARE_HEAD = '{"' + CUSTOM_ARGUMENT + '":"'
 _PLAIN = re.compile(r'[^"\\]+')

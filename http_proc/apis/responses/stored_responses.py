@@ -180,8 +180,6 @@ def give_back_pages(connection: sqlite3.Connection) -> None:
     connection.execute(f"PRAGMA incremental_vacuum({MAX_VACUUMED_PAGES})").fetchall()
 
 
-# StoredResponses: the ResponseStore whose responses outlive the server.
-
 # What makes the id of a response unique.
 NUM_UNIQUE_CHARS = 8
 # The code of the error for what the store has no room for.
@@ -598,8 +596,6 @@ def no_room_for_items(held: SharedBound) -> ApiError:
         retry_after=RETRY_AFTER_S,
     )
 
-
-# The store of a gateway: it is opened at the start, and closed at the end.
 
 FILE_NAME = "responses.sqlite3"
 

@@ -365,9 +365,6 @@ def _parts(role: str, content: str | Items) -> Items:
     return [{"type": "input_text", "text": content}]
 
 
-# Find what the store has of one tenant, and say why it does not have the rest.
-
-
 class TenantReader:
     """Finds the objects of one tenant.
 
