@@ -66,7 +66,7 @@ from quadriga.server.processes.machine import allow_open_files
 # ASGI servers.
 
 _PATH_NAME = re.compile(r"\{(\w+)\}")
-PAGE = Path(__file__).with_name("docs.html").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parent / "page" / "docs.html").read_text(encoding="utf-8")
 PAGE_POLICY = policy_of_inline(PAGE)
 
 

@@ -24,9 +24,9 @@ from http_proc.apis.responses.store import RESPONSE_STORE, ResponseStore
 from http_proc.apis.responses.stored_responses import StoredResponses
 from http_proc.core.caller import current_caller
 from http_proc.core.observe import HISTOGRAMS, RequestMetrics
-from http_proc.core.stream_rows import StreamRows
 from http_proc.jobs.batches import BATCHES, BatchService
 from http_proc.web.exchange import GATEWAY
+from http_proc.web.stream_rows import StreamRows
 from http_proc.web.stream_table import STREAM_ROWS, STREAMS, StreamTable
 from quadriga.errors import NonFiniteLogits, QuadrigaError
 from quadriga.server.histogram import buckets

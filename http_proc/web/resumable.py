@@ -19,7 +19,6 @@ from http_proc.core.caller import Caller, current_caller
 from http_proc.core.errors import ApiError, invalid
 from http_proc.core.gateway import Gateway, Key, wall_seconds, without_prefix
 from http_proc.core.resumption import Resumption, new_key
-from http_proc.core.stream_rows import StreamName, StreamRow
 from http_proc.web.endpoint import STREAM, Endpoint
 from http_proc.web.exchange import (
     GATEWAY,
@@ -29,6 +28,7 @@ from http_proc.web.exchange import (
     send_answer,
     write_pieces,
 )
+from http_proc.web.stream_rows import StreamName, StreamRow
 from http_proc.web.stream_table import (
     STREAM_ROWS,
     STREAMS,

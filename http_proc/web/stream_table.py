@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from http_proc.core.errors import RETRY_AFTER_RESTART_S, RETRY_AFTER_S, ApiError
 from http_proc.core.gateway import Gateway, Key, without_prefix
 from http_proc.core.shares import holding
-from http_proc.core.stream_rows import StreamName, StreamRow, StreamRows
 from http_proc.core.streaming import END_OF_EVENT, PIECE_BYTES, Opening
+from http_proc.web.stream_rows import StreamName, StreamRow, StreamRows
 from quadriga.clock import now
 from quadriga.errors import QuadrigaError
 

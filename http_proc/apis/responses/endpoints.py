@@ -29,7 +29,6 @@ from http_proc.core.caller import current_caller
 from http_proc.core.errors import ApiError, invalid
 from http_proc.core.gateway import Gateway
 from http_proc.core.resumption import current_resumption, decided
-from http_proc.core.stream_rows import StreamName
 from http_proc.core.streaming import END_OF_EVENT, SERVER_SENT_EVENTS, EventSink, Opening
 from http_proc.generation.chat_answers import read_chat, stream_chat
 from http_proc.web.endpoint import Endpoint, generating, page
@@ -40,6 +39,7 @@ from http_proc.web.exchange import (
     json_response,
 )
 from http_proc.web.resumable import EARLIER_STREAMS
+from http_proc.web.stream_rows import StreamName
 
 
 class Saving:

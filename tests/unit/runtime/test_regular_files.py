@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from http_proc.apis.responses.database import Database, StorageError
-from http_proc.core.stream_rows import FILE_NAME, StreamRows
 from http_proc.jobs.batch_lines import LineLog
 from http_proc.jobs.files import FileStore
 from http_proc.server import tls_context
+from http_proc.web.stream_rows import FILE_NAME, StreamRows
 from quadriga import disk
 from quadriga.errors import ConfigError, ModelError
 from quadriga.server.config.frontend_args import HttpArgs

@@ -12,9 +12,9 @@ import aiohttp
 import pytest
 
 from http_proc.core.gateway import Gateway
-from http_proc.core.stream_rows import StreamName
 from http_proc.web import resumable, stream_table
 from http_proc.web.exchange import write_pieces
+from http_proc.web.stream_rows import StreamName
 from http_proc.web.stream_table import STREAM_ROWS, EventLog, ResumableStream, StreamTable
 from quadriga.errors import PromptTooLong
 from quadriga.server.tenants import hash_of_key
