@@ -1,1 +1,1 @@
-"""The gateway's state, the requests behind a web request, streams, and what is observed."""
+"""A call and its answer, without HTTP: the requests behind it, streams, what is observed."""

@@ -1,1 +1,1 @@
-"""Adapters to HTTP: endpoints, bodies of requests, middlewares, and resumable streams."""
+"""Adapters to HTTP: endpoints, requests and their answers, middlewares, resumable streams."""

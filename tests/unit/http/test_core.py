@@ -1,0 +1,87 @@
+"""Calls are answered without HTTP: no socket, no web request, and a list that takes the events."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from http_proc.core.answering import APIS, answer
+from http_proc.core.call import Call
+from http_proc.core.caller import Caller
+from http_proc.core.errors import ApiError
+from http_proc.core.gateway import Gateway
+from http_proc.core.streaming import Opening
+from http_proc.server import ENDPOINTS
+from quadriga.errors import QueueFull
+from quadriga.server.config.server_config import ServerConfig
+from tests.unit.scripted_ring import ScriptedRing
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/messages": CHAT | {"max_tokens": 5, "model": "tiny"},
+    "/v1/responses": {"input": "Hi"},
+    "/api/chat": CHAT | {"model": "tiny"},
+    "/generate": {"text": "Hi"},
+}
+
+
+class Events:
+    """An EventSink that is a list."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    async def open(self, opening: Opening) -> None:
+        self.events.append(opening.framing.content_type)
+
+    async def write(self, data: bytes) -> None:
+        self.events.append(data.decode())
+
+    async def comment(self, line: bytes) -> None:
+        self.events.append(line.decode())
+
+    async def close(self) -> None:
+        self.events.append("end")
+
+
+def ask(ring: ScriptedRing, path: str, stream: bool) -> tuple[bytes | None, list[str], Call]:
+    """Return the body and the events of an answer, and the call."""
+
+    async def asked() -> tuple[bytes | None, list[str], Call]:
+        config = ServerConfig().replace(served_model_name="tiny")
+        gateway, sink = Gateway(config, ring), Events()  # type: ignore[arg-type]
+        gateway[APIS] = {one.path: one.handler for one in ENDPOINTS if one.answers}  # type: ignore
+        call = Call(path, json.dumps(BODIES[path] | {"stream": stream}).encode(), "r1")
+        body = await answer(gateway, call, Caller("alice"), sink)
+        assert gateway.num_open == 0
+        return body, sink.events, call
+
+    return asyncio.run(asyncio.wait_for(asked(), 30))
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_whole_answer_is_the_body(path: str) -> None:
+    ring = ScriptedRing(["No", " rain."])
+    body, events, call = ask(ring, path, False)
+    assert body is not None and b"No rain." in body and not events
+    assert call.record.completions[0].text == "No rain."
+    assert ring.tenants == ["alice"] and "r1" in call.record.id
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_stream_goes_to_the_sink(path: str) -> None:
+    body, events, _ = ask(ScriptedRing(["No", " rain."]), path, True)
+    assert body is None and events[-1] == "end"
+    assert events[0].partition(";")[0] in ("text/event-stream", "application/x-ndjson")
+    assert " rain." in "".join(events[1:])
+
+
+def test_an_error_is_raised_before_the_sink_is_opened() -> None:
+    ring = ScriptedRing([])
+    ring.error = QueueFull("the queue is full", 3.0)
+    with pytest.raises(ApiError, match="queue is full") as caught:
+        ask(ring, "/v1/chat/completions", True)
+    assert (caught.value.status, caught.value.retry_after) == (429, 3.0)
