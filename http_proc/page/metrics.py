@@ -448,7 +448,7 @@ def of_tenant(make: Families, tenant: str, usage: Sequence[float]) -> Iterator[M
         yield make.labeled(name, text, "tenant", {tenant: count})
 
 
-class Sample(NamedTuple):
+class Exposition(NamedTuple):
     """All families of one answer, as a collector of the library."""
 
     families: Iterable[Metric]
@@ -487,7 +487,7 @@ async def metrics(request: web.Request) -> web.Response:
 
 def _exposed(families: Iterable[Metric]) -> web.Response:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Sample(families))
+    registry.register(Exposition(families))
     return web.Response(
         body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
     )
