@@ -71,16 +71,24 @@ def client_columns(clients: Sequence[ClientSummary]) -> list[Column[Result]]:
 
 
 def cpu_columns(result: Result) -> list[Column[Result]]:
-    """Return the CPU time of a token in each process, the bench client's too."""
+    """Return the CPU time of a token in each kind of process, the bench client's too."""
 
-    def reader(name: str) -> Callable[[Result], float | None]:
+    def reader(kind: str) -> Callable[[Result], float | None]:
         def read(result: Result) -> float | None:
-            seconds, tokens = result.cost.cpu.get(name), result.summary.completion_tokens
-            return 1e6 * seconds / tokens if seconds is not None and tokens else None
+            of_kind = [s for name, s in result.cost.cpu.items() if name.partition("/")[0] == kind]
+            seconds, tokens = sum(filter(None, of_kind)), result.summary.completion_tokens
+            return 1e6 * seconds / tokens if seconds and tokens else None
 
         return read
 
-    return [Column(f"CPU us/token {name}", reader(name), 1) for name in result.cost.cpu]
+    kinds = dict.fromkeys(name.partition("/")[0] for name in result.cost.cpu)
+    columns = [Column(f"CPU us/token {kind}", reader(kind), 1) for kind in kinds]
+    return [*columns, Column("busy cores", _busy_cores, 2)]
+
+
+def _busy_cores(result: Result) -> float | None:
+    seconds = result.summary.duration
+    return sum(filter(None, result.cost.cpu.values())) / seconds if seconds else None
 
 
 async def compare(variants: dict[str, Options]) -> Turns[Result]:

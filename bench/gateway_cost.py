@@ -4,25 +4,29 @@ The gateway runs as a process of its own. Behind it stands a server without a mo
 each request with one token of a given text at a time. Some streams of each kind of answer run at
 once, and the gateway's CPU time for 1,000 tokens is printed: of the parser and everything else. In
 the last kind, steps are so short that several tokens of a stream arrive together.
-With --checkout the gateway of another checkout is measured, in turns with this one's.
+`"old: @DIR" "new: "` compares the gateways of two checkouts, in turns.
 """
 
 import asyncio
 import contextlib
+import operator
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from bench.cli.command import command_parser
+from bench.cli.command import EXIT_OK, command_parser, run_command
+from bench.client.resources import cpu_seconds
 from bench.client.server import free_port
+from bench.turns import VARIANTS_HELP, Column, Turns, Variant, variant_of
 from quadriga.clock import now
+from quadriga.errors import ServerFailed
 from quadriga.server.answer_format import KNOWN_FORMATS, to_info
 from quadriga.wire.async_sockets import AsyncPort
 from quadriga.wire.client import (
@@ -44,8 +48,7 @@ from quadriga.wire.client import (
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.sockets import bind_public
 
-ROOT = Path(__file__).resolve().parents[1]
-NUM_STREAMS, NUM_TOKENS, NUM_REPETITIONS = 32, 250, 5
+NUM_STREAMS, NUM_TOKENS, NUM_TURNS = 32, 250, 5
 STEP_S, SHORT_STEP_S = 0.01, 0.0005
 PROSE = "The quick brown fox jumps over the lazy dog and runs on through the wet grass . "
 TOOL = {"type": "function", "function": {"name": "run", "parameters": {
@@ -140,13 +143,23 @@ def _info() -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def running_gateway(checkout: Path, endpoint: str) -> AsyncIterator[tuple[str, int]]:
+async def running_gateway(
+    checkout: Path, endpoint: str, flags: Sequence[str]
+) -> AsyncIterator[tuple[str, int]]:
     """Yield the URL and the process id of a checkout's gateway."""
     port = free_port()
     with tempfile.TemporaryDirectory() as run_dir:
         command = [sys.executable, "-m", "http_proc", "--run-dir", run_dir]
         command += ["--endpoint", endpoint, "--port", str(port)]
-        command += ["--model", "bench", "--served-model-name", "bench", "--log-level", "warning"]
+        command += [
+            "--model",
+            "bench",
+            "--served-model-name",
+            "bench",
+            "--log-level",
+            "warning",
+            *flags,
+        ]
         environment = os.environ | {"PYTHONPATH": str(checkout)}
         process = subprocess.Popen(command, cwd=checkout, env=environment)
         try:
@@ -162,18 +175,12 @@ async def _until_ready(url: str, process: "subprocess.Popen[bytes]") -> None:
     async with aiohttp.ClientSession() as session:
         while True:
             if process.poll() is not None:
-                raise SystemExit("the gateway did not start")
+                raise ServerFailed("the gateway did not start")
             with contextlib.suppress(aiohttp.ClientError):
                 async with session.get(f"{url}/readyz") as response:
                     if response.status == 200:
                         return
             await asyncio.sleep(0.05)
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of a process in seconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def ms_per_1000_tokens(url: str, pid: int, fields: dict[str, Any]) -> float:
@@ -185,49 +192,60 @@ async def ms_per_1000_tokens(url: str, pid: int, fields: dict[str, Any]) -> floa
             response.raise_for_status()
             data = await response.read()
         if not data.endswith(b"data: [DONE]\n\n") or b'"error"' in data:
-            raise SystemExit(f"a stream did not end: {data[-300:]!r}")
+            raise ServerFailed(f"a stream did not end: {data[-300:]!r}")
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        before = cpu_seconds(pid)
+        before = cpu_seconds({"gateway": pid})["gateway"]
         await asyncio.gather(*(read(session) for _ in range(NUM_STREAMS)))
-        return 1e6 * (cpu_seconds(pid) - before) / (NUM_STREAMS * NUM_TOKENS)
+        after = cpu_seconds({"gateway": pid})["gateway"]
+        if before is None or after is None:
+            raise ServerFailed("the gateway has ended")
+        return 1e6 * (after - before) / (NUM_STREAMS * NUM_TOKENS)
 
 
-async def measure(checkouts: list[Path]) -> None:
-    """Measure each kind of answer with each checkout's gateway, in turns, and print a table."""
-    servers: list[TextServer] = []
-    figures: dict[tuple[str, int], list[float]] = {}
+async def measure(variants: list[Variant]) -> Turns[Mapping[str, float]]:
+    """Measure each kind of answer with each variant's gateway, in turns."""
+    turns: Turns[Mapping[str, float]] = Turns([variant.name for variant in variants])
+    gateways: dict[str, tuple[TextServer, str, int]] = {}
+
+    async def turn(name: str) -> dict[str, float]:
+        server, url, pid = gateways[name]
+        figures = {}
+        for kind, (begin, fields, step_s) in KINDS.items():
+            server.tokens, server.step_s = answer(begin), step_s
+            figures[kind] = await ms_per_1000_tokens(url, pid, fields)
+        return figures
+
     async with contextlib.AsyncExitStack() as stack:
-        gateways = []
-        for checkout in checkouts:
+        for variant in variants:
             endpoint = f"tcp://127.0.0.1:{free_port()}"
-            servers.append(server := TextServer(endpoint))
+            server = TextServer(endpoint)
             stack.callback(server.close)
-            task = asyncio.create_task(server.serve())
-            stack.callback(task.cancel)
-            gateways.append(await stack.enter_async_context(running_gateway(checkout, endpoint)))
-        for repetition in range(NUM_REPETITIONS + 1):
-            for kind, (begin, fields, step_s) in KINDS.items():
-                for number, (url, pid) in enumerate(gateways):
-                    servers[number].tokens, servers[number].step_s = answer(begin), step_s
-                    figure = await ms_per_1000_tokens(url, pid, fields)
-                    if repetition:  # the first one warms up
-                        figures.setdefault((kind, number), []).append(figure)
-    print("CPU ms of the gateway for 1,000 tokens: lowest and median")
-    for number, checkout in enumerate(checkouts):
-        print(checkout)
-        for kind in KINDS:
-            values = sorted(figures[kind, number])
-            print(f"  {kind:12}{values[0]:8.1f}{values[len(values) // 2]:8.1f}")
+            stack.callback(asyncio.create_task(server.serve()).cancel)
+            gateway = running_gateway(variant.checkout, endpoint, variant.flags)
+            gateways[variant.name] = server, *(await stack.enter_async_context(gateway))
+            await turn(variant.name)
+        for _, name in turns.order(NUM_TURNS):
+            turns.results[name].append(await turn(name))
+    return turns
 
 
-def main() -> None:
-    """Measure the gateway of this checkout, and of another one."""
+def main() -> int:
+    """Measure the gateways of the command line, and return the exit code."""
     parser = command_parser("bench.gateway_cost", __doc__)
-    parser.add_argument("--checkout", type=Path, help="directory of another checkout")
-    other = parser.parse_args().checkout
-    asyncio.run(measure([*([other.resolve()] if other else []), ROOT]))
+    parser.add_argument("variants", nargs="*", default=["this: "], help=VARIANTS_HELP)
+    arguments = parser.parse_args()
+
+    def work() -> int:
+        turns = asyncio.run(measure([variant_of(text) for text in arguments.variants]))
+        columns: list[Column[Mapping[str, float]]] = [
+            Column(kind, operator.itemgetter(kind), 1, has_ratio=True) for kind in KINDS
+        ]
+        print(turns.table(columns, "CPU ms of the gateway for 1,000 tokens"))
+        return EXIT_OK
+
+    return run_command("bench.gateway_cost", work)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

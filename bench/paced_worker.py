@@ -1,6 +1,12 @@
-"""A worker that computes nothing: each step sleeps for a fixed time, tokens come from a hash.
+r"""A worker that computes nothing: each step sleeps for a fixed time, tokens come from a hash.
 
-`install` puts it in the place of the workers of a server. Nothing else of the server is different.
+`install` puts it in the place of the workers of a server. Nothing else of the server is different,
+so that what the other processes can deliver is measured:
+
+    export QUADRIGA_PROCESS_HOOK=bench.paced_worker:install QUADRIGA_BENCH_STEP_MS=10
+    python -m bench.compare "1: --dp 1 --max-concurrency 64 --num-requests 192" \
+        "8: --dp 8 --max-concurrency 512 --num-requests 1536" -- --no-stop-on-eos \
+        --speculative-method none --random-input-len 32 --max-new-tokens 256
 """
 
 import os
@@ -11,7 +17,7 @@ from types import SimpleNamespace
 
 from quadriga import clock
 from quadriga.server.models.resolve import resolve_model
-from quadriga.server.processes.child import HOOK_VARIABLE, Child
+from quadriga.server.processes.child import Child
 from quadriga.wire.worker import StepPlan, StepResult, WorkerReady
 from simulator.latency import MS
 from simulator.replica import SimulatedSlots
@@ -19,11 +25,6 @@ from worker_proc import main as worker_main
 
 PAGES_A_SLOT = 64
 STEP_MS_VARIABLE = "QUADRIGA_BENCH_STEP_MS"
-
-
-def paced_environment(step_ms: float) -> dict[str, str]:
-    """Return the environment variables of a server whose workers take `step_ms` for each step."""
-    return {HOOK_VARIABLE: f"{__name__}:install", STEP_MS_VARIABLE: str(step_ms)}
 
 
 def install(name: str) -> None:

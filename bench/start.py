@@ -1,9 +1,9 @@
-"""Measure the start of a server: `python -m bench.start [--checkout DIR]`.
+"""Measure the start of a server: `python -m bench.start ["NAME: FLAGS" ...] [-- FLAGS]`.
 
-Starts servers one after the other, each until it has answered a first request with one token. With
-`--checkout`, those of another checkout of this project take turns with this one's. The times to the
-ready line and to the first token depend on what else the machine does; the CPU time of the
-processes hardly does.
+Starts servers one after the other, each until it has answered a first request with one token.
+Variants, written as in bench.compare, take turns: `"old: @../before" "new: "` compares another
+checkout. The times to the ready line and to the first token depend on what else the machine does;
+the CPU time of the processes hardly does.
 """
 
 import re
@@ -11,14 +11,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 import psutil
 
-from bench.cli.command import command_parser
-from bench.client.server import LAUNCHER, OwnServer, free_port
-from bench.report.table import markdown_table
+from bench.cli.command import EXIT_OK, command_parser, run_command
+from bench.client.server import OwnServer, free_port
+from bench.turns import VARIANTS_HELP, Column, Turns, split_common, variant_of
 from quadriga.client import Client
 from quadriga.sampling.params import SamplingParams
 from quadriga.server.config.server_config import ServerConfig
@@ -83,48 +82,46 @@ def phases_of(log: str) -> dict[str, float]:
     return phases
 
 
-def rows_of(starts: list[StartTimes]) -> dict[str, float]:
-    """Return the medians of some starts, by what was measured."""
-    rows = {
-        "to the ready line": median(start.ready for start in starts),
-        "to the first token": median(start.first_token for start in starts),
-        "CPU of all processes": median(sum(start.cpu.values()) for start in starts),
-    }
-    rows |= {
-        f"CPU of {name}": median(start.cpu[name] for start in starts) for name in starts[0].cpu
-    }
-    return rows | {
-        name: median(start.phases.get(name, 0.0) for start in starts) for name in starts[0].phases
-    }
-
-
-def main() -> None:
-    """Measure starts in turns, and print a table of medians in ms."""
-    parser = command_parser("bench.start", __doc__)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--checkout", type=Path, help="directory of another one, measured in turns")
-    arguments = parser.parse_args()
-    config = ServerConfig().replace(model=arguments.model, log_level="debug")
-    launchers = {"this": LAUNCHER}
-    if arguments.checkout is not None:
-        launchers = {"other": arguments.checkout.resolve() / LAUNCHER.name, **launchers}
-    missing = [str(launcher) for launcher in launchers.values() if not launcher.is_file()]
-    if missing:
-        sys.exit(f"error: there is no {missing[0]}; --checkout takes the directory of a checkout")
-    starts: dict[str, list[StartTimes]] = {name: [] for name in launchers}
-    for launcher in launchers.values():
-        measure(launcher, config)  # the first start compiles kernels and Python files
-    for _ in range(arguments.rounds):
-        for name, launcher in launchers.items():
-            starts[name].append(measure(launcher, config))
-    columns = {name: rows_of(found) for name, found in starts.items()}
-    names = dict.fromkeys(row for column in columns.values() for row in column)
-    table = [
-        [name, *(f"{1000 * c.get(name, 0.0):.0f}" for c in columns.values())] for name in names
+def columns_of(first: StartTimes) -> list[Column[StartTimes]]:
+    """Return what is shown, in ms: times, CPU time, and the processes and phases of a start."""
+    columns: list[Column[StartTimes]] = [
+        Column("to the ready line", lambda start: 1000 * start.ready),
+        Column("to the first token", lambda start: 1000 * start.first_token),
+        Column("CPU of all processes", lambda start: 1000 * sum(start.cpu.values()), 0, True),
     ]
-    print(markdown_table([f"ms, median of {arguments.rounds}", *columns], table))
+
+    def of(title: str, part: str, name: str) -> Column[StartTimes]:
+        return Column(title, lambda start: 1000 * getattr(start, part).get(name, 0.0))
+
+    columns += [of(f"CPU of {name}", "cpu", name) for name in first.cpu]
+    return columns + [of(name, "phases", name) for name in first.phases]
+
+
+def main() -> int:
+    """Measure starts in turns, print a table of medians in ms, and return the exit code."""
+    parser = command_parser("bench.start", __doc__)
+    parser.add_argument("variants", nargs="*", default=["this: "], help=VARIANTS_HELP)
+    parser.add_argument("--turns", type=int, default=5, help="of each variant (default: 5)")
+    own, common = split_common(sys.argv[1:])
+    arguments = parser.parse_args(own)
+
+    def work() -> int:
+        variants = {variant.name: variant for variant in map(variant_of, arguments.variants)}
+        configs = {
+            name: variant.config([*common, "--log-level", "debug"])
+            for name, variant in variants.items()
+        }
+        for name, variant in variants.items():
+            measure(variant.launcher, configs[name])  # compiles kernels and Python files
+        turns: Turns[StartTimes] = Turns(list(variants))
+        for _, name in turns.order(arguments.turns):
+            turns.results[name].append(measure(variants[name].launcher, configs[name]))
+        first = next(iter(turns.results.values()))[0]
+        print(turns.table(columns_of(first), f"ms, median of {arguments.turns}"))
+        return EXIT_OK
+
+    return run_command("bench.start", work)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,11 +1,11 @@
-"""Compare the worker's steps in two checkouts: `python -m bench.step_ratios OTHER -- FLAGS`.
-
-Each checkout computes in a process of its own, and they take turns, step by step, so that a slow
-minute of the machine affects both. A ratio is tokens/s of this checkout over those of the other:
-below 1, this one is slower. For example
+"""Compare the worker's steps of two checkouts, or with other flags.
 
     git worktree add ../before HEAD~1
-    python -m bench.step_ratios ../before -- --quantization int8
+    python -m bench.step_ratios "before: @../before" "now: " -- --quantization int8
+
+Variants are written as in bench.compare. Each computes in a process of its own, and they take
+turns, a few steps each. A ratio is the time of a step over that of the first variant: above 1, the
+variant is slower.
 
 With --worker-threads 1, times are those of the CPU instead of the clock, which other programs
 change less. With more threads a thread that waits for another one would count, too.
@@ -13,17 +13,20 @@ change less. With more threads a thread that waits for another one would count, 
 
 import argparse
 import json
+import operator
 import os
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-NUM_ROUNDS, STEPS_A_TURN = 20, 4
+if TYPE_CHECKING:
+    from bench.turns import Variant
+
+NUM_TURNS, STEPS_A_TURN = 20, 4
 NUM_TOKENS_A_ROW = 640
 CHILD = "--child"
 
@@ -98,11 +101,12 @@ class Checkout:
 
 
 @contextmanager
-def running(root: Path, flags: Sequence[str]) -> Iterator[Checkout]:
-    """Run the worker of a checkout."""
+def running(variant: "Variant", common: Sequence[str]) -> Iterator[Checkout]:
+    """Run the worker of a variant's checkout."""
+    root = variant.checkout
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).resolve()), CHILD, *flags],
-        env={**os.environ, "PYTHONPATH": str(root.resolve())},
+        [sys.executable, str(Path(__file__).resolve()), CHILD, *common, *variant.flags],
+        env={**os.environ, "PYTHONPATH": str(root)},
         cwd=root,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -115,29 +119,45 @@ def running(root: Path, flags: Sequence[str]) -> Iterator[Checkout]:
         process.communicate()
 
 
-def compare(other: Path, flags: Sequence[str]) -> None:
-    """Print the ratio of each kind of step."""
-    times: dict[StepKind, tuple[list[float], list[float]]] = {kind: ([], []) for kind in KINDS}
+def compare(argv: Sequence[str]) -> None:
+    """Print the median ms of each kind of step, and the ratio turn by turn."""
+    # Not imported by a worker, whose checkout may be older than these modules.
+    from statistics import median
+
+    from bench.turns import Column, Turns, split_common, variant_of
+
+    named, common = split_common(argv)
+    variants = {variant.name: variant for variant in map(variant_of, named)}
+    turns: Turns[Mapping[StepKind, float]] = Turns(list(variants))
     with ExitStack() as stack:
-        roots = (Path(__file__).resolve().parent.parent, other)
-        checkouts = [stack.enter_context(running(root, flags)) for root in roots]
-        for turn in range(NUM_ROUNDS):
-            for number, kind in enumerate(KINDS):
-                for side in ((0, 1), (1, 0))[turn % 2]:
-                    times[kind][side].extend(checkouts[side].ask(str(number)))
-    print("| step | this, ms | other, ms | tokens/s, least | median |\n|---|---|---|---|---|")
-    for kind, (ours, theirs) in times.items():
-        best = min(theirs) / min(ours)
-        median = statistics.median(theirs) / statistics.median(ours)
-        least = f"{min(ours):.2f} | {min(theirs):.2f}"
-        print(f"| {kind} | {least} | {best:.3f} | {median:.3f} |")
+        workers = {name: stack.enter_context(running(v, common)) for name, v in variants.items()}
+        for _, name in turns.order(NUM_TURNS):
+            times = [median(workers[name].ask(str(number))) for number in range(len(KINDS))]
+            turns.results[name].append(dict(zip(KINDS, times, strict=True)))
+    columns: list[Column[Mapping[StepKind, float]]] = [
+        Column(str(kind), operator.itemgetter(kind), 2, has_ratio=True) for kind in KINDS
+    ]
+    print(turns.table(columns, "ms a step"))
+
+
+def main() -> int:
+    """Compare the variants of the command line, and return the exit code."""
+    from bench.cli.command import EXIT_OK, EXIT_USAGE, run_command
+
+    if not {"--help", "-h"}.isdisjoint(sys.argv) or len(sys.argv) < 2:
+        print(__doc__)
+        return EXIT_OK if len(sys.argv) > 1 else EXIT_USAGE
+
+    def work() -> int:
+        compare(sys.argv[1:])
+        return EXIT_OK
+
+    return run_command("bench.step_ratios", work)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [CHILD]:
         sys.path.pop(0)  # the folder of this file, which comes before the checkout
         serve(sys.argv[2:])
-    elif len(sys.argv) < 2 or not Path(sys.argv[1], "worker_proc").is_dir():
-        raise SystemExit(__doc__)
     else:
-        compare(Path(sys.argv[1]), [flag for flag in sys.argv[2:] if flag != "--"])
+        sys.exit(main())

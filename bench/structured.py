@@ -5,7 +5,8 @@ as many tokens. A validator that is independent of the grammars checks every ans
 of each schema's grammar is part of the measurement.
 
 Without --endpoint the bench starts a server of its own, which takes the server's flags. Exit codes:
-0 all answers valid and throughput within the bound, 1 otherwise, 2 bad flags, 3 no server.
+0 all answers valid and the median throughput of the turns within the bound, 1 otherwise, 2 bad
+flags, 3 no server.
 """
 
 import argparse
@@ -25,16 +26,15 @@ from bench.cli.command import EXIT_FAILED, EXIT_OK, run_command, run_until_signa
 from bench.client.server import start_server
 from bench.load.workload import word
 from bench.serving import CONNECT_TIMEOUT_S
+from bench.turns import Column, Turns
 from quadriga.client import AsyncClient, Completion, SamplingParams
 from quadriga.server.config import server_config as server_flags
 from quadriga.server.config.flags import check_positive
 from quadriga.server.config.server_config import ServerConfig
 from simulator.latency import MS, percentile
 
-# Generate JSON schemas as programs use them, and validate answers.
-#
-# Schemas are objects of a few fields. Texts and lists are bounded, so that a model with random
-# weights comes to an end, too.
+# Schemas are objects of a few fields, as programs use them. Texts and lists are bounded, so that a
+# model with random weights comes to an end, too.
 
 # Makes the schema of one field.
 Draw = Callable[[random.Random], dict[str, Any]]
@@ -169,18 +169,19 @@ class Pass:
         """Tokens per second."""
         return self.tokens / self.seconds
 
-    @property
-    def ttft(self) -> str:
-        """p50 and p99 of the TTFT by the server's clock, as a text."""
+    def ttft(self, share: float) -> float:
+        """Return a percentile of the TTFT in ms, by the server's clock."""
         timings = [completion.timings for completion in self.completions]
-        ms = [(t.first_token - t.received) * MS for t in timings]
-        return f"{percentile(ms, 50):.1f}/{percentile(ms, 99):.1f} ms"
+        return percentile([(t.first_token - t.received) * MS for t in timings], share)
 
 
-def joined(passes: Sequence[Pass]) -> Pass:
-    """Return several passes as one."""
-    completions = [completion for one in passes for completion in one.completions]
-    return Pass(completions, sum(one.seconds for one in passes), sum(one.steps for one in passes))
+COLUMNS: list[Column[Pass]] = [
+    Column("tokens/s", lambda one: one.rate, 1, has_ratio=True),
+    Column("tokens of an answer", lambda one: one.tokens / len(one.completions), 1),
+    Column("TTFT p50, ms", lambda one: one.ttft(50), 1),
+    Column("TTFT p99, ms", lambda one: one.ttft(99), 1),
+    Column("steps of a turn", lambda one: one.steps),
+]
 
 
 async def run_pass(
@@ -202,102 +203,50 @@ async def run_pass(
     return Pass(completions, seconds, (await client.info())["steps"] - steps_before)
 
 
-async def measure(client: AsyncClient, arguments: Namespace) -> "Measured":
-    """Warm up, then run all turns."""
+async def measure(client: AsyncClient, arguments: Namespace) -> tuple[Turns[Pass], list[str]]:
+    """Warm up, then run all turns; return them, and a complaint for each invalid answer."""
     others = schemas(NUM_WARM_UP, arguments.seed + 1)
     await _turn(client, _tasks(NUM_WARM_UP, others, FIRST_WARM_UP_NUMBER), arguments.concurrency)
     tasks = _tasks(arguments.num_requests, schemas(arguments.num_schemas, arguments.seed))
     size = -(-len(tasks) // arguments.turns)
-    turns: list[TimedTurn] = []
+    turns: Turns[Pass] = Turns(["free", "schemas"])
+    complaints: list[str] = []
     for first in range(0, len(tasks), size):
-        turn = await _turn(client, tasks[first : first + size], arguments.concurrency)
-        print(f"turn {len(turns) + 1}: {turn.shown}", file=sys.stderr, flush=True)
-        turns.append(turn)
-    return Measured(tasks, turns)
+        sent = tasks[first : first + size]
+        constrained, free = await _turn(client, sent, arguments.concurrency)
+        shown = f"{constrained.rate:.0f} tok/s with schemas, {free.rate:.0f} without"
+        print(f"from request {first}: {shown}", file=sys.stderr, flush=True)
+        turns.results["schemas"].append(constrained)
+        turns.results["free"].append(free)
+        pairs = zip(sent, constrained.completions, strict=True)
+        complaints += filter(None, (complaint(task.schema, answer) for task, answer in pairs))
+    return turns, complaints
 
 
 def _tasks(count: int, drawn: Sequence[dict[str, Any]], first: int = 0) -> list[Task]:
     return [Task(first + number, drawn[number % len(drawn)]) for number in range(count)]
 
 
-async def _turn(client: AsyncClient, tasks: Sequence[Task], concurrency: int) -> "TimedTurn":
+async def _turn(client: AsyncClient, tasks: Sequence[Task], concurrency: int) -> tuple[Pass, Pass]:
+    """Run tasks with their schemas, then others of the same lengths without."""
     constrained = await run_pass(client, tasks, [None] * len(tasks), concurrency)
     lengths = [completion.usage.completion_tokens for completion in constrained.completions]
     fresh = [Task(FIRST_FREE_NUMBER + task.number, task.schema) for task in tasks]
-    return TimedTurn(constrained, await run_pass(client, fresh, lengths, concurrency))
+    return constrained, await run_pass(client, fresh, lengths, concurrency)
 
 
-@dataclass(frozen=True, slots=True)
-class TimedTurn:
-    """The same load twice: with schemas, and without."""
-
-    constrained: Pass
-    free: Pass
-
-    @property
-    def ratio(self) -> float:
-        """Throughput with schemas over throughput without."""
-        return self.constrained.rate / self.free.rate
-
-    @property
-    def shown(self) -> str:
-        """Both rates as a text."""
-        return f"{self.constrained.rate:.0f} tok/s with schemas, {self.free.rate:.0f} without"
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """All turns, and their tasks in order."""
-
-    tasks: list[Task]
-    turns: list[TimedTurn]
-
-    def invalid(self) -> list[str]:
-        """Return a complaint for each answer that does not obey its schema."""
-        answered = zip(self.tasks, self.constrained.completions, strict=True)
-        complaints = (complaint(task.schema, answer) for task, answer in answered)
-        return [text for text in complaints if text]
-
-    @property
-    def constrained(self) -> Pass:
-        """All turns with schemas as one pass."""
-        return joined([turn.constrained for turn in self.turns])
-
-    @property
-    def free(self) -> Pass:
-        """All turns without schemas as one pass."""
-        return joined([turn.free for turn in self.turns])
-
-    @property
-    def ratio(self) -> float:
-        """Throughput with schemas over throughput without, over all turns."""
-        return self.constrained.rate / self.free.rate
-
-
-def block(arguments: Namespace, info: dict[str, Any], measured: Measured) -> str:
-    """Return the printed lines."""
-    complaints, turns = measured.invalid(), measured.turns
-    constrained, free = measured.constrained, measured.free
-    count, ratios = len(measured.tasks), [turn.ratio for turn in turns]
+def text_of(
+    arguments: Namespace, info: dict[str, Any], turns: Turns[Pass], complaints: Sequence[str]
+) -> str:
+    """Return what is printed."""
+    count = arguments.num_requests
     lines = [
-        "=== structured output ===",
-        f"Model: {info['model']} ({info['dtype']}, {info['device']}, {info['attention_backend']})",
-        f"Requests: {count} of {arguments.num_schemas} schemas, {arguments.concurrency} at a time,"
-        f" in {len(turns)} turns",
-        f"Valid answers: {count - len(complaints)} of {count} ({1 - len(complaints) / count:.1%})",
-        f"Tokens of an answer: {constrained.tokens / count:.1f} on average",
-        f"TTFT p50/p99, schemas: {constrained.ttft}",
-        f"TTFT p50/p99, free: {free.ttft}",
-        f"Throughput, schemas: {constrained.rate:.1f} tokens/s",
-        f"Throughput, free: {free.rate:.1f} tokens/s",
-        f"Steps: {constrained.steps} with schemas, {free.steps} free",
-        f"Ratio: {measured.ratio:.3f} over all, {percentile(ratios, 50):.3f} in the median turn"
-        f" ({min(ratios):.3f} to {max(ratios):.3f})",
+        f"{info['model']} ({info['dtype']}, {info['device']}, {info['attention_backend']}):"
+        f" {count} requests of {arguments.num_schemas} schemas, {arguments.concurrency} at a time",
+        f"Valid answers: {count - len(complaints)} of {count}",
+        turns.table(COLUMNS),
     ]
     return "\n".join([*lines, *(f"invalid: {text}" for text in complaints[:MAX_SHOWN_COMPLAINTS])])
-
-
-# --- the command ----------------------------------------------------------------------------------
 
 
 async def bench(arguments: Namespace) -> int:
@@ -312,10 +261,12 @@ async def bench(arguments: Namespace) -> int:
             AsyncClient(endpoint, CONNECT_TIMEOUT_S, curve_dir=keys)
         )
         info = await client.info()
-        measured = await measure(client, arguments)
-    print(block(arguments, info, measured))
-    missed = measured.ratio < MIN_THROUGHPUT_RATIO and not arguments.report_only
-    return EXIT_FAILED if measured.invalid() or missed else EXIT_OK
+        turns, complaints = await measure(client, arguments)
+    print(text_of(arguments, info, turns, complaints))
+    ratios = turns.ratios("schemas", lambda one: one.rate)
+    missed = ratios is None or ratios.median < MIN_THROUGHPUT_RATIO
+    is_good = not complaints and (not missed or arguments.report_only)
+    return EXIT_OK if is_good else EXIT_FAILED
 
 
 def _parse(argv: Sequence[str] | None) -> Namespace:

@@ -46,7 +46,7 @@ READ_HERE = (
         "`MODULE:FUNCTION` that every process calls with its name at its start, for debugging",
     ),
     EnvironmentVariable(
-        "QUADRIGA_BENCH_STEP_MS", "", "set by `bench.frontend_speed`: ms of a step of its workers"
+        "QUADRIGA_BENCH_STEP_MS", "", "ms of a step of `bench.paced_worker`, which computes nothing"
     ),
     EnvironmentVariable("CXX", "`g++`, `clang++` or `c++`", "C++ compiler of the CPU kernels"),
     EnvironmentVariable(

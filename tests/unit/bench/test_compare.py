@@ -21,7 +21,7 @@ def result(tokens_per_second: float) -> Result:
         admitted=100.0, first_token=times[0], finished=times[-1], token_times=times, arrivals=times,
         prompt_tokens=5, completion_tokens=10, finish_reason="length",
     )  # fmt: skip
-    cost = Cost(10, 0.9, None, None, {"worker_proc": 1e-3})
+    cost = Cost(10, 0.9, None, None, {"worker_proc/0": 1e-3, "worker_proc/1": 1e-3})
     return Result(summarize([record], 0.0), cost, [record], {})
 
 
@@ -64,4 +64,4 @@ def test_the_table_shows_medians_and_the_ratio_of_throughputs() -> None:
     text = table(turns)
     assert "| tok/s | 10 | 20, 2.00 (1.50 to 2.00) x |" in text
     assert "| TTFT p50 | 100 | 50 |" in text
-    assert "| CPU us/token worker_proc | 100.0 | 100.0 |" in text
+    assert "| CPU us/token worker_proc | 200.0 | 200.0 |" in text

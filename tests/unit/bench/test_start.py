@@ -1,10 +1,7 @@
 """What the measurement of a start reads from a server's log, and its table."""
 
-from pathlib import Path
-
-import pytest
-
-from bench.start import StartTimes, main, phases_of, rows_of
+from bench.start import StartTimes, columns_of, phases_of
+from bench.turns import Turns
 
 LOG = """
 19:20:04 worker_proc DEBUG starting as process 14103
@@ -26,23 +23,17 @@ def test_the_phases_of_every_process_are_read() -> None:
 
 
 def test_a_row_is_the_median_of_the_starts() -> None:
-    starts = [
+    turns: Turns[StartTimes] = Turns(["this"])
+    turns.results["this"] = [
         StartTimes(ready, ready + 1, {"launcher": 0.25, "worker_proc": ready}, {"warm up": ready})
         for ready in (4.0, 2.0, 3.0)
     ]
-    assert rows_of(starts) == {
-        "to the ready line": 3.0,
-        "to the first token": 4.0,
-        "CPU of all processes": 3.25,
-        "CPU of launcher": 0.25,
-        "CPU of worker_proc": 3.0,
-        "warm up": 3.0,
-    }
-
-
-def test_a_directory_without_a_launcher_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["bench.start", "--checkout", str(tmp_path)])
-    with pytest.raises(SystemExit, match=r"there is no .*launcher.py; --checkout takes"):
-        main()
+    lines = turns.table(columns_of(turns.results["this"][0])).splitlines()[2:]
+    assert lines == [
+        "| to the ready line | 3000 |",
+        "| to the first token | 4000 |",
+        "| CPU of all processes | 3250 |",
+        "| CPU of launcher | 250 |",
+        "| CPU of worker_proc | 3000 |",
+        "| warm up | 3000 |",
+    ]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench import structured
-from bench.structured import Measured, TimedTurn, complaint, schemas
+from bench.structured import complaint, schemas
 from quadriga.client import Completion, SamplingParams, Timings
 from quadriga.wire.client import Usage
 
@@ -69,17 +69,12 @@ def test_every_request_is_sent_with_and_without_its_schema_and_no_prompt_twice(
     arguments = structured._parse(["--num-requests", "8", "--num-schemas", "2", "--turns", "2"])
     arguments.concurrency = 3
     client: Any = FakeClient()
-    measured = asyncio.run(structured.measure(client, arguments))
+    turns, complaints = asyncio.run(structured.measure(client, arguments))
     assert len(client.prompts) == len(set(client.prompts)) == 2 * (8 + structured.NUM_WARM_UP)
-    assert client.most == 3 and len(measured.turns) == 2
+    assert client.most == 3 and [len(of) for of in turns.results.values()] == [2, 2]
+    assert len(complaints) == 8, "no answer has the field of the schema"
     info = dict.fromkeys(("model", "dtype", "device", "attention_backend"), "x")
-    lines = structured.block(arguments, info, measured).splitlines()
-    assert "Valid answers: 0 of 8 (0.0%)" in lines
+    lines = structured.text_of(arguments, info, turns, complaints).splitlines()
+    assert "Valid answers: 0 of 8" in lines
+    assert "| steps of a turn | 4 | 4 |" in lines
     assert capsys.readouterr().err.count("with schemas") == 2
-
-
-def test_the_ratio_is_over_all_turns() -> None:
-    slow, fast = (structured.Pass([answer("", 10)], seconds, 5) for seconds in (2.0, 1.0))
-    measured = Measured([], [TimedTurn(slow, fast), TimedTurn(fast, fast)])
-    assert measured.ratio == pytest.approx((20 / 3) / 10)
-    assert measured.constrained.steps == 10

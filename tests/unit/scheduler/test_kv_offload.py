@@ -13,7 +13,7 @@ from quadriga.server.prefix_blocks import page_hash
 from quadriga.wire.to_scheduler import Submit
 from tests.unit.chaos import random_life
 from tests.unit.simulated_tiers import TieredWorker, TieredWorld
-from tests.unit.simulation import abort, reference, submit
+from tests.unit.simulation import World, abort, reference, submit
 
 PROMPT = [3 + i % 90 for i in range(41)]  # ten pages of four tokens, and a token
 
@@ -28,6 +28,15 @@ class LosslessWorker(TieredWorker):
 
 class LosslessWorld(TieredWorld):
     worker_class = LosslessWorker
+
+
+class StoringWorld(LosslessWorld):
+    """Stores each page before the next step."""
+
+    def step(self) -> bool:
+        while self._transfer():
+            pass
+        return super().step()
 
 
 def finish(world: TieredWorld, request: Submit) -> int:
@@ -63,6 +72,27 @@ def test_a_new_worker_loads_what_the_tier_still_has() -> None:
     finish(world, submit("first", PROMPT, 2))
     world.restart_worker()
     assert finish(world, submit("again", [*PROMPT, 5, 6], 2)) == 40
+
+
+@pytest.mark.parametrize(
+    ("world_class", "num_again"),
+    [
+        pytest.param(World, len(PROMPT) + 30, id="all that was computed"),
+        pytest.param(StoringWorld, 3, id="with a tier only the page that was not full"),
+    ],
+)
+def test_a_request_computes_again_what_no_tier_has_when_its_worker_dies(
+    world_class: type[World], num_again: int
+) -> None:
+    world = world_class(SchedulerArgs(speculative_method="none"))
+    world.send(submit("only", PROMPT, 60, ignore_eos=True))
+    while len(world.detok.tokens.get("only", ())) < 30:
+        assert world.step()
+    world.restart_worker()
+    world.run()
+    assert world.detok.tokens["only"] == reference(PROMPT, 60, ignore_eos=True)
+    num_computed = sum(map(sum, world.worker.tokens_of_steps))
+    assert num_computed - (len(PROMPT) + 59) == num_again
 
 
 def test_requests_with_one_prefix_share_a_load() -> None:

@@ -1,13 +1,11 @@
-"""The worker of bench.frontend_speed, which computes nothing, and the table of its runs."""
+"""The worker that computes nothing."""
 
 import time
 from functools import partial
 
 import pytest
 
-from bench.client.resources import BENCH
-from bench.frontend_speed import FrontendRun, main, table
-from bench.paced_worker import PacedRunner, install, paced_environment, start
+from bench.paced_worker import STEP_MS_VARIABLE, PacedRunner, install, start
 from quadriga.wire.packing import pack_ids, unpack_ids
 from quadriga.wire.worker import NewSlot, StepPlan
 from simulator.replica import SimulatedSlots
@@ -38,8 +36,7 @@ def test_a_plan_without_rows_takes_no_time() -> None:
 
 
 def test_only_workers_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in paced_environment(20.0).items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(STEP_MS_VARIABLE, "20")
     real: object = worker_main.start
     monkeypatch.setattr(worker_main, "start", real)
     install("scheduler_proc/1")
@@ -48,30 +45,3 @@ def test_only_workers_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced: object = worker_main.start
     assert isinstance(replaced, partial)
     assert (replaced.func, replaced.args) == (start, (STEP_S,))
-
-
-def test_the_table_compares_with_the_first_run() -> None:
-    cpu_s = {"tokenizer_proc": 0.01, "scheduler_proc": 0.02, "detok_proc": 0.01, BENCH: 0.06}
-    runs = [
-        FrontendRun(1, 1000, 1.0, {**cpu_s, "worker_proc": 0.0}, 0),
-        FrontendRun(4, 3000, 1.0, {**cpu_s, "worker_proc": 0.0}, 0),
-    ]
-    first, second = [line.split(" | ") for line in table(runs).splitlines()[2:]]
-    assert first == [
-        "| 1",
-        "1000",
-        "1.000",
-        "10.0",
-        "20.0",
-        "10.0",
-        "0.0",
-        "60.0",
-        "0.10",
-        "100000 |",
-    ]
-    assert second[:4] == ["| 4", "3000", "0.750", "3.3"]
-
-
-def test_a_number_that_is_not_positive_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--replicas", "2", "0"]) == 2
-    assert "--replicas, --streams, --max-new-tokens and --step-ms" in capsys.readouterr().err
