@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from itertools import groupby
@@ -36,7 +36,7 @@ from quadriga.server.processes.control_channel import signal_at_parents_death
 
 # The stages of bench.gpu.all: what is run, in which order, and for how long.
 
-FIRST_LIMIT_S = 600  # of the stages that are run first, together
+FIRST_LIMIT_S = 600  # of the stages that answer first, together
 KERNEL_TESTS = ("tests/unit/gpu/test_triton_kernels.py", "tests/unit/gpu/test_triton_sampling.py")
 ENGINE_TESTS = (
     "tests/gpu",
@@ -92,85 +92,76 @@ class Setup:
         return [*flags, "--attention-backend", "torch"] if self.is_tiny else flags
 
 
+# Flags of bench.serving; later flags win.
+SERVE = "bench.serving --no-stop-on-eos"
+WIDTH = f"{SERVE} --num-requests 256 --max-new-tokens 64 --max-batch-size 64"
+WIDTH += " --prefill-max-batch-size 16"
+STREAMS = f"{SERVE} --num-requests 256 --max-new-tokens 512 --max-batch-size 256"
+PROMPTS = f"{SERVE} --num-requests 256 --max-new-tokens 1 --prompt-repeats 37 --unique-prompts"
+PROMPTS += " --max-batch-size 16 --prefill-max-batch-size 16"
+PACED = f"{SERVE} --num-requests 64 --max-new-tokens 128 --submit-interval-ms 20 --pretok"
+PACED += " --submit-schedule absolute --max-batch-size 64 --stream-interval 8"
+# What is added with --device cpu.
+TINY_LOAD = "--num-requests 4 --max-new-tokens 4 --warmup-runs 1 --repeat-runs 1 --max-batch-size 4"
+TINY_FLOOR = "--batches 1 2 --contexts 16 --steps 3 --ceiling-width 64"
+TINY_PROFILE = "--batches 2 --context 16 --prompt 8 --steps 2"
+TINY_PREFILL = "--shapes 1x8 2x16 1x4+32 --steps 2 --ceiling-width 64"
+TINY_PEERS = "--num-requests 4 --input-len 8 --output-len 4 --concurrency 2 --warmup-runs 0"
+TINY_PEERS += " --repeat-runs 1"
+
+
 def stages_of(setup: Setup) -> list[Stage]:
     """Return all stages; those that answer first come first."""
-    return [*_first_stages(setup), *_further_stages(setup)]
-
-
-def _first_stages(setup: Setup) -> list[Stage]:
     tiny = setup.is_tiny
-    sanitizer = shutil.which(SANITIZER)
-    ceilings = ["--width", "256", "--bytes", str(2**20)] if tiny else []
-    return [
-        Stage("versions", _module("bench.gpu.versions"), 30, True),
-        Stage(
-            "ceilings", _module("bench.gpu.ceilings", "--device", setup.device, *ceilings), 40, True
-        ),
-        _tests("kernel-tests", KERNEL_TESTS, 110, "activations" if tiny else ""),
-        _tests("engine-tests", ENGINE_TESTS, 150, "sizes" if tiny else ""),
+
+    def run(
+        name: str, limit_s: int, command: str, tiny_flags: str, model: str = "", missing: str = ""
+    ) -> Stage:
+        module, *flags = command.split()
+        flags += setup.model(model) if model else ["--device", setup.device]
+        flags += tiny_flags.split() if tiny else []
+        return Stage(name, _module(module, *flags), limit_s, missing=missing)
+
+    def tests(name: str, limit_s: int, paths: Sequence[str], expression: str) -> Stage:
+        return Stage(name, _pytest(paths, expression if tiny else ""), limit_s, gives_figures=False)
+
+    floor, profile = "bench.gpu.decode_floor", "bench.gpu.profile"
+    drawn = f"{WIDTH} --warmup-runs 1 --temperature 0.8 --top-p 0.9"
+    no_flashinfer = "FlashInfer needs a GPU" if tiny else ""
+    peers = f"bench.gpu.peers --model {setup.models / ('tiny' if tiny else 'gpt2')}"
+    first = [
+        run("ceilings", 70, "bench.gpu.ceilings", "--width 256 --bytes 1048576"),
+        tests("kernel-tests", 110, KERNEL_TESTS, "activations"),
+        tests("engine-tests", 150, ENGINE_TESTS, "sizes"),
         Stage(
             "memcheck",
             (SANITIZER, "--tool", "memcheck", *_pytest(KERNEL_TESTS[:1], "decode_rows or pages")),
             60,
-            True,
             gives_figures=False,
-            missing="" if sanitizer else f"{SANITIZER} of the CUDA toolkit is not on the PATH",
+            missing=""
+            if shutil.which(SANITIZER)
+            else f"{SANITIZER} of the CUDA toolkit is not on the PATH",
         ),
-        _floor(setup, "floor", "gpt2", 70, is_first=True),
-        _block(setup, "width", "width", 70, ["--warmup-runs", "2", "--repeat-runs", "3"], True),
-        _block(setup, "streams", "streams", 70, ["--warmup-runs", "1"], True),
+        run("floor", 70, floor, TINY_FLOOR, "gpt2"),
+        run("width", 70, f"{WIDTH} --warmup-runs 2 --repeat-runs 3", TINY_LOAD, "gpt2"),
+        run("streams", 70, f"{STREAMS} --warmup-runs 1", TINY_LOAD, "gpt2"),
     ]
-
-
-def _further_stages(setup: Setup) -> list[Stage]:
-    tiny = setup.is_tiny
-    drawn = ["--warmup-runs", "1", "--temperature", "0.8", "--top-p", "0.9"]
-    prefill = ["--shapes", "1x8", "2x16", "1x4+32", "--steps", "2", "--ceiling-width", "64"]
-    products = ["--device", setup.device, *(["--tiny"] if tiny else [])]
     return [
-        _block(setup, "width-top-p", "width", 90, drawn),
-        Stage("products", _module("bench.gpu.products", *products), 240),
-        _profile(setup, "profile", "gpt2"),
-        _profile(setup, "profile-8b", "llama8b"),
-        Stage(
-            "prefill",
-            _module("bench.gpu.prefill", *setup.model("llama8b"), *(prefill if tiny else [])),
-            120,
-        ),
-        _block(setup, "prefill-load", "prefill", 90, ["--warmup-runs", "1"]),
-        _block(setup, "paced", "paced", 90, ["--warmup-runs", "1"]),
-        _floor(setup, "floor-1b", "llama1b", 120),
-        _floor(setup, "floor-8b", "llama8b", 180),
-        _flashinfer(setup),
-        Stage(
-            "peers",
-            _module(
-                "bench.gpu.peers",
-                "--model",
-                _directory(setup, "gpt2"),
-                "--device",
-                setup.device,
-                *(_TINY_LOAD if tiny else []),
-            ),
-            600,
-        ),
-    ]
-
-
-_TINY_LOAD = [
-    "--num-requests",
-    "4",
-    "--input-len",
-    "8",
-    "--output-len",
-    "4",
-    "--concurrency",
-    "2",
-    "--warmup-runs",
-    "0",
-    "--repeat-runs",
-    "1",
-]
+        *(replace(stage, is_first=True) for stage in first),
+        run("width-top-p", 90, drawn, TINY_LOAD, "gpt2"),
+        run("products", 240, "bench.gpu.products", "--tiny"),
+        run("profile", 120, profile, TINY_PROFILE, "gpt2"),
+        run("profile-8b", 120, profile, TINY_PROFILE, "llama8b"),
+        run("prefill", 120, "bench.gpu.prefill", TINY_PREFILL, "llama8b"),
+        run("prefill-load", 90, f"{PROMPTS} --warmup-runs 1", TINY_LOAD, "gpt2"),
+        run("paced", 90, f"{PACED} --warmup-runs 1", TINY_LOAD, "gpt2"),
+        run("floor-1b", 120, floor, TINY_FLOOR, "llama1b"),
+        run("floor-8b", 180, floor, TINY_FLOOR, "llama8b"),
+        # Its kernels are compiled in a minute or two.
+        run("floor-flashinfer", 400, f"{floor} --attention-backend flashinfer", TINY_FLOOR,
+            "llama8b", no_flashinfer),
+        run("peers", 600, peers, TINY_PEERS),
+    ]  # fmt: skip
 
 
 def _module(name: str, *flags: str) -> tuple[str, ...]:
@@ -180,66 +171,6 @@ def _module(name: str, *flags: str) -> tuple[str, ...]:
 def _pytest(paths: Sequence[str], expression: str) -> tuple[str, ...]:
     flags = ["-k", expression] if expression else []
     return (*_module("pytest", "-q", "-p", "no:cacheprovider", "-n0"), *flags, *paths)
-
-
-def _tests(name: str, paths: Sequence[str], limit_s: int, expression: str) -> Stage:
-    return Stage(name, _pytest(paths, expression), limit_s, True, gives_figures=False)
-
-
-def _directory(setup: Setup, name: str) -> str:
-    return str(setup.models / ("tiny" if setup.is_tiny else name))
-
-
-def _floor(
-    setup: Setup,
-    name: str,
-    model: str,
-    limit_s: int,
-    is_first: bool = False,
-    further: Sequence[str] = (),
-    missing: str = "",
-) -> Stage:
-    tiny = ["--batches", "1", "2", "--contexts", "16", "--steps", "3", "--ceiling-width", "64"]
-    sizes = tiny if setup.is_tiny else []
-    command = _module("bench.gpu.decode_floor", *setup.model(model), *sizes, *further)
-    return Stage(name, command, limit_s, is_first, missing=missing)
-
-
-def _profile(setup: Setup, name: str, model: str) -> Stage:
-    sizes = ["--batches", "2", "--context", "16", "--prompt", "8", "--steps", "2"]
-    flags = [*setup.model(model), *(sizes if setup.is_tiny else [])]
-    return Stage(name, _module("bench.gpu.profile", *flags), 120)
-
-
-def _flashinfer(setup: Setup) -> Stage:
-    """Return the floor with FlashInfer, whose kernels are compiled in a minute or two."""
-    missing = "FlashInfer needs a GPU" if setup.is_tiny else ""
-    backend = ["--attention-backend", "flashinfer"]
-    return _floor(setup, "floor-flashinfer", "llama8b", 400, further=backend, missing=missing)
-
-
-def _block(
-    setup: Setup, name: str, block: str, limit_s: int, flags: Sequence[str], is_first: bool = False
-) -> Stage:
-    """Return a load of bench.gpu.blocks; flags that come later win."""
-    tiny = (
-        [
-            "--num-requests",
-            "4",
-            "--max-new-tokens",
-            "4",
-            "--warmup-runs",
-            "1",
-            "--repeat-runs",
-            "1",
-            "--max-batch-size",
-            "4",
-        ]
-        if setup.is_tiny
-        else []
-    )
-    command = _module("bench.gpu.blocks", "--only", block, *setup.model("gpt2"), *flags, *tiny)
-    return Stage(name, command, limit_s, is_first)
 
 
 # What came of the stages of bench.gpu.all: a line of JSON for each, and a report.

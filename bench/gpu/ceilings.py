@@ -1,9 +1,15 @@
 """Measure what a device can do at most: read and copy memory, multiply matrices.
 
-python -m bench.gpu.ceilings
+    python -m bench.gpu.ceilings
+
+Prints before that the versions and devices that other measurements stand for.
 """
 
 import argparse
+import importlib.metadata
+import platform
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +24,13 @@ from worker_proc.startup.devices import choose_device
 NUM_ROUNDS, NUM_CALLS = 12, 5
 # So large that the start of a kernel, about 5 us, is no part of the result.
 GPU_BYTES, CPU_BYTES = 8 * 2**30, 2**28
+PACKAGES = ("torch", "triton", "numpy", "transformers", "flashinfer-python", "vllm", "sglang")
+NVIDIA_SMI = (
+    "nvidia-smi",
+    "--format=csv,noheader",
+    "--query-gpu=name,driver_version,memory.total,memory.free,clocks.max.sm,clocks.max.memory,"
+    "power.limit",
+)
 
 
 def seconds_of(
@@ -96,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: argparse.Namespace) -> int:
+    show("versions", [*_software(), *_devices()], arguments.json)
     device = choose_device(arguments.device)
     rows: list[FigureRow] = [
         {"what": "read, GB/s", "value": read_bytes_per_second(device, arguments.bytes) / 1e9},
@@ -106,6 +120,32 @@ def _main(arguments: argparse.Namespace) -> int:
         rows.append({"what": f"{str(dtype).removeprefix('torch.')}, TFLOP/s", "value": rate / 1e12})
     show(f"ceilings of {device}", rows, arguments.json)
     return 0
+
+
+def _software() -> list[FigureRow]:
+    rows: list[FigureRow] = [{"what": "python", "value": platform.python_version()}]
+    for name in PACKAGES:
+        try:
+            rows.append({"what": name, "value": importlib.metadata.version(name)})
+        except importlib.metadata.PackageNotFoundError:
+            rows.append({"what": name, "value": None})
+    return rows
+
+
+def _devices() -> list[FigureRow]:
+    rows: list[FigureRow] = [{"what": "CUDA of torch", "value": torch.version.cuda}]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        value = (
+            f"{properties.name}, compute capability {properties.major}.{properties.minor},"
+            f" {properties.multi_processor_count} multiprocessors,"
+            f" {properties.total_memory / 2**30:.1f} GiB"
+        )
+        rows.append({"what": f"cuda:{index}", "value": value})
+    if shutil.which(NVIDIA_SMI[0]):
+        output = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, check=False).stdout
+        rows += [{"what": NVIDIA_SMI[0], "value": line} for line in output.splitlines()]
+    return rows
 
 
 if __name__ == "__main__":

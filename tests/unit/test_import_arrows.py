@@ -19,7 +19,6 @@ BENCHES_OF_THE_WORKER = {
     "bench/gpu/products.py",
     "bench/gpu/profile.py",
     "bench/gpu/prepare.py",
-    "bench/gpu/versions.py",
     "bench/quality/measure.py",
     "bench/roofline/formats.py",
     "bench/roofline/machine_speed.py",

@@ -1,7 +1,7 @@
 """Attention of prompts by FlashInfer, in place of our Triton kernel.
 
-Rows of one token stay with our kernel: FlashInfer's XQA was slower in every shape of
-bench.gpu.kernels on an H100 (1.05 to 1.4 times). So do short steps with prompts, which are graphs:
+Rows of one token stay with our kernel: FlashInfer's XQA was slower in every shape on
+an H100 (26 November 2026: 1.05 to 1.4 times). So do short steps with prompts, which are graphs:
 FlashInfer's class `BatchPrefillWithPagedKVCacheWrapper` is planned on the host. It reads our pages
 in their form NHD.
 

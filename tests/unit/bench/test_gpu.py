@@ -1,12 +1,11 @@
 """The GPU benches, as far as they run without a GPU."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from bench.gpu import blocks, ceilings, decode_floor
+from bench.gpu import ceilings, decode_floor
 from bench.gpu.decode_floor import FloorSizes
 from quadriga.server.config.server_config import ServerConfig
 from tests.tiny_models import tiny_llama
@@ -44,15 +43,3 @@ def test_a_context_too_short_for_the_steps_is_refused_with_the_reason(
     with pytest.raises(SystemExit):
         decode_floor.main(["--model", str(model), "--device", "cpu"])
     assert "the model's context is 32 tokens, 50 steps need 58" in capsys.readouterr().err
-
-
-def test_the_blocks_are_runs_of_the_bench(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["blocks", "--dry-run", "--model", "gpt2"])
-    with pytest.raises(SystemExit) as ended:
-        blocks.main()
-    assert ended.value.code == 0
-    commands = [line for line in capsys.readouterr().out.splitlines() if "bench.serving" in line]
-    assert len(commands) == len(blocks.BLOCKS)
-    assert all("--device cuda --model gpt2" in command for command in commands)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.cli.options import parse
 from bench.gpu import all as run_all
 from bench.gpu import peers, prefill, prepare, products, profile
 from bench.gpu.all import (
@@ -100,6 +101,17 @@ def test_each_stage_runs_a_module_that_exists(device: str) -> None:
             assert importlib.util.find_spec(module) is not None, module
 
 
+def test_the_loads_are_runs_of_the_bench() -> None:
+    for device in ("cpu", "cuda"):
+        loads = [
+            s for s in stages_of(Setup(Path("models"), device)) if "bench.serving" in s.command
+        ]
+        assert len(loads) == 5
+        for stage in loads:
+            target = parse([*stage.command[3:], "--json", "figures.json"]).target
+            assert target.config is not None and target.config.worker.device == device
+
+
 def test_the_first_stages_answer_within_ten_minutes() -> None:
     first = [stage for stage in stages_of(Setup(Path("models"), "cuda")) if stage.is_first]
     assert sum(stage.limit_s for stage in first) <= FIRST_LIMIT_S
@@ -178,7 +190,7 @@ def test_models_that_are_not_prepared_are_named_with_the_remedy(
     assert run_all.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert "python -m bench.gpu.prepare" in capsys.readouterr().err
     assert run_all.main([str(tmp_path), "--only", "nothing"]) == 2
-    assert "the stages are versions, ceilings" in capsys.readouterr().err
+    assert "the stages are ceilings, kernel-tests" in capsys.readouterr().err
 
 
 def test_a_stage_writes_its_figures_to_the_results(tmp_path: Path, llama_dir: Path) -> None:
@@ -186,7 +198,7 @@ def test_a_stage_writes_its_figures_to_the_results(tmp_path: Path, llama_dir: Pa
     prepare.main([str(models), "--no-wheels", "--tokenizer", str(llama_dir)])
     out = tmp_path / "out"
     assert (
-        run_all.main([str(models), "--device", "cpu", "--out", str(out), "--only", "versions"]) == 0
+        run_all.main([str(models), "--device", "cpu", "--out", str(out), "--only", "ceilings"]) == 0
     )
     (line,) = read_lines(out / "results.jsonl")
     assert line["outcome"] == "passed" and line["figures"]
