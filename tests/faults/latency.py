@@ -108,9 +108,10 @@ def pings(endpoint: str) -> Iterator[list[float]]:
         process.wait()
 
 
-def attack(endpoint: str, name: str) -> list[float]:
+def attack(endpoint: str, name: str, max_messages: int | None = None) -> list[float]:
     """Send a hostile input and wait for the answers; return the round trips of another client."""
     count, make = INPUTS[name]
+    count = min(count, max_messages or count)
     message = make()
     frames = []
     for number in range(min(count, 16)):

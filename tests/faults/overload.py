@@ -34,11 +34,13 @@ class Outcome:
         served: Seconds from submission to the end.
         refused: Seconds from submission to the refusal.
         hints: Values of retry_after in seconds; None: a refusal without one.
+        ends: (number of the request, whether it was served), in the order of their ends.
     """
 
     served: list[float] = field(default_factory=list)
     refused: list[float] = field(default_factory=list)
     hints: set[float | None] = field(default_factory=set)
+    ends: list[tuple[int, bool]] = field(default_factory=list)
 
 
 async def ask(client: AsyncClient, number: int, outcome: Outcome) -> None:
@@ -46,9 +48,11 @@ async def ask(client: AsyncClient, number: int, outcome: Outcome) -> None:
     try:
         await client.submit([3 + number % 500] * 8, PARAMS).completion()
         outcome.served.append(time.monotonic() - began)
+        outcome.ends.append((number, True))
     except QueueFull as error:
         outcome.refused.append(time.monotonic() - began)
         outcome.hints.add(error.retry_after)
+        outcome.ends.append((number, False))
 
 
 async def at_capacity(client: AsyncClient, seconds: float) -> Outcome:

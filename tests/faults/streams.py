@@ -10,9 +10,9 @@ from quadriga.client import AsyncClient, Completion, SamplingParams
 from tests.server import Server
 
 STREAMS = 16
-GREEDY = SamplingParams(temperature=0, max_new_tokens=150, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_new_tokens=100, ignore_eos=True)
 SEEDED = SamplingParams(
-    temperature=1.0, seed=5, max_new_tokens=150, ignore_eos=True, logprobs=2, prompt_logprobs=1
+    temperature=1.0, seed=5, max_new_tokens=100, ignore_eos=True, logprobs=2, prompt_logprobs=1
 )
 
 
@@ -61,7 +61,7 @@ def logprobs_of(completion: Completion) -> list[float]:
 
 
 PARAMS = [
-    SamplingParams(temperature=temperature, seed=seed, max_new_tokens=200, ignore_eos=True)
+    SamplingParams(temperature=temperature, seed=seed, max_new_tokens=120, ignore_eos=True)
     for seed in range(12)
     for temperature in (0.0, 1.0)
 ]

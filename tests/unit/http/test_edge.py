@@ -128,7 +128,7 @@ def test_a_body_that_unpacks_to_much_is_unpacked_up_to_the_limit_only(
     monkeypatch: pytest.MonkeyPatch, coding: str, window_bits: int, path: str
 ) -> None:
     packer = zlib.compressobj(9, zlib.DEFLATED, window_bits)
-    bomb = packer.compress(b'{"prompt":"') + packer.compress(b"a" * 200_000_000) + packer.flush()
+    bomb = packer.compress(b'{"prompt":"') + packer.compress(b"a" * 20_000_000) + packer.flush()
     unpacked, feed = [], aiohttp.StreamReader.feed_data
 
     def feed_data(reader: aiohttp.StreamReader, data: bytes, size: int = 0) -> bool:

@@ -13,7 +13,8 @@ from http_proc.core.gateway import Gateway
 from http_proc.core.progress import comment, furthest
 from quadriga.errors import QueueFull, RequestFailed, ServerFailed
 from quadriga.wire.client import MAX_PROGRESS_IDS, RequestProgress, RequestState
-from tests.unit.scripted_ring import ScriptedRing, chunk, run_at_gateway
+from tests.unit.scripted_ring import TIMEOUT_S, ScriptedRing, chunk, run_at_gateway
+from tests.waiting import wait_until_async
 
 PREPARING, QUEUED, PREFILL, DECODING, UNKNOWN = RequestState
 WAITING = RequestProgress(QUEUED, 7, 12.3)
@@ -49,21 +50,17 @@ async def leave(response: Any) -> None:
     await response.session.close()
 
 
-async def until(condition: Any) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
-
-
 @pytest.mark.parametrize("state", [PREFILL, DECODING])
-def test_the_headers_come_when_a_request_is_admitted(state: RequestState) -> None:
+def test_the_headers_come_when_a_request_is_admitted(
+    state: RequestState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "HEADERS_AFTER_S", 3600.0)
     ring = silent_ring()
     ring.progress_of_each = RequestProgress(state)
 
     async def test(gateway: Gateway) -> None:
-        began_at = time.monotonic()
         response = await ask(gateway, {})
         assert response.status == 200
-        assert time.monotonic() - began_at < progress.HEADERS_AFTER_S - 0.1
         timing = response.headers["Server-Timing"]
         assert [part.partition(";")[0] for part in timing.split(", ")] == ["tokenize", "queue"]
         await leave(response)
@@ -101,7 +98,7 @@ def test_a_refusal_before_the_headers_is_a_status_and_an_error_after_them_an_eve
         await leave(response)
         ring.error = None
         early = asyncio.create_task(ask(gateway, {}))
-        await until(lambda: len(ring.sinks) == 2)
+        await wait_until_async(lambda: len(ring.sinks) == 2, TIMEOUT_S)
         ring.sinks[1](RequestFailed("the worker died"))
         response = await early
         assert response.status == 500
@@ -181,13 +178,13 @@ def test_a_client_that_leaves_while_its_request_is_queued_ends_it() -> None:
 
     async def test(gateway: Gateway) -> None:
         early = asyncio.create_task(ask(gateway, {}))
-        await until(lambda: ring.handles)
+        await wait_until_async(lambda: ring.handles, TIMEOUT_S)
         early.cancel()
-        await until(lambda: ring.handles[0].aborted)
+        await wait_until_async(lambda: ring.handles[0].aborted, TIMEOUT_S)
         late = await ask(gateway, {})
         await leave(late)
-        await until(lambda: ring.handles[1].aborted)
-        await until(lambda: not gateway.num_open)
+        await wait_until_async(lambda: ring.handles[1].aborted, TIMEOUT_S)
+        await wait_until_async(lambda: not gateway.num_open, TIMEOUT_S)
         assert not gateway.progress._watches
 
     run_at_gateway(ring, test)
@@ -198,13 +195,15 @@ def test_streams_that_wait_share_a_question_and_nothing_is_asked_about_others() 
 
     async def test(gateway: Gateway) -> None:
         asked = [asyncio.create_task(ask(gateway, {"prompt": ["x"] * 10})) for _ in range(10)]
-        await until(lambda: len(ring.handles) == 100)
-        await until(lambda: len({name for ids in ring.questions for name in ids}) == 100)
+        await wait_until_async(lambda: len(ring.handles) == 100, TIMEOUT_S)
+        await wait_until_async(
+            lambda: len({name for ids in ring.questions for name in ids}) == 100, TIMEOUT_S
+        )
         assert max(map(len, ring.questions)) <= MAX_PROGRESS_IDS
         assert len(ring.questions) <= 6
         for response in await asyncio.gather(*asked):
             await leave(response)
-        await until(lambda: not gateway.num_open)
+        await wait_until_async(lambda: not gateway.num_open, TIMEOUT_S)
         before = len(ring.questions)
         ring.pieces, ring.leaves_open = ["a", "b"], False
         response = await ask(gateway, {})

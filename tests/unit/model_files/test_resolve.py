@@ -4,7 +4,6 @@ import dataclasses
 import json
 import shutil
 import threading
-import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
@@ -254,16 +253,15 @@ def test_an_unreachable_hub_gives_one_line_at_once(monkeypatch: pytest.MonkeyPat
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.timeout(30)
 def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     never = threading.Event()
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *a, **k: never.wait())
     monkeypatch.setattr(sources, "ANSWER_TIMEOUT_S", 0.2)
-    began = time.monotonic()
     with pytest.raises(ModelError, match="no answer"):
         resolve_model(ModelArgs("nobody/nothing"))
-    assert time.monotonic() - began < 5
     never.set()
 
 

@@ -4,7 +4,6 @@ import json
 import re
 import struct
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +90,8 @@ def test_an_unsupported_gguf_is_refused_before_its_vocabulary_is_read(
         + struct.pack("<Q", len(name)) + name
         + struct.pack("<IQ", 8, len(value)) + value
     )  # fmt: skip
-    began_at = time.monotonic()
     with pytest.raises(ModelError, match="is 'mamba', which is not supported in a GGUF"):
         header_files(path)
-    assert time.monotonic() - began_at < 5
 
 
 def test_a_gguf_whose_header_ends_early_is_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from quadriga.errors import InvalidRequest
 from quadriga.wire.client import ChatMessage, ChatOptions
+from tokenizer_proc.preparation import chat as chat_templates
 from tokenizer_proc.preparation.chat import RUNS_AWAY as RUNS_AWAY_AT_START
 from tokenizer_proc.preparation.chat import ChatTemplate
 from tokenizer_proc.preparation.templates.sandbox import TemplateRanAway, run_limited
@@ -67,6 +68,12 @@ REACHES_OUT = {
     "a file": "{% include '/etc/passwd' %}",
     "messages that change": "{{ messages.clear() }}",
 }
+
+
+@pytest.fixture(autouse=True)
+def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a template a fifth of the time that it has in a server."""
+    monkeypatch.setattr(chat_templates, "MIN_CPU_S", 0.1)
 
 
 def render(directory: Path, source: str) -> str:

@@ -87,7 +87,7 @@ def drive(engine: Engine, dtype: torch.dtype, page_size: int, seed: int) -> list
     source = random.Random(seed)
     lengths = [source.randint(1, CONTEXT - 12) for _ in range(source.choice([1, 5, NUM_SLOTS]))]
     requests = [driver.add(prompt) for prompt in prompts_of(lengths, seed)]
-    driver.generate(requests, 6, chunk=source.choice([1, 9, 64, CONTEXT]))
+    driver.generate(requests, 6, chunk=source.choice([4, 9, 64, CONTEXT]))
     return [request.output for request in requests]
 
 
