@@ -18,15 +18,17 @@ from bench.cli.command import command_parser
 from quadriga.sampling.params import SamplingParams
 from quadriga.server.config.engine_args import BATCH_MODES, POLICIES, SchedulerArgs
 from quadriga.wire.live import MAX_WATCH_S
-from quadriga.wire.packing import pack_ids, unpack_ids
+from quadriga.wire.packing import pack_ids
 from quadriga.wire.sockets import encode
 from quadriga.wire.to_scheduler import Submit, WatchSteps
 from quadriga.wire.worker import StepPlan, StepResult, WorkerReady
 from scheduler_proc.journal.writer import NoJournal
 from scheduler_proc.scheduler import Scheduler
 from simulator.latency import percentile
+from simulator.replica import SimulatedSlots
 
 PAGE_SIZE = 16
+VOCABULARY = 30_000
 NUM_PREFIXES = 32
 NUM_CLIENTS = 16
 decode = msgspec.msgpack.Decoder(StepPlan | StepResult).decode
@@ -56,7 +58,7 @@ class SpeedCase:
         self._count = 0
 
     def _tokens(self, count: int) -> "array[int]":
-        return array("i", self._random.choices(range(3, 30_000), k=count))
+        return array("i", self._random.choices(range(3, VOCABULARY), k=count))
 
     def next(self, now: float) -> Submit:
         """Return the next request."""
@@ -98,14 +100,14 @@ def measure(
     slots = args.max_running_requests
     scheduler.step([], [WorkerReady(pages, PAGE_SIZE, slots, "", "cpu", window=window)])
     scheduler.step([load.next(now) for _ in range(waiting + args.max_running_requests)], [])
-    computed: dict[int, tuple[int, int]] = {}
+    simulated = SimulatedSlots(slots, VOCABULARY)
     times: list[float] = []
     while len(times) < steps:
         plan = decode(worker.frames.popleft())
         assert isinstance(plan, StepPlan)
-        tokens = _run(plan, computed)
+        tokens = simulated.apply(plan).token_ids
         now += 0.01
-        frame = encode(StepResult(plan.step, pack_ids(tokens), now - 0.01, now))
+        frame = encode(StepResult(plan.step, tokens, now - 0.01, now))
         began = time.perf_counter()
         result = decode(frame)
         assert isinstance(result, StepResult)
@@ -115,23 +117,6 @@ def measure(
         watch = [WatchSteps(MAX_WATCH_S)] if is_watched else []
         scheduler.step([*watch, *(load.next(now) for _ in range(missing))], [])
     return times
-
-
-def _run(plan: StepPlan, computed: dict[int, tuple[int, int]]) -> list[int]:
-    """Return the token ids of a step, -1 for rows that sample nothing.
-
-    `computed` has the computed and the known tokens of each slot, and is updated.
-    """
-    for new in plan.new:
-        computed[new.slot] = (new.computed, len(new.token_ids) // 4)
-    tokens = []
-    for slot, count in zip(unpack_ids(plan.slots), unpack_ids(plan.num_tokens), strict=True):
-        done, known = computed[slot]
-        done += count
-        samples = done == known
-        computed[slot] = (done, known + samples)
-        tokens.append(3 + (7919 * slot + known) % 30_000 if samples else -1)
-    return tokens
 
 
 def main() -> None:

@@ -56,6 +56,25 @@ def spread_text(spread: Percentiles | None, digits: int = 2) -> str:
     return "/".join(f"{ms:.{digits}f}" for ms in (spread.p50, spread.p95, spread.p99)) + " ms"
 
 
+# The spreads that a measured run and a simulated one have, by their titles.
+LATENCIES = {
+    "queue_wait": "Queue wait (post-tok)",
+    "prefill": "Prefill->first token",
+    "ttft": "TTFT",
+    "tpot": "TPOT",
+    "itl": "ITL",
+    "latency": "Latency",
+}
+
+
+def latency_lines(run: object) -> list[str]:
+    """Return the printed lines of a run that has these spreads."""
+    return [
+        f"{title} p50/p95/p99: {spread_text(getattr(run, name))}"
+        for name, title in LATENCIES.items()
+    ]
+
+
 # Limits of latency, and the share of the requests within them.
 
 

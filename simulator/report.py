@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from simulator.clock import START
 from simulator.fleet import Routing
-from simulator.latency import MS, Goodput, Percentiles, Slo, spread_text
+from simulator.latency import MS, Goodput, Percentiles, Slo, latency_lines
 from simulator.records import Records, RecordSample
 from simulator.replica import Replica
 from simulator.world import World
@@ -288,12 +288,7 @@ def _latency_lines(run: Figures) -> list[str]:
         ]
     goodput = run.goodput
     lines = [
-        f"Queue wait (post-tok) p50/p95/p99: {spread_text(run.queue_wait)}",
-        f"Prefill->first token p50/p95/p99: {spread_text(run.prefill)}",
-        f"TTFT p50/p95/p99: {spread_text(run.ttft)}",
-        f"TPOT p50/p95/p99: {spread_text(run.tpot)}",
-        f"ITL p50/p95/p99: {spread_text(run.itl)}",
-        f"Latency p50/p95/p99: {spread_text(run.latency)}",
+        *latency_lines(run),
         f"Throughput (completion,total): {run.throughput:.2f} tokens/s",
         f"Request rate: {run.request_rate:.2f} requests/s",
     ]

@@ -62,13 +62,6 @@ class LogLine(msgspec.Struct):
     retractions: int = 0
 
 
-class LoggedRequest(NamedTuple):
-    """A choice that has ended, and when it arrived, in Unix seconds."""
-
-    arrived_at: float
-    line: LogLine
-
-
 class MeasuredLoad(NamedTuple):
     """What a server measured. Spreads are in ms, as those of a simulation.
 
@@ -87,7 +80,7 @@ class MeasuredLoad(NamedTuple):
     retractions: int
 
 
-def read_server_log(path: Path, last_s: float | None = None) -> list[LoggedRequest]:
+def read_server_log(path: Path, last_s: float | None = None) -> list[MeasuredChoice]:
     """Return the requests of a log that generated tokens, by their arrival.
 
     Args:
@@ -99,18 +92,17 @@ def read_server_log(path: Path, last_s: float | None = None) -> list[LoggedReque
     """
     try:
         with path.open("rb") as file:
-            lines = [line for text in file if (line := _request_line(text)) is not None]
+            choices = [_choice(line) for text in file if (line := _request_line(text)) is not None]
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    if not lines:
+    if not choices:
         raise ConfigError(
             f"{path} has no lines of requests: start the server with --log-format json and"
             " --log-requests"
         )
-    requests = [LoggedRequest(_unix_s(line.time) - line.seconds, line) for line in lines]
-    requests.sort(key=lambda request: request.arrived_at)
-    begins_at = 0.0 if last_s is None else requests[-1].arrived_at - last_s
-    return [request for request in requests if request.arrived_at >= begins_at]
+    choices.sort(key=lambda choice: choice.received_at)
+    begins_at = 0.0 if last_s is None else choices[-1].received_at - last_s
+    return [choice for choice in choices if choice.received_at >= begins_at]
 
 
 def _request_line(text: bytes) -> LogLine | None:
@@ -128,53 +120,69 @@ def _request_line(text: bytes) -> LogLine | None:
 _decode = msgspec.json.Decoder(LogLine).decode
 
 
-def _unix_s(time: str) -> float:
-    return datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp()
+def _choice(line: LogLine) -> MeasuredChoice:
+    """Return what a line says, with the times of the ends of its stages."""
+    ended_at = datetime.fromisoformat(line.time.replace("Z", "+00:00")).timestamp()
+    received_at = ended_at - line.seconds
+    tokenized_at = received_at + line.stages_s.get("tokenize", 0.0)
+    first_token_at = received_at + (line.first_token_s or 0.0)
+    return MeasuredChoice(
+        received_at=received_at,
+        tokenized_at=tokenized_at,
+        admitted_at=tokenized_at + line.stages_s.get("queue", 0.0),
+        first_token_at=first_token_at,
+        last_token_at=first_token_at + line.stages_s.get("decode", 0.0),
+        ended_at=ended_at,
+        num_prompt_tokens=line.prompt_tokens,
+        num_cached_tokens=line.cached_tokens,
+        num_generated_tokens=line.generated_tokens,
+        priority=line.priority,
+        client=line.client,
+        num_retractions=line.retractions,
+    )
 
 
-def load_of(requests: list[LoggedRequest]) -> list[TraceRequest]:
-    """Return the load of logged requests.
+def load_of(choices: list[MeasuredChoice]) -> list[TraceRequest]:
+    """Return the load of choices.
 
-    The log has no texts: a prompt begins with as many tokens of one common text as were cached, and
+    No texts are known: a prompt begins with as many tokens of one common text as were cached, and
     goes on with tokens of its own.
     """
-    began_at = requests[0].arrived_at
+    began_at = choices[0].received_at
     clients: dict[str, int] = {}
     load = []
-    for number, (arrived_at, line) in enumerate(requests, start=SHARED_SEGMENT + 1):
-        num_own = line.prompt_tokens - line.cached_tokens
-        parts = ((SHARED_SEGMENT, line.cached_tokens), (number, num_own))
+    for number, choice in enumerate(choices, start=SHARED_SEGMENT + 1):
+        num_own = choice.num_prompt_tokens - choice.num_cached_tokens
+        parts = ((SHARED_SEGMENT, choice.num_cached_tokens), (number, num_own))
         load.append(
             TraceRequest(
-                at=arrived_at - began_at,
+                at=choice.received_at - began_at,
                 segments=tuple(part for part in parts if part[1] > 0),
-                max_new_tokens=line.generated_tokens,
-                client=clients.setdefault(line.client, len(clients)),
-                priority=line.priority,
+                max_new_tokens=choice.num_generated_tokens,
+                client=clients.setdefault(choice.client, len(clients)),
+                priority=choice.priority,
             )
         )
     return load
 
 
-def measured(requests: list[LoggedRequest]) -> MeasuredLoad:
-    """Return what the server measured of logged requests."""
-    lines = [request.line for request in requests]
-    ends_at = max(request.arrived_at + request.line.seconds for request in requests)
-    duration = ends_at - requests[0].arrived_at
-    num_tokens = sum(line.generated_tokens for line in lines)
+def measured(choices: list[MeasuredChoice]) -> MeasuredLoad:
+    """Return what the server measured."""
+    duration = max(choice.ended_at for choice in choices) - choices[0].received_at
+    num_tokens = sum(choice.num_generated_tokens for choice in choices)
     return MeasuredLoad(
         duration=duration,
         throughput=num_tokens / duration if duration else 0.0,
-        queue_wait=spread(line.stages_s["queue"] for line in lines if "queue" in line.stages_s),
-        ttft=spread(line.first_token_s for line in lines if line.first_token_s is not None),
+        queue_wait=spread(choice.admitted_at - choice.tokenized_at for choice in choices),
+        ttft=spread(choice.first_token_at - choice.received_at for choice in choices),
         tpot=spread(
-            line.stages_s["decode"] / (line.generated_tokens - 1)
-            for line in lines
-            if "decode" in line.stages_s and line.generated_tokens > 1
+            (choice.last_token_at - choice.first_token_at) / (choice.num_generated_tokens - 1)
+            for choice in choices
+            if choice.num_generated_tokens > 1
         ),
-        latency=spread(line.seconds for line in lines),
-        cached_tokens=sum(line.cached_tokens for line in lines),
-        retractions=sum(line.retractions for line in lines),
+        latency=spread(choice.ended_at - choice.received_at for choice in choices),
+        cached_tokens=sum(choice.num_cached_tokens for choice in choices),
+        retractions=sum(choice.num_retractions for choice in choices),
     )
 
 
@@ -238,15 +246,10 @@ def _times(records: Records) -> RequestTimes:
     return RequestTimes(*times)
 
 
-def measured_times(requests: list[LoggedRequest]) -> RequestTimes:
-    """Return the times of logged requests, which have all been admitted."""
-    began_at = requests[0].arrived_at
-    rows: list[tuple[float, float, float]] = []
-    for arrived_at, line in requests:
-        queued = arrived_at - began_at + line.stages_s.get("tokenize", 0.0)
-        admitted = queued + line.stages_s.get("queue", 0.0)
-        rows.append((queued, admitted, max(admitted, arrived_at - began_at + line.seconds)))
-    return RequestTimes(*np.array(rows).T)
+def measured_times(choices: list[MeasuredChoice]) -> RequestTimes:
+    """Return the times of choices, which have all been admitted."""
+    rows = [(c.tokenized_at, c.admitted_at, max(c.admitted_at, c.ended_at)) for c in choices]
+    return RequestTimes(*(np.array(rows).T - choices[0].received_at))
 
 
 def fit_slowdown(
@@ -305,20 +308,19 @@ def answer(job: WhatIfJob) -> WhatIfAnswer:
     """Return the figures of all columns. Raise ConfigError for flags that do not go together."""
     as_it_was = world_arguments(job.flags)
     model = model_of(as_it_was, context_length=job.context_length, device=job.device)
-    requests = [LoggedRequest(choice.received_at, _line(choice)) for choice in job.choices]
-    load, happened = load_of(requests), measured(requests)
-    first = _first(requests)
+    load, happened = load_of(job.choices), measured(job.choices)
+    first = _first(job.choices)
     slowdown = fit_slowdown(as_it_was, load_of(first), measured(first), model)
     variants = [FlagVariant(AS_IT_WAS, job.flags), *job.variants]
     runs = [replay(world_arguments(one.flags), load, slowdown, model) for one in variants]
-    times = measured_times(requests)
+    times = measured_times(job.choices)
     duration_s = max([times.duration, *(run.times.duration for run in runs)])
     at = np.linspace(0.0, duration_s, NUM_SAMPLES)
     columns = [_column("measured", happened, times, at)]
     for variant, run in zip(variants, runs, strict=True):
         columns.append(_column(variant.name, run.figures, run.times, at))
     return WhatIfAnswer(
-        num_requests=len(requests),
+        num_requests=len(job.choices),
         duration_s=happened.duration,
         interval_s=duration_s / (NUM_SAMPLES - 1),
         cost_model=source_of(as_it_was.cost_model, model),
@@ -327,28 +329,10 @@ def answer(job: WhatIfJob) -> WhatIfAnswer:
     )
 
 
-def _first(requests: list[LoggedRequest]) -> list[LoggedRequest]:
-    """Return the first requests, as many as a simulation of a few seconds has."""
-    num_tokens = np.cumsum([request.line.generated_tokens for request in requests])
-    return requests[: max(1, int(np.searchsorted(num_tokens, MAX_FIT_TOKENS)))]
-
-
-def _line(choice: MeasuredChoice) -> LogLine:
-    """Return what the server's log has of a choice."""
-    return LogLine(
-        client=choice.client,
-        seconds=choice.ended_at - choice.received_at,
-        prompt_tokens=choice.num_prompt_tokens,
-        cached_tokens=choice.num_cached_tokens,
-        generated_tokens=choice.num_generated_tokens,
-        first_token_s=choice.first_token_at - choice.received_at,
-        stages_s={
-            "tokenize": choice.tokenized_at - choice.received_at,
-            "queue": choice.admitted_at - choice.tokenized_at,
-            "decode": choice.last_token_at - choice.first_token_at,
-        },
-        priority=choice.priority,
-    )
+def _first(choices: list[MeasuredChoice]) -> list[MeasuredChoice]:
+    """Return the first choices, as many as a simulation of a few seconds has."""
+    num_tokens = np.cumsum([choice.num_generated_tokens for choice in choices])
+    return choices[: max(1, int(np.searchsorted(num_tokens, MAX_FIT_TOKENS)))]
 
 
 def _column(

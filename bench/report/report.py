@@ -14,7 +14,7 @@ from bench.cli.options import Options
 from bench.client.load_generator import RequestRecord
 from bench.client.resources import BENCH, Cost
 from bench.report.metrics import ClientSummary, Sizes, Summary
-from simulator.latency import MS, Percentiles, Slo, percentile, spread_text
+from simulator.latency import MS, Percentiles, Slo, latency_lines, percentile, spread_text
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -105,12 +105,7 @@ def _load_lines(options: Options, summary: Summary) -> list[str]:
 def _time_lines(summary: Summary) -> list[str]:
     return [
         f"Tokenize p50/p95/p99: {spread_text(summary.tokenize)}",
-        f"Queue wait (post-tok) p50/p95/p99: {spread_text(summary.queue_wait)}",
-        f"Prefill->first token p50/p95/p99: {spread_text(summary.prefill)}",
-        f"TTFT p50/p95/p99: {spread_text(summary.ttft)}",
-        f"TPOT p50/p95/p99: {spread_text(summary.tpot)}",
-        f"ITL p50/p95/p99: {spread_text(summary.itl)}",
-        f"Latency p50/p95/p99: {spread_text(summary.latency)}",
+        *latency_lines(summary),
         f"Throughput (completion,total): {_number(summary.throughput)} tokens/s",
     ]
 

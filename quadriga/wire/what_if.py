@@ -23,6 +23,7 @@ class MeasuredChoice(msgspec.Struct, array_like=True, frozen=True):
     num_generated_tokens: int
     priority: int
     client: str
+    num_retractions: int = 0
 
 
 class FlagVariant(msgspec.Struct, array_like=True, frozen=True):

@@ -7,8 +7,8 @@ import torch
 
 from bench import worker_steps
 from bench.cli.command import EXIT_USAGE
-from bench.roofline import command as roofline
-from bench.roofline.command import Line, line_of, part_table, step_table
+from bench.roofline import __main__ as roofline
+from bench.roofline.__main__ import Line, line_of, part_table, step_table
 from bench.roofline.machine_speed import (
     PARTS,
     REST,

@@ -14,7 +14,7 @@ import pytest
 import bench.report
 import bench.simulate
 from bench.load.synthetic import Lengths
-from bench.simulate import command
+from bench.simulate import __main__ as command
 from quadriga.programs import install_command
 from quadriga.server.config.engine_args import BY_LOAD, IN_TURN
 from quadriga.server.config.server_config import ServerConfig

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from bench.simulate import command
+from bench.simulate import __main__ as command
 from cluster_proc.scaling import Scaling, ScalingLimits
 from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import BY_CACHE
