@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 from http_proc.core.resumption import id_chars
 
-# Events of an answer, in the order in which the model writes them, and the whole answer.
-
 _ID_ALPHABET = string.ascii_letters + string.digits
 # Mistral's templates accept no other length.
 ID_LENGTH = 9

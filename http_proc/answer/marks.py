@@ -225,9 +225,6 @@ def stripped(*marks: str) -> list[str]:
     return [mark.strip() for mark in marks if mark.strip()]
 
 
-# Write text and reasoning without the whitespace that belongs to the marks around them.
-
-
 class TextSink:
     """Write text unchanged."""
 
@@ -303,9 +300,6 @@ class ReasoningSink(TextSink):
     def is_plain(self, text: str, marks: Marks) -> bool:
         """Return whether a piece without marks would be written at once and unchanged."""
         return not self._newlines and text[-1:] not in "\r\n" and super().is_plain(text, marks)
-
-
-# Run a parser that is a generator of steps on the pieces of its input.
 
 
 class StepRunner:

@@ -468,9 +468,6 @@ class HarmonyParser(SteppedParser):
         yield from _ENDS.copy_before(self._source)
 
 
-# The contract of the parser of answers, and the parser for a format.
-
-
 class AnswerParser(Protocol):
     """Parse one answer, piece by piece, however it is cut into pieces."""
 

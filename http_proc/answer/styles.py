@@ -158,8 +158,6 @@ class CallBody(Protocol):
         """
 
 
-# Parse calls that are JSON objects with the name and the arguments.
-
 _ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
 # An object without a mark that begins with another key is text, which need not be held back.
 _OTHER_KEYS = frozenset(("type", "id"))
@@ -410,8 +408,6 @@ def _drop(_: str) -> None:
     """Discard a piece."""
 
 
-# Parse calls that are a name, a mark, and the arguments as a JSON object.
-
 _ID = re.compile(r"[\w-]+")
 
 
@@ -461,9 +457,6 @@ class NamedJsonCalls:
         return text, ""
 
 
-# Parse calls that are written as function calls of Python.
-
-
 class PythonicCalls:
     """Parse calls such as f(a=1)."""
 
@@ -484,9 +477,6 @@ class PythonicCalls:
         copier = ValueCopier(source, PYTHON_ARGUMENTS, writer.arguments, types)
         yield from copier.arguments(KEYWORD_ARGUMENTS)
         writer.end_call()
-
-
-# Parse calls that are a name and an object with bare keys, whose strings stand between marks.
 
 
 class QuotedCalls:
@@ -513,8 +503,6 @@ class QuotedCalls:
         yield from copier.arguments(OBJECT)
         writer.end_call()
 
-
-# Parse calls whose arguments stand between marks, as text.
 
 _KINDS = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 _UNTYPED = frozenset(("object", "array", "boolean", "null", "integer", "number"))

@@ -25,8 +25,6 @@ from quadriga.client.types import Chat
 from quadriga.errors import InvalidRequest
 from quadriga.wire.client import ChatMessage, check_chat
 
-# Request bodies of Anthropic's API, without the sampling fields.
-#
 # The docstrings are the descriptions in /openapi.json. Fields without an effect on this server
 # are accepted and ignored; a field that is not listed is refused by name.
 
@@ -431,8 +429,6 @@ def _message(error: ApiError) -> str:
     begin = f"{lengths[1]} tokens > {lengths[2]} maximum; " if lengths else ""
     return f"prompt is too long: {begin}{message}"
 
-
-# Convert a request of Anthropic's API to the gateway's own terms.
 
 TOOL_NAME = re.compile(rf"[a-zA-Z0-9_-]{{1,{MAX_TOOL_NAME_CHARS}}}")
 TOOL_MODES = {

@@ -26,8 +26,6 @@ from quadriga.sampling.params import MAX_SEED, SamplingParams
 from quadriga.server.model_info import ContextFile
 from quadriga.wire.client import Accepted, Usage
 
-# Request and answer bodies of /infill. The docstrings are the descriptions in /openapi.json.
-
 
 class InfillFile(msgspec.Struct):
     """A file that gives context."""
@@ -133,8 +131,6 @@ def error_body(error: ApiError) -> bytes:
     detail.take_hint(body)
     return msgspec.json.encode(LlamaCppErrorAnswer(detail))
 
-
-# Format completions as llama.cpp does: one body, or server-sent events.
 
 _encode = msgspec.json.encode
 

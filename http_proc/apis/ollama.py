@@ -60,8 +60,6 @@ from quadriga.clock import now
 from quadriga.sampling.params import SamplingParams
 from quadriga.server.answer_format import AnswerFormat
 
-# Format parsed answers in Ollama's form: one body, or a line of JSON for each piece.
-
 _encode = msgspec.json.encode
 
 

@@ -21,8 +21,6 @@ from quadriga.client.types import Completion, LikelyToken, TokenLogprob
 from quadriga.server.answer_format import from_info
 from quadriga.server.model_info import ModelDetails, details_from_info
 
-# Answer bodies of Ollama's API, and its errors.
-
 
 class OllamaError(QueueHint):
     """The body of an answer with an error status, and the last line of a stream that fails."""

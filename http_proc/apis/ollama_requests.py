@@ -21,8 +21,6 @@ from quadriga.client.types import Chat
 from quadriga.sampling.params import MAX_SEED, SamplingParams
 from quadriga.server.answer_format import from_info
 
-# Request bodies of Ollama's API. The docstrings are the descriptions in /openapi.json.
-
 KeepAlive = str | float
 Images = list[str]
 
@@ -212,8 +210,8 @@ def ollama_sampling(call: OllamaRequest, context_length: int) -> Sampling:
     """Return the sampling parameters of a request.
 
     Args:
-        call: The request.
-        context_length: Length of the model's context in tokens.
+        call: the request.
+        context_length: length of the model's context in tokens.
 
     Raises:
         ApiError: an option cannot be obeyed.
@@ -263,8 +261,8 @@ def ollama_reasoning(call: OllamaRequest, info: dict[str, Any]) -> ReasoningOpti
     """Return the reasoning that `think` asks for; the model's default without it.
 
     Args:
-        call: The request.
-        info: The server's info.
+        call: the request.
+        info: the server's info.
 
     Raises:
         ApiError: the model does not reason.
@@ -284,9 +282,6 @@ def without_images(images: list[str] | None, field: str) -> None:
         raise invalid(
             f"{field} has {len(images)} images: this server takes only text; leave them out", field
         )
-
-
-# Convert Ollama's messages to OpenAI's, which the gateway renders.
 
 
 def ollama_chat(messages: list[OllamaMessage]) -> Chat:

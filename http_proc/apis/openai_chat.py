@@ -140,9 +140,6 @@ def with_tool_calls(messages: list[Message]) -> list[Message]:
     return converted
 
 
-# Convert the body of a chat in OpenAI's format to the gateway's own terms.
-
-
 def chat_call(fields: ChatRequest, sampling: Sampling) -> ChatCall:
     """Return the chat for which a request asks. Raise ApiError for a field that is wrong.
 
@@ -195,9 +192,6 @@ def _check_supported(fields: ChatRequest) -> None:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     if fields.modalities not in (None, ["text"]):
         raise invalid("modalities must be ['text']", "modalities")
-
-
-# The form in which a request wants reasoning and calls in messages and deltas.
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +248,6 @@ class AnswerForm:
             return {"function_call": function}
         return {"tool_calls": [{"index": index, "function": function}]}
 
-
-# Format the answers to a chat as server-sent events.
 
 KIND = "chat.completion.chunk"
 CONTENT = "@content@"  # placeholder of the text in a chunk

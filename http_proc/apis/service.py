@@ -275,8 +275,6 @@ def _unready(reason: str) -> ApiError:
     return ApiError(503, reason, "server_error", code="not_ready")
 
 
-# GET /v1/requests/{id}/trace: one request's whole way, for ui.perfetto.dev.
-
 MAX_SHOWN_CHARS = 100
 
 

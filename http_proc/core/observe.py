@@ -1,4 +1,4 @@
-"""What is observed of a web request: its line in the log, its metrics, and its trace."""
+"""What is observed of a call: its line in the log, its metrics, and its trace."""
 
 import logging
 import time

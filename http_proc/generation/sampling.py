@@ -20,8 +20,6 @@ from quadriga.server.answer_format import AnswerFormat
 from quadriga.server.grammars.json_schema import OPTIONS
 from quadriga.server.model_info import FillFormat, fill_format_from_info
 
-# Sampling fields by their names at OpenAI, vLLM and SGLang.
-#
 # A new field of SamplingParams needs one line in a table of this file.
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -310,16 +308,13 @@ def _structured_outputs(wanted: StructuredOutputs) -> dict[str, Any]:
     return {field: value for field, value in fields.items() if value is not None}
 
 
-# Prompts for filling in the middle, for the APIs that have a suffix.
-
-
 def fill_format(info: dict[str, Any], model: str, field: str) -> FillFormat:
     """Return the format of the served model.
 
     Args:
-        info: The server's info.
-        model: Name of the model, for the error.
-        field: The request's field that asks for it.
+        info: the server's info.
+        model: name of the model, for the error.
+        field: the request's field that asks for it.
 
     Raises:
         ApiError: the model's vocabulary has no tokens for it.

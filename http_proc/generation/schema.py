@@ -315,8 +315,6 @@ def usage_body(usages: list[Usage], n: int) -> UsageBody:
     return UsageBody(prompt, completion, prompt + completion, cached)
 
 
-# The limits of metadata, which clients attach to what the server keeps for them.
-
 MAX_METADATA_PAIRS, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
 
 

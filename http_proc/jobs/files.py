@@ -273,8 +273,6 @@ def _no_space(reason: str) -> ApiError:
     )
 
 
-# Receive the multipart body of POST /v1/files.
-
 PIECE_BYTES = 1024 * 1024
 # An upload may take any time, as long as it goes on.
 PIECE_TIMEOUT_S = 60.0

@@ -248,8 +248,6 @@ def sse(name: str, body: Any) -> bytes:
     return named_event(name.encode(), _encode(body))
 
 
-# GET /v1/live: the live feed as server-sent events, until the client leaves.
-
 _NUMBER = re.compile(r"[0-9]{1,4}", re.ASCII)
 LIVE = Key[dict[int, LiveHub]]("live")
 

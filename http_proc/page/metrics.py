@@ -199,9 +199,6 @@ class Families:
         return family
 
 
-# What the gateway keeps for clients, and does for them.
-
-
 def of_batches(make: Families, service: BatchService) -> Iterator[Metric]:
     """Yield the metrics of batches and files."""
     states = service.num_by_status()

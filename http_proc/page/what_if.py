@@ -229,8 +229,6 @@ class SimulationProcess:
         raise ApiError(500, f"the simulation failed: {text}", "server_error")
 
 
-# GET and POST /v1/what_if: what would have happened with other flags.
-
 SIMULATION = Key[SimulationProcess]("simulation")
 MAX_LAST_S, DEFAULT_LAST_S = 86_400.0, 600.0
 MAX_NAME_CHARS = 40

@@ -270,9 +270,6 @@ def response_hook(args: HttpArgs) -> ResponseHook:
     return add_headers
 
 
-# Endpoints that show what is of all tenants: for the key of an operator only.
-
-
 def check_operator(request: web.Request, subject: str) -> None:
     """Raise a 403 for a tenant's key. subject: begins the reason, as "the live feed shows"."""
     if request.app[GATEWAY].config.tenants.keys and current_caller().tenant:

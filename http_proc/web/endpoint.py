@@ -72,9 +72,6 @@ def generating(
     return answering(path, answerer, summary, body, response, streams=True, **options)
 
 
-# Pages of OpenAI's lists: limit, after, and whether more follows.
-
-
 class Listed(Protocol):
     """An object with an id."""
 

@@ -90,9 +90,6 @@ def checked_items(given: Items) -> Items:
     return items
 
 
-# Read and change the conversations of a store.
-
-
 class Conversations:
     """The conversations of the caller's tenant. Every call may raise ApiError."""
 

@@ -14,8 +14,6 @@ from quadriga.client.types import Chat
 from quadriga.errors import InvalidRequest
 from quadriga.wire.client import check_num_turns
 
-# The items of a request's input, typed and checked.
-
 _PATH = re.compile(r"\$([\w.\[\]]*)")
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 

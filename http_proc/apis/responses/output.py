@@ -121,9 +121,9 @@ class NamedTool(NamedTuple):
     """A tool as calls name it.
 
     Attributes:
-        name: Of the tool, in its namespace.
-        namespace: Name of the namespace; "" for none.
-        is_custom: Its calls are of the type custom_tool_call, with a text as input.
+        name: of the tool, in its namespace.
+        namespace: name of the namespace; "" for none.
+        is_custom: its calls are of the type custom_tool_call, with a text as input.
     """
 
     name: str
@@ -320,9 +320,6 @@ def _reasoning_part(text: str) -> dict[str, Any]:
 
 def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-
-# The output of a response: answer events to items, and to the stream's events about them.
 
 
 class ResponseOutput:
