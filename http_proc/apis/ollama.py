@@ -243,17 +243,8 @@ async def ollama_chat_answer(gateway: Gateway, call: Call, sink: EventSink) -> O
         continues_message=_is_begun(fields.messages[-1]),
         stream=fields.stream,
     )
-    prepared = await prepare_chat(gateway, chat)
-    head = gateway.head(call, "ollama")
-    options = prepared.options | length_options(fields)
-    with gateway.open_group(head.id, prepared.names, call.record) as group:
-        group.submit(chat.messages, prepared.params, chat.stream, options)
-        if chat.stream:
-            lines = OllamaLines(fields.model, chat_answer)
-            await stream_chat(sink, group, prepared, lines)
-            return None
-        (answer,) = await collect_chat(group, prepared)
-    return whole_answer(fields.model, answer, chat_answer)
+    asked = GeneratePrompt(chat.messages, await prepare_chat(gateway, chat))
+    return await _answer(gateway, call, sink, fields, asked, chat_answer)
 
 
 def _is_begun(last: OllamaMessage) -> bool:
@@ -296,17 +287,28 @@ async def ollama_generate(gateway: Gateway, call: Call, sink: EventSink) -> Olla
     if not fields.prompt and not fields.suffix:
         return loaded_answer(fields.model, generate_answer)
     asked = await _prompt(gateway, fields)
-    prepared = asked.prepared
-    head = gateway.head(call, "ollama")
+    return await _answer(gateway, call, sink, fields, asked, generate_answer)
+
+
+async def _answer(
+    gateway: Gateway,
+    call: Call,
+    sink: EventSink,
+    fields: OllamaChatRequest | OllamaGenerateRequest,
+    asked: GeneratePrompt,
+    make: MakeAnswer,
+) -> OllamaAnswer | None:
+    """Answer a prompt in the form of an endpoint. `make`: makes the bodies."""
+    prepared, head = asked.prepared, gateway.head(call, "ollama")
     options = prepared.options | length_options(fields)
     with gateway.open_group(head.id, prepared.names, call.record) as group:
         group.submit(asked.prompt, prepared.params, fields.stream, options)
         if fields.stream:
-            lines = OllamaLines(fields.model, generate_answer, asked.ids)
+            lines = OllamaLines(fields.model, make, asked.ids)
             await stream_chat(sink, group, prepared, lines)
             return None
         (answer,) = await collect_chat(group, prepared)
-    return whole_answer(fields.model, answer, generate_answer, asked.ids)
+    return whole_answer(fields.model, answer, make, asked.ids)
 
 
 def _check_supported(fields: OllamaGenerateRequest) -> None:

@@ -168,55 +168,49 @@ async def stream_events(sink: EventSink, group: RequestGroup, renderer: Renderer
     await sink.close()
 
 
+@dataclass(slots=True)
 class EventStream:
-    """The events of one stream after its headers."""
+    """The events of one stream after its opening."""
 
-    def __init__(
-        self,
-        sink: EventSink,
-        group: RequestGroup,
-        renderer: Renderer,
-        watch: StreamWatch,
-    ) -> None:
-        self._sink = sink
-        self._group = group
-        self._renderer = renderer
-        self._watch = watch
-        self._has_started = False
+    sink: EventSink
+    group: RequestGroup
+    renderer: Renderer
+    watch: StreamWatch
+    has_started: bool = False
 
     async def send(self, chunks: list[tuple[int, StreamChunk]]) -> None:
         """Send chunks, and all that follow, to the end. Raise the error of a request."""
         while True:
-            data = b"" if self._has_started else await self._start(chunks)
+            data = b"" if self.has_started else await self._start(chunks)
             data += self._render(chunks)
-            is_last = self._group.is_done
+            is_last = self.group.is_done
             if is_last:
-                data += self._renderer.finish()
+                data += self.renderer.finish()
             if data:
-                await self._sink.write(data)
-                self._watch.on_write()
-            elif comment := self._watch.take_comment():
-                keepalive = self._renderer.framing.keepalive if self._has_started else b""
-                await self._sink.comment(comment + keepalive)
-                self._watch.on_write()
+                await self.sink.write(data)
+                self.watch.on_write()
+            elif comment := self.watch.take_comment():
+                keepalive = self.renderer.framing.keepalive if self.has_started else b""
+                await self.sink.comment(comment + keepalive)
+                self.watch.on_write()
             if is_last:
                 return
-            chunks = await self._group.next_chunks()
+            chunks = await self.group.next_chunks()
 
     async def _start(self, chunks: list[tuple[int, StreamChunk]]) -> bytes:
         """Return the first events, which come before all chunks, if they can be made now."""
-        if not chunks and not self._group.is_accepted:
+        if not chunks and not self.group.is_accepted:
             return b""
-        self._has_started = True
-        return self._renderer.start(await self._group.accepted())
+        self.has_started = True
+        return self.renderer.start(await self.group.accepted())
 
     def _render(self, chunks: list[tuple[int, StreamChunk]]) -> bytes:
         """Return the events of chunks."""
         pieces = []
         for choice, chunk in chunks:
-            pieces.append(self._renderer.render(choice, chunk))
+            pieces.append(self.renderer.render(choice, chunk))
             if chunk.completion is not None:
-                self._group.note(chunk.completion)
+                self.group.note(chunk.completion)
         return b"".join(pieces)
 
 
