@@ -106,8 +106,7 @@ TINY_LOAD = "--num-requests 4 --max-new-tokens 4 --warmup-runs 1 --repeat-runs 1
 TINY_FLOOR = "--batches 1 2 --contexts 16 --steps 3 --ceiling-width 64"
 TINY_PROFILE = "--batches 2 --context 16 --prompt 8 --steps 2"
 TINY_PREFILL = "--shapes 1x8 2x16 1x4+32 --steps 2 --ceiling-width 64"
-TINY_PEERS = "--num-requests 4 --input-len 8 --output-len 4 --concurrency 2 --warmup-runs 0"
-TINY_PEERS += " --repeat-runs 1"
+TINY_PEERS = "--load 8 4 2 4 --warmup-runs 0 --repeat-runs 1"
 
 
 def stages_of(setup: Setup) -> list[Stage]:
@@ -128,7 +127,7 @@ def stages_of(setup: Setup) -> list[Stage]:
     floor, profile = "bench.gpu.decode_floor", "bench.gpu.profile"
     drawn = f"{WIDTH} --warmup-runs 1 --temperature 0.8 --top-p 0.9"
     no_flashinfer = "FlashInfer needs a GPU" if tiny else ""
-    peers = f"bench.gpu.peers --model {setup.models / ('tiny' if tiny else 'gpt2')}"
+    peers = f"bench.peers --model {setup.models / ('tiny' if tiny else 'gpt2')}"
     first = [
         run("ceilings", 70, "bench.gpu.ceilings", "--width 256 --bytes 1048576"),
         tests("kernel-tests", 110, KERNEL_TESTS, "activations"),
@@ -160,7 +159,7 @@ def stages_of(setup: Setup) -> list[Stage]:
         # Its kernels are compiled in a minute or two.
         run("floor-flashinfer", 400, f"{floor} --attention-backend flashinfer", TINY_FLOOR,
             "llama8b", no_flashinfer),
-        run("peers", 600, peers, TINY_PEERS),
+        replace(run("peers", 600, peers, TINY_PEERS), gives_figures=False),
     ]  # fmt: skip
 
 

@@ -18,11 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
 from bench.cli.command import EXIT_FAILED, EXIT_OK, command_parser, run_command
-from bench.peers.models import write_filled_tokenizer
+from bench.peers.models import TOKENIZER_FILES
 from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import BUILTIN_MODEL
 from quadriga.server.models.families import gpt
@@ -44,7 +41,6 @@ WHEELS = (
 )
 PLATFORMS = ("manylinux_2_31", "manylinux_2_28", "manylinux_2_26", "manylinux_2_17")
 MAX_MEGABYTES = 60.0
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 # From the config.json of Llama 3.2 1B and Llama 3.1 8B, with contexts that the loads need.
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -194,24 +190,6 @@ def _check_size(directory: Path, max_megabytes: float) -> int:
         file=sys.stderr,
     )
     return EXIT_FAILED
-
-
-# Random weights as files that every server loads.
-
-
-def write_weights(source: Path, directory: Path) -> None:
-    """Write a model with the config.json and tokenizer of a directory, in bfloat16."""
-    library: Any = transformers
-    torch.manual_seed(0)
-    config = library.AutoConfig.from_pretrained(source)
-    model = library.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(directory)
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copy(source / name, directory)
-    write_filled_tokenizer(
-        source / "tokenizer.json", config.to_dict(), directory / "tokenizer.json"
-    )
 
 
 if __name__ == "__main__":

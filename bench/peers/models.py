@@ -15,6 +15,7 @@ from quadriga.server.models.families import gpt
 from quadriga.server.models.formats.gguf_config import header_files, make_config
 from quadriga.server.models.sources import builtin_weights
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 # Load the compared models: float32 tensors under GGUF's names and in its layouts.
 
 Array = npt.NDArray[np.float32]
@@ -322,3 +323,21 @@ def _as_in_hf(module: str, tensor: Array, config: Any) -> Array:
     pairs = tensor.reshape(count, tensor.shape[0] // count // 2, 2, -1)
     adjacent: Array = pairs.swapaxes(1, 2).reshape(tensor.shape)
     return adjacent
+
+
+def write_random_weights(source: Path, directory: Path) -> None:
+    """Write a model with the config.json and tokenizer of a directory, in bfloat16."""
+    import torch
+    import transformers
+
+    library: Any = transformers
+    torch.manual_seed(0)
+    config = library.AutoConfig.from_pretrained(source)
+    model = library.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copy(source / name, directory)
+    write_filled_tokenizer(
+        source / "tokenizer.json", config.to_dict(), directory / "tokenizer.json"
+    )

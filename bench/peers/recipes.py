@@ -297,3 +297,48 @@ TRANSFORMERS = Peer(
 
 
 PEERS = {peer.name: peer for peer in (VLLM, LLAMA_CPP, TRANSFORMERS)}
+
+
+# --- servers of an environment that is there, on any device ---------------------------------------
+
+MEMORY_SHARE = 0.4  # of all memory for weights and keys, by each of two servers
+# The package whose presence says that the server can be started, and the command line.
+ON_DEVICE = {
+    "vllm": (
+        "vllm",
+        "vllm serve {model} --host {host} --port {port} --dtype bfloat16 --disable-log-stats"
+        " --gpu-memory-utilization {share}",
+    ),
+    "sglang": (
+        "sglang",
+        "python -m sglang.launch_server --model-path {model} --host {host} --port {port} --dtype"
+        " bfloat16 --device {device} --mem-fraction-static {share}",
+    ),
+    # Its server needs fastapi, which transformers does not bring along.
+    "transformers": (
+        "fastapi",
+        "transformers serve {model} --host {host} --port {port} --device {device} --dtype bfloat16"
+        " --continuous-batching",
+    ),
+}
+
+
+def is_in(home: Path, name: str) -> bool:
+    """Return whether a virtual environment has the server of ON_DEVICE."""
+    return any(home.glob(f"lib/python*/site-packages/{ON_DEVICE[name][0]}/__init__.py"))
+
+
+def peer_on(device: str, name: str, home: Path, directory: Path) -> Peer:
+    """Return a server of a virtual environment, with the weights of a directory."""
+    program, *words = ON_DEVICE[name][1].split()
+
+    def command(start: Start) -> list[str]:
+        values = {"model": directory, "host": HOST, "port": start.port, "device": device}
+        flags = [word.format(share=MEMORY_SHARE, **values) for word in words]
+        return [str(start.program), *flags]
+
+    like = TRANSFORMERS if name == "transformers" else LLAMA_CPP
+    return Peer(
+        name, lambda: home / "bin" / program, command, ("bf16",), OFFLINE, like.extra_body,
+        like.prompt_form,
+    )  # fmt: skip

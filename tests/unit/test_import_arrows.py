@@ -18,7 +18,7 @@ BENCHES_OF_THE_WORKER = {
     "bench/gpu/few_rows.py",
     "bench/gpu/products.py",
     "bench/gpu/profile.py",
-    "bench/gpu/prepare.py",
+    "bench/peers/models.py",
     "bench/quality/measure.py",
     "bench/roofline/formats.py",
     "bench/roofline/machine_speed.py",

@@ -10,7 +10,7 @@ import pytest
 
 from bench.cli.options import parse
 from bench.gpu import all as run_all
-from bench.gpu import peers, prefill, prepare, products, profile
+from bench.gpu import prefill, prepare, products, profile
 from bench.gpu.all import (
     FIRST_LIMIT_S,
     Setup,
@@ -22,9 +22,8 @@ from bench.gpu.all import (
     stages_of,
     write_report,
 )
-from bench.gpu.prepare import write_weights
 from bench.gpu.profile import Kernel, Timeline, longest
-from bench.peers import comparison
+from bench.peers.models import write_random_weights
 from bench.roofline.roofline_model import Product, Work
 from bench.worker_steps import MAX_TOKEN_ID, Row
 from quadriga.errors import ConfigError
@@ -32,7 +31,6 @@ from quadriga.server.config.engine_args import ModelArgs
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.models import resolve
 from tests.tiny_models import tiny_llama
-from tests.unit.bench.fake_peer import SERVER, Vocabulary, fake
 
 CPU_FLAGS = ["--load-format", "dummy", "--device", "cpu", "--attention-backend", "torch"]
 
@@ -296,69 +294,11 @@ def test_a_product_with_a_wrong_result_is_left_out(
     assert "its result differs by 1" in capsys.readouterr().err
 
 
-# --- peers ----------------------------------------------------------------------------------------
-
-
-def test_servers_that_are_not_installed_are_named_and_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    homes = [
-        flag for name in ("vllm", "sglang", "transformers") for flag in (f"--{name}", str(tmp_path))
-    ]
-    model = tiny_llama(tmp_path)
-    assert peers.main(["--model", str(model), *homes]) == 0
-    output = capsys.readouterr().out
-    assert f"sglang is left out: {tmp_path} has no package sglang" in output
-    assert "nothing to compare with" in output
-    assert peers.main(["--model", str(tmp_path / "none")]) == 2
-
-
-def test_peers_are_found_in_environments_and_serve_the_same_model(tmp_path: Path) -> None:
-    from bench.peers.recipes import PeerWorkload, Start
-
-    workload = PeerWorkload("w", "gpt2", 1, 1, 1, 1)
-    for one in peers.PEERS:
-        (tmp_path / f"lib/python3.12/site-packages/{one.package}").mkdir(parents=True)
-        assert not one.found_in(tmp_path)
-        (tmp_path / f"lib/python3.12/site-packages/{one.package}/__init__.py").touch()
-        assert one.found_in(tmp_path)
-        peer = one.peer(tmp_path, Path("/models/gpt2"), "cuda")
-        command = peer.command(Start(peer.install(), 8123, workload, "bf16"))
-        assert command[0] == str(tmp_path / "bin" / one.program)
-        assert "/models/gpt2" in command and "8123" in command
-
-
-@pytest.mark.timeout(60)
-def test_a_server_of_an_environment_takes_turns_with_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package, program = tmp_path / "lib/python3.12/site-packages/vllm", tmp_path / "bin/vllm"
-    for path in (package / "__init__.py", program):
-        path.parent.mkdir(parents=True)
-        path.touch(0o755)
-    port = "import sys\nsys.argv[1:] = [sys.argv[sys.argv.index('--port') + 1], 'whole']\n"
-    program.write_text(f"#!{sys.executable}\n{port}{SERVER}")
-    monkeypatch.setattr(
-        comparison,
-        "_own_launch",
-        lambda weights, settings: comparison._peer_launch(fake("whole"), weights, settings),
-    )
-    monkeypatch.setattr("bench.cli.options.tokenizer_of", lambda *_: Vocabulary())
-    flags = ["--model", str(tiny_llama(tmp_path / "model")), "--vllm", str(tmp_path)]
-    load = ["--num-requests", "2", "--input-len", "4", "--output-len", "2", "--repeat-runs", "1"]
-    none = ["--sglang", str(package), "--transformers", str(package), "--warmup-runs", "0"]
-    file = tmp_path / "peers.json"
-    assert peers.main([*flags, *load, *none, "--device", "cpu", "--json", str(file)]) == 0
-    (row,) = read_lines(file)
-    assert row["peer"] == "vllm"
-    assert float(str(row["tok/s, ours"])) > 0 and float(str(row["tok/s, theirs"])) > 0
-
-
 def test_all_servers_load_the_same_weights_and_know_every_id(tmp_path: Path) -> None:
     source = tiny_llama(tmp_path / "source", vocab_size=600)
     (source / "model.safetensors").unlink()
-    write_weights(source, tmp_path / "model")
-    write_weights(source, tmp_path / "again")
+    write_random_weights(source, tmp_path / "model")
+    write_random_weights(source, tmp_path / "again")
     weights = [tmp_path / name / "model.safetensors" for name in ("model", "again")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     tokenizer = json.loads((tmp_path / "model" / "tokenizer.json").read_text())

@@ -21,7 +21,8 @@ from bench.peers.models import Checkpoint, Field, Weights
 from bench.peers.recipes import PEERS, WORKLOADS, Peer, PeerWorkload, Start, environment
 from bench.report.metrics import Summary, summarize
 from quadriga.errors import ConfigError
-from tests.unit.bench.fake_peer import Vocabulary, fake
+from tests.tiny_models import tiny_llama
+from tests.unit.bench.fake_peer import SERVER, Vocabulary, fake
 
 SMALL = PeerWorkload("T1", "smollm2", 4, 3, concurrency=2, num_requests=4)
 SMALLER = PeerWorkload("T2", "smollm2", 4, 2, concurrency=2, num_requests=2)
@@ -243,3 +244,67 @@ def test_further_flags_of_a_peer_end_its_command_line(tmp_path: Path, no_models:
 def test_further_flags_of_a_peer_go_to_one_peer_only(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["vllm", "llama-cpp", "--peer-flags=--spec-type none"]) == EXIT_USAGE
     assert "name one" in capsys.readouterr().err
+
+
+# --- on a device ----------------------------------------------------------------------------------
+
+
+def test_servers_that_are_not_installed_are_named_and_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    homes = [f"--home={name}={tmp_path}" for name in recipes.ON_DEVICE]
+    model = tiny_llama(tmp_path)
+    assert main(["--device", "cpu", "--model", str(model), *homes]) == 0
+    output = capsys.readouterr().out
+    assert f"sglang is left out: {tmp_path} has no server of this name" in output
+    assert "nothing to compare with" in output
+    assert main(["--device", "cpu", "--model", str(tmp_path / "none")]) == EXIT_USAGE
+
+
+@pytest.mark.parametrize("name", sorted(recipes.ON_DEVICE))
+def test_peers_are_found_in_environments_and_serve_the_same_model(
+    name: str, tmp_path: Path
+) -> None:
+    package, command_line = recipes.ON_DEVICE[name]
+    (tmp_path / f"lib/python3.12/site-packages/{package}").mkdir(parents=True)
+    assert not recipes.is_in(tmp_path, name)
+    (tmp_path / f"lib/python3.12/site-packages/{package}/__init__.py").touch()
+    assert recipes.is_in(tmp_path, name)
+    peer = recipes.peer_on("cuda", name, tmp_path, Path("/models/gpt2"))
+    command = peer.command(Start(peer.install(), 8123, SMALL, "bf16"))
+    assert command[0] == str(tmp_path / "bin" / command_line.split()[0])
+    assert {"/models/gpt2", "8123", "127.0.0.1"} <= set(command)
+
+
+@pytest.mark.timeout(60)
+def test_a_server_of_an_environment_takes_turns_with_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package, program = tmp_path / "lib/python3.12/site-packages/vllm", tmp_path / "bin/vllm"
+    for path in (package / "__init__.py", program):
+        path.parent.mkdir(parents=True)
+        path.touch(0o755)
+    port = "import sys\nsys.argv[1:] = [sys.argv[sys.argv.index('--port') + 1], 'whole']\n"
+    program.write_text(f"#!{sys.executable}\n{port}{SERVER}")
+    monkeypatch.setattr(
+        bench_contest,
+        "_own_launch",
+        lambda weights, settings: bench_contest._peer_launch(fake("whole"), weights, settings),
+    )
+    monkeypatch.setattr("bench.cli.options.tokenizer_of", lambda *_: Vocabulary())
+    flags = ["vllm", "--device", "cpu", "--model", str(tiny_llama(tmp_path / "model"))]
+    flags += ["--home", f"vllm={tmp_path}", "--load", "4", "2", "2", "2"]
+    results = tmp_path / "peers.jsonl"
+    flags += ["--warmup-runs", "0", "--repeat-runs", "1", "--results", str(results)]
+    assert main(flags) == 0
+    (outcome,) = read(results)
+    assert (outcome.peer, outcome.over) == ("vllm", "openai")
+    assert outcome.ours[0].throughput and outcome.theirs[0].throughput
+    assert "| vllm | bf16 |" in capsys.readouterr().out
+
+
+def test_a_server_that_is_measured_on_a_device_only_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["sglang"]) == EXIT_USAGE
+    assert "sglang is measured with --device: add it" in capsys.readouterr().err
