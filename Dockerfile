@@ -36,4 +36,4 @@ VOLUME /var/cache/quadriga
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s CMD \
     ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/readyz', timeout=4)"]
-ENTRYPOINT ["quadriga", "serve", "--host", "0.0.0.0", "--no-status-line"]
+ENTRYPOINT ["quadriga", "serve", "--host", "0.0.0.0"]

@@ -61,10 +61,10 @@ class Launcher:
         self._owner = owner
         self._config = config
         location = {**model.location_flags, "served_model_name": config.model.shown_name}
-        hides_status = config.launch.no_status_line or config.launch.log_format == JSON
-        self._quiet = hides_status or not logs.is_foreground()
-        has_line = not (self._quiet or config.replicas.has_router)
-        flags = config.replace(**location, no_status_line=not has_line).to_argv()
+        self._quiet = config.launch.log_format == JSON or not logs.is_foreground()
+        flags = config.replace(**location).to_argv()
+        if not (self._quiet or config.replicas.has_router):
+            flags.append("--has-status-line")
         self._processes = ServerProcesses(config, flags, programs.command_of)
         self._replicas = self._processes.replicas
 

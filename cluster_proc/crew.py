@@ -262,11 +262,8 @@ def run_crew(
         config = configuration.from_namespace(arguments)
         model = resolve_model(config.model, show_progress=False)
         check_servable(model, config.worker.quantization)
-        config = config.replace(
-            **model.location_flags,
-            served_model_name=config.model.shown_name,
-            no_status_line=True,
-        )
+        name = config.model.shown_name
+        config = config.replace(**model.location_flags, served_model_name=name)
         key = config.frontend.curve_dir, arguments.inner_key_id, arguments.node_host
         code = keep(arguments, config, partial(check_inner_key, *key), connection)
     except QuadrigaError as error:

@@ -9,6 +9,7 @@ goes over this server's own sockets.
 import asyncio
 import json
 import logging
+import os
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
@@ -22,6 +23,9 @@ from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import ReplicaArgs
 
 # What the driver needs of a cluster.
+
+# Ray reads the variable, too; without it the cluster is that of this machine.
+ADDRESS_VARIABLE, LOCAL_CLUSTER = "RAY_ADDRESS", "auto"
 
 # A report of a crew, as crew.py lists them.
 Report = dict[str, Any]
@@ -340,7 +344,7 @@ class RayCrews:
     """Starts crews on the machines of a cluster.
 
     Args:
-        args: address of the cluster, and what a replica needs.
+        args: what a replica needs.
         tp: number of ranks of each replica.
         needs_gpus: each rank is on a GPU.
 
@@ -348,19 +352,20 @@ class RayCrews:
         bundle: what each replica needs.
 
     Raises:
-        ConfigError: there is no ray, or no cluster at the address.
+        ConfigError: there is no ray, or no cluster on this machine or at RAY_ADDRESS.
     """
 
     def __init__(self, args: ReplicaArgs, tp: int, needs_gpus: bool) -> None:
         self._ray = import_ray()
         self._tp = tp
+        address = os.environ.get(ADDRESS_VARIABLE, "") or LOCAL_CLUSTER
         try:
-            check_port(args.ray_address)
-            self._ray.init(args.ray_address, logging_level=logging.WARNING, configure_logging=False)
+            check_port(address)
+            self._ray.init(address, logging_level=logging.WARNING, configure_logging=False)
         except Exception as error:
             raise ConfigError(
-                f"no Ray cluster answers at --ray-address {args.ray_address}: {error}. Start one"
-                " with ray start --head, or give the address of another"
+                f"no Ray cluster answers at {ADDRESS_VARIABLE} {address}: {error}. Start one with"
+                f" ray start --head, or set {ADDRESS_VARIABLE} to the address of another"
             ) from None
         self._ray.cloudpickle.register_pickle_by_value(crew_actor)
         gpus = [int(node["Resources"].get("GPU", 0)) for node in self._alive]

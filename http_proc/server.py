@@ -284,6 +284,7 @@ FLUSH_TIMEOUT_S = 1.0
 OVERLOAD_TIMEOUT_S = 5.0
 # Open files of this process that are not connections.
 NUM_RESERVED_FILES = 64
+MIN_CONNECTIONS = 4096  # that are answered, where the server holds fewer requests
 
 
 def bind(args: HttpArgs) -> socket.socket:
@@ -407,7 +408,10 @@ async def listen(
     runner: web.AppRunner, listener: socket.socket, tls: ssl.SSLContext | None, gateway: Gateway
 ) -> asyncio.Server:
     """Accept connections. Connections over the limit are answered with 503."""
-    max_connections = _max_connections(gateway.args.max_http_connections)
+    scheduler = gateway.config.scheduler
+    num_requests = scheduler.max_running_requests + scheduler.max_queued_requests
+    wanted = gateway.args.max_http_connections or max(MIN_CONNECTIONS, num_requests)
+    max_connections = _max_connections(wanted)
     handlers = runner.server
     assert handlers is not None
 
@@ -472,8 +476,8 @@ def _max_connections(wanted: int) -> int:
     allowed = max(allow_open_files(wanted + NUM_RESERVED_FILES) - NUM_RESERVED_FILES, 1)
     if allowed < wanted:
         logging.warning(
-            "only %d HTTP connections are allowed, not %d (--max-http-connections): the limit of"
-            " open files is too low; raise it (ulimit -n)",
+            "only %d HTTP connections are allowed, not %d: the limit of open files is too low;"
+            " raise it (ulimit -n)",
             allowed,
             wanted,
         )

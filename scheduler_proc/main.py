@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 
 from quadriga.clock import RunningTime, now
-from quadriga.server.config.server_config import LaunchArgs
 from quadriga.server.models.resolve import resolve_model
 from quadriga.server.processes.child import Child, run_child
 from quadriga.server.processes.control_channel import Command, ControlChannel
@@ -131,7 +130,7 @@ def serve(child: Child) -> None:
     gc.disable()
     poller = Poller(inbox, results, child.control)
     launch = child.config.launch
-    status = _status(launch, scheduler)
+    status = _status(child, scheduler)
     watchdog = StepWatchdog(launch.watchdog_timeout, scheduler.pipeline, child.control, now)
     wake_at: float | None = None
     while not scheduler.stopped:
@@ -164,11 +163,12 @@ def _add_observers(child: Child, lifecycle: RequestLifecycle) -> UsageLog | None
     return usage_log
 
 
-def _status(launch: LaunchArgs, scheduler: Scheduler) -> StatusLine:
+def _status(child: Child, scheduler: Scheduler) -> StatusLine:
     """Return the live line of a terminal, or without one the throughput line of the log."""
-    line = status_line(not launch.no_status_line, scheduler.info)
-    if isinstance(line, NoStatusLine) and launch.log_stats_interval:
-        return StatsLog(launch.log_stats_interval, scheduler.info)
+    line = status_line(child.has_status_line, scheduler.info)
+    interval_s = child.config.launch.log_stats_interval
+    if isinstance(line, NoStatusLine) and interval_s:
+        return StatsLog(interval_s, scheduler.info)
     return line
 
 

@@ -1,7 +1,6 @@
 """The flags of a simulated server: its replicas, their memory, the cost model, the scheduler's."""
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import msgspec
 from quadriga.errors import ConfigError
 from quadriga.server.config import server_config as server_flags
 from quadriga.server.config.engine_args import IN_TURN, LOAD_BALANCE_METHODS, SchedulerArgs
-from quadriga.server.config.flags import flag_name
+from quadriga.server.config.flags import flag_fields, flag_name
 from quadriga.server.config.parser import CommandParser
 from quadriga.server.config.server_config import ServerConfig
 from simulator import cost_model
@@ -19,7 +18,7 @@ from simulator.cost_model import CostModel
 
 # Server flags that change a simulation.
 SERVER_FLAGS = {
-    *(field.name for field in dataclasses.fields(SchedulerArgs)),
+    *(field.name for field in flag_fields(SchedulerArgs)),
     *("context_length", "allow_auto_truncate", "queue_timeout", "request_timeout"),
     *("page_size", "max_total_tokens"),
 }
@@ -46,8 +45,7 @@ def world_arguments(words: Sequence[str]) -> argparse.Namespace:
 def parsed(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     """Parse a command line, or raise ConfigError; a server's flag without effect is one."""
     arguments, unknown = parser.parse_known_args(argv)
-    fields = (f.name for group in ServerConfig().groups() for f in dataclasses.fields(group))
-    known = {flag_name(name) for name in fields}
+    known = {flag_name(field.name) for field in flag_fields(*ServerConfig().groups())}
     idle = [word for word in unknown if word.split("=")[0] in known]
     if idle:
         remedy = "leave it out"

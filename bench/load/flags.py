@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.load.synthetic import LENGTHS_FORM, Lengths, TraceSpec
-from quadriga.server.config.flags import flag_name
+from quadriga.server.config.flags import flag_fields, flag_name
 from quadriga.server.config.server_config import ServerConfig
 
 
@@ -144,6 +144,5 @@ def trace_spec(values: Mapping[str, Any]) -> TraceSpec:
 
 def server_flags_in(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the server flags that were given, with their values."""
-    groups = ServerConfig().groups()
-    names = {field.name for group in groups for field in dataclasses.fields(group)}
+    names = {field.name for field in flag_fields(*ServerConfig().groups())}
     return {name: value for name, value in vars(arguments).items() if name in names}

@@ -186,7 +186,7 @@ class BatchService:
             raise ApiError(
                 429,
                 f"{len(self._jobs)} batches are open, {opened[owner]} of them yours, and this"
-                f" server takes {max_open} (--max-open-batches), with a share for each tenant:"
+                f" server takes {max_open}, with a share for each tenant:"
                 " wait until one has ended, or cancel one",
                 "rate_limit_error",
                 code="too_many_batches",

@@ -228,8 +228,7 @@ class FileStore:
     def _too_large(self) -> ApiError:
         return ApiError(
             413,
-            f"the file is over {self._max_file_bytes} bytes: split it, or start the server with a"
-            " larger --max-file-bytes",
+            f"the file is over {self._max_file_bytes} bytes: split it",
             param="file",
             code="file_too_large",
         )

@@ -313,7 +313,7 @@ class Collector(Families):
         if self._key_file_failed is not None:
             text = "1 while --keys cannot be read, and its tenants are those of an earlier file"
             yield self.gauge("key_file_failed", text, int(self._key_file_failed))
-        text = "Number of connections refused because of --max-http-connections"
+        text = "Number of connections refused because too many were open"
         yield self.counter("http_connections_refused", text, http.num_refused_connections)
 
     def _replicas(self) -> Iterator[Metric]:

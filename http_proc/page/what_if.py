@@ -47,7 +47,7 @@ OFFERED: dict[str, int | None] = {
     "load_balance_method": None,
 }
 # These have no effect with other policies than that of the server.
-OF_A_POLICY = ("pack_lookahead", "pack_fifo_every", "priority_preemption_threshold")
+OF_A_POLICY = ("priority_preemption_threshold",)
 NEVER_CUT = -1
 
 

@@ -176,37 +176,28 @@ async def answer_resumably(request: web.Request) -> web.StreamResponse:
     """Answer a call, by a resumable stream where the request asks for it."""
     is_asked = _header(request)
     call = await receive_call(request)
-    is_default = request.app[GATEWAY].args.resumable_streams
-    if is_asked is None and not is_default and FIELD not in call.body:
+    if is_asked is None and FIELD not in call.body:
         return await send_answer(request, call)
     fields = _fields(call.body)
     if fields.background:  # its stream can be read again at its own path
         return await send_answer(request, call)
-    is_asked = fields.resumable if is_asked is None else is_asked
-    if not (is_default if is_asked is None else is_asked):
+    if not (fields.resumable if is_asked is None else is_asked):
         return await send_answer(request, call)
     if not fields.stream:
-        if not is_asked:
-            return await send_answer(request, call)
         raise invalid(
             "resumable is true, and the answer is no stream: send stream: true as well",
             "resumable",
         )
-    return await _send_stream(request, call, bool(is_asked))
+    return await _send_stream(request, call)
 
 
-async def _send_stream(request: web.Request, call: Call, is_asked: bool) -> web.StreamResponse:
+async def _send_stream(request: web.Request, call: Call) -> web.StreamResponse:
     """Start a stream, or find that of the same request, and send it."""
     gateway, num_read = request.app[GATEWAY], 0
     table, caller = gateway[STREAMS], current_caller()
     stream = _of_same_call(gateway, call)
     if stream is None:
-        try:
-            stream = table.start(_row(gateway, call), answer_of(gateway, call, caller))
-        except ApiError:
-            if is_asked:
-                raise
-            return await send_answer(request, call)
+        stream = table.start(_row(gateway, call), answer_of(gateway, call, caller))
     else:
         num_read = num_read_before(request)
         table.num_resumed += 1

@@ -323,8 +323,8 @@ class StreamTable:
                 503,
                 f"{counts.total()} resumable streams are running or being read, {counts[owner]} of"
                 f" them yours, with requests of {bodies.total()} bytes, and this server keeps"
-                f" {self._max_streams} (--max-resumable-streams) with {MAX_BYTES} bytes, with a"
-                " share for each tenant; try again, or leave out resumable",
+                f" {self._max_streams} with {MAX_BYTES} bytes, with a share for each tenant; try"
+                " again, or leave out resumable",
                 "server_error",
                 code="too_many_streams",
                 retry_after=RETRY_AFTER_S,

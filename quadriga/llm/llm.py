@@ -35,7 +35,7 @@ from quadriga.keywords import check_keywords
 from quadriga.programs import command_of
 from quadriga.sampling.params import SamplingParams
 from quadriga.server.config.engine_args import BUILTIN_MODEL
-from quadriga.server.config.flags import flag_name, foreign_flag_advice, value_type
+from quadriga.server.config.flags import flag_fields, flag_name, missing_flag_advice, value_type
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.wire.client import PRIVATE_ENDPOINT
 
@@ -75,7 +75,6 @@ class ServerFlags(TypedDict, total=False):
     prefill_max_batch_size: int | None
     prefill_max_tokens: int
     chunked_prefill_size: int | None
-    max_num_partial_prefills: int
     itl_target: float | None
     max_running_requests: int
     max_queued_requests: int
@@ -83,15 +82,11 @@ class ServerFlags(TypedDict, total=False):
     batch_mode: Literal["prefill-first", "mixed", "decode-first", "alternate"]
     batching: Literal["continuous", "static"]
     schedule_policy: Literal["fcfs", "lpm", "dfs-weight", "pack", "priority", "shortest"]
-    pack_lookahead: int | None
-    pack_fifo_every: int | None
     priority_preemption_threshold: int | None
     fair_clients: bool
-    fair_tenants: bool
     batch_concurrency_beside: int
     schedule_conservativeness: float
     disable_radix_cache: bool
-    plan_at_once: bool
     speculative_method: Literal["none", "ngram", "auto", "self"]
     num_speculative_tokens: int
     journal: str
@@ -104,9 +99,7 @@ class ServerFlags(TypedDict, total=False):
     max_total_tokens: int | None
     mem_fraction_static: float | None
     attention_backend: Literal["auto", "native", "triton", "flashinfer", "torch"]
-    cuda_graph_max_bs: int | None
     disable_cuda_graph: bool
-    enable_nvtx: bool
     enable_deterministic_inference: bool
     quantization: Literal["auto", "none", "int8", "int4", "gguf"]
     kv_cache_dtype: Literal["auto", "int8", "fp8"]
@@ -115,7 +108,6 @@ class ServerFlags(TypedDict, total=False):
     kv_offloading_size: float
     tp: int
     worker_threads: int | None
-    no_affinity: bool
     # Detokenization, token ids to text (detok_proc)
     stream_interval: int
     # Tenants (tokenizer_proc, scheduler_proc, http_proc)
@@ -126,13 +118,11 @@ class ServerFlags(TypedDict, total=False):
     dp: int
     load_balance_method: Literal["cache-aware", "least-loaded", "round-robin"]
     cluster: Literal["none", "ray"]
-    ray_address: str
     replica_cpus: float
     nnodes: int | None
     min_replicas: int | None
     max_replicas: int | None
     target_ongoing_requests: int
-    scale_up_after: float
     scale_down_after: float
     # Traces (tokenizer_proc, http_proc)
     otlp_endpoint: str
@@ -154,7 +144,6 @@ class ServerFlags(TypedDict, total=False):
 OWNED_SERVER = {
     "endpoint": PRIVATE_ENDPOINT,
     "no_http": True,
-    "no_status_line": True,
     "log_level": "warning",
 }
 
@@ -167,10 +156,10 @@ def server_argv(model: str | Path, flags: Mapping[str, Any]) -> list[str]:
         ConfigError: a value cannot work.
     """
     for name in flags.keys() - ServerFlags.__annotations__.keys():
-        if advice := foreign_flag_advice(flag_name(name)):
+        if advice := missing_flag_advice(flag_name(name)):
             raise TypeError(f"LLM() has no keyword {name!r}: {advice}")
     check_keywords("LLM", flags, ServerFlags.__annotations__)
-    fields = {f.name: f for group in ServerConfig().groups() for f in dataclasses.fields(group)}
+    fields = {field.name: field for field in flag_fields(*ServerConfig().groups())}
     values = {name: _checked(fields[name], value) for name, value in flags.items()}
     config = ServerConfig().replace(**OWNED_SERVER | values, model=str(model))
     config.validate()

@@ -1,8 +1,8 @@
 """Fairness: weighted shares of clients or tenants, and the queue that the flags ask for.
 
-`FairShares` (--fair-clients, --fair-tenants) is a waiting queue of waiting queues, `WeightedTurns`
-gives decode rows by the weights of tenants. `make_queue` and `make_turns` return what the flags ask
-for.
+`FairShares` (--fair-clients, --keys, --tenants-by) is a waiting queue of waiting queues,
+`WeightedTurns` gives decode rows by the weights of tenants. `make_queue` and `make_turns` return
+what the flags ask for.
 """
 
 import heapq
@@ -357,7 +357,7 @@ FAIR_WINDOW = 8
 def make_queue(args: SchedulerArgs, match_prefix: MatchPrefix, page_size: int) -> WaitingQueue:
     """Return the queue of --schedule-policy.
 
-    With --fair-clients each client has one of its own, with --fair-tenants each user of a tenant.
+    With --fair-clients each client has one of its own, with tenants each user of a tenant.
 
     Args:
         args: flags of the scheduler.
@@ -379,5 +379,5 @@ def make_queue(args: SchedulerArgs, match_prefix: MatchPrefix, page_size: int) -
 
 
 def make_turns(args: SchedulerArgs) -> NextRows:
-    """Return how decode rows are given: equally, or with --fair-tenants by weight."""
+    """Return how decode rows are given: equally, or with tenants by weight."""
     return WeightedTurns(tenant_share).next_rows if args.fair_tenants else take_turns

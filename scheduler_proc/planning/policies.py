@@ -21,8 +21,6 @@ from scheduler_proc.state.request import Request
 
 # shortest: 4,000 more tokens to compute are made up for by 40 seconds of waiting.
 AGEING_TOKENS_PER_SECOND = 100
-DEFAULT_PACK_LOOKAHEAD = 32
-DEFAULT_PACK_FIFO_EVERY = 8
 
 
 class WaitingQueue(Protocol):
@@ -261,12 +259,8 @@ class Pack(FirstComeFirstServed):
 
     @classmethod
     def create(cls, context: PolicyContext) -> "Pack":
-        """Return a queue as --pack-lookahead and --pack-fifo-every want it."""
-        args = context.args
-        return cls(
-            args.pack_lookahead or DEFAULT_PACK_LOOKAHEAD,
-            args.pack_fifo_every or DEFAULT_PACK_FIFO_EVERY,
-        )
+        """Return a queue with the window of the arguments."""
+        return cls(context.args.pack_lookahead, context.args.pack_fifo_every)
 
     @property
     def lookahead(self) -> int:

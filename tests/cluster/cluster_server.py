@@ -80,8 +80,9 @@ def cluster_server(
 ) -> Iterator[ClusterServer]:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     flags = ["--model", str(model), *MODEL_FLAGS, "--load-balance-method", "least-loaded"]
-    flags += ["--cluster", "ray", "--ray-address", cluster.address, *more]
-    process = launch(endpoint, *flags, "--curve-dir", str(keys), log=log)
+    flags += ["--cluster", "ray", *more]
+    address = {"RAY_ADDRESS": cluster.address}
+    process = launch(endpoint, *flags, "--curve-dir", str(keys), log=log, environment=address)
     try:
         wait_until_ready(process, log)
         yield ClusterServer(process, endpoint, log, keys)

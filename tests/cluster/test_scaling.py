@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(300)
 # Twelve streams are more than one replica is for, and not more than two are; one has room for four.
 FEW_STREAMS = 4
 SCALING_FLAGS = ["--min-replicas", "1", "--max-replicas", "2", "--target-ongoing-requests", "6"]
-SCALING_FLAGS += ["--scale-up-after", "0.5", "--scale-down-after", "3"]
+SCALING_FLAGS += ["--scale-down-after", "3"]
 
 
 class Rounds(NamedTuple):
@@ -43,8 +43,8 @@ def test_a_replica_comes_under_a_load_and_leaves_and_no_stream_is_lost_or_differ
         undisturbed = asyncio.run(run_streams(one.endpoint, asyncio.Event()))
     endpoint, log = f"tcp://127.0.0.1:{free_port()}", tmp_path / "log"
     flags = ["--model", str(llama_dir), *MODEL_FLAGS, *SCALING_FLAGS, "--curve-dir", str(key_dir)]
-    flags += ["--cluster", "ray", "--ray-address", ray_cluster.address]
-    process = launch(endpoint, *flags, log=log)
+    flags += ["--cluster", "ray"]
+    process = launch(endpoint, *flags, log=log, environment={"RAY_ADDRESS": ray_cluster.address})
     try:
         wait_until_ready(process, log)
         server = ClusterServer(process, endpoint, log, key_dir)

@@ -129,7 +129,7 @@ def random_args(source: random.Random) -> SchedulerArgs:
             batch_mode=source.choice(BATCH_MODES),
             batching=source.choice(["continuous"] * 4 + ["static"]),
             schedule_policy=policy,
-            pack_lookahead=source.choice([None, 3]) if policy == "pack" else None,
+            pack_lookahead=source.choice([32, 3]) if policy == "pack" else 32,
             priority_preemption_threshold=source.choice([None, 1])
             if policy == "priority"
             else None,

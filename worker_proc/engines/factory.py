@@ -194,7 +194,7 @@ def _triton(
         kv_dtype,
         device,
         deterministic=args.enable_deterministic_inference,
-        graph_sizes=batch_sizes(args.cuda_graph_max_bs or max_decode_rows),
+        graph_sizes=batch_sizes(max_decode_rows),
         capture=CudaCapture() if with_graphs else None,
         ranks=ranks,
         flashinfer=flashinfer,

@@ -6,13 +6,10 @@ kernels for receipts, and the check that a model can be split over ranks.
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import wraps
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
-from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import ONLY_REPLICA, ReplicaPlace, WorkerArgs
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.models.model_impl import (
@@ -57,46 +54,6 @@ from worker_proc.step.slot_table import SlotTable
 
 if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup
-
-
-# Ranges of a step's parts for a profiler (--enable-nvtx, `nsys profile`).
-
-RUNNER_METHODS = ("launch",)
-ENGINE_METHODS = ("execute", "forward_and_sample", "forward", "logits", "sample_rows", "sample")
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-
-
-def mark_steps(
-    runner: Runner,
-    begin_range: Callable[[str], AbstractContextManager[None]] = torch.cuda.nvtx.range,
-) -> None:
-    """Put each further call of the methods above into a range of the method's name.
-
-    A range costs next to nothing where no profiler listens.
-
-    Raises:
-        ConfigError: the device is no GPU.
-    """
-    if runner.table.device.type != "cuda" and begin_range is torch.cuda.nvtx.range:
-        raise ConfigError(f"enable_nvtx is for CUDA, the device is {runner.table.device}")
-    for marked, names in ((runner, RUNNER_METHODS), (runner.engine, ENGINE_METHODS)):
-        for name in names:
-            setattr(marked, name, _in_range(name, getattr(marked, name), begin_range))
-
-
-def _in_range(
-    name: str,
-    call: Callable[Parameters, Result],
-    begin_range: Callable[[str], AbstractContextManager[None]],
-) -> Callable[Parameters, Result]:
-    @wraps(call)
-    def in_range(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        with begin_range(name):
-            return call(*args, **kwargs)
-
-    return in_range
 
 
 # What computes, for the receipt of an answer.
@@ -200,8 +157,6 @@ def make_runner(
     if ranks is not None:
         num_pages = ranks.all_reduce_min(num_pages)
     runner = with_pages(num_pages)
-    if args.enable_nvtx:
-        mark_steps(runner)
     trim_heap()
     return runner
 

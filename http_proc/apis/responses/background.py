@@ -400,7 +400,7 @@ class BackgroundResponses:
             raise ApiError(
                 429,
                 f"{owners.total()} responses are made in the background, {owners[owner]} of them"
-                f" yours, and this server takes {limit} (--max-background-responses), with a share"
+                f" yours, and this server takes {limit}, with a share"
                 " for each tenant: try again, or leave out background",
                 "rate_limit_error",
                 code="too_many_responses",

@@ -251,8 +251,7 @@ def stored_responses(request: web.Request) -> StoredResponses:
         return store
     raise ApiError(
         404,
-        "this server stores no responses: it was started with --no-store, or with"
-        " --max-stored-responses 0",
+        "this server stores no responses: it was started with --no-store",
         code="no_data_dir",
     )
 

@@ -495,7 +495,7 @@ class StoredResponses:
                 507,
                 "this has no room in the store beside what cannot be removed: the store has"
                 f" {self._bounds.max_bytes} bytes (--max-stored-bytes) for"
-                f" {self._bounds.max_objects} objects (--max-stored-responses)",
+                f" {self._bounds.max_objects} objects",
                 "server_error",
                 code=TOO_LARGE,
             ) from None
@@ -607,7 +607,7 @@ async def store_lifetime(gateway: Gateway) -> AsyncIterator[None]:
     bounds = StoreBounds(
         args.max_stored_responses, args.max_stored_bytes, args.max_stored_age, gateway.shares
     )
-    if directory is None or not args.max_stored_responses:
+    if directory is None:
         yield
         return
     store = StoredResponses(

@@ -8,7 +8,13 @@ import dataclasses
 import re
 from typing import Any, NamedTuple
 
-from quadriga.server.config.flags import FOREIGN_FLAGS, flag_name, metavar
+from quadriga.server.config.flags import (
+    FOREIGN_FLAGS,
+    REMOVED_FLAGS,
+    flag_fields,
+    flag_name,
+    metavar,
+)
 from quadriga.server.config.server_config import ServerConfig, help_text
 
 # The environment variables that the project reads; docs/configuration.md is made from them.
@@ -59,6 +65,9 @@ READ_HERE = (
         "GOMP_SPINCOUNT",
         "set by the worker",
         "how long the kernels' threads spin before they sleep",
+    ),
+    EnvironmentVariable(
+        "RAY_ADDRESS", "the cluster of this machine", "address of the cluster of `--cluster ray`"
     ),
     EnvironmentVariable(
         "GLOO_SOCKET_IFNAME",
@@ -123,7 +132,7 @@ def markdown() -> str:
         _variables("The project reads:", READ_HERE),
         _variables("Libraries read, with an effect on a server:", READ_BY_LIBRARIES),
     ]
-    return "\n".join([HEADER, *tables, _other_servers(), *environment])
+    return "\n".join([HEADER, *tables, _removed(), _other_servers(), *environment])
 
 
 def _other_servers() -> str:
@@ -132,6 +141,12 @@ def _other_servers() -> str:
         for name, foreign in FOREIGN_FLAGS.items()
     ]
     head = ["## Flags of other servers\n", "| server | flag | here |", "|---|---|---|"]
+    return "\n".join([*head, *rows, ""])
+
+
+def _removed() -> str:
+    rows = [f"| `{name}` | {_as_code(text)} |" for name, text in REMOVED_FLAGS.items()]
+    head = ["## Flags of earlier versions\n", "| flag | now |", "|---|---|"]
     return "\n".join([*head, *rows, ""])
 
 
@@ -148,7 +163,7 @@ def _variables(title: str, variables: tuple[EnvironmentVariable, ...]) -> str:
 
 def _table(group: Any) -> str:
     title = (group.__doc__ or "").rstrip(".")
-    rows = [_row(field) for field in dataclasses.fields(group)]
+    rows = [_row(field) for field in flag_fields(group)]
     head = [f"## {title}\n", "| flag | default | meaning |", "|---|---|---|"]
     return "\n".join([*head, *rows, ""])
 

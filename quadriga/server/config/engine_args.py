@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quadriga.errors import ConfigError, InvalidRequest
-from quadriga.server.config.flags import check_positive, flag, flag_name
+from quadriga.server.config.flags import check_positive, flag
 
 # Flags of the model: its files, its name, and what runs it.
 
@@ -91,11 +91,6 @@ class SchedulerArgs:
         " are never cut (default: 8192 on a GPU; measured at the start on a CPU)",
         unit="TOKENS",
     )
-    max_num_partial_prefills: int = flag(
-        4,
-        "prompts that may be partly computed at the same time, so that short ones pass a long one;"
-        " 1: a prompt that is cut is computed before any other begins",
-    )
     itl_target: float | None = flag(
         None,
         "milliseconds that a step may be expected to take, by what steps have taken: bounds the"
@@ -121,12 +116,6 @@ class SchedulerArgs:
         ("continuous", "static"),
     )
     schedule_policy: str = flag("fcfs", "order of the waiting queue", POLICIES)
-    pack_lookahead: int | None = flag(
-        None, "pack: number of waiting requests considered to fill a step (default: 32)"
-    )
-    pack_fifo_every: int | None = flag(
-        None, "pack: every N-th step is filled first come, first served (default: 8)"
-    )
     priority_preemption_threshold: int | None = flag(
         None,
         "priority: difference in priority from which a waiting request preempts a running one"
@@ -134,9 +123,6 @@ class SchedulerArgs:
     )
     fair_clients: bool = flag(
         False, "serve clients in turns by the tokens computed for them, however much each has sent"
-    )
-    fair_tenants: bool = flag(
-        False, "serve tenants in turns by their weights; --keys and --tenants-by imply it"
     )
     batch_concurrency_beside: int = flag(
         0,
@@ -146,9 +132,6 @@ class SchedulerArgs:
     schedule_conservativeness: float = flag(1.0, "larger: admit less and retract less, in (0, 10]")
     disable_radix_cache: bool = flag(
         False, "do not reuse the KV cache of common prompt prefixes", alias="no_prefix_cache"
-    )
-    plan_at_once: bool = flag(
-        False, "plan each step as early as possible, instead of as late as the worker allows"
     )
     speculative_method: str = flag(
         "auto",
@@ -170,13 +153,18 @@ class SchedulerArgs:
     )
     no_journal: bool = flag(False, "keep no journal: requests are lost if the scheduler dies")
     resume: bool = flag(False, "continue the requests that an earlier run left in --journal")
+    # No flags. --keys and --tenants-by set fair_tenants; tests and experiments set the others.
+    fair_tenants: bool = False
+    max_num_partial_prefills: int = 4
+    pack_lookahead: int = 32
+    pack_fifo_every: int = 8
+    plan_at_once: bool = False
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
         check_positive(self, "max_batch_size", "prefill_max_batch_size", "prefill_max_tokens")
-        check_positive(self, "max_running_requests", "max_num_partial_prefills")
-        check_positive(self, "max_queued_requests", "max_requests_per_client")
-        check_positive(self, "pack_lookahead", "pack_fifo_every", "priority_preemption_threshold")
+        check_positive(self, "max_running_requests", "max_queued_requests")
+        check_positive(self, "max_requests_per_client", "priority_preemption_threshold")
         if self.itl_target is not None and not self.itl_target > 0:
             raise ConfigError(
                 f"itl_target is {self.itl_target}: it must be milliseconds above 0; leave it out"
@@ -222,19 +210,14 @@ class SchedulerArgs:
             )
         if self.fair_tenants and self.fair_clients:
             raise ConfigError(
-                "--fair-clients shares between clients, and --keys, --tenants-by and --fair-tenants"
-                " between tenants: leave --fair-clients out"
+                "--fair-clients shares between clients, --keys and --tenants-by between tenants:"
+                " leave --fair-clients out"
             )
-        for name, policy in (
-            ("pack_lookahead", "pack"),
-            ("pack_fifo_every", "pack"),
-            ("priority_preemption_threshold", "priority"),
-        ):
-            if getattr(self, name) is not None and self.schedule_policy != policy:
-                raise ConfigError(
-                    f"{flag_name(name)} has no effect with --schedule-policy"
-                    f" {self.schedule_policy}: add --schedule-policy {policy}, or leave it out"
-                )
+        if self.priority_preemption_threshold is not None and self.schedule_policy != "priority":
+            raise ConfigError(
+                "--priority-preemption-threshold has no effect with --schedule-policy"
+                f" {self.schedule_policy}: add --schedule-policy priority, or leave it out"
+            )
 
     @property
     def prefill_width(self) -> int:
@@ -325,13 +308,7 @@ class WorkerArgs:
         " CUDA, native on a CPU where a C++ compiler is found)",
         ("auto", "native", "triton", "flashinfer", "torch"),
     )
-    cuda_graph_max_bs: int | None = flag(
-        None,
-        "largest decode step, in rows, that runs as a CUDA graph (default: --max-batch-size)",
-        unit="ROWS",
-    )
-    disable_cuda_graph: bool = flag(False, "launch every kernel by itself in decode steps, too")
-    enable_nvtx: bool = flag(False, "mark the parts of each step for NVIDIA's profilers")
+    disable_cuda_graph: bool = flag(False, "disable CUDA graphs")
     enable_deterministic_inference: bool = flag(
         False,
         "output that is bitwise the same whatever else is in the batch: slower on CUDA; the native"
@@ -375,14 +352,11 @@ class WorkerArgs:
     worker_threads: int | None = flag(
         None, "CPU threads of the worker (default: by the number of cores)"
     )
-    no_affinity: bool = flag(
-        False, "let every process run on every core, even if the worker could have its own cores"
-    )
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
         check_positive(self, "page_size", "max_total_tokens", "worker_threads")
-        check_positive(self, "cuda_graph_max_bs", "tp")
+        check_positive(self, "tp")
         self._validate_tp()
         self._validate_offload()
         fraction = self.mem_fraction_static
@@ -463,8 +437,8 @@ TARGET_REQUESTS, UP_AFTER_S, DOWN_AFTER_S = 32, 5.0, 300.0
 # Of the directories in --journal.
 REPLICA_PREFIX = "replica-"
 
-CLUSTER_FLAGS = ("ray_address", "replica_cpus", "nnodes", "max_replicas")
-SCALING_FLAGS = ("min_replicas", "target_ongoing_requests", "scale_up_after", "scale_down_after")
+CLUSTER_FLAGS = ("replica_cpus", "nnodes", "max_replicas")
+SCALING_FLAGS = ("min_replicas", "target_ongoing_requests", "scale_down_after")
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,11 +458,10 @@ class ReplicaArgs:
     )
     cluster: str = flag(
         ONE_MACHINE,
-        "machines of the replicas. none: this one; ray: those of a Ray cluster, on which Ray places"
-        " each replica",
+        "machines of the replicas. none: this one; ray: those of the Ray cluster of this machine or"
+        " of RAY_ADDRESS, on which Ray places each replica",
         CLUSTERS,
     )
-    ray_address: str = flag("auto", "address of the Ray cluster; auto: that of this machine")
     replica_cpus: float = flag(1.0, "CPUs of its machine that Ray sets aside for a replica")
     nnodes: int | None = flag(
         None,
@@ -506,21 +479,18 @@ class ReplicaArgs:
     target_ongoing_requests: int = flag(
         TARGET_REQUESTS, "open requests for each replica, where their number follows the load"
     )
-    scale_up_after: float = flag(
-        UP_AFTER_S, "time with more than --target-ongoing-requests before replicas are added",
-        unit="SECONDS",
-    )  # fmt: skip
     scale_down_after: float = flag(
         DOWN_AFTER_S, "time in which one replica less would do, before one leaves", unit="SECONDS"
     )
+    # No flag; tests scale up at once.
+    scale_up_after: float = UP_AFTER_S
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
         check_positive(self, "dp", "replica_cpus", "nnodes", "min_replicas", "max_replicas")
         check_positive(self, "target_ongoing_requests")
-        for name in ("scale_up_after", "scale_down_after"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} must be 0 or more (it is {getattr(self, name)})")
+        if not self.scale_down_after >= 0:
+            raise ConfigError(f"scale_down_after must be 0 or more (it is {self.scale_down_after})")
         for name in CLUSTER_FLAGS:
             if self.cluster == ONE_MACHINE and getattr(self, name) != _default(name):
                 raise ConfigError(f"{name} {NEEDS_CLUSTER}")

@@ -1,6 +1,7 @@
-"""Command line flags as dataclass fields, and the flags of other servers.
+"""Command line flags as dataclass fields, and advice for flags that there are not.
 
-FOREIGN_FLAGS says what a flag of vLLM, SGLang or llama.cpp is called here.
+FOREIGN_FLAGS says what a flag of vLLM, SGLang or llama.cpp is called here, REMOVED_FLAGS what to do
+in place of a flag of an earlier version.
 """
 
 import dataclasses
@@ -9,8 +10,6 @@ import typing
 from typing import Any, NamedTuple
 
 from quadriga.errors import ConfigError
-
-# Command line flags as dataclass fields.
 
 TYPE_METAVARS: dict[Any, str] = {int: "N", float: "FACTOR", str: "NAME"}
 
@@ -43,6 +42,15 @@ def flag(
     metadata: dict[str, Any] = {"help": text, "choices": choices, "basic": basic, "unit": unit}
     metadata |= {"alias": alias, "alias_value": alias_value, "secures": secures}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag_fields(*groups: Any) -> "list[dataclasses.Field[Any]]":
+    """Return the fields of groups that are flags.
+
+    The others have values that no server changes, but tests and experiments do.
+    """
+    fields = [field for group in groups for field in dataclasses.fields(group)]
+    return [field for field in fields if "help" in field.metadata]
 
 
 def flag_name(field_name: str) -> str:
@@ -86,9 +94,6 @@ def check_numbers(flags: Any) -> None:
             )
 
 
-# Flags of other servers, and what they are called here.
-
-
 class ForeignFlag(NamedTuple):
     """A flag of another server.
 
@@ -103,9 +108,8 @@ class ForeignFlag(NamedTuple):
 
 VLLM, SGLANG, LLAMA_CPP = "vLLM", "SGLang", "llama.cpp"
 ALWAYS_CHUNKED = "always on here; --chunked-prefill-size sets the size of a chunk"
-RELATIVE_LENGTH = (
-    "not needed here: shorter prompts pass longer ones, see --max-num-partial-prefills"
-)
+SIDE_BY_SIDE = "not needed here: up to 4 prompts are computed side by side"
+RELATIVE_LENGTH = "not needed here: shorter prompts pass longer ones"
 ALWAYS_CACHED = "always on here; --disable-radix-cache switches it off"
 ALL_LAYERS = "not needed here: --device has all layers"
 METRICS_ARE_ON = "always on here, at /metrics"
@@ -122,10 +126,12 @@ FOREIGN_FLAGS = {
     "--scheduling-policy": ForeignFlag(VLLM, "--schedule-policy"),
     "--generation-config": ForeignFlag(VLLM, "--sampling-defaults"),
     "--enforce-eager": ForeignFlag(VLLM, "--disable-cuda-graph"),
-    "--max-cudagraph-capture-size": ForeignFlag(VLLM, "--cuda-graph-max-bs"),
+    "--max-cudagraph-capture-size": ForeignFlag(VLLM, "--max-batch-size"),
+    "--cuda-graph-max-bs": ForeignFlag(SGLANG, "--max-batch-size"),
     "--no-enable-prefix-caching": ForeignFlag(VLLM, "--disable-radix-cache"),
     "--enable-prefix-caching": ForeignFlag(VLLM, ALWAYS_CACHED),
     "--enable-chunked-prefill": ForeignFlag(VLLM, ALWAYS_CHUNKED),
+    "--max-num-partial-prefills": ForeignFlag(VLLM, SIDE_BY_SIDE),
     "--max-long-partial-prefills": ForeignFlag(VLLM, RELATIVE_LENGTH),
     "--long-prefill-token-threshold": ForeignFlag(VLLM, RELATIVE_LENGTH),
     "--enable-log-requests": ForeignFlag(VLLM, "--log-requests"),
@@ -175,8 +181,37 @@ FOREIGN_FLAGS = {
 }
 
 
-def foreign_flag_advice(flag: str) -> str | None:
-    """Return what another server's flag is called here, as a sentence; None for an unknown flag."""
+REMOVED_FLAGS = {
+    "--plan-at-once": "each step is planned as late as the worker allows",
+    "--pack-lookahead": "--schedule-policy pack looks at the 32 oldest requests",
+    "--pack-fifo-every": "--schedule-policy pack fills every 8th step first come, first served",
+    "--fair-tenants": "--keys and --tenants-by share between tenants",
+    "--no-affinity": "taskset or the container limits the server to the cores that it may use",
+    "--enable-nvtx": "python -m bench.gpu.profile shows kernels and gaps of a step",
+    "--resumable-streams": "a request asks for it with resumable: true or the header X-Resumable:"
+    " true, which a proxy can set",
+    "--max-resumable-streams": "1,024 streams and 256 MiB of their events are kept",
+    "--max-background-responses": "1,000 may be open; a client waits for one to end",
+    "--max-open-batches": "100 may be open; a client waits for one to end",
+    "--max-file-bytes": "a file has up to 200 MiB; split a larger one",
+    "--max-stored-responses": "--max-stored-bytes bounds them, and --no-store keeps none",
+    "--max-http-connections": "there may be one for each request of --max-running-requests and"
+    " --max-queued-requests, and 4,096 in any case",
+    "--ray-address": "the environment variable RAY_ADDRESS has the address of the cluster",
+    "--scale-up-after": "replicas are added after 5 s above --target-ongoing-requests",
+    "--no-status-line": "there is none with TERM=dumb, --log-format json, or without a terminal",
+}
+"""Flags of earlier versions, and what to do instead."""
+
+
+def missing_flag_advice(flag: str) -> str | None:
+    """Return what to do in place of a flag that there is not; None for an unknown one.
+
+    Args:
+        flag: flag of another server, or of an earlier version.
+    """
+    if flag in REMOVED_FLAGS:
+        return f"{flag} is no flag any more: {REMOVED_FLAGS[flag]}"
     foreign = FOREIGN_FLAGS.get(flag)
     if foreign is None:
         return None

@@ -168,24 +168,16 @@ class HttpArgs:
     max_body_bytes: int = flag(
         16 * 1024 * 1024, "bytes of an HTTP request's body; a larger one is refused", unit="BYTES"
     )
-    max_http_connections: int = flag(4096, "open HTTP connections; more are refused")
     sse_ping_interval: float = flag(
         15.0,
         "seconds of silence after which a stream gets a comment with its place in the queue or the"
         " share of its prompt that is computed; 0: never",
         unit="SECONDS",
     )
-    resumable_streams: bool = flag(
-        False,
-        "every stream of OpenAI's and Anthropic's APIs is resumable, also without resumable: true",
-    )
     resume_window: float = flag(
         60.0,
         "seconds for which a resumable stream without a reader goes on and is kept",
         unit="SECONDS",
-    )
-    max_resumable_streams: int = flag(
-        1024, "resumable streams that are kept, running or ended; further ones are refused"
     )
     data_dir: str = flag(
         "",
@@ -197,30 +189,21 @@ class HttpArgs:
     no_store: bool = flag(
         False, "keep nothing for clients: no files, batches, stored or background responses"
     )
-    max_file_bytes: int = flag(
-        200 * 1024 * 1024, "bytes of an uploaded file; a larger one is refused", unit="BYTES"
-    )
     max_files_bytes: int = flag(
         10 * 1024 * 1024 * 1024,
         "bytes of all files together, from which uploads are refused",
         unit="BYTES",
     )
-    max_stored_responses: int = flag(
-        100_000,
-        "stored responses and conversations; the least recently used go first. 0: none are stored",
-    )
     max_stored_bytes: int = flag(
-        1024 * 1024 * 1024, "bytes of all stored responses and conversations", unit="BYTES"
+        1024 * 1024 * 1024,
+        "bytes of all stored responses and conversations; the least recently used go first",
+        unit="BYTES",
     )
     max_stored_age: float = flag(
         30 * 24 * 3600.0,
         "seconds after its last use in which a stored response or conversation expires",
         unit="SECONDS",
     )
-    max_background_responses: int = flag(
-        1000, "responses with background: true that have not ended; further ones are refused"
-    )
-    max_open_batches: int = flag(100, "batches that have not ended; further ones are refused")
     batch_concurrency: int = flag(
         16, "lines of batches that run at one time while no other request is open"
     )
@@ -233,22 +216,23 @@ class HttpArgs:
     )
     ssl_certfile: str = flag("", "certificate chain (PEM): serve HTTPS", unit="PATH", secures=True)
     ssl_keyfile: str = flag("", "private key (PEM), unless --ssl-certfile holds it", unit="PATH")
+    # Bounds that are no flags; tests set smaller ones.
+    max_http_connections: int | None = None  # None: one for each request that the server holds
+    max_resumable_streams: int = 1024  # running or ended; further ones are refused
+    max_file_bytes: int = 200 * 1024 * 1024
+    max_stored_responses: int = 100_000  # with conversations; the least recently used go first
+    max_background_responses: int = 1000  # that have not ended
+    max_open_batches: int = 100  # that have not ended
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
-        check_positive(self, "max_body_bytes", "max_http_connections")
-        check_positive(self, "max_file_bytes", "max_files_bytes")
-        check_positive(self, "max_open_batches", "batch_concurrency", "max_resumable_streams")
-        check_positive(self, "max_background_responses")
+        check_positive(self, "max_body_bytes")
+        check_positive(self, "max_files_bytes", "batch_concurrency")
         check_positive(self, "max_stored_bytes", "max_stored_age")
         if self.no_store and self.data_dir:
             raise ConfigError(
                 f"--no-store keeps nothing, and --data-dir is {self.data_dir}, where it would be"
                 " kept: leave one of them out"
-            )
-        if self.max_stored_responses < 0:
-            raise ConfigError(
-                f"max_stored_responses is {self.max_stored_responses}: it must be 0 or more"
             )
         if not 0 < self.resume_window < math.inf:
             raise ConfigError(

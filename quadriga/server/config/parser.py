@@ -1,7 +1,6 @@
 """The command line of a server: its flags, MODEL, and advice for flags that do not exist."""
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -9,7 +8,7 @@ from quadriga import __version__
 from quadriga.errors import ConfigError
 from quadriga.keywords import similar
 from quadriga.server.config import server_config
-from quadriga.server.config.flags import flag_name, foreign_flag_advice
+from quadriga.server.config.flags import flag_fields, flag_name, missing_flag_advice
 from quadriga.server.config.server_config import ServerConfig
 
 
@@ -61,9 +60,9 @@ class ServerParser(argparse.ArgumentParser):
 
 def _advice(flag: str) -> str:
     """Return what to type instead of an unknown flag."""
-    if (advice := foreign_flag_advice(flag)) is not None:
+    if (advice := missing_flag_advice(flag)) is not None:
         return advice
-    fields = [field for group in ServerConfig().groups() for field in dataclasses.fields(group)]
+    fields = flag_fields(*ServerConfig().groups())
     names = [field.name for field in fields]
     names += [field.metadata["alias"] for field in fields if field.metadata["alias"]]
     word = flag.lstrip("-").replace("-", "_")

@@ -28,9 +28,10 @@ from quadriga.server.config.flags import (
     check_numbers,
     check_positive,
     flag,
+    flag_fields,
     flag_name,
-    foreign_flag_advice,
     metavar,
+    missing_flag_advice,
     value_type,
 )
 from quadriga.server.config.frontend_args import FrontendArgs, HttpArgs, TenantArgs, TraceArgs
@@ -95,7 +96,7 @@ def _read_map(path: Path) -> dict[Any, Any]:
 
 
 def _suggestions(name: str, fields: Mapping[str, Any]) -> str:
-    if (advice := foreign_flag_advice(flag_name(name))) is not None:
+    if (advice := missing_flag_advice(flag_name(name))) is not None:
         return f"; {advice}"
     near = similar(name, fields)
     return f"; near it: {', '.join(flag_name(n)[2:] for n in near)}" if near else ""
@@ -171,7 +172,6 @@ class LaunchArgs:
         " (default: never)",
         unit="SECONDS",
     )
-    no_status_line: bool = flag(False, "show no live status line on a terminal")
     log_stats_interval: float = flag(
         10.0,
         "seconds between two lines of the log with requests and throughput, while there is work and"
@@ -269,7 +269,7 @@ class ServerConfig:
         """Return the flags that reproduce this config, without those at their default."""
         argv = []
         for group in self.groups():
-            for field in dataclasses.fields(group):
+            for field in flag_fields(group):
                 value = getattr(group, field.name)
                 if value == field.default:
                     continue
@@ -296,7 +296,7 @@ def add_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = No
         help="YAML map of the server's flags, without dashes; the command line takes precedence",
     )
     for group in ServerConfig().groups():
-        fields = [f for f in dataclasses.fields(group) if only is None or f.name in only]
+        fields = [f for f in flag_fields(group) if only is None or f.name in only]
         section = parser.add_argument_group((group.__doc__ or "").rstrip(".")) if fields else None
         for field in fields:
             action = _add_flag(section, field)
@@ -358,7 +358,7 @@ def from_namespace(namespace: argparse.Namespace) -> ServerConfig:
 
     Names that are no flags of the server are ignored.
     """
-    fields = {f.name: f for group in ServerConfig().groups() for f in dataclasses.fields(group)}
+    fields = {field.name: field for field in flag_fields(*ServerConfig().groups())}
     aliases = {f.metadata["alias"]: f for f in fields.values() if f.metadata["alias"]}
     from_file = read_config(namespace.config, fields | aliases) if "config" in namespace else {}
     given = {name: value for name, value in vars(namespace).items() if name in fields}

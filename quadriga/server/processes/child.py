@@ -43,6 +43,7 @@ class Child:
     Attributes:
         is_restart: the process takes the place of one that died.
         replica: the replica that it belongs to, but for the frontend and the gateway.
+        has_status_line: the scheduler keeps a live line on the terminal.
     """
 
     config: ServerConfig
@@ -50,6 +51,7 @@ class Child:
     control: ControlChannel
     is_restart: bool = False
     replica: ReplicaPlace = ONLY_REPLICA
+    has_status_line: bool = False
 
     @property
     def public_endpoint(self) -> str:
@@ -131,7 +133,8 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
             ranks=tuple(arguments.rank_addresses.split(",")) if arguments.rank_addresses else (),
         )
         endpoints = Endpoints(run_dir, links)
-        body(Child(config, endpoints, control, arguments.is_restart, replica))
+        has_line = arguments.has_status_line
+        body(Child(config, endpoints, control, arguments.is_restart, replica, has_line))
         logging.debug("stopped")
     except KeyboardInterrupt:
         pass
@@ -193,5 +196,6 @@ def _parse(name: str) -> argparse.Namespace:
         "--rank-addresses", default="", help="ADDRESS,… of ranks that are not in the run directory"
     )
     parser.add_argument("--is-restart", action="store_true", help="the process before it died")
+    parser.add_argument("--has-status-line", action="store_true", help="show a live status line")
     configuration.add_flags(parser)
     return parser.parse_args()

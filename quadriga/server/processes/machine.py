@@ -70,7 +70,7 @@ def assign_cpus(
     Args:
         cores: the logical CPUs of each core.
         quota: number of CPUs whose time a container may use.
-        args: number of threads and processes, device, and --no-affinity.
+        args: number of threads and processes, and device.
         replica: the replica of the worker.
     """
     usable = max(1, math.floor(min(len(cores), quota)))
@@ -81,7 +81,7 @@ def assign_cpus(
     num_taken = threads * num_processes
     # If a quota grants less time than there are cores, affinity gains nothing.
     shares_all = not spare or usable < len(cores) or num_taken >= len(cores)
-    if args.no_affinity or runs_on_gpu(args) or shares_all:
+    if runs_on_gpu(args) or shares_all:
         return CpuPlan(threads)
     first = len(cores) - num_taken + replica.number * threads * num_ranks
     own = cores[first : first + threads * num_ranks]

@@ -131,8 +131,8 @@ def test_the_job_of_a_server_has_the_columns_and_the_requests_in_flight() -> Non
 
 def test_flags_that_do_not_go_together_are_an_error_of_the_job() -> None:
     choices = [MeasuredChoice(1.0, 1.0, 1.0, 2.0, 3.0, 3.0, 8, 0, 4, 0, "")]
-    wrong = FlagVariant("x", ["--fair-clients", "--fair-tenants"])
-    with pytest.raises(ConfigError, match="leave --fair-clients out"):
+    wrong = FlagVariant("x", ["--batching", "static", "--batch-mode", "alternate"])
+    with pytest.raises(ConfigError, match="contradicts --batch-mode alternate"):
         answer(WhatIfJob(choices, [], [wrong], 512, "cpu"))
 
 

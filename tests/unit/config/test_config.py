@@ -1,7 +1,6 @@
 """The command line is made of the config's fields, and each value is checked at start."""
 
 import argparse
-import dataclasses
 import re
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from quadriga.errors import ConfigError
 from quadriga.server.config import server_config as configuration
 from quadriga.server.config.__main__ import markdown
-from quadriga.server.config.flags import flag_name
+from quadriga.server.config.flags import flag_fields, flag_name
 from quadriga.server.config.server_config import ServerConfig
 
 
@@ -36,17 +35,20 @@ def test_flags_reach_their_group_and_come_back_as_the_same_command_line() -> Non
     assert parse(*config.to_argv()) == config
 
 
-def test_every_field_is_a_flag_with_a_help_text() -> None:
-    for group in ServerConfig().groups():
-        for field in dataclasses.fields(group):
-            assert field.metadata["help"], field.name
+def test_every_flag_has_a_help_text() -> None:
+    for field in flag_fields(*ServerConfig().groups()):
+        assert field.metadata["help"], field.name
+
+
+def test_a_field_that_is_no_flag_has_no_place_on_the_command_line() -> None:
+    assert ServerConfig().replace(plan_at_once=True, max_open_batches=1).to_argv() == []
 
 
 @pytest.mark.parametrize(
     "name",
     ["max-batch-size", "prefill-max-batch-size", "prefill-max-tokens", "max-running-requests",
      "max-queued-requests", "tokenize-workers", "stream-interval", "page-size",
-     "max-total-tokens", "context-length", "worker-threads", "pack-lookahead", "pack-fifo-every",
+     "max-total-tokens", "context-length", "worker-threads",
      "priority-preemption-threshold", "queue-timeout", "request-timeout"],
 )  # fmt: skip
 @pytest.mark.parametrize("value", ["0", "-1"])
@@ -91,7 +93,7 @@ def test_an_endpoint_that_is_not_tcp_is_an_error_with_an_example(endpoint: str) 
             " --tp 4",
         ),
         ("--cluster ray --min-replicas 2", "min_replicas works with --max-replicas only"),
-        ("--cluster ray --scale-up-after 1", "scale_up_after works with --max-replicas only"),
+        ("--cluster ray --scale-down-after 1", "scale_down_after works with --max-replicas only"),
         (
             "--cluster ray --min-replicas 3 --max-replicas 2",
             "min_replicas is 3 and max_replicas is 2: the first must not be larger",
@@ -102,8 +104,6 @@ def test_an_endpoint_that_is_not_tcp_is_an_error_with_an_example(endpoint: str) 
             "--cluster ray --max-replicas 2 --scale-down-after nan",
             r"scale_down_after must be 0 or more \(it is nan\)",
         ),
-        ("--pack-lookahead 3", "no effect with --schedule-policy fcfs"),
-        ("--pack-fifo-every 3 --schedule-policy lpm", "no effect with --schedule-policy lpm"),
         ("--priority-preemption-threshold 3", "add --schedule-policy priority"),
         ("--schedule-conservativeness 0", "above 0 and at most 10"),
         ("--schedule-conservativeness nan", "above 0 and at most 10"),
@@ -132,7 +132,7 @@ def help_of(flag: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
 def test_help_shows_what_most_need_and_help_all_every_flag(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    fields = [field for group in ServerConfig().groups() for field in dataclasses.fields(group)]
+    fields = flag_fields(*ServerConfig().groups())
     flags = {flag_name(field.name) for field in fields}
     shown = help_of("--help", capsys) & flags
     assert 10 <= len(shown) <= 15 and {"--model", "--host", "--tp"} <= shown

@@ -1,10 +1,8 @@
 """MODEL without --model, and the advice for flags that this server does not have."""
 
-import dataclasses
-
 import pytest
 
-from quadriga.server.config.flags import FOREIGN_FLAGS, flag_name
+from quadriga.server.config.flags import FOREIGN_FLAGS, REMOVED_FLAGS, flag_fields, flag_name
 from quadriga.server.config.parser import ServerParser
 from quadriga.server.config.server_config import ServerConfig, from_namespace
 
@@ -14,8 +12,7 @@ def parse(line: str) -> ServerConfig:
 
 
 def flags_of_the_server() -> set[str]:
-    fields = [field for group in ServerConfig().groups() for field in dataclasses.fields(group)]
-    return {flag_name(field.name) for field in fields}
+    return {flag_name(field.name) for field in flag_fields(*ServerConfig().groups())}
 
 
 def complaint(line: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -52,6 +49,7 @@ def test_the_model_may_be_named_twice_but_not_differently(
         ("--max-model-len=8", "vLLM's --max-model-len is --context-length here"),
         ("-c 4096 model", "llama.cpp's -c is --context-length here"),
         ("-ngl 99", "llama.cpp's -ngl is not needed here: --device has all layers"),
+        ("--max-open-batches 3", "--max-open-batches is no flag any more: 100 may be open; a"),
         ("--tp-size 2 --foo", "SGLang's --tp-size is --tp here; there is no flag --foo"),
     ],
 )
@@ -67,3 +65,12 @@ def test_flags_of_other_servers_lead_to_flags_that_exist_and_are_none_themselves
              if word.startswith("--")}  # fmt: skip
     assert named <= ours
     assert not ours & FOREIGN_FLAGS.keys()
+
+
+def test_advice_for_flags_of_earlier_versions_names_flags_that_exist() -> None:
+    ours = flags_of_the_server()
+    named = {word.strip(",") for text in REMOVED_FLAGS.values() for word in text.split()
+             if word.startswith("--")}  # fmt: skip
+    assert named <= ours
+    assert not ours & REMOVED_FLAGS.keys()
+    assert not FOREIGN_FLAGS.keys() & REMOVED_FLAGS.keys()

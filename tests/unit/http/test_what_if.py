@@ -196,8 +196,8 @@ def test_the_load_is_bounded_and_has_the_last_arrivals(monkeypatch: pytest.Monke
 
 def test_the_simulated_server_has_the_values_that_the_real_one_has_found(tmp_path: Path) -> None:
     config = ServerConfig().replace(
-        schedule_policy="pack", pack_lookahead=64, fair_tenants=True, journal="/tmp/j", dp=2,
-        queue_timeout=3.0,
+        schedule_policy="priority", priority_preemption_threshold=3, fair_tenants=True,
+        journal="/tmp/j", dp=2, queue_timeout=3.0,
     )  # fmt: skip
     replicas = [{"pages_total": 64}, {"pages_total": 64}]
     info = {**INFO, "pages_total": 128, "chunked_prefill_size": None, "replicas": replicas}
@@ -220,6 +220,6 @@ def test_the_simulated_server_has_the_values_that_the_real_one_has_found(tmp_pat
         simulator_flags(was.replace(what_if_cost_model=str(file)))
     )
     other = simulator_flags(with_flags(was, {"--schedule-policy": "fcfs", "dp": 1}))
-    assert "--pack-lookahead" not in other and "--replicas" not in other
+    assert "--priority-preemption-threshold" not in other and "--replicas" not in other
     with pytest.raises(ConfigError, match="no flag that can be simulated"):
         with_flags(was, {"cost_model": "/etc/passwd"})

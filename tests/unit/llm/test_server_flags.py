@@ -1,6 +1,5 @@
 """The server's flags as keywords of LLM."""
 
-import dataclasses
 import types
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -9,18 +8,19 @@ import pytest
 
 from quadriga.errors import ConfigError
 from quadriga.llm.llm import ServerFlags, server_argv
+from quadriga.server.config.flags import flag_fields
 from quadriga.server.config.frontend_args import HttpArgs
 from quadriga.server.config.server_config import ServerConfig
 
-NOT_OFFERED = {"model", "served_model_name", "endpoint", "curve_dir", "insecure", "no_status_line"}
-"""The model is an argument of its own; the endpoint is private, and the program draws no line."""
+NOT_OFFERED = {"model", "served_model_name", "endpoint", "curve_dir", "insecure"}
+"""The model is an argument of its own, and the endpoint is private."""
 
-ALWAYS = ["--endpoint", "ipc", "--no-http", "--log-level", "warning", "--no-status-line"]
+ALWAYS = ["--endpoint", "ipc", "--no-http", "--log-level", "warning"]
 
 
 def test_the_keywords_are_the_servers_flags_in_their_order_with_their_types() -> None:
     groups = [group for group in ServerConfig().groups() if not isinstance(group, HttpArgs)]
-    fields = [f for group in groups for f in dataclasses.fields(group) if f.name not in NOT_OFFERED]
+    fields = [field for field in flag_fields(*groups) if field.name not in NOT_OFFERED]
     hints = get_type_hints(ServerFlags)
     assert list(hints) == [field.name for field in fields]
     for field in fields:
@@ -35,8 +35,7 @@ def test_the_keywords_are_the_servers_flags_in_their_order_with_their_types() ->
 def test_keywords_become_flags() -> None:
     argv = server_argv(Path("/models/a"), {"max_batch_size": 8, "journal": Path("/j"), "tp": 1})
     assert argv == ["--model", "/models/a", "--endpoint", "ipc", "--max-batch-size", "8",
-                    *argv[6:8], "--no-http", "--log-level", "warning",
-                    "--no-status-line"]  # fmt: skip
+                    *argv[6:8], "--no-http", "--log-level", "warning"]  # fmt: skip
     assert argv[6:8] == ["--journal", "/j"]
 
 
@@ -50,6 +49,7 @@ def test_a_keyword_overrides_the_log_level() -> None:
         ({"max_bach_size": 8}, TypeError, "no keyword 'max_bach_size'; near it: max_batch_size"),
         ({"port": 8000}, TypeError, "no keyword 'port'"),
         ({"tensor_parallel_size": 2}, TypeError, "SGLang's --tensor-parallel-size is --tp here"),
+        ({"plan_at_once": True}, TypeError, "--plan-at-once is no flag any more: each step is"),
         ({"max_batch_size": "8"}, ConfigError, "max_batch_size is '8': expected int, got str"),
         ({"dtype": "float8"}, ConfigError, "dtype is 'float8': it must be one of auto, float32"),
         ({"max_batch_size": 0}, ConfigError, "max_batch_size must be positive"),

@@ -69,7 +69,6 @@ def test_a_container_with_less_time_than_cores_has_fewer_threads_and_no_places()
 @pytest.mark.parametrize(
     ("args", "threads"),
     [
-        (WorkerArgs(device="cpu", no_affinity=True), 7),
         (WorkerArgs(device="cpu", worker_threads=8), 8),
         (WorkerArgs(device="cuda"), 7),
     ],

@@ -260,7 +260,7 @@ def test_the_default_on_a_gpu_is_what_its_tensor_cores_multiply(
 def test_the_thread_flag_wins_over_the_number_of_cores() -> None:
     before = torch.get_num_threads()
     try:
-        args = WorkerArgs(worker_threads=1, no_affinity=True)
+        args = WorkerArgs(worker_threads=1)
         assert take_cores(args).threads == torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)

@@ -1,17 +1,11 @@
 """Results of steps that are launched ahead are sent in order, while the next ones are launched."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
-from quadriga.errors import ConfigError
 from quadriga.wire.worker import ResultMessage, StepResult
-from tests.unit.worker_driver import Driver, runner_of
 from worker_proc.result_sender import AsyncResultSender, Wait
-from worker_proc.startup.build import mark_steps
 
 SECONDS = 10.0
 
@@ -60,20 +54,3 @@ def test_an_error_in_a_step_is_reported() -> None:
     results.send(broken)
     results.close()
     assert [str(error) for error in errors] == ["the GPU is gone"]
-
-
-def test_the_parts_of_a_step_are_marked_for_a_profiler(gpt2_dir: Path) -> None:
-    marks: list[str] = []
-
-    @contextmanager
-    def begin(name: str) -> Iterator[None]:
-        marks.append(name)
-        yield
-
-    runner = runner_of(gpt2_dir)
-    mark_steps(runner, begin)
-    driver = Driver(runner)
-    driver.generate([driver.add([1, 2, 3])], 1)
-    assert marks == ["launch", "execute", "forward_and_sample"]
-    with pytest.raises(ConfigError, match="enable_nvtx is for CUDA, the device is cpu"):
-        runner_of(gpt2_dir, enable_nvtx=True)

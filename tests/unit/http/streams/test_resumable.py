@@ -104,25 +104,25 @@ def test_a_stream_that_is_not_resumable_ends_with_its_connection() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "header", "field", "is_resumable"),
+    ("header", "field", "is_resumable"),
     [
-        (False, None, None, False),
-        (True, None, None, True),
-        (False, "true", None, True),
-        (True, "false", None, False),
-        (True, None, False, False),
-        (False, "true", False, True),
+        (None, None, False),
+        (None, True, True),
+        (None, False, False),
+        ("true", None, True),
+        ("true", False, True),
+        ("false", True, False),
     ],
 )
-def test_the_header_counts_before_the_field_and_the_field_before_the_flag(
-    flag: bool, header: str | None, field: bool | None, is_resumable: bool
+def test_the_header_counts_before_the_field(
+    header: str | None, field: bool | None, is_resumable: bool
 ) -> None:
     async def check(gateway: Gateway) -> None:
         headers = None if header is None else {"X-Resumable": header}
         async with streaming(gateway, headers=headers, resumable=field) as response:
             assert ("X-Stream-Id" in response.headers) == is_resumable
 
-    run_at_gateway(ScriptedRing(PIECES), check, resumable_streams=flag)
+    run_at_gateway(ScriptedRing(PIECES), check)
 
 
 def test_a_stream_without_readers_ends_after_the_window() -> None:
@@ -451,19 +451,6 @@ def test_streams_of_one_tenant_leave_room_for_those_of_others(tenants: dict[str,
                     assert response.status == 200
 
     run_at_gateway(ring, check, max_resumable_streams=8, **tenants)
-
-
-def test_streams_that_are_resumable_by_default_run_without_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(stream_table, "MAX_BYTES", 0)
-
-    async def check(gateway: Gateway) -> None:
-        async with streaming(gateway, resumable=None) as response:
-            assert "X-Stream-Id" not in response.headers
-            assert len(await events_of(response)) == len(PIECES) + 1
-
-    run_at_gateway(ScriptedRing(PIECES), check, resumable_streams=True)
 
 
 @pytest.mark.parametrize(
