@@ -3,6 +3,8 @@
 long-prompt        16 streams (client 0), and after 3 s a prompt of 6,000 tokens (client 1)
 one-beside-many    1,000 requests at once (client 0), and after 2 s a single one (client 1)
 two-lengths        100 requests at once, in random order: 88 of 16 tokens, 12 of 256
+long-among-short   60 short prompts at 4 a second (client 0), and one of 6,000 tokens (client 1)
+mooncake-like      600 requests of 16 to 6,000 tokens at 0.8 a second, with shared beginnings
 """
 
 import random
@@ -12,12 +14,6 @@ from pathlib import Path
 from bench.cli.command import command_parser
 from bench.load.synthetic import Lengths
 from simulator.trace import TraceRequest, write_trace
-
-# Write a trace of a hard situation: `python -m bench.scenarios NAME FILE`.
-#
-# long-prompt 16 streams (client 0), and after 3 s a prompt of 6,000 tokens (client 1) one-beside-
-# many 1,000 requests at once (client 0), and after 2 s a single one (client 1) two-lengths 100
-# requests at once, in random order: 88 of 16 tokens, 12 of 256
 
 
 def long_prompt() -> list[TraceRequest]:
@@ -37,22 +33,6 @@ def two_lengths() -> list[TraceRequest]:
     lengths = [16] * 88 + [256] * 12
     random.Random(0).shuffle(lengths)
     return [TraceRequest(0.0, ((i, 32),), max_new_tokens=n) for i, n in enumerate(lengths)]
-
-
-SCENARIOS: dict[str, Callable[[], list[TraceRequest]]] = {
-    "long-prompt": long_prompt,
-    "one-beside-many": one_beside_many,
-    "two-lengths": two_lengths,
-}
-
-
-def main() -> None:
-    """Write the trace that the command line names."""
-    parser = command_parser("bench.scenarios", __doc__)
-    parser.add_argument("name", choices=SCENARIOS)
-    parser.add_argument("file", type=Path)
-    arguments = parser.parse_args()
-    write_trace(arguments.file, SCENARIOS[arguments.name]())
 
 
 # Loads in which long prompts meet short ones.
@@ -109,6 +89,24 @@ def mooncake_like(num_requests: int, rate: float, seed: int = 0) -> Iterator[Tra
         earlier.append([segment for segment in segments if segment[1] == BLOCK_TOKENS])
         yield TraceRequest(at, tuple(segments), MOONCAKE_OUTPUT.draw(source))
         at += source.expovariate(rate)
+
+
+SCENARIOS: dict[str, Callable[[], list[TraceRequest]]] = {
+    "long-prompt": long_prompt,
+    "one-beside-many": one_beside_many,
+    "two-lengths": two_lengths,
+    "long-among-short": lambda: long_among_short(60, 4.0, 1),
+    "mooncake-like": lambda: list(mooncake_like(600, 0.8)),
+}
+
+
+def main() -> None:
+    """Write the trace that the command line names."""
+    parser = command_parser("bench.scenarios", __doc__)
+    parser.add_argument("name", choices=SCENARIOS)
+    parser.add_argument("file", type=Path)
+    arguments = parser.parse_args()
+    write_trace(arguments.file, SCENARIOS[arguments.name]())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every relative link and anchor of the docs leads to something."""
+"""Every relative link and anchor of the docs leads to something, and every tool of them exists."""
 
 import re
 from functools import cache
@@ -46,3 +46,15 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     own = {path.removeprefix("repository/") for path in listed if path.startswith("repository/")}
     assert listed - {f"repository/{name}" for name in own} == pages
     assert all((ROOT / name).is_file() for name in own)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name != "CHANGELOG.md"],  # which names those of its time
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_tools_that_a_page_names_exist(page: Path) -> None:
+    tools = set(re.findall(r"(?:python -m |`)(bench(?:\.[a-z]\w*)+)", page.read_text()))
+    paths = {tool: ROOT / tool.replace(".", "/") for tool in tools}
+    missing = [t for t, p in paths.items() if not (p.is_dir() or p.with_suffix(".py").is_file())]
+    assert not missing, missing
