@@ -1,7 +1,10 @@
 """A crew: keeps the processes of one replica on its machine, as the launcher does on its own.
 
     python -m cluster_proc.crew --replica 2 --node-host 10.0.0.7 --delivery-address tcp://…
-        --inner-key-id … [flags]
+        --inner-key-id … [--first-rank 1] [flags]
+
+With --first-rank it is a rank crew, which keeps only the ranks that the replica has on a further
+machine.
 
 It is the child of an actor (crew_actor.py), whose control channel has the commands and reports of
 every child process (quadriga/server/processes/control_channel.py). At the end of the channel the
@@ -13,8 +16,7 @@ crew leaves, and its processes with it.
 | `died`, `restarted` | `process`, while the crew restarts it |
 | `lost` | `reason`: a process has died for good |
 | `left` | every process has finished its work |
-
-KeptProcesses is what this crew and rank_crew.py have in common.
+| `ranks` | of a rank crew: `addresses` at which its ranks receive, `version` of quadriga |
 """
 
 import argparse
@@ -44,19 +46,20 @@ from quadriga.server.processes.supervisor import Death, ReadyAgain, Supervisor, 
 from quadriga.wire.curve import inner_key_id
 from quadriga.wire.links import ReservedPort
 
-# The processes that a crew keeps on its machine, from their start to the crew's end.
+RANK_PROGRAM, RANK_NAME = "worker_proc.remote_rank", "worker_proc rank"
 
 
 class KeptProcesses(ABC):
     """Starts the processes of a crew, and keeps them until they end or the actor ends the crew.
 
-    A subclass takes in the events, and decides which deaths the crew survives.
+    A subclass handles the events, and decides which deaths the crew survives.
 
     Args:
         names: names of the processes.
         flags: command line flags of every process.
         program_of: returns the command that runs a process, before its flags.
         launch: limits of restarts and of the watchdog.
+        ports: where its processes receive; they stay reserved as long as the crew is there.
         check_keys: raises ConfigError where this machine has other keys than the server's.
         connection: the crew's end of its control channel.
     """
@@ -67,10 +70,12 @@ class KeptProcesses(ABC):
         flags: list[str],
         program_of: Callable[[str], list[str]],
         launch: LaunchArgs,
+        ports: Sequence[ReservedPort],
         check_keys: Callable[[], None],
         connection: socket.socket,
     ) -> None:
         self._names = names
+        self._ports = ports
         self._check_keys = check_keys
         self._supervisor = Supervisor(flags, program_of, launch, no_restart=[])
         self._control = ControlChannel(connection, self._supervisor.run_dir)
@@ -93,7 +98,7 @@ class KeptProcesses(ABC):
                     return EXIT_OK
                 if isinstance(event, Death) and not self._survives(event):
                     return EXIT_OK
-                self._take_in(event)
+                self._handle(event)
         finally:
             self._supervisor.clean_up()
 
@@ -104,7 +109,7 @@ class KeptProcesses(ABC):
             self._supervisor.start(name)
 
     @abstractmethod
-    def _take_in(self, event: object) -> None:
+    def _handle(self, event: object) -> None:
         """Act on an event of `Supervisor.next_event`: any but STOP, and a death that ended it."""
 
     @abstractmethod
@@ -116,22 +121,7 @@ class KeptProcesses(ABC):
         """
 
 
-# A crew: keeps the processes of one replica on its machine, as the launcher does on its own.
-#
-# python -m cluster_proc.crew --replica 2 --node-host 10.0.0.7 --delivery-address tcp://…
-#     --inner-key-id … [flags]
-#
-# It is the child of an actor (ray_crews.py), whose control channel has the commands and reports
-# of every child process (quadriga/server/processes/control_channel.py). At the end of the channel
-# the crew leaves, and its processes with it.
-#
-# | report | fields |
-# |---|---|
-# | `joined` | `address` of the scheduler, `version` of quadriga, `info` of the worker: it serves
-# |
-# | `died`, `restarted` | `process`, while the crew restarts it |
-# | `lost` | `reason`: a process has died for good |
-# | `left` | every process has finished its work |
+# --- a replica ------------------------------------------------------------------------------------
 
 
 class Crew(KeptProcesses):
@@ -141,7 +131,7 @@ class Crew(KeptProcesses):
         config: the server's flags.
         number: the replica.
         links: flags with the addresses of the links that leave this machine.
-        address: where the scheduler receives.
+        port: where the scheduler receives.
         check_keys: raises ConfigError where this machine has other keys than the server's.
         connection: the crew's end of its control channel.
     """
@@ -151,18 +141,19 @@ class Crew(KeptProcesses):
         config: ServerConfig,
         number: int,
         links: list[str],
-        address: str,
+        port: ReservedPort,
         check_keys: Callable[[], None],
         connection: socket.socket,
     ) -> None:
         names = [f"{program}/{number}" for program in RING]
-        flags = [*config.to_argv(), *links]
-        super().__init__(names, flags, programs.command_of, config.launch, check_keys, connection)
-        self._address = address
+        flags = [*config.to_argv(), "--scheduler-address", port.address, *links]
+        super().__init__(
+            names, flags, programs.command_of, config.launch, [port], check_keys, connection
+        )
         self._worker, self._scheduler, _ = names
         self._has_joined = False
 
-    def _take_in(self, event: object) -> None:
+    def _handle(self, event: object) -> None:
         if isinstance(event, ReadyAgain):
             self._control.report("restarted", process=event.name)
         elif event is SupervisorEvent.COMMAND:
@@ -172,7 +163,8 @@ class Crew(KeptProcesses):
             self._has_joined = True
             # What the driver reports in its own name, when it is ready.
             info = {k: v for k, v in self._supervisor[self._worker].info.items() if k != "pid"}
-            self._control.report("joined", address=self._address, version=__version__, info=info)
+            address = self._ports[0].address
+            self._control.report("joined", address=address, version=__version__, info=info)
 
     def _obey(self, command: Command, argument: str) -> None:
         if command is Command.ABORT:
@@ -195,6 +187,64 @@ class Crew(KeptProcesses):
         return True
 
 
+# --- ranks of a replica on a further machine ------------------------------------------------------
+
+
+class RankCrew(KeptProcesses):
+    """The ranks of one machine, which run until the actor ends the crew, or one dies for good.
+
+    Args:
+        config: the server's flags.
+        number: the replica.
+        first: number of its first rank.
+        ports: where each of its ranks receives.
+        check_keys: raises ConfigError where this machine has other keys than the server's.
+        connection: the crew's end of its control channel.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        number: int,
+        first: int,
+        ports: Sequence[ReservedPort],
+        check_keys: Callable[[], None],
+        connection: socket.socket,
+    ) -> None:
+        names = [f"{RANK_NAME} {rank}/{number}" for rank in range(first, first + len(ports))]
+        # Those of other machines are empty.
+        addresses = [""] * first + [port.address for port in ports]
+        flags = [*config.to_argv(), "--rank-addresses", ",".join(addresses)]
+        super().__init__(names, flags, _command_of, config.launch, ports, check_keys, connection)
+
+    def _start(self) -> None:
+        super()._start()
+        addresses = [port.address for port in self._ports]
+        self._control.report("ranks", addresses=addresses, version=__version__)
+
+    def _handle(self, event: object) -> None:
+        if event is SupervisorEvent.COMMAND:
+            self._control.read_commands()
+
+    def _survives(self, death: Death) -> bool:
+        """Start a rank again; return False if the replica ends with it."""
+        delay_s = 0.0 if death.is_clean else death.restart_delay_s
+        if delay_s is None:
+            self._control.report("lost", reason=f"{death.name} died ({death.reason})")
+            return False
+        self._check_keys()
+        self._supervisor.start_later(death.name, delay_s)
+        return True
+
+
+def _command_of(name: str) -> list[str]:
+    """Return the command of a rank, which is named RANK_NAME and its number."""
+    return [*programs.command_of(RANK_PROGRAM), name.removeprefix(RANK_NAME).strip()]
+
+
+# --- the program ----------------------------------------------------------------------------------
+
+
 def check_inner_key(directory: str, expected: str, host: str) -> None:
     """Raise ConfigError where a directory's inner key is not that of the server.
 
@@ -210,51 +260,9 @@ def check_inner_key(directory: str, expected: str, host: str) -> None:
         )
 
 
-def main() -> None:
-    """Run `python -m cluster_proc.crew`."""
-    parser = crew_parser("python -m cluster_proc.crew")
-    parser.add_argument("--rank-addresses", default="", help="of the ranks on other machines")
-    run_crew(parser.parse_args(), _keep_replica)
-
-
-def _keep_replica(
-    arguments: argparse.Namespace,
-    config: ServerConfig,
-    check_keys: Callable[[], None],
-    connection: socket.socket,
-) -> int:
-    port = ReservedPort(arguments.node_host)
-    links = ["--scheduler-address", port.address, "--delivery-address", arguments.delivery_address]
-    if arguments.rank_addresses:
-        links += ["--rank-addresses", arguments.rank_addresses]
-    crew = Crew(config, arguments.replica, links, port.address, check_keys, connection)
-    return crew.run()
-
-
-def crew_parser(program: str) -> argparse.ArgumentParser:
-    """Return the parser of what every crew is given."""
-    parser = argparse.ArgumentParser(program)
-    parser.add_argument("--control-fd", type=int, required=True, help="socket to the actor")
-    parser.add_argument("--replica", type=int, required=True, help="number of the replica")
-    parser.add_argument("--node-host", required=True, help="address of this machine")
-    parser.add_argument("--delivery-address", required=True, help="where the frontend receives")
-    parser.add_argument("--inner-key-id", required=True, help="of the inner key at the server")
-    configuration.add_flags(parser)
-    return parser
-
-
-def run_crew(
-    arguments: argparse.Namespace,
-    keep: Callable[[argparse.Namespace, ServerConfig, Callable[[], None], socket.socket], int],
-) -> NoReturn:
-    """Find the model on this machine, keep the processes, and exit.
-
-    Args:
-        arguments: of `crew_parser`.
-        keep: runs the processes. Takes the arguments, the flags with the model's place on this
-            machine, what raises ConfigError where this machine has other keys, and the channel to
-            the actor; returns the exit code.
-    """
+def main() -> NoReturn:
+    """Run `python -m cluster_proc.crew`: find the model on this machine, keep the processes."""
+    arguments = _parser().parse_args()
     continue_at_parents_death()
     connection = socket.socket(fileno=arguments.control_fd)
     allow_open_files(MAX_OPEN_FILES)
@@ -264,13 +272,43 @@ def run_crew(
         check_servable(model, config.worker.quantization)
         name = config.model.shown_name
         config = config.replace(**model.location_flags, served_model_name=name)
-        key = config.frontend.curve_dir, arguments.inner_key_id, arguments.node_host
-        code = keep(arguments, config, partial(check_inner_key, *key), connection)
+        code = _crew(arguments, config, connection).run()
     except QuadrigaError as error:
         reason = f"machine {arguments.node_host}: {type(error).__name__}: {error}"
         ControlChannel.report_to(connection, "lost", reason=reason)
         code = EXIT_START_FAILED
     sys.exit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m cluster_proc.crew")
+    parser.add_argument("--control-fd", type=int, required=True, help="socket to the actor")
+    parser.add_argument("--replica", type=int, required=True, help="number of the replica")
+    parser.add_argument("--node-host", required=True, help="address of this machine")
+    parser.add_argument("--delivery-address", required=True, help="where the frontend receives")
+    parser.add_argument("--inner-key-id", required=True, help="of the inner key at the server")
+    parser.add_argument("--rank-addresses", default="", help="of the ranks on other machines")
+    parser.add_argument(
+        "--first-rank", type=int, default=0, help="keep only ranks, from this one on (0: a replica)"
+    )
+    configuration.add_flags(parser)
+    return parser
+
+
+def _crew(
+    arguments: argparse.Namespace, config: ServerConfig, connection: socket.socket
+) -> KeptProcesses:
+    """Return the crew of the arguments, with free ports of this machine."""
+    host, first, number = arguments.node_host, arguments.first_rank, arguments.replica
+    check_keys = partial(check_inner_key, config.frontend.curve_dir, arguments.inner_key_id, host)
+    if first:
+        num_ranks = config.replicas.place_of(number).ranks_per_machine(config.worker.tp)
+        ports = [ReservedPort(host) for _ in range(num_ranks)]
+        return RankCrew(config, number, first, ports, check_keys, connection)
+    links = ["--delivery-address", arguments.delivery_address]
+    if arguments.rank_addresses:
+        links += ["--rank-addresses", arguments.rank_addresses]
+    return Crew(config, number, links, ReservedPort(host), check_keys, connection)
 
 
 if __name__ == "__main__":

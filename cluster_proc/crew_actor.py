@@ -1,6 +1,6 @@
 """The actor that starts a crew, or a rank crew, on its machine, and passes commands and reports on.
 
-Ray gets this module by value (ray_crews.py), so that it imports nothing of this project: a machine
+Ray gets this module by value (crews.py), so that it imports nothing of this project: a machine
 needs an installation only, wherever that is.
 """
 

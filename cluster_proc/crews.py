@@ -142,10 +142,10 @@ def fewest_machines(tp: int, gpus: Sequence[int]) -> int:
 # A replica whose ranks are on several machines.
 #
 # The first machine has a crew (crew.py) with scheduler, detokenizer and rank 0, as ever; each
-# further one has a rank crew (rank_crew.py). The crew is started with the addresses that the rank
-# crews have reported. The end of any of them is that of the replica.
+# further one has a rank crew, of the same module. The crew is started with the addresses that the
+# rank crews have reported. The end of any of them is that of the replica.
 
-CREW, RANK_CREW = "cluster_proc.crew", "cluster_proc.rank_crew"
+CREW = "cluster_proc.crew"
 
 
 class SpreadCrew:
@@ -175,7 +175,7 @@ class SpreadCrew:
         await self._placement.wait()
         for machine in self._machines:
             first = ["--first-rank", str(machine * self._num_ranks)]
-            self._start(machine, RANK_CREW, [*first, *self._arguments])
+            self._start(machine, [*first, *self._arguments])
 
     async def reports(self) -> AsyncIterator[Report]:
         """Yield the crew's reports, and a rank crew's last one if it ends."""
@@ -188,9 +188,8 @@ class SpreadCrew:
             elif report["report"] == "ranks":
                 self._addresses[machine] = report["addresses"]
                 if len(self._addresses) == len(self._machines):
-                    self._start(
-                        0, CREW, ["--rank-addresses", self._all_addresses, *self._arguments]
-                    )
+                    addresses = ["--rank-addresses", self._all_addresses]
+                    self._start(0, [*addresses, *self._arguments])
 
     @property
     def _all_addresses(self) -> str:
@@ -200,8 +199,8 @@ class SpreadCrew:
             addresses += self._addresses[machine]
         return ",".join(addresses)
 
-    def _start(self, machine: int, module: str, arguments: list[str]) -> None:
-        crew = self._crews[machine] = self._placement.start(machine, module, arguments)
+    def _start(self, machine: int, arguments: list[str]) -> None:
+        crew = self._crews[machine] = self._placement.start(machine, CREW, arguments)
         self._readers.append(asyncio.create_task(self._read(machine, crew)))
 
     async def _read(self, machine: int, crew: CrewProcess) -> None:

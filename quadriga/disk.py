@@ -6,6 +6,7 @@ import os
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 # Only the server's user may read what clients upload.
 FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
@@ -67,6 +68,24 @@ def read_text(path: str | Path) -> str:
     """Return the text of a regular file in UTF-8. Raise OSError, or UnicodeDecodeError."""
     with os.fdopen(open_regular(path), encoding="utf-8") as file:
         return file.read()
+
+
+class FileStamp(NamedTuple):
+    """What changes when a file is overwritten or replaced."""
+
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+def file_stamp(path: str | Path) -> FileStamp | None:
+    """Return the stamp of a file; None if there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return FileStamp(status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def make_sqlite_file(path: Path) -> None:

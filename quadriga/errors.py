@@ -13,6 +13,8 @@
 On the wire an error is an `ErrorInfo`; `from_code` returns its exception.
 """
 
+MAX_SHOWN_CHARS = 60  # of a value in a message
+
 
 class QuadrigaError(Exception):
     """Base class. `code` is the name on the wire."""
@@ -139,6 +141,12 @@ class AddressInUse(QuadrigaError):
     """Another process uses the address of the endpoint."""
 
     code = "address_in_use"
+
+
+def quoted(value: object) -> str:
+    """Return a value for a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "…"
 
 
 def _all_subclasses(cls: type[QuadrigaError]) -> list[type[QuadrigaError]]:

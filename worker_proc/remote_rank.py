@@ -1,6 +1,6 @@
 """A rank of a worker whose rank 0 is on another machine.
 
-A rank crew (cluster_proc/rank_crew.py) starts it as
+A rank crew (cluster_proc/crew.py) starts it as
 `python -m worker_proc.remote_rank RANK --run-dir …`, and again after each end, so that it waits for
 the next rank 0.
 """

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from quadriga import disk
 from quadriga.clock import now
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, quoted
 from quadriga.programs import install_command
 
 # Tenant: an owner of requests, with its weight and its limits.
@@ -132,7 +132,6 @@ def own_info(info: Mapping[str, Any], tenant: str) -> dict[str, Any]:
 # Read a key file: a YAML list with one map for each tenant.
 
 MAX_WEIGHT = 1e6
-MAX_SHOWN_CHARS = 60
 KEY_FORM = re.compile(r"sha256:[0-9a-f]{64}")
 
 KNOWN_FIELDS = tuple(field.name for field in fields(Tenant))
@@ -201,20 +200,20 @@ def _check_unique(tenants: list[Tenant], field: str, path: Path) -> None:
 
 def _tenant(entry: Any, where: str) -> Tenant:
     if not isinstance(entry, dict):
-        raise ConfigError(f"{where} is {_shown(entry)}: it must be a map, such as `name: alice`")
+        raise ConfigError(f"{where} is {quoted(entry)}: it must be a map, such as `name: alice`")
     if isinstance(entry.get("name"), str):
-        where += f" ({_shown(entry['name'])})"
+        where += f" ({quoted(entry['name'])})"
     values: dict[str, Any] = {}
     for field, value in entry.items():
         rule = RULES.get(field)
         if rule is None:
             raise ConfigError(
-                f"{where}: there is no field {_shown(field)}: the fields are"
+                f"{where}: there is no field {quoted(field)}: the fields are"
                 f" {', '.join(KNOWN_FIELDS)}"
             )
         if not rule.holds(value):
             # A key that stands in the file by mistake must not get into a log.
-            shown = "not a hash" if field == "key" else _shown(value)
+            shown = "not a hash" if field == "key" else quoted(value)
             raise ConfigError(f"{where}: {field} is {shown}: {rule.remedy}")
         values[field] = tuple(value) if isinstance(value, list) else value
     if "name" not in values:
@@ -225,11 +224,6 @@ def _tenant(entry: Any, where: str) -> Tenant:
             " CURVE key with `curve: NAME`"
         )
     return Tenant(**values)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "…"
 
 
 # --- the fields -----------------------------------------------------------------------------------
@@ -373,7 +367,7 @@ class TenantFile:
         self._clock = clock
         self._copy = None if directory is None else directory / LAST_GOOD_NAME
         self._lock = threading.Lock()
-        self._stamp = _stamp(path)
+        self._stamp = disk.file_stamp(path)
         self._checked_at = clock()
         self.has_failed = False
         self.index = self._first_index()
@@ -397,7 +391,7 @@ class TenantFile:
         if read_at - self._checked_at < CHECK_INTERVAL_S:
             return False
         self._checked_at = read_at
-        return _stamp(self._path) != self._stamp
+        return disk.file_stamp(self._path) != self._stamp
 
     def reload(self, settles: bool = True) -> None:
         """Read the file, unless another thread has read it meanwhile.
@@ -406,7 +400,7 @@ class TenantFile:
             settles: wait until the file has not been written for SETTLE_S.
         """
         with self._lock:
-            stamp = _stamp(self._path)
+            stamp = disk.file_stamp(self._path)
             if stamp == self._stamp:
                 return
             if settles:
@@ -429,12 +423,12 @@ class TenantFile:
         """Read the file without waiting for it."""
         threading.Thread(target=self.reload, daemon=True).start()
 
-    def _settled_stamp(self) -> tuple[int, ...]:
+    def _settled_stamp(self) -> disk.FileStamp | None:
         """Wait until the file is as it was for SETTLE_S, and return its stamp."""
         deadline = time.monotonic() + MAX_SETTLE_S
         while True:
-            stamp = _stamp(self._path)
-            age_s = now() - stamp[-1] / 1e9 if stamp else SETTLE_S
+            stamp = disk.file_stamp(self._path)
+            age_s = now() - stamp.mtime_ns / 1e9 if stamp else SETTLE_S
             rest_s = min(SETTLE_S - age_s, SETTLE_S, deadline - time.monotonic())
             if rest_s <= 0:
                 return stamp
@@ -464,15 +458,6 @@ def check_key_file(path: Path) -> str:
     read_tenants(path)
     is_open = path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
     return f"{path} can be read by other users of this machine: chmod 600 {path}" if is_open else ""
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    """Return values that change when a file is overwritten or replaced; () without a file."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return ()
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 # Add entries to a key file, and remove them, without touching the rest of its text.

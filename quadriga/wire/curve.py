@@ -137,7 +137,7 @@ class AllowList:
                 # A file may have been overwritten; the interval bounds the work for strangers.
                 if time.monotonic() - self._read_at >= RECHECK_INTERVAL_S:
                     self._read()
-            elif _stamp(file.path) != file.stamp:
+            elif disk.file_stamp(file.path) != file.stamp:
                 self._read()
         except OSError:
             self._files, self._by_key, self._directory_stamp = {}, {}, -1
@@ -155,7 +155,7 @@ class AllowList:
         known, self._files = self._files, {}
         for path in map(str, self._directory.glob("*" + PUBLIC)):
             file = known.get(path)
-            stamp = _stamp(path)
+            stamp = disk.file_stamp(path)
             if file is None or file.stamp != stamp:
                 file = KeyFile(path, stamp, _public_key(path))
             self._files[path] = file
@@ -163,20 +163,11 @@ class AllowList:
 
 
 class KeyFile(NamedTuple):
-    """A client's public key, b"" if the file has none, and the file's stamp (`_stamp`)."""
+    """A client's public key, b"" if the file has none, and the file's stamp."""
 
     path: str
-    stamp: tuple[int, ...]
+    stamp: disk.FileStamp | None
     key: bytes
-
-
-def _stamp(path: str) -> tuple[int, ...]:
-    """Return values that change when a file is overwritten or replaced; () without a file."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return ()
-    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _public_key(path: str) -> bytes:

@@ -28,13 +28,18 @@ def server(
         yield server
 
 
-def find(program: str) -> psutil.Process:
-    """Return the one process of the cluster that runs a program."""
-    (found,) = [
+def find_all(program: str) -> list[psutil.Process]:
+    """Return the processes of the cluster that run a program."""
+    return [
         process
         for process in psutil.process_iter(["cmdline"])
         if (process.info["cmdline"] or [])[2:3] == [program] and raylet_of(process)
     ]
+
+
+def find(program: str) -> psutil.Process:
+    """Return the one process of the cluster that runs a program."""
+    (found,) = find_all(program)
     return found
 
 
@@ -95,8 +100,9 @@ def test_no_stream_is_lost_or_different_when_a_machine_of_the_replica_is_lost(
 
 
 def test_a_launcher_that_is_killed_leaves_no_rank_on_any_machine(server: ClusterServer) -> None:
-    programs = (RANK, WORKER, "cluster_proc.crew", "cluster_proc.rank_crew")
-    pids = [find(program).pid for program in programs]
+    crews = find_all("cluster_proc.crew")
+    assert len(crews) == 2, "a crew, and a rank crew"
+    pids = [process.pid for process in (find(RANK), find(WORKER), *crews)]
     os.kill(server.process.pid, signal.SIGKILL)
     server.process.wait()
     wait_until(lambda: not any(map(is_alive, pids)), 20, lambda: f"left: {pids}")

@@ -98,7 +98,7 @@ class TPLeader:
 
 # Lead ranks on several machines: those of this machine as ever, the others over TCP.
 #
-# A rank crew (cluster_proc/rank_crew.py) keeps the ranks of each further machine, which wait for
+# A rank crew (cluster_proc/crew.py) keeps the ranks of each further machine, which wait for
 # JoinRanks. Rank 0 and each of them watch a connection to the other; if one breaks, both ends
 # exit, and the worker starts again, as after the death of a rank on this machine.
 

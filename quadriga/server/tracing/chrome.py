@@ -1,6 +1,7 @@
 """Traces in Chrome's trace event format, which ui.perfetto.dev and chrome://tracing open.
 
-First the traces of requests, then some seconds of the live feed as one file.
+First the traces of requests, then some seconds of the live feed as one file. The format:
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 from collections import Counter
@@ -19,10 +20,6 @@ from quadriga.wire.live import (
     RowKind,
 )
 from quadriga.wire.trace import Attributes, RequestTrace, Span
-
-# Traces in Chrome's trace event format, which ui.perfetto.dev and chrome://tracing open.
-#
-# https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
 # In the order of a request's way; a process's number is its `pid`.
 PROCESSES = ("http_proc", "tokenizer_proc", "scheduler_proc", "worker_proc", "detok_proc")
@@ -100,10 +97,7 @@ def microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-# The live feed of some seconds as one file in Chrome's trace format.
-#
-# The worker has a track with the steps, each request one with its rows in them, and each process
-# counters of CPU and memory.
+# --- the live feed --------------------------------------------------------------------------------
 
 REQUESTS = "requests"
 TRACKS = (*PROCESSES, "launcher", REQUESTS)
@@ -114,7 +108,10 @@ Event = dict[str, Any]
 
 
 class LiveRecording:
-    """Collect messages of the live feed.
+    """Collect messages of the live feed, and make one file of them.
+
+    The worker has a track with the steps, each request one with its rows in them, and each process
+    counters of CPU and memory.
 
     Attributes:
         num_lost: messages of the feed that were dropped on the way.
@@ -141,7 +138,7 @@ class LiveRecording:
         return sum(event["name"] == "step" for event in self._events)
 
     def add(self, message: LiveMessage) -> None:
-        """Take in a message."""
+        """Add a message."""
         if not self._began_at:
             self._began_at = message.time
         if isinstance(message, LiveServer):
@@ -156,14 +153,14 @@ class LiveRecording:
             event
             for name, pid in self._pids.items()
             for event in (
-                _live_metadata("process_name", pid, 0, {"name": name}),
-                _live_metadata("process_sort_index", pid, 0, {"sort_index": pid}),
+                _metadata("process_name", pid, 0, {"name": name}),
+                _metadata("process_sort_index", pid, 0, {"sort_index": pid}),
             )
         ]
         pid = self._pids[REQUESTS]
         for seq, request in self._requests.items():
             name = f"{request.request_id} choice {request.index}"
-            names.append(_live_metadata("thread_name", pid, seq + 1, {"name": name}))
+            names.append(_metadata("thread_name", pid, seq + 1, {"name": name}))
         data = {"began_at": self._began_at, "lost_messages": self.num_lost}
         return ChromeTrace(names + self._events, data)
 
@@ -256,7 +253,3 @@ class LiveRecording:
     def _put(self, event: Event) -> None:
         if not self.is_full:
             self._events.append(event)
-
-
-def _live_metadata(name: str, pid: int, tid: int, args: Event) -> Event:
-    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}

@@ -35,7 +35,7 @@ class SmallCrew(KeptProcesses):
         pids = [child.process.pid for child in self._supervisor]
         self._control.report(kind, pids=pids, run_dir=str(self._supervisor.run_dir))
 
-    def _take_in(self, event: object) -> None:
+    def _handle(self, event: object) -> None:
         if event is SupervisorEvent.RESTARTED:
             self._report("restarted")
 
@@ -60,6 +60,7 @@ def main() -> None:
         [],
         lambda _: [sys.executable, "-c", WAITING_PROCESS],
         LaunchArgs(max_restarts=1),
+        [],
         check_keys,
         socket.socket(fileno=control_fd),
     )

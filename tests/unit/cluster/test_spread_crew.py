@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from cluster_proc.crews import CREW, RANK_CREW, Bundle, Report, SpreadCrew, fewest_machines
+from cluster_proc.crews import CREW, Bundle, Report, SpreadCrew, fewest_machines
 from quadriga import __version__
 
 TIMEOUT_S = 20.0
@@ -62,8 +62,8 @@ def test_the_crew_starts_with_the_addresses_that_the_rank_crews_have_reported() 
         placement = FakePlacement()
         crew = await placed(placement)
         assert {n: (one.module, one.arguments) for n, one in placement.started.items()} == {
-            1: (RANK_CREW, ["--first-rank", "2", "--replica", "4"]),
-            2: (RANK_CREW, ["--first-rank", "4", "--replica", "4"]),
+            1: (CREW, ["--first-rank", "2", "--replica", "4"]),
+            2: (CREW, ["--first-rank", "4", "--replica", "4"]),
         }
         crew.send("reload")  # too early: nothing to reload
         reports = crew.reports()

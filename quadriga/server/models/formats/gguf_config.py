@@ -264,7 +264,7 @@ def _rope_factor(values: Mapping[str, Any]) -> float:
     key = "rope.scaling.factor"
     if key not in values:
         key = "rope.scale_linear"
-    factor = _rope_decimal(values.get(key) or 1.0)
+    factor = _decimal(values.get(key) or 1.0)
     if not factor > 0 or not math.isfinite(factor):
         raise ModelError(f"{key} = {factor} is not supported; supported: numbers above 0")
     return factor
@@ -313,11 +313,6 @@ def _longrope(
         "long_factor": [factor * divisor for divisor in divisors[LONG_FACTORS]],
         "attention_factor": attention_factor,
     }
-
-
-def _rope_decimal(value: float) -> float:
-    """Return the decimal number of a float32."""
-    return float(f"{value:.7g}")
 
 
 # A GGUF's header, converted once to the files of a Hugging Face directory.

@@ -16,7 +16,7 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 from msgspec import Meta
 
-from quadriga.errors import ModelError
+from quadriga.errors import ModelError, quoted
 
 # Reader of a GGUF's metadata and tensor index.
 #
@@ -33,7 +33,6 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B",
            10: "Q", 11: "q", 12: "d"}  # fmt: skip
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
-MAX_SHOWN_CHARS = 60
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
 # Keys without the architecture's prefix that may have a value for each layer.
 LAYER_VALUES = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
@@ -147,7 +146,7 @@ def checked_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
         if name in LAYER_VALUES and isinstance(value, list):
             if any(item != value[0] for item in value[1:]):
                 raise ModelError(
-                    f"{key} is {_shown(value)}: it differs between the layers, which is not"
+                    f"{key} is {quoted(value)}: it differs between the layers, which is not"
                     " supported; take a model whose layers have one size"
                 )
             value = checked[key] = value[0] if value else None
@@ -156,7 +155,7 @@ def checked_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
             try:
                 msgspec.convert(value, kind[0])
             except msgspec.ValidationError:
-                raise ModelError(f"{key} is {_shown(value)}, and should be {kind[1]}") from None
+                raise ModelError(f"{key} is {quoted(value)}, and should be {kind[1]}") from None
     return checked
 
 
@@ -164,11 +163,6 @@ def _kind_of(name: str) -> tuple[Any, str] | None:
     if name.startswith("tokenizer.ggml.") and name.endswith("_token_id"):
         return _TOKEN_ID
     return _TEXT if name.startswith("tokenizer.chat_template.") else _KINDS.get(name)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."
 
 
 class _Cursor:
@@ -344,8 +338,6 @@ def read_whole_header(path: Path) -> GGUFHeader:
 #
 # Source: the GGUF specification (ggml, docs/gguf.md).
 
-_STRING_KIND, _ARRAY_KIND = 8, 9
-_SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 MAX_NAME_BYTES = 1 << 16
 
 
@@ -375,14 +367,14 @@ def _find_architecture(file: BinaryIO) -> str | None:
     for _ in range(num_keys):
         name = _string_at_start(file)
         (kind,) = struct.unpack("<I", file.read(4))
-        if name == "general.architecture" and kind == _STRING_KIND:
+        if name == "general.architecture" and kind == STRING_TYPE:
             return _string_at_start(file)
-        if kind == _ARRAY_KIND:
+        if kind == ARRAY_TYPE:
             return None
-        if kind == _STRING_KIND:
+        if kind == STRING_TYPE:
             _string_at_start(file)
         else:
-            file.seek(_SCALAR_BYTES[kind], 1)
+            file.seek(struct.calcsize(SCALARS[kind]), 1)
     return None
 
 
