@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from quadriga.client import AsyncClient, Client, Completion, SamplingParams
@@ -177,22 +176,3 @@ def test_chosen_ids_have_the_log_probabilities_that_the_likeliest_have(server: S
     for token, most_likely in zip(both.logprobs, top.logprobs, strict=True):
         assert [t.token_id for t in token.top[:2]] == [t.token_id for t in most_likely.top[:2]]
         assert [t.token_id for t in token.top[2:]] == [3, 4]
-
-
-def test_the_built_in_model_answers_after_a_reasoning_that_is_closed(tmp_path: Path) -> None:
-    wanted = SamplingParams(
-        thinking_end=END, thinking_token_budget=12, temperature=0, max_new_tokens=60
-    )
-    in_json = msgspec.structs.replace(wanted, json_schema=SCHEMA)
-    chat = [{"role": "user", "content": "How long should I stay in Oslo?"}]
-    with (
-        running_server(tmp_path / "log", "--max-total-tokens", "4096") as server,
-        Client(server.endpoint) as client,
-    ):
-        closing = client.tokenize(END)
-        free, structured = client.generate(chat, wanted), client.generate(chat, in_json)
-    assert len(closing) > 3, "the mark is ordinary text"
-    for completion in (free, structured):
-        assert completion.token_ids[12 : 12 + len(closing)] == closing
-    assert free.text.split(END)[1]
-    assert set(json.loads(structured.text.split(END)[1])) == {"city", "days"}

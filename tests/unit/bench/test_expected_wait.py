@@ -3,6 +3,7 @@
 import pytest
 
 from bench.simulate.expected_wait import MIN_WAIT_S, WaitErrors, WaitSample, main
+from tests.everything import more
 
 SHORT = "--input-len 16:64 --max-new-tokens 8:64"
 LONG = "--input-len 16:64 --max-new-tokens 16:48 --request-rate 9 --long-every 20"
@@ -14,11 +15,11 @@ CACHED = "--input-len 16:64 --max-new-tokens 8:64"
     "flags",
     [
         f"{SHORT} --slots 16 --request-rate 30",
-        f"{SHORT} --slots 32 --request-rate 20",
+        more(f"{SHORT} --slots 32 --request-rate 20"),
         "--input-len 64:256 --max-new-tokens 2:8 --slots 256 --request-rate 20 --num-requests 400",
         LONG,
-        f"{CROWDED} --itl-target 45 --slots 32",
-        f"{CACHED} --prefix-groups 16",
+        more(f"{CROWDED} --itl-target 45 --slots 32"),
+        more(f"{CACHED} --prefix-groups 16"),
         f"{CACHED} --prefix-groups 64",
     ],
 )

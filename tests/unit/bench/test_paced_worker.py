@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 
 from bench.paced_worker import STEP_MS_VARIABLE, PacedRunner, install, start
+from quadriga import clock
 from quadriga.wire.packing import pack_ids, unpack_ids
 from quadriga.wire.worker import NewSlot, StepPlan
 from simulator.replica import SimulatedSlots
@@ -18,12 +19,16 @@ def plan(step: int, num_tokens: int, new: list[NewSlot]) -> StepPlan:
     return StepPlan(step, 0, pack_ids([3]), pack_ids([num_tokens]), new, b"", session=7)
 
 
-def test_a_step_takes_its_time_and_samples_where_all_known_tokens_are_computed() -> None:
+def test_a_step_takes_its_time_and_samples_where_all_known_tokens_are_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(clock, "now", lambda: 5.0)
+    monkeypatch.setattr(time, "sleep", slept.append)
     runner = PacedRunner(SimulatedSlots(4, 1000), STEP_S)
     slot = NewSlot(3, pack_ids([5, 6, 7]), 1, b"", 0.0, -1, 1.0, seed=9)
-    began = time.monotonic()
     results = [runner.launch(plan(0, 1, [slot]))(), runner.launch(plan(1, 1, []))()]
-    assert time.monotonic() - began >= 2 * STEP_S
+    assert slept == pytest.approx([STEP_S, STEP_S])
     chunk, last = [unpack_ids(result.token_ids)[0] for result in results]
     assert chunk == -1
     assert 0 < last < 1000

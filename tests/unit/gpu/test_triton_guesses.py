@@ -44,7 +44,7 @@ from worker_proc.step.engine import Engine
 from worker_proc.step.runner import Runner
 from worker_proc.step.slot_table import SlotTable
 
-NUM_TOKENS = 6
+NUM_TOKENS = 5
 FLOAT32: dict[str, object] = {}
 DETERMINISTIC: dict[str, object] = {"dtype": "bfloat16", "enable_deterministic_inference": True}
 NGRAM = {"speculative_method": "ngram"}

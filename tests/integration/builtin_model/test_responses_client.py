@@ -1,6 +1,5 @@
 """The unmodified `openai` package over /v1/responses, against the built-in model."""
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
@@ -8,23 +7,11 @@ import pydantic
 import pytest
 from openai.types.responses import Response
 
-from tests.gateway import MODEL, running_gateway
-from tests.server import running_server
+from tests.gateway import MODEL
+from tests.integration.builtin_model.weather import TOOL
 
-BUILT_IN = "smollm2-135m"
 CAPITAL: Any = {"model": MODEL, "input": "Name the capital of France.", "temperature": 0}
 WEATHER: Any = {"role": "user", "content": "What is the weather in Rome?"}
-TOOL: Any = {
-    "type": "function",
-    "name": "get_weather",
-    "description": "Get the current weather of a city.",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string"}},
-        "required": ["city"],
-    },
-    "strict": False,
-}
 NOTE: Any = {"type": "custom", "name": "note", "description": "Write a note."}
 SUNNY = "It is sunny in Rome, and the temperature is 31 degrees."
 
@@ -35,23 +22,6 @@ class Place(pydantic.BaseModel):
     """A city."""
 
     city: Literal["Rome", "Oslo"]
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log = tmp_path_factory.mktemp("responses") / "log"
-    flags = ["--model", BUILT_IN, "--dtype", "float32"]
-    with (
-        running_server(log, *flags) as server,
-        running_gateway(server.endpoint, BUILT_IN) as address,
-    ):
-        yield f"{address}/v1"
-
-
-@pytest.fixture
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
-        yield client
 
 
 def ask(client: openai.OpenAI, streams: bool, **fields: Any) -> Response:

@@ -1,18 +1,15 @@
 """The built-in model calls tools and uses their answers, by unmodified clients of OpenAI's API."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pydantic
 import pytest
 
-from tests.gateway import MODEL, running_gateway
-from tests.server import running_server
+from tests.gateway import MODEL
 
 WITHOUT = "comes with pip install -e '.[clients]'"
-BUILT_IN = "smollm2-135m"
 SUNNY = "It is sunny in Rome, and the temperature is 31 degrees."
 QUESTION = "What is the weather in Rome?"
 FORCED: Any = {"type": "function", "function": {"name": "get_weather"}}
@@ -41,22 +38,6 @@ def get_weather(city: str) -> str:
     """Get the current weather of a city."""
     assert city == "Rome"
     return SUNNY
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log = tmp_path_factory.mktemp("tools") / "log"
-    with (
-        running_server(log, "--model", BUILT_IN, "--dtype", "float32") as server,
-        running_gateway(server.endpoint, BUILT_IN) as address,
-    ):
-        yield f"{address}/v1"
-
-
-@pytest.fixture
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
-        yield client
 
 
 def answer_with(call: Any) -> dict[str, Any]:
