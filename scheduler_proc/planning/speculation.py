@@ -1,16 +1,21 @@
-"""Speculative decoding: how many tokens the worker may guess in each row of a decode step.
+"""Speculative decoding: how many draft tokens the worker may compute in each row of a decode step.
 
-A guess costs what a step takes longer with one more token, and brings a token if it and all guesses
-of its row before it are right. In this order: what guesses add to the time of a step, what it costs
-to make them, the choice of their number, the account of what they gain and lose, and the policy
-that the core calls (`GuessPolicy`).
+A draft token is called a guess here. It costs what a step takes longer with one more token, and
+brings a token if it and all guesses of its row before it are right, for which the request's recent
+guesses stand. The guesses that are most likely to be right come first, as long as they raise the
+tokens per second of the step. With many rows a further token costs as much as it brings, and
+nothing is guessed.
+
+In this order: what guesses add to the time of a step, what it costs to make them, the choice of
+their number, the account of what they gain and lose, and the policy that the core calls
+(`GuessPolicy`).
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Protocol
 
 from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire.packing import num_ids
@@ -18,6 +23,14 @@ from quadriga.wire.worker import DraftCost, StepResult
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.request import MEMORY, PRIOR_RIGHT, PRIOR_WRONG, GuessRecord, Request
+
+
+def interpolated(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
+    """Return the value of a size between, or beyond, those that have values."""
+    end = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
+    slope = (values[end] - values[end - 1]) / (sizes[end] - sizes[end - 1])
+    return values[end] + slope * (size - sizes[end])
+
 
 # What guesses add to the time of a step, learned from the steps that run.
 
@@ -47,12 +60,12 @@ class AddedTime:
 
     def steps(self, num_guesses: int) -> float:
         """Return what guesses add, in steps without guesses."""
-        end = min(max(bisect_left(SIZES, num_guesses), 1), len(SIZES) - 1)
-        return self._steps[end] + self._slope(end) * (num_guesses - SIZES[end])
+        return interpolated(SIZES, self._steps, num_guesses)
 
     def min_steps(self) -> float:
         """Return the least that any further guess adds."""
-        return min(map(self._slope, range(1, len(SIZES))))
+        pairs = zip(pairwise(self._steps), pairwise(SIZES), strict=True)
+        return min((more - less) / (larger - size) for (less, more), (size, larger) in pairs)
 
     def observe(self, num_guesses: int, steps: float) -> None:
         """Take in what the guesses of a step have added."""
@@ -86,14 +99,14 @@ class AddedTime:
             learned.append(max(least, factor * prior))
         return learned
 
-    def _slope(self, end: int) -> float:
-        return (self._steps[end] - self._steps[end - 1]) / (SIZES[end] - SIZES[end - 1])
+
+# What it costs to make guesses.
 
 
-class GuessSourceCosts:
-    """What the worker spends on guesses before the step computes them: nothing for a look-up.
+class DraftCosts(Protocol):
+    """What the worker spends on guesses before the step computes them.
 
-    It makes the guesses in rounds; each round makes one more for some of the rows.
+    It makes them in rounds; each round makes one more for some of the rows.
 
     Attributes:
         prior_right: right guesses that are taken for granted of a new request.
@@ -101,34 +114,35 @@ class GuessSourceCosts:
         fading: the same at each of its steps without.
     """
 
+    prior_right: float
+    memory: float
+    fading: float
+
+    def numbers_of_rounds(self, most: int) -> Sequence[int]:
+        """Return the numbers of rounds to choose from, of which a larger one may cost more."""
+
+    def round_s(self, num_rows: int) -> float:
+        """Return the seconds of a round for so many rows; 0.0 for none."""
+
+
+class LookedUpDrafts:
+    """Guesses that are looked up in earlier text, in no time that counts."""
+
     prior_right = PRIOR_RIGHT
     memory = MEMORY
     fading = 1.0
 
     def numbers_of_rounds(self, most: int) -> Sequence[int]:
-        """Return the numbers of rounds to choose from, of which a larger one may cost more."""
+        """Return the largest number of rounds: fewer save nothing."""
         return (most,)
 
-    def round_s(self, num_rows: int) -> float:  # noqa: ARG002 (of other sources)
-        """Return the seconds of a round for so many rows; 0.0 for none."""
+    def round_s(self, num_rows: int) -> float:  # noqa: ARG002 (as DraftCosts has it)
+        """Return 0.0."""
         return 0.0
 
-    def one_more_s(self, num_rows: int) -> float:
-        """Return by how many seconds one more row prolongs a round of `num_rows`."""
-        return self.round_s(num_rows + 1) - self.round_s(num_rows)
 
-    def all_s(self, num_guesses: Iterable[int]) -> float:
-        """Return the seconds of all rounds, by the number of guesses of each row."""
-        counts = list(num_guesses)
-        places = range(max(counts, default=0))
-        return sum(self.round_s(sum(count > place for count in counts)) for place in places)
-
-
-# Seconds of the steps in which the model itself, at fewer bits, drafts guesses.
-
-
-class DraftCosts(GuessSourceCosts):
-    """What drafts cost: a round is a decode step of the rows, with weights of fewer bits."""
+class ModelDrafts:
+    """Guesses of the model itself: a round is a decode step, with weights of fewer bits."""
 
     # The draft is the same model: as many of its tokens are right in most of a text.
     prior_right = 1.0
@@ -148,12 +162,18 @@ class DraftCosts(GuessSourceCosts):
 
     def round_s(self, num_rows: int) -> float:
         """Return the seconds of a draft step, interpolated; 0.0 for no rows."""
-        if not num_rows:
-            return 0.0
-        end = min(max(bisect_left(self._rows, num_rows), 1), len(self._rows) - 1)
-        rows, seconds = self._rows[end - 1 : end + 1], self._seconds[end - 1 : end + 1]
-        slope = (seconds[1] - seconds[0]) / (rows[1] - rows[0])
-        return seconds[1] + slope * (num_rows - rows[1])
+        return interpolated(self._rows, self._seconds, num_rows) if num_rows else 0.0
+
+
+def one_more_s(drafts: DraftCosts, num_rows: int) -> float:
+    """Return by how many seconds one more row prolongs a round of `num_rows`."""
+    return drafts.round_s(num_rows + 1) - drafts.round_s(num_rows)
+
+
+def all_rounds_s(drafts: DraftCosts, num_guesses: Sequence[int]) -> float:
+    """Return the seconds of all rounds, by the number of guesses of each row."""
+    places = range(max(num_guesses, default=0))
+    return sum(drafts.round_s(sum(count > place for count in num_guesses)) for place in places)
 
 
 # Which guesses raise the tokens per second of a step most.
@@ -179,19 +199,17 @@ class Guess(NamedTuple):
 class GuessChoice:
     """Choose the guesses of one step by what they cost and how likely they are to be right."""
 
-    def __init__(
-        self, added: AddedTime, source: GuessSourceCosts, num_rows: int, plain_s: float
-    ) -> None:
+    def __init__(self, added: AddedTime, drafts: DraftCosts, num_rows: int, plain_s: float) -> None:
         """Prepare the choice.
 
         Args:
             added: what guesses add to such a step.
-            source: what it costs to make guesses.
+            drafts: what it costs to make guesses.
             num_rows: of the step, each of which brings a token without guesses.
             plain_s: seconds of the step without guesses.
         """
         self._added = added
-        self._source = source
+        self._drafts = drafts
         self._num_rows = num_rows
         self._plain_s = plain_s
 
@@ -208,7 +226,7 @@ class GuessChoice:
         guesses = self._by_chance(rates, limits)
         best: list[Guess] = []
         best_rate, rate_before = MIN_GAIN * self._num_rows, 0.0
-        for num_rounds in self._source.numbers_of_rounds(max(limits.values())):
+        for num_rounds in self._drafts.numbers_of_rounds(max(limits.values())):
             some = [guess for guess in guesses if guess.place < num_rounds][:max_guesses]
             count, rate = self._best_count(some)
             if rate <= rate_before:
@@ -224,7 +242,7 @@ class GuessChoice:
     @property
     def one_can_pay(self) -> bool:
         """Whether a single guess pays if it is right."""
-        return self._rate(1.0, 1, self._source.one_more_s(0)) > MIN_GAIN * self._num_rows
+        return self._rate(1.0, 1, one_more_s(self._drafts, 0)) > MIN_GAIN * self._num_rows
 
     def _by_chance(self, rates: Mapping[int, float], limits: Mapping[int, int]) -> list[Guess]:
         """Return the guesses that may be made, the likeliest ones first.
@@ -245,36 +263,33 @@ class GuessChoice:
 
     def _best_count(self, guesses: list[Guess]) -> tuple[int, float]:
         """Return how many of the first guesses bring most tokens in a time, and how many tokens."""
-        right, source_s, best, best_rate = 0.0, 0.0, 0, 0.0
+        right, draft_s, best, best_rate = 0.0, 0.0, 0, 0.0
         rows_by_place: dict[int, int] = {}
         for count, (chance, _row, place) in enumerate(guesses, 1):
             right += chance
             num_rows = rows_by_place.get(place, 0)
-            source_s += self._source.one_more_s(num_rows)
+            draft_s += one_more_s(self._drafts, num_rows)
             rows_by_place[place] = num_rows + 1
-            rate = self._rate(right, count, source_s)
+            rate = self._rate(right, count, draft_s)
             if rate > best_rate:
                 best, best_rate = count, rate
         return best, best_rate
 
-    def _rate(self, num_right: float, num_guesses: int, source_s: float) -> float:
+    def _rate(self, num_right: float, num_guesses: int, draft_s: float) -> float:
         """Return the tokens of the step with so many guesses, in the time of one without."""
-        steps = 1.0 + self._added.steps(num_guesses) + source_s / self._plain_s
+        steps = 1.0 + self._added.steps(num_guesses) + draft_s / self._plain_s
         return (self._num_rows + num_right) / steps
 
 
 # What guesses take and bring in steps of one number of tokens, and when to pause.
 #
-# Steps with guesses are compared with steps without, some of which are made for that:
+# Steps with guesses are compared with steps without, some of which are made for that. What guesses
+# add to the time of a step is learned in steps without guesses, not in seconds: when the machine
+# becomes slower, or the contexts longer, both kinds of steps change alike.
 #
-# - What guesses add to the time of a step is learned, for the choice of their number.
-# - An account has what guessing has gained and lost. When it is empty, no step has guesses until
-# the
-#   steps without have filled it again, by a small share of their time. So guessing loses no more
-#   than
-#   what the account can have, and that share.
-#
-# All times but `plain_s` are in steps without guesses.
+# An account has what guessing has gained and lost. When it is empty, no step has guesses until the
+# steps without have filled it again, by a small share of their time. So guessing loses no more than
+# what the account can have, and that share.
 
 MIN_PLAIN = 4  # steps without guesses before the first one with them
 # Of the steps, one of so many has no guesses: while guessing gains, and while that is uncertain.
@@ -335,23 +350,23 @@ class GuessTrial:
         if self._account >= self._limit:
             self.added.fade(FADING)
 
-    def observe_guesses(self, number: int, gained: float, seconds: float, source_s: float) -> None:
+    def observe_guesses(self, number: int, gained: float, seconds: float, draft_s: float) -> None:
         """Take in a step with guesses.
 
         Args:
             number: of the guesses.
             gained: tokens that right guesses brought, over those of a step without guesses.
             seconds: of the step.
-            source_s: seconds of these that were expected for making the guesses.
+            draft_s: seconds of these that were expected for making the guesses.
         """
         if not self._num_plain:
             return
-        took, source = seconds / self.plain_s, source_s / self.plain_s
-        most = MAX_RATIO * (1.0 + self.added.steps(number) + source)
+        took, drafting = seconds / self.plain_s, draft_s / self.plain_s
+        most = MAX_RATIO * (1.0 + self.added.steps(number) + drafting)
         if took <= most:
             self.max_guesses = max(self.max_guesses, 2 * number)
         took = min(took, most)
-        self.added.observe(number, took - source - 1.0)
+        self.added.observe(number, took - drafting - 1.0)
         self._credit(1.0 + gained - MARGIN * took)
 
     @property
@@ -367,15 +382,6 @@ class GuessTrial:
             self._is_paused = False
 
 
-# How many tokens the worker may guess in each row of a decode step.
-#
-# A guess costs what a step takes longer with one more token, and brings a token if it and all
-# guesses of its row before it are right, for which the request's recent guesses stand. So the
-# guesses that are most likely to be right come first, as long as they raise the tokens per second
-# of the step (guess_choice.py). With many rows a further token costs as much as it brings, and
-# nothing is guessed. What steps with guesses take and bring is learned from those that run,
-# beside steps without (guess_trial.py).
-
 # Tokens of a step beyond which none is guessed: there a further one costs its full share of the
 # time on most CPUs.
 MAX_GUESSING_TOKENS = 4
@@ -387,12 +393,12 @@ ALL_WEIGHT, ALL_MEMORY, ALL_FADING = 4.0, 0.95, 0.99
 class GuessPolicy:
     """Plan guesses: as many as the flags allow (ngram), or as many as pay (auto, self)."""
 
-    def __init__(self, args: SchedulerArgs, source: GuessSourceCosts) -> None:
+    def __init__(self, args: SchedulerArgs, drafts: DraftCosts) -> None:
         self._most = args.num_speculative_tokens
         self._only_what_pays = args.speculative_method != "ngram"
-        self._source = source
+        self._drafts = drafts
         self._of_all = GuessRecord(  # of all requests, by which new ones are judged
-            ALL_WEIGHT * source.prior_right, ALL_WEIGHT * PRIOR_WRONG, ALL_MEMORY
+            ALL_WEIGHT * drafts.prior_right, ALL_WEIGHT * PRIOR_WRONG, ALL_MEMORY
         )
         self._trials: dict[int, GuessTrial] = {}  # by the tokens of steps without guesses
 
@@ -441,7 +447,7 @@ class GuessPolicy:
         counts = [row.num_guesses for row in result.guessed]
         num_right = sum(num_ids(row.token_ids) for row in result.guessed)
         trial.observe_guesses(
-            sum(counts), num_right / batch.batch_size, seconds, self._source.all_s(counts)
+            sum(counts), num_right / batch.batch_size, seconds, all_rounds_s(self._drafts, counts)
         )
 
     def _trial_of(self, batch: ScheduleBatch) -> GuessTrial:
@@ -453,22 +459,22 @@ class GuessPolicy:
     def _that_pay(self, batch: ScheduleBatch, limits: dict[int, int]) -> dict[int, int]:
         """Return the numbers of guesses that raise the tokens per second most."""
         trial = self._trial_of(batch)
-        choice = GuessChoice(trial.added, self._source, batch.batch_size, trial.plain_s)
+        choice = GuessChoice(trial.added, self._drafts, batch.batch_size, trial.plain_s)
         records = {row: self._record(batch.requests[row]) for row in limits}
         rates = {row: record.rate for row, record in records.items()}
         numbers = choice.numbers(rates, limits, trial.max_guesses)
         tries = choice.one_can_pay
         for row in [row for row, number in numbers.items() if not number]:
-            records[row].fade(self._source.fading)
+            records[row].fade(self._drafts.fading)
             if tries:
                 numbers[row] = int(records[row].may_try())
         return numbers
 
     def _record(self, request: Request) -> GuessRecord:
         if request.guess_record is None:
-            rate, weight = self._of_all.rate, self._source.prior_right + PRIOR_WRONG
+            rate, weight = self._of_all.rate, self._drafts.prior_right + PRIOR_WRONG
             request.guess_record = GuessRecord(
-                rate * weight, (1.0 - rate) * weight, self._source.memory
+                rate * weight, (1.0 - rate) * weight, self._drafts.memory
             )
         return request.guess_record
 
@@ -500,10 +506,10 @@ def make_guess_policy(
     """Return the policy of --speculative-method; None for none, or if the worker cannot guess.
 
     Args:
-        args: The flags.
-        can_guess: Whether the worker can.
-        drafts: Seconds of the steps that draft guesses; empty: guesses are looked up.
+        args: the flags.
+        can_guess: whether the worker can.
+        drafts: seconds of the steps that draft guesses; empty: guesses are looked up.
     """
     if args.speculative_method == "none" or not can_guess:
         return None
-    return GuessPolicy(args, DraftCosts(drafts) if drafts else GuessSourceCosts())
+    return GuessPolicy(args, ModelDrafts(drafts) if drafts else LookedUpDrafts())

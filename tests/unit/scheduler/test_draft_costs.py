@@ -5,7 +5,13 @@ import pytest
 from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.worker import DraftCost, GuessedRow, StepResult
-from scheduler_proc.planning.speculation import DraftCosts, GuessPolicy, make_guess_policy
+from scheduler_proc.planning.speculation import (
+    GuessPolicy,
+    ModelDrafts,
+    all_rounds_s,
+    make_guess_policy,
+    one_more_s,
+)
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.request import Request
 from tests.unit.scheduler.requests import observe_plain, planned, request_of
@@ -32,12 +38,12 @@ def observe(
 
 
 def test_a_round_costs_a_step_and_a_further_row_the_difference() -> None:
-    costs = DraftCosts([DraftCost(1, 0.4), DraftCost(5, 0.8)])
+    costs = ModelDrafts([DraftCost(1, 0.4), DraftCost(5, 0.8)])
     assert costs.round_s(0) == 0.0
-    assert costs.one_more_s(0) == pytest.approx(0.4)
-    assert costs.one_more_s(1) == pytest.approx(0.1)
-    assert costs.all_s([3, 1, 0]) == pytest.approx(0.5 + 0.4 + 0.4)
-    assert costs.all_s([]) == 0.0
+    assert one_more_s(costs, 0) == pytest.approx(0.4)
+    assert one_more_s(costs, 1) == pytest.approx(0.1)
+    assert all_rounds_s(costs, [3, 1, 0]) == pytest.approx(0.5 + 0.4 + 0.4)
+    assert all_rounds_s(costs, []) == 0.0
 
 
 def test_cheap_drafts_are_more_than_dear_ones_and_drafts_as_dear_as_steps_are_none() -> None:

@@ -17,9 +17,9 @@ from quadriga.wire.worker import DraftCost, GuessedRow, StepResult
 from scheduler_proc.planning.speculation import (
     MIN_PLAIN,
     RESUME,
-    DraftCosts,
     GuessPolicy,
     GuessTrial,
+    ModelDrafts,
     make_guess_policy,
 )
 from scheduler_proc.state.batch import ScheduleBatch
@@ -78,8 +78,8 @@ class GuessingWorker:
         self.overhead = 0.3
         self.pace = 1.0
         self._draw = random.Random(seed)
-        self._steps = DraftCosts(costs_of(STEPS))
-        self._drafts = DraftCosts(costs_of(drafts)) if drafts else None
+        self._steps = ModelDrafts(costs_of(STEPS))
+        self._drafts = ModelDrafts(costs_of(drafts)) if drafts else None
         self._kv = KVCache(100_000, 16)
         self._num_requests = 0
         self._rows = [self._new_row(self._draw.randrange(ANSWER)) for _ in range(num_rows)]
