@@ -63,7 +63,7 @@ class Launcher:
         location = {**model.location_flags, "served_model_name": config.model.shown_name}
         self._quiet = config.launch.log_format == JSON or not logs.is_foreground()
         flags = config.replace(**location).to_argv()
-        if not (self._quiet or config.replicas.has_router):
+        if not (self._quiet or config.replicas.survives_loss):
             flags.append("--has-status-line")
         self._processes = ServerProcesses(config, flags, programs.command_of)
         self._replicas = self._processes.replicas

@@ -1,6 +1,8 @@
 """The detokenizer process: blocks until a step's token ids arrive, and sends each client its text.
 
-First what the frontend has to note of a replica's step, and the traces of the requests that end.
+Its messages go to the tokenizer process, as quadriga/wire/to_detok.py says. `step_news` makes what
+the frontend has to note of a step before its texts; `open_traces` and `close_traces` are of the
+traced requests that end.
 """
 
 import logging
@@ -41,8 +43,6 @@ from quadriga.wire.to_detok import (
 from quadriga.wire.to_scheduler import DetokReady, StopFound
 from quadriga.wire.trace import RequestTrace, Span
 
-# What the frontend has to note of a step of one replica among several.
-
 
 def step_news(output: StepOutput, news: ReplicaNews) -> StepNews:
     """Return what the frontend has to note before it passes the texts of a step on."""
@@ -69,8 +69,6 @@ def _held(start: StreamStart, token_ids: bytes, first_token_at: float) -> HeldCh
         start.placement,
     )  # fmt: skip
 
-
-# The traces of the requests that end: the detokenizer adds its span.
 
 TraceKey = tuple[bytes, str, int]  # client, id of the request, number of the choice
 
@@ -103,13 +101,6 @@ def close_traces(
             trace.spans.append(Span("detokenize", "detok_proc", began_at, ended_at))
             closed.append(trace)
     return closed
-
-
-# The detokenizer process: blocks until a step's token ids arrive, and sends each client its text.
-#
-# Its messages go to the tokenizer process as three frames: the client's address, the encoded
-# public message, and a Delivered. A message of the live feed has no address, and three empty
-# frames stand for Drained.
 
 
 def main() -> None:
@@ -169,7 +160,6 @@ class DetokenizerLoop:
         self._scheduler = scheduler
         self._traces: dict[TraceKey, RequestTrace] = {}
         self._held: deque[HandedBack | Withdrawn] = deque()
-        self._is_replica = False
         self.begin_session()
 
     @property
@@ -255,6 +245,7 @@ class DetokenizerLoop:
                 placements=[
                     deliveries.placements[client, chunk.request_id, chunk.index] for chunk in ended
                 ],
+                session=self._session,
             )
             payload = b"" if kind is None else encode_chunks(kind(chunks))
             self._delivery.send_frames(client, payload, encode(delivered))

@@ -66,6 +66,33 @@ class QueueFull(QuadrigaError):
         self.queue_position = queue_position
         self.expected_wait = expected_wait
 
+    @classmethod
+    def of_waiting(
+        cls,
+        num_waiting: int,
+        limit: int,
+        retry_after: float,
+        queue_position: int | None = None,
+        expected_wait: float | None = None,
+    ) -> "QueueFull":
+        """Return the error of a waiting queue that has --max-queued-requests requests."""
+        return cls(
+            f"{num_waiting} requests are waiting and --max-queued-requests is {limit}; try again in"
+            f" {retry_after:g} s",
+            retry_after,
+            queue_position,
+            expected_wait,
+        )
+
+    @classmethod
+    def of_client(cls, num_open: int, limit: int, retry_after: float) -> "QueueFull":
+        """Return the error of a client that has --max-requests-per-client open requests."""
+        return cls(
+            f"this client has {num_open} open requests and --max-requests-per-client is {limit};"
+            f" wait until one has ended, or try again in {retry_after:g} s",
+            retry_after,
+        )
+
 
 class RequestAborted(QuadrigaError):
     """The request was aborted before it finished."""

@@ -50,18 +50,10 @@ def refusal(
     if is_draining:
         return ServerStopping("the server is stopping and takes no new requests")
     if num_waiting + num_choices > args.max_queued_requests:
-        return QueueFull(
-            f"{num_waiting} requests are waiting and --max-queued-requests is"
-            f" {args.max_queued_requests}; try again in {RETRY_AFTER_S:g} s",
-            RETRY_AFTER_S,
-        )
+        return QueueFull.of_waiting(num_waiting, args.max_queued_requests, RETRY_AFTER_S)
     limit = args.max_requests_per_client
     if limit is not None and num_open >= limit:
-        return QueueFull(
-            f"this client has {num_open} open requests and --max-requests-per-client is {limit};"
-            f" wait until one has ended, or try again in {RETRY_AFTER_S:g} s",
-            RETRY_AFTER_S,
-        )
+        return QueueFull.of_client(num_open, limit, RETRY_AFTER_S)
     return None
 
 
@@ -92,7 +84,7 @@ class RequestLifecycle:
         grammars: the requests whose grammar the worker compiles.
         events: what happened since the last publication.
         end_observers: logs, and the live feed while a client watches.
-        report: what the frontend has to know of this replica; None where it is the only one.
+        report: what the frontend has to know of this replica beside the texts.
         queue_wait_s: estimated seconds that one more request would wait; None while the queue is
             far from full, or where nothing is known.
         tracer: records the spans of traced requests.
@@ -115,7 +107,7 @@ class RequestLifecycle:
         self._journal = journal
         self.tracer = Tracer(clock)
         self.end_observers: list[EndObserver] = []
-        self.report: ReplicaReport | None = None
+        self.report = ReplicaReport()
         self.grammars = GrammarQueue(worker)
         self.table = RequestTable(eos_ids)
         self.outbox = DetokOutbox(detok)
@@ -258,8 +250,7 @@ class RequestLifecycle:
         self.core = SchedulerCore(
             self._args, capacity, self._costs, num_retractions, self.offload_stats
         )
-        if self.report is not None:
-            self.report.watch(self.core.kv)
+        self.report.watch(self.core.kv)
         for request in self.table:
             request.reset_for_new_worker()
         if poison is not None:
@@ -356,14 +347,14 @@ class RequestLifecycle:
     def publish(self, to_detok: bool = True) -> None:
         """Hand the record of what happened to detokenizer and journal, and begin a new one."""
         events, report = self.events, self.report
-        if events.is_empty and to_detok and not (report is not None and report.restates):
+        if events.is_empty and to_detok and not report.restates:
             return
         was_sent = events.has_output or not to_detok
         # A step without tokens, as of a chunk, leaves its time to the next message.
         self.events = StepEvents(time=0.0 if was_sent else events.time)
         if to_detok:
             news = None
-            if report is not None and (events.has_output or report.restates):
+            if events.has_output or report.restates:
                 news = report.take(self.core.kv, self.table, self.outbox.replayable())
             self.outbox.send(events, self._clock(), self.num_waiting, self.queue_wait_s, news)
         self._journal.append(events)
@@ -392,18 +383,16 @@ class RequestLifecycle:
         self.publish(to_detok=False)  # the replay has it
         self.outbox.on_detok_restarted(session)
         self.outbox.expect_once()
-        if self.report is not None:
-            self.report.restate()
+        self.report.restate()
         self._reported_drained = False
         self._replay(list(self.table), self.outbox.seqs_to_replay)
 
     def replay_to_frontend(self, sender: int) -> None:
         """Send a new frontend every end that was not acknowledged. sender: its number."""
         self.tracer.note("frontend ready")
-        if self.report is not None:
-            self.publish()
-            self.report.frontend = sender
-            self.report.restate()
+        self.publish()
+        self.report.frontend = sender
+        self.report.restate()
         seqs = self.outbox.seqs_to_replay
         self.outbox.expect_once()
         self._replay([], seqs)
@@ -413,9 +402,10 @@ class RequestLifecycle:
         names = {(r.client, r.request_id) for r in self.table} | self.outbox.replayable_names
         self._detok.send(to_detok.KnownRequests([EndedRequest(*name) for name in sorted(names)]))
 
-    def acknowledge(self, seqs: list[int]) -> None:
-        """Take in that clients have the ends of these requests."""
-        self.events.acknowledged += self.outbox.acknowledge(seqs)
+    def acknowledge(self, message: to_scheduler.EndsDelivered) -> None:
+        """Take in that clients have the ends of requests, unless these are sent once more."""
+        if message.session == self.outbox.session:
+            self.events.acknowledged += self.outbox.acknowledge(message.seqs)
 
     # --- drain ------------------------------------------------------------------------------------
 

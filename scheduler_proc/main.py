@@ -152,8 +152,7 @@ def serve(child: Child) -> None:
 def _add_observers(child: Child, lifecycle: RequestLifecycle) -> UsageLog | None:
     """Add what the flags ask for to be noted or reported of requests. Return the usage log."""
     log_level = RequestLogLevel.of(child.config.launch)
-    if child.config.replicas.has_router:
-        lifecycle.report = ReplicaReport()
+    lifecycle.report = ReplicaReport(notes_steps=child.config.replicas.survives_loss)
     if not log_level.is_off:
         lifecycle.end_observers.append(RequestLog(log_level))
     path = child.config.tenants.usage_log

@@ -9,8 +9,9 @@ under test and in the simulator.
 import math
 from collections.abc import Callable, Iterable
 
-from quadriga.errors import from_code
+from quadriga.errors import ConfigError, from_code
 from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.server.processes.machine import other_version
 from quadriga.wire import to_detok, to_scheduler
 from quadriga.wire import worker as to_worker
 from quadriga.wire.client import InfoValues
@@ -194,7 +195,7 @@ class Scheduler:
             case to_scheduler.DetokReady():
                 lifecycle.replay_to_detok(message.session)
             case to_scheduler.EndsDelivered():
-                lifecycle.acknowledge(message.seqs)
+                lifecycle.acknowledge(message)
             case to_scheduler.FrontendRestarted():
                 if message.wants_names:
                     lifecycle.name_requests()
@@ -212,6 +213,8 @@ class Scheduler:
             case to_scheduler.Drain():
                 lifecycle.drain()
             case to_scheduler.LinkRestored():
+                if refusal := other_version("the frontend of this replica", message.version):
+                    raise ConfigError(refusal)
                 self._detok.send(to_detok.SchedulerRestarted())
             case to_scheduler.Recall():
                 lifecycle.hand_back(message.number)

@@ -253,8 +253,7 @@ class Replica:
         self.scheduler = Scheduler(
             config.scheduler, frozenset(), self.worker, self, clock, NoJournal()
         )
-        if watcher is not None:
-            self.scheduler.lifecycle.report = ReplicaReport()
+        self.scheduler.lifecycle.report = ReplicaReport(notes_steps=watcher is not None)
         on, page_size = model.measured_on, config.worker.page_size
         ready = WorkerReady(num_pages, page_size, slots, on.dtype, on.device, window=on.window)
         ready = msgspec.structs.replace(ready, prefill_tokens=tune_prefill_size(model))

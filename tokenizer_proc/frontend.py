@@ -1,17 +1,16 @@
 """The frontend: dispatches the messages of the public socket and delivers results to clients.
 
 Nothing here takes time that grows with a message: long messages are prepared by processes
-(`preparation/pool.py`), grammars are checked by others (`grammars/validator.py`). What this process
-knows of a request has one owner at a time: IncomingRequest in `intake.py` until it is submitted,
-then OpenRequests in `open_requests.py` until its last end. All else is the scheduler's.
+(`intake/pool.py`), grammars are checked by others (`intake/grammar_validator.py`). What this
+process knows of a request has one owner at a time: IncomingRequest in `intake/intake.py` until it
+is submitted, then OpenRequests in `replicas/open_requests.py` until its last end. All else is the
+scheduler's.
 """
 
 import asyncio
 import os
 import uuid
 from functools import partial
-
-import msgspec
 
 from quadriga.errors import InvalidRequest, QuadrigaError, RequestFailed, ServerStopping
 from quadriga.server.config.frontend_args import TenantArgs, TraceArgs
@@ -35,10 +34,7 @@ from quadriga.wire.client import (
     Tokenize,
     Watch,
 )
-from quadriga.wire.sockets import SchedulerLink
-from quadriga.wire.to_detok import Delivered, KnownRequests
 from quadriga.wire.to_scheduler import (
-    EndsDelivered,
     InfoRequest,
     ProgressRequest,
     Shutdown,
@@ -52,6 +48,8 @@ from tokenizer_proc.intake.overload import OverloadGuard
 from tokenizer_proc.intake.tenants import RequestOwners
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.prepare import MAX_INLINE_BYTES
+from tokenizer_proc.replicas.placed import Name
+from tokenizer_proc.replicas.replicas import ClientResult, Replicas
 
 TAGS_OF_LONG_MESSAGES = ("generate", "tokenize", "detokenize")
 
@@ -74,7 +72,7 @@ class Frontend:
         self,
         preparation: RequestPreparation,
         guard: OverloadGuard,
-        scheduler: SchedulerLink,
+        replicas: Replicas,
         static_info: InfoValues,
         replaces: bool = False,
         logs_refusals: bool = False,
@@ -86,17 +84,17 @@ class Frontend:
         self._owners = owners or RequestOwners(TenantArgs())
         self._preparation = preparation
         self._guard = guard
-        self._scheduler = scheduler
+        self._replicas = replicas
         self._static_info = static_info
         self._instance = uuid.uuid4().hex
         self._info_requests = InfoRequests()
         self.clients = Clients(self._on_client_lost, logs_refusals)
         self.intake = RequestIntake(
-            preparation, guard, scheduler, self.clients, replaces, self._owners, self.traces
+            preparation, guard, replicas, self.clients, replaces, self._owners, self.traces
         )
         usage = ProcessUsage(os.getppid())
         self._viewers = Viewers(
-            scheduler, self.clients, usage, lambda: self.intake.num_open, num_replicas
+            replicas, self.clients, usage, lambda: self.intake.num_open, num_replicas
         )
         self.ended = asyncio.Event()
 
@@ -179,7 +177,7 @@ class Frontend:
         current = {"refused": self.clients.num_refused, "open_requests": self.intake.num_open}
         info: InfoValues = {**self._static_info, **current, **self.traces.info()}
         flush_cache = isinstance(message, FlushCache)
-        self._scheduler.send(InfoRequest(client, message.request_id, info, flush_cache))
+        self._replicas.send(InfoRequest(client, message.request_id, info, flush_cache))
 
     def _send_progress_request(self, client: bytes, message: GetProgress) -> None:
         validation.check_request_id(message.request_id)
@@ -192,7 +190,7 @@ class Frontend:
             )
         self._info_requests.begin(client)
         preparing = self.intake.preparing(client, ids)
-        self._scheduler.send(ProgressRequest(client, message.request_id, ids, preparing))
+        self._replicas.send(ProgressRequest(client, message.request_id, ids, preparing))
 
     def _on_client_lost(self, client: bytes) -> None:
         self._info_requests.forget(client)
@@ -202,47 +200,33 @@ class Frontend:
 
     # --- results ----------------------------------------------------------------------------------
 
-    def on_delivery(self, frames: list[bytes]) -> None:
-        """Take [address, message, Delivered] from the detokenizer.
-
-        Without an address it is a message of the live feed; all are empty for Drained.
-        """
-        client, payload, delivered_frame = frames
-        if not client and payload:
-            known = read_known(payload)
-            if known is None:
-                self.show(payload)
-            else:
-                self.intake.on_known({(r.client, r.request_id) for r in known.requests})
-            return
-        self.deliver(client, payload, _decode_delivered(delivered_frame) if client else Delivered())
-
-    def show(self, frame: bytes, replica: int = 0) -> None:
+    def show(self, frame: bytes, replica: int) -> None:
         """Pass a message of a replica's live feed on to the clients that watch it."""
         self._viewers.show(frame, replica)
 
-    def deliver(self, client: bytes, payload: bytes, delivered: Delivered) -> None:
-        """Pass a result on to its client. An empty address stands for Drained."""
-        if not client:
-            self._end_if_drained()
-            return
-        if delivered.waiting is not None:
-            self._guard.update_queue(delivered.waiting, delivered.wait_s)
-        if delivered.ended and delivered.lost:
-            self.intake.count_lost_ends(client, delivered.ended, delivered.generated)
-        elif delivered.ended:
-            self.intake.count_ends(client, delivered.ended, delivered.generated)
-        if delivered.traces:
-            self.traces.take(client, delivered.traces)
-        if delivered.settled:
-            self._scheduler.send(EndsDelivered(delivered.settled))
-        if delivered.inspected:
-            self._info_requests.end(client)
-            payload = self._owners.visible(client, payload)
-        if not delivered.lost:
-            self.clients.deliver(client, payload)
+    def on_known(self, names: set[Name]) -> None:
+        """Take in which requests the replicas knew when this frontend began."""
+        self.intake.on_known(names)
 
-    def _end_if_drained(self) -> None:
+    def deliver(self, result: ClientResult) -> None:
+        """Pass a result on to its client."""
+        if result.num_waiting is not None:
+            self._guard.update_queue(result.num_waiting, result.wait_s)
+        if result.ended and result.is_lost:
+            self.intake.count_lost_ends(result.client, result.ended)
+        elif result.ended:
+            self.intake.count_ends(result.ended)
+        if result.traces:
+            self.traces.take(result.client, result.traces)
+        if not result.is_lost:
+            self.clients.deliver(result.client, result.payload)
+
+    def deliver_answer(self, client: bytes, payload: bytes) -> None:
+        """Pass the answer to a question on to its client, as far as the client may see it."""
+        self._info_requests.end(client)
+        self.clients.deliver(client, self._owners.visible(client, payload))
+
+    def on_drained(self) -> None:
         """Handle Drained, unless it answers the Drain of a predecessor.
 
         That one says nothing about clients that have not come back yet.
@@ -250,21 +234,5 @@ class Frontend:
         if self.intake.has_drained:
             self.clients.broadcast(ServerStopping("the server has stopped"))
             self._viewers.close()
-            self._scheduler.send(Shutdown())
+            self._replicas.send(Shutdown())
             self.ended.set()
-
-
-_decode_delivered = msgspec.msgpack.Decoder(Delivered).decode
-
-
-class _LiveMark(msgspec.Struct, tag="live_step", array_like=True):
-    """A LiveStep, of which nothing is read."""
-
-
-_decode_addressless = msgspec.msgpack.Decoder(KnownRequests | _LiveMark).decode
-
-
-def read_known(payload: bytes) -> KnownRequests | None:
-    """Return what a scheduler knows; None for a message of the live feed."""
-    message = _decode_addressless(payload)
-    return message if isinstance(message, KnownRequests) else None

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-# Describe the served model's files for the server's info, from their headers.
-
 # Hugging Face's name of a dimension -> GPT-2's, which some families have instead.
 DIMENSIONS = {
     "num_hidden_layers": "n_layer",
@@ -83,9 +81,6 @@ def _modified_at(files: ModelFiles) -> float:
 def _dimensions(config: dict[str, Any]) -> dict[str, int]:
     values = {name: config.get(name, config.get(other)) for name, other in DIMENSIONS.items()}
     return {name: value for name, value in values.items() if isinstance(value, int)}
-
-
-# Find the tokens of a vocabulary that mark prefix, suffix and middle of a text to be filled.
 
 
 class KnownMarks(NamedTuple):
@@ -185,8 +180,6 @@ def _is_one_token(tokenizer: "Tokenizer", vocab_size: int, mark: str) -> bool:
         and token_id in tokenizer.encode(f"a{mark}b", add_special_tokens=False).ids
     )
 
-
-# The frontend's part of Info, and a bound on the questions that travel round the ring.
 
 MAX_PENDING_OF_CLIENT = 32
 MAX_PENDING = 256

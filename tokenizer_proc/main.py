@@ -23,7 +23,7 @@ from quadriga.server.tracing.export import make_exporter
 from quadriga.wire.async_sockets import AsyncPort, ConnectionWatch
 from quadriga.wire.client import InfoValues
 from quadriga.wire.curve import Guard
-from quadriga.wire.sockets import SchedulerLink, bind_public
+from quadriga.wire.sockets import bind_public
 from tokenizer_proc.deliver.traces import RingTraces
 from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.info import find_fill_format, static_server_info
@@ -32,14 +32,15 @@ from tokenizer_proc.intake.intake import RequestPreparation
 from tokenizer_proc.intake.overload import OverloadGuard
 from tokenizer_proc.intake.pool import ForkServer, PreparePool
 from tokenizer_proc.intake.tenants import RequestOwners
-from tokenizer_proc.links import Ring
 from tokenizer_proc.preparation.chat import ChatTemplate, token_marks
 from tokenizer_proc.preparation.prepare import Encoder, Preparer
 from tokenizer_proc.preparation.templates.derive import ParserNames
+from tokenizer_proc.replicas.links import ReplicaLinks
+from tokenizer_proc.replicas.replicas import Replicas
 
 # When the server ends, a client that takes no message for this time gets none of the others.
 STALL_TIMEOUT_S = 3.0
-RING_COMMANDS = (
+REPLICA_COMMANDS = (
     Command.RESTARTED, Command.DIED, Command.LOST, Command.RECALL, Command.JOINED, Command.LEFT,
 )  # fmt: skip
 # Time in which the sockets may send what they have taken.
@@ -95,14 +96,14 @@ async def serve(child: Child, loaded: Loaded) -> None:
     guard = Guard(Path(args.curve_dir)) if args.curve_dir else None
     public = bind_public(child.public_endpoint, *([guard.prepare] if guard else []))
     preparation = _start_preparation(child, loaded)
-    ring = Ring(child)
-    frontend = _make_frontend(child, loaded, preparation, guard, ring.scheduler)
+    links = ReplicaLinks(child)
+    frontend = _make_frontend(child, loaded, preparation, guard, links.replicas)
     if guard:
         port = guard.port(public, frontend.on_public, frontend.clients.block)
     else:
         port = AsyncPort(public, frontend.on_public)
     frontend.open(port)
-    ring.open(frontend)
+    links.open(frontend)
     watch = ConnectionWatch(public, frontend.clients.on_disconnect, on_accept=FileWatch().on_accept)
     child.ready(chat=loaded.static_info["chat"])
     gc.freeze()
@@ -110,7 +111,7 @@ async def serve(child: Child, loaded: Loaded) -> None:
     if not child.config.scheduler.journal:  # else clients wait for a server that resumes them
         child.control.fail_clients_at_launcher_death()
     asyncio.get_running_loop().add_reader(
-        child.control.fileno(), _run_commands, child, frontend, ring
+        child.control.fileno(), _run_commands, child, frontend, links
     )
     await frontend.ended.wait()
     await frontend.clients.flush(STALL_TIMEOUT_S)
@@ -118,7 +119,7 @@ async def serve(child: Child, loaded: Loaded) -> None:
     await asyncio.to_thread(frontend.traces.close)
     watch.close()
     frontend.clients.close()
-    ring.close()
+    links.close()
     port.close(FLUSH_TIMEOUT_S)
     if guard:
         guard.close()
@@ -135,7 +136,7 @@ def _make_frontend(
     loaded: Loaded,
     preparation: RequestPreparation,
     keys: Guard | None,
-    scheduler: SchedulerLink,
+    replicas: Replicas,
 ) -> Frontend:
     key_names = None if keys is None else keys.key_names
     owners = RequestOwners(
@@ -150,7 +151,7 @@ def _make_frontend(
     return Frontend(
         preparation,
         guard,
-        scheduler,
+        replicas,
         loaded.static_info,
         replaces=child.is_restart,
         logs_refusals=RequestLogLevel.of(child.config.launch).logs_all,
@@ -160,14 +161,14 @@ def _make_frontend(
     )
 
 
-def _run_commands(child: Child, frontend: Frontend, ring: Ring) -> None:
+def _run_commands(child: Child, frontend: Frontend, links: ReplicaLinks) -> None:
     for command, argument in child.control.read_commands():
         if command is Command.DRAIN:
             frontend.intake.drain()
         elif command is Command.ABORT:
             frontend.intake.abort_incoming(argument)
-        elif command in RING_COMMANDS:
-            ring.on_process(command, argument, frontend)
+        elif command in REPLICA_COMMANDS:
+            links.on_process(command, argument)
         elif command is Command.FAIL:
             frontend.clients.broadcast(ServerFailed(argument))
             frontend.ended.set()

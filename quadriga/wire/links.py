@@ -200,9 +200,9 @@ class Endpoints:
     run_dir: Path
     links: NodeLinks = ON_THIS_MACHINE
 
-    def of_replica(self, number: int) -> "Endpoints":
-        """Return the addresses of one replica among several, which has a directory of its own."""
-        return Endpoints(replica_dir(self.run_dir, number))
+    def of_replica(self, number: int, num_replicas: int) -> "Endpoints":
+        """Return the addresses of a replica. One among several has a directory of its own."""
+        return Endpoints(replica_dir(self.run_dir, number)) if num_replicas > 1 else self
 
     def _ipc(self, name: str) -> str:
         return f"ipc://{self.run_dir}/{name}"

@@ -70,13 +70,6 @@ class Sender(Protocol):
         """Send a message; never block."""
 
 
-class SchedulerLink(Sender, Protocol):
-    """The way to the scheduler, or to those of several replicas."""
-
-    def renew(self) -> None:
-        """Connect to a new scheduler; unsent messages are discarded."""
-
-
 class Outbox:
     """A connected PUSH socket. Sending never blocks.
 

@@ -1,8 +1,8 @@
 """scheduler_proc -> detok_proc, and on to tokenizer_proc.
 
 detok_proc sends three frames on: the client's address, the encoded public message, and a Delivered.
-A message of the live feed has no address, and three empty frames are the last ones. One replica
-among several sends a StepNews in front of those of a step, and no live feed, but a HandedBack.
+A message for the frontend itself has no address; three empty frames are Drained, and a third frame
+alone is a StepNews, in front of the texts of its step.
 """
 
 import msgspec
@@ -11,8 +11,6 @@ from quadriga.wire.client import ErrorInfo, Info, ProgressAnswer
 from quadriga.wire.logprobs import LogprobBlock, SampledLogprobs
 from quadriga.wire.trace import RequestTrace
 
-# scheduler_proc -> detok_proc -> tokenizer_proc, on servers with several replicas only.
-#
 # What the frontend has to know of a replica to choose the next one for a request, and to move a
 # request to another replica with the tokens that its client has.
 
@@ -71,13 +69,6 @@ class ReplicaNews(msgspec.Struct, array_like=True, frozen=True):
     ended: list[EndedRequest] = []
     frontend: int = 0
 
-
-# scheduler_proc -> detok_proc, and on to tokenizer_proc.
-#
-# detok_proc sends three frames on: the client's address, the encoded public message, and a
-# Delivered. A message of the live feed has no address, and three empty frames are the last ones.
-# One replica among several sends a StepNews in front of those of a step, and no live feed, but a
-# HandedBack.
 
 # Of the prompt that a text continues, the detokenizer gets as many ids.
 PROMPT_END_TOKENS = 16
@@ -181,7 +172,7 @@ class StepOutput(msgspec.Struct, tag="output", array_like=True, frozen=True):
         waiting: number of requests in the waiting queue.
         session: session of the DetokReady; a message of another session is stale.
         wait_s: estimated seconds that one more request would wait, if the queue is nearly full.
-        news: what the frontend has to know of one replica among several; else None.
+        news: what the frontend has to know of the replica; None where that is nothing new.
     """
 
     time: float
@@ -295,6 +286,7 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
             lost: if it is back, and has sent the requests again, these ends are not theirs.
         indexes: indexes of the choices in `ended`.
         placements: their placements, as in Submit.
+        session: of `settled`, as in DetokReady.
     """
 
     ended: list[str] = []
@@ -307,10 +299,14 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
     lost: bool = False
     indexes: list[int] = []
     placements: list[int] = []
+    session: int = 0
 
 
 class StepNews(msgspec.Struct, array_like=True, frozen=True):
-    """The tokens of a step of one replica among several, and its replica's news.
+    """The tokens of a step, and its replica's news.
+
+    A replica whose requests can move to another one sends it with each step; the only replica of a
+    server sends it to say what it has, to a new frontend or after a new detokenizer.
 
     The detokenizer sends it to the frontend in front of the step's texts, as an empty address, an
     empty message, and this: the frontend has to know every token whose text it passes on, so that

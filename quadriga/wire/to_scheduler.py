@@ -42,9 +42,9 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
         progress: the choices that go on, or start again, of a request that a scheduler had; the
             others have ended, or are open there. Empty for a request that begins.
         num_losses: number of replicas that were lost while they had it; it may be the reason.
-        placement: number of the placement of these choices; 0 where there is one replica.
+        placement: number of the placement of these choices.
         since: number of the first placement of their present stay at the replica.
-        sender: number of the frontend, as in FrontendRestarted; 0 where there is one replica.
+        sender: number of the frontend, as in FrontendRestarted.
     """
 
     client: bytes
@@ -118,17 +118,23 @@ class DetokReady(msgspec.Struct, tag="detok", array_like=True, frozen=True):
 
 
 class EndsDelivered(msgspec.Struct, tag="ended", array_like=True, frozen=True):
-    """The frontend has received the ends of these requests."""
+    """The frontend has received the ends of these requests.
+
+    Attributes:
+        session: the detokenizer's session in which they were sent, as in DetokReady. What belongs
+            to an earlier one does not count: the ends were sent again.
+    """
 
     seqs: list[int]
+    session: int = 0
 
 
 class FrontendRestarted(msgspec.Struct, tag="frontend_restarted", array_like=True, frozen=True):
     """The frontend was restarted; ends that its predecessor had received may be lost.
 
     Attributes:
-        sender: number of the frontend, larger than that of each one before it; 0 where there is
-            one replica. What an earlier one has sent, and is read later, does not count.
+        sender: number of the frontend, larger than that of each one before it. What an earlier one
+            has sent, and is read later, does not count.
         wants_names: answer with KnownRequests.
     """
 
@@ -139,8 +145,14 @@ class FrontendRestarted(msgspec.Struct, tag="frontend_restarted", array_like=Tru
 class LinkRestored(msgspec.Struct, tag="link_restored", array_like=True, frozen=True):
     """A link between frontend and replica had broken; what was on it may be lost.
 
-    The detokenizer begins a new session, so that every stream and every end is sent again.
+    The detokenizer begins a new session, so that every stream and every end is sent again. It is
+    the first message to a replica on another machine.
+
+    Attributes:
+        version: the frontend's version of quadriga, without which a scheduler refuses the link.
     """
+
+    version: str = ""
 
 
 class InfoRequest(msgspec.Struct, tag="info", array_like=True, frozen=True):

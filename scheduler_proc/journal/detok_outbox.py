@@ -46,11 +46,15 @@ class AcknowledgedEnd(NamedTuple):
 
 
 class DetokOutbox:
-    """Send step records to the detokenizer, and replay what it or a client has missed."""
+    """Send step records to the detokenizer, and replay what it or a client has missed.
+
+    Attributes:
+        session: of the newest detokenizer, as in DetokReady.
+    """
 
     def __init__(self, detok: Sender) -> None:
         self._detok = detok
-        self._session = 0
+        self.session = 0
         self._unacknowledged: dict[int, Request] = {}
         self._acknowledged: OrderedDict[int, AcknowledgedEnd] = OrderedDict()
         self._acknowledged_bytes = 0
@@ -76,7 +80,7 @@ class DetokOutbox:
             if self._awaits_replay:
                 finished = [request for request in finished if not self.awaits_replay(request)]
             self._detok.send(
-                events.to_detok(now, num_waiting, wait_s, self._session, news, finished)
+                events.to_detok(now, num_waiting, wait_s, self.session, news, finished)
             )
 
     # --- ends -------------------------------------------------------------------------------------
@@ -173,7 +177,7 @@ class DetokOutbox:
 
     def on_detok_restarted(self, session: int) -> None:
         """Address a new detokenizer from now on."""
-        self._session = session
+        self.session = session
         self._awaits_replay.clear()
 
     @property

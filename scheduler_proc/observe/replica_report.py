@@ -1,7 +1,7 @@
-"""What the scheduler of one replica among several reports with each step.
+"""What a scheduler reports to the frontend beside the texts.
 
-`PageChanges` notes which blocks of the prefix tree were added and evicted, for the frontend's
-router; `ReplicaReport` gathers all that the frontend has to know beside the texts.
+`ReplicaReport` gathers it; `PageChanges` notes which blocks of the prefix tree were added and
+evicted, for the frontend's router.
 """
 
 from collections.abc import Iterable
@@ -12,8 +12,6 @@ from quadriga.wire.to_detok import EndedRequest, HeldChoice, ReplicaNews
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.prefix_tree import Node
 from scheduler_proc.state.request import Request
-
-# What a router has to know of a prefix tree: the blocks that it has gained and lost.
 
 
 class PageChanges:
@@ -74,27 +72,33 @@ class PageChanges:
         self._evicted = {}
 
 
-# What the scheduler of one replica among several reports with each step.
-
-
 class ReplicaReport:
     """Gather what the frontend has to know beside the texts.
+
+    Every report restates which requests are open here and which ends can be replayed, after a
+    restart of the frontend or of the detokenizer. Where requests can move to another replica, each
+    step has a report, too, so that the frontend knows their tokens and the pages of the pool.
+
+    Args:
+        notes_steps: requests can move.
 
     Attributes:
         restates: the next report does not build on earlier ones.
         frontend: as in ReplicaNews.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, notes_steps: bool = False) -> None:
+        self._notes_steps = notes_steps
         self._changes: PageChanges | None = None
-        self.restates = True
+        self.restates = notes_steps
         self.frontend = 0
 
     def watch(self, kv: KVCache) -> None:
         """Report the pages of a new, empty pool from now on."""
-        self._changes = PageChanges(kv.page_size)
-        kv.tree.observers.append(self._changes)
-        self.restates = True
+        if self._notes_steps:
+            self._changes = PageChanges(kv.page_size)
+            kv.tree.observers.append(self._changes)
+            self.restates = True
 
     def restate(self) -> None:
         """Report everything, for a frontend or detokenizer that knows nothing."""
@@ -104,16 +108,18 @@ class ReplicaReport:
 
     def take(
         self, kv: KVCache, live: Iterable[Request], ended: Iterable[EndedRequest]
-    ) -> ReplicaNews:
-        """Return the report, and begin a new one.
+    ) -> ReplicaNews | None:
+        """Return the report, and begin a new one. None where there is nothing to report.
 
         Args:
             kv: the pool.
             live: all open requests.
             ended: the ended requests that can be replayed.
         """
-        added, evicted = (b"", b"") if self._changes is None else self._changes.take()
         restates, self.restates = self.restates, False
+        if not (restates or self._notes_steps):
+            return None
+        added, evicted = (b"", b"") if self._changes is None else self._changes.take()
         if not restates:
             return ReplicaNews(added, evicted, kv.num_available)
         held = [_held(request) for request in live]

@@ -21,7 +21,7 @@ from quadriga.wire.worker import StepPlan
 
 if TYPE_CHECKING:
     from scheduler_proc.scheduler import Scheduler
-    from tokenizer_proc.frontend import Frontend
+    from tokenizer_proc.replicas.replicas import Replicas
 
 MessageT = TypeVar("MessageT")
 
@@ -183,15 +183,15 @@ def _patch_scheduler(injector: FaultInjector) -> None:
 
 def _patch_frontend(injector: FaultInjector) -> None:
     """Inject faults into the messages of the detokenizer."""
-    from tokenizer_proc.frontend import Frontend
+    from tokenizer_proc.replicas.replicas import Replicas
 
-    on_delivery = Frontend.on_delivery
+    on_delivery = Replicas.on_delivery
 
-    def faulty_on_delivery(self: "Frontend", frames: list[bytes]) -> None:
+    def faulty_on_delivery(self: "Replicas", number: int, frames: list[bytes]) -> None:
         if injector.passes(frames):
-            on_delivery(self, frames)
+            on_delivery(self, number, frames)
 
-    Frontend.on_delivery = faulty_on_delivery  # type: ignore[method-assign]
+    Replicas.on_delivery = faulty_on_delivery  # type: ignore[method-assign]
 
 
 def retract_one(scheduler: "Scheduler", number: int) -> None:

@@ -156,6 +156,8 @@ def _rules(rules: worker.SlotSamplingParams | None) -> list[Any] | None:
 
 
 def _output(output: to_detok.StepOutput) -> Iterator[Fact]:
+    if not (output.opened or output.seqs or output.closed or output.replayed):
+        return  # it has what the frontend has to know of the replica
     yield "output", output.time, output.waiting, output.wait_s
     for replay in output.replayed:
         logprobs = [one for block in replay.logprobs for one in _logprobs(block)]

@@ -420,7 +420,7 @@ class World:
         """Acknowledge the ends that the detokenizer has received."""
         if self.detok.ended:
             ended, self.detok.ended = self.detok.ended, []
-            self.schedule([EndsDelivered(ended)], [])
+            self.schedule([EndsDelivered(ended, self.scheduler.lifecycle.outbox.session)], [])
 
     def kill_detok(self) -> None:
         """Crash the detokenizer: messages to it get lost."""

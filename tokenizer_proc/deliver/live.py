@@ -12,11 +12,9 @@ from quadriga.errors import InvalidRequest, QueueFull
 from quadriga.server.config.engine_args import check_replica
 from quadriga.wire.client import Watch
 from quadriga.wire.live import MAX_WATCH_S, LiveProcess, LiveServer
-from quadriga.wire.sockets import SchedulerLink, encode
+from quadriga.wire.sockets import Sender, encode
 from quadriga.wire.to_scheduler import WatchSteps
 from tokenizer_proc.deliver.clients import Clients
-
-# CPU time and memory of the server's processes: all descendants of the launcher.
 
 MAX_PROCESSES = 64
 LIST_INTERVAL_S = 5.0  # the list of processes costs more than their numbers
@@ -112,7 +110,7 @@ class Viewers:
 
     def __init__(
         self,
-        scheduler: SchedulerLink,
+        scheduler: Sender,
         clients: Clients,
         usage: ProcessUsage,
         num_open: Callable[[], int],

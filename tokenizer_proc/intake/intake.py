@@ -15,7 +15,6 @@ from quadriga.server.processes.logs import log_exception
 from quadriga.wire.client import Accepted, Generate, Refused
 from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.packing import num_ids
-from quadriga.wire.sockets import SchedulerLink
 from quadriga.wire.to_scheduler import (
     CLIENT,
     CLIENT_LOST,
@@ -31,11 +30,9 @@ from tokenizer_proc.intake.pool import PreparePool
 from tokenizer_proc.intake.tenants import RequestOwners, TenantAccounts
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.prepare import Prepared, Preparer, decode_outcome
-from tokenizer_proc.replicas.open_requests import (
-    ClientRequests,
-    OpenRequest,
-    OpenRequests,
-)
+from tokenizer_proc.replicas.open_requests import ClientRequests
+from tokenizer_proc.replicas.placed import PlacedRequest
+from tokenizer_proc.replicas.replicas import EndedChoice, Replicas
 
 # The clients of a frontend that died try to connect many times a second; after this time the ones
 # that still have open requests have asked the next frontend for them.
@@ -94,7 +91,7 @@ class RequestIntake:
         self,
         preparation: RequestPreparation,
         guard: OverloadGuard,
-        scheduler: SchedulerLink,
+        replicas: Replicas,
         clients: Clients,
         replaces: bool,
         owners: RequestOwners,
@@ -104,11 +101,11 @@ class RequestIntake:
         self._tenants = TenantAccounts(owners)
         self._preparation = preparation
         self._guard = guard
-        self._scheduler = scheduler
+        self._replicas = replicas
         self._clients = clients
         self._replaces = replaces
         self._incoming = ClientRequests[IncomingRequest]()
-        self._open = OpenRequests(scheduler)
+        self._open = replicas.requests
         self._is_draining = False
         self._awaits_clients = replaces
         # What the scheduler knew when this frontend began; None: it has not said so yet.
@@ -119,7 +116,7 @@ class RequestIntake:
     def start(self) -> None:
         """Announce a frontend that replaces another one, and await the clients of that one."""
         if self._replaces:
-            self._scheduler.send(FrontendRestarted(wants_names=True))
+            self._replicas.send(FrontendRestarted())
             loop = asyncio.get_running_loop()
             loop.call_later(RETURN_TIMEOUT_S, self._stop_awaiting_clients)
             loop.call_later(PROOF_TIMEOUT_S, self.on_known, set())
@@ -127,7 +124,7 @@ class RequestIntake:
     @property
     def num_open(self) -> int:
         """Number of requests that were admitted and have not ended."""
-        return len(self._incoming) + len(self._open)
+        return len(self._incoming) + self._open.num_open
 
     # --- admit, prepare, submit -------------------------------------------------------------------
 
@@ -165,10 +162,12 @@ class RequestIntake:
         if self._is_new(client, request_id, may_be_resent):
             if self._is_draining:
                 raise ServerStopping("the server is stopping and takes no new requests")
-            num_open = len(self._incoming.of_client(client)) + self._open.num_of_client(client)
-            self._guard.check(num_choices, num_open)
+            self._guard.check(num_choices, lambda: self._num_of_client(client))
         resent = message is not None and message.resent
         return IncomingRequest(client, request_id, clock.now(), num_choices, resent)
+
+    def _num_of_client(self, client: bytes) -> int:
+        return len(self._incoming.of_client(client)) + len(self._open.open_of_client(client))
 
     def _is_new(self, client: bytes, request_id: str, is_resent: bool) -> bool:
         """Return whether the limits for new requests apply to a request.
@@ -252,7 +251,7 @@ class RequestIntake:
             cache_salt=owner.cache_salt,
             trace=self._traces.context(request.client, message),
         )
-        if self._open.submit(submit, request.aborted_by, message.keep_s):
+        if self._replicas.submit(submit, request.aborted_by, message.keep_s):
             self._tenants.on_opened(owner)
 
     # --- requests of a frontend before this one ---------------------------------------------------
@@ -293,27 +292,22 @@ class RequestIntake:
         for name, request in self._incoming.of_client(client).items():
             if request_id in ("", name):
                 request.aborted_by = CLIENT
-        for opened in self._open.of_client(client):
-            if request_id in ("", opened.submit.request_id):
-                self._tenants.forget(client, opened.submit.request_id)
-        self._open.abort(client, request_id, CLIENT)
+        for opened in self._open.open_of_client(client):
+            if request_id in ("", opened.name[1]):
+                self._tenants.forget(*opened.name)
+        self._replicas.abort(client, request_id, CLIENT)
 
-    def count_ends(self, client: bytes, request_ids: list[str], num_generated: list[int]) -> None:
-        """Count one choice of each of these requests, and its generated tokens, as ended."""
-        self._guard.count_ended(len(request_ids))
-        counts = num_generated or [0] * len(request_ids)
-        for request_id, num_tokens in zip(request_ids, counts, strict=True):
-            request = self._open.count_end(client, request_id)
-            if request is not None:
-                self._tenants.on_choice_ended(request, num_tokens)
+    def count_ends(self, ended: list[EndedChoice]) -> None:
+        """Count choices, and their generated tokens, as ended."""
+        self._guard.count_ended(len(ended))
+        for end in ended:
+            if end.request is not None:
+                self._tenants.on_choice_ended(end.request, end.num_generated)
 
-    def count_lost_ends(
-        self, client: bytes, request_ids: list[str], num_generated: list[int]
-    ) -> None:
+    def count_lost_ends(self, client: bytes, ended: list[EndedChoice]) -> None:
         """Count the generated tokens of choices whose client's connection was lost."""
-        counts = num_generated or [0] * len(request_ids)
-        for request_id, num_tokens in zip(request_ids, counts, strict=True):
-            self._tenants.on_lost_choice_ended(client, request_id, num_tokens)
+        for end in ended:
+            self._tenants.on_lost_choice_ended(client, end.request_id, end.num_generated)
 
     def lose_client(self, client: bytes) -> None:
         """Forget the incoming requests of a client that is gone, and abort its open ones.
@@ -323,27 +317,20 @@ class RequestIntake:
         self._preparation.pool.drop(client)
         for incoming in self._incoming.remove_client(client).values():
             _cancel(incoming)
-        lost = self._open.lose_client(client)
+        lost = self._replicas.lose_client(client)
         self._tenants.on_lost(lost.ended)
         for request in lost.kept:
             assert request.keep_s is not None
-            asyncio.get_running_loop().call_later(request.keep_s, self._end_kept, request)
+            loop = asyncio.get_running_loop()
+            loop.call_later(request.keep_s, self._end_kept, request, request.submit)
         self._drain_if_idle()
 
-    def _end_kept(self, request: OpenRequest) -> None:
+    def _end_kept(self, request: PlacedRequest, submit: Submit) -> None:
         """End a request whose client is gone for too long."""
-        if self._open.end(request, CLIENT_LOST):
+        if self._replicas.end(request, submit, CLIENT_LOST):
             self._tenants.on_lost([request])
 
-    # --- a new scheduler, and the end -------------------------------------------------------------
-
-    def on_scheduler_restarted(self) -> None:
-        """Send what is open to a new scheduler, which may not know all of it."""
-        self._scheduler.renew()
-        if self._known is None:
-            self._scheduler.send(FrontendRestarted(wants_names=True))
-        self._open.resend_all()
-        self._drain_if_idle()
+    # --- the end ----------------------------------------------------------------------------------
 
     def drain(self) -> None:
         """Take no new requests. Accepted ones go on, and may be resent by their clients."""
@@ -367,7 +354,7 @@ class RequestIntake:
         """Send Drain once no request can come any more: none is incoming or about to be resent."""
         if self._is_draining and not self._incoming and not self._awaits_clients:
             self.has_drained = True
-            self._scheduler.send(Drain())
+            self._replicas.send(Drain())
 
 
 def _read_outcome(data: bytes) -> Prepared:

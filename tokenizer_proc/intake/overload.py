@@ -57,29 +57,25 @@ class OverloadGuard:
         self._num_preparing = 0
         self._ended_at: deque[float] = deque(maxlen=NUM_RECENT_ENDS)
 
-    def check(self, num_choices: int, num_open: int) -> None:
-        """Raise QueueFull for a request that is too much, from a client with `num_open` others."""
+    def check(self, num_choices: int, count_open: Callable[[], int]) -> None:
+        """Raise QueueFull for a request that is too much.
+
+        Args:
+            num_choices: number of its choices.
+            count_open: returns the number of open requests of its client.
+        """
         num_waiting = self._num_reported + self._num_submitted + self._num_preparing
         if num_waiting + num_choices > self._max_queued:
             wait_s = self._reported_wait_s
             if wait_s is None:
                 wait_s = self._ends_in_s(num_waiting + 1)
             retry_after = _retry_after_s(FREED_SHARE * (wait_s or 0.0))
-            raise QueueFull(
-                f"{num_waiting} requests are waiting and --max-queued-requests is"
-                f" {self._max_queued}; try again in {retry_after} s",
-                retry_after,
-                num_waiting + 1,
-                wait_s,
+            raise QueueFull.of_waiting(
+                num_waiting, self._max_queued, retry_after, num_waiting + 1, wait_s
             )
-        if self._max_per_client is not None and num_open >= self._max_per_client:
+        if self._max_per_client is not None and (num_open := count_open()) >= self._max_per_client:
             retry_after = _retry_after_s(self._ends_in_s(1) or 0.0)
-            raise QueueFull(
-                f"this client has {num_open} open requests and --max-requests-per-client is"
-                f" {self._max_per_client}; wait until one has ended, or try again in"
-                f" {retry_after} s",
-                retry_after,
-            )
+            raise QueueFull.of_client(num_open, self._max_per_client, retry_after)
 
     @contextmanager
     def preparing(self, num_choices: int) -> Iterator[None]:

@@ -124,8 +124,6 @@ def _receive(received: BinaryIO) -> bytes | None:
     return frame if len(frame) == length else None
 
 
-# The queue of long messages, and the processes of `pool_worker.py` that prepare them.
-
 # Messages that wait or are being prepared count here. One client takes at most half of the bytes,
 # so that none keeps the others out.
 MAX_PENDING_BYTES = 256 * 1024 * 1024

@@ -22,9 +22,7 @@ from quadriga.wire.client import Generate, Info, is_gateway
 from quadriga.wire.sockets import encode
 from tokenizer_proc.intake.overload import RETRY_AFTER_S
 from tokenizer_proc.preparation.prepare import Prepared
-from tokenizer_proc.replicas.open_requests import OpenRequest
-
-# The tenant of each request, and what the frontend does with it before it submits the request.
+from tokenizer_proc.replicas.placed import PlacedRequest
 
 NUM_SHOWN_CHARS = 12
 
@@ -322,8 +320,6 @@ def _check(
     )
 
 
-# What the frontend does for tenants with a request: find its owner, check and count its use.
-
 # Requests that were counted are remembered up to this number, so that one whose client lost its
 # connection is not counted twice.
 MAX_COUNTED = 65536
@@ -431,17 +427,17 @@ class TenantAccounts:
         if owner.tenant is not None:
             self._quotas.count_opened(owner.tenant)
 
-    def on_choice_ended(self, request: OpenRequest, num_generated: int) -> None:
+    def on_choice_ended(self, request: PlacedRequest, num_generated: int) -> None:
         """Count the tokens of a choice that has ended, and the request with its last choice."""
         submit = request.submit
-        if not submit.tenant:
+        if submit is None or not submit.tenant:
             return
         counted = self._counted.get((submit.client, submit.request_id))
         if counted is None or counted.num_unended > 0:  # else its end was only sent again
             self._quotas.count_generated(parent_name(submit.tenant), num_generated)
         if counted is not None:
             counted.num_unended -= 1
-        if request.num_open_choices <= 0:
+        if request.has_ended:
             self._quotas.count_closed(parent_name(submit.tenant))
 
     def on_lost_choice_ended(self, client: bytes, request_id: str, num_generated: int) -> None:
@@ -450,7 +446,8 @@ class TenantAccounts:
         if counted is not None:
             self._quotas.count_generated(counted.tenant, num_generated)
 
-    def on_lost(self, requests: list[OpenRequest]) -> None:
+    def on_lost(self, requests: list[PlacedRequest]) -> None:
         """Count the requests of a client that is gone as ended."""
         for request in requests:
-            self._quotas.count_closed(parent_name(request.submit.tenant))
+            if request.submit is not None:
+                self._quotas.count_closed(parent_name(request.submit.tenant))

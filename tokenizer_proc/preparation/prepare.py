@@ -47,9 +47,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-# Where the reasoning of an answer begins, by the end of the prompt's text.
-
-
 def thinking_form(
     params: SamplingParams, prompt_end: str, has_grammar: bool
 ) -> ThinkingForm | None:
@@ -81,8 +78,6 @@ def without_thinking(params: SamplingParams) -> SamplingParams:
         params, thinking_token_budget=None, thinking_start="", thinking_end=""
     )
 
-
-# Encode text to token ids, and decode them.
 
 # The tokenizers library takes about 200 bytes of memory for a byte of text (150 to 195 with
 # byte-level BPE), so that the longest text takes 1.6 GiB.

@@ -1,23 +1,35 @@
-"""The requests that the scheduler has: OpenRequests owns each Submit from sending to its last end.
+"""The requests of all clients from their Submit to their last end, and where each choice is.
 
-They are kept as they were sent, because a scheduler that dies loses what it had received and not
-yet journaled: whatever was on its way, and whatever waited in its socket, which may be everything
-that came while it stood still. The next scheduler is sent all of them again.
+`OpenRequests` is their one owner: intake asks it which are open, `Dispatch` (replicas.py) sends
+what it returns. A request is kept as it was sent, because a scheduler that dies loses what it had
+received and not yet journaled: whatever was on its way, and whatever waited in its socket.
 """
 
+import enum
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from quadriga.wire.sockets import SchedulerLink
-from quadriga.wire.to_scheduler import CLIENT_LOST, AbortRequest, Submit
+from quadriga.wire.packing import unpack_ids
+from quadriga.wire.to_detok import HeldChoice, StepNews
+from quadriga.wire.to_scheduler import Submit
+from tokenizer_proc.replicas.placed import (
+    NEVER_PLACED,
+    ChoiceOwner,
+    EndedRequests,
+    Name,
+    PlacedChoice,
+    PlacedRequest,
+    RouterKey,
+    Run,
+)
+from tokenizer_proc.replicas.replica_set import ReplicaSet
+from tokenizer_proc.replicas.router import Router
 
-# Lost clients and their requests are remembered up to these bounds, so that the next scheduler ends
-# what it has of them, and so that a request among them may come back past the limits for new ones.
+# Lost clients and their requests are remembered up to these bounds.
 MAX_LOST_CLIENTS = 1024
 MAX_LOST_REQUESTS = 65536
 
@@ -63,138 +75,368 @@ class ClientRequests(Generic[RequestT]):
         return self._by_client.pop(client, {})
 
 
-@dataclass(slots=True)
-class OpenRequest:
-    """A request that was submitted.
+class LostClients:
+    """Ids of the requests of clients that were lost, which may come back past all limits."""
+
+    def __init__(self) -> None:
+        self._ids: OrderedDict[bytes, set[str]] = OrderedDict()
+        self._num_ids = 0
+
+    def __contains__(self, name: Name) -> bool:
+        return name[1] in self._ids.get(name[0], ())
+
+    def remember(self, client: bytes, request_ids: set[str]) -> None:
+        """Remember the requests of a client in place of those that it lost before."""
+        if not request_ids:
+            return
+        self._forget(client)
+        self._ids[client] = request_ids
+        self._num_ids += len(request_ids)
+        while len(self._ids) > MAX_LOST_CLIENTS or self._num_ids > MAX_LOST_REQUESTS:
+            self._forget(next(iter(self._ids)))
+
+    def _forget(self, client: bytes) -> None:
+        self._num_ids -= len(self._ids.pop(client, ()))
+
+
+class EndKind(enum.Enum):
+    """What an end of a choice is.
 
     Attributes:
-        aborted_by: as in AbortRequest; "" if the request was not aborted.
-        keep_s: as in Generate.
+        COUNTED: the end of the choice.
+        REPEATED: one that its client may have, or ignores: it is passed on, and ends nothing here.
+        DROPPED: of a replica that does not own the choice.
     """
 
-    submit: Submit
-    num_open_choices: int
-    aborted_by: str = ""
-    keep_s: float | None = None
+    COUNTED = enum.auto()
+    REPEATED = enum.auto()
+    DROPPED = enum.auto()
 
 
-class LostRequests(NamedTuple):
-    """The requests of a client that is gone: those that were aborted, and those that go on."""
+class CountedEnd(NamedTuple):
+    """What an end of a choice is, and its request where that is not over for its client."""
 
-    ended: list[OpenRequest]
-    kept: list[OpenRequest]
+    kind: EndKind
+    request: PlacedRequest | None = None
 
 
 class OpenRequests:
-    """Send requests and aborts to the scheduler, and keep each request until its last end."""
+    """Requests from their Submit to the end of their last choice, and where the last ones ended.
 
-    def __init__(self, scheduler: SchedulerLink) -> None:
-        self._scheduler = scheduler
-        self._open = ClientRequests[OpenRequest]()
-        self._lost: OrderedDict[bytes, set[str]] = OrderedDict()
-        self._num_lost = 0
+    Sends nothing: `Dispatch` does.
+
+    Args:
+        replicas: those that have joined.
+        router: is kept informed of what the replicas have.
+        block_tokens: tokens of a block of the router's index.
+        sender: number of this frontend, as in FrontendRestarted.
+
+    Attributes:
+        on_change: called when the number of open requests has changed.
+        num_results_dropped: chunks of replicas that did not own their choice.
+    """
+
+    def __init__(
+        self, replicas: ReplicaSet, router: Router[RouterKey], block_tokens: int, sender: int
+    ) -> None:
+        self._replicas = replicas
+        self._router = router
+        self._block_tokens = block_tokens
+        self._sender = sender
+        self._last_placement = sender
+        self._open = ClientRequests[PlacedRequest]()
+        self._ended = EndedRequests(replicas.size)
+        self._lost = LostClients()
+        self.on_change: Callable[[], None] = lambda: None
+        self.num_results_dropped = 0
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def num_of_client(self, client: bytes) -> int:
-        """Return the number of open requests of a client."""
-        return len(self._open.of_client(client))
+    @property
+    def num_open(self) -> int:
+        """Number of requests that have not ended for their clients."""
+        return sum(placed.is_open for placed in self._open)
 
-    def was_accepted(self, client: bytes, request_id: str) -> bool:
-        """Return whether a request is open, or was when its client's connection was lost."""
-        is_lost = request_id in self._lost.get(client, ())
-        return is_lost or self._open.find(client, request_id) is not None
+    def find(self, client: bytes, request_id: str) -> PlacedRequest | None:
+        """Return a request that has not ended at its replicas, or None."""
+        return self._open.find(client, request_id)
+
+    def of_client(self, client: bytes) -> Mapping[str, PlacedRequest]:
+        """Return the requests of a client that have not ended at their replicas, by id."""
+        return self._open.of_client(client)
+
+    def open_of_client(self, client: bytes) -> list[PlacedRequest]:
+        """Return the open requests of a client."""
+        return [placed for placed in self._open.of_client(client).values() if placed.is_open]
 
     def is_open(self, client: bytes, request_id: str) -> bool:
         """Return whether a request is open."""
-        return self._open.find(client, request_id) is not None
+        placed = self.find(client, request_id)
+        return placed is not None and placed.is_open
 
-    def submit(self, message: Submit, aborted_by: str, keep_s: float | None = None) -> bool:
-        """Send a request to the scheduler, followed by its abort where `aborted_by` is not empty.
+    def was_accepted(self, client: bytes, request_id: str) -> bool:
+        """Return whether a request is open, or was when its client's connection was lost."""
+        return (client, request_id) in self._lost or self.is_open(client, request_id)
 
-        Return whether it was not open before.
+    def lose(self, client: bytes, requests: Iterable[PlacedRequest]) -> None:
+        """Take in that requests are over for a client, whose connection is lost."""
+        for placed in requests:
+            placed.is_lost = True
+        self._lost.remember(client, {placed.name[1] for placed in requests})
 
-        An open request is sent once more only if its client has resent it
-        (`message.client_retry`); all of its choices will then end once more.
+    def of_replica(self, number: int) -> list[PlacedRequest]:
+        """Return the requests with choices at a replica that can go on at another one."""
+        return [p for p in self._open if p.submit is not None and p.is_at(number)]
+
+    def _add(self, name: Name) -> PlacedRequest:
+        placed = PlacedRequest(name)
+        self._open.put(*name, placed)
+        self.on_change()
+        return placed
+
+    def _remove(self, placed: PlacedRequest) -> None:
+        self._open.remove(*placed.name)
+        self.on_change()
+
+    def is_of_this_frontend(self, placement: int) -> bool:
+        """Return whether this frontend has given a placement, and so knows the request."""
+        return placement > self._sender
+
+    # --- what clients send ------------------------------------------------------------------------
+
+    def submit(
+        self, submit: Submit, aborted_by: str = "", keep_s: float | None = None
+    ) -> PlacedRequest:
+        """Note a request of a client, new or sent again, and return it.
+
+        Of one that is sent again, all choices end once more. Those that have ended are asked for
+        at the replicas that have their ends.
+
+        Args:
+            submit: the request.
+            aborted_by: as in AbortRequest; "" if it was not aborted.
+            keep_s: as in Generate.
         """
-        client, request_id = message.client, message.request_id
-        is_new = self._open.find(client, request_id) is None
-        if not message.client_retry and not is_new:
-            return False
-        request = OpenRequest(message, message.params.n, aborted_by, keep_s)
-        self._open.put(client, request_id, request)
-        self._scheduler.send(message)
-        if aborted_by:
-            self._scheduler.send(AbortRequest(client, request_id, aborted_by))
-        return is_new
+        name = submit.client, submit.request_id
+        placed = self.find(*name)
+        if placed is None:
+            placed = self._add(name)
+            if not submit.client_retry:
+                self._ended.forget(name)
+        placed.submit, placed.waits = submit, submit.client_retry
+        placed.aborted_by, placed.keep_s, placed.is_lost = aborted_by, keep_s, False
+        for index in range(submit.params.n):
+            if index not in placed.choices and submit.client_retry:
+                owner = self._ended.owner_of(name, index)
+                if owner is not None:
+                    placed.choices[index] = PlacedChoice(*owner)
+            placed.choice(index).has_ended = False
+        return placed
 
-    def abort(self, client: bytes, request_id: str, by: str) -> None:
-        """Abort one request of a client, or with an empty id all of them."""
-        for name, request in self._open.of_client(client).items():
-            if request_id in ("", name):
-                request.aborted_by = by
-        self._scheduler.send(AbortRequest(client, request_id, by))
+    def place(self, placed: PlacedRequest) -> tuple[int, Submit]:
+        """Give the choices of a request that are at no replica to the router's choice.
 
-    def count_end(self, client: bytes, request_id: str) -> OpenRequest | None:
-        """Count one choice of a request as ended. Return the request; None for an unknown one."""
-        request = self._open.find(client, request_id)
-        if request is not None:
-            request.num_open_choices -= 1
-            if request.num_open_choices <= 0:
-                self._open.remove(client, request_id)
-        return request
+        At least one replica must take requests.
 
-    def lose_client(self, client: bytes) -> "LostRequests":
-        """Abort the requests of a client whose connection is lost, and remember their ids.
-
-        Those with `keep_s` go on.
+        Returns:
+            The number of the replica, and what to send there.
         """
-        kept = [request for request in self.of_client(client) if request.keep_s is not None]
-        if kept:
-            ended = [request for request in self.of_client(client) if request.keep_s is None]
-            for request in ended:
-                self.end(request, CLIENT_LOST)
-        else:
-            self.abort(client, "", CLIENT_LOST)
-            ended = list(self._open.remove_client(client).values())
-        self._remember_lost(client, {request.submit.request_id for request in ended})
-        return LostRequests(ended, kept)
+        indexes, placement = placed.homeless, self._next_placement()
+        message, prompt = placed.next_submit(indexes), placed.prompt(self._block_tokens, indexes)
+        number = self._router.place(RouterKey(*placed.name, placement), prompt).replica
+        owner = ChoiceOwner(number, placement, placement)
+        for index in indexes:
+            placed.choices[index].give_to(owner)
+        return number, self._stamped(message, owner)
 
-    def of_client(self, client: bytes) -> list[OpenRequest]:
-        """Return the open requests of a client."""
-        return list(self._open.of_client(client).values())
+    def sent_again(self, placed: PlacedRequest, owner: ChoiceOwner, indexes: list[int]) -> Submit:
+        """Return what the owner of some choices is sent, where their client has sent them again."""
+        key = RouterKey(*placed.name, owner.since)
+        if key not in self._router.ledger:
+            self._router.count(key, owner.replica, placed.prompt(self._block_tokens, indexes))
+        owner = owner._replace(placement=self._next_placement())
+        for index in indexes:
+            placed.choices[index].give_to(owner)
+        return self._stamped(placed.sent_again(indexes), owner)
 
-    def end(self, request: OpenRequest, by: str) -> bool:
-        """Abort and forget a request. Return False if it has ended, or its client has resent it."""
-        client, request_id = request.submit.client, request.submit.request_id
-        if self._open.find(client, request_id) is not request:
-            return False
-        self.abort(client, request_id, by)
-        self._open.remove(client, request_id)
-        return True
+    def resent(self, placed: PlacedRequest, owner: ChoiceOwner, indexes: list[int]) -> Submit:
+        """Return what the new scheduler of an owner is sent, which may know the choices."""
+        message = self._stamped(placed.moved(indexes), owner)
+        assert placed.submit is not None
+        return msgspec.structs.replace(message, client_retry=placed.submit.client_retry)
 
-    def _remember_lost(self, client: bytes, request_ids: set[str]) -> None:
-        if not request_ids:
-            return
-        self._forget_lost(client)
-        self._lost[client] = request_ids
-        self._num_lost += len(request_ids)
-        while len(self._lost) > MAX_LOST_CLIENTS or self._num_lost > MAX_LOST_REQUESTS:
-            self._forget_lost(next(iter(self._lost)))
+    def _next_placement(self) -> int:
+        self._last_placement += 1
+        return self._last_placement
 
-    def _forget_lost(self, client: bytes) -> None:
-        self._num_lost -= len(self._lost.pop(client, ()))
+    def _stamped(self, message: Submit, owner: ChoiceOwner) -> Submit:
+        return msgspec.structs.replace(
+            message, placement=owner.placement, since=owner.since, sender=self._sender
+        )
 
-    def resend_all(self) -> None:
-        """Send everything to a new scheduler, which ignores what its journal holds already."""
-        for client, request_ids in self._lost.items():
-            is_open = self._open.of_client(client)
-            for request_id in request_ids - is_open.keys() if is_open else [""]:
-                self._scheduler.send(AbortRequest(client, request_id, CLIENT_LOST))
-        for request in self._open:
-            submit = request.submit
-            self._scheduler.send(msgspec.structs.replace(submit, frontend_retry=True))
-            if request.aborted_by:
-                abort = AbortRequest(submit.client, submit.request_id, request.aborted_by)
-                self._scheduler.send(abort)
+    # --- what replicas report ---------------------------------------------------------------------
+
+    def on_news(self, number: int, step: StepNews) -> list[tuple[int, int]]:
+        """Note what a replica has, and the tokens of a step.
+
+        Returns:
+            The choices that a replica has and does not own: its number, and its scheduler's number.
+        """
+        replica, news = self._replicas[number], step.news
+        strays: list[tuple[int, int]] = []
+        self._router.on_news(number, news)
+        if news.restates:
+            replica.runs.clear()
+            replica.strays.clear()
+            for ended in news.ended:
+                for index, placement in ended.placements.items():
+                    name = (ended.client, ended.request_id)
+                    strays += self._note_end(name, index, ChoiceOwner(number, placement, placement))
+        for held in (*news.held, *step.started):
+            strays += self._hold(number, held)
+        runs = replica.runs
+        for seq, token in zip(step.seqs, unpack_ids(step.token_ids), strict=True):
+            if (run := runs.get(seq)) is not None and run.counts(number):
+                run.choice.token_ids.append(token)
+        return strays
+
+    def _note_end(self, name: Name, index: int, owner: ChoiceOwner) -> list[tuple[int, int]]:
+        """Note that a replica can replay the end of a choice. Return what is superseded by that."""
+        self._ended.note(name, index, owner)
+        placed = self.find(*name)
+        choice = placed.choices.get(index) if placed is not None else None
+        if placed is None or choice is None or choice.placement >= owner.placement:
+            return []
+        strays = self._disown(placed, index, choice)
+        choice.give_to(owner)
+        choice.has_ended = placed.submit is None
+        if placed.has_ended:
+            self._remove(placed)
+        return strays
+
+    def _hold(self, number: int, held: HeldChoice) -> list[tuple[int, int]]:
+        """Note that a replica has a choice of a request, and its tokens.
+
+        Returns:
+            As in on_news.
+        """
+        name, replica = (held.client, held.request_id), self._replicas[number]
+        placed, strays = self.find(*name), []
+        choice = None if placed is None else placed.choices.get(held.index)
+        if choice is None:
+            ended = self._ended.owner_of(name, held.index)
+            is_over = self.is_of_this_frontend(held.placement) or (
+                ended is not None and ended.placement > held.placement
+            )
+            if is_over:
+                choice = PlacedChoice()
+            else:  # its client comes back to this frontend, which replaces another one
+                placed = placed or self._add(name)
+                choice = placed.choice(held.index)
+        run = replica.runs[held.seq] = Run(name, held.index, choice, held.placement)
+        if placed is not None and held.placement > choice.placement:
+            strays = self._disown(placed, held.index, choice)
+            choice.give_to(ChoiceOwner(number, held.placement, held.placement))
+        if not run.counts(number):
+            replica.strays[held.seq] = run
+            return [*strays, (number, held.seq)]
+        for seq in [s for s, stray in replica.strays.items() if stray.choice is choice]:
+            del replica.strays[seq]  # all of it came before
+        if choice.seq != held.seq:
+            replica.runs.pop(choice.seq, None)
+        choice.seq = held.seq
+        choice.token_ids = unpack_ids(held.token_ids)
+        choice.first_token_at = choice.first_token_at or held.first_token_at
+        key = RouterKey(*name, choice.since)
+        if key not in self._router.ledger and placed is not None:
+            self._router.count(key, number, placed.prompt(self._block_tokens, [held.index]))
+        if held.first_token_at:
+            self._router.on_start(key, held.index)
+        return strays
+
+    def _disown(
+        self, placed: PlacedRequest, index: int, choice: PlacedChoice
+    ) -> list[tuple[int, int]]:
+        """Take a choice from its owner, as another replica has it. Return what runs there."""
+        if choice.replica is None or choice.placement == NEVER_PLACED:
+            return []
+        replica, seq = self._replicas[choice.replica], choice.seq
+        self._router.on_end(RouterKey(*placed.name, choice.since), index)
+        run = replica.runs.get(seq)
+        choice.seq = -1
+        if run is None:
+            return []
+        replica.strays[seq] = run
+        return [(choice.replica, seq)]
+
+    def on_withdrawn(self, number: int, seqs: list[int]) -> None:
+        """Note that nothing more comes of choices that a replica did not own."""
+        for seq in seqs:
+            self._replicas[number].runs.pop(seq, None)
+            self._replicas[number].strays.pop(seq, None)
+
+    def on_end(self, number: int, name: Name, index: int, placement: int) -> CountedEnd:
+        """Note the end of a choice at a replica. Return what it is for the client.
+
+        Args:
+            number: the replica.
+            name: the request.
+            index: the choice.
+            placement: as in Submit.
+        """
+        placed = self.find(*name)
+        choice = None if placed is None else placed.choices.get(index)
+        if placed is None or choice is None:
+            known = self._ended.owner_of(name, index)
+            is_known = known is not None and known[:2] == (number, placement)
+            is_earlier = known is None and not self.is_of_this_frontend(placement)
+            return CountedEnd(EndKind.REPEATED if is_known or is_earlier else EndKind.DROPPED)
+        if choice.replica != number or not choice.since <= placement <= choice.placement:
+            return CountedEnd(EndKind.DROPPED)
+        if choice.has_ended or placement < choice.placement:
+            return CountedEnd(EndKind.REPEATED)
+        if placed.waits:
+            choice.ends_at_owner = True
+            return CountedEnd(EndKind.REPEATED)
+        is_open = placed.is_open
+        self._replicas[number].runs.pop(choice.seq, None)
+        choice.end()
+        self._router.on_end(RouterKey(*name, choice.since), index)
+        self._ended.note(name, index, ChoiceOwner(number, placement, choice.since))
+        if placed.has_ended:
+            for since in {c.since for c in placed.choices.values()}:
+                self._router.forget(RouterKey(*name, since))
+            self._remove(placed)
+        return CountedEnd(EndKind.COUNTED, placed if is_open else None)
+
+    # --- what leaves a replica --------------------------------------------------------------------
+
+    def take_back(self, placed: PlacedRequest, number: int) -> None:
+        """Note that the open choices of a request are not at a replica any more."""
+        for choice in placed.choices.values():
+            is_there = choice.replica == number
+            if is_there and not choice.has_ended and not choice.ends_at_owner:
+                self._replicas[number].runs.pop(choice.seq, None)
+                self._router.forget(RouterKey(*placed.name, choice.since))
+                choice.leave_replica()
+        placed.is_moving = True
+
+    def forget_unsent(self, number: int) -> None:
+        """Forget the requests of a replica that their clients have not sent to this frontend.
+
+        Their clients send them again.
+        """
+        for placed in [p for p in self._open if p.submit is None and p.is_at(number)]:
+            self.take_back(placed, number)
+            placed.choices = {i: c for i, c in placed.choices.items() if c.replica is not None}
+            if placed.has_ended:
+                self._remove(placed)
+
+    def forget_ended(self, number: int) -> None:
+        """Forget what has ended at a replica that is gone."""
+        self._ended.forget_replica(number)
+        for placed in self._open:
+            for choice in placed.choices.values():
+                if choice.has_ended and choice.replica == number:
+                    choice.replica = None

@@ -13,8 +13,6 @@ from quadriga.wire.packing import num_ids, pack_ids
 from quadriga.wire.to_scheduler import ChoiceProgress, Submit
 from tokenizer_proc.replicas.router import Prompt
 
-# A request at its replicas: the owner of each choice, and the tokens that its client may have.
-
 Name = tuple[bytes, str]
 NEVER_PLACED = -1
 
@@ -97,6 +95,8 @@ class PlacedRequest:
         submit: None where its client has not sent it again to a frontend that was restarted.
         choices: by index; without a Submit as far as anything is known of them.
         aborted_by: as in AbortRequest; "" if it was not aborted.
+        keep_s: as in Generate.
+        is_lost: it was aborted because its client's connection was lost: its end is for no client.
         num_losses: number of replicas that were lost while they had it.
         is_moving: it was at a replica before.
         waits: its client has sent it again, and its owners do not know that yet.
@@ -106,6 +106,8 @@ class PlacedRequest:
     submit: Submit | None = None
     choices: dict[int, PlacedChoice] = field(default_factory=dict)
     aborted_by: str = ""
+    keep_s: float | None = None
+    is_lost: bool = False
     num_losses: int = 0
     is_moving: bool = False
     waits: bool = False
@@ -118,6 +120,11 @@ class PlacedRequest:
     def has_ended(self) -> bool:
         """Whether every choice has ended, or all that are known of a request without a Submit."""
         return all(choice.has_ended for choice in self.choices.values())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its client waits for it."""
+        return self.submit is not None and not self.is_lost and not self.has_ended
 
     @property
     def homeless(self) -> list[int]:
@@ -137,12 +144,17 @@ class PlacedRequest:
         return any(c.replica == number and not c.has_ended for c in self.choices.values())
 
     def prompt(self, block_tokens: int, indexes: Iterable[int] = (0,)) -> Prompt:
-        """Return what the router has to know of some choices of the request."""
+        """Return what the router has to know of some choices of the request.
+
+        Args:
+            block_tokens: tokens of a block of the router's index; 0: it has none.
+            indexes: of the choices.
+        """
         submit, choices = self.submit, [self.choice(index) for index in indexes]
         if submit is None:
             return Prompt(0, [], max(1, len(choices)))
         hashes = []
-        if submit.params.prompt_logprobs is None:
+        if block_tokens and submit.params.prompt_logprobs is None:
             hashes = block_hashes(submit.prompt_ids, block_tokens, submit.cache_salt.encode())
         num_generated = sum(len(choice.token_ids) for choice in choices)
         return Prompt(num_ids(submit.prompt_ids) + num_generated, hashes, len(choices))
@@ -208,8 +220,6 @@ class Run:
             and not choice.has_ended
         )  # fmt: skip
 
-
-# Where choices of requests have ended, for clients that ask for them again.
 
 # Ended requests of each replica whose place is remembered.
 MAX_ENDED = 4096

@@ -14,8 +14,6 @@ from quadriga.wire.client import Info, InfoValues, ProgressAnswer, RequestProgre
 from quadriga.wire.to_scheduler import InfoRequest, ProgressRequest
 from tokenizer_proc.replicas.placed import Name
 
-# The server's info, made of the infos of its replicas.
-
 # Values that are the same for all, or of which the largest says most; all other numbers are added.
 LARGEST = frozenset(
     {"page_size", "chunked_prefill_size", "new_token_ratio", "step_gap_ms_p50", "step_gap_ms_p99"}
@@ -23,13 +21,19 @@ LARGEST = frozenset(
 JOURNAL_FAILED = "failed"
 
 
-def merged_info(asked: InfoValues, infos: Mapping[int, InfoValues]) -> InfoValues:
+def merged_info(
+    asked: InfoValues, infos: Mapping[int, InfoValues], lists_replicas: bool
+) -> InfoValues:
     """Return the info of a server.
 
     Args:
         asked: what the frontend has put into the question, which is in each answer.
         infos: the answers by the numbers of the replicas, at least one.
+        lists_replicas: add the values of each, and its number to the names of its processes.
+            Without, the only answer is that of the server.
     """
+    if not lists_replicas:
+        return next(iter(infos.values()))
     own = {
         number: {name: value for name, value in values.items() if name not in asked}
         for number, values in infos.items()
@@ -76,8 +80,6 @@ def _pids(asked: InfoValues, infos: Mapping[int, InfoValues]) -> dict[str, int]:
     return pids
 
 
-# Questions to all replicas: an answer is made of theirs once the last one has come.
-
 # More are not open: the frontend bounds them.
 MAX_QUESTIONS = 1024
 Answer = Info | ProgressAnswer
@@ -99,9 +101,14 @@ class _Question:
 
 
 class Questions:
-    """Gather the answers of the replicas that were asked."""
+    """Gather the answers of the replicas that were asked.
 
-    def __init__(self) -> None:
+    Args:
+        lists_replicas: as in merged_info.
+    """
+
+    def __init__(self, lists_replicas: bool) -> None:
+        self._lists_replicas = lists_replicas
         self._open: OrderedDict[Name, _Question] = OrderedDict()
 
     def ask(self, question: InfoRequest | ProgressRequest, replicas: Iterable[int]) -> None:
@@ -122,11 +129,14 @@ class Questions:
         return None if asked.waits_for else self._finish(name)
 
     def give_up(self, replica: int) -> Iterator[MergedAnswer]:
-        """Do not wait for a replica that has died. Yield the answers that are complete without."""
+        """Do not wait for a replica that has died, unless there is no other answer.
+
+        Yield the answers that are complete without it.
+        """
         for name, asked in list(self._open.items()):
-            if replica in asked.waits_for:
+            if replica in asked.waits_for and (asked.answers or len(asked.waits_for) > 1):
                 asked.waits_for.discard(replica)
-                if not asked.waits_for and asked.answers:
+                if not asked.waits_for:
                     yield self._finish(name)
 
     def _finish(self, name: Name) -> MergedAnswer:
@@ -134,7 +144,8 @@ class Questions:
         question, answers = asked.question, asked.answers
         if isinstance(question, InfoRequest):
             infos = {n: a.values for n, a in answers.items() if isinstance(a, Info)}
-            return MergedAnswer(name[0], Info(name[1], merged_info(question.values, infos)))
+            merged = merged_info(question.values, infos, self._lists_replicas)
+            return MergedAnswer(name[0], Info(name[1], merged))
         of_replicas = [a.values for a in answers.values() if isinstance(a, ProgressAnswer)]
         known = [max(values, key=_is_known) for values in zip(*of_replicas, strict=True)]
         return MergedAnswer(name[0], ProgressAnswer(name[1], known))

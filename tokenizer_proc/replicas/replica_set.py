@@ -9,8 +9,6 @@ from quadriga.wire.sockets import Outbox
 from tokenizer_proc.replicas.placed import RouterKey, Run
 from tokenizer_proc.replicas.router import Router
 
-# What the frontend knows of a replica.
-
 
 @dataclass(slots=True)
 class ReplicaState:
@@ -52,9 +50,6 @@ class ReplicaState:
         return not (self.dead or self.is_held)
 
 
-# The replicas that have joined: which of them live, and what they report together.
-
-
 class ReplicaSet:
     """Replicas by their numbers.
 
@@ -89,6 +84,15 @@ class ReplicaSet:
         """Add a replica, of which an earlier run may be lost. outbox: to its scheduler."""
         self._states[number] = ReplicaState(outbox)
         self.set_up()
+
+    @property
+    def answering(self) -> list[int]:
+        """Numbers of the replicas that run, whose answers to a question come; without any, of all.
+
+        A scheduler answers without its worker, too.
+        """
+        live = list(self.live())
+        return [n for n, state in live if not state.dead] or [n for n, _ in live]
 
     def broadcast(self, message: msgspec.Struct) -> None:
         """Send a message to every scheduler."""

@@ -1,4 +1,4 @@
-"""The replicas, as the frontend sees them: one scheduler to send to, and one source of results.
+"""The replicas of a server, one or more: one scheduler to send to, and one source of results.
 
 `Dispatch` sends requests to the schedulers, `Replicas` passes on what these deliver.
 """
@@ -6,10 +6,12 @@
 import logging
 import time
 from collections.abc import Callable, Iterable
-from itertools import compress
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import msgspec
 
+from quadriga import __version__
 from quadriga.errors import InvalidRequest
 from quadriga.wire.client import Chunks, Replay, encode_chunks
 from quadriga.wire.sockets import Outbox, encode
@@ -21,6 +23,7 @@ from quadriga.wire.to_detok import (
     Withdrawn,
 )
 from quadriga.wire.to_scheduler import (
+    CLIENT_LOST,
     AbortRequest,
     Drain,
     EndsDelivered,
@@ -33,13 +36,12 @@ from quadriga.wire.to_scheduler import (
     WatchSteps,
     Withdraw,
 )
+from quadriga.wire.trace import RequestTrace
+from tokenizer_proc.replicas.open_requests import EndKind, OpenRequests
 from tokenizer_proc.replicas.placed import ChoiceOwner, Name, PlacedRequest, RouterKey
-from tokenizer_proc.replicas.placed_requests import EndKind, PlacedRequests
 from tokenizer_proc.replicas.questions import MergedAnswer, Questions
 from tokenizer_proc.replicas.replica_set import ReplicaSet, ReplicaState
 from tokenizer_proc.replicas.router import Router
-
-# Where requests are sent: each choice to one replica at a time; it waits while there is none.
 
 
 class Dispatch:
@@ -59,7 +61,7 @@ class Dispatch:
         self,
         replicas: ReplicaSet,
         router: Router[RouterKey],
-        requests: PlacedRequests,
+        requests: OpenRequests,
         sender: int,
     ) -> None:
         self._replicas = replicas
@@ -70,16 +72,12 @@ class Dispatch:
         self._is_draining = False
         self.num_moved = 0
 
-    def submit(self, submit: Submit) -> None:
-        """Send a request of a client, new or sent again: each choice to its owner.
+    def dispatch(self, placed: PlacedRequest) -> None:
+        """Send the choices of a request to their owners, and the others to a replica.
 
-        One that some replica may have waits until all have said what they hold. So does one that a
-        replica may be about to give back.
+        A request that some replica may have waits until all have said what they hold. So does one
+        that a replica may be about to give back.
         """
-        self._dispatch(self._requests.submit(submit))
-
-    def _dispatch(self, placed: PlacedRequest) -> None:
-        """Send the choices of a request to their owners, and the others to a replica."""
         owners = placed.open_by_owner()
         if self._must_wait(placed, owners):
             self._waiting[placed.name] = placed
@@ -121,17 +119,17 @@ class Dispatch:
             return
         waiting, self._waiting = self._waiting, {}
         for placed in waiting.values():
-            self._dispatch(placed)
+            self.dispatch(placed)
         if waiting:
             self.send_drain()
 
-    def abort(self, message: AbortRequest) -> None:
-        """Abort a request of a client, or all of them, where they are."""
-        message = AbortRequest(message.client, message.request_id, message.by, self._sender)
-        for request_id, placed in self._requests.of_client(message.client).items():
-            if message.request_id in ("", request_id):
-                placed.aborted_by = message.by
-        placed_one = self._requests.find(message.client, message.request_id)
+    def abort(self, client: bytes, request_id: str, by: str) -> None:
+        """Abort a request of a client, or with an empty id all of them, where they are."""
+        message = AbortRequest(client, request_id, by, self._sender)
+        for name, placed in self._requests.of_client(client).items():
+            if request_id in ("", name):
+                placed.aborted_by = by
+        placed_one = self._requests.find(client, request_id)
         owners = {} if placed_one is None else placed_one.open_by_owner()
         if not owners:
             self._replicas.broadcast(message)
@@ -183,18 +181,70 @@ class Dispatch:
         return self._is_draining and self._replicas.have_drained and not self._waiting
 
 
-# The replicas, as the frontend sees them: one scheduler to send to, and one source of results.
-#
-# Each choice of a request has one owner at a time (placed.py). When a replica is lost, its
-# requests go on at the others from the tokens that were noted (placed_requests.py). Results count
-# only if they are of the owner, and of its last placement there. All others are dropped and
-# counted, and their replica is made to drop the choice: after two deaths at once a replica may
-# have what was moved.
+class LostRequests(NamedTuple):
+    """The requests of a client that is gone: those that were aborted, and those that go on."""
 
-Deliver = Callable[[bytes, bytes, Delivered], None]
-OnRecalled = Callable[[int], None]
-Show = Callable[[int, bytes], None]
-OnKnown = Callable[[set[Name]], None]
+    ended: list[PlacedRequest]
+    kept: list[PlacedRequest]
+
+
+class EndedChoice(NamedTuple):
+    """The end of a choice.
+
+    Attributes:
+        request_id: id of its request.
+        num_generated: number of its tokens.
+        request: its request; None where that is not open.
+    """
+
+    request_id: str
+    num_generated: int
+    request: PlacedRequest | None
+
+
+@dataclass(slots=True, frozen=True)
+class ClientResult:
+    """A message for a client.
+
+    Attributes:
+        payload: the message, encoded; empty if `is_lost`.
+        ended: the choices that end with it.
+        num_waiting: length of all waiting queues; None where it is as it was.
+        wait_s: expected wait of one more request; None where a queue is far from full.
+        traces: of choices in `ended` that are traced.
+        is_lost: `ended` are choices that were aborted because their client was lost: if it is back,
+            and has sent the requests again, these ends are not theirs.
+    """
+
+    client: bytes
+    payload: bytes
+    ended: list[EndedChoice]
+    num_waiting: int | None = None
+    wait_s: float | None = None
+    traces: list[RequestTrace] = field(default_factory=list)
+    is_lost: bool = False
+
+
+class ResultListener(Protocol):
+    """What takes the results of all replicas: the frontend."""
+
+    def deliver(self, result: ClientResult) -> None:
+        """Pass a result on to its client."""
+
+    def deliver_answer(self, client: bytes, payload: bytes) -> None:
+        """Pass the answer to an InfoRequest or a ProgressRequest on to its client."""
+
+    def on_drained(self) -> None:
+        """Take in that no replica has anything left after the Drain."""
+
+    def show(self, frame: bytes, replica: int) -> None:
+        """Pass on a message of a replica's live feed, encoded."""
+
+    def on_known(self, names: set[Name]) -> None:
+        """Take in which requests the replicas knew when this frontend began.
+
+        It is called once all have said so, where this frontend replaces another one.
+        """
 
 
 class LiveMark(msgspec.Struct, tag="live_step", array_like=True):
@@ -212,57 +262,101 @@ _decode_chunks = msgspec.msgpack.Decoder(Chunks | Replay).decode
 class Replicas:
     """Send requests to their replicas, and pass on what these deliver.
 
+    Each choice of a request has one owner at a time (placed.py). When a replica is lost, its
+    requests go on at the others from the tokens that were noted (open_requests.py). Results count
+    only if they are of the owner, and of its last placement there. All others are dropped and
+    counted, and their replica is made to drop the choice: after two deaths at once a replica may
+    have what was moved.
+
     Args:
         num_replicas: number of replicas, each of which joins before it gets requests.
         router: chooses the replicas.
         block_tokens: tokens of a block of the router's index.
-        deliver: called with address, message and Delivered of each result for a client. An empty
-            address stands for Drained.
         on_recalled: called with the number of a replica that has given its requests back.
-        show: called with a replica's number and its message of the live feed, encoded.
         sender: number of this frontend, larger than that of each one before it.
-        on_known: called with the names of the requests that the replicas knew when this frontend
-            began, once all have said so.
+        lists_replicas: the server's info has the values of each replica.
 
     Attributes:
         requests: the open requests.
+        listener: takes the results. It is set before the first one is received.
     """
+
+    listener: ResultListener
 
     def __init__(
         self,
         num_replicas: int,
         router: Router[RouterKey],
         block_tokens: int,
-        deliver: Deliver,
-        on_recalled: OnRecalled,
-        show: Show,
+        on_recalled: Callable[[int], None],
         sender: int | None = None,
-        on_known: OnKnown = lambda _: None,
+        lists_replicas: bool = True,
     ) -> None:
         self._router = router
-        self._deliver = deliver
         self._on_recalled = on_recalled
         self._replicas = ReplicaSet(num_replicas, router)
-        self._show = show
-        self._on_known = on_known
         self._names: set[Name] = set()
         # A clock that never jumps is ahead of every number that an earlier frontend has given.
         self._sender = time.monotonic_ns() if sender is None else sender
-        self.requests = PlacedRequests(self._replicas, router, block_tokens, self._sender)
+        self.requests = OpenRequests(self._replicas, router, block_tokens, self._sender)
         self._dispatch = Dispatch(self._replicas, router, self.requests, self._sender)
-        self._questions = Questions()
+        self._lists_replicas = lists_replicas
+        self._questions = Questions(lists_replicas)
         self._replaces = False  # an earlier frontend has died
         self._last_recall = self._sender
 
     # --- to the schedulers ------------------------------------------------------------------------
 
+    def submit(self, submit: Submit, aborted_by: str = "", keep_s: float | None = None) -> bool:
+        """Send a request, followed by its abort where `aborted_by` is not empty.
+
+        One that is open is sent once more only if its client has sent it again
+        (`submit.client_retry`); all of its choices will then end once more.
+
+        Args:
+            submit: the request.
+            aborted_by: as in AbortRequest.
+            keep_s: as in Generate.
+
+        Returns:
+            Whether it was not open before.
+        """
+        is_new = not self.requests.is_open(submit.client, submit.request_id)
+        if is_new or submit.client_retry:
+            self._dispatch.dispatch(self.requests.submit(submit, aborted_by, keep_s))
+        return is_new
+
+    def abort(self, client: bytes, request_id: str, by: str) -> None:
+        """Abort one request of a client, or with an empty id all of them."""
+        self._dispatch.abort(client, request_id, by)
+
+    def lose_client(self, client: bytes) -> LostRequests:
+        """Abort the requests of a client whose connection is lost; those with `keep_s` go on."""
+        requests = self.requests.open_of_client(client)
+        kept = [request for request in requests if request.keep_s is not None]
+        ended = [request for request in requests if request.keep_s is None]
+        for request_id in [request.name[1] for request in ended] if kept else [""]:
+            self.abort(client, request_id, CLIENT_LOST)
+        self.requests.lose(client, ended)
+        return LostRequests(ended, kept)
+
+    def end(self, request: PlacedRequest, submit: Submit | None, by: str) -> bool:
+        """Abort a request for good. Return False if it has ended, or its client has resent it.
+
+        Args:
+            request: the request.
+            submit: as its client had sent it last.
+            by: as in AbortRequest.
+        """
+        if request.submit is not submit or not request.is_open:
+            return False
+        self.abort(*request.name, by)
+        request.is_lost = True
+        return True
+
     def send(self, message: msgspec.Struct) -> None:
         """Send a message of the frontend to the schedulers that it concerns."""
         match message:
-            case Submit():
-                self._dispatch.submit(message)
-            case AbortRequest():
-                self._dispatch.abort(message)
             case InfoRequest() | ProgressRequest():
                 self._ask(message)
             case WatchSteps():
@@ -276,7 +370,7 @@ class Replicas:
                 self._replicas.broadcast(message)
 
     def _ask(self, question: InfoRequest | ProgressRequest) -> None:
-        if isinstance(question, InfoRequest):
+        if isinstance(question, InfoRequest) and self._lists_replicas:
             values = {
                 **question.values,
                 "num_replicas": self._replicas.size,
@@ -284,7 +378,7 @@ class Replicas:
                 "results_dropped": self.requests.num_results_dropped,
             }
             question = msgspec.structs.replace(question, values=values)
-        self._questions.ask(question, (n for n, r in self._replicas.live() if not r.dead))
+        self._questions.ask(question, self._replicas.answering)
         self._replicas.broadcast(question)
 
     def _watch(self, message: WatchSteps) -> None:
@@ -301,11 +395,6 @@ class Replicas:
                 f"replica {message.replica} is lost: watch another one, or start the server again",
                 "replica",
             )
-
-    def renew(self) -> None:
-        """Send everything to new schedulers."""
-        for number, _ in list(self._replicas.live()):
-            self._resend(number)
 
     # --- from the detokenizers --------------------------------------------------------------------
 
@@ -336,11 +425,11 @@ class Replicas:
             case KnownRequests() as answer:
                 self._names.update((r.client, r.request_id) for r in answer.requests)
             case _:
-                self._show(number, payload)
+                self.listener.show(payload, number)
 
     def _report_drained(self) -> None:
         if self._dispatch.has_drained:
-            self._deliver(b"", b"", Delivered())
+            self.listener.on_drained()
 
     def _on_result(self, number: int, client: bytes, payload: bytes, delivered: Delivered) -> None:
         replica = self._replicas[number]
@@ -351,33 +440,34 @@ class Replicas:
             return
         if delivered.waiting is not None:
             replica.num_waiting, replica.wait_s = delivered.waiting, delivered.wait_s
-        ends = list(zip(delivered.ended, delivered.indexes, delivered.placements, strict=True))
-        kinds = [
-            self.requests.on_end(number, (client, name), index, placement)
-            for name, index, placement in ends
-        ]
-        counts = [kind is EndKind.COUNTED for kind in kinds]
-        dropped = {
-            (name, index)
-            for (name, index, _), kind in zip(ends, kinds, strict=True)
-            if kind is EndKind.DROPPED
-        }
-        dropped |= {(s.name[1], s.index) for s in replica.strays.values() if s.name[0] == client}
+        ended: list[EndedChoice] = []
+        dropped = {(s.name[1], s.index) for s in replica.strays.values() if s.name[0] == client}
+        ends = zip(
+            delivered.ended, delivered.indexes, delivered.placements, delivered.generated,
+            strict=True,
+        )  # fmt: skip
+        for request_id, index, placement, num_generated in ends:
+            end = self.requests.on_end(number, (client, request_id), index, placement)
+            if end.kind is EndKind.DROPPED:
+                dropped.add((request_id, index))
+            elif end.kind is EndKind.COUNTED or delivered.lost:
+                ended.append(EndedChoice(request_id, num_generated, end.request))
         if delivered.settled:
-            replica.outbox.send(EndsDelivered(delivered.settled))
+            replica.outbox.send(EndsDelivered(delivered.settled, delivered.session))
         if dropped and payload:
             payload = self._without(payload, dropped)
             if not payload:
                 return
-        passed_on = Delivered(
-            list(compress(delivered.ended, counts)),
-            self._replicas.num_waiting,
-            generated=list(compress(delivered.generated, counts)),
-            wait_s=self._replicas.wait_s,
-            traces=[t for t in delivered.traces if (t.request_id, t.index) not in dropped],
-            lost=delivered.lost,
+        result = ClientResult(
+            client,
+            payload,
+            ended,
+            None if delivered.waiting is None else self._replicas.num_waiting,
+            self._replicas.wait_s,
+            [t for t in delivered.traces if (t.request_id, t.index) not in dropped],
+            delivered.lost,
         )
-        self._deliver(client, payload, passed_on)
+        self.listener.deliver(result)
 
     def _without(self, payload: bytes, dropped: set[tuple[str, int]]) -> bytes:
         """Return a message without the chunks of these choices; empty if none is left."""
@@ -389,7 +479,7 @@ class Replicas:
         return encode_chunks(msgspec.structs.replace(message, chunks=kept))
 
     def _deliver_answer(self, answer: MergedAnswer) -> None:
-        self._deliver(answer.client, encode(answer.message), Delivered(inspected=True))
+        self.listener.deliver_answer(answer.client, encode(answer.message))
 
     def _on_news(self, number: int, step: StepNews) -> None:
         """Note the tokens of a step, whose texts follow."""
@@ -407,7 +497,7 @@ class Replicas:
 
     def _report_known(self) -> None:
         if self._replaces and self._replicas.all_known:
-            self._on_known(self._names)
+            self.listener.on_known(self._names)
 
     def _is_strange(self, replica: ReplicaState) -> bool:
         """Return whether what a replica sends may be older than this frontend."""
@@ -440,7 +530,7 @@ class Replicas:
         if not replica.is_lost:
             replica.is_cut = True
             self._give_up_answers(number)
-            self._resend(number, LinkRestored())
+            self._resend(number, LinkRestored(__version__))
 
     # --- deaths -----------------------------------------------------------------------------------
 

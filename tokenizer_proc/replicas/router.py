@@ -15,8 +15,6 @@ from quadriga.server.config.engine_args import BY_CACHE, BY_LOAD, IN_TURN
 from quadriga.server.prefix_blocks import split_hashes
 from quadriga.wire.to_detok import ReplicaNews
 
-# Which replicas have which blocks of prompts in their prefix caches.
-
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 MAX_BLOCKS = 262_144
@@ -115,8 +113,6 @@ class PageIndex(Generic[KeyT]):
                 if not counts:
                     del self._expected[block]
 
-
-# The load of each replica, counted from what is sent to it and what comes back.
 
 # What an open choice costs the others, in prompt tokens; docs/scale.md has the measurement.
 ROW_TOKENS = 16

@@ -536,9 +536,13 @@ class ReplicaArgs:
         return self.cluster != ONE_MACHINE
 
     @property
-    def has_router(self) -> bool:
-        """Whether the frontend chooses a replica for each request."""
+    def survives_loss(self) -> bool:
+        """Whether the server goes on where a replica is lost: there are others, or a new one."""
         return self.dp > 1 or self.in_cluster
+
+    def process_name(self, program: str, number: int) -> str:
+        """Return what a process of a replica is called. It has a number where there are several."""
+        return f"{program}/{number}" if self.survives_loss else program
 
     def place_of(self, number: int) -> "ReplicaPlace":
         """Return which part of its machine a replica has. In a cluster it has all that it sees."""

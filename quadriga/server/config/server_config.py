@@ -210,7 +210,7 @@ class ServerConfig:
             group.validate()
             check_numbers(group)
         replicas = self.replicas
-        by_cache = replicas.has_router and replicas.load_balance_method == BY_CACHE
+        by_cache = replicas.survives_loss and replicas.load_balance_method == BY_CACHE
         if by_cache and self.scheduler.disable_radix_cache:
             raise ConfigError(
                 "--load-balance-method cache-aware chooses by cached prefixes: leave"

@@ -72,25 +72,24 @@ class Child:
         self.control.report("phase", what=what, seconds=round(seconds, 3))
 
 
-def replica_of(name: str) -> int | None:
-    """Return the replica of a process such as scheduler_proc/1; None for one without."""
-    number = name.partition("/")[2]
-    return int(number) if number else None
+def replica_of(name: str) -> int:
+    """Return the replica of a process such as scheduler_proc/1; one without a number is of 0."""
+    return int(name.partition("/")[2] or 0)
 
 
 def place_flags(name: str, run_dir: Path) -> list[str]:
     """Return the flags that say where a process belongs, and make the directory of its replica.
 
     Args:
-        name: the process, as in `replica_of`.
+        name: the process, with the number of its replica where there are several.
         run_dir: directory of the server's run.
     """
-    number = replica_of(name)
-    if number is None:
+    number = name.partition("/")[2]
+    if not number:
         return ["--run-dir", str(run_dir)]
-    directory = replica_dir(run_dir, number)
+    directory = replica_dir(run_dir, int(number))
     directory.mkdir(0o700, exist_ok=True)
-    return ["--run-dir", str(directory), "--replica", str(number)]
+    return ["--run-dir", str(directory), "--replica", number]
 
 
 def run_child(name: str, body: Callable[[Child], None], low_priority: bool = False) -> None:

@@ -74,7 +74,7 @@ class Command(enum.Enum):
         FAIL: tell the clients the argument, which says why the server ends, and exit.
         HEARTBEAT: answer at once.
         RESTARTED: the process named by the argument died, and its successor is ready.
-        DIED: the process named by the argument died, and is restarted. Only with several replicas.
+        DIED: the process of a replica that the argument names died, and is restarted.
         LOST: the replica of the argument's number has ended for good; its processes are dead.
         RECALL: move the requests of the replica of the argument's number to the others; answered
             with the report `recalled`.

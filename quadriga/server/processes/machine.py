@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quadriga import __version__
 from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import ONLY_REPLICA, ReplicaPlace, WorkerArgs
 
@@ -288,3 +289,20 @@ def find_compiler() -> list[str]:
         if shutil.which(name) is not None:
             return [name]
     raise NoCompiler("no C++ compiler is here (g++ or clang++)")
+
+
+def other_version(who: str, version: str) -> str:
+    """Return why a process on another machine is refused; "" if it runs this version of quadriga.
+
+    The messages between the processes of a server change with every version.
+
+    Args:
+        who: the process, such as "the replica at tcp://10.0.0.7:4021".
+        version: its version; "" where it does not say one.
+    """
+    if version == __version__:
+        return ""
+    return (
+        f"{who} runs quadriga {version or 'of an older version'}, and this machine {__version__}:"
+        " install the same version on all machines"
+    )

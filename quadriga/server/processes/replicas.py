@@ -27,10 +27,7 @@ JOURNAL, MOVED_JOURNAL = "journal", "journal.moved"
 
 
 class ReplicaProcesses:
-    """Names of the processes of each replica, and which replicas are lost.
-
-    A server of one replica has processes without a number, and cannot lose it.
-    """
+    """Names of the processes of each replica, and which replicas are lost: never the last one."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
@@ -41,10 +38,8 @@ class ReplicaProcesses:
         self._recalling: int | None = None
 
     def _names(self, program: str) -> list[str]:
-        if self._count == 1:
-            return [program]
         live = (number for number in range(self._count) if number not in self._lost)
-        return [f"{program}/{number}" for number in live]
+        return [self._config.replicas.process_name(program, number) for number in live]
 
     @property
     def processes(self) -> list[str]:
@@ -65,9 +60,9 @@ class ReplicaProcesses:
     def no_restart(self) -> list[str]:
         """Names of the processes whose state cannot be rebuilt.
 
-        With several replicas the frontend has what a scheduler without a journal loses.
+        Where requests can move, the frontend has what a scheduler without a journal loses.
         """
-        is_lost = self._config.scheduler.no_journal and not self._config.replicas.has_router
+        is_lost = self._config.scheduler.no_journal and not self._config.replicas.survives_loss
         return self.schedulers if is_lost else []
 
     def cores_note(self, worker: dict[str, Any]) -> str:
@@ -88,9 +83,14 @@ class ReplicaProcesses:
         return []
 
     def on_restart(self, name: str, supervisor: Supervisor) -> None:
-        """Say to the frontend that a process has died, and is about to be restarted."""
-        if replica_of(name) is not None:
+        """Say to the frontend that a process of a replica has died, and will be restarted."""
+        if name in self.processes:
             supervisor[FRONTEND].send(Command.DIED, name)
+
+    def on_ready_again(self, name: str, supervisor: Supervisor) -> None:
+        """Say to the frontend that a process of a replica is ready again."""
+        if name in self.processes:
+            supervisor[FRONTEND].send(Command.RESTARTED, name)
 
     # --- losses -----------------------------------------------------------------------------------
 
@@ -99,11 +99,11 @@ class ReplicaProcesses:
 
         Return False if there is no other one.
         """
-        number = replica_of(death.name)
-        if number is None or len(self._lost) + 1 >= self._count:
+        if death.name not in self.processes or len(self._lost) + 1 >= self._count:
             return False
+        number = replica_of(death.name)
         self._lost.add(number)
-        supervisor.abandon(number)
+        supervisor.abandon(self._config.replicas.process_name(program, number) for program in RING)
         self.report_lost(supervisor[FRONTEND])
         if journal := self._config.scheduler.journal:
             directory = journal_dir(journal, number)
@@ -139,7 +139,7 @@ class ReplicaProcesses:
     def begin_reload(self) -> None:
         """Restart the workers, one after the other.
 
-        Several replicas give their requests to the others before.
+        Each replica gives its requests to the others before, where there are others.
         """
         self._to_reload = deque(self.workers)
 
@@ -154,10 +154,7 @@ class ReplicaProcesses:
         if self._to_reload:
             self._reloading = self._to_reload.popleft()
             self._recalling = replica_of(self._reloading)
-            if self._recalling is None:
-                supervisor[self._reloading].stop_for_reload()
-            else:
-                supervisor[FRONTEND].send(Command.RECALL, str(self._recalling))
+            supervisor[FRONTEND].send(Command.RECALL, str(self._recalling))
 
     def on_report(self, report: ReplicaChange, supervisor: Supervisor) -> None:
         """Restart the worker of a replica whose requests go on at the others."""
@@ -303,6 +300,9 @@ class ClusterReplicas(ReplicaProcesses):
             self._leaving.clear()
             for number in list(self._joined):
                 self._on_lost(number, "the driver of the cluster has died", supervisor[FRONTEND])
+
+    def on_ready_again(self, name: str, supervisor: Supervisor) -> None:
+        """Say nothing to the frontend: the driver reports what concerns the replicas."""
 
     def report_lost(self, frontend: ChildProcess) -> None:
         """Say to the frontend, which may be a new one, which replicas there are."""

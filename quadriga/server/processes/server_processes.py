@@ -60,7 +60,7 @@ class ServerProcesses(Supervisor):
         event = super().next_event(timeout)
         match event:
             case ReadyAgain():
-                self[FRONTEND].send(Command.RESTARTED, event.name)
+                self.replicas.on_ready_again(event.name, self)
                 return None
             case ReplicaChange():
                 self.replicas.on_report(event, self)

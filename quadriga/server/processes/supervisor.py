@@ -22,7 +22,6 @@ from quadriga import errors
 from quadriga.clock import Countdown, RunningTime
 from quadriga.errors import ConfigError, ServerFailed
 from quadriga.server.config.server_config import LaunchArgs
-from quadriga.server.processes.child import replica_of
 from quadriga.server.processes.child_process import (
     ChildProcess,
     ChildState,
@@ -278,16 +277,13 @@ class Supervisor:
         if child is not None and child.state is ChildState.STARTING:
             child.process.kill()
 
-    def of_replica(self, replica: int) -> list[ChildProcess]:
-        """Return the processes of one replica among several."""
-        return [child for child in self if replica_of(child.name) == replica]
-
-    def abandon(self, replica: int) -> None:
-        """Kill the processes of a replica for good, and wait until they are gone."""
-        for child in self.of_replica(replica):
+    def abandon(self, names: Iterable[str]) -> None:
+        """Kill processes for good, and wait until they are gone."""
+        children = [self[name] for name in names]
+        for child in children:
             self._restart_at.pop(child.name, None)
             child.abandon()
-        for child in self.of_replica(replica):
+        for child in children:
             child.process.wait()
 
     # --- events -----------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from tokenizer_proc import links
-from tokenizer_proc.links import LoadReport
+from tokenizer_proc.replicas import links
+from tokenizer_proc.replicas.links import LoadReport
 
 
 def test_many_changes_are_one_report_and_the_same_load_is_none(

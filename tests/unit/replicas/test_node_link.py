@@ -6,12 +6,16 @@ from pathlib import Path
 import pytest
 import zmq
 
+from quadriga import __version__
 from quadriga.clock import Countdown
+from quadriga.errors import ConfigError
+from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire.curve import make_server_keys
 from quadriga.wire.links import NodeLinks, ReservedPort
 from quadriga.wire.sockets import Inbox, Outbox, bind_frames
-from quadriga.wire.to_scheduler import Drain
-from tokenizer_proc.links import NodeLink
+from quadriga.wire.to_scheduler import Drain, LinkRestored, SchedulerMessage
+from tests.unit.simulation import World
+from tokenizer_proc.replicas.links import NodeLink
 
 TIMEOUT_S = 20.0
 
@@ -96,6 +100,30 @@ def test_a_loss_of_the_scheduler_is_noticed_also_after_a_renewal(renews: bool) -
         inbox.socket.close(linger=0)
         await until(events, ["lost"])
         bind_frames(links.scheduler).close(linger=0)
+        link.outbox.close()
+        link.close()
+        for port in ports:
+            port.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("version", [__version__, "9.9.9"])
+def test_a_scheduler_refuses_the_frontend_of_another_version_by_name(version: str) -> None:
+    async def run() -> None:
+        ports = [ReservedPort("127.0.0.1") for _ in range(2)]
+        links = NodeLinks(*(port.address for port in ports))
+        inbox = Inbox[SchedulerMessage](links.scheduler, SchedulerMessage, links.prepare_bind)
+        link = NodeLink(links, lambda _: None, lambda: None)
+        link.outbox.send(LinkRestored(version))
+        message = inbox.receive()
+        world = World(SchedulerArgs())
+        if version == __version__:
+            world.send(message)
+        else:
+            with pytest.raises(ConfigError, match=r"runs quadriga 9\.9\.9, .* install the same"):
+                world.send(message)
+        inbox.socket.close(linger=0)
         link.outbox.close()
         link.close()
         for port in ports:

@@ -22,11 +22,9 @@ from quadriga.server.config.engine_args import IN_TURN, SchedulerArgs
 from quadriga.wire.client import Chunk, Chunks, Replay
 from quadriga.wire.packing import pack_ids, unpack_ids
 from quadriga.wire.sockets import Outbox, encode
-from quadriga.wire.to_detok import Delivered, DetokMessage
+from quadriga.wire.to_detok import DetokMessage
 from quadriga.wire.to_scheduler import (
     CLIENT,
-    CLIENT_LOST,
-    AbortRequest,
     FrontendRestarted,
     SchedulerMessage,
     Submit,
@@ -39,8 +37,8 @@ from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.scheduler import Scheduler
 from tests.unit.simulation import EOS, SimulatedWorker, reference
 from tests.unit.tiny_vocabulary import TOKENIZER
-from tokenizer_proc.replicas.placed import RouterKey
-from tokenizer_proc.replicas.replicas import Replicas
+from tokenizer_proc.replicas.placed import Name, RouterKey
+from tokenizer_proc.replicas.replicas import ClientResult, Replicas
 from tokenizer_proc.replicas.router import Router
 
 BLOCK, PAGE = 64, 4
@@ -119,7 +117,7 @@ class Ring:
             SchedulerArgs(max_running_requests=4), frozenset({EOS}), self.worker,
             self.to_detok, lambda: self.worker.now, journal,
         )  # fmt: skip
-        self.scheduler.lifecycle.report = ReplicaReport()
+        self.scheduler.lifecycle.report = ReplicaReport(self.world.notes_steps)
         is_restart = self.num_schedulers > 1
         first = self.num_schedulers * 1_000_000 if is_restart else 0
         self.scheduler.lifecycle.restore(self.file.recovered(), first)
@@ -251,6 +249,7 @@ class World:
         self.to_client: deque[bytes] = deque()
         self.recalling: int | None = None
         self.lost: set[int] = set()
+        self.notes_steps = num_replicas > 1
         self.rings = [Ring(number, self) for number in range(num_replicas)]
         self.start_frontend()
 
@@ -260,10 +259,11 @@ class World:
         self.num_frontends += 1
         count = len(self.rings)
         router = Router[RouterKey](IN_TURN, count, BLOCK, PAGE, 100)
+        block_tokens = BLOCK if count > 1 else 0
         self.replicas = Replicas(
-            count, router, BLOCK, self.on_result, self.on_recalled, lambda *_: None,
-            sender=self.num_frontends * 1_000_000,
-        )  # fmt: skip
+            count, router, block_tokens, self.on_recalled, sender=self.num_frontends * 1_000_000
+        )
+        self.replicas.listener = self
         for ring in self.rings:
             self.join(ring)
         if self.num_frontends > 1:
@@ -290,9 +290,21 @@ class World:
         self.start_frontend()
         self.resend_all()
 
-    def on_result(self, client: bytes, payload: bytes, delivered: Delivered) -> None:
-        if client and not delivered.lost:
-            self.to_client.append(payload)
+    def deliver(self, result: ClientResult) -> None:
+        if not result.is_lost:
+            self.to_client.append(result.payload)
+
+    def deliver_answer(self, client: bytes, payload: bytes) -> None:
+        raise AssertionError("no question is asked")
+
+    def on_drained(self) -> None:
+        raise AssertionError("no server drains")
+
+    def show(self, frame: bytes, replica: int) -> None:
+        pass
+
+    def on_known(self, names: set[Name]) -> None:
+        pass
 
     def read_delivery(self, ring: Ring) -> bool:
         if not ring.delivery.messages:
@@ -370,7 +382,7 @@ class World:
         prompt = pack_ids([5, 6, len(self.requests) % 90 + 3])
         submit = Submit(b"c", name, prompt, params, True, self.time, self.time)
         self.requests[name] = ClientRequest(submit)
-        self.replicas.send(submit)
+        self.replicas.submit(submit)
 
     @property
     def open_requests(self) -> list[ClientRequest]:
@@ -381,9 +393,9 @@ class World:
         submit = msgspec.structs.replace(
             request.submit, client_retry=True, received_at=self.time, tokenized_at=self.time
         )
-        self.replicas.send(submit)
+        self.replicas.submit(submit)
         if request.was_aborted:
-            self.replicas.send(AbortRequest(b"c", request.submit.request_id, CLIENT))
+            self.replicas.abort(b"c", request.submit.request_id, CLIENT)
 
     def resend_all(self) -> None:
         for request in self.open_requests:
@@ -392,13 +404,13 @@ class World:
             self.resend(request)
 
     def lose_connection(self) -> None:
-        self.replicas.send(AbortRequest(b"c", "", CLIENT_LOST))
+        self.replicas.lose_client(b"c")
         self.to_client.clear()
         self.resend_all()
 
     def abort(self, request: ClientRequest) -> None:
         request.was_aborted = True
-        self.replicas.send(AbortRequest(b"c", request.submit.request_id, CLIENT))
+        self.replicas.abort(b"c", request.submit.request_id, CLIENT)
 
     def read_client(self) -> bool:
         if not self.to_client:
@@ -480,10 +492,13 @@ def play(world: World, events: list[tuple[int, int]], may_rerun: bool = True) ->
             world.return_replica(replica)
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2])
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(EVENTS)
-def test_every_choice_ends_once_with_its_text_whatever_dies(events: list[tuple[int, int]]) -> None:
-    world = World(2)
+@given(events=EVENTS)
+def test_every_choice_ends_once_with_its_text_whatever_dies(
+    num_replicas: int, events: list[tuple[int, int]]
+) -> None:
+    world = World(num_replicas)
     play(world, events)
     world.settle()
 
@@ -498,6 +513,3 @@ def test_recalls_and_requests_sent_again_compute_no_token_twice(
     play(world, events, may_rerun=False)
     world.settle()
     assert world.replicas.requests.num_results_dropped == 0
-
-
-_ = pytest

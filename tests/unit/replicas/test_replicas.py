@@ -6,6 +6,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from quadriga import __version__
 from quadriga.errors import InvalidRequest
 from quadriga.sampling.params import SamplingParams
 from quadriga.server.config.engine_args import IN_TURN
@@ -44,8 +45,8 @@ from quadriga.wire.to_scheduler import (
 )
 from quadriga.wire.trace import RequestTrace, TraceContext
 from tests.unit.live_messages import make_step
-from tokenizer_proc.replicas.placed import RouterKey
-from tokenizer_proc.replicas.replicas import Replicas
+from tokenizer_proc.replicas.placed import Name, RouterKey
+from tokenizer_proc.replicas.replicas import ClientResult, Replicas
 from tokenizer_proc.replicas.router import Router
 
 BLOCK, PAGE = 64, 16
@@ -87,19 +88,21 @@ class World:
 
     def __init__(self, num_replicas: int = 2, is_known: bool = True) -> None:
         self.outboxes = [FakeOutbox() for _ in range(num_replicas)]
-        self.delivered: list[tuple[bytes, bytes, Delivered]] = []
+        self.delivered: list[ClientResult] = []
+        self.answers: list[tuple[bytes, bytes]] = []
+        self.has_drained = False
         self.recalled: list[int] = []
         self.shown: list[tuple[int, bytes]] = []
+        self.known: list[set[Name]] = []
         router = Router[RouterKey](IN_TURN, num_replicas, BLOCK, PAGE, 100)
         self.replicas = Replicas(
             num_replicas,
             router,
             BLOCK,
-            lambda *it: self.delivered.append(it),
-            lambda number: self.recalled.append(number),
-            lambda *it: self.shown.append(it),
+            self.recalled.append,
             sender=SENDER,
         )
+        self.replicas.listener = self
         self.router = router
         for number, outbox in enumerate(self.outboxes):
             self.replicas.join(number, cast("Outbox", outbox))
@@ -107,11 +110,26 @@ class World:
         for number in range(num_replicas if is_known else 0):
             self.news(number, restates=True)
 
+    def deliver(self, result: ClientResult) -> None:
+        self.delivered.append(result)
+
+    def deliver_answer(self, client: bytes, payload: bytes) -> None:
+        self.answers.append((client, payload))
+
+    def on_drained(self) -> None:
+        self.has_drained = True
+
+    def show(self, frame: bytes, replica: int) -> None:
+        self.shown.append((replica, frame))
+
+    def on_known(self, names: set[Name]) -> None:
+        self.known.append(names)
+
     def submit(self, request_id: str, n: int = 1, retry: bool = False, **params: Any) -> int:
         """Submit a request, and return the replica that got it; -1 for none."""
         sampling = SamplingParams(max_new_tokens=9, seed=0, n=n, **params)
         prompt = pack_ids(range(10))
-        self.replicas.send(
+        self.replicas.submit(
             Submit(b"c", request_id, prompt, sampling, True, 1.0, 2.0, client_retry=retry)
         )
         got = [n for n, outbox in enumerate(self.outboxes) if self._has(outbox, request_id)]
@@ -193,7 +211,9 @@ def test_a_request_goes_on_at_another_replica_with_the_tokens_that_its_client_ma
     world.news(1 - home, None, {}, held=[HeldChoice(5, b"c", "a", 0, pack_ids([11, 12]), 5.0)])
     world.news(1 - home, None, {5: 13})
     world.end(1 - home, "a", settled=5)
-    assert world.delivered[-1][2] == Delivered(["a"], 3, generated=[2])
+    result = world.delivered[-1]
+    assert [(end.request_id, end.num_generated) for end in result.ended] == [("a", 2)]
+    assert result.num_waiting == 3
     assert EndsDelivered([5]) in world.outboxes[1 - home].take()
     assert world.router.ledger.costs == [0.0, 0.0]
 
@@ -229,12 +249,12 @@ def test_an_abort_follows_its_request() -> None:
     world = World()
     home = world.submit("a")
     other = world.submit("b")
-    world.replicas.send(AbortRequest(b"c", "a", CLIENT))
+    world.replicas.abort(b"c", "a", CLIENT)
     assert world.outboxes[home].take() == [abort("a", CLIENT)]
     assert world.outboxes[other].take() == []
     world.replicas.on_lost(home)
     assert abort("a", CLIENT) in world.outboxes[other].take()
-    world.replicas.send(AbortRequest(b"c", "", CLIENT_LOST))
+    world.replicas.abort(b"c", "", CLIENT_LOST)
     assert world.outboxes[other].take() == [abort("", CLIENT_LOST)]
 
 
@@ -242,7 +262,7 @@ def test_a_request_that_is_sent_again_outlives_the_abort_of_its_lost_client() ->
     world = World()
     home = world.submit("a")
     world.news(home, [(7, "a", 0)], {7: 1})
-    world.replicas.send(AbortRequest(b"c", "", CLIENT_LOST))
+    world.replicas.abort(b"c", "", CLIENT_LOST)
     placement = world.placement(home, "a")
     assert world.submit("a", retry=True) == home
     world.end(home, "a", lost=True, placement=placement)
@@ -261,10 +281,10 @@ def test_a_request_that_is_sent_again_outlives_the_abort_of_its_lost_client() ->
 def test_the_end_of_a_lost_request_takes_it_off_its_replica() -> None:
     world = World()
     home = world.submit("a")
-    world.replicas.send(AbortRequest(b"c", "", CLIENT_LOST))
+    world.replicas.abort(b"c", "", CLIENT_LOST)
     world.end(home, "a", lost=True)
     assert world.router.ledger.costs == [0.0, 0.0]
-    assert world.delivered[-1][2].lost
+    assert world.delivered[-1].is_lost
 
 
 def test_the_end_of_a_lost_request_that_came_with_a_replica_takes_it_off() -> None:
@@ -318,7 +338,7 @@ def test_a_request_that_was_aborted_while_it_waited_is_aborted_where_it_is_sent(
     """The replica that has it may have ended and forgotten it by then: it would run again."""
     world = World(is_known=False)
     world.submit("a", retry=True)
-    world.replicas.send(AbortRequest(b"c", "a", CLIENT))
+    world.replicas.abort(b"c", "a", CLIENT)
     world.news(1, restates=True, held=[HeldChoice(3, b"c", "a", 0)])
     world.outboxes[1].take()
     world.news(0, restates=True)
@@ -345,11 +365,11 @@ def test_an_answer_to_a_question_is_made_of_all_replicas() -> None:
         }  # fmt: skip
         info = encode(Info("q", values))
         answered = encode(Delivered(inspected=True))
-        assert world.delivered == []
+        assert world.answers == []
         world.replicas.on_delivery(number, [b"c", info, answered])
-    (client, payload, delivered) = world.delivered[0]
+    (client, payload) = world.answers[0]
     found = msgspec.msgpack.decode(payload, type=Info).values
-    assert (client, delivered) == (b"c", Delivered(inspected=True))
+    assert client == b"c"
     assert (found["running"], found["ready"], found["page_size"]) == (5, True, 16)
     assert found["stage_seconds"] == {"queue": {"1": 2, "sum": 1.0}}
     assert found["pids"] == {"tokenizer_proc": 1, "scheduler_proc/0": 10, "scheduler_proc/1": 11}
@@ -363,7 +383,7 @@ def test_progress_is_that_of_the_replica_which_has_the_request() -> None:
     for number, values in enumerate([[unknown, known], [known, unknown]]):
         answer = encode(ProgressAnswer("q", values))
         world.replicas.on_delivery(number, [b"c", answer, encode(Delivered(inspected=True))])
-    answer_type = msgspec.msgpack.decode(world.delivered[0][1], type=ProgressAnswer)
+    answer_type = msgspec.msgpack.decode(world.answers[0][1], type=ProgressAnswer)
     assert answer_type.values == [known, known]
 
 
@@ -372,13 +392,23 @@ def test_a_replica_that_dies_does_not_keep_an_answer_back() -> None:
     world.replicas.send(InfoRequest(b"c", "q", {}))
     info = encode(Info("q", {"running": 2}))
     world.replicas.on_delivery(1, [b"c", info, encode(Delivered(inspected=True))])
-    assert world.delivered == []
+    assert world.answers == []
     world.replicas.on_died(0, "worker_proc")
-    assert len(world.delivered) == 1
+    assert len(world.answers) == 1
     world.replicas.send(InfoRequest(b"c", "r", {}))
     info = encode(Info("r", {"running": 2}))
     world.replicas.on_delivery(1, [b"c", info, encode(Delivered(inspected=True))])
-    assert len(world.delivered) == 2
+    assert len(world.answers) == 2
+
+
+def test_the_only_replica_answers_while_its_worker_is_restarted() -> None:
+    world = World(num_replicas=1)
+    for request_id in ("before", "after"):
+        world.replicas.send(InfoRequest(b"c", request_id, {}))
+        world.replicas.on_died(0, "worker_proc")
+        info = encode(Info(request_id, {"ready": False}))
+        world.replicas.on_delivery(0, [b"c", info, encode(Delivered(inspected=True))])
+    assert len(world.answers) == 2
 
 
 def test_the_server_has_drained_when_every_replica_has() -> None:
@@ -386,11 +416,11 @@ def test_the_server_has_drained_when_every_replica_has() -> None:
     home = world.submit("a")
     world.replicas.send(Drain())
     world.replicas.on_delivery(1 - home, [b"", b"", b""])
-    assert world.delivered == []
+    assert not world.has_drained
     world.replicas.on_lost(home)  # its request is at the other one now, which says it again
-    assert world.delivered == []
+    assert not world.has_drained
     world.replicas.on_delivery(1 - home, [b"", b"", b""])
-    assert world.delivered == [(b"", b"", Delivered())]
+    assert world.has_drained
 
 
 def test_the_requests_of_a_recalled_replica_move_when_it_has_sent_everything() -> None:
@@ -471,7 +501,7 @@ def test_requests_wait_while_there_is_no_replica_and_go_to_the_first_that_joins(
     world.replicas.on_lost(0)
     assert world.submit("new") == -1
     world.replicas.send(Drain())
-    assert world.delivered == []
+    assert not world.has_drained
     outbox = FakeOutbox()
     world.outboxes = [outbox]
     world.replicas.join(0, cast("Outbox", outbox))
@@ -497,14 +527,14 @@ def test_nothing_of_a_cut_replica_counts_until_it_has_restated_everything() -> N
     world.news(0, [(7, "a", 0)], {7: 11})
     world.replicas.on_link_broken(0)
     sent = world.outboxes[0].take()
-    assert sent[0] == LinkRestored()
+    assert sent[0] == LinkRestored(__version__)
     assert [m.request_id for m in moved(sent)] == ["a"]
     world.news(0, None, {7: 13})  # 12 was on the link
     world.end(0, "a")
     assert world.delivered == []
     world.news(0, restates=True, held=[HeldChoice(7, b"c", "a", 0, pack_ids([11, 12, 13]), 5.0)])
     world.end(0, "a")
-    assert [client for client, _, _ in world.delivered] == [b"c"]
+    assert [result.client for result in world.delivered] == [b"c"]
 
 
 def test_each_replica_has_a_live_feed_of_its_own() -> None:
@@ -525,7 +555,11 @@ def test_the_traces_of_a_replica_are_passed_on() -> None:
     home = world.submit("a")
     trace = RequestTrace(TraceContext("1" * 32, "2" * 16), "llm_request", "a", 0, [])
     delivered = Delivered(
-        ended=["a"], indexes=[0], placements=[world.placement(home, "a")], traces=[trace]
+        ended=["a"],
+        indexes=[0],
+        placements=[world.placement(home, "a")],
+        generated=[1],
+        traces=[trace],
     )
     world.replicas.on_delivery(home, [b"c", b"text", encode(delivered)])
-    assert [one.traces for _, _, one in world.delivered] == [[trace]]
+    assert [result.traces for result in world.delivered] == [[trace]]

@@ -13,7 +13,7 @@ from quadriga.wire.sockets import Inbox
 from quadriga.wire.worker import NewSlot, StepPlan
 from scheduler_proc.scheduler import Scheduler
 from tests.faults import inject
-from tokenizer_proc.frontend import Frontend
+from tokenizer_proc.replicas.replicas import Replicas
 
 MESSAGES = ["a", "b", "c"]
 
@@ -66,7 +66,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     monkeypatch.setattr(Inbox, "receive", lambda _: next(messages))
     monkeypatch.setattr(Inbox, "drain", lambda _, max_messages=3: iter(MESSAGES[:max_messages]))
     monkeypatch.setattr(Scheduler, "step", Scheduler.step)
-    monkeypatch.setattr(Frontend, "on_delivery", Frontend.on_delivery)
+    monkeypatch.setattr(Replicas, "on_delivery", Replicas.on_delivery)
 
     def install_faults(faults: str, process: str) -> "Inbox[Any]":
         monkeypatch.setenv(inject.FAULTS_VARIABLE, faults)
@@ -140,9 +140,11 @@ def test_a_delivery_to_the_frontend_may_be_dropped(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delivered: list[list[bytes]] = []
-    monkeypatch.setattr(Frontend, "on_delivery", lambda _, frames: delivered.append(frames))
+    monkeypatch.setattr(
+        Replicas, "on_delivery", lambda _, _number, frames: delivered.append(frames)
+    )
     install("drop:tokenizer:after=1", "tokenizer_proc")
-    frontend = object.__new__(Frontend)
-    frontend.on_delivery([b"first"])
-    frontend.on_delivery([b"second"])
+    replicas = object.__new__(Replicas)
+    replicas.on_delivery(0, [b"first"])
+    replicas.on_delivery(0, [b"second"])
     assert delivered == [[b"second"]]

@@ -116,7 +116,7 @@ def run_message() -> Submit:
 def test_a_replica_reports_what_it_holds_to_a_new_frontend_and_to_a_new_detokenizer() -> None:
     seen: list[msgspec.Struct] = []
     world = World(SchedulerArgs(), observe=lambda _link, message: seen.append(message))
-    world.scheduler.lifecycle.report = ReplicaReport()
+    world.scheduler.lifecycle.report = ReplicaReport(notes_steps=True)
     world.send(submit("a", PROMPT, 12, ignore_eos=True), submit("ended", [9], 1))
     for _ in range(6):
         world.step()

@@ -4,9 +4,9 @@ import asyncio
 import functools
 import threading
 from array import array
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -14,14 +14,22 @@ from tokenizers.processors import TemplateProcessing
 
 from quadriga.errors import InvalidRequest
 from quadriga.sampling.params import Grammar
+from quadriga.server.config.engine_args import IN_TURN
 from quadriga.server.config.frontend_args import FrontendArgs
 from quadriga.server.models.resolve import ModelFiles
 from quadriga.wire.async_sockets import Unreachable
 from quadriga.wire.client import Chunks, Generate, Refused, ServerMessage
 from quadriga.wire.packing import pack_ids
-from quadriga.wire.sockets import encode
-from quadriga.wire.to_detok import Delivered
-from quadriga.wire.to_scheduler import Submit
+from quadriga.wire.sockets import Outbox, encode
+from quadriga.wire.to_detok import (
+    Delivered,
+    EndedRequest,
+    KnownRequests,
+    ReplicaNews,
+    StepNews,
+)
+from quadriga.wire.to_scheduler import FrontendRestarted, Submit
+from quadriga.wire.trace import RequestTrace
 from tokenizer_proc.deliver.traces import RingTraces
 from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.intake.grammar_validator import GrammarValidator
@@ -30,8 +38,12 @@ from tokenizer_proc.intake.overload import OverloadGuard
 from tokenizer_proc.intake.tenants import RequestOwners
 from tokenizer_proc.preparation.chat import ChatTemplate
 from tokenizer_proc.preparation.prepare import MAX_INLINE_BYTES, Encoder, Preparer
+from tokenizer_proc.replicas.placed import RouterKey
+from tokenizer_proc.replicas.replicas import Replicas
+from tokenizer_proc.replicas.router import Router
 
 VOCAB = 100
+SENDER = 1000  # number of the frontend
 
 
 def model(context: int = 16) -> ModelFiles:
@@ -137,7 +149,11 @@ class OneTokenEncoder:
 
 
 class FrontendWorld:
-    """A frontend without sockets. `limit` holds for the open requests of one client."""
+    """A frontend of one replica, without sockets.
+
+    Args:
+        limit: holds for the open requests of one client.
+    """
 
     def __init__(
         self,
@@ -151,18 +167,43 @@ class FrontendWorld:
         preparer = Preparer(FrontendArgs(), model(), OneTokenEncoder())  # type: ignore[arg-type]
         self.pool = LatePool(preparer)
         guard = OverloadGuard(max_queued, limit)
+        router = Router[RouterKey](IN_TURN, 1, 0, 16, max_queued)
+        self.replicas = Replicas(1, router, 0, lambda _: None, SENDER, lists_replicas=False)
+        self.replicas.join(0, cast("Outbox", self.scheduler))
         self.grammars = SlowGrammars()
         preparation = RequestPreparation(preparer, self.pool, self.grammars)  # type: ignore[arg-type]
         self.frontend = Frontend(
             preparation,
             guard,
-            self.scheduler,  # type: ignore[arg-type]
+            self.replicas,
             {},
             replaces,
             owners=owners,
             traces=traces,
         )
         self.frontend.clients.open(self.port)  # type: ignore[arg-type]
+        self.replicas.listener = self.frontend
+        if replaces:
+            self.replicas.send(FrontendRestarted())
+        else:
+            self.restate()
+        self.scheduler.sent.clear()
+
+    def restate(self, names: Iterable[tuple[bytes, str]] = ()) -> None:
+        """Report what the scheduler knows: no request that is open, and the names of others."""
+        known = KnownRequests([EndedRequest(*name) for name in names])
+        self.receive(b"", encode(known), b"")
+        step = StepNews(ReplicaNews(restates=True, frontend=SENDER), [], [], b"")
+        self.receive(b"", b"", encode(step))
+
+    def receive(self, *frames: bytes) -> None:
+        """Let the detokenizer send something."""
+        self.replicas.on_delivery(0, list(frames))
+
+    def restart_scheduler(self) -> None:
+        """Let a new scheduler take the place of one that died, with all that it was sent."""
+        self.replicas.on_died(0, "scheduler_proc")
+        self.replicas.on_restarted(0, "scheduler_proc")
 
     def ask(self, name: str, client: bytes = b"c", late: bool = False, **fields: Any) -> None:
         """Send a request; a late one has a text that is too long to be encoded at once."""
@@ -190,9 +231,35 @@ class FrontendWorld:
         waiting: int = 0,
         settled: tuple[int, ...] = (),
         lost: bool = False,
+        generated: tuple[int, ...] = (),
+        traces: tuple[RequestTrace, ...] = (),
     ) -> None:
-        delivered = encode(Delivered(list(ended), waiting, list(settled), lost=lost))
-        self.frontend.on_delivery([client, encode(Chunks([])), delivered])
+        """Deliver a message, with the ends of the next choices of some requests.
+
+        Those of a lost client are of the requests as it had sent them first.
+        """
+        ends: list[tuple[int, int]] = []
+        for number, name in enumerate(ended):
+            request = self.replicas.requests.find(client, name)
+            choices = request.choices.items() if request is not None else ()
+            left = [
+                (i, choice.since if lost else choice.placement)
+                for i, choice in choices
+                if not choice.has_ended
+            ]
+            num_before = ended[:number].count(name)
+            ends.append(left[num_before] if num_before < len(left) else (0, 0))
+        delivered = Delivered(
+            list(ended),
+            waiting,
+            list(settled),
+            generated=list(generated or [0] * len(ended)),
+            traces=list(traces),
+            lost=lost,
+            indexes=[index for index, _ in ends],
+            placements=[placement for _, placement in ends],
+        )
+        self.receive(client, encode(Chunks([])), encode(delivered))
 
     @property
     def submitted(self) -> list[str]:

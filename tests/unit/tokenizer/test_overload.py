@@ -1,6 +1,7 @@
 """The frontend under load: what it refuses, with which hint, and what it keeps for a restart."""
 
 import asyncio
+from collections.abc import Iterable
 
 import msgspec
 import pytest
@@ -25,13 +26,14 @@ from quadriga.wire.to_scheduler import (
     CLIENT,
     CLIENT_LOST,
     AbortRequest,
+    ChoiceProgress,
     Drain,
     EndsDelivered,
     ProgressRequest,
     Shutdown,
     Submit,
 )
-from tests.unit.tokenizer.frontend_world import FrontendWorld, in_loop
+from tests.unit.tokenizer.frontend_world import SENDER, FrontendWorld, in_loop
 from tokenizer_proc.info import EXPIRY_S, MAX_PENDING_OF_CLIENT, InfoRequests
 from tokenizer_proc.intake.overload import OverloadGuard
 
@@ -95,10 +97,10 @@ def test_a_request_is_acknowledged_each_time_before_the_scheduler_has_it() -> No
 
 def test_a_frontend_ends_when_the_drain_that_it_asked_for_is_complete() -> None:
     world = FrontendWorld()
-    world.frontend.on_delivery([b"", b"", b""])  # answers the Drain of a predecessor
+    world.receive(b"", b"", b"")  # answers the Drain of a predecessor
     assert not world.frontend.ended.is_set()
     world.frontend.intake.drain()
-    world.frontend.on_delivery([b"", b"", b""])
+    world.receive(b"", b"", b"")
     assert world.frontend.ended.is_set()
     assert [type(message) for message in world.scheduler.sent] == [Drain, Shutdown]
 
@@ -114,24 +116,29 @@ def test_another_scheduler_is_sent_what_has_not_ended_and_what_was_aborted() -> 
     world.frontend.on_public([b"c", encode(Abort(1, "aborted"))])
     world.frontend.intake.drain()
     before = world.scheduler.sent.copy()
-    world.frontend.intake.on_scheduler_restarted()
+    world.restart_scheduler()
     submits = {m.request_id: m for m in before if isinstance(m, Submit)}
+
+    def again(name: str, indexes: Iterable[int] = (0,)) -> Submit:
+        progress = [ChoiceProgress(index) for index in indexes]
+        return msgspec.structs.replace(submits[name], frontend_retry=True, progress=progress)
+
     assert world.scheduler.sent == [
-        *(
-            msgspec.structs.replace(submits[n], frontend_retry=True)
-            for n in ("both", "half", "aborted")
-        ),
-        AbortRequest(b"c", "aborted", CLIENT),
-        *(msgspec.structs.replace(submits[n], frontend_retry=True) for n in ("open", "of another")),
+        again("both", (0, 1)),
+        again("half", (1,)),
+        again("aborted"),
+        AbortRequest(b"c", "aborted", CLIENT, SENDER),
+        again("open"),
+        again("of another"),
         Drain(),
     ]
     world.deliver(ended=("both", "both", "half", "aborted", "open"))
     world.deliver(client=b"d", ended=("of another",))
-    world.frontend.intake.on_scheduler_restarted()
+    world.restart_scheduler()
     assert world.scheduler.sent == [Drain()]
 
 
-def test_only_the_absence_of_a_lost_client_is_remembered() -> None:
+def test_a_new_scheduler_ends_the_requests_of_a_lost_client_unless_it_has_come_back() -> None:
     world = FrontendWorld(max_queued=100)
     world.ask("a", params=SamplingParams(n=2))
     world.deliver(ended=("a",))
@@ -145,11 +152,13 @@ def test_only_the_absence_of_a_lost_client_is_remembered() -> None:
     world.port.missing.clear()
     world.ask("c", client=b"back", resent=True)
     submit = world.scheduler.sent[-1]
-    world.frontend.intake.on_scheduler_restarted()
-    assert world.scheduler.sent == [
-        AbortRequest(b"gone", "", CLIENT_LOST),
-        msgspec.structs.replace(submit, frontend_retry=True),
-    ]
+    world.restart_scheduler()
+    lost, abort, back = world.scheduler.sent
+    assert (lost.client, lost.request_id) == (b"gone", "b")
+    assert abort == AbortRequest(b"gone", "b", CLIENT_LOST, SENDER)
+    assert back == msgspec.structs.replace(
+        submit, frontend_retry=True, progress=[ChoiceProgress(0)]
+    )
 
 
 @in_loop
@@ -161,7 +170,7 @@ async def test_a_request_that_loses_its_client_in_encoding_is_dropped_and_may_be
     world.lose()
     world.ask("a", late=True, resent=True)
     await world.pool.finish()
-    assert world.scheduler.sent == [AbortRequest(b"c", "", CLIENT_LOST)]
+    assert world.scheduler.sent == [AbortRequest(b"c", "", CLIENT_LOST, SENDER)]
     await world.pool.finish()
     assert [type(message) for message in world.scheduler.sent] == [AbortRequest, Submit]
     world.deliver(ended=("a",))
@@ -230,7 +239,7 @@ async def test_a_request_aborted_while_it_is_being_encoded_is_aborted_afterwards
     world.frontend.on_public([b"c", encode(Abort(1, "a"))])
     world.frontend.intake.drain()
     await world.pool.finish()
-    abort = AbortRequest(b"c", "a", CLIENT)
+    abort = AbortRequest(b"c", "a", CLIENT, SENDER)
     assert [type(message) for message in world.scheduler.sent] == [
         AbortRequest,
         Submit,
@@ -249,8 +258,11 @@ async def test_an_end_does_not_take_away_what_is_sent_again_meanwhile() -> None:
     await world.pool.finish()
     submit = world.scheduler.sent[-1]
     assert submit.client_retry
-    world.frontend.intake.on_scheduler_restarted()
-    assert world.scheduler.sent == [msgspec.structs.replace(submit, frontend_retry=True)]
+    world.restart_scheduler()
+    (again,) = world.scheduler.sent
+    assert again == msgspec.structs.replace(
+        submit, frontend_retry=True, progress=[ChoiceProgress(0)]
+    )
 
 
 def test_a_client_over_its_limit_is_refused_and_others_are_not() -> None:
@@ -300,7 +312,7 @@ def test_the_hint_follows_how_fast_requests_end_and_reaches_the_web() -> None:
         now += 0.5
         guard.count_ended(1)
     with pytest.raises(QueueFull) as caught:
-        guard.check(num_choices=1, num_open=0)
+        guard.check(num_choices=1, count_open=lambda: 0)
     assert caught.value.retry_after == 5  # a quarter of the queue, at about two a second
     error = RefusalInfo.of(caught.value).exception()
     assert isinstance(error, QueueFull)
@@ -313,12 +325,12 @@ def test_the_wait_that_the_scheduler_reports_decides_the_hint() -> None:
     guard = OverloadGuard(40, None, lambda: 0.0)
     guard.update_queue(40, 90.0)
     with pytest.raises(QueueFull) as caught:
-        guard.check(num_choices=1, num_open=0)
+        guard.check(num_choices=1, count_open=lambda: 0)
     error = caught.value
     assert (error.queue_position, error.expected_wait, error.retry_after) == (41, 90.0, 23)
     guard.update_queue(40, None)
     with pytest.raises(QueueFull) as caught:
-        guard.check(num_choices=1, num_open=0)
+        guard.check(num_choices=1, count_open=lambda: 0)
     error = caught.value
     assert (error.queue_position, error.expected_wait, error.retry_after) == (41, None, 1)
 
@@ -327,7 +339,7 @@ def test_the_end_is_announced_to_every_client() -> None:
     world = FrontendWorld()
     world.ask("a")
     world.frontend.intake.drain()
-    world.frontend.on_delivery([b"", b"", b""])
+    world.receive(b"", b"", b"")
     last = world.port.last()
     assert isinstance(last, ServerGone)
     assert last.error.code == "server_stopping"
@@ -365,6 +377,8 @@ def test_a_frontend_that_replaces_another_leaves_what_is_sent_again_to_the_sched
     world = FrontendWorld(max_queued=1, limit=1, replaces=True)
     for name in "ab":
         world.ask(name, resent=True)
+    assert world.submitted == [], "it has not said yet which requests it has"
+    world.restate()
     world.ask("c")
     assert world.submitted == ["a", "b"]
     assert world.refusal() == ("c", "queue_full")
@@ -392,7 +406,7 @@ def test_questions_that_travel_the_ring_are_bounded_for_each_client() -> None:
     world.frontend.on_public([b"d", question])
     assert len(world.scheduler.sent) == MAX_PENDING_OF_CLIENT + 1
     answer = encode(Delivered(inspected=True))
-    world.frontend.on_delivery([b"c", encode(Info("i", {})), answer])
+    world.receive(b"c", encode(Info("i", {})), answer)
     world.frontend.on_public([b"c", question])
     assert len(world.scheduler.sent) == MAX_PENDING_OF_CLIENT + 2
 

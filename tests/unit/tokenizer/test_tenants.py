@@ -12,7 +12,6 @@ from quadriga.server.config.frontend_args import TenantArgs
 from quadriga.server.tenants import Tenant
 from quadriga.wire.client import Info, ProgressAnswer, Refused, gateway_address
 from quadriga.wire.sockets import encode
-from quadriga.wire.to_detok import Delivered, EndedRequest, KnownRequests
 from quadriga.wire.to_scheduler import AbortRequest, Submit
 from tests.unit.tokenizer.frontend_world import FrontendWorld, in_loop
 from tokenizer_proc.intake.tenants import WINDOW_S, Quotas, RequestOwners
@@ -147,8 +146,7 @@ def test_generated_tokens_count_when_a_request_ends(args: TenantArgs) -> None:
     async def test() -> None:
         world = world_of(args)
         world.ask("1", GATEWAY, tenant="carol")
-        delivered = encode(Delivered(["1"], 0, [], generated=[9]))
-        world.frontend.on_delivery([GATEWAY, b"", delivered])
+        world.deliver(GATEWAY, ended=("1",), generated=(9,))
         world.ask("2", GATEWAY, tenant="carol")
         assert "has used 10 tokens in the last 60 s and its tokens_per_minute" in refusal(world)
 
@@ -295,11 +293,11 @@ def test_after_a_death_of_the_frontend_only_what_the_scheduler_knows_is_free(
             world.ask(name, GATEWAY, tenant="dan", resent=resent)
         if resent:
             assert ids_of(world) == []
-            known = encode(KnownRequests([EndedRequest(GATEWAY, "known")]))
-            world.frontend.on_delivery([b"", known, b""])
+            world.restate([(GATEWAY, "known")])
             assert ids_of(world) == ["known", "x1", "x2"]
         else:
             assert ids_of(world) == ["known", "x1"]
+            world.restate()
         assert "has used 2 requests" in refusal(world)
         world.ask("late", GATEWAY, tenant="dan", resent=True)
         assert "late" not in ids_of(world)
@@ -318,9 +316,9 @@ def test_a_request_that_waits_for_the_scheduler_may_be_aborted_or_lost(
         world.ask("a", GATEWAY, tenant="dan", resent=True)
         world.frontend.intake.abort(GATEWAY, "a")
         world.ask("b", b"gone", resent=True)
-        world.frontend.on_delivery([b"", encode(KnownRequests([EndedRequest(GATEWAY, "a")])), b""])
+        world.restate([(GATEWAY, "a")])
         aborted = [m for m in world.scheduler.sent if isinstance(m, AbortRequest)]
-        assert ids_of(world)[-1] == "a"
+        assert ids_of(world) == ["a", "b"]
         assert aborted[-1].request_id == "a"
         world.lose(GATEWAY)
         assert world.frontend.intake.num_open == 1
@@ -336,12 +334,10 @@ def test_tokens_that_a_lost_connection_cut_off_count_and_repeated_ends_do_not(
         world = world_of(per_minute)
         world.ask("a", GATEWAY, tenant="eve")
         world.lose(GATEWAY)
-        lost = encode(Delivered(["a"], 0, [], generated=[60], lost=True))
-        world.frontend.on_delivery([GATEWAY, b"", lost])
+        world.deliver(GATEWAY, ended=("a",), generated=(60,), lost=True)
         world.ask("a", GATEWAY, tenant="eve", resent=True)
         for _ in range(2):
-            ended = encode(Delivered(["a"], 0, [], generated=[30]))
-            world.frontend.on_delivery([GATEWAY, b"", ended])
+            world.deliver(GATEWAY, ended=("a",), generated=(30,))
             world.ask("a", GATEWAY, tenant="eve", resent=True)
         world.ask("b", GATEWAY, tenant="eve")
         assert ids_of(world)[-1] == "b"  # 1 + 60 + 30 + 1 of 100

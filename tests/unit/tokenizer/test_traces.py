@@ -9,7 +9,6 @@ from quadriga.server.config.frontend_args import TraceArgs
 from quadriga.server.tracing.export import Exporter
 from quadriga.wire.client import GetTraces, Refused, Traces, gateway_address
 from quadriga.wire.sockets import encode
-from quadriga.wire.to_detok import Delivered
 from quadriga.wire.to_scheduler import Submit
 from quadriga.wire.trace import RequestTrace, Span, TraceContext
 from tests.unit.tokenizer.frontend_world import FrontendWorld, in_loop
@@ -48,8 +47,7 @@ def contexts(world: FrontendWorld) -> list[TraceContext | None]:
 
 def ended(world: FrontendWorld, client: bytes, trace: RequestTrace) -> None:
     """Deliver the end of a request."""
-    delivered = Delivered(ended=[trace.request_id], traces=[trace])
-    world.frontend.on_delivery([client, b"text", encode(delivered)])
+    world.deliver(client, ended=(trace.request_id,), traces=(trace,))
 
 
 def trace_of(name: str = "r", index: int = 0, sampled: bool = True, size: int = 0) -> RequestTrace:

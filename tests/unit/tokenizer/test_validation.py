@@ -15,6 +15,7 @@ from quadriga.client import AsyncClient
 from quadriga.errors import InvalidRequest, PromptTooLong
 from quadriga.sampling.params import SamplingParams
 from quadriga.sampling.validation import UnservedTokens, validate_params
+from quadriga.server.config.engine_args import IN_TURN
 from quadriga.server.config.frontend_args import FrontendArgs
 from quadriga.wire.async_sockets import AsyncPort
 from quadriga.wire.client import MAX_FRAME_BYTES, Generate, Ping, Refused
@@ -28,6 +29,9 @@ from tokenizer_proc.intake.intake import RequestPreparation
 from tokenizer_proc.intake.overload import OverloadGuard
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.prepare import Preparer
+from tokenizer_proc.replicas.placed import RouterKey
+from tokenizer_proc.replicas.replicas import Replicas
+from tokenizer_proc.replicas.router import Router
 
 IDS = UnservedTokens(VOCAB)
 
@@ -199,7 +203,9 @@ def pass_through_frontend(message: bytes, args: FrontendArgs) -> Submit | Refuse
     preparation = RequestPreparation(
         Preparer(args, model(), missing), missing, GrammarValidator(model())
     )
-    frontend = Frontend(preparation, OverloadGuard(4096, None), cast(Outbox, scheduler), {})
+    replicas = Replicas(1, Router[RouterKey](IN_TURN, 1, 0, 16, 4096), 0, lambda _: None, 0)
+    replicas.join(0, cast(Outbox, scheduler))
+    frontend = Frontend(preparation, OverloadGuard(4096, None), replicas, {})
     frontend.open(cast(AsyncPort, port))
     frontend.on_public([b"client", message])
     (answer,) = scheduler.sent + [msgspec.msgpack.decode(sent, type=Refused) for sent in port.sent]

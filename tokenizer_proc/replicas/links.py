@@ -1,7 +1,7 @@
-"""The frontend's links to the schedulers and detokenizers of its replicas.
+"""The frontend's sockets to the schedulers and detokenizers of its replicas.
 
-`Ring` has all of them, `NodeLink` is the link with a replica on another machine, whose loss is
-noticed, and `LoadReport` sends the load of a server whose number of replicas follows it to the
+`ReplicaLinks` has all of them, `NodeLink` is the link with a replica on another machine, whose loss
+is noticed, and `LoadReport` sends the load of a server whose number of replicas follows it to the
 launcher.
 """
 
@@ -11,20 +11,16 @@ from collections.abc import Callable
 from functools import partial
 
 from quadriga.server.prefix_blocks import pages_per_block
-from quadriga.server.processes.child import Child
+from quadriga.server.processes.child import Child, replica_of
 from quadriga.server.processes.control_channel import Command
 from quadriga.wire.async_sockets import AsyncPort, ConnectionWatch
 from quadriga.wire.links import NodeLinks
-from quadriga.wire.sockets import LinkSocket, Outbox, SchedulerLink, bind_frames
-from quadriga.wire.to_detok import Delivered
-from tokenizer_proc.frontend import Frontend
-from tokenizer_proc.replicas.placed import Name, RouterKey
-from tokenizer_proc.replicas.replicas import Replicas
+from quadriga.wire.sockets import LinkSocket, Outbox, bind_frames
+from tokenizer_proc.replicas.placed import RouterKey
+from tokenizer_proc.replicas.replicas import Replicas, ResultListener
 from tokenizer_proc.replicas.router import Router
 
-# The load of a server whose number of replicas follows it, as the launcher gets it.
-
-# Between two reports; a load that does not change is not reported again.
+# Between two reports of the load; one that does not change is not reported again.
 LOAD_INTERVAL_S = 1.0
 
 
@@ -54,9 +50,6 @@ class LoadReport:
         if num_open != self._last:
             self._last = num_open
             self._report(num_open)
-
-
-# The frontend's links with a replica on another machine, whose loss is noticed.
 
 
 class RefusalLog:
@@ -145,120 +138,69 @@ class NodeLink:
         self._port.close(linger_s=0)
 
 
-# The frontend's sockets to the other processes, of one replica or of several.
-
-
-class Ring:
-    """The links to schedulers and from detokenizers.
+class ReplicaLinks:
+    """The links to the schedulers and from the detokenizers of all replicas.
 
     Replicas of a cluster join when the launcher says where they are.
 
     Attributes:
-        scheduler: the way to the scheduler, or to those of all replicas.
+        replicas: what is sent and received by the links.
     """
 
     def __init__(self, child: Child) -> None:
-        replicas = child.config.replicas
-        ends = [child.endpoints]
-        if replicas.has_router:
-            count = 0 if replicas.in_cluster else replicas.dp
-            ends = [child.endpoints.of_replica(number) for number in range(count)]
+        args = child.config.replicas
+        count = 0 if args.in_cluster else args.dp
+        ends = [child.endpoints.of_replica(number, count) for number in range(count)]
         self._key_dir = child.config.frontend.curve_dir
         self._sockets = [bind_frames(end.delivery) for end in ends]
         self._ports: list[AsyncPort] = []
         self._node_links: dict[int, NodeLink] = {}
-        self._frontend: Frontend | None = None
-        outboxes = [Outbox(end.scheduler) for end in ends]
-        self._replicas = self._make_replicas(child, outboxes) if replicas.has_router else None
-        self.scheduler: SchedulerLink = self._replicas or outboxes[0]
+        self.replicas = _make_replicas(child)
+        for number, end in enumerate(ends):
+            self.replicas.join(number, Outbox(end.scheduler))
 
-    def _make_replicas(self, child: Child, outboxes: list[Outbox]) -> Replicas:
-        page_size, limits = child.config.worker.page_size, child.config.scheduler
-        block_tokens = page_size * pages_per_block(page_size)
-        args = child.config.replicas
-        count = args.num_slots
-        router = Router[RouterKey](
-            args.load_balance_method, count, block_tokens, page_size, limits.max_queued_requests
-        )
+    def open(self, listener: ResultListener) -> None:
+        """Give results to the listener from now on."""
+        self.replicas.listener = listener
+        self._ports = [
+            AsyncPort(socket, partial(self.replicas.on_delivery, number))
+            for number, socket in enumerate(self._sockets)
+        ]
 
-        def report_load(num_open: int) -> None:
-            child.control.report("replica", replica=-1, state="load", argument=str(num_open))
-
-        def on_recalled(number: int) -> None:
-            child.control.report("replica", replica=number, state="recalled")
-
-        replicas = Replicas(
-            count, router, block_tokens, self._deliver, on_recalled, self._show,
-            on_known=self._on_known,
-        )  # fmt: skip
-        if args.follows_load:
-            requests = replicas.requests
-            requests.on_change = LoadReport(lambda: len(requests), report_load).on_change
-        for number, outbox in enumerate(outboxes):
-            replicas.join(number, outbox)
-        return replicas
-
-    def _deliver(self, client: bytes, payload: bytes, delivered: Delivered) -> None:
-        assert self._frontend is not None
-        self._frontend.deliver(client, payload, delivered)
-
-    def _on_known(self, names: set[Name]) -> None:
-        assert self._frontend is not None
-        self._frontend.intake.on_known(names)
-
-    def _show(self, replica: int, frame: bytes) -> None:
-        assert self._frontend is not None
-        self._frontend.show(frame, replica)
-
-    def open(self, frontend: Frontend) -> None:
-        """Give results to the frontend from now on."""
-        self._frontend = frontend
-        replicas = self._replicas
-        if replicas is None:
-            self._ports = [AsyncPort(self._sockets[0], frontend.on_delivery)]
-        else:
-            self._ports = [
-                AsyncPort(socket, partial(replicas.on_delivery, number))
-                for number, socket in enumerate(self._sockets)
-            ]
-
-    def on_process(self, command: Command, argument: str, frontend: Frontend) -> None:
+    def on_process(self, command: Command, argument: str) -> None:
         """Take in what the launcher says of the processes and replicas."""
-        name, _, number = argument.partition("/")
-        replicas = self._replicas
-        if replicas is None:
-            if command is Command.RESTARTED and name == "scheduler_proc":
-                frontend.intake.on_scheduler_restarted()
-        elif command is Command.JOINED:
-            self._join(replicas, *argument.split())
-        elif command is Command.LOST:
-            replicas.on_lost(int(argument))
-            self._close_node_link(int(argument))
-        elif command is Command.LEFT:
-            replicas.on_left(int(argument))
-            self._close_node_link(int(argument))
-        elif command is Command.RECALL:
-            replicas.recall(int(argument))
-        elif number and command is Command.DIED:
-            replicas.on_died(int(number), name)
-        elif number:
-            replicas.on_restarted(int(number), name)
+        replicas, program = self.replicas, argument.partition("/")[0]
+        match command:
+            case Command.DIED:
+                replicas.on_died(replica_of(argument), program)
+            case Command.RESTARTED:
+                replicas.on_restarted(replica_of(argument), program)
+            case Command.RECALL:
+                replicas.recall(int(argument))
+            case Command.JOINED:
+                self._join(*argument.split())
+            case Command.LOST:
+                replicas.on_lost(int(argument))
+                self._close_node_link(int(argument))
+            case Command.LEFT:
+                replicas.on_left(int(argument))
+                self._close_node_link(int(argument))
 
-    def _join(self, replicas: Replicas, number_text: str, scheduler: str, delivery: str) -> None:
+    def _join(self, number_text: str, scheduler: str, delivery: str) -> None:
         """Connect to a replica of the cluster, unless that was done before."""
         number, links = int(number_text), NodeLinks(scheduler, delivery, self._key_dir)
         known = self._node_links.get(number)
         if known is not None and known.links == links:
             return
-        replicas.on_lost(number)
+        self.replicas.on_lost(number)
         self._close_node_link(number)
         link = self._node_links[number] = NodeLink(
             links,
-            partial(replicas.on_delivery, number),
-            partial(replicas.on_link_broken, number),
+            partial(self.replicas.on_delivery, number),
+            partial(self.replicas.on_link_broken, number),
         )
-        replicas.join(number, link.outbox)
-        replicas.on_link_broken(number)
+        self.replicas.join(number, link.outbox)
+        self.replicas.on_link_broken(number)
 
     def _close_node_link(self, number: int) -> None:
         link = self._node_links.pop(number, None)
@@ -271,3 +213,26 @@ class Ring:
             port.close()
         for link in self._node_links.values():
             link.close()
+
+
+def _make_replicas(child: Child) -> Replicas:
+    """Return the replicas that the flags ask for, of which none has joined yet."""
+    args, limits = child.config.replicas, child.config.scheduler
+    count, page_size = args.num_slots, child.config.worker.page_size
+    # The only replica gets every request, wherever a prefix is cached.
+    block_tokens = page_size * pages_per_block(page_size) if count > 1 else 0
+    router = Router[RouterKey](
+        args.load_balance_method, count, block_tokens, page_size, limits.max_queued_requests
+    )
+
+    def report_load(num_open: int) -> None:
+        child.control.report("replica", replica=-1, state="load", argument=str(num_open))
+
+    def on_recalled(number: int) -> None:
+        child.control.report("replica", replica=number, state="recalled")
+
+    replicas = Replicas(count, router, block_tokens, on_recalled, lists_replicas=args.survives_loss)
+    if args.follows_load:
+        requests = replicas.requests
+        requests.on_change = LoadReport(lambda: len(requests), report_load).on_change
+    return replicas
