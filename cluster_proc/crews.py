@@ -18,9 +18,10 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from cluster_proc import crew_actor
-from quadriga import __version__, programs
+from quadriga import programs
 from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import ReplicaArgs
+from quadriga.server.processes.machine import other_version
 
 # What the driver needs of a cluster.
 
@@ -183,8 +184,8 @@ class SpreadCrew:
             machine, report = await self._reports.get()
             if machine == 0 or report["report"] == "lost":
                 yield report
-            elif report["report"] == "ranks" and report["version"] != __version__:
-                yield {"report": "lost", "reason": _other_version(report)}
+            elif report["report"] == "ranks" and (refusal := _other_version(report)):
+                yield {"report": "lost", "reason": refusal}
             elif report["report"] == "ranks":
                 self._addresses[machine] = report["addresses"]
                 if len(self._addresses) == len(self._machines):
@@ -221,10 +222,7 @@ class SpreadCrew:
 
 
 def _other_version(report: Report) -> str:
-    return (
-        f"a machine of its ranks, at {report['addresses'][0]}, runs quadriga {report['version']},"
-        f" and this one {__version__}: install the same version on all machines"
-    )
+    return other_version(f"a machine of its ranks, at {report['addresses'][0]},", report["version"])
 
 
 # Crews in actors of Ray, on the machines of a placement group.

@@ -15,14 +15,13 @@ from itertools import count, islice
 
 from cluster_proc.crews import Crews, PlacedCrew, RayCrews, Report
 from cluster_proc.scaling import Scaling, ScalingLimits
-from quadriga import __version__
 from quadriga.errors import ConfigError, ServerFailed
 from quadriga.server.config.engine_args import ReplicaArgs
 from quadriga.server.config.frontend_args import is_loopback
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.processes.child import Child, run_child
 from quadriga.server.processes.control_channel import Command
-from quadriga.server.processes.machine import runs_on_gpu
+from quadriga.server.processes.machine import other_version, runs_on_gpu
 from quadriga.server.processes.replicas import (
     DIED,
     JOINED,
@@ -250,11 +249,10 @@ class Driver:
                     return None
                 if report["report"] == LOST:
                     return str(report["reason"])
-                if report["report"] == JOINED and report["version"] != __version__:
-                    return (
-                        f"it runs quadriga {report['version']} at {report['address']}, and this"
-                        f" machine {__version__}: install the same version on all machines"
-                    )
+                if report["report"] == JOINED:
+                    who = f"the replica at {report['address']}"
+                    if refusal := other_version(who, report["version"]):
+                        return refusal
                 self._pass_on(number, report, port.address)
             return "its crew has ended"
         finally:

@@ -8,8 +8,10 @@ the next rank 0.
 import os
 import sys
 
+from quadriga.errors import ConfigError
 from quadriga.server.processes.child import Child, run_child
 from quadriga.server.processes.control_channel import EXIT_OK
+from quadriga.server.processes.machine import other_version
 from quadriga.wire.links import PeerWatch
 from quadriga.wire.sockets import Inbox, Outbox
 from quadriga.wire.worker import JoinRanks, RankMessage
@@ -25,11 +27,17 @@ def main() -> None:
 
 
 def body(child: Child, rank: int) -> None:
-    """Wait for rank 0, load this rank's part of the model, then handle what rank 0 relays."""
+    """Wait for rank 0, load this rank's part of the model, then handle what rank 0 relays.
+
+    Raises:
+        ConfigError: rank 0 runs another version of quadriga.
+    """
     links = child.endpoints.links
     inbox: Inbox[RankMessage] = Inbox(links.rank(rank), RankMessage, links.prepare_bind)
     while not isinstance(join := inbox.receive(), JoinRanks):
         pass  # of a rank 0 that ended before this process began
+    if refusal := other_version(f"rank 0 at {join.lifeline}", join.version):
+        raise ConfigError(refusal)
     lifeline = Outbox(join.lifeline, links.prepare_connect)
     watch = PeerWatch(lifeline.socket, lambda: os._exit(EXIT_OK))
     serve_rank(child, rank, inbox, PortRendezvous(join.meeting, links.host), child.ready)

@@ -359,10 +359,12 @@ class JoinRanks(msgspec.Struct, tag="join", array_like=True, frozen=True):
     Attributes:
         meeting: tcp://HOST:PORT at which the ranks find each other.
         lifeline: address to which the rank keeps a connection; rank 0 has ended when it breaks.
+        version: rank 0's version of quadriga, without which a rank refuses to join.
     """
 
     meeting: str
     lifeline: str
+    version: str = ""
 
 
 RankMessage = JoinRanks | WorkerMessage

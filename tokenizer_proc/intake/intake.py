@@ -325,7 +325,7 @@ class RequestIntake:
             loop.call_later(request.keep_s, self._end_kept, request, request.submit)
         self._drain_if_idle()
 
-    def _end_kept(self, request: PlacedRequest, submit: Submit) -> None:
+    def _end_kept(self, request: PlacedRequest, submit: Submit | None) -> None:
         """End a request whose client is gone for too long."""
         if self._replicas.end(request, submit, CLIENT_LOST):
             self._tenants.on_lost([request])

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from quadriga import clock
+from quadriga import __version__, clock
 from quadriga.programs import command_of
 from quadriga.server.processes.child import Child
 from quadriga.server.processes.control_channel import continue_at_parents_death
@@ -120,7 +120,7 @@ class NodeLeader:
         here = range(1, child.replica.ranks_per_machine(child.config.worker.tp))
         self._here = TPLeader(child, on_death, meeting, here)
         self._lifeline, lifeline = bind_lifeline(links.host, links.prepare_bind)
-        join = JoinRanks(meeting.address, lifeline)
+        join = JoinRanks(meeting.address, lifeline, __version__)
         self._outboxes, self._watches = [], []
         for rank, address in enumerate(links.ranks):
             if not address:

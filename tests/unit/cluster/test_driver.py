@@ -198,7 +198,7 @@ def test_commands_of_the_launcher_reach_the_crews_that_they_concern() -> None:
         ({"report": "lost", "reason": "no such model"}, "replica 0 cannot start: no such model"),
         (
             {"report": "joined", "address": "a", "version": "0.0.1", "info": {}},
-            "replica 0 cannot start: it runs quadriga 0.0.1 at a",
+            "replica 0 cannot start: the replica at a runs quadriga 0.0.1",
         ),
     ],
 )
@@ -223,8 +223,8 @@ def test_a_machine_that_cannot_replace_a_lost_one_is_named_and_the_others_go_on(
         world.crews.crews[1].queue.put_nowait({"report": "lost", "reason": "x"})
         await world.until(lambda: len(world.crews.crews) == 3)
         world.crews.crews[2].join("0.0.1")
-        await world.until(lambda: "replica 1 cannot start again: it runs" in caplog.text)
-        assert "quadriga 0.0.1 at tcp://127.0.0.1:9" in caplog.text
+        await world.until(lambda: "replica 1 cannot start again: the replica at" in caplog.text)
+        assert "tcp://127.0.0.1:9 runs quadriga 0.0.1, and this machine" in caplog.text
         assert world.crews.crews[2].is_closed and not world.crews.crews[0].is_closed
         world.driver.obey(Command.DRAIN, "")
         world.crews.crews[0].queue.put_nowait({"report": "left"})
