@@ -13,10 +13,10 @@ from quadriga.server.config.server_config import ServerConfig
 
 
 class LoadFlag(NamedTuple):
-    """One flag that describes a load.
+    """One flag of a bench.
 
     Attributes:
-        kind: converts the text to the value.
+        kind: converts the text to the value; bool: a switch without a text.
         default: None: the help shows no default.
         alias: the flag's name in other bench clients.
     """
@@ -92,19 +92,27 @@ LOAD_DEFAULTS: dict[str, Any] = {name: flag.default for name, flag in LOAD_FLAGS
 
 
 def add_load_flags(
-    group: Any, names: Iterable[str] = LOAD_FLAGS, defaults: Mapping[str, Any] = LOAD_DEFAULTS
+    group: Any,
+    names: Iterable[str] = LOAD_FLAGS,
+    defaults: Mapping[str, Any] = LOAD_DEFAULTS,
+    table: Mapping[str, LoadFlag] = LOAD_FLAGS,
 ) -> None:
-    """Add load flags to a parser; the help shows `defaults`, and absent flags stay unset."""
+    """Add flags of a table to a parser; the help shows `defaults`, and absent flags stay unset."""
     for name in names:
-        flag, default = LOAD_FLAGS[name], defaults[name]
-        group.add_argument(
-            *filter(None, (flag_name(name), flag.alias)),
+        flag, default, add = table[name], defaults[name], group.add_argument
+        options = [*filter(None, (flag_name(name), flag.alias))]
+        has_shown_default = default is None or "(default: " in flag.help
+        if flag.kind is bool:
+            add(*options, dest=name, action="store_true", default=argparse.SUPPRESS, help=flag.help)
+            continue
+        add(
+            *options,
             type=flag.kind,
             dest=name,
             default=argparse.SUPPRESS,
             metavar=flag.placeholder,
             choices=flag.choices,
-            help=flag.help + ("" if default is None else f" (default: {default})"),
+            help=flag.help + ("" if has_shown_default else f" (default: {default})"),
         )
 
 
