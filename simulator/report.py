@@ -120,8 +120,6 @@ def _back_after(records: Records, lost_at: float) -> int | None:
     return next((s for s in sorted(p99) if s > worst and p99[s] <= limit), None)
 
 
-# Compute and print the figures of a simulated run.
-
 # Spreads that are compared with a measured run.
 COMPARED = ("ttft", "tpot", "itl", "queue_wait", "latency")
 

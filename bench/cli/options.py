@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-# Check the command line of `bench.serving`: values, and combinations that are refused.
-
 # Server flags that are allowed beside a running server.
 CLIENT_SERVER_FLAGS = ("endpoint", "model", "tokenizer", "curve_dir")
 OPENAI_SERVER_FLAGS = ("model", "tokenizer")
@@ -224,8 +222,6 @@ def _check_files(arguments: Namespace) -> None:
     if arguments.plot is not None and arguments.plot.suffix not in PLOT_SUFFIXES:
         raise ConfigError(f"--plot {arguments.plot}: it must end in {', '.join(PLOT_SUFFIXES)}")
 
-
-# The flags of `bench.serving`.
 
 PROG = "python -m bench.serving"
 DESCRIPTION = """Measure a server as a streaming client sees it. Without --endpoint the bench starts

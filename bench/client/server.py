@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# Start servers for the bench, and stop them when the bench ends.
-
 LAUNCHER = Path(__file__).resolve().parents[2] / "launcher.py"
 STOP_TIMEOUT_S = 15.0  # after each signal
 CHILDREN_TIMEOUT_S = 3.0

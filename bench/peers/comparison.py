@@ -25,8 +25,6 @@ from bench.report.metrics import Summary
 from bench.report.table import markdown_table
 from quadriga.errors import ConfigError, QuadrigaError, RequestFailed
 
-# Compare Quadriga with one peer: both serve and take turns with the load, A B A B.
-#
 # While Quadriga has its turn, the peer is stopped with SIGSTOP. Quadriga needs no stop, as its
 # idle processes block and use no CPU.
 
@@ -262,8 +260,6 @@ def _peer_launch(
 
     return launch
 
-
-# Store outcomes of the comparison as JSON lines, and print them as a markdown table.
 
 Figure = Callable[[Summary], float | None]
 # Title, digits after the point, and the figure of a run.

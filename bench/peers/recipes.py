@@ -14,8 +14,6 @@ from bench.peers.models import ModelName, Weights, gguf_file, hugging_face_direc
 from quadriga.errors import ConfigError
 from quadriga.server.cache import cache_directory
 
-# Descriptions of another server (how to install, start and measure it) and of the workloads.
-
 
 @dataclass(frozen=True, slots=True)
 class PeerWorkload:
@@ -151,8 +149,6 @@ def run(command: Sequence[str]) -> None:
         raise ConfigError(f"{' '.join(command)} failed:\n{end}")
 
 
-# Recipes of the peers: how each is installed, started and measured.
-#
 # All options are the peers' defaults unless a line here sets them. Each peer gets the threads of
 # every core that this process may use, and the context that the workload needs.
 

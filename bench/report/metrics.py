@@ -7,8 +7,6 @@ from itertools import accumulate, pairwise
 from bench.client.load_generator import RequestRecord
 from simulator.latency import MS, Goodput, Percentiles, Slo, spread
 
-# Summarize the records of a run's requests.
-#
 # All times are Unix seconds on one clock, all spreads are in ms. A negative difference (two
 # stamps were taken in the other order) counts as 0.
 

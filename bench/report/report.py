@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# Format the printed block of a run.
-
 UNKNOWN = "n/a"
 SHOWN_CLIENTS = 4
 HEADING = "=== streaming benchmark ==="
