@@ -16,7 +16,7 @@ from bench.client.server import free_port
 from quadriga.client import AsyncClient, SamplingParams
 from quadriga.wire.trace import RequestTrace
 from tests.server import Server, running_server, wait_until
-from tests.unit.tracing.collector import Collector, attributes_of, running_collector
+from tests.unit.server.tracing.collector import Collector, attributes_of, running_collector
 
 STREAMS = 6
 MAX_TOKENS = 150

@@ -16,7 +16,7 @@ from quadriga.wire.live import RowKind
 from quadriga.wire.trace import RequestTrace, Span, TraceContext
 from tests.unit.live_messages import make_step
 from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
-from tests.unit.tracing.spans import ended
+from tests.unit.server.tracing.spans import ended
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 TRACEPARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"

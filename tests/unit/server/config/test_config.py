@@ -152,7 +152,7 @@ def test_the_help_shows_units_and_types_for_values(capsys: pytest.CaptureFixture
 
 
 def test_the_page_of_all_flags_is_current() -> None:
-    page = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
+    page = Path(__file__).resolve().parents[4] / "docs" / "configuration.md"
     assert page.read_text() == markdown(), "python -m quadriga.server.config --markdown writes it"
 
 

@@ -9,7 +9,7 @@ from quadriga.errors import InvalidRequest
 from quadriga.sampling.params import LIMITS, Range, SamplingParams
 from quadriga.sampling.validation import check_counts, check_number, validate_params
 
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "sampling.md"
+DOCUMENT = Path(__file__).resolve().parents[4] / "docs" / "sampling.md"
 
 
 def ranges_in_the_document() -> dict[str, str]:

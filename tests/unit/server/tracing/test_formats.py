@@ -9,8 +9,8 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from quadriga.server.tracing import otlp
 from quadriga.server.tracing.chrome import PROCESSES, chrome_trace
 from quadriga.wire.trace import RequestTrace, TraceContext
-from tests.unit.tracing.collector import attributes_of, spans_of
-from tests.unit.tracing.spans import CONTEXT, START, trace
+from tests.unit.server.tracing.collector import attributes_of, spans_of
+from tests.unit.server.tracing.spans import CONTEXT, START, trace
 
 
 def exported(*traces: RequestTrace) -> list[dict[str, Any]]:

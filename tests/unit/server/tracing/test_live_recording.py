@@ -18,7 +18,7 @@ from quadriga.wire.live import (
     SkipReason,
 )
 from tests.unit.live_messages import make_request, make_step
-from tests.unit.tracing.spans import ended
+from tests.unit.server.tracing.spans import ended
 
 CHUNK, DECODE = RowKind.CHUNK, RowKind.DECODE
 

@@ -13,8 +13,8 @@ from quadriga.server.config.frontend_args import TraceArgs
 from quadriga.server.tracing import otlp as exporter
 from quadriga.server.tracing.export import NoExporter, make_exporter
 from quadriga.server.tracing.otlp import OtlpExporter
-from tests.unit.tracing.collector import running_collector
-from tests.unit.tracing.spans import trace
+from tests.unit.server.tracing.collector import running_collector
+from tests.unit.server.tracing.spans import trace
 from tests.waiting import wait_until
 
 NUM_SPANS = 6  # of a trace

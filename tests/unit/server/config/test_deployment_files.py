@@ -14,7 +14,7 @@ import yaml
 from quadriga.server.config import server_config as configuration
 from quadriga.server.config.server_config import ServerConfig
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 KUBERAY = ROOT / "deploy" / "kuberay"
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
