@@ -17,8 +17,6 @@ from quadriga.client.types import Completion, StreamChunk
 from quadriga.errors import QuadrigaError
 from quadriga.wire.client import Accepted
 
-# What is kept is sent in such pieces, so that a reader that does not read holds one of them.
-PIECE_BYTES = 64 * 1024
 END_OF_EVENT = b"\n\n"
 DONE = b"data: [DONE]" + END_OF_EVENT
 
@@ -60,8 +58,8 @@ class EventSink(Protocol):
     async def open(self, opening: Opening) -> None:
         """Begin; everything else follows."""
 
-    async def write(self, data: bytes) -> None:
-        """Take whole events. Wait while the reader takes nothing."""
+    async def write(self, data: bytes | memoryview) -> None:
+        """Take events. Wait while the reader takes nothing."""
 
     async def comment(self, line: bytes) -> None:
         """Take a comment, which is no event."""

@@ -128,7 +128,7 @@ class _NoStream:
     async def open(self, opening: Opening) -> None:
         raise RuntimeError(f"a line of a batch is answered by {opening.framing.content_type}")
 
-    async def write(self, data: bytes) -> None:
+    async def write(self, data: bytes | memoryview) -> None:
         """Nothing comes without `open`."""
 
     async def comment(self, line: bytes) -> None:

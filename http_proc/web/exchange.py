@@ -3,7 +3,7 @@
 import asyncio
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ from http_proc.core.caller import current_caller
 from http_proc.core.errors import RETRY_AFTER_S, ApiError
 from http_proc.core.gateway import Gateway
 from http_proc.core.observe import CallRecord
-from http_proc.core.streaming import PIECE_BYTES, Opening
+from http_proc.core.streaming import Opening
 from http_proc.core.timings import SERVER_TIMING, server_timing
 
 GATEWAY = web.AppKey("gateway", Gateway)
@@ -154,37 +154,27 @@ def headers_of(opening: Opening) -> dict[str, str]:
     return headers | ({SERVER_TIMING: timing} if timing else {})
 
 
-async def write_pieces(response: web.StreamResponse, events: Sequence[bytes]) -> None:
-    """Send events, without a copy of a long one. Wait after each piece until it is sent.
-
-    A reader that does not read holds one piece of what is kept.
-    """
-    data = events[0] if len(events) == 1 else b"".join(events)
-    if len(data) <= PIECE_BYTES:
-        await response.write(data)
-        return
-    view = memoryview(data)
-    for first in range(0, len(view), PIECE_BYTES):
-        await response.write(view[first : first + PIECE_BYTES])
-
-
 class ConnectionSink:
     """An EventSink that sends the events to the client at once.
+
+    Args:
+        request: asks for the stream.
+        headers: those beside the stream's own.
 
     Attributes:
         response: what is sent.
     """
 
-    def __init__(self, request: web.Request) -> None:
-        self._request = request
+    def __init__(self, request: web.Request, headers: Mapping[str, str] | None = None) -> None:
+        self._request, self._headers = request, headers or {}
         self.response = web.StreamResponse()
 
     async def open(self, opening: Opening) -> None:
         """Send the headers."""
-        self.response.headers.update(headers_of(opening))
+        self.response.headers.update({**headers_of(opening), **self._headers})
         await self.response.prepare(self._request)
 
-    async def write(self, data: bytes) -> None:
+    async def write(self, data: bytes | memoryview) -> None:
         """Send events. Wait while the connection's buffer is full."""
         await self.response.write(data)
 

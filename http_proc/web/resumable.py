@@ -17,23 +17,22 @@ from http_proc.core.answering import answer
 from http_proc.core.call import Call
 from http_proc.core.caller import Caller, current_caller
 from http_proc.core.errors import ApiError, invalid
+from http_proc.core.event_log import copy_events
 from http_proc.core.gateway import Gateway, Key, wall_seconds, without_prefix
 from http_proc.core.resumption import Resumption, new_key
 from http_proc.web.endpoint import STREAM, Endpoint
 from http_proc.web.exchange import (
     GATEWAY,
-    headers_of,
+    ConnectionSink,
     json_response,
     receive_call,
     send_answer,
-    write_pieces,
 )
 from http_proc.web.stream_rows import StreamName, StreamRow
 from http_proc.web.stream_table import (
     STREAM_ROWS,
     STREAMS,
     Answer,
-    EventLog,
     ResumableStream,
     StreamTable,
 )
@@ -258,32 +257,11 @@ async def follow(
                 param=STARTING_AFTER,
                 code="stream_expired",
             )
-        response = web.StreamResponse(headers=headers_of(opening) | {STREAM_HEADER: stream.id})
-        await response.prepare(request)
-        await _copy(log, response, num_read)
-        await response.write_eof()
-    return response
-
-
-async def _copy(log: EventLog, response: web.StreamResponse, num_read: int) -> None:
-    num_comments = log.num_comments
-    while True:
-        if len(log) > num_read:
-            try:
-                events = log.since(num_read)
-            except LookupError as error:
-                raise ConnectionResetError(f"the reader is too slow: {error}") from None
-            num_read += len(events)
-            await write_pieces(response, events)
-        elif log.error is not None:
-            raise ConnectionResetError("the stream has ended before its last event")
-        elif log.is_ended:
-            return
-        elif num_comments != log.num_comments:
-            num_comments = log.num_comments
-            await response.write(log.last_comment)
-        else:
-            await log.change()
+        sink = ConnectionSink(request, {STREAM_HEADER: stream.id})
+        await sink.open(opening)
+        await copy_events(log, sink, num_read)
+        await sink.close()
+    return sink.response
 
 
 def num_read_before(request: web.Request) -> int:

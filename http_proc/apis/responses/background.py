@@ -24,16 +24,11 @@ from http_proc.apis.responses.stored_responses import StoredResponses, no_room_f
 from http_proc.core.call import Call
 from http_proc.core.caller import Caller, current_caller, set_caller
 from http_proc.core.errors import RETRY_AFTER_S, ApiError, from_ring, invalid
+from http_proc.core.event_log import EventLog, copy_events
 from http_proc.core.gateway import Gateway, Key, ResponseHead
 from http_proc.core.observe import CallRecord
 from http_proc.core.resumption import Resumption, new_key, set_resumption
-from http_proc.core.streaming import (
-    END_OF_EVENT,
-    PIECE_BYTES,
-    SERVER_SENT_EVENTS,
-    EventSink,
-    Opening,
-)
+from http_proc.core.streaming import END_OF_EVENT, SERVER_SENT_EVENTS, EventSink, Opening
 from http_proc.generation.chat_answers import read_chat
 from quadriga.errors import QuadrigaError, ServerStopping
 
@@ -123,7 +118,7 @@ class BackgroundRun:
         is_resent: an earlier gateway has begun it.
 
     Attributes:
-        is_ended: the last event is written.
+        log: its events.
     """
 
     def __init__(
@@ -134,17 +129,17 @@ class BackgroundRun:
         response: ResponseObject,
         is_resent: bool,
     ) -> None:
-        self.is_ended = False
+        self.log = EventLog(has_ids=False)
         self._gateway = gateway
         self._store = store
         self._job = job
         self._is_resent = is_resent
-        self._events: list[bytes] = []
-        self._changed = asyncio.Event()
         self._is_cancelled = self._is_ending = False
         # The one that has made the last event: a later one makes the same events again first.
         self._shown = _Attempt.of(ResponseAnswer(response, ResponseOutput(job.id, {})))
         self.task = asyncio.create_task(self._run())
+        missing = ConnectionResetError("the gateway stops before the last event")
+        self.task.add_done_callback(lambda _: self.log.end(missing))
 
     @property
     def owner(self) -> str:
@@ -165,21 +160,9 @@ class BackgroundRun:
         return now
 
     @property
-    def is_stopped(self) -> bool:
-        """Whether no event follows, although the last is missing: the gateway stops."""
-        return self.task.done() and not self.is_ended
-
-    def events_after(self, num_read: int) -> list[bytes]:
-        """Return events after the first `num_read`, about PIECE_BYTES at most; not copies."""
-        last, size = num_read, 0
-        while last < len(self._events) and size < PIECE_BYTES:
-            size += len(self._events[last])
-            last += 1
-        return self._events[num_read:last]
-
-    async def change(self) -> None:
-        """Wait until events come, or the end."""
-        await self._changed.wait()
+    def is_ended(self) -> bool:
+        """Whether the last event is written."""
+        return self.log.is_ended and self.log.error is None
 
     async def cancel(self) -> None:
         """End the response with what it has, unless it ends, and wait until it is stored.
@@ -190,8 +173,8 @@ class BackgroundRun:
         if not self._is_ending and not self._is_cancelled:
             self._is_cancelled = True
             self.task.cancel()
-        while not self.is_ended and not self.task.done():
-            await self.change()
+        while not self.log.is_ended:
+            await self.log.change()
 
     async def stop(self) -> None:
         """End the run, but not the response: it is made again at the next start."""
@@ -201,20 +184,17 @@ class BackgroundRun:
     async def _run(self) -> None:
         set_caller(self._job.caller)
         try:
-            try:
-                last = await self._make()
-            except asyncio.CancelledError:
-                if not self._is_cancelled:
-                    raise
-                last = self._shown.stream.cancel()
-            except Exception:
-                logging.exception("response %s failed", self._job.id)
-                error = ApiError(500, "the gateway failed on this request", "server_error")
-                last = self._shown.stream.error(error)
-            self._is_ending = True
-            await self._end(last)
-        finally:
-            self._wake()
+            last = await self._make()
+        except asyncio.CancelledError:
+            if not self._is_cancelled:
+                raise
+            last = self._shown.stream.cancel()
+        except Exception:
+            logging.exception("response %s failed", self._job.id)
+            error = ApiError(500, "the gateway failed on this request", "server_error")
+            last = self._shown.stream.error(error)
+        self._is_ending = True
+        await self._end(last)
         if self._is_cancelled and self._is_resent:
             await self._abort()
 
@@ -255,16 +235,11 @@ class BackgroundRun:
     def _write(self, attempt: _Attempt, data: bytes) -> None:
         """Append the events of an attempt that no attempt before it has made."""
         for event in data.split(END_OF_EVENT)[:-1]:
-            if attempt.num_events == len(self._events):
-                self._events.append(event + END_OF_EVENT)
+            if attempt.num_events == len(self.log):
+                self.log.append(event)
             attempt.num_events += 1
-        if attempt.num_events == len(self._events):
+        if attempt.num_events == len(self.log):
             self._shown = attempt
-            self._wake()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     async def _abort(self) -> None:
         """Abort the request at the ring, which may go on with it for the earlier gateway."""
@@ -283,7 +258,7 @@ class BackgroundRun:
         response = self._shown.answer.response
         conversation = response.conversation
         conversation_id = None if conversation is None else conversation.id
-        ended = self._ended(b"".join(self._events) + last, conversation_id)
+        ended = self._ended(b"".join(self.log.events) + last, conversation_id)
         try:
             while not await self._store.close_response(ended):
                 self._show_end(last)
@@ -304,10 +279,8 @@ class BackgroundRun:
         return EndedResponse(response, given, True, conversation_id, events)
 
     def _show_end(self, last: bytes) -> None:
-        if not self.is_ended:
-            self._events += [event + END_OF_EVENT for event in last.split(END_OF_EVENT)[:-1]]
-            self.is_ended = True
-            self._wake()
+        self.log.append(last)
+        self.log.end()
 
 
 class BackgroundResponses:
@@ -473,16 +446,5 @@ async def background_lifetime(gateway: Gateway) -> AsyncIterator[None]:
 async def send_events(sink: EventSink, run: BackgroundRun, num_read: int) -> None:
     """Send the events of a run after the first `num_read`, and those that follow, to the end."""
     await sink.open(Opening(SERVER_SENT_EVENTS))
-    while True:
-        if events := run.events_after(num_read):
-            num_read += len(events)
-            data = b"".join(events)
-            for first in range(0, len(data), PIECE_BYTES):
-                await sink.write(data[first : first + PIECE_BYTES])
-        elif run.is_ended:
-            break
-        elif run.is_stopped:
-            raise ConnectionResetError("the gateway stops before the last event")
-        else:
-            await run.change()
+    await copy_events(run.log, sink, num_read)
     await sink.close()

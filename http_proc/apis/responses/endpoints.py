@@ -108,7 +108,7 @@ class SavingSink:
         """Begin."""
         await self._sink.open(opening)
 
-    async def write(self, data: bytes) -> None:
+    async def write(self, data: bytes | memoryview) -> None:
         """Take whole events."""
         if data:
             await self._sink.write(data)

@@ -37,8 +37,8 @@ class Events:
     async def open(self, opening: Opening) -> None:
         self.events.append(opening.framing.content_type)
 
-    async def write(self, data: bytes) -> None:
-        self.events.append(data.decode())
+    async def write(self, data: bytes | memoryview) -> None:
+        self.events.append(bytes(data).decode())
 
     async def comment(self, line: bytes) -> None:
         self.events.append(line.decode())
