@@ -35,8 +35,6 @@ from quadriga.keywords import check_keywords
 from quadriga.programs import command_of
 from quadriga.sampling.params import SamplingParams
 from quadriga.server.config.engine_args import BUILTIN_MODEL
-from quadriga.server.config.flags import flag_fields, flag_name, missing_flag_advice, value_type
-from quadriga.server.config.server_config import ServerConfig
 from quadriga.wire.client import PRIVATE_ENDPOINT
 
 if TYPE_CHECKING:
@@ -155,6 +153,9 @@ def server_argv(model: str | Path, flags: Mapping[str, Any]) -> list[str]:
         TypeError: there is no such flag; the message names similar ones.
         ConfigError: a value cannot work.
     """
+    from quadriga.server.config.flags import flag_fields, flag_name, missing_flag_advice
+    from quadriga.server.config.server_config import ServerConfig
+
     for name in flags.keys() - ServerFlags.__annotations__.keys():
         if advice := missing_flag_advice(flag_name(name)):
             raise TypeError(f"LLM() has no keyword {name!r}: {advice}")
@@ -167,7 +168,9 @@ def server_argv(model: str | Path, flags: Mapping[str, Any]) -> list[str]:
 
 
 def _checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
-    """Return the value of a flag if it has the flag's type; a path stands for its text."""
+    """Return the value of a flag if it has the flag's type; a path becomes its text."""
+    from quadriga.server.config.flags import value_type
+
     if isinstance(value, Path) and value_type(field.type) is str:
         value = str(value)
     try:

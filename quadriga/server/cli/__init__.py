@@ -1,1 +1,1 @@
-"""The command `quadriga`: chat, ask and keygen, and the dispatch of serve and bench."""
+"""The command `quadriga`: its subcommands, and the dispatch of serve, bench and replay."""

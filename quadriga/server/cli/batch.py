@@ -17,8 +17,6 @@ from quadriga.errors import InvalidRequest, RequestFailed, ServerUnreachable
 from quadriga.server.cli.server_api import CallRefused, ServerApi
 from quadriga.server.cli.shared import note
 
-NAME = "batch"
-HELP = "run a file of requests on a server; see docs/batches.md"
 DEFAULT_URL = "http://127.0.0.1:8000"
 POLL_S = 0.5
 # A server that is restarted answers again within this time.

@@ -1,16 +1,14 @@
-"""`quadriga keys`: API keys of tenants, in the file of --keys."""
+"""`quadriga keys`: API keys of tenants. `quadriga keygen`: keys of the public socket."""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-NAME = "keys"
-HELP = "make, list and remove API keys of tenants; see docs/tenants.md"
 LIMITS = ("max_open_requests", "requests_per_minute", "tokens_per_minute", "max_files_bytes")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command."""
+    """Add the flags of `quadriga keys`."""
     actions = parser.add_subparsers(title="actions", required=True)
     add = actions.add_parser("add", help="add a tenant, and print its key once")
     add.add_argument("name", metavar="NAME")
@@ -66,3 +64,29 @@ def _remove(arguments: argparse.Namespace) -> None:
 
     remove_tenant(arguments.file, arguments.name)
     print(f"removed {arguments.name} from {arguments.file}", flush=True)
+
+
+# --- keys of a public socket that other machines reach --------------------------------------------
+
+
+def add_keygen_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `quadriga keygen`."""
+    parser.add_argument("directory", type=Path, help="the server's keys: its --curve-dir")
+    parser.add_argument("clients", nargs="*", metavar="NAME", help="make keys for this client")
+
+
+def run_keygen(arguments: argparse.Namespace) -> None:
+    """Make keys and print what to do with them."""
+    from quadriga.wire import curve
+
+    directory: Path = arguments.directory
+    if curve.make_server_keys(directory):
+        start = f"start it with --curve-dir {directory}"
+        print(f"the server's keys are in {directory}: {start}", flush=True)
+    for name in arguments.clients:
+        hand_out = curve.make_client_keys(directory, name)
+        print(
+            f"give {hand_out} to {name} over a confidential channel;"
+            f" remove {directory / curve.ALLOWED / name}.key to revoke it",
+            flush=True,
+        )

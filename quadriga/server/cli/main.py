@@ -1,47 +1,93 @@
 """The command line: `quadriga serve`, `chat`, `ask`, `models`, `top` and the other COMMANDS.
 
-`serve`, `bench` and `replay` are programs above this package, which `quadriga/programs.py` finds.
+A command's module is imported when it is chosen. `serve`, `bench` and `replay` are programs beside
+this package, which `quadriga/programs.py` finds, and read their flags themselves.
 """
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
 
 from quadriga import __version__
 from quadriga.errors import QuadrigaError
 from quadriga.keywords import similar
 from quadriga.programs import load_function
-from quadriga.server.cli import ask, batch, chat, keygen, keys, models, top, trace
 
 # Shells report these exit codes for a program that SIGINT or SIGPIPE ended.
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 0, 1, 130, 141
-PROGRAMS = {
-    "serve": ("launcher", "serve"),
-    "bench": ("bench.serving", "main"),
-    "replay": ("scheduler_proc.journal.replay", "main"),
-}
 DESCRIPTION = "Serve language models in four processes, and talk to them."
-HELP_OF_PROGRAMS = {
-    "serve": "start a server: quadriga serve --help lists its flags",
-    "bench": "measure a server, any OpenAI-compatible one too: quadriga bench --help",
-    "replay": "compute a request of a journal again, and compare: quadriga replay --help",
-}
 
-COMMANDS = (chat, ask, batch, trace, models, top, keygen, keys)
+
+class Program(NamedTuple):
+    """A command that reads its flags itself: `function` of `module` takes them."""
+
+    module: str
+    function: str
+    help: str
+
+
+class Subcommand(NamedTuple):
+    """A command of this package.
+
+    Attributes:
+        module: module of this folder.
+        add_flags: function of it that adds the flags to a parser.
+        run: function of it that takes the parsed flags.
+    """
+
+    module: str
+    help: str
+    add_flags: str = "add_flags"
+    run: str = "run"
+
+
+PROGRAMS = {
+    "serve": Program(
+        "launcher", "serve", "start a server: quadriga serve --help lists its flags"
+    ),
+    "bench": Program(
+        "bench.serving", "main",
+        "measure a server, any OpenAI-compatible one too: quadriga bench --help",
+    ),
+    "replay": Program(
+        "scheduler_proc.journal.replay", "main",
+        "compute a request of a journal again, and compare: quadriga replay --help",
+    ),
+}  # fmt: skip
+COMMANDS = {
+    "chat": Subcommand("chat", "chat with a running server, in many turns"),
+    "ask": Subcommand(
+        "chat", "ask a running server, and print the answer as it comes", "add_ask_flags", "run_ask"
+    ),
+    "batch": Subcommand("batch", "run a file of requests on a server; see docs/batches.md"),
+    "trace": Subcommand(
+        "trace", "the trace of a request, or of all steps; see docs/observability.md"
+    ),
+    "models": Subcommand(
+        "models",
+        "list the models of this machine; models check MODEL: whether a server can serve one",
+    ),
+    "top": Subcommand("top", "show what a server does now: requests, lanes, gauges and processes"),
+    "keygen": Subcommand(
+        "keys", "make keys for a server and for its clients; see docs/security.md",
+        "add_keygen_flags", "run_keygen",
+    ),
+    "keys": Subcommand("keys", "make, list and remove API keys of tenants; see docs/tenants.md"),
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit code.
-
-    The PROGRAMS read their flags themselves.
-    """
+    """Run a command and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if arguments[0] in PROGRAMS:
-        return load_function(*PROGRAMS[arguments[0]])(arguments[1:])
+        program = PROGRAMS[arguments[0]]
+        return load_function(program.module, program.function)(arguments[1:])
     _check_command(arguments[0])
     try:
-        namespace = _parser().parse_args(arguments)
+        namespace = _parser(arguments[0]).parse_args(arguments)
         namespace.run(namespace)
     except KeyboardInterrupt:
         print()
@@ -61,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check_command(word: str) -> None:
     """Exit with usage, and the command that was meant, unless this is a command or a flag."""
-    names = [*HELP_OF_PROGRAMS, *(module.NAME for module in COMMANDS)]
+    names = [*PROGRAMS, *COMMANDS]
     if word in names or word.startswith("-"):
         return
     near = similar(word, names)
@@ -74,16 +120,19 @@ def _discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(chosen: str = "") -> argparse.ArgumentParser:
+    """Return the parser of all commands, with the flags of the chosen one."""
     parser = argparse.ArgumentParser("quadriga", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"quadriga {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True)
-    for name, text in HELP_OF_PROGRAMS.items():
-        commands.add_parser(name, help=text)
-    for module in COMMANDS:
-        command = commands.add_parser(
-            module.NAME, help=module.HELP, description=module.HELP, allow_abbrev=False
+    parsers = parser.add_subparsers(title="commands", required=True)
+    for name, program in PROGRAMS.items():
+        parsers.add_parser(name, help=program.help)
+    for name, command in COMMANDS.items():
+        its_parser = parsers.add_parser(
+            name, help=command.help, description=command.help, allow_abbrev=False
         )
-        module.add_flags(command)
-        command.set_defaults(run=module.run)
+        if name == chosen:
+            module = import_module(f"quadriga.server.cli.{command.module}")
+            getattr(module, command.add_flags)(its_parser)
+            its_parser.set_defaults(run=getattr(module, command.run))
     return parser

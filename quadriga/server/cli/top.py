@@ -233,8 +233,6 @@ def read_key() -> str:
 # On a terminal it fills the screen until q is pressed. Otherwise it prints plain frames, so that
 # it can be piped; --once prints one and ends, --json prints the messages themselves.
 
-NAME = "top"
-HELP = "show what a server does now: requests, lanes, gauges and processes"
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.05, 60.0
 PIPE_SIZE = (160, 60)  # columns and lines of a frame that goes to no terminal
 

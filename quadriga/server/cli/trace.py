@@ -19,8 +19,6 @@ from quadriga.server.cli.server_api import ServerApi
 from quadriga.server.cli.shared import note
 from quadriga.server.tracing.chrome import LiveRecording
 
-NAME = "trace"
-HELP = "the trace of a request, or of all steps; see docs/observability.md"
 DEFAULT_URL = "http://127.0.0.1:8000"
 MAX_LIVE_S = 600.0
 

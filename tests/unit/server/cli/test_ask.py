@@ -8,7 +8,7 @@ import pytest
 
 from quadriga.client.types import Completion, Timings
 from quadriga.errors import InvalidRequest
-from quadriga.server.cli import ask, chat
+from quadriga.server.cli import chat
 from quadriga.server.cli.main import main
 from quadriga.server.cli.shared import speed, timing_line
 from quadriga.wire.client import Usage
@@ -43,8 +43,7 @@ class BaseModel:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, client: BaseModel) -> BaseModel:
-    for module in (ask, chat):
-        monkeypatch.setattr(module, "Client", lambda *a, **k: client)
+    monkeypatch.setattr(chat, "Client", lambda *a, **k: client)
     return client
 
 

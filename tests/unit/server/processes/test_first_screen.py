@@ -58,7 +58,7 @@ def test_a_chat_model_is_asked_with_messages_and_a_base_model_with_a_prompt() ->
 def test_the_ask_line_is_a_command_line_of_quadriga() -> None:
     command = lines(has_chat=False, endpoint="tcp://127.0.0.1:9")["ask"]
     words = shlex.split(command)
-    arguments = cli._parser().parse_args(words[words.index("ask") :])
+    arguments = cli._parser("ask").parse_args(words[words.index("ask") :])
     assert (arguments.plain, arguments.endpoint) == (True, "tcp://127.0.0.1:9")
 
 
