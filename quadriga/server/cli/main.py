@@ -21,7 +21,7 @@ EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 0, 1, 130, 141
 DESCRIPTION = "Serve language models in four processes, and talk to them."
 
 
-class Program(NamedTuple):
+class ProgramCommand(NamedTuple):
     """A command that reads its flags itself: `function` of `module` takes them."""
 
     module: str
@@ -45,14 +45,14 @@ class Subcommand(NamedTuple):
 
 
 PROGRAMS = {
-    "serve": Program(
+    "serve": ProgramCommand(
         "launcher", "serve", "start a server: quadriga serve --help lists its flags"
     ),
-    "bench": Program(
+    "bench": ProgramCommand(
         "bench.serving", "main",
         "measure a server, any OpenAI-compatible one too: quadriga bench --help",
     ),
-    "replay": Program(
+    "replay": ProgramCommand(
         "scheduler_proc.journal.replay", "main",
         "compute a request of a journal again, and compare: quadriga replay --help",
     ),
