@@ -341,7 +341,7 @@ class World:
     of its rows, which most tests count on.
     """
 
-    worker_class = SimulatedWorker
+    worker_class: type[SimulatedWorker] = SimulatedWorker
 
     def __init__(
         self,

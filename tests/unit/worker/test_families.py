@@ -76,8 +76,8 @@ class Case:
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     directory = MODELS[request.param](tmp_path_factory.mktemp("model"))
     prompts = prompts_of(LENGTHS)
-    expected = greedy_of(directory, prompts, COUNT)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    expected = greedy_of(model, prompts, COUNT)
     ids = torch.tensor([prompts[-1]])
     with torch.inference_mode():
         logprobs = model(ids).logits[0, :-1].float().log_softmax(-1)
