@@ -13,7 +13,7 @@ from quadriga.wire.worker import StepResult
 from scheduler_proc.planning.admission import CoreState
 from scheduler_proc.planning.batching import Batching
 from scheduler_proc.planning.flags import make_batching
-from scheduler_proc.planning.prefill import PrefillBudget, PrefillPlanner
+from scheduler_proc.planning.prefill import CoreParts, PrefillBudget, PrefillPlanner
 from scheduler_proc.planning.retraction import PageGrowth, Retraction
 from scheduler_proc.planning.speculation import make_guess_policy
 from scheduler_proc.planning.step_cost import StepCosts
@@ -198,7 +198,8 @@ class SchedulerCore:
         self._batching = batching = make_batching(args, state)
         self.retraction = retraction = Retraction(args, state, num_retractions)
         self._growth = growth = PageGrowth(state, batching, retraction)
-        self.prefill = PrefillPlanner(args, state, budget, self.costs, batching, retraction, growth)
+        parts = CoreParts(state, batching, retraction, growth)
+        self.prefill = PrefillPlanner(args, parts, kv.page_size, budget, self.costs)
         self._completion = StepCompletion(state.running, batching, retraction, kv)
         self._last_step_prefilled = False
 
@@ -261,7 +262,7 @@ class SchedulerCore:
         in_turns = self.mode is BatchMode.ALTERNATE or bool(running.partial)
         if self._last_step_prefilled and in_turns:
             return True
-        return self.mode is BatchMode.DECODE_FIRST and running.num_active >= running.width
+        return not self.mode.admits(running.num_active, running.width)
 
     def _add_quarantined(self, request: Request, plan: Plan, now: float) -> None:
         """Add a row of one request alone, so that it is known whose step crashes the worker."""

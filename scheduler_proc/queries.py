@@ -65,11 +65,11 @@ def info_reply(message: InfoRequest, values: InfoValues, ready: WorkerReady | No
 # determined at most once in MAX_AGE_S, however many questions come.
 
 MAX_AGE_S = 0.1
-# A long queue takes longer to read and to play, and changes less: 1 % of the time or so is spent on
-# it, as the worker may wait meanwhile.
+# A long queue takes longer to read and to simulate, and changes less: 1 % of the time or so is
+# spent on it, as the worker may wait meanwhile.
 MAX_AGE_S_PER_REQUEST, MAX_AGE_S_PER_STEP = 0.0001, 0.006
 # Further requests are taken to be admitted at the rate of these first ones.
-MAX_PLAYED = 1024
+MAX_SIMULATED = 1024
 # A queue of this share of --max-queued-requests, and of this length, is nearly full: a wait is
 # estimated for the requests that may be refused. The ends of a shorter queue say as much.
 NEARLY_FULL, MIN_NEARLY_FULL = 0.5, 32
@@ -168,18 +168,20 @@ def places_in_queue(
 ) -> tuple[dict[int, QueuePlace], int]:
     """Return the place of each waiting request by its number, in the order of the policy.
 
-    With them comes the number of steps that were played.
+    With them comes the number of steps that were simulated.
     """
     core = lifecycle.core
     num_waiting = len(core.waiting)
     if not num_waiting:
         return {}, 0
     requests = core.waiting.first(num_waiting, core.prefill.budget.tokens)
-    forecast = WaitForecast(core, lifecycle.recent_ends, costs.wall_seconds, requests[:MAX_PLAYED])
-    forecast.play()
+    forecast = WaitForecast(
+        core, lifecycle.recent_ends, costs.wall_seconds, requests[:MAX_SIMULATED]
+    )
+    forecast.run()
     places, last, wait_s = {}, 0, None
     for place, request in enumerate(requests, start=1):
-        place_wait_s = forecast.wait_s(request) if place <= MAX_PLAYED else None
+        place_wait_s = forecast.wait_s(request) if place <= MAX_SIMULATED else None
         if place_wait_s is not None:
             last, wait_s = place, place_wait_s
         elif wait_s is not None:

@@ -23,12 +23,10 @@ from scheduler_proc.state.request import Request
 AGEING_TOKENS_PER_SECOND = 100
 
 
-class WaitingQueue(Protocol):
+class AdmissionQueue(Protocol):
     """The waiting requests, in the order in which they are admitted.
 
-    A round of admission is one call of `first` and the calls of `take` that follow it. A request
-    must not change its tokens, priority or client while it waits. No operation may take time that
-    grows with the length of the queue, except for a logarithm.
+    A round of admission is one call of `first` and the calls of `take` that follow it.
     """
 
     @property
@@ -37,9 +35,6 @@ class WaitingQueue(Protocol):
 
         With 0 the first request that has no room ends the round, so that no other overtakes it.
         """
-
-    def push(self, request: Request) -> None:
-        """Add a request that arrived or was retracted."""
 
     def first(self, count: int, budget: int) -> list[Request]:
         """Return the next requests to admit, in order, without removing them.
@@ -59,10 +54,21 @@ class WaitingQueue(Protocol):
             KeyError: the request does not wait.
         """
 
+    def __len__(self) -> int: ...
+
+
+class WaitingQueue(AdmissionQueue, Protocol):
+    """A queue that a policy orders.
+
+    A request must not change its tokens, priority or client while it waits. No operation may take
+    time that grows with the length of the queue, except for a logarithm.
+    """
+
+    def push(self, request: Request) -> None:
+        """Add a request that arrived or was retracted."""
+
     def remove(self, request: Request) -> None:
         """Remove a request that ended, if it waits. It is called for every request at its end."""
-
-    def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Request]: ...
 

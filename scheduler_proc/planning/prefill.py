@@ -5,16 +5,18 @@ In this order: the prompt tokens of a step (`PrefillBudget`), how prompts share 
 step (`PrefillPlanner`).
 """
 
-from array import array
-from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol, TypeVar
+import copy
+from collections.abc import Collection, Iterable
+from typing import Protocol
 
 from quadriga.server.config.engine_args import SchedulerArgs
 from scheduler_proc.planning.admission import CoreState
 from scheduler_proc.planning.batching import Batching
+from scheduler_proc.planning.policies import AdmissionQueue
 from scheduler_proc.planning.retraction import PageGrowth, Retraction
 from scheduler_proc.planning.step_cost import StepCosts
 from scheduler_proc.state.batch import Capacity, Plan, ScheduleBatch
+from scheduler_proc.state.kv_offload import KVOffload
 from scheduler_proc.state.request import Request, WaitReason
 
 # How many prompt tokens a step computes, and where prompts are cut.
@@ -87,65 +89,6 @@ NUM_LOOKED_AT = 32
 MIN_COMMON_SHARE = 0.5
 
 
-class SharedPrompt(Protocol):
-    """A prompt that waits or is partly computed. The attributes mean what they mean in Request."""
-
-    @property
-    def seq(self) -> int:
-        """Its number."""
-
-    @property
-    def due_at(self) -> float:
-        """When its first token is due."""
-
-    @property
-    def priority(self) -> int:
-        """Its priority."""
-
-    @property
-    def is_background(self) -> bool:
-        """Whether it runs only as far as others leave room."""
-
-    @property
-    def tokens(self) -> "array[int]":
-        """Its token ids."""
-
-    @property
-    def cache_salt(self) -> bytes:
-        """What its cached pages are kept apart by."""
-
-    @property
-    def wants_prompt_logprobs(self) -> bool:
-        """Whether all of it has to be computed."""
-
-    @property
-    def num_known_tokens(self) -> int:
-        """Number of its tokens."""
-
-    @property
-    def num_uncomputed_tokens(self) -> int:
-        """Number of them that are not computed yet."""
-
-
-class PromptRows(Protocol):
-    """The rows of a step, as ScheduleBatch has them."""
-
-    @property
-    def requests(self) -> Sequence[SharedPrompt]:
-        """The request of each row."""
-
-    @property
-    def num_tokens(self) -> Sequence[int]:
-        """Number of tokens of each row."""
-
-    @property
-    def num_prompts(self) -> int:
-        """Number of rows of prompts."""
-
-
-P = TypeVar("P", bound=SharedPrompt)
-
-
 class PrefillSharing:
     """Decide which prompts may begin beside others, and what each gets of a step.
 
@@ -173,8 +116,12 @@ class PrefillSharing:
         return num_partial == 0 or self._max_partial > 1
 
     def first_parts(
-        self, partial: Collection[P], alone: int, budget: PrefillBudget, waiting: list[P]
-    ) -> list[tuple[P, int]]:
+        self,
+        partial: Collection[Request],
+        alone: int,
+        budget: PrefillBudget,
+        waiting: list[Request],
+    ) -> list[tuple[Request, int]]:
         """Return what prompts under way get before others, in tokens.
 
         These are the reserved share of the oldest, and all that is left of those which are short.
@@ -193,7 +140,7 @@ class PrefillSharing:
         if len(partial) == 1 and not (waiting and self._max_partial > 1):
             return [(oldest, budget.chunk)]
         rank = max(self._rank(request) for request in (*partial, *waiting))
-        parts: list[tuple[P, int]] = []
+        parts: list[tuple[Request, int]] = []
         for request in sorted(partial, key=age_of):
             left = request.num_uncomputed_tokens
             if self._rank(request) < rank:
@@ -213,19 +160,20 @@ class PrefillSharing:
             return 0 if self._lead else alone
         return round(max(0.0, OLDEST_SHARE - self._lead) * alone)
 
-    def end_step(self, batch: PromptRows, partial: Collection[SharedPrompt]) -> None:
+    def end_step(self, batch: ScheduleBatch, partial: Collection[Request]) -> None:
         """Take in what the oldest prompt under way has got of a step."""
         oldest = self._oldest
         if oldest is None or not batch.num_prompts:
             return
-        rows = zip(batch.requests, batch.num_tokens, strict=True)
+        first = batch.num_decodes
+        rows = zip(batch.requests[first:], batch.num_tokens[first:], strict=True)
         count = sum(count for request, count in rows if request.seq == oldest)
         lead = self._lead + count / max(self._alone, 1) - OLDEST_SHARE
         self._lead = min(max(lead, 0.0), MAX_LEAD_STEPS)
         if all(request.seq != oldest for request in partial):
             self._oldest = None
 
-    def last_parts(self, partial: Iterable[P]) -> list[P]:
+    def last_parts(self, partial: Iterable[Request]) -> list[Request]:
         """Return prompts under way in the order in which they get what others have left."""
         if self._max_partial == 1:
             return []
@@ -246,10 +194,10 @@ class PrefillSharing:
 
     def is_held_back(
         self,
-        request: SharedPrompt,
+        request: Request,
         num_uncached: int,
         budget: int,
-        partial: Collection[SharedPrompt],
+        partial: Collection[Request],
     ) -> bool:
         """Return whether a waiting request stays behind prompts that are partly computed.
 
@@ -261,11 +209,15 @@ class PrefillSharing:
         """
         if self._max_partial == 1 or not partial:
             return False
-        if num_uncached > budget and len(partial) >= self._max_partial:
-            return True
-        return any(self.goes_first(other, request, num_uncached) for other in partial)
+        return self.is_full(num_uncached, budget, len(partial)) or any(
+            self.goes_first(other, request, num_uncached) for other in partial
+        )
 
-    def goes_first(self, other: SharedPrompt, request: SharedPrompt, num_uncached: int) -> bool:
+    def is_full(self, num_uncached: int, budget: int, num_partial: int) -> bool:
+        """Return whether a prompt would be cut beside as many that are as there may be."""
+        return num_uncached > budget and 1 < self._max_partial <= num_partial
+
+    def goes_first(self, other: Request, request: Request, num_uncached: int) -> bool:
         """Return whether a partly computed prompt goes before a waiting request."""
         if self._rank(other) != self._rank(request):
             return self._rank(other) > self._rank(request)
@@ -275,17 +227,17 @@ class PrefillSharing:
             self._caches_prefixes and _computes_beginning(other, request, num_uncached)
         )
 
-    def _rank(self, request: SharedPrompt) -> int:
+    def _rank(self, request: Request) -> int:
         """Return the priority as far as it counts: without the policy, only the background does."""
         return request.priority if self._by_priority else -int(request.is_background)
 
 
-def age_of(request: SharedPrompt) -> tuple[float, int]:
+def age_of(request: Request) -> tuple[float, int]:
     """Return what orders requests by age: when their first tokens are due, then their arrival."""
     return request.due_at, request.seq
 
 
-def _computes_beginning(other: SharedPrompt, request: SharedPrompt, num_uncached: int) -> bool:
+def _computes_beginning(other: Request, request: Request, num_uncached: int) -> bool:
     """Return whether `other` is about to compute most of a waiting request's uncached tokens."""
     if request.wants_prompt_logprobs or other.cache_salt != request.cache_salt:
         return False
@@ -309,26 +261,6 @@ AIM = 0.9
 MIN_PROMPT_TOKENS = 16
 
 
-class StepLoad(Protocol):
-    """What a step computes, as ScheduleBatch has it."""
-
-    @property
-    def num_decodes(self) -> int:
-        """Number of decode rows."""
-
-    @property
-    def num_prompts(self) -> int:
-        """Number of prompts."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Number of their tokens."""
-
-    @property
-    def num_pairs(self) -> int:
-        """Pairs of a prompt token and a token that it attends to."""
-
-
 class StepTarget:
     """Bound the prompt tokens of a step by the time that it is expected to take.
 
@@ -341,7 +273,7 @@ class StepTarget:
         self._costs = costs
         self._seconds = None if args.itl_target is None else AIM * args.itl_target / 1000
 
-    def limit(self, limit: int, context: int, batch: StepLoad, num_streams: int) -> int:
+    def limit(self, limit: int, context: int, batch: ScheduleBatch, num_streams: int) -> int:
         """Return how many further tokens of a prompt the step can take, at most `limit`.
 
         Args:
@@ -361,6 +293,145 @@ class StepTarget:
         return min(limit, most)
 
 
+# What the planner decides by, and what it changes.
+
+
+class PlanParts(Protocol):
+    """The requests, slots and pages of a step: the core's own, or those of a simulation."""
+
+    @property
+    def waiting(self) -> AdmissionQueue:
+        """The requests that wait."""
+
+    @property
+    def partial(self) -> dict[int, Request]:
+        """The requests of whose prompts only a part is computed, by number."""
+
+    @property
+    def offload(self) -> KVOffload:
+        """The pages beyond the pool."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of decode rows of the next step."""
+
+    @property
+    def num_free_slots(self) -> int:
+        """Number of slots that no request holds."""
+
+    def num_admissible(self, width: int) -> int:
+        """Return how many requests may enter now, at most `width`."""
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """Return how many tokens of a waiting request are cached."""
+
+    def expected_tokens(self) -> int:
+        """Return for how many tokens all that hold pages may still take some."""
+
+    def num_growing(self, request: Request) -> int:
+        """Return for how many tokens beyond its prompt a request will take pages."""
+
+    def can_admit(self, request: Request, expected: int, plan: Plan) -> bool:
+        """Return whether slot and pages are free, and will probably last until a request ends.
+
+        Args:
+            request: one that waits.
+            expected: number of tokens for which others may still take pages.
+            plan: the step, in which another request may lose its slot for a more urgent one.
+        """
+
+    def admit(self, request: Request, plan: Plan, now: float) -> None:
+        """Give slot and pages to a request that can be admitted."""
+
+    def preempt_partial(self, first: list[Request], plan: Plan) -> None:
+        """Take the slots of prompts under way for much more urgent requests among `first`."""
+
+    def grow_prompt(self, request: Request, count: int, plan: Plan, may_retract: bool) -> int:
+        """Append pages for the next `count` tokens of a prompt. Return how many have pages."""
+
+    def on_part(self, request: Request, samples: bool) -> None:
+        """Note that the step computes a part of a prompt. samples: it is the last one."""
+
+
+class CoreParts:
+    """The parts of the core.
+
+    Args:
+        state: the requests and pages.
+        batching: when requests enter and leave the batch.
+        retraction: takes slots for urgent requests.
+        growth: gives prompts further pages.
+    """
+
+    def __init__(
+        self, state: CoreState, batching: Batching, retraction: Retraction, growth: PageGrowth
+    ) -> None:
+        self.waiting = state.waiting
+        self.partial = state.running.partial
+        self.offload = state.offload
+        self.num_cached_tokens = state.kv.num_cached_tokens
+        self.expected_tokens = state.admission.expected_tokens
+        self.grow_prompt = growth.grow_prompt
+        self._kv = state.kv
+        self._admission = state.admission
+        self._running = state.running
+        self._batching = batching
+        self._retraction = retraction
+
+    @property
+    def num_rows(self) -> int:
+        """Number of decode rows of the next step."""
+        return self._running.num_rows
+
+    @property
+    def num_free_slots(self) -> int:
+        """Number of slots that no request holds."""
+        return self._admission.num_free_slots
+
+    def num_admissible(self, width: int) -> int:
+        """Return how many requests may enter now.
+
+        Without a free slot one is considered for which another may be preempted.
+        """
+        num_preempted = int(self._retraction.preempts)
+        limit = min(width, self._admission.num_free_slots or num_preempted)
+        return self._batching.num_admissible(limit)
+
+    def num_growing(self, request: Request) -> int:
+        """Return for how many tokens beyond its prompt a request may take pages."""
+        return self._kv.growth([request], request.num_remaining_tokens)
+
+    def can_admit(self, request: Request, expected: int, plan: Plan) -> bool:
+        """Return whether a request can be admitted; else preempt another one where it may."""
+        if self._admission.can_admit(request, expected):
+            return True
+        if self._retraction.preempts and not self._admission.pending_release:
+            self._retraction.preempt_for(request, plan)
+        return False
+
+    def admit(self, request: Request, plan: Plan, now: float) -> None:
+        """Give slot and pages to a request that can be admitted."""
+        self._admission.admit(request, now)
+        plan.batch.new.append(request.new_slot())
+
+    def preempt_partial(self, first: list[Request], plan: Plan) -> None:
+        """Retract prompts under way for much more urgent requests, by the policy of priorities."""
+        if self._retraction.preempts:
+            self._retraction.preempt_partial(first, plan)
+
+    def on_part(self, request: Request, samples: bool) -> None:
+        """Cache the pages of a part of a prompt, and let the request decode after the last one."""
+        self._kv.cache_computed(request)
+        if not samples:
+            self.partial[request.seq] = request
+            return
+        self.partial.pop(request.seq, None)
+        if request.num_remaining_tokens:
+            self._running.add(request)
+        else:
+            self._batching.leave(request)
+
+
 # The prompts of a step: which requests are admitted, and how many tokens each prompt gets.
 
 
@@ -372,12 +443,10 @@ class PrefillPlanner:
 
     Args:
         args: the scheduler's flags.
-        state: the requests and pages.
+        parts: the requests, slots and pages.
+        page_size: number of tokens in a page.
         budget: prompt tokens of a step.
         costs: what steps take.
-        batching: when requests enter and leave the batch.
-        retraction: takes slots for urgent requests.
-        growth: gives prompts further pages.
 
     Attributes:
         budget: prompt tokens of a step.
@@ -389,43 +458,41 @@ class PrefillPlanner:
     def __init__(
         self,
         args: SchedulerArgs,
-        state: CoreState,
+        parts: PlanParts,
+        page_size: int,
         budget: PrefillBudget,
         costs: StepCosts,
-        batching: Batching,
-        retraction: Retraction,
-        growth: PageGrowth,
     ) -> None:
-        self._kv = state.kv
-        self._offload = state.offload
-        self._admission = state.admission
-        self._waiting = state.waiting
-        self._running = state.running
+        self._parts = parts
         self.budget = budget
-        self._batching = batching
-        self._retraction = retraction
-        self._growth = growth
-        self.sharing = PrefillSharing(args, state.kv.page_size, budget.cuts_prompts)
+        self.sharing = PrefillSharing(args, page_size, budget.cuts_prompts)
         self.target = StepTarget(args, costs)
         self.width = args.prefill_width
         # What the last step that left requests waiting lacked, and when that was.
         self._lacked = WaitReason.BUDGET
         self._lacked_at = 0.0
 
+    def over(self, parts: PlanParts) -> "PrefillPlanner":
+        """Return a planner with the same rules over other parts, such as those of a simulation."""
+        planner = copy.copy(self)
+        planner._parts, planner.sharing = parts, copy.copy(self.sharing)
+        return planner
+
     @property
     def has_room(self) -> bool:
         """Whether the next step has slots and token budget to spare, if nothing runs."""
-        num_admissible, budget = self._num_admissible(), self.budget.stretched_tokens
-        first = self._waiting.first(num_admissible, budget)
-        return len(first) < num_admissible and sum(map(self._num_uncached, first)) < budget
+        parts, budget = self._parts, self.budget.stretched_tokens
+        num_admissible = parts.num_admissible(self.width)
+        first = parts.waiting.first(num_admissible, budget)
+        num_uncached = sum(r.num_known_tokens - parts.num_cached_tokens(r) for r in first)
+        return len(first) < num_admissible and num_uncached < budget
 
     def add_prompts(self, plan: Plan, now: float) -> None:
         """Add prompts under way, and admit requests from the waiting queue."""
-        partial = self._running.partial
+        partial, waiting = self._parts.partial, self._parts.waiting
         if partial:
-            first = self._waiting.first(1, self.budget.tokens)
-            if self._retraction.preempts:
-                self._retraction.preempt_partial(first, plan)
+            first = waiting.first(1, self.budget.tokens)
+            self._parts.preempt_partial(first, plan)
             if partial:
                 self._add_first_parts(first, plan)
         budget = self.budget.tokens - plan.batch.num_prompt_tokens
@@ -435,7 +502,7 @@ class PrefillPlanner:
         elif budget <= 0 or not self.sharing.may_admit(len(partial)):
             lacked = WaitReason.BUDGET
         else:
-            lacked = self._add_waiting(budget, plan, now) if len(self._waiting) else None
+            lacked = self._add_waiting(budget, plan, now) if len(waiting) else None
         self._add_last_parts(plan)
         self.sharing.end_step(plan.batch, partial.values())
         plan.lacked = lacked
@@ -446,14 +513,14 @@ class PrefillPlanner:
         """Add a prompt to a step that has no other row. It is admitted if it has no slot."""
         if request.slot >= 0:
             self._add_part(request, self.budget.chunk, plan)
-        elif self._admission.can_admit(request, 0):
+        elif self._parts.can_admit(request, 0, plan):
             self._admit(request, self.budget.chunk, plan, now)
 
     # --- prompts under way ------------------------------------------------------------------------
 
     def _add_first_parts(self, waiting: list[Request], plan: Plan) -> None:
         """Add what prompts under way get before those that wait, of which `waiting` is next."""
-        partial, budget = self._running.partial, self.budget
+        partial, budget = self._parts.partial, self.budget
         oldest = min(partial.values(), key=age_of)
         alone = self._in_time(budget.tokens, oldest.num_computed_tokens, plan.batch)
         for request, limit in self.sharing.first_parts(partial.values(), alone, budget, waiting):
@@ -465,7 +532,7 @@ class PrefillPlanner:
 
         They retract others for it only where the step would be empty.
         """
-        batch, partial = plan.batch, self._running.partial
+        batch, partial = plan.batch, self._parts.partial
         if not partial:
             return
         is_single = batch.num_prompts <= 1
@@ -486,28 +553,19 @@ class PrefillPlanner:
             plan: the step.
             is_first: others may be retracted for it; else it may have a row in the step.
         """
-        batch, running = plan.batch, self._running
-        count = request.num_uncomputed_tokens
+        batch, count = plan.batch, request.num_uncomputed_tokens
         if self.budget.cuts_prompts:
             count = self._in_time(min(count, limit), request.num_computed_tokens, batch)
-        count = self._growth.grow_prompt(request, count, plan, is_first)
+        count = self._parts.grow_prompt(request, count, plan, is_first)
         if count == 0:
             return 0
         samples = (batch.add_prefill if is_first else batch.extend_prefill)(request, count)
-        self._kv.cache_computed(request)
-        if not samples:
-            running.partial[request.seq] = request
-            return count
-        running.partial.pop(request.seq, None)
-        if request.num_remaining_tokens:
-            running.add(request)
-        else:
-            self._batching.leave(request)
+        self._parts.on_part(request, samples)
         return count
 
     def _in_time(self, limit: int, context: int, batch: ScheduleBatch) -> int:
         """Return how many of `limit` tokens of a prompt the step can take under --itl-target."""
-        return self.target.limit(limit, context, batch, self._running.num_rows)
+        return self.target.limit(limit, context, batch, self._parts.num_rows)
 
     # --- the waiting queue ------------------------------------------------------------------------
 
@@ -520,15 +578,15 @@ class PrefillPlanner:
         Returns:
             What the step lacks for the requests that still wait; None if it has admitted all.
         """
-        num_admissible = self._num_admissible()
+        parts, waiting, offload = self._parts, self._parts.waiting, self._parts.offload
+        num_admissible = parts.num_admissible(self.width)
         if num_admissible <= 0:
             return WaitReason.SLOTS
-        lacked, offload = None, self._offload
-        expected = self._admission.expected_tokens()
-        lookahead = self._waiting.lookahead
+        lacked, expected = None, parts.expected_tokens()
+        lookahead = waiting.lookahead
         num_candidates = num_admissible + lookahead + len(offload.loads) + self.sharing.lookahead
-        candidates = self._waiting.first(num_candidates, budget)
-        if len(candidates) == len(self._waiting):
+        candidates = waiting.first(num_candidates, budget)
+        if len(candidates) == len(waiting):
             wanted = sum(r.num_uncomputed_tokens for r in candidates)
             budget = self.budget.stretched(budget, wanted)
         for request in candidates:
@@ -539,7 +597,7 @@ class PrefillPlanner:
             if count is None:
                 lacked = WaitReason.BUDGET
                 continue
-            if count == 0 or not self._can_admit(request, expected, plan):
+            if count == 0 or not parts.can_admit(request, expected, plan):
                 lacked = self._lack_of(count)
                 lookahead -= 1
                 if lookahead < 0:
@@ -548,11 +606,11 @@ class PrefillPlanner:
             if offload.begin_load(request):
                 lacked = WaitReason.PAGES
                 continue
-            self._waiting.take(request)
-            expected += self._kv.growth([request], request.num_remaining_tokens)
+            waiting.take(request)
+            expected += parts.num_growing(request)
             budget -= self._admit(request, count, plan, now)
             num_admissible -= 1
-            has_budget = budget > 0 and self.sharing.may_admit(len(self._running.partial))
+            has_budget = budget > 0 and self.sharing.may_admit(len(parts.partial))
             if num_admissible == 0 or not has_budget:
                 return WaitReason.SLOTS if has_budget else WaitReason.BUDGET
         return lacked
@@ -562,51 +620,32 @@ class PrefillPlanner:
 
         None: it stays behind prompts under way, but others may pass it.
         """
-        limits, batch, partial = self.budget, plan.batch, self._running.partial.values()
-        num_uncached = self._num_uncached(request)
-        num_cached = request.num_known_tokens - num_uncached
-        if batch.num_prompts and limits.cuts_prompts:
-            budget = self._in_time(budget, num_cached, batch)
-        if self.sharing.is_held_back(request, num_uncached, budget, partial):
+        parts, limits, batch = self._parts, self.budget, plan.batch
+        num_cached, has_prompts = parts.num_cached_tokens(request), batch.num_prompts > 0
+        num_uncached = request.num_known_tokens - num_cached
+        if self.sharing.is_held_back(request, num_uncached, budget, parts.partial.values()):
             return None
-        count = limits.num_tokens_for(num_uncached, budget, batch.num_prompts > 0)
+        if has_prompts and limits.cuts_prompts:
+            budget = self._in_time(budget, num_cached, batch)
+            if self.sharing.is_full(num_uncached, budget, len(parts.partial)):
+                return None
+        count = limits.num_tokens_for(num_uncached, budget, has_prompts)
         if count and limits.cuts_prompts:
             count = self._in_time(count, num_cached, batch)
         if 0 < count < num_uncached:
-            count = self.sharing.first_part(count, budget, len(self._waiting))
+            count = self.sharing.first_part(count, budget, len(parts.waiting))
         return count
-
-    def _can_admit(self, request: Request, expected: int, plan: Plan) -> bool:
-        if self._admission.can_admit(request, expected):
-            return True
-        if self._retraction.preempts and not self._admission.pending_release:
-            self._retraction.preempt_for(request, plan)
-        return False
 
     def _lack_of(self, count: int) -> WaitReason:
         """Return why a request whose next `count` tokens fit into the step is not admitted."""
         if count == 0:
             return WaitReason.BUDGET
-        return WaitReason.PAGES if self._admission.num_free_slots else WaitReason.SLOTS
+        return WaitReason.PAGES if self._parts.num_free_slots else WaitReason.SLOTS
 
     def _admit(self, request: Request, limit: int, plan: Plan, now: float) -> int:
         """Give slot and pages to a request and add its first tokens. Return their number."""
         if not request.admitted_at and self._lacked_at > request.tokenized_at:
             request.waited_for += (self._lacked,)
-        self._admission.admit(request, now)
+        self._parts.admit(request, plan, now)
         plan.admitted.append(request)
-        plan.batch.new.append(request.new_slot())
         return self._add_part(request, limit, plan)
-
-    def _num_admissible(self) -> int:
-        """Return how many requests this step may admit.
-
-        Without a free slot one is considered for which another may be preempted.
-        """
-        num_preempted = int(self._retraction.preempts)
-        limit = min(self.width, self._admission.num_free_slots or num_preempted)
-        return self._batching.num_admissible(limit)
-
-    def _num_uncached(self, request: Request) -> int:
-        """Return how many tokens of a waiting request are not cached."""
-        return request.num_known_tokens - self._kv.num_cached_tokens(request)

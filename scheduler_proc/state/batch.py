@@ -278,6 +278,15 @@ class BatchMode(str, enum.Enum):
     DECODE_FIRST = "decode-first"
     ALTERNATE = "alternate"
 
+    def admits(self, num_active: int, width: int) -> bool:
+        """Return whether a step may compute prompts beside requests that could decode.
+
+        Args:
+            num_active: number of requests that decode.
+            width: largest number of decode rows of a step.
+        """
+        return self is not BatchMode.DECODE_FIRST or num_active < width
+
 
 @dataclass(slots=True)
 class Plan:

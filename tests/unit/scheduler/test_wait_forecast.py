@@ -1,4 +1,4 @@
-"""What recent ends say about the lengths of answers, and the future that is played from them."""
+"""What recent ends say about the lengths of answers, and the future that is simulated from them."""
 
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quadriga.server.config.engine_args import BATCH_MODES, SchedulerArgs
-from scheduler_proc.forecast import MAX_STEPS, RecentEnds, SharedBeginnings, WaitForecast
+from scheduler_proc.forecast import MAX_STEPS, RecentEnds, SharedPrefixes, WaitForecast
 from scheduler_proc.planning.step_cost import StepCosts
 from scheduler_proc.queries import places_in_queue
 from scheduler_proc.state.batch import ScheduleBatch
@@ -120,11 +120,11 @@ def equal_steps(num_decodes: int, num_tokens: int = 0, num_pairs: int = 0) -> fl
 
 
 def play(world: World) -> tuple[WaitForecast, list[Request]]:
-    """Return what is played of the waiting queue, and its requests."""
+    """Simulate the waiting queue; return the forecast, and the requests."""
     lifecycle = world.scheduler.lifecycle
     waiting = lifecycle.core.waiting.first(1000, 100)
     forecast = WaitForecast(lifecycle.core, lifecycle.recent_ends, equal_steps, waiting)
-    forecast.play()
+    forecast.run()
     return forecast, waiting
 
 
@@ -229,14 +229,40 @@ def test_a_beginning_that_several_waiting_prompts_have_counts_once() -> None:
 
 
 def test_beginnings_are_evicted_where_the_waiting_prompts_need_more_pages_than_there_are() -> None:
-    uses = SharedBeginnings(World(SchedulerArgs(), num_pages=50).scheduler.lifecycle.core, {})
+    uses = SharedPrefixes(World(SchedulerArgs(), num_pages=50).scheduler.lifecycle.core, [])
     groups = [[20 + group] * 80 for group in range(4)]  # 20 pages each
     computed = []
     for number in range(12):
         message = submit(f"r{number}", [*groups[number % 4], 3 + number], 1)
         request = Request.from_submit(1000 + number, message, frozenset())
-        computed.append(uses.prompt_of(request, 1).num_uncomputed_tokens)
+        prefix = uses.prefix_of(request, 1)
+        computed.append(81 - max(prefix.num_tokens, prefix.num_led))
     assert computed == [81] * 12, "each is evicted before it is used again"
+
+
+# --- the core stays as it is ----------------------------------------------------------------------
+
+
+def state_of(request: Request) -> list[object]:
+    """Return all that a step changes of a request."""
+    return [
+        request.num_known_tokens, request.num_computed_tokens, request.in_flight, request.slot,
+        request.status, request.admitted_at, request.waited_for, list(request.pages),
+        list(request.prefix_path), request.tokens.tobytes(),
+    ]  # fmt: skip
+
+
+def test_a_forecast_changes_neither_requests_nor_rules() -> None:
+    world = measured()
+    begin_long(world, 100 * BUDGET, 40)
+    world.send(*(submit(f"s{i}", [20 + i] * 24, 3, ignore_eos=True) for i in range(40)))
+    core = world.scheduler.lifecycle.core
+    requests = [*core.waiting, *core.admission.holders.values()]
+    before = [state_of(request) for request in requests], dict(vars(core.prefill.sharing))
+    forecast, waiting = play(world)
+    assert forecast.num_steps > 20 and forecast.wait_s(waiting[-1]) is not None
+    assert before == ([state_of(request) for request in requests], vars(core.prefill.sharing))
+    assert len(core.waiting) == 40 and core.kv.num_held == world.scheduler.info()["pages_held"]
 
 
 # --- many steps -----------------------------------------------------------------------------------
@@ -252,4 +278,4 @@ def test_a_forecast_plays_a_bounded_number_of_steps() -> None:
     places, num_steps = places_in_queue(world.scheduler.lifecycle, world.scheduler.costs)
     assert num_steps == MAX_STEPS
     last = places[waiting[-1].seq].wait_s
-    assert last is not None and last > forecast.played_s
+    assert last is not None and last > forecast.seconds
