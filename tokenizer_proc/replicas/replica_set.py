@@ -125,13 +125,12 @@ class ReplicaSet:
         return all(state.has_drained for _, state in self.live())
 
     @property
-    def num_waiting(self) -> int:
-        """Length of all waiting queues together, as they were last reported."""
-        return sum(state.num_waiting for _, state in self.live())
+    def queue(self) -> tuple[int, float | None]:
+        """Length of all waiting queues together, and the shortest wait that one more would have.
 
-    @property
-    def wait_s(self) -> float | None:
-        """The shortest expected wait; None while some queue is far from full."""
-        waits = [state.wait_s for _, state in self.live()]
-        known = [wait_s for wait_s in waits if wait_s is not None]
-        return min(known) if known and len(known) == len(waits) else None
+        Both are as they were last reported; the wait is None while some queue is far from full.
+        """
+        states = [state for state in self._states.values() if not state.is_lost]
+        waits = [state.wait_s for state in states if state.wait_s is not None]
+        has_wait = bool(waits) and len(waits) == len(states)
+        return sum([state.num_waiting for state in states]), min(waits) if has_wait else None

@@ -6,7 +6,6 @@
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -202,8 +201,7 @@ class EndedChoice(NamedTuple):
     request: PlacedRequest | None
 
 
-@dataclass(slots=True, frozen=True)
-class ClientResult:
+class ClientResult(NamedTuple):
     """A message for a client.
 
     Attributes:
@@ -219,10 +217,10 @@ class ClientResult:
     client: bytes
     payload: bytes
     ended: list[EndedChoice]
-    num_waiting: int | None = None
-    wait_s: float | None = None
-    traces: list[RequestTrace] = field(default_factory=list)
-    is_lost: bool = False
+    num_waiting: int | None
+    wait_s: float | None
+    traces: list[RequestTrace]
+    is_lost: bool
 
 
 class ResultListener(Protocol):
@@ -438,10 +436,35 @@ class Replicas:
             if answer is not None:
                 self._deliver_answer(answer)
             return
+        num_waiting: int | None = None
+        wait_s: float | None = None
+        dropped: set[tuple[str, int]] = set()
+        ended: list[EndedChoice] = []
         if delivered.waiting is not None:
             replica.num_waiting, replica.wait_s = delivered.waiting, delivered.wait_s
-        ended: list[EndedChoice] = []
-        dropped = {(s.name[1], s.index) for s in replica.strays.values() if s.name[0] == client}
+            num_waiting, wait_s = self._replicas.queue
+        if replica.strays:
+            strays = (run for run in replica.strays.values() if run.name[0] == client)
+            dropped = {(run.name[1], run.index) for run in strays}
+        if delivered.ended:
+            ended = self._count_ends(number, client, delivered, dropped)
+        if delivered.settled:
+            replica.outbox.send(EndsDelivered(delivered.settled, delivered.session))
+        if dropped and payload:
+            payload = self._without(payload, dropped)
+            if not payload:
+                return
+        traces = [t for t in delivered.traces if (t.request_id, t.index) not in dropped]
+        lost = delivered.lost
+        self.listener.deliver(
+            ClientResult(client, payload, ended, num_waiting, wait_s, traces, lost)
+        )
+
+    def _count_ends(
+        self, number: int, client: bytes, delivered: Delivered, dropped: set[tuple[str, int]]
+    ) -> list[EndedChoice]:
+        """Return the ends of a message. Add the choices that are not the replica's to `dropped`."""
+        ended = []
         ends = zip(
             delivered.ended, delivered.indexes, delivered.placements, delivered.generated,
             strict=True,
@@ -452,22 +475,7 @@ class Replicas:
                 dropped.add((request_id, index))
             elif end.kind is EndKind.COUNTED or delivered.lost:
                 ended.append(EndedChoice(request_id, num_generated, end.request))
-        if delivered.settled:
-            replica.outbox.send(EndsDelivered(delivered.settled, delivered.session))
-        if dropped and payload:
-            payload = self._without(payload, dropped)
-            if not payload:
-                return
-        result = ClientResult(
-            client,
-            payload,
-            ended,
-            None if delivered.waiting is None else self._replicas.num_waiting,
-            self._replicas.wait_s,
-            [t for t in delivered.traces if (t.request_id, t.index) not in dropped],
-            delivered.lost,
-        )
-        self.listener.deliver(result)
+        return ended
 
     def _without(self, payload: bytes, dropped: set[tuple[str, int]]) -> bytes:
         """Return a message without the chunks of these choices; empty if none is left."""
