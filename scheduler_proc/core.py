@@ -36,8 +36,6 @@ from scheduler_proc.state.request import (
 )
 from scheduler_proc.state.window import make_kv_cache
 
-# What the result of a step means: tokens, ends, and requests that have no step in flight now.
-
 
 class StepCompletion:
     """Append the tokens of steps to their requests, and end those that are complete.
@@ -130,22 +128,18 @@ class StepCompletion:
         update.finished.append(request)
 
 
-# The scheduler core: what the next step runs, and what the result of a step means.
-#
-# It is pure: no clock, no sockets, no journal, no callbacks. `plan` composes a step out of the
-# running batch and the waiting queue, `complete` takes a step's tokens in; both return what
-# happened.
-#
-# Its parts work on one `CoreState`, the requests and pages, and call only parts above them:
-#
-# Batching when requests leave the running batch, and when others enter it Retraction
-# which running requests give up slot and pages PageGrowth how a running request gets its next
-# page PrefillPlanner which prompts a step computes, and how many tokens of each StepCompletion
-# what the result of a step means for each request
-
-
 class SchedulerCore:
     """Waiting queue, running batch and KV pages.
+
+    It is pure: no clock, no sockets, no journal, no callbacks. `plan` composes a step out of the
+    running batch and the waiting queue, `complete` takes a step's tokens in; both return what
+    happened. Its parts work on one `CoreState`, and call only parts above them:
+
+    - `Batching`: when requests leave the running batch, and when others enter it;
+    - `Retraction`: which running requests give up slot and pages;
+    - `PageGrowth`: how a running request gets its next page;
+    - `PrefillPlanner`: which prompts a step computes, and how many tokens of each;
+    - `StepCompletion`: what the result of a step means for each request.
 
     Args:
         args: the scheduler's flags.

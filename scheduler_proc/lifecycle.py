@@ -59,9 +59,9 @@ def refusal(
 
 # The life of a request: accepted, queued, ended once, and published as it goes.
 #
-# Nothing here knows steps or worker times: `Scheduler` (scheduler.py) runs the steps and hands
-# over what they bring. What happens between two publications is gathered in one record
-# (events.py), which feeds detokenizer and journal.
+# Nothing here knows steps or worker times: `Scheduler` runs the steps and hands over what they
+# bring. What happens between two publications is gathered in one record (`StepEvents`), which feeds
+# detokenizer and journal.
 
 
 class EndObserver(Protocol):

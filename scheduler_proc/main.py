@@ -39,8 +39,6 @@ from scheduler_proc.pipeline import Pipeline
 from scheduler_proc.request_table import first_seq_after_restart
 from scheduler_proc.scheduler import Scheduler
 
-# The watchdog of the worker: it reports a step that takes too long to the launcher.
-
 CHECKS_PER_TIMEOUT = 16  # a suspension of this process counts as at most one of these parts
 
 

@@ -232,8 +232,6 @@ class FrameReader:
             return b""
 
 
-# The file of the journal: it grows by whole frames, and is locked by one process.
-
 WRITE_BYTES = 1 << 20  # a new file is written in pieces of this size
 SYNC_INTERVAL_S = 1.0
 

@@ -47,7 +47,7 @@ from scheduler_proc.state.request import Request
 
 # The journal: accepted requests and their tokens on disk, for a scheduler that takes over.
 #
-# It is one file of frames (journal_records.py), appended to after each step of the scheduler,
+# It is one file of frames (journal/file.py), appended to after each step of the scheduler,
 # when the worker has its plan. A frame holds everything of its step, so that a crash loses whole
 # steps: their tokens are computed again, and are the same. The system's page cache keeps what was
 # written however the process ends. A file that outlives its run (--journal) is also synced, once

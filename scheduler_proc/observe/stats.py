@@ -18,8 +18,6 @@ from quadriga.wire.worker import StepResult
 from scheduler_proc.state.batch import ForwardMode, ScheduleBatch, StepUpdate
 from scheduler_proc.state.request import FinishReason, Request
 
-# Counters of guessed tokens, by vLLM's names.
-
 
 class GuessStats:
     """Rows with guesses, guesses, and right guesses, since start."""

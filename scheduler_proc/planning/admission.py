@@ -13,8 +13,6 @@ from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.kv_offload import KVOffload
 from scheduler_proc.state.request import Request, RequestStatus
 
-# Slots and pages, and whether a waiting request can have them now.
-
 INIT_RATIO = 0.7
 MIN_RATIO_FACTOR = 0.14  # times INIT_RATIO
 DECAY_STEPS = 600
@@ -136,9 +134,6 @@ class Admission:
             f" tokens with {request.num_prompt} of its prompt and {request.num_generated} generated"
             " ones; ask for fewer tokens, or start the server with a larger --max-total-tokens"
         )
-
-
-# What the parts of the core work on: where each request stands, and which pages it holds.
 
 
 class CoreState:

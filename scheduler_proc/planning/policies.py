@@ -1,6 +1,7 @@
 """Scheduling policies: the contract of a waiting queue, and the orders of --schedule-policy.
 
-The first policies look at requests only; `lpm` and `dfs-weight` look at the prefix tree, too.
+`policy` registers a class under its name; see docs/adding-a-policy.md. The first policies look at
+requests only; `lpm` and `dfs-weight` look at the prefix tree, too.
 """
 
 from abc import ABC, abstractmethod
@@ -13,11 +14,6 @@ from sortedcontainers import SortedDict
 
 from quadriga.server.config.engine_args import SchedulerArgs
 from scheduler_proc.state.request import Request
-
-# Scheduling policies: the contract of a waiting queue, and policies that look at requests only.
-#
-# `policy` registers a class under its name in --schedule-policy. Policies that look at the prefix
-# tree are in prefix.py, turns between clients in fair.py. See docs/adding-a-policy.md.
 
 # shortest: 4,000 more tokens to compute are made up for by 40 seconds of waiting.
 AGEING_TOKENS_PER_SECOND = 100

@@ -1,8 +1,8 @@
 """The prompts of a step: which requests are admitted, and how many tokens each prompt gets.
 
 In this order: the prompt tokens of a step (`PrefillBudget`), how prompts share them
-(`PrefillSharing`), the bound of --itl-target (`StepTarget`), and the planner that adds prompts to a
-step (`PrefillPlanner`).
+(`PrefillSharing`), the bound of --itl-target (`StepTarget`), the requests, slots and pages that the
+planner decides by (`PlanParts`), and the planner that adds prompts to a step (`PrefillPlanner`).
 """
 
 import copy
@@ -18,8 +18,6 @@ from scheduler_proc.planning.step_cost import StepCosts
 from scheduler_proc.state.batch import Capacity, Plan, ScheduleBatch
 from scheduler_proc.state.kv_offload import KVOffload
 from scheduler_proc.state.request import Request, WaitReason
-
-# How many prompt tokens a step computes, and where prompts are cut.
 
 
 class PrefillBudget:
@@ -252,8 +250,7 @@ def _computes_beginning(other: Request, request: Request, num_uncached: int) -> 
 #
 # A running stream gets a token with each step, so that a step's time is its inter-token latency
 # (ITL). A newcomer waits for the step that runs, too. So the target bounds all steps with
-# prompts, as far as the cost model (step_cost.py) can tell; the first step with prompts has no
-# bound.
+# prompts, as far as `StepCosts` can tell; the first step with prompts has no bound.
 
 # Aimed at, of the target: measured steps lie around the expected ones.
 AIM = 0.9
@@ -291,9 +288,6 @@ class StepTarget:
         if batch.num_prompts == 0:
             most = max(most, MIN_PROMPT_TOKENS)
         return min(limit, most)
-
-
-# What the planner decides by, and what it changes.
 
 
 class PlanParts(Protocol):
@@ -430,9 +424,6 @@ class CoreParts:
             self._running.add(request)
         else:
             self._batching.leave(request)
-
-
-# The prompts of a step: which requests are admitted, and how many tokens each prompt gets.
 
 
 class PrefillPlanner:

@@ -11,8 +11,6 @@ from scheduler_proc.planning.batching import Batching
 from scheduler_proc.state.batch import Plan
 from scheduler_proc.state.request import Request, RequestFailure, RequestStatus, RetractReason
 
-# Take the pages of running requests for others; what was taken waits, and goes on later.
-
 DEFAULT_PREEMPTION_THRESHOLD = 10
 
 
@@ -107,9 +105,6 @@ def retraction_key(request: Request) -> tuple[bool, int, int]:
 def priority_retraction_key(request: Request) -> tuple[int, int, int]:
     """Order of retraction where priorities count: the lowest priority comes first."""
     return request.priority, request.num_generated, -request.num_prompt
-
-
-# Further pages for running requests: others are retracted for them where the pool is full.
 
 
 class PageGrowth:

@@ -240,9 +240,6 @@ class RunningBatch:
         return group
 
 
-# What goes into the scheduler core, and what comes out of it.
-
-
 class Capacity(NamedTuple):
     """What the worker has room for; without pages, there is no worker yet.
 

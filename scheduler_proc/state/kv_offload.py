@@ -13,8 +13,6 @@ from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.prefix_tree import Node
 from scheduler_proc.state.request import ALL_TOKENS, Request
 
-# Counters of the KV pages beyond the pool.
-
 
 @dataclass(slots=True)
 class OffloadStats:

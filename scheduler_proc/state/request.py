@@ -77,8 +77,6 @@ class GuessRecord:
         return True
 
 
-# The sampling parameters of a request as the worker's slot needs them.
-
 MAX_JUMP_GRAMMAR_CHARS = 32_768  # the library takes 28 ms to find 30,000 forced characters
 
 
@@ -279,7 +277,7 @@ class Request:
             what the last step before it lacked (`WaitReason`).
         num_retractions: number of times that the request lost its pages to others.
         worker_crashes: consecutive worker crashes while the request was in a step.
-        cleared_at: number of tokens at which worker_crashes is reset (see quarantine.py).
+        cleared_at: number of tokens at which worker_crashes is reset (see planning/quarantine.py).
         guess_record: how good its guessed tokens were; None before the first ones.
         trace: recorder of its spans; None: it is not traced.
     """

@@ -12,6 +12,7 @@ from quadriga.server.config.server_config import ServerConfig
 from simulator import cost_model
 from simulator.trace import TraceRequest
 from simulator.world import World
+from tests.everything import more
 
 MAX_MEDIAN_ERROR = 0.12
 ASK_AFTER_S = 0.5
@@ -63,11 +64,11 @@ class Load(NamedTuple):
     "load",
     [
         Load(30, slots=16),
-        Load(20, slots=32),
+        more(Load(20, slots=32)),
         Load(20, 256, Lengths(64, 256), Lengths(2, 8), num_requests=400),
         Load(9, num_new=Lengths(16, 48), long_every=20),
-        Load(12, slots=32, num_new=Lengths(16, 48), long_every=15, itl_target=45),
-        Load(num_prefixes=16),
+        more(Load(12, slots=32, num_new=Lengths(16, 48), long_every=15, itl_target=45)),
+        more(Load(num_prefixes=16)),
         Load(num_prefixes=64),
     ],
 )
