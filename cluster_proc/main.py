@@ -60,7 +60,7 @@ class Autoscaler:
         self._timer: asyncio.TimerHandle | None = None
 
     def on_load(self, num_open: int) -> None:
-        """Take in the number of open requests, and change the number of replicas if that is due."""
+        """Note the number of open requests, and change the number of replicas if that is due."""
         self._scaling.on_load(num_open, self._loop.time())
         self._look()
 

@@ -53,7 +53,7 @@ class Scaling:
         self.num_replicas = num_replicas
 
     def on_load(self, num_open: int, now: float) -> None:
-        """Take in the number of open requests, which holds until the next call."""
+        """Note the number of open requests, which holds until the next call."""
         self._num_open = num_open
         self._too_many_since = _since(self._too_many_since, self._is_too_many, now)
         self._too_few_since = _since(self._too_few_since, self._is_too_few, now)

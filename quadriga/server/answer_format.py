@@ -21,7 +21,7 @@ class CallStyle(Enum):
         NAMED_JSON: the name, a mark, and the arguments as an object: f[ARGS]{"a": 1}.
         TAGGED: the name, then each argument between marks: <function=f><parameter=a>1</parameter>.
         PYTHONIC: a list of Python calls: [f(a=1), g()].
-        QUOTED: the name and an object whose keys are bare and whose strings stand between marks:
+        QUOTED: the name and an object whose keys are bare and whose strings are between marks:
             f{a:1,b:<|"|>x<|"|>}.
         HARMONY: messages to channels, as gpt-oss writes them; the reasoning is one of the channels.
     """
@@ -47,23 +47,23 @@ class CallFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         close_variants: other marks that some answers have instead of `close`.
         call_open: begins each call, after `open`.
         call_close: ends each call.
-        separator: stands between two calls.
+        separator: text between two calls.
         is_list: JSON: the calls are the items of a JSON list.
         name_key: JSON: key of the name. Empty: the name is the key of the arguments.
         arguments_key: JSON: key of the arguments.
-        name_open: stands before the name, if the style is not JSON.
-        name_close: stands between the name and the arguments, if the style is not JSON.
-        index_open: NAMED_JSON: stands between the name and the number of the call, after which
+        name_open: text before the name, if the style is not JSON.
+        name_close: text between the name and the arguments, if the style is not JSON.
+        index_open: NAMED_JSON: text between the name and the number of the call, after which
             `name_close` follows. The id of the call is `name_open`, name, `index_open` and number.
-        id_open: NAMED_JSON: stands between the name and the id of the call that the model writes.
-        key_open: TAGGED: stands before the name of an argument.
-        key_close: TAGGED: stands between the name and the value of an argument. If it ends with a
+        id_open: NAMED_JSON: text between the name and the id of the call that the model writes.
+        key_open: TAGGED: text before the name of an argument.
+        key_close: TAGGED: text between the name and the value of an argument. If it ends with a
             newline, a newline before the value is not part of the value.
         string_key_close: TAGGED: the same for an argument that is a string, if that is written
             differently.
-        value_close: TAGGED: stands after the value of an argument. If it begins with a newline, a
+        value_close: TAGGED: text after the value of an argument. If it begins with a newline, a
             newline after the value is not part of the value.
-        quote: QUOTED: stands before and after a string.
+        quote: QUOTED: text before and after a string.
     """
 
     style: CallStyle

@@ -71,12 +71,12 @@ class FillFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The marks of a prompt for filling in the middle; each is one token.
 
     Attributes:
-        prefix: stands before the text before the gap.
-        suffix: stands before the text after the gap.
+        prefix: text before the text before the gap.
+        suffix: text before the text after the gap.
         middle: ends the prompt; empty if the model has no such mark.
         suffix_first: the suffix is written before the prefix.
-        repository: stands before the name of a repository; empty if the model has no such mark.
-        file: stands before the name of a file; empty if the model has no such mark.
+        repository: text before the name of a repository; empty if the model has no such mark.
+        file: text before the name of a file; empty if the model has no such mark.
         stop_token_ids: ids that end the answer, beside the model's own.
     """
 

@@ -212,7 +212,7 @@ def _tenant(entry: Any, where: str) -> Tenant:
                 f" {', '.join(KNOWN_FIELDS)}"
             )
         if not rule.holds(value):
-            # A key that stands in the file by mistake must not get into a log.
+            # A key that is in the file by mistake must not get into a log.
             shown = "not a hash" if field == "key" else quoted(value)
             raise ConfigError(f"{where}: {field} is {shown}: {rule.remedy}")
         values[field] = tuple(value) if isinstance(value, list) else value

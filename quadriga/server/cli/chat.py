@@ -105,7 +105,7 @@ class ChatCommand(NamedTuple):
     """A command that is typed in a chat.
 
     Attributes:
-        argument: what stands for its argument in the help; "": it takes none.
+        argument: word for its argument in the help; "": it takes none.
         text: its help.
         run: function that gets the argument.
     """

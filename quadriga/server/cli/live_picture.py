@@ -202,7 +202,7 @@ class Picture:
         return self._has_whole and self.server is not None
 
     def take(self, message: LiveMessage) -> None:
-        """Take in a message."""
+        """Add a message to the picture."""
         if isinstance(message, LiveStep):
             self._take_step(message)
         else:

@@ -17,14 +17,12 @@ from quadriga.server.config.flags import (
 )
 from quadriga.server.config.server_config import ServerConfig, help_text
 
-# The environment variables that the project reads; docs/configuration.md is made from them.
-
 
 class EnvironmentVariable(NamedTuple):
     """A variable and its row in the docs.
 
     Attributes:
-        default: value that an unset variable stands for, in words; "": none.
+        default: value of an unset variable, in words; "": none.
         meaning: what the variable changes.
     """
 
@@ -105,8 +103,6 @@ READ_BY_LIBRARIES = (
 )
 
 
-# `python -m quadriga.server.config --markdown` prints docs/configuration.md.
-
 HEADER = """\
 # Configuration
 
@@ -116,7 +112,7 @@ The flags of `quadriga serve` and `launcher.py`. `--help` shows those in bold, `
 them.
 
 `--config server.yaml` reads flags from a file: `max-batch-size: 32`, one per line, without the \
-dashes; a list stands for comma-separated items. The command line takes precedence. A key that is \
+dashes; a list is comma-separated items. The command line takes precedence. A key that is \
 no flag is an error that names similar flags.
 
 `quadriga serve MODEL` is short for `--model MODEL`. For a flag of vLLM, SGLang or llama.cpp the \

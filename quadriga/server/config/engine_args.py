@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.server.config.flags import check_positive, flag
 
-# Flags of the model: its files, its name, and what runs it.
-
 BUILTIN_MODEL = "smollm2-135m"
 
 
@@ -65,10 +63,8 @@ class ModelArgs:
         return self.served_model_name or self.model
 
 
-# SchedulerArgs: the flags of scheduler_proc.
-
 BATCH_MODES = ("prefill-first", "mixed", "decode-first", "alternate")
-# A step may compute so many tokens of a single prompt even if fewer keep the worker busy.
+# Tokens of a single prompt that a step may compute even if fewer keep the worker busy.
 MIN_SINGLE_CHUNK_TOKENS = 256
 MAX_SPECULATIVE_TOKENS = 63
 POLICIES = ("fcfs", "lpm", "dfs-weight", "pack", "priority", "shortest")
@@ -135,14 +131,14 @@ class SchedulerArgs:
     )
     speculative_method: str = flag(
         "auto",
-        "guess tokens from the request's own text and from recent answers, and verify them: auto"
+        "draft tokens from the request's own text and from recent answers, and verify them. auto:"
         " with few requests at a time, as far as it makes answers faster (native kernels of a CPU"
-        " only); ngram wherever text repeats; self: a copy of the model in 4 bits drafts them, as"
+        " only); ngram: wherever text repeats; self: a copy of the model in 4 bits drafts them, as"
         " far as that makes answers faster (CPU only)",
         ("none", "ngram", "auto", "self"),
     )
     num_speculative_tokens: int = flag(
-        15, "largest number of tokens that are guessed for a request in one step", unit="TOKENS"
+        15, "largest number of draft tokens of a request in one step", unit="TOKENS"
     )
     journal: str = flag(
         "",
@@ -173,7 +169,7 @@ class SchedulerArgs:
         if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
             raise ConfigError(
                 f"num_speculative_tokens is {self.num_speculative_tokens}: it must be 1 to"
-                f" {MAX_SPECULATIVE_TOKENS}; --speculative-method none guesses nothing"
+                f" {MAX_SPECULATIVE_TOKENS}; --speculative-method none drafts none"
             )
         if self.batch_concurrency_beside < 0:
             raise ConfigError(
@@ -276,8 +272,6 @@ class SchedulerArgs:
         return None if self.chunked_prefill_size == -1 else self.chunked_prefill_size
 
 
-# WorkerArgs: the flags of worker_proc.
-
 # Fractions of the free memory for the KV pool if --mem-fraction-static is not set.
 CUDA_FRACTION, OTHER_FRACTION = 0.8, 0.2
 
@@ -340,8 +334,8 @@ class WorkerArgs:
     )
     kv_offloading_size: float = flag(
         0.0,
-        "memory of the computer for KV pages that the pool has no room for, beyond the pool"
-        " (vLLM's name; SGLang's is --hicache-size)",
+        "host memory for KV pages that do not fit the pool (vLLM's name; SGLang's is"
+        " --hicache-size)",
         unit="GIB",
     )
     tp: int = flag(
@@ -426,8 +420,6 @@ class WorkerArgs:
             )
 
 
-# ReplicaArgs: the flags of several replicas, and which of them a process belongs to.
-
 BY_CACHE, BY_LOAD, IN_TURN = LOAD_BALANCE_METHODS = ("cache-aware", "least-loaded", "round-robin")
 ONE_MACHINE, RAY = CLUSTERS = ("none", "ray")
 NEEDS_CLUSTER = "works with --cluster ray only"
@@ -466,21 +458,23 @@ class ReplicaArgs:
     nnodes: int | None = flag(
         None,
         "machines of each replica, over which its --tp ranks are split (default: 1, or as few as"
-        " have so many GPUs)",
+        " have enough GPUs)",
     )
     min_replicas: int | None = flag(
-        None, "least number of replicas, where it follows the load (default: 1)"
+        None, "minimum number of replicas when autoscaling (default: 1)"
     )
     max_replicas: int | None = flag(
         None,
-        "the number of replicas follows the load, up to this one; --dp start (default: there are"
-        " always --dp)",
+        "maximum number of replicas: their number follows the load (autoscaling), from --dp on"
+        " (default: there are always --dp)",
     )
     target_ongoing_requests: int = flag(
-        TARGET_REQUESTS, "open requests for each replica, where their number follows the load"
+        TARGET_REQUESTS, "open requests for each replica when autoscaling"
     )
     scale_down_after: float = flag(
-        DOWN_AFTER_S, "time in which one replica less would do, before one leaves", unit="SECONDS"
+        DOWN_AFTER_S,
+        "time in which one replica less would be enough, before one leaves",
+        unit="SECONDS",
     )
     # No flag; tests scale up at once.
     scale_up_after: float = UP_AFTER_S
@@ -517,12 +511,12 @@ class ReplicaArgs:
 
     @property
     def num_slots(self) -> int:
-        """Largest number of replicas."""
+        """Maximum number of replicas."""
         return self.dp if self.max_replicas is None else self.max_replicas
 
     @property
     def num_at_least(self) -> int:
-        """Least number of replicas."""
+        """Minimum number of replicas."""
         return self.dp if self.max_replicas is None else self.min_replicas or 1
 
     @property
@@ -580,7 +574,7 @@ ONLY_REPLICA = ReplicaPlace()
 
 
 def check_replica(number: int, num_replicas: int) -> None:
-    """Raise InvalidRequest if a server of so many replicas has none of this number."""
+    """Raise InvalidRequest if a server of `num_replicas` has no replica of this number."""
     if not 0 <= number < num_replicas:
         there = "the only one is 0" if num_replicas == 1 else f"0 to {num_replicas - 1} are there"
         raise InvalidRequest(f"replica is {number}: {there}", "replica")

@@ -66,7 +66,7 @@ def value_type(annotation: Any) -> Any:
 
 
 def metavar(field: "dataclasses.Field[Any]") -> str:
-    """Return the word that stands for a flag's value in the help: its unit, or its type's word."""
+    """Return the word for a flag's value in the help: its unit, or its type's word."""
     unit: str = field.metadata["unit"]
     return unit or TYPE_METAVARS.get(value_type(field.type), "")
 

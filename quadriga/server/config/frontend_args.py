@@ -16,8 +16,6 @@ from quadriga.keywords import nearest
 from quadriga.server.config.flags import check_positive, flag
 from quadriga.wire.client import DEFAULT_ENDPOINT, PRIVATE_ENDPOINT
 
-# Flags of the frontend, and what they refuse.
-
 # Values of --tool-call-parser and --reasoning-parser beside the names of known formats.
 AUTO = "auto"
 NONE = "none"
@@ -127,8 +125,6 @@ def _check_parser(name: str, value: str, known: list[str]) -> None:
         )
 
 
-# HttpArgs: the flags of http_proc.
-
 API_KEY_VARIABLE = "QUADRIGA_API_KEY"
 
 
@@ -160,7 +156,7 @@ class HttpArgs:
     allowed_hosts: str = flag(
         "",
         "comma-separated names under which the gateway may be called, such as that of a proxy;"
-        " .example.org stands for all names below it, * for any (default: with --api-key or --keys,"
+        " .example.org is all names below it, * any (default: with --api-key or --keys,"
         " or beyond loopback, any name; else localhost)",
         unit="NAMES",
         secures=True,
@@ -300,8 +296,6 @@ def _listed(text: str) -> list[str]:
     return [item.strip() for item in text.split(",") if item.strip()]
 
 
-# TenantArgs: the flags of tenants, which several processes read.
-
 TENANTS_BY = ("none", "address")
 
 
@@ -342,8 +336,6 @@ class TenantArgs:
         """Whether requests belong to tenants."""
         return bool(self.keys) or self.tenants_by != "none"
 
-
-# TraceArgs: the flags of traces, which several processes read.
 
 KEEP_TRACES = ("sampled", "all")
 

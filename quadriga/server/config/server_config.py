@@ -36,15 +36,15 @@ from quadriga.server.config.flags import (
 )
 from quadriga.server.config.frontend_args import FrontendArgs, HttpArgs, TenantArgs, TraceArgs
 
-# --config FILE: the flags of a server as a YAML map.
+# --- --config FILE --------------------------------------------------------------------------------
 
 
 def read_config(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Read a file of flags.
 
-    A key is a flag without its dashes, `max-batch-size` or `max_batch_size`. A list stands for the
-    comma-separated items of a flag. Keys without a value are
-    ignored, but for flags that protect the server.
+    A key is a flag without its dashes, `max-batch-size` or `max_batch_size`. A list is
+    the comma-separated items of a flag. Keys without a value are ignored, but for flags that
+    protect the server.
 
     Args:
         path: the file.
@@ -119,10 +119,7 @@ def _check_choice(where: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{where} is {value!r}: it must be one of {', '.join(choices)}")
 
 
-# ServerConfig: frozen dataclasses, and the command line that is made of their fields.
-#
-# The field `max_batch_size: int = flag(8, "…")` is the flag `--max-batch-size`. Every process
-# takes the same flags, so that each can be started by itself and `ps` shows how it was started.
+# --- groups of flags, and the command line that is made of their fields ---------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +188,11 @@ class LaunchArgs:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """All flags of a server, one group per process. `replace` makes a changed copy."""
+    """All flags of a server, one group per process. `replace` makes a changed copy.
+
+    The field `max_batch_size: int = flag(8, "…")` is the flag `--max-batch-size`. Every process
+    takes the same flags, so that each can be started by itself and `ps` shows how it was started.
+    """
 
     model: ModelArgs = ModelArgs()
     frontend: FrontendArgs = FrontendArgs()
@@ -346,7 +347,7 @@ def _add_flag(section: Any, field: "dataclasses.Field[Any]") -> argparse.Action:
 
 
 def help_text(field: "dataclasses.Field[Any]") -> str:
-    """Return the help of a flag, with an alias that stands for a value, but without the default."""
+    """Return the help of a flag, with an alias that means a value, but without the default."""
     text: str = field.metadata["help"]
     if field.metadata["alias_value"]:
         text += f"; {flag_name(field.metadata['alias'])}: {field.metadata['alias_value']}"

@@ -53,7 +53,7 @@ def exact_rule(document: dict[str, Any], options: Mapping[str, Any], add: AddRul
         add: adds a rule.
 
     Raises:
-        InexpressibleInteger: an integer stands where this cannot express it.
+        InexpressibleInteger: an integer is where this cannot express it.
     """
     return _ExactRules(document, options, add).rule(
         {key: value for key, value in document.items() if key not in ("$defs", "$schema")}
@@ -204,7 +204,7 @@ class _ExactRules:
         if rest is not False and most != len(first):
             up_to = "" if most is None else most - len(first)
             tail = self._add(f"({self._comma} {self.rule(rest)}){{{num_rest},{up_to}}}")
-        # The tail begins with a comma, so that it cannot stand alone.
+        # The tail begins with a comma, so that it cannot be alone.
         alone = '""' if least == 0 else ""
         if not first:
             if not tail:

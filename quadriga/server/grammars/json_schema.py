@@ -49,7 +49,7 @@ _DRAFT = re.compile(r"https?://json-schema\.org/(draft(-0[467]|/2019-09|/2020-12
 # Every integer below this is a double, and so is the one after it.
 MAX_EXACT_INTEGER = 2**53
 MAX_DIGITS_OF_BOUND = 60
-# A pattern with at most so many texts becomes names of properties.
+# Largest number of texts of a pattern that becomes names of properties.
 MAX_NAMES_OF_PATTERN = 64
 MAX_SHOWN_CHARS = 80
 _INEXACT: Final = object()
@@ -136,7 +136,7 @@ class _Scope(NamedTuple):
 
     Attributes:
         root: the schema, to which references are relative.
-        path: where it stands.
+        path: where it is.
     """
 
     root: Schema

@@ -156,7 +156,7 @@ def log_fields(level: int, message: str, **fields: Any) -> None:
     Args:
         level: a severity of the logging module.
         message: the line in text.
-        fields: values that JSON can represent; None stands for an unknown value.
+        fields: values that JSON can represent; None is an unknown value.
     """
     logging.log(level, "%s", message, extra={_FIELDS: fields})
 

@@ -59,7 +59,7 @@ def with_aliases(config: dict[str, Any], names: dict[str, str]) -> dict[str, Any
 def require(config: dict[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
     """Raise ModelError if config.json has a value that is not `allowed`.
 
-    A missing key stands for the first of `allowed`.
+    A missing key means the first of `allowed`.
     """
     value = config.get(key, allowed[0])
     if value not in allowed:

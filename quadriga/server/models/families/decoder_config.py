@@ -346,7 +346,7 @@ class DecoderConfig:
         """Return the sizes of one of `tp_size` ranks.
 
         Raises:
-            ConfigError: The model cannot be split over so many ranks.
+            ConfigError: The model cannot be split over this number of ranks.
         """
         if tp_size == 1:
             return self

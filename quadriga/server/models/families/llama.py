@@ -499,7 +499,7 @@ def seed_oss(config: dict[str, Any]) -> DecoderConfig:
 
 
 def smollm3(config: dict[str, Any]) -> DecoderConfig:
-    """Read a SmolLM3's config.json: 1 in `no_rope_layers` stands for a layer that rotates."""
+    """Read a SmolLM3's config.json: 1 in `no_rope_layers` is a layer that rotates."""
     config = with_defaults(
         config, num_key_value_heads=4, rope_theta=2000000.0, tie_word_embeddings=True
     )
@@ -561,7 +561,7 @@ def gpt_oss(config: dict[str, Any]) -> DecoderConfig:
     require(config, "hidden_act", ("silu",))
     require(config, "swiglu_alpha", (1.702,))
     require(config, "swiglu_limit", (7.0,))
-    # An empty object stands for positions that are not scaled.
+    # An empty object means positions that are not scaled.
     if config.get("rope_parameters") is None and not config.get("rope_scaling"):
         config = config | {"rope_scaling": GPT_OSS_ROPE}
     bias = setting(config, "attention_bias", True)

@@ -50,7 +50,7 @@ def gemma2_config(values: Mapping[str, Any], _: TensorIndex) -> dict[str, Any]:
         "architectures": ["Gemma2ForCausalLM"],
         "sliding_window": values.get("attention.sliding_window", 4096),
         "layer_types": _gemma3_layer_types(values, 2),
-        # 0 stands for none.
+        # 0 means none.
         "attn_logit_softcapping": values.get("attn_logit_softcapping", 50.0) or None,
         "final_logit_softcapping": values.get("final_logit_softcapping", 30.0) or None,
         "rope_theta": theta,
@@ -153,7 +153,7 @@ def olmo2_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def phi3_config(values: Mapping[str, Any], _: TensorIndex) -> dict[str, Any]:
-    """Return the config; a window of 0 tokens stands for none."""
+    """Return the config; a window of 0 tokens means none."""
     heads, hidden_size = values["attention.head_count"], values["embedding_length"]
     head_dim = values.get("attention.key_length", hidden_size // heads)
     return {

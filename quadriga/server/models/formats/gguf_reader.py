@@ -38,7 +38,7 @@ MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
 LAYER_VALUES = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 _SIZE = (Annotated[int, Meta(ge=1, le=MAX_SIZE)], f"a whole number from 1 to {MAX_SIZE}")
 _COUNT = (Annotated[int, Meta(ge=0, le=MAX_SIZE)], f"a whole number from 0 to {MAX_SIZE}")
-# An id that no vocabulary has stands for none in some files.
+# An id that no vocabulary has means none in some files.
 _TOKEN_ID = (Annotated[int, Meta(ge=0, le=2**32 - 1)], "a token id")
 _NUMBER, _BOOL, _TEXT = (float, "a number"), (bool, "a truth value"), (str, "a text")
 # Types of values, and the words that an error has for them, by keys without the architecture.

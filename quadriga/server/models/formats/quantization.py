@@ -242,7 +242,7 @@ def _block(value: Any) -> tuple[int, int]:
 
 
 def _map(settings: Settings, key: str) -> Settings:
-    """Return a setting that is a map; an empty one stands for a missing or null one."""
+    """Return a setting that is a map; an empty one for a missing or null one."""
     value = settings.get(key)
     if not isinstance(value, Mapping | None):
         _refuse(key, value, ("a map",))
@@ -258,7 +258,7 @@ def _targets(where: str, value: Any) -> tuple[str, ...]:
 
 
 def _require(settings: Settings, key: str, allowed: tuple[Any, ...], where: str = "") -> Any:
-    """Return a setting; the first of `allowed` stands for a missing or null one."""
+    """Return a setting; the first of `allowed` for a missing or null one."""
     value = settings.get(key)
     if value is None:
         return allowed[0]
