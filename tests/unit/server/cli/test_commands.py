@@ -5,7 +5,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from quadriga.sampling.params import SamplingParams
 from quadriga.server.cli import chat
 from quadriga.server.cli.main import main
 from tests.unit.fake_server import FakeServer, running_fake_server
+from tests.waiting import wait_until
 
 
 class FakeClient:
@@ -222,10 +222,7 @@ def test_an_answer_that_is_left_is_aborted_without_a_word(
             assert process.stderr.read() == b""
         finally:
             process.kill()
-    deadline = time.monotonic() + 10
-    while not server.aborts:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: server.aborts, 10)
 
 
 def test_an_answer_that_cannot_be_written_is_an_error_in_one_line(server: FakeServer) -> None:
@@ -243,10 +240,7 @@ def test_a_key_stops_an_answer_of_a_server_that_is_slow(server: FakeServer) -> N
         try:
             process.stdin.write("silent\n")
             process.stdin.flush()
-            deadline = time.monotonic() + 20
-            while not server.requests:
-                assert time.monotonic() < deadline and process.poll() is None
-                time.sleep(0.01)
+            wait_until(lambda: server.requests or process.poll() is not None, 20)
             process.send_signal(signal.SIGINT)
             out, err = process.communicate("/clear\nHello\n", timeout=20)
         finally:
