@@ -12,7 +12,7 @@ from quadriga.wire.packing import unpack_ids
 from quadriga.wire.worker import StepResult
 from scheduler_proc.planning.admission import CoreState
 from scheduler_proc.planning.batching import Batching
-from scheduler_proc.planning.flags import make_batching
+from scheduler_proc.planning.flags import make_batching, make_queue, make_turns
 from scheduler_proc.planning.prefill import CoreParts, PrefillBudget, PrefillPlanner
 from scheduler_proc.planning.retraction import PageGrowth, Retraction
 from scheduler_proc.planning.speculation import make_guess_policy
@@ -182,7 +182,8 @@ class SchedulerCore:
         self.offload: KVOffload = NoOffload()
         if stored is not None:
             self.offload = TieredOffload(kv, stored, offload_stats)
-        self._state = state = CoreState(args, kv, self.offload)
+        waiting = make_queue(args, kv.match_prefix, kv.page_size)
+        self._state = state = CoreState(args, kv, self.offload, waiting, make_turns(args))
         self.admission = state.admission
         self.waiting = state.waiting
         self.quarantine = state.quarantine

@@ -6,9 +6,9 @@ which every part of the core decides.
 
 from quadriga.errors import PromptTooLong, RequestFailed
 from quadriga.server.config.engine_args import SchedulerArgs
-from scheduler_proc.planning.fairness import make_queue, make_turns
+from scheduler_proc.planning.policies import WaitingQueue
 from scheduler_proc.planning.quarantine import Quarantine, is_quarantined
-from scheduler_proc.state.batch import RunningBatch
+from scheduler_proc.state.batch import NextRows, RunningBatch
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.kv_offload import KVOffload
 from scheduler_proc.state.request import Request, RequestStatus
@@ -146,6 +146,8 @@ class CoreState:
         args: the scheduler's flags.
         kv: the pages, none of which is held yet.
         offload: what is beyond them.
+        waiting: the queue of the policy, which is empty.
+        next_rows: how decode rows are given.
 
     Attributes:
         kv: the pages.
@@ -156,15 +158,20 @@ class CoreState:
         running: the requests that decode, and those whose prompts are partly computed.
     """
 
-    def __init__(self, args: SchedulerArgs, kv: KVCache, offload: KVOffload) -> None:
+    def __init__(
+        self,
+        args: SchedulerArgs,
+        kv: KVCache,
+        offload: KVOffload,
+        waiting: WaitingQueue,
+        next_rows: NextRows,
+    ) -> None:
         self.kv = kv
         self.offload = offload
         self.admission = Admission(args, kv)
-        self.waiting = make_queue(args, kv.match_prefix, kv.page_size)
+        self.waiting = waiting
         self.quarantine = Quarantine()
-        self.running = RunningBatch(
-            args.max_batch_size, args.batch_concurrency_beside, make_turns(args)
-        )
+        self.running = RunningBatch(args.max_batch_size, args.batch_concurrency_beside, next_rows)
 
     def queue(self, request: Request) -> None:
         """Let a request without a slot wait."""

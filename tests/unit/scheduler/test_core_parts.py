@@ -4,7 +4,7 @@ import pytest
 
 from quadriga.server.config.engine_args import SchedulerArgs
 from scheduler_proc.planning.admission import CoreState
-from scheduler_proc.planning.flags import make_batching
+from scheduler_proc.planning.flags import make_batching, make_queue, make_turns
 from scheduler_proc.planning.retraction import PageGrowth, Retraction
 from scheduler_proc.state.batch import Plan, ScheduleBatch
 from scheduler_proc.state.kv_cache import KVCache
@@ -21,7 +21,8 @@ class Parts:
     def __init__(self, num_pages: int, batching: str = "continuous") -> None:
         args = SchedulerArgs(max_running_requests=4, max_batch_size=4, batching=batching)
         self.kv = KVCache(num_pages, PAGE_SIZE, prefix_cache=False)
-        self.state = CoreState(args, self.kv, NoOffload())
+        waiting = make_queue(args, self.kv.match_prefix, PAGE_SIZE)
+        self.state = CoreState(args, self.kv, NoOffload(), waiting, make_turns(args))
         self.batching = make_batching(args, self.state)
         self.growth = PageGrowth(
             self.state, self.batching, Retraction(args, self.state, num_retractions=0)
