@@ -33,8 +33,6 @@ from quadriga.server.processes.replicas import (
 from quadriga.wire.curve import inner_key_id
 from quadriga.wire.links import ReservedPort
 
-# The number of replicas, as the load of the server asks for it.
-
 
 class Autoscaler:
     """Looks at the load when it is reported, and when a decision is due.

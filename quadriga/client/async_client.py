@@ -56,9 +56,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-# What a client can ask a server beside completions.
-
-
 class ServerQuestions(ServerSession):
     """Asks a server for its state, for traces and progress of requests, and for token ids."""
 
@@ -276,9 +273,6 @@ class ServerQuestions(ServerSession):
             lambda name: Detokenize(PROTOCOL_VERSION, name, packed, skip_special_tokens), timeout
         )
         return answer.text
-
-
-# AsyncClient: one connection to a server, any number of requests at once.
 
 
 class AsyncClient(ServerQuestions):

@@ -124,9 +124,6 @@ def _endpoint_in(answer: bytes) -> str:
     return endpoint if isinstance(endpoint, str) else ""
 
 
-# A client's socket, and the state of its connection to the server.
-
-
 class LinkEvents(NamedTuple):
     """Callbacks of a link; `on_refusal` is called with the reason."""
 

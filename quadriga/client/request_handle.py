@@ -25,8 +25,6 @@ from quadriga.errors import (
 from quadriga.wire.client import Accepted, AnyErrorInfo, Chunk, End, Generate
 from quadriga.wire.packing import unpack_ids
 
-# The text and tokens of one choice that have arrived so far.
-
 
 class ChunkGap(Exception):
     """A chunk before this one is missing."""

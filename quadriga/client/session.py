@@ -55,9 +55,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# The requests and questions of a client that the server has not finished.
-
-
 class InflightRequests:
     """Passes each message of the server to the request or question that it belongs to.
 
@@ -229,9 +226,6 @@ class InflightRequests:
             return
         if handle.abort_requested:
             self._send(Abort(PROTOCOL_VERSION, handle.request_id))
-
-
-# A session with a server: the connection, and what is open on it.
 
 
 class ServerSession:

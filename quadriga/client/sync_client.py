@@ -188,9 +188,6 @@ async def _drain(tasks: set[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*pending, return_exceptions=True)
 
 
-# Client: AsyncClient for programs without an event loop.
-
-
 class Client:
     """One connection to a server, for programs without an event loop. Call it from any thread.
 

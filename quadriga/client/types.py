@@ -21,8 +21,6 @@ from quadriga.wire.client import ChatMessage, ChatOptions, Usage
 from quadriga.wire.logprobs import Logprobs, PromptLogprobs
 from quadriga.wire.packing import pack_ids, unpack_floats, unpack_ids
 
-# Log-probabilities in the form that a client reads.
-
 
 class LikelyToken(NamedTuple):
     """One of the likeliest tokens at its position.

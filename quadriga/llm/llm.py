@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-# The flags of a server as keywords of LLM.
-
-
 class ServerFlags(TypedDict, total=False):
     """Flags of the server, without those of the endpoint and the web gateway.
 

@@ -1,4 +1,4 @@
-"""A process of the server, seen from the launcher; runtime/control_channel.py is the other end.
+"""A process of the server, seen from the launcher; control_channel.py is the other end.
 
 STARTING --ready--> READY --stop_for_reload--> RELOADING
     |                 |                            |
