@@ -116,16 +116,15 @@ SERVERS = {
     # One request at a time, short queues, tenants, and small bounds.
     "keys": Plan(
         [*FLAGS, "--keys", "$home/keys.yaml", "--api-key", OPERATOR, "--allowed-origins", PAGE,
-         "--max-body-bytes", "4096", "--max-file-bytes", "2000", "--max-running-requests", "1",
-         "--max-queued-requests", "8", "--max-resumable-streams", "2", "--max-open-batches", "7",
-         "--max-background-responses", "7", "--no-ui", "--schedule-policy", "priority"],
+         "--max-body-bytes", "4096", "--max-running-requests", "1",
+         "--max-queued-requests", "8", "--no-ui", "--schedule-policy", "priority"],
         headers={"Authorization": f"Bearer {OPERATOR}"},
         files={"keys.yaml": _key_file()},
     ),
     # A base model in two replicas, which stores nothing.
     "base": Plan(
         [*FLAGS, "--no-store", "--no-ui", "--dp", "2", "--load-balance-method", "round-robin",
-         "--resumable-streams", "--allow-auto-truncate", "--default-max-tokens", "8",
+         "--allow-auto-truncate", "--default-max-tokens", "8",
          "--context-length", "128", "--allowed-hosts", "llm.example.org"],
         chats=False,
     ),
@@ -1206,7 +1205,7 @@ BASE_CALLS = [
     _based("completion_of_second_replica", "POST /v1/completions", ASK),
     _based("cached", "POST /v1/completions", {**ASK, "prompt": [300] * 40}),
     _based("stream", "POST /v1/completions", {**ASK, "stream": True},
-           headers={"X-Request-Id": "base-1"}),
+           headers={"X-Request-Id": "base-1", "X-Resumable": "true"}),
     _based("stream_resumed", "GET /v1/streams/base-1?starting_after=2"),
     _based("stream_not_resumable", "POST /v1/completions", {**ASK, "stream": True},
            headers={"X-Resumable": "false"}),
