@@ -1,4 +1,7 @@
-"""Draw a measured run and a simulated one. Needs matplotlib."""
+"""Draw a measured run and a simulated one. Needs matplotlib.
+
+The style of all plots comes first: sizes, colors, titles, distributions and limits.
+"""
 
 import importlib
 from collections.abc import Iterable, Sequence
@@ -13,6 +16,8 @@ from bench.client.load_generator import RequestRecord
 from bench.report.metrics import awaiting_first_token, in_flight, token_rates
 from simulator.latency import MS, Slo
 from simulator.records import Records, RecordSample
+
+# Draw a measured run and a simulated one. Needs matplotlib.
 
 # The style of all plots: sizes, colors, titles, distributions and limits. Needs matplotlib.
 

@@ -19,7 +19,7 @@ BENCHES_OF_THE_WORKER = {
     "bench/gpu/products.py",
     "bench/gpu/profile.py",
     "bench/peers/models.py",
-    "bench/quality/measure.py",
+    "bench/quality.py",
     "bench/roofline/formats.py",
     "bench/roofline/machine_speed.py",
     "bench/worker_steps.py",

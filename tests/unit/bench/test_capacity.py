@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 
-from bench.capacity import command
-from bench.capacity import command as planner
-from bench.capacity import command as real_runs
-from bench.capacity import command as search
-from bench.capacity.answer import Answer, LatencyTarget, Point, are_kept, document, text
-from bench.capacity.command import Simulation, highest_rate
+from bench.capacity import __main__ as capacity
+from bench.capacity.__main__ import (
+    Answer,
+    LatencyTarget,
+    Point,
+    Simulation,
+    are_kept,
+    document,
+    highest_rate,
+    text,
+)
 from bench.client.load_generator import RequestRecord
 from bench.client.resources import Cost
 from bench.client.server import free_port
@@ -41,8 +46,8 @@ TARGETS = [LatencyTarget("ttft", "p99", 500.0), LatencyTarget("tpot", "p50", 40.
 @pytest.fixture(autouse=True)
 def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate few requests per rate."""
-    monkeypatch.setattr(search, "MIN_SIMULATED", 20)
-    monkeypatch.setattr(search, "MAX_SIMULATED", 60)
+    monkeypatch.setattr(capacity, "MIN_SIMULATED", 20)
+    monkeypatch.setattr(capacity, "MAX_SIMULATED", 60)
 
 
 def spread(ms: float) -> Percentiles:
@@ -81,11 +86,11 @@ def test_a_run_is_within_the_limits_if_every_percentile_is_and_few_requests_fail
 def test_bisection_finds_the_highest_rate(limit: float) -> None:
     found = highest_rate(lambda rate: rate <= limit)
     assert found is not None
-    assert limit / search.PRECISION <= found <= limit
+    assert limit / capacity.PRECISION <= found <= limit
 
 
 def test_no_rate_beyond_the_highest_one_is_found() -> None:
-    assert highest_rate(lambda rate: rate <= 2 * search.MAX_RATE) == search.MAX_RATE
+    assert highest_rate(lambda rate: rate <= 2 * capacity.MAX_RATE) == capacity.MAX_RATE
 
 
 def test_bisection_finds_nothing_where_nothing_holds() -> None:
@@ -140,10 +145,11 @@ def test_the_answer_is_one_line_and_a_table() -> None:
 
 
 def test_the_answer_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from bench.capacity import plot
+    from bench.report import plots
 
-    plot.draw(tmp_path / "capacity.png", answer())
+    pytest.importorskip("matplotlib")
+
+    capacity.draw(plots, tmp_path / "capacity.png", answer())
     assert (tmp_path / "capacity.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -172,11 +178,11 @@ def test_the_command_predicts_and_verifies_a_rate(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(planner, "PROBE_S", 0.1)
+    monkeypatch.setattr(capacity, "PROBE_S", 0.1)
     out = tmp_path / "out.json"
     flags = f"--slo ttft_p99:5000 --endpoint {server.endpoint} --cost-model {model_file}"
     flags += f" --verify-seconds 0.01 --max-new-tokens 2 --json {out}"
-    assert command.main(flags.split()) == 0
+    assert capacity.main(flags.split()) == 0
     written = json.loads(out.read_text())
     measured = [point for point in written["points"] if point["measured"]]
     assert written["verified"]
@@ -191,11 +197,11 @@ def test_limits_that_no_rate_can_hold_are_explained(
     server: FakeServer, model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(planner, "PROBE_S", 0.1)
-    monkeypatch.setattr(planner, "LOWEST_PROBE_RATE", 50.0)
+    monkeypatch.setattr(capacity, "PROBE_S", 0.1)
+    monkeypatch.setattr(capacity, "LOWEST_PROBE_RATE", 50.0)
     out = tmp_path / "out.json"
     flags = f"--slo ttft_p50:0.0001 --endpoint {server.endpoint} --cost-model {model_file}"
-    assert command.main([*flags.split(), "--json", str(out)]) == 1
+    assert capacity.main([*flags.split(), "--json", str(out)]) == 1
     assert "no rate is within TTFT p50 0.0001 ms: " in capsys.readouterr().out
     written = json.loads(out.read_text())
     assert written["request_rate"] is None
@@ -205,19 +211,19 @@ def test_limits_that_no_rate_can_hold_are_explained(
 def test_a_rate_that_a_real_run_held_is_found_where_the_simulator_says_that_there_is_none(
     server: FakeServer, model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planner, "PROBE_S", 0.1)
+    monkeypatch.setattr(capacity, "PROBE_S", 0.1)
     answers = iter([50.0, 1e6])
-    monkeypatch.setattr(planner, "highest_rate", lambda _: next(answers, None))
+    monkeypatch.setattr(capacity, "highest_rate", lambda _: next(answers, None))
     tried: list[float] = []
 
     async def run(_: Any, rate: float, seconds: float) -> tuple[TraceSpec, Result]:
         tried.append(rate)
         return LOAD, result(summary(ttft=100.0 if rate <= 200 else 9000.0))
 
-    monkeypatch.setattr(real_runs.RealServer, "run", run)
+    monkeypatch.setattr(capacity.RealServer, "run", run)
     out = tmp_path / "out.json"
     flags = f"--slo ttft_p99:5000 --endpoint {server.endpoint} --cost-model {model_file}"
-    assert command.main([*flags.split(), "--json", str(out)]) == 0
+    assert capacity.main([*flags.split(), "--json", str(out)]) == 0
     assert tried == [20.0, 1e6, 20.0, 26.0]
     assert json.loads(out.read_text())["request_rate"] == 26.0
 
@@ -236,7 +242,7 @@ def test_a_rate_that_a_real_run_held_is_found_where_the_simulator_says_that_ther
 def test_flags_that_cannot_work_are_refused_in_one_line(
     flags: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.main(flags.split()) == 2
+    assert capacity.main(flags.split()) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1

@@ -6,10 +6,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.quality import command as quality
-from bench.quality.command import manual_prose, parse, table, texts_of
-from bench.quality.measure import score_reference, score_variant
-from bench.quality.metrics import Score, ScoredTexts, Surprise, common_prefix, divergences
+from bench import quality
+from bench.quality import (
+    Score,
+    ScoredTexts,
+    Surprise,
+    common_prefix,
+    divergences,
+    manual_prose,
+    parse,
+    score_reference,
+    score_variant,
+    table,
+    texts_of,
+)
 from quadriga.errors import ConfigError
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.models.resolve import resolve_model

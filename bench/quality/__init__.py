@@ -1,1 +1,0 @@
-"""Compare number formats with float32: `python -m bench.quality`."""
