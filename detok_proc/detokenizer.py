@@ -65,7 +65,8 @@ class Detokenizer:
 
     Args:
         tokenizer: for the ids.
-        stream_interval: a streamed request gets its first token at once, then every so many.
+        stream_interval: number of tokens between two chunks of a streamed request, after the
+            first, which is sent at once.
         clock: returns Unix seconds.
         slice_s: length of a slice.
     """

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"
 # SentencePiece writes a space so.
 WORD_START = "\u2581"
-# At most so many tokens are held back until they are whole characters.
+# Largest number of tokens that are held back until they are whole characters.
 WINDOW_TOKENS = 32
 # A character of UTF-8 has at most 4 bytes, so that this many may begin one.
 MAX_OPEN_BYTES = 3
@@ -188,7 +188,8 @@ class WindowedDecoder:
     that the ids since the last certain text are decoded behind tokens before them, the anchor.
     These are all tokens while the text has not begun, and then a plain one and the last one. Ids
     are held back while they may still become other characters, but at most WINDOW_TOKENS of them.
-    Only if so many bytes in a row are no valid UTF-8 may the number of U+FFFD differ from decode's.
+    Only where WINDOW_TOKENS tokens in a row are no valid UTF-8 may the number of U+FFFD differ from
+    decode's.
     """
 
     __slots__ = ("_anchor", "_anchor_text", "_has_begun", "_prompt_text", "_skipped",

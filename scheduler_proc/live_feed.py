@@ -40,8 +40,8 @@ from scheduler_proc.state.request import FinishReason, Request, RequestStatus
 
 # The prefix tree in a few numbers: chains of pages merged, within fixed bounds of time and size.
 #
-# A tree may have a hundred thousand pages. Only so many are looked at in one message, and those
-# that requests hold come first.
+# A tree may have a hundred thousand pages. At most MAX_VISITED_PAGES are looked at in one message,
+# those that requests hold first.
 
 MAX_VISITED_PAGES = 2048
 MAX_CHILDREN_SEEN = 512  # of one node

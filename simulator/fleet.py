@@ -28,8 +28,8 @@ from tokenizer_proc.replicas.router import Routed, Router
 
 # The frontend's router in a simulation of several replicas.
 
-# One in so many decisions and reports is timed: to read the CPU time of a thread is a system call,
-# in which a busy machine runs other processes.
+# One in TIMED_EVERY decisions and reports is timed: to read the CPU time of a thread is a system
+# call, in which a busy machine runs other processes.
 TIMED_EVERY = 16
 
 

@@ -85,7 +85,7 @@ def read_server_log(path: Path, last_s: float | None = None) -> list[MeasuredCho
 
     Args:
         path: what a server with --log-format json and --log-requests wrote.
-        last_s: only the requests that arrived in so many seconds before the last arrival.
+        last_s: seconds before the last arrival in which the requests arrived.
 
     Raises:
         ConfigError: the file cannot be read, or has no such request.

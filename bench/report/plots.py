@@ -17,8 +17,6 @@ from bench.report.metrics import awaiting_first_token, in_flight, token_rates
 from simulator.latency import MS, Slo
 from simulator.records import Records, RecordSample
 
-# Draw a measured run and a simulated one. Needs matplotlib.
-
 # The style of all plots: sizes, colors, titles, distributions and limits. Needs matplotlib.
 
 # pyplot would look for a screen; the figure alone does not.

@@ -65,7 +65,7 @@ class AnswerInput:
         """Wait for the next piece.
 
         Raises:
-            EndOfAnswer: There is none.
+            EndOfAnswer: there is none.
         """
         if self.is_ended:
             raise EndOfAnswer

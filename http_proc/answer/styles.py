@@ -112,7 +112,7 @@ class CallContext(NamedTuple):
         """Begin a call. The text consumed for it can no longer be returned as text.
 
         Raises:
-            UnexpectedText: The name is not valid, or it is of no tool of the request and must be.
+            UnexpectedText: the name is not valid, or it is of no tool of the request and must be.
         """
         if len(name) > MAX_NAME_LENGTH or not _NAME.fullmatch(name):
             raise UnexpectedText
@@ -127,7 +127,7 @@ class CallContext(NamedTuple):
         The mark is not consumed.
 
         Raises:
-            UnexpectedText: The text is too long for a name.
+            UnexpectedText: the text is too long for a name.
         """
         pieces: list[str] = []
         length = 0
@@ -154,7 +154,7 @@ class CallBody(Protocol):
         """Parse a call that begins here, after whitespace.
 
         Raises:
-            UnexpectedText: The text is not a call, or the arguments of the begun call are broken.
+            UnexpectedText: the text is not a call, or the arguments of the begun call are broken.
         """
 
 
@@ -272,7 +272,7 @@ class _Arguments:
         """Set the name of the call, and write the call if its arguments have arrived.
 
         Raises:
-            UnexpectedText: The name is empty, or it is of no tool and must be.
+            UnexpectedText: the name is empty, or it is of no tool and must be.
         """
         if not name or (self.needs_known_name and name not in self._context.tools):
             raise UnexpectedText
@@ -285,7 +285,7 @@ class _Arguments:
         """End a call without arguments at the end of its object.
 
         Raises:
-            UnexpectedText: The object has no name either, or lacks the marks of a format that has
+            UnexpectedText: the object has no name either, or lacks the marks of a format that has
                 marks, so that it is not a call.
         """
         marks = self._context.marks
@@ -372,7 +372,7 @@ class _UnwrappedObject:
         """Take the next piece.
 
         Raises:
-            UnexpectedText: It is not part of an object.
+            UnexpectedText: it is not part of an object.
         """
         self.is_empty = False
         self._runner.push(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
@@ -382,7 +382,7 @@ class _UnwrappedObject:
         """End the text.
 
         Raises:
-            UnexpectedText: The object has not ended.
+            UnexpectedText: the object has not ended.
         """
         try:
             self._runner.finish()

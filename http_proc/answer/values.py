@@ -132,7 +132,7 @@ def _unicode_escape(source: AnswerInput) -> Steps[str]:
 
 
 def _need(source: AnswerInput, length: int) -> Steps[None]:
-    """Wait until so many characters of an escape have arrived."""
+    """Wait until `count` characters of an escape have arrived."""
     while len(source.text) - source.at < length:
         yield from source.more()
 
@@ -240,7 +240,7 @@ class ValueCopier:
         """Copy one value.
 
         Raises:
-            UnexpectedText: The text is not a value. What was valid is written.
+            UnexpectedText: the text is not a value. What was valid is written.
         """
         yield from self._copy([], needs_value=True)
 

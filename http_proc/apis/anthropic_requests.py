@@ -375,8 +375,6 @@ class _Converter:
         return {"id": block.id, "type": "function", "function": function}
 
 
-# Errors in Anthropic's format.
-
 # The SDK retries 408, 409, 429 and everything from 500 on, so that the statuses stay as they are.
 _TYPES = {
     401: "authentication_error",

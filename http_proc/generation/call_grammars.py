@@ -491,8 +491,6 @@ def harmony_answer(content: Format) -> Format:
     return _harmony_message([final], [_ANALYSIS, _PREAMBLE])
 
 
-# Grammars of tool calls: for calls that are forced, and for calls within free text.
-
 # The form of a forced call where the model's own cannot be made to obey the tools: one JSON object.
 PLAIN_CALL = CallFormat(style=CallStyle.JSON)
 

@@ -193,7 +193,7 @@ class FileStore:
         return file
 
     def check_length(self, num_bytes: int) -> None:
-        """Raise a 413 for an upload of which so many bytes are announced."""
+        """Raise a 413 for an upload that announces too many bytes."""
         # A multipart body is a little larger than its file.
         if num_bytes > self._max_file_bytes + 64 * 1024:
             raise self._too_large()

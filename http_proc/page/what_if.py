@@ -242,7 +242,7 @@ class WhatIfVariant(RequestBody):
 
 
 class WhatIfRequest(RequestBody):
-    """POST /v1/what_if. last_s: the requests that arrived in so many seconds until now."""
+    """POST /v1/what_if. last_s: seconds until now in which the requests arrived."""
 
     variants: list[WhatIfVariant] = msgspec.field(default_factory=list)
     last_s: float = DEFAULT_LAST_S

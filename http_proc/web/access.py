@@ -144,7 +144,7 @@ class HostRule:
     """The names under which the gateway may be called.
 
     Attributes:
-        names: Lower-case names without ports; one that begins with "." stands for all below it.
+        names: lower-case names without ports; one that begins with "." stands for all below it.
     """
 
     names: tuple[str, ...]

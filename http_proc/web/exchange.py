@@ -31,8 +31,6 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
 
-# Receive.
-
 
 def request_id(request: web.Request) -> str:
     """Return the client's X-Request-Id if it is well-formed, else a new id."""

@@ -130,8 +130,6 @@ class ChoiceStream:
         )
 
 
-# A request under way, seen by its client.
-
 # Called with each chunk of a request when it arrives, or with the error that ends it.
 Sink = Callable[[StreamChunk | QuadrigaError], None]
 # Called once, before each chunk, when the server has prepared a request.

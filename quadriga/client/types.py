@@ -82,8 +82,6 @@ def read_prompt_logprobs(data: PromptLogprobs) -> list[TokenLogprob]:
     return read_logprobs(unpack_ids(data.token_ids).tolist(), data.logprobs)
 
 
-# Checks of a call's arguments, with errors in the caller's words.
-
 # Chat templates may know further roles, so that only a misspelt one of these is refused.
 COMMON_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_SHOWN_CHARS = 40

@@ -279,8 +279,6 @@ def _close_in_fork() -> None:
 os.register_at_fork(after_in_child=_close_in_fork)
 
 
-# LLM: generate text in a program, without a server that is started by hand.
-
 # The server is ready, but a machine under load may take a while to answer.
 CONNECT_TIMEOUT_S = 30.0
 

@@ -221,7 +221,7 @@ WorkerMessage = (
 
 
 class DraftCost(msgspec.Struct, array_like=True, frozen=True):
-    """Seconds of a step that drafts guesses in so many rows."""
+    """Seconds of a step that drafts tokens in `num_rows` rows."""
 
     num_rows: int
     seconds: float

@@ -134,8 +134,6 @@ def stream_replay(request: Request) -> StreamReplay:
     )
 
 
-# The record of what happened in one step, from which detokenizer and journal are fed.
-
 MAX_TOP_LOGPROBS = int(LIMITS["logprobs"].maximum or 0)
 
 

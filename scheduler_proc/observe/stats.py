@@ -115,8 +115,6 @@ def _add(counts: Counts, more: Counts) -> None:
         counts[index] += count
 
 
-# Counters of the scheduler, for the server info and the bench.
-
 RECENT_STEPS = 4096
 ABORTED_BY = (CLIENT, CLIENT_LOST, SERVER_STOPPING)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -17,7 +17,7 @@ from scheduler_proc.state.request import Request, RequestFailure, RetractReason,
 
 # The rows of one step (ScheduleBatch), and the requests that decode (RunningBatch).
 
-# Returns the requests that have the next so many rows, and moves them to the end.
+# Returns the requests that have the next rows, as many as asked for, and moves them to the end.
 NextRows = Callable[[dict[int, Request], int], list[Request]]
 
 

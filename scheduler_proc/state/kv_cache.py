@@ -65,11 +65,11 @@ class KVCache:
         return self.num_pages * self.page_size
 
     def pages_for(self, num_tokens: int) -> int:
-        """Return the number of pages that hold so many tokens."""
+        """Return the number of pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def min_pages(self, num_tokens: int) -> int:
-        """Return the number of pages without which a request of so many tokens cannot run."""
+        """Return the number of pages without which a request of `num_tokens` tokens cannot run."""
         return self.pages_for(num_tokens)
 
     def growth(self, requests: Iterable[Request], max_tokens: int) -> int:

@@ -182,8 +182,6 @@ def _allows_jump_forward(params: SamplingParams, grammar: GrammarForm) -> bool:
 _DEFAULTS = SlotSamplingParams(num_prompt=0)
 
 
-# The state of one request, from the waiting queue to its end.
-
 # Of a request without a target. It bounds for how long others with a target go first.
 DEFAULT_TTFT_TARGET_S = 5.0
 BACKGROUND_PRIORITY = LIMITS["priority"].minimum

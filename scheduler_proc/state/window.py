@@ -136,7 +136,7 @@ class WindowedKVCache(KVCache):
     # --- sizes ------------------------------------------------------------------------------------
 
     def min_pages(self, num_tokens: int) -> int:
-        """Return the number of pages without which a request of so many tokens cannot run."""
+        """Return the number of pages without which a request of `num_tokens` tokens cannot run."""
         return min(self.pages_for(num_tokens), self._num_seen + 1)
 
     def growth(self, requests: Iterable[Request], max_tokens: int) -> int:

@@ -110,5 +110,5 @@ class OverloadGuard:
 
 
 def _retry_after_s(seconds: float) -> int:
-    """Return the hint for something that is expected in so many seconds."""
+    """Return the hint for something that is expected in `seconds` seconds."""
     return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, math.ceil(seconds)))

@@ -87,8 +87,8 @@ class RequestOwners:
         """Raise InvalidRequest where a client may not do what concerns all tenants.
 
         Args:
-            client: Its ZMQ identity.
-            what: The beginning of the reason, to which "all of them" is added.
+            client: its ZMQ identity.
+            what: the beginning of the reason, to which "all of them" is added.
         """
         if self._file is not None and not self._is_gateway(client):
             raise InvalidRequest(

@@ -22,7 +22,7 @@ from quadriga.wire.packing import unpack_ids, unpack_integer
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_TIMEOUT_S = 7 * 24 * 3600
-# So many bytes hold the first fields of every message whose request_id is not too long.
+# Bytes that hold the first fields of every message whose request_id is not too long.
 NUM_PEEKED_BYTES = 1024
 # Kinds of grammars that are JSON, and keys of a schema whose values no text has to obey.
 JSON_GRAMMARS = ("json_schema", "choice", "structural_tag")

@@ -134,7 +134,7 @@ def score_bias(mask: Tensor, heads: int, kv_heads: int, dtype: torch.dtype) -> T
 # products are several times as fast on a CPU as fused attention at few queries; where they are
 # large, `scaled_dot_product_attention` keeps the memory in bounds.
 
-# A group may waste half of its query-key pairs on padding, and so many more.
+# Query-key pairs that a group may waste on padding, beyond half of its own.
 PADDING_ALLOWANCE = 2048
 # Keys and values of one group and layer should stay in the last-level cache.
 MAX_GATHERED_BYTES = 4 * 1024 * 1024
@@ -435,8 +435,6 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     raw = np.zeros(int(np.prod(size)) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).view(size)
 
-
-# The engine in plain torch, for every device; the kernels are tested against it.
 
 # oneDNN packs weights for a number of rows; its layout is the same for 1 to 256.
 PACKED_FOR_ROWS = 32

@@ -453,9 +453,6 @@ class _HiddenStates:
         return (self.last_hidden_state,)[index]
 
 
-# The engine of a model of transformers: its attention goes over KV pages in plain torch.
-
-
 class TransformersEngine(Engine):
     """A model of transformers whose layers attend over pages."""
 

@@ -179,8 +179,6 @@ def _cut(weight: Tensor, style: str, part: TPRank) -> Tensor:
     return weight.detach().chunk(part.count, dim)[part.rank].clone()
 
 
-# Build a model of transformers and load its weights from safetensors.
-
 SEED_OF_DUMMY_WEIGHTS = 0
 
 

@@ -171,7 +171,7 @@ class DecodeGraphs:
         Args:
             decode: the step; the flag says that its rows may be long.
             sizes: rows of the steps to capture, ascending.
-            has_long: whether a step of so many rows runs otherwise if one of them is long.
+            has_long: whether a step of `rows` rows runs otherwise if one of them is long.
             device: the GPU.
             capture: captures a call.
             log_progress: takes the number of captured graphs, and of all, after each.

@@ -51,8 +51,6 @@ def namespace_of(args: WorkerArgs, files: ModelFiles, runner: Runner, page_bytes
     return blake2b(text, digest_size=NAMESPACE_BYTES).digest()
 
 
-# Open the tiers that the flags ask for when a worker starts.
-
 GIB = 2**30
 EXIT_FAILED = 1
 

@@ -98,8 +98,6 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
     return torch.equal(one, other)
 
 
-# Load a model's weights onto its device, in its dtype.
-
 MAX_NAMES_SHOWN = 5
 MXFP4_BITS = 4.25  # of a weight, with its part of the scale
 

@@ -143,9 +143,6 @@ def _halves(tensor: StoredTensor) -> tuple[Tensor, ...]:
     return torch.arange(tensor.shape[0]).chunk(2)
 
 
-# The contract of a model architecture.
-
-
 class Model(nn.Module):
     """A decoder over the concatenated tokens of a step, which may belong to many requests.
 

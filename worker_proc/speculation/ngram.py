@@ -259,7 +259,7 @@ class Guesser(GuessSource):
         return int(table.num_computed[slot]) + num_tokens == known
 
     def _guess_slot(self, slot: int, most: int) -> list[int]:
-        """Return at most so many guesses for a slot whose new tokens were read."""
+        """Return at most `limit` guesses for a slot whose new tokens were read."""
         text = self._slots.get(slot)
         if text is None or text.own is None:
             return []

@@ -121,9 +121,6 @@ def _only_tokens(inputs: StepInputs, sampled: SampledTokens, kept: Flags) -> Sam
     return SampledTokens(token_ids, logprobs, constrained, sampled.stored)
 
 
-# The contract of an engine, and the path through a step that every engine can take.
-
-
 class Engine(ABC):
     """A loaded model with its KV pages. The runner calls `execute`, one step at a time.
 

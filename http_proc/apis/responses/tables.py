@@ -19,10 +19,6 @@ from http_proc.apis.responses.store import Items
 from http_proc.core.body import MAX_CONTAINERS, num_containers
 from http_proc.core.errors import ApiError
 
-# An object is a response or a conversation. Its items are rows of their own, so that each is
-# found by its id. A response is open, with a job, while it is made in the background. JSON is
-# compressed.
-
 SCHEMA = """
 CREATE TABLE objects (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, kind INTEGER NOT NULL,

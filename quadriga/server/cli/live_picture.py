@@ -133,8 +133,6 @@ def _decode(data: str) -> list[LiveMessage]:
     return messages
 
 
-# What the live feed has said up to now: requests with their lanes, gauges, processes, events.
-
 LANE_STEPS = 200
 MAX_EVENTS = 100
 RATE_WINDOW_S = 5.0

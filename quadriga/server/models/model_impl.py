@@ -40,9 +40,9 @@ class PackageModel:
     """A causal language model of the package.
 
     Attributes:
-        class_name: Such as LlamaForCausalLM.
-        has_attention_interface: Its attention function can be chosen.
-        has_own_cache: It keeps a state that grows by other rules than keys and values.
+        class_name: such as LlamaForCausalLM.
+        has_attention_interface: its attention function can be chosen.
+        has_own_cache: it keeps a state that grows by other rules than keys and values.
     """
 
     class_name: str
@@ -55,8 +55,8 @@ class TransformersPackage:
     """The installed package.
 
     Attributes:
-        version: Such as 5.0.0.
-        root: Its directory.
+        version: such as 5.0.0.
+        root: its directory.
     """
 
     version: str
@@ -127,7 +127,7 @@ def choose_model_impl(files: ModelFiles) -> ModelImpl:
     """Return what runs a model by `--model-impl`; `auto` prefers a native file.
 
     Raises:
-        ModelError: Nothing that may be chosen runs the model.
+        ModelError: nothing that may be chosen runs the model.
     """
     refused_by_native = ""
     if files.model_impl != ModelImpl.TRANSFORMERS.value:
@@ -150,7 +150,7 @@ def read_native(files: ModelFiles) -> DecoderConfig:
     """Return what a model asks of a native file.
 
     Raises:
-        ModelError: No native file runs the model.
+        ModelError: no native file runs the model.
     """
     try:
         return read_architecture(files.config)
@@ -261,11 +261,11 @@ def check_servable(files: ModelFiles, quantization: str = "none") -> DecoderConf
     """Return what the model asks of a native file; None if transformers runs it.
 
     Args:
-        files: The model's files.
-        quantization: Value of --quantization.
+        files: the model's files.
+        quantization: value of --quantization.
 
     Raises:
-        ModelError: The architecture, its options or the format of the weights are not supported.
+        ModelError: the architecture, its options or the format of the weights are not supported.
     """
     impl = choose_model_impl(files)
     if quantization == "gguf" and files.weights is not None and files.tensor_index is not None:

@@ -44,7 +44,7 @@ def snapshot(
     """Return the directory of a Hub model's snapshot; a cached one is used without the network.
 
     Args:
-        model: Hub id.
+        model: hub id.
         weights: fetch *.safetensors, too.
         show_progress: show the library's progress bars.
         is_complete: whether a cached directory has all files that are needed.

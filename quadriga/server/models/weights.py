@@ -50,8 +50,8 @@ def summarize_weights(files: ModelFiles, checks_files: bool = True) -> WeightSum
     """Return the sums over all tensors.
 
     Args:
-        files: The model's files.
-        checks_files: Let the safetensors library check the files, which imports numpy.
+        files: the model's files.
+        checks_files: let the safetensors library check the files, which imports numpy.
 
     Raises:
         ModelError: a file is damaged or cut short.

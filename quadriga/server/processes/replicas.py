@@ -17,8 +17,6 @@ from quadriga.server.processes.logs import say
 from quadriga.server.processes.machine import num_usable_cores
 from quadriga.server.processes.supervisor import Death, Supervisor
 
-# The replicas of a server, as the launcher sees them: their processes, reloads, and losses.
-
 WORKER, SCHEDULER, DETOK = RING = ("worker_proc", "scheduler_proc", "detok_proc")
 FRONTEND = "tokenizer_proc"
 RECALLED = "recalled"  # state of a ReplicaChange

@@ -197,8 +197,6 @@ class Watchdog:
         return overdue
 
 
-# The supervisor: starts the processes of a server, watches them and restarts those that die.
-
 START_RETRY_S = 1.0
 
 

@@ -271,8 +271,6 @@ def _content_key(placeholder: Any) -> str:
     return found[1] if found else ""
 
 
-# Derive how a model writes its answers from its chat template.
-
 DERIVED = "derived from the chat template"
 GIVEN = "response_template of the tokenizer"
 # The form of calls that is described to a model whose template has no tools.

@@ -15,8 +15,6 @@ import msgspec
 from quadriga.server.answer_format import CallFormat, CallStyle, ReasoningFormat
 from tokenizer_proc.preparation.templates.sandbox import TemplateRanAway
 
-# Probes of a chat template: chats with known words, whose places in the prompt show the marks.
-
 USER = "Quprobe?"
 CONTENT = "Conprobe."
 REASONING = "Reaprobe."

@@ -167,9 +167,6 @@ def sum_experts(outputs: Tensor, weights: Tensor) -> Tensor:
     return out
 
 
-# A mixture of experts on a GPU.
-
-
 @dataclass(frozen=True, slots=True)
 class GroupedExperts:
     """The experts of a layer, whose weights stay where they are.

@@ -92,7 +92,7 @@ def _add_norm(
 
 
 def num_warps_of(block: int) -> int:
-    """Return the warps of a program for a row of so many columns: wide rows have more of them."""
+    """Return the warps of a program for a row of `columns` columns: wide rows have more of them."""
     return min(MAX_WARPS, max(MIN_WARPS, block // COLUMNS_OF_WARP))
 
 

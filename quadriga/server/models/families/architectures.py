@@ -79,7 +79,7 @@ def find_architecture(config: dict[str, Any]) -> str:
     """Return the key of CONFIGS for a config.json.
 
     Raises:
-        ModelError: The architecture is not supported.
+        ModelError: the architecture is not supported.
     """
     names = [config.get("model_type"), *(config.get("architectures") or [])]
     for name in names:
@@ -97,7 +97,7 @@ def read_architecture(config: dict[str, Any]) -> DecoderConfig:
     """Return what a config.json asks of the worker.
 
     Raises:
-        ModelError: The architecture, or something that the model needs, is not supported.
+        ModelError: the architecture, or something that the model needs, is not supported.
     """
     check_shared_types(config)
     architecture = find_architecture(config)
@@ -114,11 +114,11 @@ def kv_bytes_per_token(
     """Return the bytes of one token's keys and values in all layers.
 
     Args:
-        num_layers: Number of layers.
-        num_kv_heads: Number of key and value heads of a layer.
-        head_dim: Number of values of a head.
-        item_bytes: Bytes of a value.
-        int8: Each head has a scale beside its values.
+        num_layers: number of layers.
+        num_kv_heads: number of key and value heads of a layer.
+        head_dim: number of values of a head.
+        item_bytes: bytes of a value.
+        int8: each head has a scale beside its values.
     """
     scale_bytes = INT8_SCALE_BYTES if int8 else 0
     return 2 * num_layers * num_kv_heads * (head_dim * item_bytes + scale_bytes)

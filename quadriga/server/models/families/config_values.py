@@ -11,8 +11,6 @@ from msgspec import Meta
 
 from quadriga.errors import ConfigError, ModelError
 
-# Read values of a config.json, and refuse those that are not supported.
-
 # Other names of what a GPT-2, a GPT-J and models with experts have.
 GPT_ALIASES = {
     "hidden_size": "n_embd",
@@ -31,7 +29,7 @@ def setting(config: dict[str, Any], key: str, default: Any = None) -> Any:
     """Return a value of config.json, or `default` if it is missing or null.
 
     Raises:
-        ModelError: It is missing and there is no default.
+        ModelError: it is missing and there is no default.
     """
     value = config.get(key)
     if value is None:
@@ -93,7 +91,7 @@ def head_dim_of(config: dict[str, Any]) -> int:
     """Return `head_dim`, or by default the part of `hidden_size` that each head has.
 
     Raises:
-        ModelError: The heads do not divide `hidden_size`.
+        ModelError: the heads do not divide `hidden_size`.
     """
     if head_dim := config.get("head_dim"):
         return int(head_dim)
@@ -166,8 +164,8 @@ def check_shared_types(values: Mapping[str, Any], file: str = "config.json") -> 
     """Check the fields that are read of every model. Raise BrokenConfig with the field's name.
 
     Args:
-        values: Contents of config.json or generation_config.json.
-        file: Its name.
+        values: contents of config.json or generation_config.json.
+        file: its name.
     """
     _check(values, _SHARED, file, "")
 

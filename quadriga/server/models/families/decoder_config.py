@@ -71,7 +71,7 @@ class RopeScaling:
     """Rotary positions of a checkpoint; worker_proc/models/decoder.py computes them.
 
     Attributes:
-        head_dim: Channels of a head that are rotated, the first ones.
+        head_dim: channels of a head that are rotated, the first ones.
         max_length: `max_position_embeddings` in tokens; 0 if config.json has none.
         parameters: `rope_parameters` with `rope_type` and `rope_theta`.
     """
@@ -88,12 +88,12 @@ class RopeScaling:
 
         Args:
             config: config.json.
-            head_dim: Channels of a head.
-            may_be_partial: The family rotates a part of each head if config.json says so. Others
+            head_dim: channels of a head.
+            may_be_partial: the family rotates a part of each head if config.json says so. Others
                 ignore `partial_rotary_factor`.
 
         Raises:
-            ModelError: The type of scaling is not supported, or not for a part of a head.
+            ModelError: the type of scaling is not supported, or not for a part of a head.
         """
         parameters = rope_values(config)
         if nested := [key for key, value in parameters.items() if isinstance(value, dict)]:
@@ -146,8 +146,6 @@ class RopeScaling:
         return self.number("factor", self.max_length / self.original_length)
 
 
-# The description of a decoder that worker_proc/models/decoder.py builds, without torch.
-
 # Activations of an MLP, by the names that config.json has for them.
 ACTIVATIONS = {
     "silu": "silu",
@@ -193,14 +191,14 @@ class ExpertsConfig:
     """The experts that take the place of the MLP.
 
     Attributes:
-        num_experts: Experts of a layer.
-        num_chosen: Experts of a token.
-        intermediate_size: Of an expert.
-        renormalize: The weights of the chosen experts add up to 1.
-        bias: Router and experts have biases.
-        dense_layers: Indices of the layers that have an MLP instead.
-        transposed: Stacked weights are [experts, inputs, outputs].
-        interleaved: The rows of gate and up alternate in stacked weights.
+        num_experts: experts of a layer.
+        num_chosen: experts of a token.
+        intermediate_size: of an expert.
+        renormalize: the weights of the chosen experts add up to 1.
+        bias: router and experts have biases.
+        dense_layers: indices of the layers that have an MLP instead.
+        transposed: stacked weights are [experts, inputs, outputs].
+        interleaved: the rows of gate and up alternate in stacked weights.
     """
 
     num_experts: int
@@ -218,48 +216,48 @@ class DecoderConfig:
     """A decoder: token embeddings, blocks of attention and MLP, a norm and a head.
 
     Attributes:
-        vocab_size: Rows of the embedding.
-        hidden_size: Width of the residual stream.
-        intermediate_size: Width of the MLP.
-        num_layers: Number of blocks.
-        num_heads: Number of query heads.
-        num_kv_heads: Number of key and value heads.
-        head_dim: Channels of a head.
+        vocab_size: rows of the embedding.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the MLP.
+        num_layers: number of blocks.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads.
+        head_dim: channels of a head.
         norm: "rms", or "layer" with a bias.
-        norm_eps: Added to the variance.
-        norm_offset: Added to the weights of norms.
-        norm_places: Norms are before attention and MLP, after them (before their outputs are
+        norm_eps: added to the variance.
+        norm_offset: added to the weights of norms.
+        norm_places: norms are before attention and MLP, after them (before their outputs are
             added), or at both places.
-        parallel: Attention and MLP read the same residual stream.
-        qk_norm: Each head of queries and keys is normalized, or all heads of a token together.
-        qkv_bias: Queries, keys and values have biases.
-        out_bias: The attention's output projection has a bias.
-        mlp_bias: The MLP's projections have biases.
-        activation: Of the MLP, a value of ACTIVATIONS.
-        gated: The MLP multiplies its activation by a second projection.
-        experts: What takes the place of the MLP, or None.
-        ropes: Rotary positions of each layer; None: nothing is rotated.
-        interleaved_rope: Neighbouring channels are rotated together, instead of channels that are
+        parallel: attention and MLP read the same residual stream.
+        qk_norm: each head of queries and keys is normalized, or all heads of a token together.
+        qkv_bias: queries, keys and values have biases.
+        out_bias: the attention's output projection has a bias.
+        mlp_bias: the MLP's projections have biases.
+        activation: of the MLP, a value of ACTIVATIONS.
+        gated: the MLP multiplies its activation by a second projection.
+        experts: what takes the place of the MLP, or None.
+        ropes: rotary positions of each layer; None: nothing is rotated.
+        interleaved_rope: neighbouring channels are rotated together, instead of channels that are
             half the rotated ones apart.
-        num_positions: Rows of the learned position embeddings; 0: there are none.
-        position_offset: Row of position 0.
-        windows: Tokens that each layer sees; None: all.
-        attention_scale: Factor of the scores.
-        attention_softcap: Bound of the scores, or None.
-        sinks: Each head has a score without a value.
-        embedding_scale: Factor of the embeddings.
-        residual_scale: Factor of what attention and MLP add to the residual stream.
-        logit_scale: Factor of the logits.
-        logit_softcap: Bound of the logits, or None.
-        tie_word_embeddings: The embedding is the head.
-        head_bias: The head has a bias.
-        names: Names of tensors that differ from NAMES. "qkv" and "gate_up" are fused projections;
+        num_positions: rows of the learned position embeddings; 0: there are none.
+        position_offset: row of position 0.
+        windows: tokens that each layer sees; None: all.
+        attention_scale: factor of the scores.
+        attention_softcap: bound of the scores, or None.
+        sinks: each head has a score without a value.
+        embedding_scale: factor of the embeddings.
+        residual_scale: factor of what attention and MLP add to the residual stream.
+        logit_scale: factor of the logits.
+        logit_softcap: bound of the logits, or None.
+        tie_word_embeddings: the embedding is the head.
+        head_bias: the head has a bias.
+        names: names of tensors that differ from NAMES. "qkv" and "gate_up" are fused projections;
             "experts_gate_up" and "experts_down" are stacked weights of all experts of a layer.
-        qkv_by_head: A fused projection has the rows of a query, key and value head side by side.
-        transposed: The checkpoint has the weights of blocks as [inputs, outputs].
-        skipped: Ends of the names of tensors that are not read.
-        skipped_starts: Starts of such names.
-        removed: Parts of tensors' names that are removed before they are looked up.
+        qkv_by_head: a fused projection has the rows of a query, key and value head side by side.
+        transposed: the checkpoint has the weights of blocks as [inputs, outputs].
+        skipped: ends of the names of tensors that are not read.
+        skipped_starts: starts of such names.
+        removed: parts of tensors' names that are removed before they are looked up.
     """
 
     vocab_size: int
@@ -307,7 +305,7 @@ class DecoderConfig:
         """Read what most config.json name alike; `fields` are the others and those that differ.
 
         Raises:
-            ModelError: A value is missing or not supported.
+            ModelError: a value is missing or not supported.
         """
         hidden_size = setting(config, "hidden_size")
         num_layers = setting(config, "num_hidden_layers")
@@ -346,7 +344,7 @@ class DecoderConfig:
         """Return the sizes of one of `tp_size` ranks.
 
         Raises:
-            ConfigError: The model cannot be split over this number of ranks.
+            ConfigError: the model cannot be split over this number of ranks.
         """
         if tp_size == 1:
             return self
@@ -377,7 +375,7 @@ def activation_of(config: dict[str, Any], key: str, default: str = "silu") -> st
     """Return the activation that config.json names, as a value of ACTIVATIONS.
 
     Raises:
-        ModelError: It is not supported.
+        ModelError: it is not supported.
     """
     name = str(setting(config, key, default))
     if name not in ACTIVATIONS:

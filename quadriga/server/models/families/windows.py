@@ -9,8 +9,6 @@ from typing import Any
 from quadriga.errors import ModelError
 from quadriga.server.models.families.config_values import setting
 
-# Sliding windows: the tokens that a layer's attention is limited to, and the pages of these.
-
 Windows = tuple[int | None, ...]
 
 
@@ -50,7 +48,7 @@ def layer_windows(
         default_window: `sliding_window` if config.json has none.
 
     Raises:
-        ModelError: A type of layer is not supported, or a layer has none.
+        ModelError: a type of layer is not supported, or a layer has none.
     """
     num_layers = int(setting(config, "num_hidden_layers"))
     types = config.get("layer_types") or default_types

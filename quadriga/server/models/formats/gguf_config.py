@@ -38,7 +38,7 @@ def gemma2_config(values: Mapping[str, Any], _: TensorIndex) -> dict[str, Any]:
     """Return the config of a Gemma 2: a window in every second layer, bounded scores.
 
     Raises:
-        ModelError: Layers with and without a window have different rotary positions.
+        ModelError: layers with and without a window have different rotary positions.
     """
     theta = values.get("rope.freq_base", 10000.0)
     if (local_theta := values.get("rope.freq_base_swa", theta)) != theta:
@@ -114,7 +114,7 @@ def granite_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the factors of a Granite. Raise KeyError without the one of the logits.
 
     Raises:
-        ModelError: Nothing is rotated.
+        ModelError: nothing is rotated.
     """
     if not values.get("rope.scaling.finetuned", True):
         raise ModelError(
@@ -138,7 +138,7 @@ def olmo2_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return nothing for an OLMo 2.
 
     Raises:
-        ModelError: The model is an Olmo 3, whose GGUF has the same architecture.
+        ModelError: the model is an Olmo 3, whose GGUF has the same architecture.
     """
     if values.get("attention.sliding_window", 0):
         raise ModelError(
@@ -219,11 +219,11 @@ def rope_scaling(values: Mapping[str, Any], divisors: Mapping[str, list[float]])
     """Return the part of config.json that describes scaled positions; empty if there are none.
 
     Args:
-        values: Metadata without the architecture's prefix.
-        divisors: The values of those of ROPE_TENSORS that the file has.
+        values: metadata without the architecture's prefix.
+        divisors: the values of those of ROPE_TENSORS that the file has.
 
     Raises:
-        ModelError: The scaling is unknown or incomplete.
+        ModelError: the scaling is unknown or incomplete.
     """
     # Without a type, a factor is linear.
     kind = values.get("rope.scaling.type", "linear")

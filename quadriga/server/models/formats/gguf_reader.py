@@ -288,7 +288,7 @@ def first_file(path: Path) -> Path:
     """Return the first file of the GGUF that `path` is a part of.
 
     Raises:
-        ModelError: A part is missing.
+        ModelError: a part is missing.
     """
     files = gguf_files(path)
     missing = [file.name for file in files if not file.is_file()]
@@ -306,7 +306,7 @@ def read_whole_header(path: Path) -> GGUFHeader:
     Entries of tensors that are not in the first file have its index as "part".
 
     Raises:
-        ModelError: A file cannot be read, or does not belong to the others.
+        ModelError: a file cannot be read, or does not belong to the others.
     """
     header = read_header(path)
     files = gguf_files(path)
@@ -349,7 +349,7 @@ def read_architecture_name(path: Path) -> str | None:
         reader then reports.
 
     Raises:
-        ModelError: The file cannot be read, or is not a GGUF.
+        ModelError: the file cannot be read, or is not a GGUF.
     """
     try:
         with path.open("rb") as file:

@@ -85,10 +85,10 @@ class PreTokenizerRule(NamedTuple):
     """How a text is cut into words, and what goes with that.
 
     Attributes:
-        expressions: Applied one after the other.
-        names: What llama.cpp calls it.
-        takes_whole_words: A word that is a token is not made of merges.
-        begins_with_bos: The default of tokenizer.ggml.add_bos_token.
+        expressions: applied one after the other.
+        names: what llama.cpp calls it.
+        takes_whole_words: a word that is a token is not made of merges.
+        begins_with_bos: the default of tokenizer.ggml.add_bos_token.
     """
 
     expressions: tuple[str, ...]
@@ -213,8 +213,8 @@ def build_sentencepiece_tokenizer(
     """Build a tokenizer that gives the ids of the model's published tokenizer.json.
 
     Args:
-        metadata: The GGUF's.
-        control: Ids of tokens that no answer shows.
+        metadata: the GGUF's.
+        control: ids of tokens that no answer shows.
 
     Raises:
         ModelError: the vocabulary has no unknown token, or no scores.

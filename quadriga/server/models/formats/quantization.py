@@ -31,12 +31,12 @@ class WeightScheme:
     """How the weights of some layers are stored.
 
     Attributes:
-        layout: Which tensors a layer has, such as gptq or pack-quantized.
-        bits: Bits of a weight.
-        group_size: Neighbouring inputs of a row that share a scale, or WHOLE_ROW.
+        layout: which tensors a layer has, such as gptq or pack-quantized.
+        bits: bits of a weight.
+        group_size: neighbouring inputs of a row that share a scale, or WHOLE_ROW.
         block: [outputs, inputs] that share a scale, in place of `group_size`; or None.
-        symmetric: Zero is in the middle of the codes, and not stored.
-        targets: Names of layers, `re:` and a regular expression, or the class Linear.
+        symmetric: zero is in the middle of the codes, and not stored.
+        targets: names of layers, `re:` and a regular expression, or the class Linear.
     """
 
     layout: str
@@ -61,8 +61,8 @@ class CheckpointQuantization:
     """The supported part of a quantization_config.
 
     Attributes:
-        method: The `quant_method`.
-        schemes: At least one.
+        method: the `quant_method`.
+        schemes: at least one.
     """
 
     method: str
@@ -118,7 +118,7 @@ def read_quantization(config: Settings) -> CheckpointQuantization | None:
     """Return how the weights of a config.json are quantized, or None if they are not.
 
     Raises:
-        ModelError: The method, or one of its settings, is not supported.
+        ModelError: the method, or one of its settings, is not supported.
     """
     settings = config.get("quantization_config") or config.get("compression_config")
     if not settings:
@@ -317,11 +317,11 @@ def check_packed_types(file: Path, tensors: Mapping[str, Mapping[str, Any]]) -> 
     """Check that every tensor can stay as it is stored.
 
     Args:
-        file: The GGUF, for the message.
+        file: the GGUF, for the message.
         tensors: {name: {"type": name of the type, ...}}.
 
     Raises:
-        ModelError: A tensor has a type that the kernels do not multiply.
+        ModelError: a tensor has a type that the kernels do not multiply.
     """
     for name, entry in tensors.items():
         if entry["type"] not in FLOAT_TYPES and entry["type"] not in BLOCK_SIZES:

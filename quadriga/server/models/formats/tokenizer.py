@@ -331,11 +331,11 @@ def template_source(tokenizer_dir: Path, config: dict[str, Any]) -> str | None:
     Of several templates it is the one with the name default, or the only one.
 
     Args:
-        tokenizer_dir: The directory.
-        config: Contents of its tokenizer_config.json.
+        tokenizer_dir: the directory.
+        config: contents of its tokenizer_config.json.
 
     Raises:
-        ModelError: The template cannot be read, or none of several has the name default.
+        ModelError: the template cannot be read, or none of several has the name default.
     """
     file = tokenizer_dir / "chat_template.jinja"
     if file.exists():
@@ -356,11 +356,11 @@ def tool_template_source(tokenizer_dir: Path, config: dict[str, Any]) -> str | N
     """Return the text of a directory's template for chats with tools; None if it has no other one.
 
     Args:
-        tokenizer_dir: The directory.
-        config: Contents of its tokenizer_config.json.
+        tokenizer_dir: the directory.
+        config: contents of its tokenizer_config.json.
 
     Raises:
-        ModelError: The template cannot be read.
+        ModelError: the template cannot be read.
     """
     file = tokenizer_dir / "additional_chat_templates" / "tool_use.jinja"
     if file.exists():
@@ -374,7 +374,7 @@ def _named_templates(tokenizer_dir: Path, config: dict[str, Any]) -> dict[str, s
     """Return the templates in tokenizer_config.json: a text, a map, or a list of names and texts.
 
     Raises:
-        ModelError: The value is none of these.
+        ModelError: the value is none of these.
     """
     value = config.get("chat_template")
     if value is None:
