@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import stat
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +12,8 @@ from typing import NamedTuple
 # Only the server's user may read what clients upload.
 FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
 
+# The end of the name of a file that takes another's place once it is whole.
+UNFINISHED_SUFFIX = ".new"
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -174,13 +177,27 @@ def sync_tree(path: Path) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Give a file this content: after any crash it has the old content or the new one."""
-    fresh = path.with_name(path.name + ".new")
-    fd = create(fresh)
+    """Give a file this content: after any crash it has the old content or the new one.
+
+    Each writer has an unfinished file of its own, so that of two at one time the last one's content
+    stays, and neither fails. A crash may leave it; `remove_unfinished` removes it.
+    """
+    fd, fresh = tempfile.mkstemp(UNFINISHED_SUFFIX, f"{path.name}.", path.parent)  # FILE_MODE
     try:
-        write_all(fd, data)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    os.replace(fresh, path)
+        try:
+            write_all(fd, data)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(fresh, path)
+    except OSError:
+        with suppress(OSError):  # it only takes space
+            os.unlink(fresh)
+        raise
     sync_directory(path.parent)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove what crashes have left in a directory in which no other process writes."""
+    for path in directory.glob(f"*{UNFINISHED_SUFFIX}"):
+        path.unlink(missing_ok=True)
