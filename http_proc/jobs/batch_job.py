@@ -193,7 +193,12 @@ class JobTools(NamedTuple):
 
 
 class BatchJob:
-    """A batch that has not ended."""
+    """A batch that has not ended.
+
+    Attributes:
+        ends_as: the last state, from when it is decided; None before. A cancellation that was
+            accepted before makes it CANCELLED, and none is accepted afterwards.
+    """
 
     def __init__(self, stored: StoredBatch, tools: JobTools) -> None:
         self._stored = stored
@@ -204,6 +209,7 @@ class BatchJob:
             tools.files.path(stored.answers_id), tools.files.path(stored.failures_id)
         )
         self._is_cancelled = asyncio.Event()
+        self.ends_as: BatchStatus | None = None
 
     def cancel(self) -> None:
         """End the batch soon; what is answered stays."""
@@ -238,7 +244,7 @@ class BatchJob:
         outcome = await self._run_lines()
         if batch.status is BatchStatus.IN_PROGRESS:
             batch.enter(BatchStatus.FINALIZING)
-        if outcome is BatchStatus.EXPIRED:
+        if outcome is BatchStatus.EXPIRED and batch.status is BatchStatus.FINALIZING:
             await _retried(lambda: self._in_steps(self._expire_lines()))
         await self._finish(outcome)
 
@@ -386,7 +392,15 @@ class BatchJob:
             self._tools.num_lines["failed"] += self._log.append(line.custom_id, output, True)
 
     async def _finish(self, status: BatchStatus, errors: list[LineError] | None = None) -> None:
-        """Make files of the output, and save the end of the batch."""
+        """Make files of the output, and save the end of the batch.
+
+        Args:
+            status: how it ends unless it is being cancelled.
+            errors: of the input file or of the server.
+        """
+        if self._batch.status is BatchStatus.CANCELLING:
+            status = BatchStatus.CANCELLED
+        self.ends_as = status
         await self._until_written(self._log.sync)
         self._log.close()
         self.update_counts()

@@ -6,6 +6,7 @@ One gateway owns the directory by a lock that ends with its process.
 import asyncio
 import logging
 import os
+import threading
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -74,6 +75,7 @@ class BatchService:
         # Batches have threads of their own, so that no other work waits for their files.
         self._readers = ThreadPoolExecutor(1, "batch-readers")
         self._writers = ThreadPoolExecutor(NUM_WRITERS, "batch-writers")
+        self._saving = threading.RLock()
         self._lock_fd = -1
         self._opening = asyncio.Lock()
         self._is_stopped = False
@@ -116,11 +118,11 @@ class BatchService:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._readers.shutdown()
+        self._writers.shutdown()  # a write that began ends before another server may begin
         async with self._opening:
             if self._lock_fd >= 0:
                 self._unlock()
-        self._readers.shutdown()
-        self._writers.shutdown()
 
     def _unlock(self) -> None:
         if self._lock_fd >= 0:
@@ -130,6 +132,7 @@ class BatchService:
     def _read(self) -> None:
         """Read the states of all batches, and the files."""
         disk.make_directory(self._states)
+        disk.remove_unfinished(self._states)
         for path in self._states.glob("batch_*.json"):
             try:
                 stored = msgspec.json.decode(disk.read_bytes(path), type=StoredBatch)
@@ -163,7 +166,9 @@ class BatchService:
         return self._directory / "batches"
 
     def _save(self, stored: StoredBatch) -> None:
-        disk.replace(self._states / f"{stored.batch.id}.json", msgspec.json.encode(stored))
+        """Write a state. It is read under the lock: no older one is written after a newer one."""
+        with self._saving:
+            disk.replace(self._states / f"{stored.batch.id}.json", msgspec.json.encode(stored))
 
     def _start(self, stored: StoredBatch) -> None:
         job = self._jobs[stored.batch.id] = BatchJob(stored, self._tools)
@@ -240,23 +245,31 @@ class BatchService:
         return [self.get(s.batch.id) for s in sorted(stored, key=_age)[::-1]]
 
     def cancel(self, batch_id: str) -> BatchObject:
-        """End a batch soon. Raise ApiError if it has ended; OSError if that cannot be kept."""
+        """End a batch soon.
+
+        Raises:
+            ApiError: it ends already, or has ended.
+            OSError: the state cannot be written; the batch goes on as before.
+        """
         batch = self.get(batch_id)
         job = self._jobs.get(batch_id)
-        if job is None or batch.status not in (
-            BatchStatus.VALIDATING,
-            BatchStatus.IN_PROGRESS,
-            BatchStatus.CANCELLING,
-        ):
+        if batch.status is BatchStatus.CANCELLING:
+            return batch
+        before = batch.status if job is None or job.ends_as is None else job.ends_as
+        if job is None or before not in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
             raise ApiError(
                 409,
-                f"batch {batch_id} is {batch.status.value}: it cannot be cancelled any more",
+                f"batch {batch_id} is {before.value}: it cannot be cancelled any more",
                 param="id",
                 code="batch_ended",
             )
-        if batch.status is not BatchStatus.CANCELLING:
+        with self._saving:  # a save of the job's has the state before or after, none between
             batch.enter(BatchStatus.CANCELLING)
-            self._save(self._batches[batch_id])
+            try:
+                self._save(self._batches[batch_id])
+            except OSError:
+                batch.status, batch.cancelling_at = before, None
+                raise
         job.cancel()
         return batch
 

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import shutil
+import threading
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ import pytest
 
 from http_proc.core.gateway import Gateway
 from http_proc.jobs import batches
-from http_proc.jobs.batch_job import LineGate
+from http_proc.jobs.batch_job import BatchJob, LineGate
+from quadriga import disk
 from quadriga.errors import QueueFull
 from quadriga.server.config.server_config import ServerConfig
 from tests.unit.http.batch.batch_client import CHAT, Http, ids, input_file, ring
@@ -357,3 +359,124 @@ def test_a_second_gateway_of_a_directory_is_refused_until_the_first_is_gone(
 
     run(second, ring(), data_dir=str(tmp_path))
     run(second, ring(), data_dir=str(tmp_path))
+
+
+class HeldSave:
+    """A replacement of disk.replace that can hold the writes of one status of a batch.
+
+    Attributes:
+        began: a write is held.
+        goes_on: no write is held any more.
+        written: the statuses in the order in which they came to the disk.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, status: str) -> None:
+        self.began, self.goes_on = threading.Event(), threading.Event()
+        self.written: list[str] = []
+        self._status, self._replace = status, disk.replace
+        monkeypatch.setattr(disk, "replace", self._held)
+
+    def _held(self, path: Path, data: bytes) -> None:
+        status = json.loads(data).get("batch", {}).get("status")
+        if status == self._status:
+            self.began.set()
+            assert self.goes_on.wait(30)
+        self._replace(path, data)
+        self.written += [status] if status else []
+
+
+def test_a_save_that_began_before_a_cancellation_does_not_undo_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = HeldSave(monkeypatch, "in_progress")
+
+    async def test(http: Http) -> None:
+        batch = await http.start(input_file(20))
+        assert await asyncio.to_thread(save.began.wait, 30)
+        threading.Timer(0.2, save.goes_on.set).start()  # the cancellation waits for the save
+        status, batch = await http.call("post", f"/v1/batches/{batch['id']}/cancel")
+        assert (status, batch["status"]) == (200, "cancelling")
+        await http.until(batch, "cancelled")
+        assert save.written == ["validating", "in_progress", "cancelling", "cancelled"]
+
+    run(test, StallingRing(["Hi"], running=0, waiting=0), data_dir=str(tmp_path))
+
+
+def test_a_batch_whose_end_is_being_saved_cannot_be_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = HeldSave(monkeypatch, "failed")
+
+    async def test(http: Http) -> None:
+        batch = await http.start(b"no JSON")
+        assert await asyncio.to_thread(save.began.wait, 30)
+        status, body = await http.call("post", f"/v1/batches/{batch['id']}/cancel")
+        save.goes_on.set()
+        assert (status, body["error"]["code"]) == (409, "batch_ended")
+        assert "is failed" in body["error"]["message"]
+        await http.until(batch, "failed")
+
+    run(test, ring(), data_dir=str(tmp_path))
+
+
+def test_a_batch_that_is_cancelled_as_its_last_line_ends_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_lines, has_run, goes_on = BatchJob._run_lines, asyncio.Event(), asyncio.Event()
+
+    async def held(job: BatchJob) -> Any:
+        outcome = await run_lines(job)
+        has_run.set()
+        await goes_on.wait()
+        return outcome
+
+    monkeypatch.setattr(BatchJob, "_run_lines", held)
+
+    async def test(http: Http) -> None:
+        batch = await http.start(input_file(2))
+        await has_run.wait()
+        status, _ = await http.call("post", f"/v1/batches/{batch['id']}/cancel")
+        goes_on.set()
+        batch = await http.until(batch, "cancelled", "completed")
+        assert (status, batch["status"], batch["completed_at"]) == (200, "cancelled", None)
+        assert batch["request_counts"]["completed"] == 2
+
+    run(test, ring(), data_dir=str(tmp_path))
+
+
+def test_a_cancellation_that_the_disk_refuses_can_be_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace, is_full = disk.replace, True
+
+    def refuse(path: Path, data: bytes) -> None:
+        if is_full and b'"cancelling"' in data:
+            raise OSError("no")
+        replace(path, data)
+
+    monkeypatch.setattr(disk, "replace", refuse)
+
+    async def test(http: Http) -> None:
+        nonlocal is_full
+        batch = await http.until(await http.start(input_file(20)), "in_progress")
+        path = f"/v1/batches/{batch['id']}"
+        assert (await http.call("post", f"{path}/cancel"))[0] == 500
+        _, batch = await http.call("get", path)
+        assert (batch["status"], batch["cancelling_at"]) == ("in_progress", None)
+        is_full = False
+        assert (await http.call("post", f"{path}/cancel"))[0] == 200
+        await http.until(batch, "cancelled")
+
+    run(test, StallingRing(["Hi"], running=0, waiting=0), data_dir=str(tmp_path))
+
+
+def test_states_that_a_crash_has_left_unfinished_are_removed(tmp_path: Path) -> None:
+    unfinished = tmp_path / "batches" / "batch_1.json.abc.new"
+    unfinished.parent.mkdir()
+    unfinished.write_bytes(b"{")
+
+    async def test(http: Http) -> None:
+        assert (await http.call("get", "/v1/batches"))[0] == 200
+        assert not unfinished.exists()
+
+    run(test, ring(), data_dir=str(tmp_path))
