@@ -200,5 +200,6 @@ class TextStream:
                 text, self.matched_stop = self._stops.push(text)
             except SearchTooSlow as error:
                 self.error = ErrorInfo("invalid_request", str(error), "stop_regex")
+                text = ""  # it was not searched, and follows text that is held back
         if text:
             self._pieces.append(text)

@@ -115,8 +115,9 @@ class RequestGroup:
     """Collect the chunks of all choices, which are numbered through all prompts.
 
     `next_chunks` returns everything that has arrived: a reader slower than the ring gets fewer and
-    larger batches, and memory is bounded by the text of the answers. Leaving the `with` block
-    aborts the requests that have not finished.
+    larger batches, and memory is bounded by the text of the answers. What arrived before an error
+    is returned before the error is raised, and what arrives after it is dropped. Leaving the `with`
+    block aborts the requests that have not finished.
 
     Args:
         notes: where it is noted what becomes of the group.
@@ -242,6 +243,8 @@ class RequestGroup:
             if isinstance(item, QuadrigaError):
                 self.fail(item)
                 return
+            if self._error is not None:
+                return
             self._chunks.append((first_choice + item.index, item))
             if item.completion is not None:
                 self._num_unfinished -= 1
@@ -281,14 +284,24 @@ class RequestGroup:
         return [self._accepted[index] for index in range(len(self._handles))]
 
     async def next_chunks(self) -> list[tuple[int, StreamChunk]]:
-        """Wait for chunks and return all that have arrived, by choice.
+        """Wait for chunks and return all that have arrived, by choice, in order of arrival.
 
-        The list is empty if something else has woken the reader. Raise a choice's error.
+        Chunks wait until every prompt is tokenized: no answer begins before, and an error of a
+        prompt has a status of its own. Chunks of a resumable group wait for their turn; an error
+        drops those whose turn has not come, for their order would depend on its time.
+
+        Returns:
+            The chunks; none if something else has woken the reader.
+
+        Raises:
+            QuadrigaError: the first error of a choice, behind the chunks that came before it.
         """
-        if not self._chunks and self._error is None:
+        if self._error is None and not self._has_ready_chunks:
             await self._change()
-        if self._error is not None:
-            raise self._error
+        if not self._has_ready_chunks:
+            if self._error is not None:
+                raise self._error
+            return []
         chunks, self._chunks = self._chunks, []
         if self.resumption is None:
             return chunks
@@ -299,6 +312,12 @@ class RequestGroup:
             if chunk.completion is not None:
                 self.resumption.repeat_end(choice, chunk.completion)
         return ordered
+
+    @property
+    def _has_ready_chunks(self) -> bool:
+        if not self._chunks:
+            return False
+        return self.is_accepted or not (self._num_unfinished or self._error)
 
     async def completions(self) -> list[Completion]:
         """Return the completion of every choice, in order. Raises the first error."""

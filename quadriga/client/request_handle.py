@@ -312,6 +312,9 @@ class RequestHandle:
             self._ended.add(chunk.index)
             is_last = len(self._ended) == self.message.params.n
             if chunk.end.error is not None:
+                if item is not None and (item.text or item.token_ids or item.prompt_logprobs):
+                    item.completion = None
+                    self._put(item)  # what comes with an error came before it
                 self._finish(chunk.end.error.exception())
                 if not is_last:
                     self._on_abort(self)

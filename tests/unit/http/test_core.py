@@ -13,9 +13,9 @@ from http_proc.core.errors import ApiError
 from http_proc.core.gateway import Gateway
 from http_proc.core.streaming import Opening
 from http_proc.server import ENDPOINTS
-from quadriga.errors import QueueFull
+from quadriga.errors import NonFiniteLogits, PromptTooLong, QuadrigaError, QueueFull
 from quadriga.server.config.server_config import ServerConfig
-from tests.unit.scripted_ring import ScriptedRing
+from tests.unit.scripted_ring import ScriptedHandle, ScriptedRing, chunk
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 BODIES: dict[str, dict[str, Any]] = {
@@ -47,14 +47,45 @@ class Events:
         self.events.append("end")
 
 
-def ask(ring: ScriptedRing, path: str, stream: bool) -> tuple[bytes | None, list[str], Call]:
+class FailingRing(ScriptedRing):
+    """A ring that fails each request behind its pieces, and then sends one more.
+
+    Attributes:
+        failing: index of the only request that fails, before it is accepted; None: all do.
+    """
+
+    def __init__(self, pieces: list[str], failure: QuadrigaError) -> None:
+        super().__init__(pieces)
+        self.failure = failure
+        self.failing: int | None = None
+        self.leaves_open = True
+
+    def submit(self, *prompt: Any, on_accepted: Any = None, **options: Any) -> ScriptedHandle:
+        if len(self.handles) == self.failing:
+            on_accepted = None
+        return super().submit(*prompt, on_accepted=on_accepted, **options)
+
+    def _answer(self, handle: ScriptedHandle, sink: Any) -> None:
+        loop = asyncio.get_running_loop()
+        if self.failing in (None, int(handle.request_id)):
+            if self.failing is None:
+                super()._answer(handle, sink)
+            loop.call_soon(sink, self.failure)
+            loop.call_soon(sink, chunk(" late", self.completion()))
+        else:
+            super()._answer(handle, sink)
+
+
+def ask(
+    ring: ScriptedRing, path: str, stream: bool, **fields: Any
+) -> tuple[bytes | None, list[str], Call]:
     """Return the body and the events of an answer, and the call."""
 
     async def asked() -> tuple[bytes | None, list[str], Call]:
         config = ServerConfig().replace(served_model_name="tiny")
         gateway, sink = Gateway(config, ring), Events()  # type: ignore[arg-type]
         gateway[APIS] = {one.path: one.handler for one in ENDPOINTS if one.answers}  # type: ignore
-        call = Call(path, json.dumps(BODIES[path] | {"stream": stream}).encode(), "r1")
+        call = Call(path, json.dumps(BODIES[path] | {"stream": stream} | fields).encode(), "r1")
         body = await answer(gateway, call, Caller("alice"), sink)
         assert gateway.num_open == 0
         return body, sink.events, call
@@ -85,3 +116,23 @@ def test_an_error_is_raised_before_the_sink_is_opened() -> None:
     with pytest.raises(ApiError, match="queue is full") as caught:
         ask(ring, "/v1/chat/completions", True)
     assert (caught.value.status, caught.value.retry_after) == (429, 3.0)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_what_came_before_an_error_is_sent_before_it(path: str) -> None:
+    ring = FailingRing(["No", " rain."], NonFiniteLogits("no numbers"))
+    _, events, call = ask(ring, path, True)
+    text, error, _ = "".join(events[1:]).partition("no numbers")
+    assert error and "No" in text and " rain." in text
+    assert "late" not in "".join(events) and not call.record.completions
+    with pytest.raises(ApiError, match="no numbers"):
+        ask(ring, path, False)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_prompt_that_is_refused_has_a_status_whatever_the_others_have(failing: int) -> None:
+    ring = FailingRing(["No"], PromptTooLong("prompt has 9000 tokens"))
+    ring.failing = failing
+    with pytest.raises(ApiError, match="9000 tokens") as caught:
+        ask(ring, "/v1/completions", True, prompt=["one", "two"])
+    assert caught.value.status == 400

@@ -16,7 +16,7 @@ from http_proc.core.gateway import Gateway
 from http_proc.web import resumable, stream_table
 from http_proc.web.stream_rows import StreamName
 from http_proc.web.stream_table import STREAM_ROWS, ResumableStream, StreamTable
-from quadriga.errors import PromptTooLong
+from quadriga.errors import NonFiniteLogits, PromptTooLong
 from quadriga.server.tenants import hash_of_key
 from tests.unit.http.streams.stream_clients import (
     BODIES,
@@ -193,6 +193,21 @@ def test_an_error_before_the_begin_is_a_status_and_leaves_nothing() -> None:
         ring.error = None
         async with streaming(gateway, headers=headers) as response:
             assert len(await events_of(response)) == len(PIECES) + 1
+
+    run_at_gateway(ring, check)
+
+
+def test_what_came_before_an_error_is_in_the_stream_before_it() -> None:
+    ring = OpenRing(PIECES)
+
+    async def check(gateway: Gateway) -> None:
+        async with streaming(gateway) as response:
+            ring.sinks[0](chunk(" five"))
+            ring.sinks[0](NonFiniteLogits("no numbers"))
+            name, whole = response.headers["X-Stream-Id"], await events_of(response)
+        assert b" five" in whole[4] and b"no numbers" in whole[5]
+        async with reading(gateway, name, 3) as response:
+            assert await events_of(response) == whole[3:]
 
     run_at_gateway(ring, check)
 
