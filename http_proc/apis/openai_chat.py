@@ -49,6 +49,7 @@ from http_proc.generation.schema import (
     StreamUsage,
     Tool,
     ToolCall,
+    check_metadata,
     last_ids,
     usage_body,
 )
@@ -391,6 +392,7 @@ async def chat_completions(gateway: Gateway, call: Call, sink: EventSink) -> Cha
     fields = convert(body, ChatRequest, CHAT)
     gateway.check_model(fields.model)
     check_receipt(fields)
+    check_metadata(fields.metadata)
     chat = chat_call(fields, sampling)
     prepared = await prepare_chat(gateway, chat)
     head = gateway.head(call, "chatcmpl")

@@ -35,6 +35,7 @@ from http_proc.generation.schema import (
     CompletionChoice,
     CompletionRequest,
     StreamUsage,
+    check_metadata,
     last_ids,
     usage_body,
 )
@@ -63,6 +64,7 @@ async def completions(gateway: Gateway, call: Call, sink: EventSink) -> Completi
     sampling = with_response_format(sampling, fields)
     _check_supported(fields, sampling.params)
     check_receipt(fields)
+    check_metadata(fields.metadata)
     prompts = list_prompts(fields.prompt)
     params, n = _params(sampling.params, fields), sampling.params.n
     if params.thinking_token_budget is not None:

@@ -4,6 +4,7 @@ The docstrings are the descriptions in /openapi.json. At the end come the checks
 the token counts of streams.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -318,17 +319,26 @@ def usage_body(usages: list[Usage], n: int) -> UsageBody:
 MAX_METADATA_PAIRS, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
 
 
-def check_metadata(metadata: dict[str, str]) -> None:
-    """Raise ApiError for too many pairs, or for a long one."""
-    if len(metadata) > MAX_METADATA_PAIRS:
+def check_metadata(metadata: Mapping[str, Any] | None) -> None:
+    """Raise ApiError for more or longer metadata than OpenAI's API takes."""
+    pairs = metadata or {}
+    if len(pairs) > MAX_METADATA_PAIRS:
         raise invalid(
-            f"metadata has {len(metadata)} pairs: at most {MAX_METADATA_PAIRS}", "metadata"
+            f"metadata has {len(pairs)} pairs: at most {MAX_METADATA_PAIRS} are taken; leave out"
+            f" {len(pairs) - MAX_METADATA_PAIRS}",
+            "metadata",
         )
-    for key, value in metadata.items():
-        if len(key) > MAX_METADATA_KEY_CHARS or len(value) > MAX_METADATA_CHARS:
+    for key, value in pairs.items():
+        if len(key) > MAX_METADATA_KEY_CHARS:
             raise invalid(
-                f"metadata has {key[:100]!r} with {len(value)} characters: keys have at most"
-                f" {MAX_METADATA_KEY_CHARS}, values {MAX_METADATA_CHARS}",
+                f"metadata has the key {key[:100]!r} with {len(key)} characters: at most"
+                f" {MAX_METADATA_KEY_CHARS} are taken; shorten it",
+                "metadata",
+            )
+        if isinstance(value, str) and len(value) > MAX_METADATA_CHARS:
+            raise invalid(
+                f"metadata has {key!r} with {len(value)} characters: at most"
+                f" {MAX_METADATA_CHARS} are taken; shorten it",
                 "metadata",
             )
 

@@ -345,7 +345,7 @@ async def create_batch(request: web.Request) -> web.Response:
     if call.endpoint not in ENDPOINTS:
         names = ", ".join(ENDPOINTS)
         raise invalid(f"endpoint is {call.endpoint[:100]!r}: it must be one of {names}", "endpoint")
-    check_metadata(call.metadata or {})
+    check_metadata(call.metadata)
     try:
         purpose = service.files.get(call.input_file_id).purpose
     except ApiError as error:

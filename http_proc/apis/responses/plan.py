@@ -29,6 +29,7 @@ from http_proc.generation.sampling import (
     take_sampling,
     with_grammar,
 )
+from http_proc.generation.schema import check_metadata
 from quadriga.client.types import Chat
 from quadriga.sampling.params import SamplingParams
 
@@ -99,6 +100,7 @@ async def make_plan(
     gateway.check_model(fields.model)
     _check_supported(fields, sampling.params)
     if history is None:
+        check_metadata(fields.metadata)  # what an earlier gateway has accepted goes on
         history = await _stored_items(fields, store)
     given = await list_items(fields.input, store)
     parsed = parse_items(history + given, len(history))
