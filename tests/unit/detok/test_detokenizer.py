@@ -233,6 +233,7 @@ def test_the_replay_of_a_choice_is_not_charged_with_the_slow_search_of_another_o
     error = end_of(chunks[-1]).error
     assert error is not None
     assert error.field == "stop_regex"
+    assert "".join(chunk.text for chunk in chunks) == "", "what was not searched is not sent"
     deliveries = core.process(StepOutput(9.0, [], [], b"", [], replayed=[ordinary[1]]))
     (chunk,) = deliveries.replays[ALICE]
     assert (chunk.text, end_of(chunk).finish_reason) == ("a" * 200, "length")
