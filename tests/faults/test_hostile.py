@@ -111,10 +111,11 @@ def test_a_client_that_does_not_read_is_cut_off_alone_and_notified(server: Serve
 def test_other_clients_are_answered_while_one_sends_what_costs_most(
     server: Server, name: str
 ) -> None:
-    num_large = 2
+    num_large = 4
     seconds = attack(server.endpoint, name, 10_000 if "times" in name else num_large)
     print(f"{name}: {len(seconds)} pings, the longest {1000 * max(seconds):.0f} ms")
-    assert len(seconds) >= 5 * num_large, "pings are answered while a message is worked on"
+    # Where a message held up the loop from its begin to its end, there would be a ping for each.
+    assert len(seconds) > num_large, "pings are answered while a message is worked on"
 
 
 def test_memory_of_long_messages_is_released(server: Server) -> None:
