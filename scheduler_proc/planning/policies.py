@@ -1,6 +1,6 @@
 """Scheduling policies: the contract of a waiting queue, and the orders of --schedule-policy.
 
-`policy` registers a class under its name; see docs/adding-a-policy.md. The first policies look at
+`policy` registers a class under its name; see docs/engineering/adding-a-policy.md. The first policies look at
 requests only; `lpm` and `dfs-weight` look at the prefix tree, too.
 """
 

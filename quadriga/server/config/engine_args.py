@@ -101,7 +101,7 @@ class SchedulerArgs:
     )
     batch_mode: str = flag(
         "mixed",
-        "what a step computes: see docs/scheduling.md",
+        "what a step computes: see docs/engineering/scheduling.md",
         BATCH_MODES,
         alias="decode_first",
         alias_value="decode-first",

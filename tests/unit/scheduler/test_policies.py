@@ -499,6 +499,6 @@ def test_the_flag_offers_exactly_the_policies_that_are_registered() -> None:
 
 
 def test_every_policy_is_documented() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "scheduling.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "engineering" / "scheduling.md").read_text()
     for name in REGISTRY:
         assert f"| `{name}`" in page
