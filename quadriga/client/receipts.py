@@ -19,7 +19,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """What an answer is a function of, and a hash of its tokens.
 
     Two answers with equal receipts, but for the id, have the same tokens. Where kernels are
-    deterministic (docs/engineering/equal-bits.md), the fields from `fingerprint` to `prompt` decide `tokens`.
+    deterministic (docs/engineering/equal-bits.md), the fields from `fingerprint` to `prompt` decide
+    `tokens`.
 
     Attributes:
         request_id: of the request, which `quadriga replay` takes.

@@ -1,7 +1,7 @@
 """Scheduling policies: the contract of a waiting queue, and the orders of --schedule-policy.
 
-`policy` registers a class under its name; see docs/engineering/adding-a-policy.md. The first policies look at
-requests only; `lpm` and `dfs-weight` look at the prefix tree, too.
+`policy` registers a class under its name; see docs/engineering/adding-a-policy.md. The first
+policies look at requests only; `lpm` and `dfs-weight` look at the prefix tree, too.
 """
 
 from abc import ABC, abstractmethod
