@@ -43,8 +43,6 @@ from worker_proc.startup.devices import take_cores
 from worker_proc.step.inputs import make_inputs
 from worker_proc.step.runner import Runner
 
-# Figures by which a variant of a model is compared with the reference.
-
 Floats = npt.NDArray[np.float32]
 
 
@@ -113,8 +111,6 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 #
 # The worker's own engine runs in a process of its own.
 
-# Score texts and continue prompts with the worker's own engine in this process.
-
 MAX_LOGIT_ROWS = 128  # computed at a time
 
 
@@ -178,8 +174,6 @@ class Scorer:
         slots, counts = pack_ids(range(rows)), pack_ids([tokens] * rows)
         return StepPlan(self._steps, mode, slots, counts, list(new), b"")
 
-
-# Score one variant of a model, in a process of its own, against the reference.
 
 # The whole distribution is compared at every fourth position: each takes 4 bytes per token of the
 # vocabulary in a file.
@@ -249,8 +243,6 @@ def _agreement(
         same += [a == b for a, b in zip(argmax, tokens, strict=True)]
     return sum(same) / len(same)
 
-
-# A text that is on every machine: the prose of Python's reference manual.
 
 MIN_PARAGRAPH_CHARACTERS = 200  # shorter ones are headings and signatures
 MAX_TEXT_CHARACTERS = 40_000

@@ -35,8 +35,6 @@ def two_lengths() -> list[TraceRequest]:
     return [TraceRequest(0.0, ((i, 32),), max_new_tokens=n) for i, n in enumerate(lengths)]
 
 
-# Loads in which long prompts meet short ones.
-
 SHORT_INPUT, SHORT_OUTPUT = Lengths(16, 64), Lengths(16, 48)
 LONG_INPUT, LONG_OUTPUT = 6000, 32
 LONG_CLIENT = 1  # short ones are of client 0

@@ -33,8 +33,6 @@ from bench.turns import VARIANTS_HELP, Turns, Variant, split_common, variant_of
 from quadriga.client import AsyncClient, SamplingParams
 from quadriga.errors import ConfigError
 
-# Loads in which more or less of an answer repeats text that was there before.
-
 NAMES = ("area", "volume", "weight", "price", "length", "height", "speed", "score", "rate", "total")
 CITIES = ("Oslo", "Rome", "Lima", "Cairo", "Delhi", "Quito", "Paris", "Tunis", "Dakar", "Seoul")
 TOPICS = ("volcanoes", "bread", "the moon", "trains", "honey bees", "chess", "rivers", "glass")

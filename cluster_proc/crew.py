@@ -46,7 +46,7 @@ from quadriga.server.processes.supervisor import Death, ReadyAgain, Supervisor, 
 from quadriga.wire.curve import inner_key_id
 from quadriga.wire.links import ReservedPort
 
-RANK_PROGRAM, RANK_NAME = "worker_proc.remote_rank", "worker_proc rank"
+RANK_PROGRAM, RANK_NAME = "worker_proc.tp_rank", "worker_proc rank"
 
 
 class KeptProcesses(ABC):

@@ -20,7 +20,7 @@ from quadriga.wire.worker import (
     WorkerMessage,
     WorkerReady,
 )
-from worker_proc.distributed.leader import NodeLeader, TPLeader
+from worker_proc.distributed.leader import TPLeader
 from worker_proc.distributed.rendezvous import Rendezvous
 from worker_proc.result_sender import AsyncResultSender, ResultSender
 from worker_proc.sampling.grammar_compiler import GrammarCompiler
@@ -86,15 +86,14 @@ def body(child: Child) -> None:
         leader.close()
 
 
-def _start_ranks(child: Child) -> TPLeader | NodeLeader | None:
+def _start_ranks(child: Child) -> TPLeader | None:
     """Start the other ranks, if there are any. Raises ConfigError if there cannot be."""
     if child.config.worker.tp == 1:
         return None
     from worker_proc.startup.build import check_ranks
 
     check_ranks(child.config.worker, resolve_model(child.config.model), child.replica)
-    leader = NodeLeader if child.endpoints.links.ranks else TPLeader
-    return leader(child, lambda how: _die(child, how))
+    return TPLeader(child, lambda how: _die(child, how))
 
 
 def _die(child: Child, message: str) -> None:

@@ -43,10 +43,6 @@ from simulator.latency import Slo
 from simulator.report import Figures, figures
 from simulator.world import World
 
-# The answer to a search: limits of latency, measured points, the printed table and the JSON.
-
-# Limits of latency percentiles, such as ttft_p99:500.
-
 # The name on the command line, and the field of Summary and Figures.
 METRICS = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "e2el": "latency"}
 SHARES = ("mean", "p50", "p95", "p99", "max")
@@ -108,8 +104,6 @@ def limits_text(targets: Sequence[LatencyTarget]) -> str:
     """Return the limits, such as "TTFT p99 500 ms, TPOT p50 40 ms"."""
     return ", ".join(f"{target.title} {target.limit_ms:g} ms" for target in targets)
 
-
-# The answer of bench.capacity: its points, the printed table and the JSON document.
 
 RATE_WIDTH, KIND_WIDTH, COLUMN_WIDTH = 12, 11, 13
 
@@ -230,8 +224,6 @@ def document(answer: Answer) -> dict[str, Any]:
     }
 
 
-# Runs against the real server, and the measurement of its steps.
-
 MIN_REQUESTS = 20
 FIT_REPEATS = 2
 MAX_SHOWN_LINES = 10
@@ -294,8 +286,6 @@ async def measure_cost_model(config: ServerConfig, path: Path) -> CostModel:
         raise ServerFailed("the model's steps were not measured:\n" + "\n".join(lines))
     return cost_model.load(path)
 
-
-# Find the highest request rate in the simulator, and fit the simulator to a measured run.
 
 MIN_RATE, MAX_RATE = 1 / 64, 4096.0
 PRECISION = 1.03  # ratio of two rates that count as the same
@@ -373,8 +363,6 @@ def highest_rate(is_kept: Callable[[float], bool]) -> float | None:
             high = middle
     return low
 
-
-# The steps of a search: measure, fit, simulate, verify.
 
 WORKLOAD_FLAGS = (
     *("random_input_len", "max_new_tokens", "burstiness"),

@@ -404,9 +404,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-# The meaning of a command line of `bench.serving`: the server, the load and the output.
-
-
 @dataclass(frozen=True, slots=True)
 class TargetOptions:
     """The server to measure: one that the bench starts, a running one, or an OpenAI-compatible one.
@@ -676,9 +673,6 @@ def _as_json(value: Any) -> Any:
     """Return the value, or its text for a path or infinity, which JSON does not have."""
     plain = not isinstance(value, Path) and value != math.inf
     return value if plain else str(value)
-
-
-# Bring prompts into the form that is sent: unchanged, as token ids, or as spelled texts.
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,6 @@ from quadriga.clock import now
 from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import SamplingParams
 
-# Time stamps and counts of one request, in Unix seconds on one clock.
-
 
 @dataclass(slots=True)
 class RequestRecord:

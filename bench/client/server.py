@@ -170,8 +170,6 @@ def _signal_group(group: int, number: int) -> bool:
     return True
 
 
-# Connect to the server that is measured: by our own protocol, or by OpenAI's over HTTP.
-
 # These two hold for each attempt while the bench's own server starts.
 START_CONNECT_TIMEOUT_S = 1.0
 START_INFO_TIMEOUT_S = 2.0

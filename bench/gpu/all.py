@@ -34,8 +34,6 @@ from bench.report.table import markdown_table, table_of
 from quadriga.errors import ConfigError
 from quadriga.server.processes.control_channel import signal_at_parents_death
 
-# The stages of bench.gpu.all: what is run, in which order, and for how long.
-
 FIRST_LIMIT_S = 600  # of the stages that answer first, together
 KERNEL_TESTS = ("tests/unit/gpu/test_triton_kernels.py", "tests/unit/gpu/test_triton_sampling.py")
 ENGINE_TESTS = (
@@ -171,8 +169,6 @@ def _pytest(paths: Sequence[str], expression: str) -> tuple[str, ...]:
     flags = ["-k", expression] if expression else []
     return (*_module("pytest", "-q", "-p", "no:cacheprovider", "-n0"), *flags, *paths)
 
-
-# What came of the stages of bench.gpu.all: a line of JSON for each, and a report.
 
 NUM_LOG_LINES = 25
 

@@ -23,8 +23,6 @@ from quadriga.server.config import server_config as server_flags
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.models.resolve import resolve_model
 
-# Kernels on a device by time: how long it was busy, and how long it waited.
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class Kernel:

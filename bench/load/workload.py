@@ -119,8 +119,6 @@ def pretokenize(
     return encoded
 
 
-# Turn random token ids into texts of as many tokens, for servers that take no token ids.
-
 # A space, as byte-level and SentencePiece vocabularies write it, and lower-case letters.
 WORD = re.compile("[Ġ▁][a-z]{2,}")
 MIN_VOCABULARY_WORDS = 1000
@@ -164,8 +162,6 @@ def spelled(jobs: Sequence[PlannedRequest], speller: Speller) -> list[PlannedReq
     ]
 
 
-# Texts of different lengths and words: the default prompts of the bench.
-
 MIN_WORDS, MAX_WORDS = 8, 120
 QUESTIONS = (
     "Summarize the following notes",
@@ -195,9 +191,6 @@ def varied_texts(count: int, seed: int) -> Sequence[str]:
         question = source.choice(QUESTIONS)
         texts.append(f"{words[0].title()} {index}. {question}: {' '.join(words)}.")
     return texts
-
-
-# Load the tokenizer with which the bench prepares prompts.
 
 
 def tokenizer_of(name: str, model: ModelArgs) -> "Tokenizer":

@@ -103,8 +103,6 @@ def workloads_of(weights: Weights) -> list[str]:
     return [name for name, work in WORKLOADS.items() if (work.model == "gemma3") == is_file]
 
 
-# Install the peers into virtual environments of their own, in the cache.
-
 # The local version selects the CPU build, as plain torch brings gigabytes of CUDA libraries. If
 # pip's index has no such build, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
 CPU_TORCH = "torch==2.13.0+cpu"

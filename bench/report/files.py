@@ -16,8 +16,6 @@ from bench.report.report import Result
 from quadriga.errors import ConfigError
 from simulator.latency import MS, Slo, percentile
 
-# Write the JSON file of a whole bench, and append runs to a file of JSON lines.
-
 
 def now() -> str:
     """Return the time in UTC, to the second."""

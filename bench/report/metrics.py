@@ -211,9 +211,6 @@ def _parts_gap(records: Iterable[RequestRecord]) -> float | None:
     return max(gaps) * MS if gaps else None
 
 
-# Requests in flight and token rates over the time of a run.
-
-
 @dataclass(frozen=True, slots=True)
 class Steps:
     """A step function: values[i] holds from times[i] (Unix seconds) until times[i + 1]."""

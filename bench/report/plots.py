@@ -17,8 +17,6 @@ from bench.report.metrics import awaiting_first_token, in_flight, token_rates
 from simulator.latency import MS, Slo
 from simulator.records import Records, RecordSample
 
-# The style of all plots: sizes, colors, titles, distributions and limits. Needs matplotlib.
-
 # pyplot would look for a screen; the figure alone does not.
 Figure: Any = importlib.import_module("matplotlib.figure").Figure
 TICKER: Any = importlib.import_module("matplotlib.ticker")
@@ -99,8 +97,6 @@ def limit_line(axes: Any, limit_ms: float) -> None:
     axes.axhline(limit_ms, color=LIMIT, linestyle="--", label=f"limit {limit_ms:g} ms")
 
 
-# Draw a measured run. Needs matplotlib.
-
 NUM_SLICES = 120  # of the run's duration, each drawn with its tokens per second
 MIN_SLICE_S = 0.25
 NO_SLO = Slo()
@@ -168,8 +164,6 @@ def _tokens(axes: Any, done: Sequence[RequestRecord]) -> None:
     axes.margins(x=0.01)
     label(axes, "output tokens per second", "seconds", "tokens/s")
 
-
-# Draw a simulated run. Needs matplotlib.
 
 Floats = npt.NDArray[np.float64]
 NUM_BINS = 60

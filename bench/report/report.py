@@ -289,8 +289,6 @@ def _cpu(cost: Cost, tokens: int) -> str:
     return ", ".join(parts)
 
 
-# The default output of a run: its load, one table of latencies and one line of verdict.
-
 # Field of Summary, its name in the table, and the words for it in the verdict.
 TTFT_PARTS = {
     "to_server": ("to server", "on the way to the server"),
@@ -410,8 +408,6 @@ def largest_part(summary: Summary) -> tuple[str, float] | None:
     key = max(means, key=means.__getitem__)
     return key, means[key] / total
 
-
-# Progress of a run: a bar on a terminal, a line every few seconds elsewhere.
 
 LINE_INTERVAL_S = 10.0
 

@@ -12,8 +12,6 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-# Rows of figures: a table on the terminal, and lines of JSON in a file.
-
 Value = str | int | float | None
 FigureRow = Mapping[str, Value]
 

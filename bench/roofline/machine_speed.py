@@ -146,8 +146,6 @@ def least_seconds(work: Callable[[], object]) -> float:
     return min(seconds)
 
 
-# Time steps of the real worker, with the machine's own speed measured between them.
-
 # Every round runs NUM_STEPS steps of each kind, the kinds in another order each time.
 NUM_ROUNDS, NUM_STEPS = 6, 4
 NORMS, ROTATE, REST = "norms, embedding", "rotate, KV write", "Python and waiting"

@@ -15,7 +15,7 @@ from tests.server import is_alive, wait_until
 
 pytestmark = pytest.mark.timeout(400)
 
-RANK, WORKER = "worker_proc.remote_rank", "worker_proc"
+RANK, WORKER = "worker_proc.tp_rank", "worker_proc"
 
 
 @pytest.fixture(scope="module")

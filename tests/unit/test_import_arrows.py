@@ -20,7 +20,6 @@ BENCHES_OF_THE_WORKER = {
     "bench/gpu/profile.py",
     "bench/peers/models.py",
     "bench/quality.py",
-    "bench/roofline/formats.py",
     "bench/roofline/machine_speed.py",
     "bench/worker_steps.py",
 }

@@ -18,8 +18,6 @@ from quadriga.server.cache import cache_directory
 from quadriga.server.processes.machine import NoCompiler, find_compiler
 from worker_proc.cpu.program import ComputeType
 
-# Compile the CPU kernels at first use, with the compiler of the machine, into a cache.
-
 SOURCES = Path(__file__).parent / "csrc"
 ARCH_VARIABLE = "QUADRIGA_KERNEL_ARCH"
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-w")
@@ -123,9 +121,6 @@ def _share_openmp() -> None:
         if path.startswith("/") and Path(path).name.startswith(("libgomp", "libiomp", "libomp")):
             ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
             return
-
-
-# How this CPU multiplies bfloat16 faster: measured once, so that a restart has the same bits.
 
 
 def fastest_compute_type(library: ctypes.CDLL, dtype: torch.dtype) -> ComputeType:

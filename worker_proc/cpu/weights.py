@@ -78,8 +78,6 @@ def _kernels() -> ctypes.CDLL:
     return load_kernels()
 
 
-# Round weights in groups of 32 inputs to the blocks of Q8_0 or Q4_1.
-
 GROUP_SIZE = GROUP  # neighbouring inputs that share a scale
 MIN_SCALE = 1e-8  # a group whose scale is smaller becomes all zeros
 
@@ -101,8 +99,6 @@ def _round_to_int8(weight: Tensor) -> Blocks:
     codes = (groups / divisor).round().clamp(-127, 127)
     return Blocks("Q8_0", codes.to(torch.int8).view(torch.uint8) ^ 128, scale)
 
-
-# Lay out quantized rows in the panels that csrc/quantized/ multiplies.
 
 UNIT_BYTES = 4
 PANEL_ALIGNMENT_BYTES = 64
@@ -271,9 +267,6 @@ def _split_in_sixteens(rows: Tensor) -> Tensor:
     return torch.unflatten(F.pad(rows, padding), 0, (-1, LANES))
 
 
-# Pack weights into the panels that the kernels multiply.
-
-
 def round_up(count: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is not below `count`."""
     return -(-count // multiple) * multiple
@@ -438,8 +431,6 @@ def _padded(weight: Tensor, padding: tuple[int, ...]) -> Tensor:
     """Return a tensor with zeros at its ends, which `F.pad` copies even where there are none."""
     return F.pad(weight, padding) if any(padding) else weight
 
-
-# Pack the codes of quantized checkpoints into panels, as coded.h multiplies them.
 
 HEADER_INTS = 16
 SCALE_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}

@@ -1,6 +1,11 @@
 """Start and supervise the other ranks of a worker, on this machine and on others.
 
-`TPLeader` leads the ranks of this machine; `NodeLeader` leads these and those of other machines.
+Rank 0 is the worker for the rest of the server: only rank 0 receives plans and sends results. It
+relays every message to the other ranks before it acts on it. If one of them dies, it exits, so that
+the launcher sees the death of a worker like any other.
+
+A rank crew (cluster_proc/crew.py) keeps the ranks of each further machine, which wait for
+JoinRanks. Rank 0 and each of them watch a connection to the other; if one breaks, both ends exit.
 """
 
 import os
@@ -8,7 +13,6 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from quadriga import __version__, clock
 from quadriga.programs import command_of
@@ -19,47 +23,41 @@ from quadriga.wire.sockets import Outbox
 from quadriga.wire.worker import JoinRanks, WorkerMessage
 from worker_proc.distributed.rendezvous import FileRendezvous, PortRendezvous, Rendezvous
 
-# Start and supervise the other ranks of a worker that consists of several processes.
-#
-# Rank 0 is the worker for the rest of the server: only rank 0 receives plans and sends results.
-# It relays every message to the other ranks before it acts on it. If one of them dies, it exits,
-# so the launcher sees the death of a worker like any other.
-
 EXIT_TIMEOUT_S = 5.0
 
 
 class TPLeader:
-    """Ranks 1 to tp - 1.
+    """Leads ranks 1 to tp - 1, of which `child.endpoints.links` names those of other machines.
 
     Attributes:
         meeting: where all ranks meet.
     """
 
-    def __init__(
-        self,
-        child: Child,
-        on_death: Callable[[str], None],
-        meeting: Rendezvous | None = None,
-        ranks: range | None = None,
-    ) -> None:
-        """Start the processes.
+    meeting: Rendezvous
+
+    def __init__(self, child: Child, on_death: Callable[[str], None]) -> None:
+        """Start the ranks of this machine, and let the others join.
 
         Args:
             child: this process, whose configuration the ranks get.
-            on_death: called in a thread, with the reason, if a rank exits unexpectedly.
-            meeting: where all ranks meet; None: by a file of this run.
-            ranks: the ranks to start; None: all of them.
+            on_death: called in a thread, with the reason, if a rank exits or is out of reach.
         """
-        run_dir = child.endpoints.run_dir
-        self.meeting = meeting or FileRendezvous(run_dir / f"ranks-{os.getpid()}")
+        self._child = child
         self._on_death = on_death
         self._stopping = False
-        if ranks is None:
-            ranks = range(1, child.config.worker.tp)
-        self._processes = {rank: self._start(rank, run_dir, child) for rank in ranks}
-        self._outboxes = [Outbox(child.endpoints.rank(rank)) for rank in ranks]
-        for rank in ranks:
+        self._watches: list[PeerWatch] = []
+        links, tp = child.endpoints.links, child.config.worker.tp
+        if links.ranks:
+            self.meeting = PortRendezvous.open(links.host)
+            tp = child.replica.ranks_per_machine(tp)
+        else:
+            self.meeting = FileRendezvous(child.endpoints.run_dir / f"ranks-{os.getpid()}")
+        self._processes = {rank: self._start(rank) for rank in range(1, tp)}
+        self._outboxes = [Outbox(child.endpoints.rank(rank)) for rank in self._processes]
+        for rank in self._processes:
             threading.Thread(target=self._watch, args=(rank,), daemon=True).start()
+        if links.ranks:
+            self._let_join()
 
     def relay(self, message: WorkerMessage) -> None:
         """Send a message to every rank."""
@@ -67,19 +65,26 @@ class TPLeader:
             outbox.send(message)
 
     def close(self) -> None:
-        """Wait for the ranks to exit after StopWorker was relayed; kill those that do not."""
+        """Wait for the ranks of this machine after StopWorker was relayed; kill those that stay.
+
+        Those of other machines are left to their crews.
+        """
         self._stopping = True
+        for watch in self._watches:
+            watch.close()
         for process in self._processes.values():
             try:
                 process.wait(EXIT_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
+        if self._watches:
+            self._lifeline.close(linger=0)
 
-    def _start(self, rank: int, run_dir: Path, child: Child) -> "subprocess.Popen[bytes]":
+    def _start(self, rank: int) -> "subprocess.Popen[bytes]":
         """Start a rank. It reads its standard input, which ends when this process ends."""
-        command = command_of("worker_proc.tp_rank")
-        command += [str(rank), self.meeting.address]
-        command += ["--run-dir", str(run_dir), f"--clock-offset={clock.offset()}"]
+        child = self._child
+        command = [*command_of("worker_proc.tp_rank"), str(rank), self.meeting.address]
+        command += ["--run-dir", str(child.endpoints.run_dir), f"--clock-offset={clock.offset()}"]
         if child.replica.num_replicas > 1:
             command += ["--replica", str(child.replica.number)]
         return subprocess.Popen(
@@ -95,58 +100,21 @@ class TPLeader:
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             self._on_death(f"rank {rank} of the worker died ({how}); its log above may say why")
 
-
-# Lead ranks on several machines: those of this machine as ever, the others over TCP.
-#
-# A rank crew (cluster_proc/crew.py) keeps the ranks of each further machine, which wait for
-# JoinRanks. Rank 0 and each of them watch a connection to the other; if one breaks, both ends
-# exit, and the worker starts again, as after the death of a rank on this machine.
-
-
-class NodeLeader:
-    """Ranks 1 to tp - 1, some of them on other machines.
-
-    Attributes:
-        meeting: where all ranks meet.
-
-    Args:
-        child: this process, whose links have the addresses of the other machines' ranks.
-        on_death: called in a thread, with the reason, if a rank has exited or is out of reach.
-    """
-
-    def __init__(self, child: Child, on_death: Callable[[str], None]) -> None:
-        links = child.endpoints.links
-        meeting = self.meeting = PortRendezvous.open(links.host)
-        here = range(1, child.replica.ranks_per_machine(child.config.worker.tp))
-        self._here = TPLeader(child, on_death, meeting, here)
+    def _let_join(self) -> None:
+        """Let the ranks of other machines join, and watch them."""
+        links = self._child.endpoints.links
         self._lifeline, lifeline = bind_lifeline(links.host, links.prepare_bind)
-        join = JoinRanks(meeting.address, lifeline, __version__)
-        self._outboxes, self._watches = [], []
+        join = JoinRanks(self.meeting.address, lifeline, __version__)
         for rank, address in enumerate(links.ranks):
-            if not address:
-                continue
-            outbox = Outbox(address, links.prepare_connect)
-            self._watches.append(PeerWatch(outbox.socket, _report_loss(rank, address, on_death)))
-            self._outboxes.append(outbox)
-            outbox.send(join)
+            if address:
+                outbox = Outbox(address, links.prepare_connect)
+                self._watches.append(PeerWatch(outbox.socket, self._loss_of(rank, address)))
+                self._outboxes.append(outbox)
+                outbox.send(join)
 
-    def relay(self, message: WorkerMessage) -> None:
-        """Send a message to every rank."""
-        self._here.relay(message)
-        for outbox in self._outboxes:
-            outbox.send(message)
-
-    def close(self) -> None:
-        """Leave the other machines' ranks to their crews, and wait for those of this machine."""
-        for watch in self._watches:
-            watch.close()
-        self._here.close()
-        self._lifeline.close(linger=0)
-
-
-def _report_loss(rank: int, address: str, on_death: Callable[[str], None]) -> Callable[[], None]:
-    """Return what reports the loss of one rank."""
-    return lambda: on_death(
-        f"rank {rank} of the worker, on machine {host_of(address)}, has died or is out of reach;"
-        " its log there may say why"
-    )
+    def _loss_of(self, rank: int, address: str) -> Callable[[], None]:
+        """Return what reports the loss of a rank."""
+        return lambda: self._on_death(
+            f"rank {rank} of the worker, on machine {host_of(address)}, has died or is out of"
+            " reach; its log there may say why"
+        )

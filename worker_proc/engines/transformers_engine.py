@@ -347,9 +347,6 @@ def _check_agree(first: Tensor, second: Tensor, what: str) -> None:
         )
 
 
-# A causal language model of transformers as the engine needs it.
-
-
 class TransformersModel:
     """A model that computes hidden states and logits of the concatenated tokens of a step.
 

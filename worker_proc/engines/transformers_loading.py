@@ -53,9 +53,6 @@ def _fix(module: Any, kind: str, context_length: int, layer_type: dict[str, str]
     return "default"
 
 
-# Multiply bfloat16 weights of a model of transformers as oneDNN lays them out.
-
-
 def pack_linears(model: nn.Module) -> None:
     """Pack each bfloat16 linear layer on a CPU, which is nearly twice as fast at few rows.
 

@@ -15,8 +15,6 @@ from worker_proc.models.attention import Ints
 from worker_proc.models.transfer import send, send_into
 from worker_proc.step.clock import RunningStep
 
-# The sizes of steps that are captured as graphs.
-
 # Of the steps with prompts that have graphs.
 MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS, MAX_SMALL_MODEL_TOKENS = 32, 1024, 8192
 # Tokens times parameters of a step that takes a GPU about as long as its launches take the host: on

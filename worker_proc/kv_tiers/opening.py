@@ -20,8 +20,6 @@ from worker_proc.kv_tiers.page_mover import PageMover
 from worker_proc.kv_tiers.tiers import HostPages, PageFiles, PoolPages, Tier
 from worker_proc.step.runner import Runner
 
-# What says what the bytes of a stored page mean.
-
 NAMESPACE_BYTES = 16
 
 

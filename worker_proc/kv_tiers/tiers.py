@@ -25,8 +25,6 @@ from torch import Tensor
 from quadriga import disk
 from quadriga.errors import ConfigError
 
-# The bytes of the pages of a KV pool, whatever an engine keeps in them.
-
 Bytes = NDArray[np.uint8]
 
 
@@ -60,9 +58,6 @@ class PoolPages:
         np.concatenate(self.buffers(page), out=out)
 
 
-# The contract of a tier: a bounded store of pages by their names.
-
-
 class Tier(Protocol):
     """Pages by their names. All pages have one size. It is used by one thread at a time.
 
@@ -89,9 +84,6 @@ class Tier(Protocol):
 
     def write(self, name: bytes, page: Bytes) -> list[bytes]:
         """Take a page in. Return the names of those that made room for it, or its own."""
-
-
-# The tier in the computer's memory (--kv-offloading-size).
 
 
 class HostPages:

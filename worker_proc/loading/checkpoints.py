@@ -25,8 +25,6 @@ from quadriga.server.models.formats.quantization import BLOCK_SIZES, check_packe
 from worker_proc.models.base import Model, plain_name
 from worker_proc.models.quantized_weights import PackedRows
 
-# Random numbers of torch that are the same each time.
-
 
 def seeded_generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
     """Return a generator of random numbers.

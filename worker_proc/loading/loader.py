@@ -29,53 +29,65 @@ from worker_proc.models.decoder import build_model
 from worker_proc.models.layers import Embedding, Linear
 from worker_proc.models.quantized_weights import CodedRows, PackedRows
 
-# Let layers keep the codes of a quantized checkpoint, if all of their parts have one format.
-
 GROUP_MULTIPLE = 32  # inputs that the kernels multiply together
 
 
-def keep_coded(
-    layers: Iterable[Linear | Embedding], coded: Sequence[tuple[Tensor, CodedRows]]
+QuantizedRows = PackedRows | CodedRows
+
+
+def keep_quantized(
+    layers: Iterable[Linear | Embedding], parts: Sequence[tuple[Tensor, QuantizedRows]]
 ) -> None:
-    """Set the `coded` of each layer whose rows are all coded alike; dequantize all other rows.
+    """Set the `blocks` or `coded` of each layer whose rows are all quantized alike.
+
+    All other rows are dequantized.
 
     Args:
-        layers: the layers that can keep codes.
-        coded: the rows of a parameter, as [outputs, inputs], and their codes.
+        layers: the layers that can keep quantized rows.
+        parts: the rows of a parameter, as [outputs, inputs], and their quantized form.
     """
-    parts_by_memory = defaultdict(list)
-    for target, part in coded:
-        parts_by_memory[memory_of(target)].append((target, part))
-    kept_bytes = kept = 0
+    of_layer: dict[int, list[tuple[Tensor, QuantizedRows]]] = defaultdict(list)
+    for target, rows in sorted(parts, key=lambda part: part[0].storage_offset()):
+        of_layer[memory_of(target)].append((target, rows))
+    kept: list[CodedRows] = []
     for layer in layers:
-        parts = sorted(
-            parts_by_memory.get(memory_of(layer.weight), ()),
-            key=lambda part: part[0].storage_offset(),
-        )
-        rows = tuple(part for _, part in parts)
-        is_whole = sum(len(target) for target, _ in parts) == len(layer.weight)
-        if parts and is_whole and _alike(rows):
-            layer.coded = rows
-            kept, kept_bytes = (
-                kept + len(rows),
-                kept_bytes + sum(part.stored_bytes for part in rows),
-            )
-            del parts_by_memory[memory_of(layer.weight)]
-    dense = [part for parts in parts_by_memory.values() for part in parts]
-    for target, part in dense:
-        target.copy_(part.dense())
+        found = of_layer.get(memory_of(layer.weight), [])
+        if sum(len(target) for target, _ in found) != len(layer.weight):
+            continue
+        blocks = tuple(rows for _, rows in found if isinstance(rows, PackedRows))
+        coded = tuple(rows for _, rows in found if isinstance(rows, CodedRows))
+        if coded and not _alike(coded):
+            continue
+        layer.blocks, layer.coded = blocks, coded
+        kept += coded
+        del of_layer[memory_of(layer.weight)]
+    dense = [part for found in of_layer.values() for part in found]
+    for target, rows in dense:
+        target.copy_(rows.dense())
+    _log_kept(kept, dense)
+
+
+def _log_kept(kept: Sequence[CodedRows], dense: Sequence[tuple[Tensor, QuantizedRows]]) -> None:
+    """Log how many matrices of a checkpoint stay quantized, and how many do not."""
     if kept:
+        size = sum(rows.stored_bytes for rows in kept) / 1e6
         logging.info(
-            "%d quantized matrices stay as the checkpoint has them: %.1f MB", kept, kept_bytes / 1e6
+            "%d quantized matrices stay as the checkpoint has them: %.1f MB", len(kept), size
         )
-    if dense:
+    coded = [(target, rows) for target, rows in dense if isinstance(rows, CodedRows)]
+    if coded:
         logging.warning(
             "%d quantized matrices are dequantized, %.1f MB instead of %.1f MB: groups of %d"
             " inputs, or fused with matrices of another format",
+            len(coded),
+            sum(target.numel() * target.element_size() for target, _ in coded) / 1e6,
+            sum(rows.stored_bytes for _, rows in coded) / 1e6,
+            coded[0][1].group_size,
+        )
+    elif dense:
+        logging.warning(
+            "%d quantized tensors are fused with one in 16 or 32 bits, and become dense like it",
             len(dense),
-            sum(target.numel() * target.element_size() for target, _ in dense) / 1e6,
-            sum(part.stored_bytes for _, part in dense) / 1e6,
-            dense[0][1].group_size,
         )
 
 
@@ -196,32 +208,28 @@ def fill(
     sharder = WeightSharder(model, rank)
     filled: set[str] = set()
     unexpected = []
-    packed: list[tuple[Tensor, PackedRows]] = []
-    coded: list[tuple[Tensor, CodedRows]] = []
+    quantized: list[tuple[Tensor, QuantizedRows]] = []
     for stored_name, stored in source:
         for name, tensor in model.checkpoint_parts(stored_name, stored):
             if name not in targets:
                 unexpected.append(stored_name)
                 continue
             target = targets[name]
-            if isinstance(tensor, PackedRows):
-                _check_shape(tensor, target, stored_name, location)
-                packed.append((target, tensor))
-            elif isinstance(tensor, CodedRows) and packed_codes:
-                _check_shape(tensor, target, stored_name, location)
-                coded.append((target, tensor))
-            else:
-                values = tensor.dense() if isinstance(tensor, CodedRows) else tensor
-                tensor = sharder.shard(values, target)
-                _check_shape(tensor, target, stored_name, location)
+            if isinstance(tensor, CodedRows) and not packed_codes:
+                tensor = tensor.dense()
+            if isinstance(tensor, Tensor):
+                tensor = sharder.shard(tensor, target)
+            _check_shape(tensor, target, stored_name, location)
+            if isinstance(tensor, Tensor):
                 target.copy_(tensor)
+            else:
+                quantized.append((target, tensor))
             filled.add(name)
     missing = [name for name in targets if name not in filled]
     for what, names in (("lacks", missing), ("has unexpected", unexpected)):
         if names:
             raise ModelError(f"{location} {what} {len(names)} tensors: {shown_names(names)}")
-    _keep_packed(model, packed)
-    keep_coded(_layers(model), coded)
+    keep_quantized(_layers(model), quantized)
 
 
 def _check_shape(
@@ -231,28 +239,6 @@ def _check_shape(
         raise ModelError(
             f"{location}: tensor {name} is {list(tensor.shape)}, but config.json asks for"
             f" {list(target.shape)}"
-        )
-
-
-def _keep_packed(model: Model, packed: list[tuple[Tensor, PackedRows]]) -> None:
-    """Set the `blocks` of each layer whose rows are all packed; unpack the rows of the others."""
-    num_widened = 0
-    parts_by_memory = defaultdict(list)
-    for target, rows in packed:
-        parts_by_memory[memory_of(target)].append((target, rows))
-    for layer in _layers(model):
-        parts = parts_by_memory[memory_of(layer.weight)]
-        parts.sort(key=lambda part: part[0].storage_offset())
-        if sum(len(target) for target, _ in parts) == len(layer.weight):
-            layer.blocks = tuple(rows for _, rows in parts)
-        else:
-            num_widened += len(parts)
-            for target, rows in parts:
-                target.copy_(rows.dense())
-    if num_widened:
-        logging.warning(
-            "%d quantized tensors are fused with one in 16 or 32 bits, and become dense like it",
-            num_widened,
         )
 
 

@@ -1,11 +1,11 @@
 """Read the quantized layers of safetensors checkpoints: one reader for each method.
 
-GPTQ, AWQ, bitsandbytes, float8 with scales, compressed-tensors; then `from_quantized`, which reads
-a checkpoint layer by layer.
+What all readers need; GPTQ, AWQ, bitsandbytes, float8 with scales, compressed-tensors; then
+`from_quantized`, which reads a checkpoint layer by layer.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,84 @@ import torch
 from torch import Tensor
 
 from quadriga.errors import ModelError
-from quadriga.server.models.formats.quantization import CheckpointQuantization, WeightScheme
-from worker_proc.models.quantized_weights import (
-    CodedRows,
-    CodeKind,
-    LayerTensors,
-    group_size_of,
-    order_of,
-    unpack_nibbles,
-    unpack_words,
+from quadriga.server.models.formats.quantization import (
+    WHOLE_ROW,
+    CheckpointQuantization,
+    WeightScheme,
 )
+from worker_proc.models.quantized_weights import CodedRows, CodeKind
+
+
+class LayerTensors:
+    """The tensors of a quantized layer, by the last part of their names."""
+
+    def __init__(self, layer: str, location: str, tensors: Mapping[str, Tensor]) -> None:
+        self.layer = layer
+        self._location = location
+        self._tensors = tensors
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            raise self.error(f"lacks the tensor {self.layer}.{name}; fetch the checkpoint again")
+        return self._tensors[name]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all tensors."""
+        return tuple(self._tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
+
+    def error(self, text: str) -> ModelError:
+        """Return an error that begins with the location of the checkpoint."""
+        return ModelError(f"{self._location} {text}")
+
+    def unsupported(self, name: str, value: object, supported: str) -> ModelError:
+        """Return an error for a tensor that has an unsupported property."""
+        return self.error(
+            f"has the tensor {self.layer}.{name} with {value}; supported: {supported}; take another"
+            " checkpoint of the model"
+        )
+
+
+def group_size_of(inputs: int, group_size: int) -> int:
+    """Return the columns that share a scale; WHOLE_ROW stands for all."""
+    return inputs if group_size == WHOLE_ROW else group_size
+
+
+def order_of(groups: Tensor, group_size: int, tensors: LayerTensors) -> Tensor | None:
+    """Return the order in which the inputs of each group are neighbours; None: they are already.
+
+    Args:
+        groups: [inputs] the group of each input.
+        group_size: inputs of a group.
+        tensors: the layer, for an error.
+    """
+    expected = torch.arange(len(groups)) // group_size
+    if torch.equal(groups.long(), expected):
+        return None
+    order = torch.argsort(groups, stable=True)
+    if not torch.equal(groups[order].long(), expected):
+        raise tensors.unsupported("g_idx", "groups of unequal sizes", f"groups of {group_size}")
+    return order
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """Unpack 8 codes of 4 bits from each int32, the lowest first: [rows, words] to uint8."""
+    pairs = packed.contiguous().view(torch.uint8)
+    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
+
+
+def unpack_words(packed: Tensor, bits: int) -> Tensor:
+    """Unpack codes of 4 or 8 bits from int32, the lowest first: [rows, words] to uint8."""
+    return unpack_nibbles(packed) if bits == 4 else packed.contiguous().view(torch.uint8)
+
 
 # GPTQ checkpoints, as GPTQModel and AutoGPTQ write them (Frantar et al. 2022, 2210.17323).
 #
@@ -309,8 +377,6 @@ def _sign_extend(codes: Tensor, bits: int) -> Tensor:
     """Convert uint8 of two's complement in `bits` to int8."""
     return (codes << (8 - bits)).view(torch.int8) >> (8 - bits)
 
-
-# Read a quantized checkpoint layer by layer, from the files that hold the layer's tensors.
 
 READERS: dict[str, Callable[[LayerTensors, WeightScheme], CodedRows]] = {
     "gptq": read_gptq,

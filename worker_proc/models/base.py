@@ -19,8 +19,6 @@ from worker_proc.models.layers import Attention
 from worker_proc.models.ops import Ops, Value
 from worker_proc.models.quantized_weights import CodedRows, PackedRows
 
-# Cut the weights of a layer's experts that a checkpoint stacks into one tensor.
-
 
 def expert_parts(
     config: DecoderConfig, name: str, tensor: object
@@ -58,8 +56,6 @@ def _parts(
         for part, values in parts.items():
             yield f"{expert}.{config.name(part)}.{kind}", values
 
-
-# Cut the tensors of a checkpoint into those that a decoder has.
 
 StoredTensor = Tensor | PackedRows | CodedRows
 Stored = TypeVar("Stored", Tensor, PackedRows, CodedRows)

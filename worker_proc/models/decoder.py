@@ -158,9 +158,6 @@ _TYPES: dict[str, Callable[[RopeScaling, int], tuple[Tensor, float]]] = {
 }
 
 
-# A decoder of any family that `DecoderConfig` describes.
-
-
 class Decoder(Model):
     """Token embeddings, blocks of attention and MLP, a norm and a head."""
 
@@ -421,9 +418,6 @@ def _of_rows(linear: Linear, sizes: dict[str, int]) -> dict[str, Tensor]:
             for name, part in zip(sizes, fused.split(list(sizes.values())), strict=True):
                 tensors[f"{name}.{kind}"] = part
     return tensors
-
-
-# Build the model of a config.json.
 
 
 def build_model(

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from worker_proc.models.quantized_weights import CodedRows, PackedRows
 
-# Weights of the layers that the architectures share. `Ops` defines what is computed with them.
-
 
 def parameter(*size: int) -> nn.Parameter:
     """Allocate a weight that is loaded and never trained."""
@@ -222,8 +220,6 @@ class Experts(nn.Module):
         self.renormalize = renormalize
         self.activation = activation
 
-
-# Functions of model operations in torch, which the torch engine and the GPU's share.
 
 # gpt-oss: https://arxiv.org/abs/2508.10925
 CLAMPED_SWIGLU_SLOPE = 1.702

@@ -7,14 +7,13 @@ both as they are; `dense` returns the values.
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quadriga.errors import ModelError
-from quadriga.server.models.formats.quantization import BLOCK_SIZES, WHOLE_ROW
+from quadriga.server.models.formats.quantization import BLOCK_SIZES
 
 # Decode the block types of GGUF.
 #
@@ -262,9 +261,6 @@ def _powers(exponents: Tensor) -> Tensor:
     return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 128)
 
 
-# The form into which the layers of all quantized checkpoints are read: codes and scales.
-
-
 class CodeKind(enum.Enum):
     """What a code stands for.
 
@@ -337,74 +333,3 @@ class CodedRows:
         if values.shape[1] == 1:
             return values
         return values.repeat_interleave(self.group_size, 1)[:, : self.shape[1]]
-
-
-class LayerTensors:
-    """The tensors of a quantized layer, by the last part of their names."""
-
-    def __init__(self, layer: str, location: str, tensors: Mapping[str, Tensor]) -> None:
-        self.layer = layer
-        self._location = location
-        self._tensors = tensors
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._tensors:
-            raise self.error(f"lacks the tensor {self.layer}.{name}; fetch the checkpoint again")
-        return self._tensors[name]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of all tensors."""
-        return tuple(self._tensors)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
-
-    def error(self, text: str) -> ModelError:
-        """Return an error that begins with the location of the checkpoint."""
-        return ModelError(f"{self._location} {text}")
-
-    def unsupported(self, name: str, value: object, supported: str) -> ModelError:
-        """Return an error for a tensor that has an unsupported property."""
-        return self.error(
-            f"has the tensor {self.layer}.{name} with {value}; supported: {supported}; take another"
-            " checkpoint of the model"
-        )
-
-
-def group_size_of(inputs: int, group_size: int) -> int:
-    """Return the columns that share a scale; WHOLE_ROW stands for all."""
-    return inputs if group_size == WHOLE_ROW else group_size
-
-
-def order_of(groups: Tensor, group_size: int, tensors: LayerTensors) -> Tensor | None:
-    """Return the order in which the inputs of each group are neighbours; None: they are already.
-
-    Args:
-        groups: [inputs] the group of each input.
-        group_size: inputs of a group.
-        tensors: the layer, for an error.
-    """
-    expected = torch.arange(len(groups)) // group_size
-    if torch.equal(groups.long(), expected):
-        return None
-    order = torch.argsort(groups, stable=True)
-    if not torch.equal(groups[order].long(), expected):
-        raise tensors.unsupported("g_idx", "groups of unequal sizes", f"groups of {group_size}")
-    return order
-
-
-def unpack_nibbles(packed: Tensor) -> Tensor:
-    """Unpack 8 codes of 4 bits from each int32, the lowest first: [rows, words] to uint8."""
-    pairs = packed.contiguous().view(torch.uint8)
-    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
-
-
-def unpack_words(packed: Tensor, bits: int) -> Tensor:
-    """Unpack codes of 4 or 8 bits from int32, the lowest first: [rows, words] to uint8."""
-    return unpack_nibbles(packed) if bits == 4 else packed.contiguous().view(torch.uint8)

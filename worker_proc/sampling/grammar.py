@@ -27,9 +27,6 @@ from worker_proc.models.transfer import send_all
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-
-# Mask the logits of rows whose request has a grammar or a limited reasoning.
-
 MASKED = float("-inf")
 
 
@@ -195,9 +192,6 @@ def advance(rows: Sequence[Constrained], token_ids: Ints, plan_rows: Ints) -> li
     return [FailedRow(int(plan_rows[row]), error) for row, error in errors if error]
 
 
-# Find a mark in the text of tokens, however the text is split into tokens.
-
-
 class MarkState(NamedTuple):
     """Where a scan stands after a token.
 
@@ -286,8 +280,6 @@ def _fallbacks(mark: bytes) -> list[int]:
         fallbacks.append(matched)
     return fallbacks
 
-
-# Close the reasoning of an answer after its budget, and begin the grammar after it.
 
 MAX_MARKS = 8  # a look at every token of a large vocabulary takes 0.2 s
 
@@ -557,9 +549,6 @@ def _allow(mask: np.ndarray, token: int) -> None:
 def _bar(mask: np.ndarray, ids: Ints) -> None:
     bits = (1 << (ids & 7)).astype(np.uint8)
     np.bitwise_and.at(mask, ids >> 3, ~bits)
-
-
-# A grammar that slots can have, with the reasoning before it.
 
 
 @dataclass(frozen=True, slots=True)

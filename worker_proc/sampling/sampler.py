@@ -222,9 +222,6 @@ def _shift(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-# Keep the sampling parameters of all slots.
-
-
 class SamplingState:
     """Sampling parameters of every slot.
 

@@ -19,8 +19,6 @@ from worker_proc.models.transfer import Fetch
 from worker_proc.step.runner import GuessSource
 from worker_proc.step.slot_table import SlotTable, ints_of
 
-# Find where the last tokens of a text occurred before, in time that does not grow with it.
-
 NGRAM_SIZES = (4, 2)  # tokens that must match; the longer ones are looked for first
 MAX_MATCH = 16  # tokens that are compared to tell how good a match is
 END = -1  # stands between texts, and never matches
@@ -113,8 +111,6 @@ def _keys(token_ids: Sequence[int], size: int) -> list[int]:
     keys: list[int] = np.asarray(sums).tolist()
     return keys
 
-
-# Answers that ended lately, from which those of the same group are guessed.
 
 MAX_GROUPS = 64
 MAX_TOKENS = 8192  # of a group

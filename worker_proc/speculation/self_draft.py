@@ -22,8 +22,6 @@ from worker_proc.step.engine import Engine
 from worker_proc.step.runner import GuessSource
 from worker_proc.step.slot_table import SlotTable, ints_of
 
-# The model in 4 bits that drafts tokens for itself.
-
 DRAFT_BITS = 4
 DRAFT_WEIGHT_BITS = 5  # with the scale and minimum of each group
 MB = 1_000_000

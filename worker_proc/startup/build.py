@@ -56,9 +56,6 @@ if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup
 
 
-# What computes, for the receipt of an answer.
-
-
 def describe_kernels(args: WorkerArgs, runner: Runner) -> str:
     """Return the engine, its version and the number formats.
 
@@ -72,9 +69,6 @@ def describe_kernels(args: WorkerArgs, runner: Runner) -> str:
     return f"{runner.engine.kernels}, {weights}{pages}{ranks}"
 
 
-# Check that a model can be split over the ranks, before they are started.
-
-
 def check_ranks(args: WorkerArgs, files: ModelFiles, replica: ReplicaPlace = ONLY_REPLICA) -> None:
     """Raise ConfigError if there are too few devices here, or the model cannot be split."""
     choose_device(args.device, replica.ranks_per_machine(args.tp) - 1)
@@ -82,9 +76,6 @@ def check_ranks(args: WorkerArgs, files: ModelFiles, replica: ReplicaPlace = ONL
         check_plan(read_config(files), args.tp)
     else:
         build_model(files.config, tp_size=args.tp)
-
-
-# Builds the runner: device, dtype, weights, and the KV pool in the memory that is left.
 
 
 def make_runner(

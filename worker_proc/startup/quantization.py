@@ -26,8 +26,6 @@ from worker_proc.models.layers import Embedding, Linear
 from worker_proc.step.inputs import StepInputs, make_inputs
 from worker_proc.step.slot_table import SlotTable
 
-# How the weights of a model are kept: as stored, in 8 or 4 bits, or in the dtype of the server.
-
 # Values of --quantization after `auto` was resolved, in which quantized matrices stay as stored.
 AS_STORED = frozenset({"gguf", "checkpoint"})
 EXACT = "--dtype float32 asks for exact products"

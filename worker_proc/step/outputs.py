@@ -223,8 +223,6 @@ def _block(packed: npt.NDArray[np.int32]) -> LogprobBlock:
     return LogprobBlock(own.tobytes(), width, ids.tobytes(), values.tobytes())
 
 
-# The output of a step: sampled tokens, and a handle to wait for them while the device computes.
-
 MAX_FORCED_TOKENS = 32  # for one row and step, so that one row cannot make a step long for others
 NO_TOKENS = np.empty(0, dtype=np.int64)
 

@@ -16,8 +16,6 @@ from worker_proc.step.engine import Engine
 from worker_proc.step.outputs import EngineOutput, PendingStep
 from worker_proc.step.slot_table import SlotTable, ints_of
 
-# The contract of what guesses tokens.
-
 
 class GuessSource(ABC):
     """Guesses tokens for the slots of a table. The runner calls it at each plan of the scheduler.
@@ -37,8 +35,6 @@ class GuessSource(ABC):
         At most as many for each row as the plan and `SlotTable.room_for_guesses` allow.
         """
 
-
-# Runs the steps that the scheduler plans.
 
 NO_ROWS = PendingStep(lambda: EngineOutput(b""))
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from worker_proc.gpu.kernels.matmul import dot, dot_add
 from worker_proc.models.layers import Attention
 
-# Head norms, rotary embedding, and the writing of keys and values into their pages.
-
 
 @triton.jit
 def _mean(

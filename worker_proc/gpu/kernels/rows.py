@@ -14,8 +14,6 @@ from worker_proc.models.layers import (
     RMSNorm,
 )
 
-# Kernels that treat each token's row by itself: embedding and norms.
-
 BLOCK = 1024
 MIN_WARPS, MAX_WARPS = 4, 16
 COLUMNS_OF_WARP = 512  # 16 numbers a thread
@@ -153,9 +151,6 @@ def norm_and_add(residual: Tensor, norm: RMSNorm, x: Tensor) -> None:
         residual, x, norm.weight, norm.epsilon, norm.offset, WIDTH=width, BLOCK=block,
         num_warps=num_warps_of(block),
     )  # fmt: skip
-
-
-# Kernels of the activations of an MLP, with and without a gate.
 
 
 @triton.jit
