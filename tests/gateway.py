@@ -22,7 +22,7 @@ def running_gateway(endpoint: str, model_dir: object, *flags: str) -> Iterator[s
     with tempfile.TemporaryDirectory() as run_dir:
         command = [sys.executable, "-m", "http_proc", "--run-dir", run_dir]
         command += ["--endpoint", endpoint, "--port", str(port), "--model", str(model_dir)]
-        command += ["--served-model-name", MODEL, "--log-level", "warning", *flags]
+        command += ["--served-model-name", MODEL, "--log-level", "warning", "--insecure", *flags]
         process = subprocess.Popen(command, cwd=ROOT)
         try:
             url = f"http://127.0.0.1:{port}"

@@ -23,7 +23,7 @@ from quadriga.server.tracing.export import make_exporter
 from quadriga.wire.async_sockets import AsyncPort, ConnectionWatch
 from quadriga.wire.client import InfoValues
 from quadriga.wire.curve import Guard
-from quadriga.wire.sockets import bind_public
+from quadriga.wire.sockets import IPC, SocketFile, bind_public
 from tokenizer_proc.deliver.traces import RingTraces
 from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.info import find_fill_format, static_server_info
@@ -94,7 +94,9 @@ async def serve(child: Child, loaded: Loaded) -> None:
     """Serve until everything is delivered after a stop, or the clients know of a failure."""
     args = child.config.frontend
     guard = Guard(Path(args.curve_dir)) if args.curve_dir else None
-    public = bind_public(child.public_endpoint, *([guard.prepare] if guard else []))
+    endpoint, prepare = child.public_endpoint, [guard.prepare] if guard else []
+    file = SocketFile(endpoint) if endpoint.startswith(IPC) else None
+    public = file.bind(*prepare) if file else bind_public(endpoint, *prepare)
     preparation = _start_preparation(child, loaded)
     links = ReplicaLinks(child)
     frontend = _make_frontend(child, loaded, preparation, guard, links.replicas)
@@ -121,6 +123,8 @@ async def serve(child: Child, loaded: Loaded) -> None:
     frontend.clients.close()
     links.close()
     port.close(FLUSH_TIMEOUT_S)
+    if file:
+        file.close()
     if guard:
         guard.close()
 

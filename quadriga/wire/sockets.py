@@ -4,9 +4,14 @@ Inner links are PUSH/PULL without a high-water mark: admission bounds the messag
 socket gets its linger at creation, so that closing never hangs on unsent data.
 """
 
+import fcntl
 import math
+import os
+import socket as plain_socket
+import stat
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from contextlib import suppress
+from typing import Any, Generic, NoReturn, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import zmq
@@ -24,6 +29,7 @@ HEARTBEAT_MS = 5000
 RECONNECT_MS = 20
 NO_LIMIT = 1 << 30
 IPC = "ipc://"
+BACKLOG = 1024  # connections that wait to be accepted at a socket that is a file
 # A plain int: comparing with the enum member runs Python code.
 POLLIN = int(zmq.POLLIN)
 
@@ -159,6 +165,100 @@ def bind_public(address: str, prepare: Prepare = lambda _: None) -> "zmq.Socket[
     return socket
 
 
+class SocketFile:
+    """A public socket that is a file: only its owner may open it, and no second server takes it.
+
+    ZeroMQ would remove whatever lies at the path that it binds, and would remove the file of its
+    successor where it closes late. So the path is claimed by a lock on a file beside it, which ends
+    with the process, and ZeroMQ is given a socket that is bound already.
+
+    Args:
+        address: ipc:///PATH.
+
+    Raises:
+        AddressInUse: another server has the path.
+        ConfigError: the path is of something else than a socket, or its directory cannot be used.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._path = address.removeprefix(IPC)
+        self._lock_path = f"{self._path}.lock"
+        try:
+            self._lock = self._locked()
+        except BlockingIOError:
+            raise AddressInUse(
+                f"{address} is the socket of another server; stop it, or choose another path with"
+                " --endpoint"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"endpoint is {address}, and its directory cannot be used: {error.strerror}; make"
+                " it, owned by the server's user"
+            ) from None
+        try:
+            self._remove_socket()
+        except ConfigError:
+            self._unlock()
+            raise
+
+    def _locked(self) -> int:
+        """Return the descriptor of the lock file, which only the process with the lock removes."""
+        while True:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            fd = os.open(self._lock_path, flags, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(fd), os.stat(self._lock_path)):
+                    return fd
+            except FileNotFoundError:  # removed by the process that had the lock
+                pass
+            except OSError:
+                os.close(fd)
+                raise
+            os.close(fd)
+
+    def _remove_socket(self) -> None:
+        """Remove the socket of a server that was killed. Raise ConfigError for another file."""
+        if not os.path.lexists(self._path):
+            return
+        if not stat.S_ISSOCK(os.lstat(self._path).st_mode):
+            raise ConfigError(
+                f"endpoint is {self._address}, where something else than a socket lies: remove it,"
+                " or choose another path"
+            )
+        os.unlink(self._path)
+
+    def bind(self, prepare: Prepare = lambda _: None) -> "zmq.Socket[bytes]":
+        """Bind the public ROUTER to the path, with mode 0600; `prepare` as in `bind_public`."""
+        listener = plain_socket.socket(plain_socket.AF_UNIX)
+        mask = os.umask(0o177)
+        try:
+            listener.bind(self._path)
+        except OSError as error:  # its text for a path that is too long has no number
+            listener.close()
+            _refuse_address(self._address, str(error))
+        finally:
+            os.umask(mask)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+
+        def prepare_both(socket: LinkSocket) -> None:
+            prepare(socket)
+            socket.use_fd = listener.detach()
+
+        return bind_public(self._address, prepare_both)
+
+    def close(self) -> None:
+        """Remove the socket and the lock, and end the claim. Close the ROUTER before."""
+        self._remove_socket()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        os.unlink(self._lock_path)
+        os.close(self._lock)
+
+
 def connect_public(
     address: str, routing_id: bytes, prepare: Prepare = lambda _: None
 ) -> "zmq.Socket[bytes]":
@@ -214,13 +314,18 @@ def _bind(socket: "zmq.Socket[bytes]", address: str) -> None:
                 f"{address} is taken by another process; stop it, or choose another address"
                 " with --endpoint, for example tcp://127.0.0.1:5556"
             ) from None
-        if address.startswith(IPC) and len(address) > len(IPC) + zmq.IPC_PATH_MAX_LEN:
-            raise ConfigError(
-                f"{address} is too long: the path of a socket has at most {zmq.IPC_PATH_MAX_LEN}"
-                " characters; set TMPDIR to a shorter directory, for example /tmp, or choose"
-                " another --endpoint"
-            ) from None
-        raise ConfigError(f"cannot bind {address}: {error}") from None
+        _refuse_address(address, str(error))
+
+
+def _refuse_address(address: str, reason: str) -> NoReturn:
+    """Raise ConfigError for an address that cannot be bound."""
+    if address.startswith(IPC) and len(address) > len(IPC) + zmq.IPC_PATH_MAX_LEN:
+        raise ConfigError(
+            f"{address} is too long: the path of a socket has at most {zmq.IPC_PATH_MAX_LEN}"
+            " characters; set TMPDIR to a shorter directory, for example /tmp, or choose"
+            " another --endpoint"
+        ) from None
+    raise ConfigError(f"cannot bind {address}: {reason}") from None
 
 
 class Poller:

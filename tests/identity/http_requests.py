@@ -116,6 +116,7 @@ SERVERS = {
     # One request at a time, short queues, tenants, and small bounds.
     "keys": Plan(
         [*FLAGS, "--keys", "$home/keys.yaml", "--api-key", OPERATOR, "--allowed-origins", PAGE,
+         "--insecure",
          "--max-body-bytes", "4096", "--max-running-requests", "1",
          "--max-queued-requests", "8", "--no-ui", "--schedule-policy", "priority"],
         headers={"Authorization": f"Bearer {OPERATOR}"},

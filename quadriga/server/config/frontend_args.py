@@ -27,8 +27,10 @@ class FrontendArgs:
 
     endpoint: str = flag(
         DEFAULT_ENDPOINT,
-        "public ZeroMQ socket; ipc: one that only the program which starts the server can reach",
-        unit="tcp://HOST:PORT",
+        "public ZeroMQ socket: tcp://HOST:PORT; ipc:///PATH, a file that only the server's user may"
+        " open; or ipc, a file in the private directory of the run (default where HTTP clients need"
+        " a key and ZeroMQ clients need none)",
+        unit="ADDRESS",
         basic=True,
     )
     curve_dir: str = flag(
@@ -39,7 +41,9 @@ class FrontendArgs:
         secures=True,
     )
     insecure: bool = flag(
-        False, "serve other machines without keys: any client that reaches the socket may use it"
+        False,
+        "serve without keys where --host or --endpoint would be refused: any client that reaches"
+        " the port or the ZeroMQ socket may use the server",
     )
     tokenize_workers: int = flag(2, "processes that encode long texts")
     default_max_tokens: int = flag(
@@ -79,12 +83,14 @@ class FrontendArgs:
         _check_parsers(self.tool_call_parser, self.reasoning_parser)
         if self.endpoint == PRIVATE_ENDPOINT:
             return
-        # A path is refused: a second server would silently take it over.
+        if self.endpoint.startswith("ipc:"):
+            self._check_path()
+            return
         address = re.fullmatch(r"tcp://.+:(\d+)", self.endpoint)
         if address is None or not 1 <= int(address[1]) <= 65535:
             raise ConfigError(
                 f"endpoint is {self.endpoint!r}: it must be tcp://ADDRESS:PORT with a port from 1"
-                f" to 65535, for example {DEFAULT_ENDPOINT}"
+                f" to 65535, for example {DEFAULT_ENDPOINT}; or ipc:///PATH, or ipc"
             )
         if not (self.curve_dir or self.insecure or is_loopback(_host_of(self.endpoint))):
             raise ConfigError(
@@ -92,6 +98,20 @@ class FrontendArgs:
                 " keys: make some with quadriga keygen DIR and add --curve-dir DIR, or add"
                 " --insecure if every machine there may use it"
             )
+
+    def _check_path(self) -> None:
+        path = self.endpoint.removeprefix("ipc://")
+        if not (self.endpoint.startswith("ipc://") and os.path.isabs(path)) or path.endswith("/"):
+            raise ConfigError(
+                f"endpoint is {self.endpoint!r}: a socket that is a file is ipc:///PATH, with an"
+                " absolute path, for example ipc:///run/quadriga/zmq; ipc alone is a file in the"
+                " private directory of the run"
+            )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a client without a key may reach the socket: another user, or a machine."""
+        return self.endpoint.startswith("tcp:") and not self.curve_dir
 
 
 def _host_of(endpoint: str) -> str:

@@ -34,7 +34,15 @@ from quadriga.server.config.flags import (
     missing_flag_advice,
     value_type,
 )
-from quadriga.server.config.frontend_args import FrontendArgs, HttpArgs, TenantArgs, TraceArgs
+from quadriga.server.config.frontend_args import (
+    API_KEY_VARIABLE,
+    FrontendArgs,
+    HttpArgs,
+    TenantArgs,
+    TraceArgs,
+    is_loopback,
+)
+from quadriga.wire.client import PRIVATE_ENDPOINT
 
 # --- --config FILE --------------------------------------------------------------------------------
 
@@ -224,6 +232,7 @@ class ServerConfig:
             )
         if self.scheduler.speculative_method == "self":
             self.worker.check_self_draft()
+        self._check_doors()
         num_machines, tp = replicas.nnodes or 1, self.worker.tp
         if tp % num_machines:
             raise ConfigError(
@@ -241,6 +250,33 @@ class ServerConfig:
                 "--journal is a directory of one machine, and with --cluster the requests of a lost"
                 " machine go on from what the frontend has: leave --journal and --resume out"
             )
+
+    def _check_doors(self) -> None:
+        """Raise ConfigError for a port or a socket that is open to clients without a key.
+
+        The port may be so on loopback; the ZeroMQ socket may not where HTTP clients need keys.
+        """
+        http, frontend = self.http, self.frontend
+        if http.no_http or frontend.insecure:
+            return
+        if not (self.http_needs_keys or is_loopback(http.host)):
+            raise ConfigError(
+                f"host is {http.host}, which other machines may reach, and there are no keys: set"
+                f" {API_KEY_VARIABLE}, or add --api-key KEY or --keys FILE, or add --insecure if"
+                " every machine there may use it"
+            )
+        if self.http_needs_keys and frontend.is_open:
+            raise ConfigError(
+                f"endpoint is {frontend.endpoint}, where clients need no key, and HTTP clients need"
+                " one: leave --endpoint out, or make it ipc:///PATH, so that only the server's user"
+                " reaches it; or make keys with quadriga keygen DIR and add --curve-dir DIR, or add"
+                " --insecure if every user of this machine may use it"
+            )
+
+    @property
+    def http_needs_keys(self) -> bool:
+        """Whether HTTP clients need a key."""
+        return not self.http.no_http and bool(self.http.api_keys or self.tenants.keys)
 
     @property
     def data_dir(self) -> Path | None:
@@ -372,5 +408,9 @@ def from_namespace(namespace: argparse.Namespace) -> ServerConfig:
     config = ServerConfig().replace(**from_file | given)
     if config.tenants.has_tenants:
         config = config.replace(fair_tenants=True)
+    frontend = config.frontend
+    if config.http_needs_keys and frontend.is_open and not frontend.insecure:
+        if "endpoint" not in from_file | given:
+            config = config.replace(endpoint=PRIVATE_ENDPOINT)
     config.validate()
     return config

@@ -9,12 +9,14 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from quadriga.server.config.frontend_args import HttpArgs
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.processes.child_process import ChildProcess
 from quadriga.server.processes.logs import TransientLine
-from quadriga.wire.client import DEFAULT_ENDPOINT
+from quadriga.wire.client import DEFAULT_ENDPOINT, PRIVATE_ENDPOINT
+from quadriga.wire.sockets import IPC
 
 CHAT_QUESTION = "Name the capital of France."
 PLAIN_QUESTION = "The capital of France is"
@@ -85,6 +87,7 @@ def ready_fields(
         "device": worker.get("device"),
         "endpoint": endpoint,
         "url": None if config.http.no_http else config.http.url,
+        "open": doors(config),
     }
 
 
@@ -117,22 +120,42 @@ def start_details(model_seconds: float, children: Iterable[ChildProcess]) -> lis
     return lines
 
 
+def doors(config: ServerConfig) -> str:
+    """Return which sockets clients can reach, and whether they need keys there."""
+    http, frontend = config.http, config.frontend
+    if http.no_http:
+        parts = ["http off"]
+    else:
+        keys = "with keys" if config.http_needs_keys else "without keys"
+        parts = [f"{urlsplit(http.url).scheme} {http.url.partition('//')[2]} {keys}"]
+    if frontend.endpoint == PRIVATE_ENDPOINT:
+        parts.append("zmq closed")
+    elif frontend.endpoint.startswith(IPC):
+        parts.append(f"zmq {frontend.endpoint.removeprefix(IPC)} for this user only")
+    else:
+        keys = "without keys" if frontend.is_open else "with keys"
+        parts.append(f"zmq {frontend.endpoint.removeprefix('tcp://')} {keys}")
+    return " · ".join(parts)
+
+
 def usage_lines(config: ServerConfig, has_chat: bool, endpoint: str) -> list[str]:
-    """Return where to find the server, and commands that ask it.
+    """Return which doors are open, where to find the server, and commands that ask it.
 
     Args:
         config: the server's flags.
         has_chat: whether the model has a chat template.
         endpoint: the public ZeroMQ socket.
     """
-    lines = [] if config.http.no_http else _http_lines(config.http, has_chat)
+    lines = [f"  open    {doors(config)}"]
+    if not config.http.no_http:
+        lines += _http_lines(config.http, config.http_needs_keys, has_chat)
     return [*lines, f"  ask     {_ask_command(config, has_chat, endpoint)}"]
 
 
-def _http_lines(http: HttpArgs, has_chat: bool) -> list[str]:
+def _http_lines(http: HttpArgs, needs_key: bool, has_chat: bool) -> list[str]:
     url = _local(http.url)
     call, body = ("chat/completions", CHAT_BODY) if has_chat else ("completions", PLAIN_BODY)
-    key = ' -H "Authorization: Bearer $KEY"' if http.api_keys else ""
+    key = ' -H "Authorization: Bearer $KEY"' if needs_key else ""
     return [
         f"  OpenAI  {url}/v1",
         f"  docs    {url}/docs",

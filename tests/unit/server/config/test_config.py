@@ -65,9 +65,9 @@ def test_a_memory_fraction_out_of_range_is_an_error(value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["localhost:5555", "ipc:///tmp/socket", "", "tcp://127.0.0.1:99999"]
+    "endpoint", ["localhost:5555", "inproc://socket", "", "tcp://127.0.0.1:99999"]
 )
-def test_an_endpoint_that_is_not_tcp_is_an_error_with_an_example(endpoint: str) -> None:
+def test_an_endpoint_that_is_no_address_is_an_error_with_an_example(endpoint: str) -> None:
     with pytest.raises(ConfigError, match=r"tcp://127\.0\.0\.1:5555"):
         parse("--endpoint", endpoint)
 

@@ -19,6 +19,11 @@ KUBERAY = ROOT / "deploy" / "kuberay"
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
 
+@pytest.fixture(autouse=True)
+def _key_as_the_files_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUADRIGA_API_KEY", "a key")
+
+
 def parse(argv: list[str]) -> ServerConfig:
     parser = argparse.ArgumentParser(exit_on_error=False)
     configuration.add_flags(parser)

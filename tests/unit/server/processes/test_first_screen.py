@@ -67,7 +67,7 @@ def test_addresses_are_those_that_a_client_can_reach() -> None:
     assert lines(host="::")["docs"] == "http://[::1]:8000/docs"
     assert "tcp://127.0.0.1:6" in lines(endpoint="tcp://*:6")["ask"]
     assert "--endpoint" not in lines(endpoint="tcp://0.0.0.0:5555")["ask"]
-    assert set(lines(no_http=True)) == {"ask"}
+    assert set(lines(no_http=True)) == {"ask", "open"}
     assert "Bearer" in lines(api_key="k")["curl"] and "Bearer" not in lines()["curl"]
     assert "--curve-dir" in lines(curve_dir="keys")["ask"]
 
