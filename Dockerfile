@@ -2,7 +2,11 @@
 # image runs on every x86-64 machine; they are kept in the volume /var/cache/quadriga.
 #
 #   docker build -t quadriga .
-#   docker run --init -p 127.0.0.1:8000:8000 -v quadriga-cache:/var/cache/quadriga quadriga
+#   docker run --init -p 127.0.0.1:8000:8000 -v quadriga-cache:/var/cache/quadriga \
+#       -e QUADRIGA_API_KEY="$KEY" quadriga
+#
+# Its port is open to other machines as soon as Docker publishes it, so the server asks for a key;
+# with the flag --insecure it needs none.
 
 FROM python:3.12-slim
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from quadriga.sampling.params import SamplingParams as SamplingParams
     from quadriga.wire.client import ChatOptions as ChatOptions
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Where each public name is defined; a test compares this table with the imports above.
 _MODULES = {

@@ -10,7 +10,6 @@ import os
 import socket as plain_socket
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any, Generic, NoReturn, Protocol, TypeAlias, TypeVar
 
 import msgspec

@@ -408,9 +408,8 @@ def from_namespace(namespace: argparse.Namespace) -> ServerConfig:
     config = ServerConfig().replace(**from_file | given)
     if config.tenants.has_tenants:
         config = config.replace(fair_tenants=True)
-    frontend = config.frontend
-    if config.http_needs_keys and frontend.is_open and not frontend.insecure:
-        if "endpoint" not in from_file | given:
-            config = config.replace(endpoint=PRIVATE_ENDPOINT)
+    is_open = config.frontend.is_open and not config.frontend.insecure
+    if config.http_needs_keys and is_open and "endpoint" not in from_file | given:
+        config = config.replace(endpoint=PRIVATE_ENDPOINT)
     config.validate()
     return config

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import yaml
 
+from quadriga import __version__
 from quadriga.server.config import server_config as configuration
 from quadriga.server.config.server_config import ServerConfig
 
@@ -51,6 +52,16 @@ def test_the_container_starts_a_server_that_its_port_reaches() -> None:
     config = parse(argv[2:])
     assert config.http.host == "0.0.0.0"
     assert config.http.port == 8000
+    (service,) = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"].values()
+    # `:?`: compose refuses to start without the variable.
+    assert service["environment"]["QUADRIGA_API_KEY"].startswith("${QUADRIGA_API_KEY:?")
+
+
+def test_the_version_has_a_dated_section_of_the_changelog_below_what_is_unreleased() -> None:
+    heads = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert heads[0] == "Unreleased"
+    assert re.fullmatch(re.escape(__version__) + r" - \d{4}-\d\d-\d\d", heads[1])
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d", head) for head in heads[1:])
 
 
 def test_the_container_is_built_from_every_package() -> None:
@@ -150,7 +161,8 @@ def test_all_machines_have_the_keys_at_the_same_place_and_a_token_for_ray() -> N
         assert volumes.keys() == set(mounts.values())
         environment = {variable["name"]: variable for variable in container["env"]}
         assert environment["RAY_AUTH_MODE"]["value"] == "token"
-        assert "secretKeyRef" in environment["RAY_AUTH_TOKEN"]["valueFrom"]
+        for name in ("RAY_AUTH_TOKEN", "QUADRIGA_API_KEY"):
+            assert "secretKeyRef" in environment[name]["valueFrom"]
 
 
 def test_the_service_and_the_probes_reach_the_gateway() -> None:

@@ -76,7 +76,9 @@ def test_the_processes_of_the_server_get_the_closed_socket_and_accept_it() -> No
     assert started_with(*config.to_argv()) == config
 
 
-@pytest.mark.parametrize("endpoint", ["ipc:", "ipc://", "ipc://@name", "ipc://run/zmq", "ipc:///d/"])
+@pytest.mark.parametrize(
+    "endpoint", ["ipc:", "ipc://", "ipc://@name", "ipc://run/zmq", "ipc:///d/"]
+)
 def test_a_path_that_is_none_is_refused_with_an_example(endpoint: str) -> None:
     with pytest.raises(ConfigError, match=r"ipc:///run/quadriga/zmq"):
         started_with("--endpoint", endpoint)
