@@ -278,7 +278,7 @@ class ServerQuestions(ServerSession):
 class AsyncClient(ServerQuestions):
     """One connection to a server; any number of requests at once. Use it on one event loop.
 
-    A connection that breaks is re-established, and open requests continue where they stood.
+    A connection that breaks is re-established, and open requests continue where they were.
 
         async with AsyncClient() as client:
             print((await client.generate("The capital of France is")).text)

@@ -38,8 +38,6 @@ from quadriga.wire.client import (
 from quadriga.wire.packing import with_large_integers
 from quadriga.wire.sockets import NO_LIMIT
 
-# Errors for a client that was given the address of the web gateway, the commonest mix-up.
-
 # A listener that does not answer a first ping for so long is asked whether it is a web server.
 PROBE_DELAY_S = 0.5
 PROBE_TIMEOUT_S = 2.0
@@ -312,7 +310,7 @@ class Search:
 #                                                               v  v
 # close() leads to CLOSED from everywhere                       LOST ---pong---> OPEN
 #
-# A search (search.py) repeats the ping until a Pong comes or the time is over. Any Pong counts
+# A Search repeats the ping until a Pong comes or the time is over. Any Pong counts
 # that comes over an established connection: pings are not matched to answers, since a server that
 # dies loses pings.
 

@@ -191,7 +191,7 @@ async def _drain(tasks: set[asyncio.Task[Any]]) -> None:
 class Client:
     """One connection to a server, for programs without an event loop. Call it from any thread.
 
-    A connection that breaks is re-established, and open requests continue where they stood. It is
+    A connection that breaks is re-established, and open requests continue where they were. It is
     made by the first call, or by `with`.
 
         with Client() as client:

@@ -166,10 +166,7 @@ def _wrong_type(cls: type, fields: dict[str, Any]) -> InvalidRequest:
     raise AssertionError("msgspec refused the fields together, but accepts each of them")
 
 
-# SamplingParams: how tokens are sampled, when generation stops, and which logprobs come back.
-#
-# docs/sampling.md has the table of all parameters, with those of other servers. Their ranges are
-# in limits.py.
+# docs/sampling.md has the table of all parameters, with those of other servers.
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
 # The fields that hold a grammar; a request may give one of them at most.

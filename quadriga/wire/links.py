@@ -137,7 +137,7 @@ class ReservedPort:
 
 
 class PeerWatch:
-    """Watches a connected socket of node_links.py, whose heartbeats notice a silent peer.
+    """Watches a connected socket of NodeLinks, whose heartbeats notice a silent peer.
 
     Args:
         link: the socket.

@@ -59,7 +59,7 @@ def _unpack(code: str, data: bytes) -> "array[Any]":
 
 # Integers beyond 64 bits, which msgpack does not have: decimal digits in an extension type.
 #
-# They stand in JSON schemas of tools and in arguments of calls.
+# JSON schemas of tools and arguments of calls have them.
 
 CODE = 1
 MAX_DIGITS = 1024

@@ -78,9 +78,7 @@ class PagesLoaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
     seconds: float = 0.0
 
 
-# scheduler_proc ⇄ worker_proc.
-#
-# The messages about KV pages beyond the pool are in kv_offload.py.
+# scheduler_proc ⇄ worker_proc: the steps.
 
 # --- scheduler_proc -> worker_proc ----------------------------------------------------------------
 

@@ -94,6 +94,36 @@ def _tokens(path: Path, pattern: re.Pattern[str]) -> list[tokenize.TokenInfo]:
         return list(tokenize.tokenize(file.readline))
 
 
+FILE_NAME = re.compile(r"(?<![\w./*-])(?:[\w-]+/)*[a-z_]\w*\.py\b")
+FILES_ELSEWHERE = {
+    "conversion/gemma.py": "llama.cpp",
+    "encoder.py": "GPT-2",
+    "granite.py": "llama.cpp",
+    "masking_utils.py": "transformers",
+    "modeling_rope_utils.py": "transformers",
+    "models/auto/modeling_auto.py": "transformers",
+    "olmo.py": "llama.cpp",
+}
+
+
+def test_files_that_comments_and_texts_name_exist() -> None:
+    folders = (ROOT / name for name in (*PRODUCT, "tests", "examples"))
+    files = [*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
+    ours = {f"/{path.relative_to(ROOT)}" for path in files}
+    missing, elsewhere = [], set()
+    for path in sources().values():
+        for token in _tokens(path, FILE_NAME):
+            if token.type not in (tokenize.STRING, tokenize.COMMENT):
+                continue
+            for name in FILE_NAME.findall(token.string):
+                if name in FILES_ELSEWHERE:
+                    elsewhere.add(name)
+                elif not any(file.endswith(f"/{name}") for file in ours):
+                    missing.append(f"{path.relative_to(ROOT)}:{token.start[0]}: {name}")
+    assert not missing, "\n".join(missing)
+    assert elsewhere == FILES_ELSEWHERE.keys(), "no comment names the others any more"
+
+
 # --- the docs ---------------------------------------------------------------------------------
 
 

@@ -230,7 +230,7 @@ class Ledger(Generic[KeyT]):
 # there costs more than computing it again, and is cached at two replicas from then on (Preble,
 # Srivatsa et al., ICLR 2025). A replica with far more open choices than the others gives prefixes
 # away earlier: the copy is computed once, and shares the load from then on. The load is counted
-# here (ledger.py) and not reported, because a report is late, and overwrites what was sent
+# here and not reported, because a report is late, and overwrites what was sent
 # meanwhile.
 
 # A token that is computed again delays this request, and all that come after it.

@@ -169,7 +169,7 @@ class ModelFiles:
         tokenizer_dir: directory of tokenizer.json and tokenizer_config.json.
         weights: directory of *.safetensors or a .gguf file, the first one of a split GGUF; None:
             random weights.
-        tensor_index: for a .gguf, the tensors.json of gguf_header.header_files.
+        tensor_index: for a .gguf, the tensors.json that `header_files` writes.
         context_limit: the value of --context-length.
         own_tokenizer: whether the tokenizer is the model's, and not that of --tokenizer.
         chat_template: Jinja file in place of the model's own template; None: the model's own.
@@ -392,10 +392,10 @@ def _with_stand_in_tokenizer(files: ModelFiles, show_progress: bool) -> ModelFil
     if isinstance(vocab_size, int) and vocab_size < stand_in.vocab_size:
         raise ModelError(
             f"{files.location} has no tokenizer.json, and the tokenizer of {BUILTIN_MODEL} cannot"
-            f" stand in: it has {stand_in.vocab_size} ids, the model only {vocab_size}"
+            f" take its place: it has {stand_in.vocab_size} ids, the model only {vocab_size}"
         )
     special = {key: stand_in.config[key] for key in ("bos_token_id", "eos_token_id")}
-    note = f"{files.name} has no tokenizer here: the tokenizer of {BUILTIN_MODEL} stands in"
+    note = f"{files.name} has no tokenizer here: that of {BUILTIN_MODEL} is taken"
     return replace(
         files,
         config={**files.config, **special},

@@ -58,7 +58,7 @@ def continue_at_parents_death() -> None:
 # Reports go up, one JSON object per line; commands go down, one word per line, perhaps with an
 # argument. The end of the channel reports a death at once: the launcher sees which child died,
 # and a child whose launcher died removes the run directory and exits. A child that was stopped by
-# a signal is continued for that (parent_death.py).
+# a signal is continued for that (`continue_at_parents_death`).
 
 # Time in which the processes that have clients report the launcher's death to them.
 FAIL_TIMEOUT_S = 1.5

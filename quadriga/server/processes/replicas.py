@@ -293,7 +293,7 @@ class ClusterReplicas(ReplicaProcesses):
         )  # fmt: skip
 
     def on_restart(self, name: str, supervisor: Supervisor) -> None:
-        """Take in that a process of this machine has died: all replicas end with the driver."""
+        """Handle the death of a process of this machine: all replicas end with the driver."""
         if name == DRIVER:
             self._leaving.clear()
             for number in list(self._joined):

@@ -133,7 +133,7 @@ def _address_limit(soft: int, hard: int) -> int:
 #
 # Python runs them in one instruction: powers and products of large integers, comparisons and
 # hashes of lists that hold each other many times. What allocates memory is bounded by
-# `run_limits.py`.
+# the limit of the address space above.
 
 MAX_INTEGER_BITS = 16_384
 MAX_COMPARED_VALUES = 200_000

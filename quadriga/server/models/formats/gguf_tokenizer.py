@@ -268,7 +268,7 @@ def _pieces(tokens: list[str]) -> list[str]:
     """Return the tokens as SentencePiece spells them.
 
     Converters write spaces for a user-defined run of them. Old Gemma models have no tab, and their
-    byte 9 stands for it in merges.
+    byte 9 takes its place in merges.
     """
     pieces = [token.replace(" ", SPACE) for token in tokens]
     if "\t" not in tokens and "<0x09>" in tokens:

@@ -136,7 +136,7 @@ def test_dummy_gpt2_borrows_the_builtins_tokenizer_and_says_so(builtin: Path, na
     assert files.vocab_size == 50257
     assert files.context_length == 1024
     assert files.eos_token_ids == {1, 2}, "the stand-in's, not 50256"
-    assert any("stands in" in note for note in files.notes)
+    assert any("has no tokenizer here" in note for note in files.notes)
     assert again(files, "dummy") == files
 
 
