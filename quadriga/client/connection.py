@@ -229,8 +229,6 @@ class ServerLink:
         self._events.on_disconnect()
 
 
-# The schedule of a client's pings while it searches for its server.
-
 # Pause between the first two pings of a search; each further pause is twice as long.
 MIN_PAUSE_S = 0.1
 MAX_PAUSE_S = 1.0
@@ -302,18 +300,6 @@ class Search:
         self._ping()
 
 
-# A client's connection: finds the server, and notices when it is gone and when it is back.
-#
-# CLOSED ---open---> CONNECTING ---pong---> OPEN ---break---> RECONNECTING ---pong---> OPEN
-#    ^                   |                   |                     |
-#    +-----timeout-------+                   +----server gone---+  | timeout
-#                                                               v  v
-# close() leads to CLOSED from everywhere                       LOST ---pong---> OPEN
-#
-# A Search repeats the ping until a Pong comes or the time is over. Any Pong counts
-# that comes over an established connection: pings are not matched to answers, since a server that
-# dies loses pings.
-
 # A search without an answer for so long continues through a new socket, in case the reconnecting of
 # the old one is stuck.
 MAX_SOCKET_SILENCE_S = 5.0
@@ -328,7 +314,18 @@ _SILENT = (
 
 
 class ConnectionState(enum.Enum):
-    """State of a connection; the module's docstring has the transitions."""
+    """State of a connection.
+
+    CLOSED ---open---> CONNECTING ---pong---> OPEN ---break---> RECONNECTING ---pong---> OPEN
+       ^                   |                   |                     |
+       +-----timeout-------+                   +----server gone---+  | timeout
+                                                                  v  v
+    close() leads to CLOSED from everywhere                       LOST ---pong---> OPEN
+
+    A Search repeats the ping until a Pong comes or the time is over. Any Pong counts that comes
+    over an established connection: pings are not matched to answers, since a server that dies
+    loses pings.
+    """
 
     CLOSED = enum.auto()
     CONNECTING = enum.auto()

@@ -11,8 +11,6 @@ import msgspec
 from quadriga.wire.client import PROTOCOL_VERSION, AnyErrorInfo, Refused, Watch
 from quadriga.wire.live import LiveMessage, LiveServer, LiveStep
 
-# The live feed at the client: a subscription for each replica, for any number of iterators.
-
 WATCH_S = 10.0
 RENEW_INTERVAL_S = 3.0
 # An iterator that is further behind loses the oldest messages.

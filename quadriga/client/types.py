@@ -208,8 +208,6 @@ def check_integers(message: Any, field: str = "") -> None:
         )
 
 
-# Types of the client library: prompts, options, completions, chunks, timings.
-
 Chat = list[dict[str, str]]
 # A text, its token ids, or a chat of {role, content} maps.
 Prompt = str | list[int] | Chat

@@ -181,9 +181,6 @@ def _checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
     return value
 
 
-# A server that a program starts for itself; quadriga/server/processes/control_channel.py is the
-# other end.
-
 # Seconds in which the launcher kills its processes and removes the run directory.
 STOP_TIMEOUT_S = 20.0
 EXIT_TIMEOUT_S = 5.0

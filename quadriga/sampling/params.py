@@ -14,8 +14,6 @@ from msgspec import StructMeta
 from quadriga.errors import InvalidRequest
 from quadriga.keywords import check_keywords
 
-# The ranges of all request parameters in one table, so that no request can harm the others.
-#
 # validation.py checks requests against `LIMITS`, the gateway's OpenAPI document is made from it,
 # and a test compares the range column of docs/sampling.md with it.
 
@@ -104,8 +102,6 @@ LIMITS = {
 }
 
 
-# Checks of SamplingParams where a program makes them: names, types and the alias max_tokens.
-#
 # Messages on the wire are decoded without these checks; the decoder has its own.
 
 MAX_TOKENS_ALIAS = "max_tokens"

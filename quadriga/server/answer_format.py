@@ -1,16 +1,13 @@
 """How a model marks the parts of its answers: reasoning, text and tool calls.
 
-First the description of a format, then the formats of known model families by name.
+The tokenizer process derives the format from the chat template and publishes it in the server's
+info; the gateway parses answers with it. First the description of a format, then the formats of
+known model families by name.
 """
 
 from enum import Enum
 
 import msgspec
-
-# How a model marks the parts of its answers: reasoning, text and tool calls.
-#
-# The tokenizer process derives the format from the chat template and publishes it in the server's
-# info; the gateway parses answers with it.
 
 
 class CallStyle(Enum):
@@ -148,10 +145,8 @@ def from_info(values: object) -> AnswerFormat:
     return msgspec.convert(values, AnswerFormat)
 
 
-# The formats of answers of known model families, by name.
-#
-# The names are the values of --tool-call-parser, which takes the calls of a format, and of
-# --reasoning-parser, which takes its reasoning.
+# The names of these formats are the values of --tool-call-parser, which takes the calls of a
+# format, and of --reasoning-parser, which takes its reasoning.
 
 _THINK = ReasoningFormat()
 

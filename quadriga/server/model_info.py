@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import msgspec
 
-# What the server's info says of the served model's files, for clients that list models.
-
 
 class ModelDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The files of the served model.
@@ -47,13 +45,6 @@ def details_from_info(values: object) -> ModelDetails:
     """Return the details of a value of Info."""
     return msgspec.convert(values, ModelDetails)
 
-
-# How a model's prompt is written that asks for the text between a prefix and a suffix.
-#
-# The tokenizer process finds the marks in the vocabulary and publishes them in the server's info;
-# the gateway writes the prompts. This is called fill-in-the-middle (Bavarian et al., 2022,
-# https://arxiv.org/abs/2207.14255); the prompt with several files is that of Qwen2.5-Coder
-# (https://arxiv.org/abs/2409.12186).
 
 # Names in a prompt with several files, whose real ones the request does not have.
 REPOSITORY_NAME = "repository"

@@ -25,8 +25,6 @@ from quadriga.clock import now
 from quadriga.errors import ConfigError, quoted
 from quadriga.programs import install_command
 
-# Tenant: an owner of requests, with its weight and its limits.
-
 MAX_NAME_CHARS = 64
 MIN_PRIORITY, MAX_PRIORITY = -1000, 1000
 NAME_FORM = r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,63}"
@@ -128,8 +126,6 @@ def own_info(info: Mapping[str, Any], tenant: str) -> dict[str, Any]:
     usage = info.get("tenants") or {}
     return {**shown, "tenants": {tenant: usage[tenant]} if tenant in usage else {}}
 
-
-# Read a key file: a YAML list with one map for each tenant.
 
 MAX_WEIGHT = 1e6
 KEY_FORM = re.compile(r"sha256:[0-9a-f]{64}")
@@ -294,8 +290,6 @@ RULES = {
     ),
 }
 
-
-# TenantFile: the tenants of a key file, which is read again when it changes.
 
 # A removed key is refused within a second: the file is looked at once in CHECK_INTERVAL_S, and is
 # read when it has been the same for SETTLE_S, or after MAX_SETTLE_S. So a file that is being

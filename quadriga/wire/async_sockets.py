@@ -12,8 +12,6 @@ from zmq.utils.monitor import parse_monitor_message
 
 from quadriga.wire.sockets import is_readable
 
-# A ZeroMQ socket on an asyncio loop.
-
 # Time for receiving before the event loop runs its other callbacks.
 RECEIVE_BUDGET_S = 0.005
 
@@ -106,8 +104,6 @@ class AsyncPort:
 class Unreachable(Exception):
     """The peer of a ROUTER's send is not connected."""
 
-
-# Events of the connections of a ZeroMQ socket.
 
 _REFUSALS = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the server does not know this client's key",

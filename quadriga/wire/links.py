@@ -177,9 +177,6 @@ def bind_lifeline(host: str, prepare: Prepare) -> tuple[LinkSocket, str]:
     return lifeline, lifeline.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
-# Addresses of the links between processes. Each process binds its own inbox.
-
-
 @dataclass(frozen=True, slots=True)
 class Endpoints:
     """Addresses of a run's inner links: ipc sockets in its private directory.

@@ -11,8 +11,6 @@ from typing import Any
 
 import msgspec
 
-# Packing of number lists: little-endian, 4 bytes each.
-
 # Type codes of the array module.
 INT32, FLOAT32 = "i", "f"
 
@@ -57,9 +55,7 @@ def _unpack(code: str, data: bytes) -> "array[Any]":
     return numbers
 
 
-# Integers beyond 64 bits, which msgpack does not have: decimal digits in an extension type.
-#
-# JSON schemas of tools and arguments of calls have them.
+# Integers beyond 64 bits. JSON schemas of tools and arguments of calls have them.
 
 CODE = 1
 MAX_DIGITS = 1024

@@ -32,8 +32,6 @@ from quadriga.wire.live import (
     RowKind,
 )
 
-# Where the messages of `quadriga top` come from: the public socket, or the web gateway.
-
 TIMEOUT_S = 30.0  # the gateway sends an event each second
 
 

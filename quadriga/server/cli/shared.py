@@ -9,8 +9,6 @@ from quadriga.client.types import Completion
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.client import DEFAULT_ENDPOINT
 
-# The flags that ask and chat share.
-
 
 def add_server(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the connection."""
@@ -49,8 +47,6 @@ def sampling(arguments: argparse.Namespace) -> SamplingParams:
         seed=arguments.seed,
     )
 
-
-# Lines on standard error that are not part of an answer: notes, and how long an answer took.
 
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
 

@@ -35,8 +35,6 @@ from quadriga.server.cli.live_picture import (
 from quadriga.server.cli.shared import add_server
 from quadriga.wire.live import LiveMessage, LiveServer, LiveStep
 
-# The lines of `quadriga top`, for a terminal or for a file.
-
 # 256-colour numbers of the cells of a lane.
 COLORS = {"d": 35, "P": 33, "p": 75, "r": 141, ".": 240, "x": 196}
 LEGEND = (("d", "decode"), ("P", "prefill"), ("p", "chunk"), ("r", "again"), (".", "waits"),
@@ -228,10 +226,9 @@ def read_key() -> str:
     return os.read(sys.stdin.fileno(), 1).decode(errors="replace")
 
 
-# `quadriga top`: requests, lanes, gauges and processes of a server, as they change.
-#
-# On a terminal it fills the screen until q is pressed. Otherwise it prints plain frames, so that
-# it can be piped; --once prints one and ends, --json prints the messages themselves.
+# On a terminal `quadriga top` fills the screen until q is pressed. Otherwise it prints plain
+# frames, so that it can be piped; --once prints one and ends, --json prints the messages
+# themselves.
 
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.05, 60.0
 PIPE_SIZE = (160, 60)  # columns and lines of a frame that goes to no terminal

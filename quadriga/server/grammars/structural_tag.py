@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 
-# The parts of a structural tag, by the names of vLLM's and SGLang's grammar library.
-
-
 class _Format(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
     """Base of all parts."""
 
@@ -130,8 +127,6 @@ class StructuralTag(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["structural_tag"] = "structural_tag"
 
 
-# Structural tags, as SGLang and vLLM call them, converted to grammars in llguidance's Lark.
-#
 # A structural tag describes a text of several parts: strings, JSON of a schema, free text, and
 # free text in which each trigger must be continued by one of some tags.
 

@@ -26,8 +26,6 @@ from quadriga.server.models.formats.directory import read_json
 from quadriga.server.models.formats.quantization import check_packed_types, read_quantization
 from quadriga.server.models.resolve import ModelFiles, resolve_model
 
-# What the installed package transformers can run, read from its sources without importing it.
-#
 # Importing transformers takes seconds and loads torch. The list of its causal language models is
 # a literal in `models/auto/modeling_auto.py`, and each model's source shows its features.
 
@@ -108,8 +106,6 @@ def _sources_of_classes(root: Path) -> dict[str, Path]:
                 found[name] = source
     return found
 
-
-# Decide what runs a model, without torch and without importing transformers.
 
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 _ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention"}
@@ -227,9 +223,6 @@ def _refuse_known(
     return None
 
 
-# The worker's flags that need a native model file.
-
-
 def check_flags(args: WorkerArgs, impl: ModelImpl) -> None:
     """Raise ConfigError for the first flag that is not supported by what runs the model."""
     if impl is ModelImpl.NATIVE:
@@ -249,9 +242,7 @@ def check_flags(args: WorkerArgs, impl: ModelImpl) -> None:
             )
 
 
-# Checks whether a model can be served, without torch and without its weights.
-#
-# The launcher makes them before a process starts, and `quadriga models check` reports them.
+# The launcher makes these checks before a process starts, and `quadriga models check` reports them.
 
 # Limits of worker_proc/cpu/csrc, which a test compares.
 MAX_HEAD_DIM, MAX_GROUP_SIZE = 256, 128
@@ -314,9 +305,6 @@ def check_native_heads(
                 f"the model has {text.format(value)}, the native kernels compute at most {limit};"
                 " use --attention-backend torch"
             )
-
-
-# The model that a server is about to serve: found, and checked before any process starts.
 
 
 def find_served_model(config: ServerConfig, show_progress: bool) -> ModelFiles:

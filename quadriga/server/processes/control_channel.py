@@ -53,12 +53,10 @@ def continue_at_parents_death() -> None:
     signal_at_parents_death(signal.SIGCONT)
 
 
-# The control channel: a socket pair that a child inherits from the launcher.
-#
-# Reports go up, one JSON object per line; commands go down, one word per line, perhaps with an
-# argument. The end of the channel reports a death at once: the launcher sees which child died,
-# and a child whose launcher died removes the run directory and exits. A child that was stopped by
-# a signal is continued for that (`continue_at_parents_death`).
+# Commands go down the control channel one word per line, perhaps with an argument. The end of the
+# channel reports a death at once: the launcher sees which child died, and a child whose launcher
+# died removes the run directory and exits. A child that was stopped by a signal is continued for
+# that (`continue_at_parents_death`).
 
 # Time in which the processes that have clients report the launcher's death to them.
 FAIL_TIMEOUT_S = 1.5
@@ -200,11 +198,9 @@ def _report_line(kind: str, values: dict[str, Any]) -> bytes:
     return json.dumps({"report": kind, **values}).encode() + b"\n"
 
 
-# The launcher's channel to its owner: the program that started the server for itself.
-#
-# The owner's end is held by quadriga/llm/llm.py. Reports go up, one JSON object per line: `ready`
-# with the endpoint, or `failed` with an error. At the end of the channel the owner has ended,
-# however that happened, or needs the server no more: the launcher stops at once.
+# The owner is the program that started the server for itself. Reports to it are `ready` with the
+# endpoint, or `failed` with an error. At the end of the channel the owner has ended, however that
+# happened, or needs the server no more: the launcher stops at once.
 
 
 class OwnerChannel:

@@ -20,8 +20,6 @@ from typing import Any
 
 from quadriga.server.config.server_config import LaunchArgs
 
-# The terminal of a server: log lines, and a status line below them that changes.
-#
 # The status line ends with the cursor at its start. A log line clears it first; it appears again
 # with its next change.
 
@@ -91,8 +89,6 @@ class TransientLine:
         os.close(self._fd)
 
 
-# The log of a process: lines of text, or one JSON object a line (--log-format).
-#
 # A line has its message in both formats. In JSON it may have fields of its own beside it, which a
 # program can read without taking the message apart.
 
@@ -182,9 +178,6 @@ def _log_end_of_thread(end: threading.ExceptHookArgs) -> None:
         logging.critical("uncaught exception in thread %s", name, exc_info=info)
 
 
-# The launcher's own lines on standard error.
-
-
 def say(text: str, **fields: Any) -> None:
     """Print a line on standard error; a full disk or a closed pipe must not end the server.
 
@@ -205,10 +198,8 @@ def say(text: str, **fields: Any) -> None:
         print(f"{line_start()}{text}", file=sys.stderr, flush=True)
 
 
-# The parts that lines of the request log have in common, whichever process writes them.
-#
-# A line has ids, the outcome, token counts and times; never token ids or keys, and text of a
-# client only where the reason of a refusal quotes it.
+# A line of the request log has ids, the outcome, token counts and times; never token ids or keys,
+# and text of a client only where the reason of a refusal quotes it.
 
 # Longest part of a line that a client can choose, such as the path.
 MAX_LOGGED_CHARS = 120

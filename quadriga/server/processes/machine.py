@@ -23,8 +23,6 @@ from quadriga import __version__
 from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import ONLY_REPLICA, ReplicaPlace, WorkerArgs
 
-# Assignment of CPU cores to the processes: if there are enough, the worker has its own.
-
 # Numbers of logical CPUs.
 Cpus = frozenset[int]
 
@@ -196,10 +194,8 @@ def _set_option(option: int, value: int) -> None:
         mallopt(option, value)
 
 
-# The limit of open files: raised at the start, and kept out of reach of connections.
-#
-# At the limit libzmq cannot accept a connection and retries without a pause, which uses up a
-# core.
+# At the limit of open files libzmq cannot accept a connection and retries without a pause, which
+# uses up a core.
 
 MAX_OPEN_FILES = 65_536
 # Descriptors that connections leave to other uses, and as a fraction of the limit.
@@ -265,8 +261,6 @@ def _shut_down(descriptor: int) -> None:
     with contextlib.suppress(OSError), socket.fromfd(descriptor, socket.AF_INET, 0) as connection:
         connection.shutdown(socket.SHUT_RDWR)
 
-
-# Find the C++ compiler that makes the kernels of a CPU.
 
 COMPILER_VARIABLE = "CXX"
 

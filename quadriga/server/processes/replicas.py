@@ -161,11 +161,8 @@ class ReplicaProcesses:
             supervisor[self._reloading].stop_for_reload()
 
 
-# The replicas of a cluster, as the launcher sees them: one process that drives them, and its
-# news.
-#
-# The driver (cluster_proc) reports each change; here it is kept, for a frontend that is
-# restarted, and passed on.
+# The driver of a cluster (cluster_proc) reports each change; here it is kept, for a frontend that
+# is restarted, and passed on.
 
 DRIVER = "cluster_proc"
 # Further states of a ReplicaChange.

@@ -13,8 +13,6 @@ from quadriga.server.processes.logs import say
 from quadriga.server.processes.replicas import FRONTEND, ClusterReplicas, ReplicaProcesses
 from quadriga.server.processes.supervisor import Death, ReadyAgain, Supervisor, SupervisorEvent
 
-# The processes of a server: which there are, and what the death of one means for the requests.
-
 GATEWAY = "http_proc"
 CLIENT_FACING = (FRONTEND, GATEWAY)
 # Time in which frontend and gateway report to the clients why the server ends.
@@ -116,8 +114,6 @@ class ServerProcesses(Supervisor):
             if not child.exits_within(countdown):
                 child.process.kill()
 
-
-# The stop of a server after a signal: open requests finish, or are aborted in the end.
 
 STOPPED_AT_ONCE = "the server was stopped at once, before this request had finished"
 # Time after --shutdown-timeout in which the aborted requests are answered.

@@ -32,8 +32,6 @@ from quadriga.server.processes.child_process import (
 from quadriga.server.processes.control_channel import EXIT_OK, Command
 from quadriga.server.processes.logs import say
 
-# What happens to the processes of a server, as `Supervisor.next_event` returns it.
-
 
 class SupervisorEvent(enum.Enum):
     """An event other than a `Death`.
@@ -85,9 +83,6 @@ class ReadyAgain(NamedTuple):
     name: str
 
 
-# The signals that the launcher receives, as something that a selector can wait for.
-
-
 class ReceivedSignals:
     """SIGINT, SIGTERM and SIGHUP, which wait to be read instead of ending this process."""
 
@@ -127,8 +122,6 @@ def _has_terminal() -> bool:
         return False
     return True
 
-
-# Restart decisions: which processes hang, and when a process that died may be restarted.
 
 DEATH_WINDOW_S = 300.0
 MIN_DELAY_S, MAX_DELAY_S = 0.1, 5.0

@@ -100,9 +100,8 @@ def head_dim_of(config: dict[str, Any]) -> int:
     return int(hidden_size // num_heads)
 
 
-# The types of the fields of config.json and generation_config.json that are read.
-#
-# They are checked once, before anything computes with them. null is as good as a missing field.
+# Types are checked once, before anything computes with the values. null is as good as a missing
+# field.
 
 MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 10_000

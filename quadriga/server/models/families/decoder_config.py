@@ -16,8 +16,6 @@ from quadriga.server.models.families.config_values import (
     setting,
 )
 
-# Read the rotary positions of a config.json, without torch.
-
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 DEFAULT_THETA = 10000.0
 

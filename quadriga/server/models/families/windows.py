@@ -30,8 +30,6 @@ def num_seen_pages(window: int, page_size: int) -> int:
     return max(1, -(-(window - 1) // page_size))
 
 
-# Read which layers of a config.json have a window, without torch.
-
 FULL, SLIDING = "full_attention", "sliding_attention"
 DEFAULT_WINDOW = 4096  # of Mistral and Qwen, where config.json has no sliding_window
 DEFAULT_FULL_LAYERS = 28  # of Qwen, where config.json has no max_window_layers

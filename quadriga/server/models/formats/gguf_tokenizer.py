@@ -299,10 +299,8 @@ def _merges(
         yield from pairs
 
 
-# Conversion of a GGUF's metadata to tokenizer.json and tokenizer_config.json.
-#
-# Source: the GGUF specification (ggml, docs/gguf.md), and the tokens that llama.cpp knows by
-# their text.
+# Source of the conversion: the GGUF specification (ggml, docs/gguf.md), and the tokens that
+# llama.cpp knows by their text.
 
 # Values of tokenizer.ggml.token_type.
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4

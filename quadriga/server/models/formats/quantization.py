@@ -15,8 +15,6 @@ import msgspec
 
 from quadriga.errors import ModelError
 
-# How a quantized checkpoint stores its weights.
-#
 # Which layers are quantized is read from the tensors' names and dtypes, so that layers in
 # `ignore` or `modules_to_not_convert` need no treatment of their own.
 
@@ -105,8 +103,6 @@ def _fits_expression(target: str, layer: str) -> bool:
 def _is_linear(target: str, _: str) -> bool:
     return target == "Linear"
 
-
-# Read `quantization_config` of config.json, for each method.
 
 GROUP_SIZES = (128, 64, 32, WHOLE_ROW)
 REMEDY = "take another checkpoint of the model, or the unquantized one with --quantization int8"
