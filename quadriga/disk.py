@@ -176,15 +176,16 @@ def sync_tree(path: Path) -> None:
         sync_directory(Path(directory))
 
 
-def replace(path: Path, data: bytes) -> None:
+def replace(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
     """Give a file this content: after any crash it has the old content or the new one.
 
     Each writer has an unfinished file of its own, so that of two at one time the last one's content
     stays, and neither fails. A crash may leave it; `remove_unfinished` removes it.
     """
-    fd, fresh = tempfile.mkstemp(UNFINISHED_SUFFIX, f"{path.name}.", path.parent)  # FILE_MODE
+    fd, fresh = tempfile.mkstemp(UNFINISHED_SUFFIX, f"{path.name}.", path.parent)
     try:
         try:
+            os.fchmod(fd, mode)
             write_all(fd, data)
             os.fsync(fd)
         finally:

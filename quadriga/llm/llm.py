@@ -4,7 +4,6 @@ ServerFlags lists the keywords, OwnedServer runs the launcher, and LLM is a clie
 end of the channel to the launcher is OwnerChannel in quadriga/server/processes/control_channel.py.
 """
 
-import dataclasses
 import json
 import os
 import signal
@@ -17,8 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
-import msgspec
-
 from quadriga import errors
 from quadriga.client.async_client import RequestOptions
 from quadriga.client.sync_client import Client
@@ -30,7 +27,7 @@ from quadriga.client.types import (
     check_is_chat,
     check_options,
 )
-from quadriga.errors import ConfigError, QuadrigaError, RequestAborted, ServerFailed
+from quadriga.errors import QuadrigaError, RequestAborted, ServerFailed
 from quadriga.keywords import check_keywords
 from quadriga.programs import command_of
 from quadriga.sampling.params import SamplingParams
@@ -150,7 +147,12 @@ def server_argv(model: str | Path, flags: Mapping[str, Any]) -> list[str]:
         TypeError: there is no such flag; the message names similar ones.
         ConfigError: a value cannot work.
     """
-    from quadriga.server.config.flags import flag_fields, flag_name, missing_flag_advice
+    from quadriga.server.config.flags import (
+        checked_value,
+        flag_fields,
+        flag_name,
+        missing_flag_advice,
+    )
     from quadriga.server.config.server_config import ServerConfig
 
     for name in flags.keys() - ServerFlags.__annotations__.keys():
@@ -158,27 +160,13 @@ def server_argv(model: str | Path, flags: Mapping[str, Any]) -> list[str]:
             raise TypeError(f"LLM() has no keyword {name!r}: {advice}")
     check_keywords("LLM", flags, ServerFlags.__annotations__)
     fields = {field.name: field for field in flag_fields(*ServerConfig().groups())}
-    values = {name: _checked(fields[name], value) for name, value in flags.items()}
+    texts = {
+        name: str(value) if isinstance(value, Path) else value for name, value in flags.items()
+    }
+    values = {name: checked_value(name, value, fields[name]) for name, value in texts.items()}
     config = ServerConfig().replace(**OWNED_SERVER | values, model=str(model))
     config.validate()
     return config.to_argv()
-
-
-def _checked(field: "dataclasses.Field[Any]", value: Any) -> Any:
-    """Return the value of a flag if it has the flag's type; a path becomes its text."""
-    from quadriga.server.config.flags import value_type
-
-    if isinstance(value, Path) and value_type(field.type) is str:
-        value = str(value)
-    try:
-        value = msgspec.convert(value, field.type)
-    except msgspec.ValidationError as error:
-        reason = str(error).replace("`", "").replace("null", "None").replace("Expected", "expected")
-        raise ConfigError(f"{field.name} is {value!r}: {reason}") from None
-    choices = field.metadata["choices"]
-    if choices and value not in choices:
-        raise ConfigError(f"{field.name} is {value!r}: it must be one of {', '.join(choices)}")
-    return value
 
 
 # Seconds in which the launcher kills its processes and removes the run directory.

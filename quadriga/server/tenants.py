@@ -8,7 +8,6 @@ keys`.
 import hashlib
 import hmac
 import logging
-import os
 import re
 import secrets
 import stat
@@ -436,11 +435,8 @@ class TenantFile:
         """Keep a copy of a good file, for processes that start while the file has an error."""
         if self._copy is None:
             return
-        fresh = self._copy.with_name(f"{self._copy.name}.{os.getpid()}")
         with suppress(OSError):  # a full disk; the copy is as it was
-            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-                file.write(text)
-            os.replace(fresh, self._copy)
+            disk.replace(self._copy, text.encode())
 
 
 def check_key_file(path: Path) -> str:
@@ -518,15 +514,5 @@ def _inline(value: Any) -> str:
 def _write(path: Path, text: str) -> None:
     """Replace a file at once; a new one is readable by its owner only."""
     parse_tenants(text, path)
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
-    new = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(new, mode)
-        os.replace(new, path)
-        disk.sync_directory(path.parent)
-    finally:
-        new.unlink(missing_ok=True)
+    mode = path.stat().st_mode & 0o777 if path.exists() else disk.FILE_MODE
+    disk.replace(path, text.encode(), mode)

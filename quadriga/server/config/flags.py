@@ -9,6 +9,8 @@ import types
 import typing
 from typing import Any, NamedTuple
 
+import msgspec
+
 from quadriga.errors import ConfigError
 
 TYPE_METAVARS: dict[Any, str] = {int: "N", float: "FACTOR", str: "NAME"}
@@ -77,6 +79,33 @@ def check_positive(flags: Any, *names: str) -> None:
         value = getattr(flags, name)
         if value is not None and not value > 0:
             raise ConfigError(f"{name} must be positive (it is {value})")
+
+
+def checked_value(where: str, value: Any, field: "dataclasses.Field[Any]") -> Any:
+    """Return a value that a program or a file gives a flag, as the command line would give it.
+
+    Args:
+        where: name of the value, for the error.
+        value: the value.
+        field: the flag.
+
+    Raises:
+        ConfigError: the value has not the flag's type, or is none of its choices.
+    """
+    value = converted(where, value, field.type)
+    choices = field.metadata["choices"]
+    if choices and value not in choices:
+        raise ConfigError(f"{where} is {value!r}: it must be one of {', '.join(choices)}")
+    return value
+
+
+def converted(where: str, value: Any, kind: Any) -> Any:
+    """Return a value as one of a type. Raise ConfigError where it is none."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        reason = str(error).replace("`", "").replace("null", "None").replace("Expected", "expected")
+        raise ConfigError(f"{where} is {value!r}: {reason}") from None
 
 
 # Far above every useful value, and far below what counters and the C library hold.

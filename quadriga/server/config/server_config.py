@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from quadriga import disk
 from quadriga.errors import ConfigError
 from quadriga.keywords import similar
@@ -27,6 +25,8 @@ from quadriga.server.config.engine_args import (
 from quadriga.server.config.flags import (
     check_numbers,
     check_positive,
+    checked_value,
+    converted,
     flag,
     flag_fields,
     flag_name,
@@ -75,11 +75,11 @@ def read_config(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
                 values[field.name] = ""  # which is refused
             continue
         if name == field.metadata["alias"] and field.metadata["alias_value"]:
-            if _converted(f"{path}: {key}", value, bool):
+            if converted(f"{path}: {key}", value, bool):
                 values[field.name] = field.metadata["alias_value"]
         else:
-            values[field.name] = _converted(f"{path}: {key}", value, field.type)
-            _check_choice(f"{path}: {key}", values[field.name], field.metadata["choices"])
+            value = _joined(value) if value_type(field.type) is str else value
+            values[field.name] = checked_value(f"{path}: {key}", value, field)
     return values
 
 
@@ -110,21 +110,11 @@ def _suggestions(name: str, fields: Mapping[str, Any]) -> str:
     return f"; near it: {', '.join(flag_name(n)[2:] for n in near)}" if near else ""
 
 
-def _converted(where: str, value: Any, annotation: Any) -> Any:
-    """Return a YAML value as the command line would give it."""
-    if value_type(annotation) is str:
-        items = value if isinstance(value, list) else [value]
-        if all(isinstance(item, str | int | float) for item in items):
-            value = ",".join(map(str, items))
-    try:
-        return msgspec.convert(value, annotation)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where} is {value!r}: {error}") from None
-
-
-def _check_choice(where: str, value: Any, choices: tuple[str, ...]) -> None:
-    if choices and value not in choices:
-        raise ConfigError(f"{where} is {value!r}: it must be one of {', '.join(choices)}")
+def _joined(value: Any) -> Any:
+    """Return a list of texts and numbers, or one of them, as the text of the command line."""
+    items = value if isinstance(value, list) else [value]
+    is_text = all(isinstance(item, str | int | float) for item in items)
+    return ",".join(map(str, items)) if is_text else value
 
 
 # --- groups of flags, and the command line that is made of their fields ---------------------------

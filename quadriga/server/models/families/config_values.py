@@ -87,6 +87,12 @@ def check_divides(name: str, value: int, divisor_name: str, divisor: int) -> Non
         )
 
 
+def attention_biases(config: dict[str, Any], default: bool = False) -> dict[str, bool]:
+    """Return qkv_bias and out_bias of a family in which `attention_bias` is both."""
+    bias = setting(config, "attention_bias", default)
+    return {"qkv_bias": bias, "out_bias": bias}
+
+
 def head_dim_of(config: dict[str, Any]) -> int:
     """Return `head_dim`, or by default the part of `hidden_size` that each head has.
 

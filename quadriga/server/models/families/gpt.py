@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from quadriga.server.models.families.config_values import (
     GPT_ALIASES,
     BrokenConfig,
+    attention_biases,
     head_dim_of,
     require,
     setting,
@@ -144,15 +145,13 @@ def gpt_neox(config: dict[str, Any]) -> DecoderConfig:
         "partial_rotary_factor": setting(config, "rotary_pct", 0.25),
     }
     rope = RopeScaling.from_hf(config | names, head_dim_of(config), may_be_partial=True)
-    bias = setting(config, "attention_bias", True)
     return DecoderConfig.from_hf(
         config,
         ropes=(rope,) * setting(config, "num_hidden_layers"),
         norm="layer",
         norm_eps=setting(config, "layer_norm_eps", 1e-5),
         parallel=setting(config, "use_parallel_residual", True),
-        qkv_bias=bias,
-        out_bias=bias,
+        **attention_biases(config, default=True),
         mlp_bias=True,
         activation=activation_of(config, "hidden_act", "gelu"),
         gated=False,

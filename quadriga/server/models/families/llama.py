@@ -9,6 +9,7 @@ from typing import Any
 from quadriga.errors import ModelError
 from quadriga.server.models.families.config_values import (
     EXPERTS_ALIASES,
+    attention_biases,
     head_dim_of,
     require,
     setting,
@@ -43,11 +44,9 @@ from quadriga.server.models.families.windows import (
 
 def llama(config: dict[str, Any]) -> DecoderConfig:
     """Read a Llama's config.json."""
-    bias = setting(config, "attention_bias", False)
     return DecoderConfig.from_hf(
         config,
-        qkv_bias=bias,
-        out_bias=bias,
+        **attention_biases(config),
         mlp_bias=setting(config, "mlp_bias", False),
         skipped=(".rotary_emb.inv_freq",),
     )
@@ -106,12 +105,10 @@ def qwen2(config: dict[str, Any]) -> DecoderConfig:
 
 def qwen3(config: dict[str, Any]) -> DecoderConfig:
     """Read a Qwen 3's config.json."""
-    bias = setting(config, "attention_bias", False)
     return DecoderConfig.from_hf(
         config,
         qk_norm="heads",
-        qkv_bias=bias,
-        out_bias=bias,
+        **attention_biases(config),
         windows=qwen_windows(config, setting(config, "num_hidden_layers")),
     )
 
@@ -128,7 +125,6 @@ def qwen3_moe(config: dict[str, Any]) -> DecoderConfig:
     window = config.get("sliding_window", DEFAULT_WINDOW)
     if not config.get("use_sliding_window", False):
         window = None
-    bias = setting(config, "attention_bias", False)
     sparse_step, dense = setting(config, "decoder_sparse_step", 1), config.get("mlp_only_layers")
     experts = ExpertsConfig(
         num_experts=setting(config, "num_local_experts", 128),
@@ -144,8 +140,7 @@ def qwen3_moe(config: dict[str, Any]) -> DecoderConfig:
     return DecoderConfig.from_hf(
         {"num_key_value_heads": 4} | config,
         qk_norm="heads",
-        qkv_bias=bias,
-        out_bias=bias,
+        **attention_biases(config),
         windows=(window,) * num_layers,
         experts=experts,
     )
@@ -222,12 +217,10 @@ def gemma(config: dict[str, Any]) -> DecoderConfig:
         config, num_key_value_heads=16, head_dim=256, hidden_act="gelu", tie_word_embeddings=True
     )
     activation = activation_of(config, "hidden_act")
-    bias = setting(config, "attention_bias", False)
     return DecoderConfig.from_hf(
         config,
         norm_offset=1.0,
-        qkv_bias=bias,
-        out_bias=bias,
+        **attention_biases(config),
         # The first checkpoints name "gelu", and were trained with its approximation.
         activation="gelu_tanh" if activation == "gelu" else activation,
         embedding_scale=setting(config, "hidden_size") ** 0.5,
@@ -296,12 +289,10 @@ def _gemma_2_or_3(
 ) -> DecoderConfig:
     """Read what both have; `local_rope` is of the layers with a window."""
     require(config, "use_bidirectional_attention", (False, None))
-    bias = setting(config, "attention_bias", False)
     return DecoderConfig.from_hf(
         config,
         head_dim=_gemma_head_dim(config),
-        qkv_bias=bias,
-        out_bias=bias,
+        **attention_biases(config),
         norm_offset=1.0,
         norm_places="around",
         activation=activation_of(config, "hidden_activation", "gelu_pytorch_tanh"),
@@ -323,11 +314,9 @@ def _gemma_2_or_3(
 
 def granite(config: dict[str, Any]) -> DecoderConfig:
     """Read a Granite's config.json."""
-    bias = setting(config, "attention_bias", False)
     return DecoderConfig.from_hf(
         config,
-        qkv_bias=bias,
-        out_bias=bias,
+        **attention_biases(config),
         mlp_bias=setting(config, "mlp_bias", False),
         attention_scale=setting(config, "attention_multiplier", 1.0),
         embedding_scale=setting(config, "embedding_multiplier", 1.0),
@@ -350,12 +339,10 @@ GRANITEMOE_NAMES = {
 
 def granitemoe(config: dict[str, Any]) -> DecoderConfig:
     """Read the config.json of a Granite with experts."""
-    bias = setting(config, "attention_bias", False)
     scale = config.get("attention_multiplier", 1.0)
     return DecoderConfig.from_hf(
         config,
-        qkv_bias=bias,
-        out_bias=bias,
+        **attention_biases(config),
         attention_scale=head_dim_of(config) ** -0.5 if scale is None else float(scale),
         embedding_scale=float(setting(config, "embedding_multiplier", 1.0)),
         residual_scale=float(setting(config, "residual_multiplier", 1.0)),
@@ -378,13 +365,11 @@ OLMO3_THETA = 500000.0  # of an OLMo 3
 
 def olmo2(config: dict[str, Any], **fields: Any) -> DecoderConfig:
     """Read an OLMo 2's config.json."""
-    bias = setting(config, "attention_bias", False)
     return DecoderConfig.from_hf(
         with_defaults(config, rms_norm_eps=1e-5),
         norm_places="after",
         qk_norm="whole",
-        qkv_bias=bias,
-        out_bias=bias,
+        **attention_biases(config),
         **fields,
     )
 
@@ -517,12 +502,10 @@ def smollm3(config: dict[str, Any]) -> DecoderConfig:
     has_windows = config.get("use_sliding_window") and config.get("sliding_window") is not None
     types = [FULL if rotated or not has_windows else SLIDING for rotated in rotates]
     windows = layer_windows(config, types)
-    bias = setting(config, "attention_bias", False)
     rope = RopeScaling.from_hf(config, head_dim_of(config))
     return DecoderConfig.from_hf(
         config,
-        qkv_bias=bias,
-        out_bias=bias,
+        **attention_biases(config),
         mlp_bias=setting(config, "mlp_bias", False),
         ropes=tuple(rope if rotated else None for rotated in rotates),
         windows=windows,
@@ -564,11 +547,9 @@ def gpt_oss(config: dict[str, Any]) -> DecoderConfig:
     # An empty object means positions that are not scaled.
     if config.get("rope_parameters") is None and not config.get("rope_scaling"):
         config = config | {"rope_scaling": GPT_OSS_ROPE}
-    bias = setting(config, "attention_bias", True)
     return DecoderConfig.from_hf(
         GPT_OSS_DEFAULTS | config,
-        qkv_bias=bias,
-        out_bias=bias,
+        **attention_biases(config, default=True),
         sinks=True,
         activation="clamped_swiglu",
         windows=layer_windows(config, periodic_types(config, 2), default_window=128),

@@ -25,13 +25,39 @@ from quadriga.server.models.formats.gguf_reader import (
 )
 from quadriga.server.models.formats.gguf_tokenizer import end_token_ids, write_tokenizer
 
-# config.json of a Gemma 2 or Gemma 3 from the metadata of its GGUF.
-#
-# A GGUF lacks some constants, for which llama.cpp's are taken (src/models/gemma2.cpp,
+
+def _decimal(value: float) -> float:
+    """Return the decimal number of a float32: GGUF stores 1e-05 as 9.999999747378752e-06."""
+    return float(f"{value:.7g}")
+
+
+def _shared_values(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what all architectures but GPT-2 name alike. name: of the class, such as Llama."""
+    heads = values["attention.head_count"]
+    return {
+        "model_type": name.lower(),
+        "architectures": [f"{name}ForCausalLM"],
+        "num_hidden_layers": values["block_count"],
+        "hidden_size": values["embedding_length"],
+        "intermediate_size": values["feed_forward_length"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": values.get("attention.head_count_kv", heads),
+        "rope_theta": _decimal(values.get("rope.freq_base", 10000.0)),
+        "max_position_embeddings": values["context_length"],
+    }
+
+
+def _head_dim(values: Mapping[str, Any]) -> int:
+    """Return the channels of a head; those of `hidden_size` where the header has none."""
+    width = values["embedding_length"] // values["attention.head_count"]
+    return int(values.get("attention.key_length") or width)
+
+
+# A GGUF of a Gemma lacks some constants, for which llama.cpp's are taken (src/models/gemma2.cpp,
 # gemma3.cpp).
 
 # Layers of the models of 27 billion weights, whose heads are smaller than hidden_size / heads.
-GEMMA2_LAYERS_27B = {"gemma2": 46, "gemma3": 62}
+GEMMA2_LAYERS_27B = {"Gemma2": 46, "Gemma3": 62}
 
 
 def gemma2_config(values: Mapping[str, Any], _: TensorIndex) -> dict[str, Any]:
@@ -46,22 +72,19 @@ def gemma2_config(values: Mapping[str, Any], _: TensorIndex) -> dict[str, Any]:
             f"gemma2.rope.freq_base_swa = {local_theta} is not supported; supported: {theta}, which"
             " is gemma2.rope.freq_base"
         )
-    return _shared_by_gemmas("gemma2", values) | {
-        "architectures": ["Gemma2ForCausalLM"],
+    return _shared_by_gemmas("Gemma2", values) | {
         "sliding_window": values.get("attention.sliding_window", 4096),
         "layer_types": _gemma3_layer_types(values, 2),
         # 0 means none.
         "attn_logit_softcapping": values.get("attn_logit_softcapping", 50.0) or None,
         "final_logit_softcapping": values.get("final_logit_softcapping", 30.0) or None,
-        "rope_theta": theta,
     }
 
 
 def gemma3_config(values: Mapping[str, Any], _: TensorIndex) -> dict[str, Any]:
     """Return the config of a Gemma 3's text model: a window in five layers of six, or in none."""
     window = values.get("attention.sliding_window", 0)
-    return _shared_by_gemmas("gemma3", values) | {
-        "architectures": ["Gemma3ForCausalLM"],
+    return _shared_by_gemmas("Gemma3", values) | {
         "sliding_window": window,
         "layer_types": _gemma3_layer_types(values, 6 if window else 1),
         "final_logit_softcapping": values.get("final_logit_softcapping") or None,
@@ -81,28 +104,20 @@ def _gemma3_layer_types(values: Mapping[str, Any], period: int) -> list[str]:
     return ["sliding_attention" if has_window else "full_attention" for has_window in pattern]
 
 
-def _shared_by_gemmas(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    heads, hidden_size = values["attention.head_count"], values["embedding_length"]
-    head_dim = values.get("attention.key_length") or hidden_size // heads
-    is_27b = values["block_count"] == GEMMA2_LAYERS_27B[model_type]
-    return {
-        "model_type": model_type,
-        "num_hidden_layers": values["block_count"],
-        "hidden_size": hidden_size,
-        "intermediate_size": values["feed_forward_length"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": values.get("attention.head_count_kv", heads),
+def _shared_by_gemmas(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    shared, head_dim = _shared_values(name, values), _head_dim(values)
+    is_27b = values["block_count"] == GEMMA2_LAYERS_27B[name]
+    width = shared["hidden_size"] // shared["num_attention_heads"] if is_27b else head_dim
+    return shared | {
         "head_dim": head_dim,
-        "query_pre_attn_scalar": hidden_size // heads if is_27b else head_dim,
-        "rms_norm_eps": float(f"{values['attention.layer_norm_rms_epsilon']:.7g}"),
-        "max_position_embeddings": values["context_length"],
+        "query_pre_attn_scalar": width,
+        "rms_norm_eps": _decimal(values["attention.layer_norm_rms_epsilon"]),
         "hidden_activation": "gelu_pytorch_tanh",
     }
 
 
-# What the GGUF of a variant of Llama has beside Llama's metadata, as values of config.json.
-#
-# Source: llama.cpp's converter (conversion/gemma.py, granite.py and olmo.py).
+# What the GGUF of a variant of Llama has beside Llama's metadata. Source: llama.cpp's converter
+# (conversion/gemma.py, granite.py and olmo.py).
 
 
 def gemma_values(_: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,17 +136,13 @@ def granite_values(values: Mapping[str, Any]) -> dict[str, Any]:
             "granite.rope.scaling.finetuned = False, a model that rotates nothing, is not"
             " supported in a GGUF; supported: True"
         )
-    head_dim = values.get("attention.key_length") or (
-        values["embedding_length"] // values["attention.head_count"]
-    )
     factors = {
-        "attention_multiplier": values.get("attention.scale") or head_dim**-0.5,
+        "attention_multiplier": values.get("attention.scale") or _head_dim(values) ** -0.5,
         "embedding_multiplier": values.get("embedding_scale") or 1.0,
         "residual_multiplier": values.get("residual_scale") or 1.0,
         "logits_scaling": values["logit_scale"],
     }
-    # GGUF stores float32.
-    return {key: float(f"{value:.7g}") for key, value in factors.items()}
+    return {key: _decimal(value) for key, value in factors.items()}
 
 
 def olmo2_values(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,26 +160,13 @@ def olmo2_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-# config.json of a Phi-3, 3.5 or 4 from the metadata of its GGUF.
-
-
 def phi3_config(values: Mapping[str, Any], _: TensorIndex) -> dict[str, Any]:
-    """Return the config; a window of 0 tokens means none."""
-    heads, hidden_size = values["attention.head_count"], values["embedding_length"]
-    head_dim = values.get("attention.key_length", hidden_size // heads)
-    return {
-        "model_type": "phi3",
-        "architectures": ["Phi3ForCausalLM"],
-        "num_hidden_layers": values["block_count"],
-        "hidden_size": hidden_size,
-        "intermediate_size": values["feed_forward_length"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": values.get("attention.head_count_kv", heads),
+    """Return the config of a Phi-3, 3.5 or 4; a window of 0 tokens means none."""
+    head_dim = _head_dim(values)
+    return _shared_values("Phi3", values) | {
         "head_dim": head_dim,
         "partial_rotary_factor": values.get("rope.dimension_count", head_dim) / head_dim,
-        "rope_theta": float(f"{values.get('rope.freq_base', 10000.0):.7g}"),
-        "rms_norm_eps": float(f"{values['attention.layer_norm_rms_epsilon']:.7g}"),
-        "max_position_embeddings": values["context_length"],
+        "rms_norm_eps": _decimal(values["attention.layer_norm_rms_epsilon"]),
         "original_max_position_embeddings": (
             values.get("rope.scaling.original_context_length") or values["context_length"]
         ),
@@ -177,25 +175,13 @@ def phi3_config(values: Mapping[str, Any], _: TensorIndex) -> dict[str, Any]:
     }
 
 
-# config.json of a StarCoder2 from the metadata of its GGUF.
-
 STARCODER2_WINDOW = 4096  # tokens; the same in all published sizes, and not in a GGUF
 
 
 def starcoder2_config(values: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]:
     """Return the config of a StarCoder2."""
-    heads = values["attention.head_count"]
-    return {
-        "model_type": "starcoder2",
-        "architectures": ["Starcoder2ForCausalLM"],
-        "num_hidden_layers": values["block_count"],
-        "hidden_size": values["embedding_length"],
-        "intermediate_size": values["feed_forward_length"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": values.get("attention.head_count_kv", heads),
-        "rope_theta": float(f"{values.get('rope.freq_base', 10000.0):.7g}"),
-        "norm_epsilon": float(f"{values['attention.layer_norm_epsilon']:.7g}"),
-        "max_position_embeddings": values["context_length"],
+    return _shared_values("Starcoder2", values) | {
+        "norm_epsilon": _decimal(values["attention.layer_norm_epsilon"]),
         "sliding_window": values.get("attention.sliding_window", STARCODER2_WINDOW),
         "hidden_act": "gelu_pytorch_tanh",
         "use_bias": "blk.0.attn_q.bias" in tensors,
@@ -315,8 +301,6 @@ def _longrope(
     }
 
 
-# A GGUF's header, converted once to the files of a Hugging Face directory.
-#
 # The conversion can take seconds, since the header holds the whole vocabulary; reading the files
 # does not. Source: the GGUF specification (ggml, docs/gguf.md).
 
@@ -499,9 +483,7 @@ def _check_head_sizes(architecture: str, values: _KeysRead) -> None:
     """Raise ModelError if values, or heads of layers with a window, have another size."""
     if "attention.head_count" not in values:
         return
-    head_dim = values.get("attention.key_length") or (
-        values["embedding_length"] // values["attention.head_count"]
-    )
+    head_dim = _head_dim(values)
     rotated = values.get("rope.dimension_count") or head_dim
     for name, allowed in (
         ("attention.value_length", head_dim),
@@ -539,19 +521,9 @@ def _llama_config(values: Mapping[str, Any], tensors: TensorIndex) -> dict[str, 
 
 def _like_llama(name: str, values: Mapping[str, Any], tensors: TensorIndex) -> dict[str, Any]:
     """Return the config of Llama or of an architecture with the same keys."""
-    heads = values["attention.head_count"]
-    return {
-        "model_type": name.lower(),
-        "architectures": [f"{name}ForCausalLM"],
-        "num_hidden_layers": values["block_count"],
-        "hidden_size": values["embedding_length"],
-        "intermediate_size": values["feed_forward_length"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": values.get("attention.head_count_kv", heads),
-        "head_dim": values.get("attention.key_length", values["embedding_length"] // heads),
-        "rope_theta": _decimal(values.get("rope.freq_base", 10000.0)),
+    return _shared_values(name, values) | {
+        "head_dim": _head_dim(values),
         "rms_norm_eps": _decimal(values["attention.layer_norm_rms_epsilon"]),
-        "max_position_embeddings": values["context_length"],
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_output.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
@@ -597,8 +569,3 @@ _CONFIGS: dict[str, Callable[[Mapping[str, Any], TensorIndex], dict[str, Any]]] 
     "phi3": phi3_config,
     "starcoder2": starcoder2_config,
 }
-
-
-def _decimal(value: float) -> float:
-    """Return the decimal number of a float32: GGUF stores 1e-05 as 9.999999747378752e-06."""
-    return float(f"{value:.7g}")

@@ -11,15 +11,13 @@ import struct
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from quadriga.errors import ModelError, quoted
 
-# Reader of a GGUF's metadata and tensor index.
-#
 # A vocabulary of 262,144 tokens takes a tenth of a second; the package gguf takes ten. Source:
 # the GGUF specification (ggml, docs/gguf.md).
 
@@ -193,6 +191,19 @@ class _Cursor:
         self._make_absolute(tensors, alignment)
         return GGUFHeader(metadata, tensors)
 
+    def architecture_name(self) -> str | None:
+        """Return general.architecture; None if an array comes before it."""
+        _, _, _, num_keys = self._values("4sIQQ")
+        for _ in range(num_keys):
+            name = self._string()
+            (kind,) = self._values("I")
+            if kind == ARRAY_TYPE:
+                return None
+            value = self._value(kind)
+            if name == "general.architecture" and kind == STRING_TYPE:
+                return str(value)
+        return None
+
     def _values(self, layout: str) -> tuple[Any, ...]:
         """Return little-endian values of a struct layout."""
         values = struct.unpack_from(f"<{layout}", self._data, self._at)
@@ -334,15 +345,8 @@ def read_whole_header(path: Path) -> GGUFHeader:
     return GGUFHeader(header.metadata, tensors)
 
 
-# The first keys of a GGUF's header, read in milliseconds.
-#
-# Source: the GGUF specification (ggml, docs/gguf.md).
-
-MAX_NAME_BYTES = 1 << 16
-
-
 def read_architecture_name(path: Path) -> str | None:
-    """Return general.architecture, which writers put first.
+    """Return general.architecture, which writers put first, in milliseconds.
 
     Returns:
         The name; None if an array comes before it or the header is damaged, which the full
@@ -355,31 +359,9 @@ def read_architecture_name(path: Path) -> str | None:
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
                 raise ModelError(f"{path} is not a GGUF file: it does not begin with 'GGUF'")
-            return _find_architecture(file)
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Cursor(data).architecture_name()
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
     except (struct.error, ValueError, KeyError):
         return None
-
-
-def _find_architecture(file: BinaryIO) -> str | None:
-    _version, _num_tensors, num_keys = struct.unpack("<IQQ", file.read(20))
-    for _ in range(num_keys):
-        name = _string_at_start(file)
-        (kind,) = struct.unpack("<I", file.read(4))
-        if name == "general.architecture" and kind == STRING_TYPE:
-            return _string_at_start(file)
-        if kind == ARRAY_TYPE:
-            return None
-        if kind == STRING_TYPE:
-            _string_at_start(file)
-        else:
-            file.seek(struct.calcsize(SCALARS[kind]), 1)
-    return None
-
-
-def _string_at_start(file: BinaryIO) -> str:
-    (length,) = struct.unpack("<Q", file.read(8))
-    if length > MAX_NAME_BYTES:
-        raise ValueError(f"a string of {length} bytes")
-    return file.read(length).decode()
