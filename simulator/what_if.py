@@ -46,7 +46,7 @@ SHARED_SEGMENT = 0  # the text of all cached prefixes
 
 
 class LogLine(msgspec.Struct):
-    """A line of docs/logs.md, as far as it is used here."""
+    """A line of docs/monitor.md, as far as it is used here."""
 
     time: str = ""
     process: str = ""

@@ -94,7 +94,7 @@ def log_request(record: CallRecord, level: RequestLogLevel) -> None:
 
 
 def _fields(record: CallRecord, seconds: float) -> dict[str, Any]:
-    """Return the fields of a line in JSON, as docs/logs.md lists them."""
+    """Return the fields of a line in JSON, as docs/monitor.md lists them."""
     fields: dict[str, Any] = {
         "event": "request",
         "id": record.id or None,

@@ -1,7 +1,7 @@
 """GET /metrics: of the server, of the requests by HTTP, and of what is kept for clients.
 
-Names and meanings follow vLLM and SGLang, with the prefix `quadriga:`. docs/http.md lists them. The
-names and help texts come first, then the families of each part of the gateway, then the handler.
+Names and meanings follow vLLM and SGLang, with the prefix `quadriga:`; docs/metrics.md lists them.
+First names and help texts, then the families of each part of the gateway, then the handler.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

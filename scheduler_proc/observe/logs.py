@@ -55,7 +55,7 @@ class RequestLog:
 
 
 def _fields(request: Request, now: float) -> dict[str, Any]:
-    """Return the fields of a line in JSON, as docs/logs.md lists them."""
+    """Return the fields of a line in JSON, as docs/monitor.md lists them."""
     assert request.finish_reason is not None
     error, first_at = request.error, request.first_token_at
     return {

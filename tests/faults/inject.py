@@ -1,4 +1,4 @@
-"""Inject faults into the processes of a server; docs/reliability.md lists the faults.
+"""Inject faults into the processes of a server; docs/engineering/faults.md lists the faults.
 
 The variables of `fault_environment` make every process call `install` before it opens its sockets.
 The processes import this file by itself, without the package `tests`, whose import loads torch.

@@ -114,7 +114,7 @@ class PageIndex(Generic[KeyT]):
                     del self._expected[block]
 
 
-# What an open choice costs the others, in prompt tokens; docs/scale.md has the measurement.
+# What an open choice costs the others, in prompt tokens; docs/engineering/replicas.md.
 ROW_TOKENS = 16
 # Added to the cost of a replica whose waiting queue is full: any other one is better.
 QUEUE_IS_FULL = 1e12

@@ -64,7 +64,7 @@ COMMANDS = {
     ),
     "batch": Subcommand("batch", "run a file of requests on a server; see docs/batches.md"),
     "trace": Subcommand(
-        "trace", "the trace of a request, or of all steps; see docs/observability.md"
+        "trace", "the trace of a request, or of all steps; see docs/monitor.md"
     ),
     "models": Subcommand(
         "models",
@@ -75,7 +75,7 @@ COMMANDS = {
         "keys", "make keys for a server and for its clients; see docs/security.md",
         "add_keygen_flags", "run_keygen",
     ),
-    "keys": Subcommand("keys", "make, list and remove API keys of tenants; see docs/tenants.md"),
+    "keys": Subcommand("keys", "make, list and remove API keys of tenants; see docs/keys.md"),
 }  # fmt: skip
 
 

@@ -440,7 +440,7 @@ class ReplicaArgs:
     dp: int = flag(
         1,
         "replicas of the model, each with scheduler, worker and detokenizer of its own, behind one"
-        " endpoint: see docs/scale.md",
+        " endpoint: see docs/gpus-and-replicas.md",
         alias="data_parallel_size",
     )
     load_balance_method: str = flag(

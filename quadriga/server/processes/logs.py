@@ -97,7 +97,7 @@ _FIELDS = "fields"
 
 
 class JsonFormatter(logging.Formatter):
-    """Format a record as one JSON object; docs/logs.md lists the fields.
+    """Format a record as one JSON object; docs/monitor.md lists the fields.
 
     Args:
         process: name of this process.
