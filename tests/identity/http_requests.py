@@ -1110,7 +1110,7 @@ WAITING = [
              fillers=(2,), during=(
         _bounded("batch", "POST /v1/batches", BATCH, keep={"batch_one": "id"}),
         _bounded("batch_second", "POST /v1/batches", BATCH, keep={"batch_two": "id"}),
-        _bounded("batch_third", "POST /v1/batches", BATCH),
+        _bounded("batch_third", "POST /v1/batches", BATCH, keep={"batch_three": "id"}),
         _bounded("batch_waits", "GET /v1/batches/$batch_one", until=("status", ("in_progress",))),
         _bounded("file_in_use", "DELETE /v1/files/$file_here"),
         _bounded("batch_cancel", "POST /v1/batches/$batch_one/cancel", pause_s=0.5),
@@ -1120,6 +1120,8 @@ WAITING = [
                  until=("status", ("cancelled",))),
         _bounded("abort_behind_batches", "POST /abort_request", {"rid": "wait-11"}),
     )),
+    _bounded("batch_third_completed", "GET /v1/batches/$batch_three",
+             until=("status", ("completed",))),
     _bounded("stream_1", "POST /v1/completions", STREAM, headers=_named("kept-1")),
     _bounded("stream_2", "POST /v1/completions", STREAM, headers=_named("kept-2")),
     _bounded("stream_3", "POST /v1/completions", STREAM, headers=_named("kept-3")),

@@ -26,7 +26,7 @@ of one server is replaced:
 
 - Ids, by the request whose answer has them first, so that references stay checked.
 - Times, durations, dates, ports, directories, process ids, the version, the kernels' hash.
-- Comments in streams, and the header Server-Timing of streams.
+- Comments and events keepalive in streams, and the header Server-Timing of streams.
 - Where a request says `shape`, all numbers, and the items of lists that are alike: of traces, the
   live feed and simulations only names and structure are compared. So it is with metrics, but for
   those in STEADY_METRICS.

@@ -67,12 +67,13 @@ def _header(name: str, value: str, answer: Answer) -> str:
 
 
 def _events(call: Call, answer: Answer) -> str:
-    """Return the events of a stream, each as its lines; comments are left out."""
+    """Return the events of a stream, each as its lines; comments and pings are left out."""
     blocks = _text(answer.body).split("\n\n")
     rest = [] if answer.is_cut or not blocks[-1] else [f"<no end of event> {blocks[-1]}"]
     events: list[list[str]] = []
     for block in blocks[:-1]:
-        if lines := [line for line in block.split("\n") if not line.startswith(":")]:
+        lines = [line for line in block.split("\n") if not line.startswith(":")]
+        if lines and lines[0] != "event: keepalive":
             events.append(lines)
     if call.shape:
         return "\n".join(json.dumps(event) for event in shape([*map(_fields, events)]))
