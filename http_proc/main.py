@@ -11,8 +11,8 @@ from http_proc.apis.responses.background import BACKGROUND
 from http_proc.core.gateway import Gateway
 from http_proc.jobs.batches import BATCHES
 from http_proc.server import FLUSH_TIMEOUT_S, bind, listen, make_runner, tls_context
+from http_proc.web.resumable import STREAM_ROWS, STREAMS
 from http_proc.web.stream_rows import StreamRows
-from http_proc.web.stream_table import STREAM_ROWS, STREAMS
 from quadriga.client.async_client import AsyncClient
 from quadriga.errors import ServerFailed
 from quadriga.server.processes.child import Child, run_child

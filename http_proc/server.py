@@ -2,6 +2,10 @@
 
 The table comes first, with GET /openapi.json and GET /docs, which are made of it; then the
 application with its routes and middlewares; then address, TLS, time limits and connections.
+
+A framework such as Litestar would generate the document and type the bodies. This code and aiohttp
+are used instead because they cost less CPU time per event of a stream, on cores that the gateway
+shares with the worker: docs/dependencies.md has the figures for aiohttp and for ASGI servers.
 """
 
 import asyncio
@@ -26,7 +30,7 @@ from http_proc.apis import service, sglang
 from http_proc.apis.anthropic import ANTHROPIC_ENDPOINTS
 from http_proc.apis.llama_cpp import LLAMA_CPP_ENDPOINTS
 from http_proc.apis.ollama import OLLAMA_ENDPOINTS
-from http_proc.apis.openai_chat import OPENAI_ENDPOINTS
+from http_proc.apis.openai import OPENAI_ENDPOINTS
 from http_proc.apis.responses.background import background_lifetime
 from http_proc.apis.responses.conversations import CONVERSATION_ENDPOINTS
 from http_proc.apis.responses.endpoints import RESPONSES_ENDPOINTS
@@ -57,13 +61,6 @@ from quadriga.errors import AddressInUse, ConfigError
 from quadriga.sampling.params import LIMITS, SamplingParams
 from quadriga.server.config.frontend_args import HttpArgs
 from quadriga.server.processes.machine import allow_open_files
-
-# GET /openapi.json, generated from the types that check the requests, and GET /docs.
-#
-# A framework such as Litestar would generate the document and type the bodies. This code and
-# aiohttp are used instead because they cost less CPU time per event of a stream, on cores that
-# the gateway shares with the worker: docs/dependencies.md has the figures for aiohttp and for
-# ASGI servers.
 
 _PATH_NAME = re.compile(r"\{(\w+)\}")
 PAGE = (Path(__file__).parent / "page" / "docs.html").read_text(encoding="utf-8")
@@ -269,8 +266,6 @@ async def _end_viewers(app: web.Application) -> None:
     close_hubs(app[GATEWAY])
     app[GATEWAY][SIMULATION].end()
 
-
-# The listening socket: address, TLS, time limits and the limit of connections.
 
 BACKLOG = 1024
 # Of a connection, in the kernel. Left to itself it takes megabytes for each client that does not

@@ -2,7 +2,8 @@
 
 The first part searches for marks, the second writes text and reasoning without the whitespace that
 belongs to the marks around them, the third runs a parser that is a generator of steps on the pieces
-of its input.
+of its input. The parsers are coroutines: they read an `AnswerInput` and yield when they need more
+of the answer.
 """
 
 import re
@@ -12,11 +13,6 @@ from functools import lru_cache
 from typing import TypeVar
 
 from http_proc.answer.events import AnswerEvent, EventWriter, ReasoningDelta, TextDelta
-
-# Find marks in an answer that arrives in pieces.
-#
-# The parsers are coroutines: they read an `AnswerInput` and yield when they need more of the
-# answer.
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]

@@ -1,45 +1,632 @@
 """The parser of answers, for the format of a model.
 
 Answers of most models have reasoning and calls between marks; gpt-oss writes messages to channels
-(harmony).
+(harmony). First come the ways in which models write tool calls, one parser for each, then the calls
+of an answer, then answers as a whole.
 """
 
+import json
 import re
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 from http_proc.answer.events import AnswerEvent, EventWriter, ParsedAnswer
 from http_proc.answer.marks import (
+    SPACE,
     AnswerInput,
     EndOfAnswer,
     Marks,
     ReasoningSink,
     SteppedParser,
+    StepRunner,
     Steps,
     TextAroundCalls,
     TextSink,
     UnexpectedText,
+    Write,
     first_part,
     marks_of,
     stripped,
 )
-from http_proc.answer.styles import (
-    CallBody,
-    CallContext,
-    JsonCalls,
-    NamedJsonCalls,
-    PythonicCalls,
-    QuotedCalls,
-    TaggedCalls,
-    ToolSchemas,
+from http_proc.answer.values import (
+    JSON,
+    KEYWORD_ARGUMENTS,
+    OBJECT,
+    PYTHON_ARGUMENTS,
+    ValueCopier,
+    copy_string,
+    escaped,
+    quoted,
+    to_json,
 )
-from http_proc.answer.values import JSON, OBJECT, ValueCopier
 from quadriga.server.answer_format import AnswerFormat, CallFormat, CallStyle, ReasoningFormat
+
+MAX_REFERENCES = 8
+
+_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+
+
+class ToolSchemas(dict[str, Mapping[str, Any]]):
+    """The JSON schema of the arguments of each tool of a request, by the tool's name."""
+
+    def types(self, tool: str, argument: str) -> frozenset[str]:
+        """Return the JSON types that an argument may have; empty if the schema does not say."""
+        schema = self.get(tool, {})
+        properties = schema.get("properties")
+        if not isinstance(properties, Mapping):
+            return frozenset()
+        return frozenset(_types(properties.get(argument), schema, MAX_REFERENCES))
+
+
+def _types(schema: Any, root: Mapping[str, Any], references: int) -> Iterable[str]:
+    """Return the types of a schema.
+
+    Args:
+        schema: the schema; one of another type than an object has no types.
+        root: the schema that references point into.
+        references: how many further references and alternatives are followed.
+    """
+    if not isinstance(schema, Mapping) or references == 0:
+        return ()
+    named = schema.get("type")
+    if isinstance(named, str):
+        return (named,)
+    if isinstance(named, list):
+        return [name for name in named if isinstance(name, str)]
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list):
+        return [
+            _TYPES.get(type(value), "array" if isinstance(value, list) else "object")
+            for value in values
+        ]
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(key), list):
+            return [name for part in schema[key] for name in _types(part, root, references - 1)]
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        target: Any = root
+        for part in reference[2:].split("/"):
+            target = target.get(part) if isinstance(target, Mapping) else None
+        return _types(target, root, references - 1)
+    return ()
+
+
+MAX_NAME_LENGTH = 256
+
+_NAME = re.compile(r"[\w.\-/:$]+")
+
+
+class CallContext(NamedTuple):
+    """Hold the input, the output, the marks and the tools of a parser of tool calls.
+
+    Attributes:
+        source: the answer.
+        writer: takes the events.
+        marks: marks of the calls.
+        tools: the tools of the request.
+    """
+
+    source: AnswerInput
+    writer: EventWriter
+    marks: CallFormat
+    tools: ToolSchemas
+
+    def begin(self, name: str, needs_known_name: bool, call_id: str = "") -> None:
+        """Begin a call. The text consumed for it can no longer be returned as text.
+
+        Raises:
+            UnexpectedText: the name is not valid, or it is of no tool of the request and must be.
+        """
+        if len(name) > MAX_NAME_LENGTH or not _NAME.fullmatch(name):
+            raise UnexpectedText
+        if needs_known_name and name not in self.tools:
+            raise UnexpectedText
+        self.source.release()
+        self.writer.begin_call(name, call_id)
+
+    def read_name(self, ends: Marks) -> Steps[tuple[str, str]]:
+        """Consume the text before a mark, and return the stripped text and the mark.
+
+        The mark is not consumed.
+
+        Raises:
+            UnexpectedText: the text is too long for a name.
+        """
+        pieces: list[str] = []
+        length = 0
+        while True:
+            num_read, mark = ends.find(self.source)
+            if length + num_read > MAX_NAME_LENGTH:
+                self.source.take(MAX_NAME_LENGTH - length)
+                raise UnexpectedText
+            length += num_read
+            pieces.append(self.source.take(num_read))
+            if mark:
+                return "".join(pieces).strip(), mark
+            yield from self.source.more()
+
+    def types_of(self, tool: str) -> Callable[[str], frozenset[str]]:
+        """Return the function that returns the types of an argument of the tool."""
+        return lambda argument: self.tools.types(tool, argument)
+
+
+class CallBody(Protocol):
+    """Parse one call, without the marks around it."""
+
+    def call(self, needs_known_name: bool) -> Steps[None]:
+        """Parse a call that begins here, after whitespace.
+
+        Raises:
+            UnexpectedText: the text is not a call, or the arguments of the begun call are broken.
+        """
+
+
+_ARGUMENT_KEYS = frozenset(("arguments", "parameters"))
+# An object without a mark that begins with another key is text, which need not be held back.
+_OTHER_KEYS = frozenset(("type", "id"))
+
+
+class JsonCalls:
+    """Parse calls such as {"name": "f", "arguments": {"a": 1}}.
+
+    The arguments may stand before the name, be a string of JSON, be null, or be missing.
+    """
+
+    def __init__(self, context: CallContext) -> None:
+        self._context = context
+        self._source = context.source
+        self._name_key = context.marks.name_key
+        self._argument_keys = _ARGUMENT_KEYS | {context.marks.arguments_key}
+
+    def call(self, needs_known_name: bool) -> Steps[None]:
+        """Parse one object."""
+        yield from self._expect("{")
+        arguments = _Arguments(self._context, needs_known_name)
+        has_more = (yield from self._source.skip_space()) != "}"
+        while has_more:
+            key = yield from self._short_string()
+            yield from self._expect(":")
+            yield from self._member(key, arguments)
+            if arguments.are_complete:
+                break
+            has_more = yield from self._goes_on()
+        if not arguments.are_complete:
+            self._source.take(1)
+            arguments.end_without()
+        elif has_more:
+            yield from self._rest()
+
+    def _member(self, key: str, arguments: "_Arguments") -> Steps[None]:
+        if not self._name_key and not arguments.name:
+            arguments.set_name(key)
+            yield from arguments.copy()
+        elif key == self._name_key and not arguments.name:
+            arguments.set_name((yield from self._short_string()))
+        elif key in self._argument_keys and not arguments.has_begun:
+            yield from arguments.copy()
+        elif arguments.needs_known_name and key not in _OTHER_KEYS:
+            raise UnexpectedText
+        else:
+            yield from ValueCopier(self._source, JSON, _drop).value()
+
+    def _goes_on(self) -> Steps[bool]:
+        """Consume a comma and return True, or return False before the closing brace."""
+        char = yield from self._source.skip_space()
+        if char == "}":
+            return False
+        yield from self._expect(",")
+        return True
+
+    def _rest(self) -> Steps[None]:
+        """Drop the rest of the object, after its call has ended."""
+        try:
+            while (yield from self._goes_on()):
+                yield from ValueCopier(self._source, JSON, _drop).value()
+                yield from self._expect(":")
+                yield from ValueCopier(self._source, JSON, _drop).value()
+        except UnexpectedText:
+            return
+        self._source.take(1)
+
+    def _expect(self, char: str) -> Steps[None]:
+        if (yield from self._source.skip_space()) != char:
+            raise UnexpectedText
+        self._source.take(1)
+
+    def _short_string(self) -> Steps[str]:
+        """Consume a string that is a key or a name and return it."""
+        if (yield from self._source.skip_space()) != '"':
+            raise UnexpectedText
+        pieces: list[str] = []
+        # A character takes up to 6 characters as an escape.
+        num_left = MAX_NAME_LENGTH * 6
+
+        def write(text: str) -> None:
+            nonlocal num_left
+            num_left -= len(text)
+            if num_left < 0:
+                self._source.give_back(None if "\\" in text else -num_left)
+                raise UnexpectedText
+            pieces.append(text)
+
+        yield from copy_string(self._source, '"', write)
+        return str(json.loads("".join(pieces)))
+
+
+class _Arguments:
+    """Write the arguments of one call, which are held back until the name is known.
+
+    Attributes:
+        needs_known_name: the object is a call only if its name is of a tool of the request.
+        name: the name of the call; empty: it has not arrived.
+        has_begun: the arguments have begun to arrive.
+        are_complete: the call has ended.
+    """
+
+    def __init__(self, context: CallContext, needs_known_name: bool) -> None:
+        self.name = ""
+        self.has_begun = False
+        self.are_complete = False
+        self._context = context
+        self.needs_known_name = needs_known_name
+        self._pieces: list[str] = []
+
+    def set_name(self, name: str) -> None:
+        """Set the name of the call, and write the call if its arguments have arrived.
+
+        Raises:
+            UnexpectedText: the name is empty, or it is of no tool and must be.
+        """
+        if not name or (self.needs_known_name and name not in self._context.tools):
+            raise UnexpectedText
+        self.name = name
+        if self.has_begun:
+            self._begin()
+            self._end()
+
+    def end_without(self) -> None:
+        """End a call without arguments at the end of its object.
+
+        Raises:
+            UnexpectedText: the object has no name either, or lacks the marks of a format that has
+                marks, so that it is not a call.
+        """
+        marks = self._context.marks
+        if not self.name or (self.needs_known_name and (marks.open or marks.call_open)):
+            raise UnexpectedText
+        self._write("{}")
+        self._end()
+
+    def copy(self) -> Steps[None]:
+        """Copy the arguments, which begin here."""
+        source = self._context.source
+        char = yield from source.skip_space()
+        self.has_begun = True
+        if char == "{":
+            source.take(1)
+            yield from ValueCopier(source, JSON, self._write).arguments(OBJECT)
+        elif char == '"':
+            yield from self._unwrap()
+        elif char == "n":
+            yield from ValueCopier(source, JSON, _drop).value()
+            self._write("{}")
+        else:
+            raise UnexpectedText
+        if self.name:
+            self._end()
+
+    def _unwrap(self) -> Steps[None]:
+        """Copy arguments that are a string of JSON."""
+        inner = _UnwrappedObject(self._write)
+
+        def write(piece: str) -> None:
+            if piece == '"':  # The quotes around the string are pieces of their own.
+                return
+            try:
+                inner.push(json.loads(f'"{piece}"'))
+            except UnexpectedText:
+                source.give_back(None if "\\" in piece else inner.num_left)
+                raise
+
+        source = self._context.source
+        yield from copy_string(source, '"', write)
+        if inner.is_empty:
+            self._write("{}")
+        else:
+            inner.finish()
+
+    def _write(self, text: str) -> None:
+        if not self.name:
+            self._pieces.append(text)
+            return
+        if not self._context.writer.is_in_call:
+            self._begin()
+        self._context.writer.arguments(text)
+
+    def _begin(self) -> None:
+        self._context.begin(self.name, self.needs_known_name)
+        for piece in self._pieces:
+            self._context.writer.arguments(piece)
+
+    def _end(self) -> None:
+        self._context.writer.end_call()
+        self.are_complete = True
+
+
+class _UnwrappedObject:
+    """Copy a JSON object whose text arrives in pieces.
+
+    Attributes:
+        is_empty: nothing has arrived.
+    """
+
+    def __init__(self, write: Write) -> None:
+        self.is_empty = True
+        self._write = write
+        self._source = AnswerInput()
+        self._runner = StepRunner(self._source, self._copy())
+
+    @property
+    def num_left(self) -> int:
+        """Characters of the last piece that are not consumed."""
+        return len(self._source.text) - self._source.at
+
+    def push(self, text: str) -> None:
+        """Take the next piece.
+
+        Raises:
+            UnexpectedText: it is not part of an object.
+        """
+        self.is_empty = False
+        self._runner.push(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+        self._check_end()
+
+    def finish(self) -> None:
+        """End the text.
+
+        Raises:
+            UnexpectedText: the object has not ended.
+        """
+        try:
+            self._runner.finish()
+        except EndOfAnswer:
+            raise UnexpectedText from None
+        self._check_end()
+
+    def _check_end(self) -> None:
+        """Consume whitespace after the object, which nothing else may follow."""
+        if self._runner.is_done:
+            self._source.take_match(SPACE)
+            if self._source.has_rest:
+                raise UnexpectedText
+
+    def _copy(self) -> Steps[None]:
+        if (yield from self._source.skip_space()) != "{":
+            raise UnexpectedText
+        self._source.take(1)
+        yield from ValueCopier(self._source, JSON, self._write).arguments(OBJECT)
+
+
+def _drop(_: str) -> None:
+    """Discard a piece."""
+
+
+_ID = re.compile(r"[\w-]+")
+
+
+class NamedJsonCalls:
+    """Parse calls such as f[ARGS]{"a": 1}.
+
+    If the format has no mark before the name, a call may also be an object with both.
+    """
+
+    def __init__(self, context: CallContext) -> None:
+        self._context = context
+        marks = context.marks
+        self._objects = JsonCalls(context)
+        self._name_ends = marks_of(first_part(marks.name_close), first_part(marks.id_open), "{")
+        self._id_ends = marks_of(first_part(marks.name_close), "{")
+
+    def call(self, needs_known_name: bool) -> Steps[None]:
+        """Parse one call."""
+        source, marks = self._context.source, self._context.marks
+        if not (yield from source.skip_mark(marks.name_open)):
+            raise UnexpectedText
+        if (yield from source.skip_space()) == "{" and not marks.name_open:
+            yield from self._objects.call(needs_known_name)
+            return
+        name, end = yield from self._context.read_name(self._name_ends)
+        name, call_id = self._split_name(name)
+        if end == first_part(marks.id_open):
+            source.take(len(end))
+            text, end = yield from self._context.read_name(self._id_ends)
+            call_id = text if _ID.fullmatch(text) else ""
+        if end != "{":
+            yield from source.skip_mark(marks.name_close)
+        if (yield from source.skip_space()) != "{":
+            raise UnexpectedText
+        self._context.begin(name, needs_known_name, call_id)
+        source.take(1)
+        yield from ValueCopier(source, JSON, self._context.writer.arguments).arguments(OBJECT)
+        self._context.writer.end_call()
+
+    def _split_name(self, text: str) -> tuple[str, str]:
+        """Return the name and the id of a call. The id is empty if no number follows the name."""
+        marks = self._context.marks
+        if marks.index_open:
+            name, index_open, index = text.rpartition(marks.index_open)
+            if index_open and index.isdigit():
+                return name, f"{marks.name_open}{text}"
+        return text, ""
+
+
+class PythonicCalls:
+    """Parse calls such as f(a=1)."""
+
+    def __init__(self, context: CallContext) -> None:
+        self._context = context
+        self._name_ends = marks_of("(")
+
+    def call(self, needs_known_name: bool) -> Steps[None]:
+        """Parse one call. A call with an argument without a keyword is text."""
+        source, writer = self._context.source, self._context.writer
+        name, _ = yield from self._context.read_name(self._name_ends)
+        source.take(1)
+        char = yield from source.skip_space()
+        if not (char == ")" or char == "_" or char.isalpha()):
+            raise UnexpectedText
+        self._context.begin(name, needs_known_name)
+        types = self._context.types_of(name)
+        copier = ValueCopier(source, PYTHON_ARGUMENTS, writer.arguments, types)
+        yield from copier.arguments(KEYWORD_ARGUMENTS)
+        writer.end_call()
+
+
+class QuotedCalls:
+    """Parse calls such as f{a:1,b:<|"|>x<|"|>}."""
+
+    def __init__(self, context: CallContext) -> None:
+        self._context = context
+        self._name_ends = marks_of(first_part(context.marks.name_close), "{")
+        self._syntax = quoted(context.marks.quote)
+
+    def call(self, needs_known_name: bool) -> Steps[None]:
+        """Parse one call."""
+        source, writer, marks = self._context.source, self._context.writer, self._context.marks
+        if not (yield from source.skip_mark(marks.name_open)):
+            raise UnexpectedText
+        name, _ = yield from self._context.read_name(self._name_ends)
+        yield from source.skip_mark(marks.name_close)
+        if (yield from source.skip_space()) != "{":
+            raise UnexpectedText
+        self._context.begin(name, needs_known_name)
+        source.take(1)
+        types = self._context.types_of(name)
+        copier = ValueCopier(source, self._syntax, writer.arguments, types)
+        yield from copier.arguments(OBJECT)
+        writer.end_call()
+
+
+_KINDS = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
+_UNTYPED = frozenset(("object", "array", "boolean", "null", "integer", "number"))
+
+
+class TaggedCalls:
+    """Parse calls such as <function=f><parameter=a>1</parameter></function>.
+
+    Text between the arguments is dropped. A value becomes JSON of a type that the
+    tool's schema allows, if it can be read as one, otherwise a string.
+    """
+
+    def __init__(self, context: CallContext) -> None:
+        self._context = context
+        self._source = context.source
+        marks = context.marks
+        self._call_ends = marks_of(
+            *map(first_part, (marks.call_close, marks.close, *marks.close_variants))
+        )
+        self._parts = marks_of(first_part(marks.key_open), *self._call_ends.all)
+        name_close = first_part(marks.name_close)
+        self._name_ends = marks_of(name_close) if name_close else self._parts
+        self._string_key_close = marks.string_key_close.strip()
+        self._key_close = marks.key_close
+        key_end = marks.key_close.strip() if self._string_key_close else first_part(marks.key_close)
+        self._key_ends = marks_of(key_end, self._string_key_close)
+        self._value_ends = marks_of(first_part(marks.value_close))
+
+    def call(self, needs_known_name: bool) -> Steps[None]:
+        """Parse one call."""
+        marks, writer = self._context.marks, self._context.writer
+        if not (yield from self._source.skip_mark(marks.name_open)):
+            raise UnexpectedText
+        name, _ = yield from self._context.read_name(self._name_ends)
+        yield from self._source.skip_mark(marks.name_close)
+        yield from self._source.skip_space()
+        if not (yield from self._parts.here(self._source)):
+            raise UnexpectedText
+        self._context.begin(name, needs_known_name)
+        separator = "{"
+        while True:
+            mark = yield from self._parts.copy_before(self._source)
+            if mark in self._call_ends.all:
+                break
+            yield from self._source.skip_mark(marks.key_open)
+            separator = yield from self._argument(name, separator)
+        writer.arguments("{}" if separator == "{" else "}")
+        writer.end_call()
+
+    def _argument(self, tool: str, separator: str) -> Steps[str]:
+        """Parse an argument after `key_open` and return what stands before the next."""
+        writer = self._context.writer
+        key, is_string = yield from self._key()
+        types = self._context.tools.types(tool, key)
+        writer.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+        if is_string or types == {"string"}:
+            writer.arguments('"')
+            yield from self._copy_value(lambda text: writer.arguments(escaped(text)))
+            writer.arguments('"')
+            return ", "
+        pieces: list[str] = []
+        try:
+            yield from self._copy_value(pieces.append)
+        except EndOfAnswer:
+            writer.arguments("".join(pieces))
+            raise
+        writer.arguments(_converted("".join(pieces), types))
+        return ", "
+
+    def _key(self) -> Steps[tuple[str, bool]]:
+        """Consume the name of an argument and return it, and whether its value is a string."""
+        key, mark = yield from self._context.read_name(self._key_ends)
+        if self._string_key_close:
+            self._source.take(len(mark))
+        else:
+            yield from self._source.skip_mark(self._key_close)
+        return key, mark == self._string_key_close
+
+    def _copy_value(self, write: Write) -> Steps[None]:
+        """Consume a value and the mark after it, and write it without the newlines of the marks."""
+        if self._key_close.endswith("\n") and (yield from self._source.peek()) == "\n":
+            self._source.take(1)
+        value_close = self._context.marks.value_close
+        if value_close.startswith("\n"):
+            write = _WithoutLastNewline(write).write
+        yield from self._value_ends.copy_before(self._source, write)
+        yield from self._source.skip_mark(value_close)
+
+
+class _WithoutLastNewline:
+    """Write text, without the newline at its end."""
+
+    def __init__(self, write: Write) -> None:
+        self._write = write
+        self._newline = ""
+
+    def write(self, text: str) -> None:
+        """Write a piece."""
+        text = self._newline + text
+        self._newline = "\n" if text.endswith("\n") else ""
+        self._write(text.removesuffix("\n"))
+
+
+def _converted(text: str, types: frozenset[str]) -> str:
+    """Return the text as a JSON value of one of the types, otherwise as a JSON string.
+
+    Without types, every type but a string is tried first. The fraction of an integer may be zeros.
+    """
+    value = to_json(text)
+    if value is not None:
+        kind = _KINDS.get(value[0], "number")
+        if kind == "number" and (value.isdigit() or float(value).is_integer()):
+            kind = "integer"
+        accepted = types or _UNTYPED
+        if kind in accepted or (kind == "integer" and "number" in accepted):
+            return value
+    return json.dumps(text, ensure_ascii=False)
+
 
 __all__ = ["AnswerParser", "ToolSchemas", "make_parser", "parse_answer"]
 
-
-# Parse the calls of an answer, with the marks before, between and after them.
 
 _BODIES: dict[CallStyle, Callable[[CallContext], CallBody]] = {
     CallStyle.JSON: JsonCalls,
@@ -228,8 +815,6 @@ def _first_characters(marks: CallFormat) -> str:
     return "{[" if marks.is_list else "{"
 
 
-# Parse an answer whose reasoning and calls stand between marks.
-
 _NEWLINES = re.compile(r"[\r\n]*")
 _NO_REASONING = ReasoningFormat(open="", close="")
 
@@ -275,8 +860,6 @@ class MarkedAnswerParser(SteppedParser):
             pass
         self._text.finish()
 
-    # --- the reasoning ------------------------------------------------------------------------
-
     def _reasoning(self) -> Steps[str]:
         """Parse the reasoning and return the whitespace before an answer that has none."""
         space = yield from self._space_before_answer()
@@ -315,8 +898,6 @@ class MarkedAnswerParser(SteppedParser):
                 return
             yield from self._source.more()
 
-    # --- text and calls -----------------------------------------------------------------------
-
     def _answer_proper(self, space: str) -> Steps[None]:
         """Parse the text and the calls after the reasoning; the whitespace belongs to the text."""
         self._text.write(space)
@@ -340,8 +921,6 @@ class MarkedAnswerParser(SteppedParser):
             self._text.after_calls()
         self._text.write(rest)
 
-
-# Parse the messages that gpt-oss writes to its channels.
 
 MAX_HEADER_LENGTH = 1024
 

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from http_proc.answer.marks import AnswerInput, EndOfAnswer, Steps, UnexpectedText, Write, marks_of
 
-# Convert numbers and literals to JSON.
-
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _LEADING_ZERO = re.compile(r"[+-]?0[0-9]")
 _LITERALS = {"true": "true", "false": "false", "null": "null",
@@ -37,8 +35,6 @@ def scalar_to_json(token: str) -> str | None:
         return None
     return json.dumps(number) if math.isfinite(number) else None
 
-
-# Copy strings as JSON, and convert the escapes that JSON does not have.
 
 # A backslash escapes within these quotes, not within other marks.
 ESCAPING_QUOTES = ('"', "'")
@@ -137,8 +133,6 @@ def _need(source: AnswerInput, length: int) -> Steps[None]:
         yield from source.more()
 
 
-# Describe how values are written: in JSON, in Python, or with bare keys.
-
 _TOKEN = re.compile(r"""[^\s,:=\[\]{}()"']+""")
 _LOOSE_TOKEN = re.compile(r"[^,\[\]{}]+")
 
@@ -195,8 +189,6 @@ def quoted(quote: str) -> ValueSyntax:
         JSON.brackets, quotes, has_bare_strings=True, has_bare_keys=True, token=_LOOSE_TOKEN
     )
 
-
-# Copy values from an answer as JSON, while they arrive.
 
 # Objects and lists nest no deeper; decoders of JSON allow several hundred levels.
 MAX_DEPTH = 128

@@ -1,1 +1,1 @@
-"""The APIs that generate text, one to three files each, and the endpoints beside generation."""
+"""The APIs that generate text, a file each, and the endpoints beside generation."""

@@ -11,7 +11,7 @@ import msgspec
 from http_proc.core.call import Call
 from http_proc.core.errors import ApiError, QueueHint, invalid
 from http_proc.core.gateway import Gateway
-from http_proc.core.streaming import SERVER_SENT_EVENTS, EventSink, collect, event, stream_events
+from http_proc.core.streaming import EventSink, Renderer, collect, event, stream_events
 from http_proc.generation.sampling import (
     convert,
     fill_format,
@@ -201,10 +201,8 @@ def selected(answer: dict[str, Any], fields: list[str] | None) -> dict[str, Any]
     return found
 
 
-class InfillStream:
+class InfillStream(Renderer):
     """Renderer of /infill: an event for each chunk, then one with the numbers and no text."""
-
-    framing = SERVER_SENT_EVENTS
 
     def __init__(self, model: str, params: SamplingParams, fields: list[str] | None) -> None:
         self._model = model
@@ -238,10 +236,6 @@ class InfillStream:
             answer.tokens = []
             pieces.append(event(_encode(selected(msgspec.to_builtins(answer), self._fields))))
         return b"".join(pieces)
-
-    def finish(self) -> bytes:
-        """Return nothing: the last event of the text ends the stream."""
-        return b""
 
     def error(self, error: ApiError) -> bytes:
         """Return the event of an error."""

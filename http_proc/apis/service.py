@@ -13,7 +13,7 @@ from http_proc.core.errors import ApiError, from_ring, invalid
 from http_proc.core.gateway import READY_MAX_AGE_S, Gateway
 from http_proc.core.observe import all_traces
 from http_proc.core.streaming import EventSink
-from http_proc.generation.chat_messages import chat_prompt, check_counts, template_options
+from http_proc.generation.chat_call import chat_prompt, check_counts, template_options
 from http_proc.generation.sampling import convert
 from http_proc.generation.schema import Message, RequestBody, Tool
 from http_proc.web.endpoint import Endpoint
@@ -147,9 +147,6 @@ class HealthStatus(msgspec.Struct):
     status: str
 
 
-# --- models and server info -----------------------------------------------------------------------
-
-
 async def models(request: web.Request) -> web.Response:
     """List the one model that is served, in the form of the client's API."""
     served = await _model(request.app[GATEWAY])
@@ -196,9 +193,6 @@ async def server_info(request: web.Request) -> web.Response:
     return json_response(info | {"pids": info["pids"] | {"http_proc": os.getpid()}})
 
 
-# --- tokens ---------------------------------------------------------------------------------------
-
-
 async def tokenize(gateway: Gateway, call: Call, _: EventSink) -> TokenizeAnswer:
     """Return the token ids that a generation request with this text or chat would have."""
     body = await call.parse()
@@ -225,9 +219,6 @@ async def detokenize(gateway: Gateway, call: Call, _: EventSink) -> DetokenizeAn
     return DetokenizeAnswer(text, text)
 
 
-# --- aborts and cache -----------------------------------------------------------------------------
-
-
 async def abort_request(request: web.Request) -> web.Response:
     """End requests, which finish with the reason "abort" and their text so far."""
     call = convert(await read_object(request), AbortBody)
@@ -247,9 +238,6 @@ async def flush_cache(request: web.Request) -> web.Response:
             code="not_allowed",
         )
     return json_response(FlushAnswer(await request.app[GATEWAY].ring.flush_cache()))
-
-
-# --- probes ---------------------------------------------------------------------------------------
 
 
 async def livez(_: web.Request) -> web.Response:

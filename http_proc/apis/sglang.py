@@ -7,7 +7,7 @@ import msgspec
 from http_proc.core.call import Call
 from http_proc.core.errors import invalid
 from http_proc.core.gateway import Gateway
-from http_proc.core.streaming import EventSink, OpenAIEvents, collect, event, stream_events
+from http_proc.core.streaming import EventSink, OpenAIEnd, Renderer, collect, event, stream_events
 from http_proc.core.timings import timings_body
 from http_proc.generation.sampling import SGLANG, check_choices, convert, take_sampling
 from http_proc.generation.schema import Priority, RequestBody, Top
@@ -181,7 +181,7 @@ def _finish_reason(completion: Completion) -> dict[str, Any]:
     return {"type": completion.finish_reason}
 
 
-class GenerateStream(OpenAIEvents):
+class GenerateStream(OpenAIEnd, Renderer):
     """Renderer of /generate: each event has the whole text so far, like SGLang's."""
 
     def __init__(self, rid: str, single: bool, logprobs: LogprobLists) -> None:

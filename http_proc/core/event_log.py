@@ -44,8 +44,6 @@ class EventLog:
     def __len__(self) -> int:
         return self.num_dropped + len(self.events)
 
-    # --- the writer -------------------------------------------------------------------------------
-
     def hold(self, until: "Future[None]") -> None:
         """Show no event that follows to readers before a write to the disk has ended."""
         self._held_until = until
@@ -95,8 +93,6 @@ class EventLog:
         if not self.is_ended:
             self.is_ended, self.error = True, error
             self._wake()
-
-    # --- readers ----------------------------------------------------------------------------------
 
     async def opened(self) -> Opening:
         """Wait for what comes before the events. Raise the error of a stream that ends before."""

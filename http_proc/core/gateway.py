@@ -14,9 +14,8 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 from http_proc.core.call import Call
 from http_proc.core.caller import current_caller
 from http_proc.core.errors import ApiError, from_ring
-from http_proc.core.observe import CallRecord, RequestMetrics, WebTraces
+from http_proc.core.observe import CallRecord, RecentChoices, RequestMetrics, WebTraces
 from http_proc.core.progress import ProgressPoller
-from http_proc.core.recent import RecentChoices
 from http_proc.core.request_group import GroupNotes, RequestGroup
 from http_proc.core.resumption import current_resumption
 from http_proc.core.shares import SharedBound, Shares
@@ -180,8 +179,6 @@ class Gateway:
         self._groups: dict[str, RequestGroup] = {}
         self._parts: dict[Key[Any], Any] = {}
 
-    # --- parts ------------------------------------------------------------------------------------
-
     def __setitem__(self, key: Key[T], part: T) -> None:
         self._parts[key] = part
 
@@ -191,8 +188,6 @@ class Gateway:
     def get(self, key: Key[T]) -> T | None:
         """Return a part; None where the gateway does not have it."""
         return self._parts.get(key)
-
-    # --- requests ---------------------------------------------------------------------------------
 
     def head(self, call: Call, prefix: str, separator: str = "-") -> ResponseHead:
         """Return the head of the answer, whose id is made of `prefix` and the X-Request-Id."""

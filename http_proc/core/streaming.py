@@ -3,7 +3,7 @@
 The events of a stream go to an `EventSink`: a connection, or the log of a resumable stream.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -11,7 +11,7 @@ import msgspec
 
 from http_proc.core.errors import ApiError
 from http_proc.core.progress import StreamWatch
-from http_proc.core.request_group import RequestGroup
+from http_proc.core.request_group import Chunks, RequestGroup
 from http_proc.core.timings import Stage
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.errors import QuadrigaError
@@ -113,29 +113,25 @@ class Renderer(Protocol):
         framing: how the events are sent.
     """
 
-    framing: StreamFraming
+    framing: StreamFraming = SERVER_SENT_EVENTS
 
-    def start(self, accepted: Sequence[Accepted], /) -> bytes:
+    def start(self, accepted: Sequence[Accepted], /) -> bytes:  # noqa: ARG002
         """Return the events that come before all others; `accepted` is in order of the prompts."""
+        return b""
 
-    def render(self, choice: int, chunk: StreamChunk) -> bytes:
+    def render(self, choice: int, chunk: StreamChunk, /) -> bytes:
         """Return the events of a chunk, possibly none."""
 
     def finish(self) -> bytes:
         """Return the events that follow the last chunk of all choices."""
+        return b""
 
     def error(self, error: ApiError) -> bytes:
         """Return the events that end the stream with an error."""
 
 
-class OpenAIEvents:
-    """What the streams of OpenAI's APIs have in common."""
-
-    framing = SERVER_SENT_EVENTS
-
-    def start(self, _: Sequence[Accepted], /) -> bytes:
-        """Return nothing: the streams begin with their first chunk."""
-        return b""
+class OpenAIEnd:
+    """The end of a stream of OpenAI's APIs."""
 
     def finish(self) -> bytes:
         """Return the mark of the end."""
@@ -146,70 +142,69 @@ class OpenAIEvents:
         return event(error.body()) + DONE
 
 
-async def stream_events(sink: EventSink, group: RequestGroup, renderer: Renderer) -> None:
+async def stream_events(
+    sink: EventSink,
+    group: RequestGroup,
+    renderer: Renderer,
+    last: Callable[[], Awaitable[bytes]] | None = None,
+) -> None:
     """Send events until all choices have finished; chunks that arrive together are one write.
 
     The stream is opened with the first chunk, when a request is admitted, or after 5 s. An error
     before that is raised, so that it becomes an HTTP status. A later error ends the stream with the
     renderer's event.
+
+    Args:
+        sink: takes the events.
+        group: the requests.
+        renderer: makes the events.
+        last: returns the very last events, after all others were sent; None: there are none.
     """
     with group.poller.watch(group) as watch:
         chunks = await watch.first_chunks()
         stage = "first_token" if chunks else "queue" if watch.is_admitted else ""
         await sink.open(Opening(renderer.framing, group.stages_until_now(stage)))
         group.poller.on_headers(watch, renderer.framing.has_comments)
-        stream = EventStream(sink, group, renderer, watch)
         try:
-            await stream.send(chunks)
+            await _send(sink, group, renderer, watch, chunks)
         except QuadrigaError as error:
             await sink.write(renderer.error(group.note_error(error)))
+    if last is not None:
+        await sink.write(await last())
     await sink.close()
 
 
-@dataclass(slots=True)
-class EventStream:
-    """The events of one stream after its opening."""
+async def _send(
+    sink: EventSink, group: RequestGroup, renderer: Renderer, watch: StreamWatch, chunks: Chunks
+) -> None:
+    """Send chunks, and all that follow, to the end. Raise the error of a request."""
+    has_started = is_last = False
+    while not is_last:
+        data = b""
+        if not has_started and (chunks or group.is_accepted):
+            has_started = True
+            data = renderer.start(await group.accepted())
+        data += _rendered(group, renderer, chunks)
+        if is_last := group.is_done:
+            data += renderer.finish()
+        if data:
+            await sink.write(data)
+            watch.on_write()
+        elif comment := watch.take_comment():
+            await sink.comment(comment + (renderer.framing.keepalive if has_started else b""))
+            watch.on_write()
+        if not is_last:
+            chunks = await group.next_chunks()
 
-    sink: EventSink
-    group: RequestGroup
-    renderer: Renderer
-    watch: StreamWatch
-    has_started: bool = False
 
-    async def send(self, chunks: list[tuple[int, StreamChunk]]) -> None:
-        """Send chunks, and all that follow, to the end. Raise the error of a request."""
-        while True:
-            data = b"" if self.has_started else await self._start(chunks)
-            data += self._render(chunks)
-            is_last = self.group.is_done
-            if is_last:
-                data += self.renderer.finish()
-            if data:
-                await self.sink.write(data)
-                self.watch.on_write()
-            elif comment := self.watch.take_comment():
-                keepalive = self.renderer.framing.keepalive if self.has_started else b""
-                await self.sink.comment(comment + keepalive)
-                self.watch.on_write()
-            if is_last:
-                return
-            chunks = await self.group.next_chunks()
-
-    async def _start(self, chunks: list[tuple[int, StreamChunk]]) -> bytes:
-        """Return the first events, which come before all chunks, if they can be made now."""
-        if not chunks and not self.group.is_accepted:
-            return b""
-        self.has_started = True
-        return self.renderer.start(await self.group.accepted())
-
-    def _render(self, chunks: list[tuple[int, StreamChunk]]) -> bytes:
-        """Return the events of chunks."""
-        pieces = []
-        for choice, chunk in chunks:
-            pieces.append(self.renderer.render(choice, chunk))
-            if chunk.completion is not None:
-                self.group.note(chunk.completion)
-        return b"".join(pieces)
+def _rendered(group: RequestGroup, renderer: Renderer, chunks: Chunks) -> bytes:
+    """Return the events of chunks."""
+    pieces = []
+    for choice, chunk in chunks:
+        pieces.append(renderer.render(choice, chunk))
+        if chunk.completion is not None:
+            group.note(chunk.completion)
+    return b"".join(pieces)
 
 
 async def collect(group: RequestGroup) -> list[Completion]:

@@ -30,8 +30,6 @@ from quadriga.server.grammars.structural_tag import (
     TriggeredTags,
 )
 
-# The arguments of a call as parts of a structural tag, for the styles that do not write JSON.
-
 Schema = Mapping[str, Any]
 
 # Keywords of a string's schema that free text between marks cannot be made to obey.
@@ -210,9 +208,6 @@ def _comma_separated(items: list[tuple[Format, bool]], separator: str) -> Format
     return Alternatives(elements=ways)
 
 
-# --- schemas --------------------------------------------------------------------------------------
-
-
 def _properties(schema: Schema) -> list[tuple[str, Any, bool]]:
     """Return the name, schema and necessity of each property."""
     properties, required = schema.get("properties", {}), schema.get("required", ())
@@ -273,8 +268,6 @@ def _json(schema: Schema, root: Schema) -> Format:
     definitions = {key: root[key] for key in ("$defs", "definitions", OPTIONS) if key in root}
     return JsonValue(json_schema={**schema, **definitions})
 
-
-# Tool calls as parts of a structural tag, made of the marks with which a model writes them.
 
 ANY_OBJECT = {"type": "object"}
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

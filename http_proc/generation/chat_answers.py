@@ -1,6 +1,6 @@
 """Read the answers to a chat: whole, or as a stream of parsed events."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,7 +9,13 @@ import msgspec
 from http_proc.answer.events import AnswerEvent, ParsedAnswer, ReasoningTokens
 from http_proc.core.errors import ApiError
 from http_proc.core.request_group import RequestGroup, tokens_of
-from http_proc.core.streaming import EventSink, StreamFraming, stream_events
+from http_proc.core.streaming import (
+    SERVER_SENT_EVENTS,
+    EventSink,
+    Renderer,
+    StreamFraming,
+    stream_events,
+)
 from http_proc.generation.prepare import AnswerReader, PreparedChat
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.wire.client import Accepted
@@ -46,17 +52,54 @@ async def collect_chat(group: RequestGroup, prepared: PreparedChat) -> list[Chat
 
     The tokens of the reasoning are counted if the request was submitted as a stream.
     """
-    answers: dict[int, _CollectedAnswer] = {}
+    events_of: dict[int, list[AnswerEvent]] = {}
+    tokens_of_reasoning: dict[int, ReasoningTokens] = {}
+    completions: dict[int, Completion] = {}
+    async for choice, events, chunk in _read(group, prepared.reader):
+        events_of.setdefault(choice, []).extend(events)
+        tokens_of_reasoning.setdefault(choice, ReasoningTokens()).push(events, len(chunk.token_ids))
+        if chunk.completion is not None:
+            completions[choice] = chunk.completion
+    answers = []
+    for choice, events in sorted(events_of.items()):
+        parsed, tokens = ParsedAnswer(), tokens_of_reasoning[choice]
+        parsed.add(events)
+        is_counted = prepared.reader.separates_reasoning and tokens.is_exact
+        count = tokens.count if is_counted else None
+        answers.append(ChatAnswer(parsed, completions[choice], events, count))
+    return answers
+
+
+async def read_chat(
+    group: RequestGroup, prepared: PreparedChat
+) -> AsyncIterator[tuple[list[AnswerEvent], StreamChunk]]:
+    """Yield the chunks of a chat with one answer, each with the events that its text has.
+
+    Args:
+        group: has the chat as its only request.
+        prepared: the chat.
+
+    Raises:
+        QuadrigaError: the request has failed.
+    """
+    async for _, events, chunk in _read(group, prepared.reader):
+        yield events, chunk
+
+
+async def _read(
+    group: RequestGroup, reader: AnswerReader
+) -> AsyncIterator[tuple[int, list[AnswerEvent], StreamChunk]]:
+    """Yield the chunks of all choices, each with its choice and the events of its text."""
+    readings: dict[int, _ChoiceReading] = {}
     while not group.is_done:
         for choice, chunk in await group.next_chunks():
-            if choice not in answers:
+            if choice not in readings:
                 (accepted,) = await group.accepted()
-                reading = _ChoiceReading(group, choice, prepared.reader, accepted.prompt_end)
-                answers[choice] = _CollectedAnswer(reading)
-            answers[choice].add(chunk)
+                readings[choice] = _ChoiceReading(group, choice, reader, accepted.prompt_end)
+            events = readings[choice].push(chunk)
             if chunk.completion is not None:
                 group.note(chunk.completion)
-    return [answers[choice].answer(prepared.reader) for choice in sorted(answers)]
+            yield choice, events, chunk
 
 
 class _ChoiceReading:
@@ -132,57 +175,6 @@ def _cut(chunk: StreamChunk, num_tokens: int, num_chars: int) -> None:
         chunk.text_lengths = chunk.text_lengths[:num_tokens]
 
 
-class _CollectedAnswer:
-    """The chunks of one answer so far."""
-
-    def __init__(self, reading: _ChoiceReading) -> None:
-        self._reading = reading
-        self._events: list[AnswerEvent] = []
-        self._reasoning = ReasoningTokens()
-        self._completion: Completion | None = None
-
-    def add(self, chunk: StreamChunk) -> None:
-        """Add the next chunk."""
-        events = self._reading.push(chunk)
-        if chunk.completion is not None:
-            self._completion = chunk.completion
-        self._reasoning.push(events, len(chunk.token_ids))
-        self._events += events
-
-    def answer(self, reader: AnswerReader) -> ChatAnswer:
-        """Return the answer, which is complete."""
-        assert self._completion is not None
-        parsed = ParsedAnswer()
-        parsed.add(self._events)
-        is_counted = reader.separates_reasoning and self._reasoning.is_exact
-        count = self._reasoning.count if is_counted else None
-        return ChatAnswer(parsed, self._completion, self._events, count)
-
-
-async def read_chat(
-    group: RequestGroup, prepared: PreparedChat
-) -> AsyncIterator[tuple[list[AnswerEvent], StreamChunk]]:
-    """Yield the chunks of a chat with one answer, each with the events that its text has.
-
-    Args:
-        group: has the chat as its only request.
-        prepared: the chat.
-
-    Raises:
-        QuadrigaError: the request has failed.
-    """
-    reading: _ChoiceReading | None = None
-    while not group.is_done:
-        for _, chunk in await group.next_chunks():
-            if reading is None:
-                (accepted,) = await group.accepted()
-                reading = _ChoiceReading(group, 0, prepared.reader, accepted.prompt_end)
-            events = reading.push(chunk)
-            if chunk.completion is not None:
-                group.note(chunk.completion)
-            yield events, chunk
-
-
 class ChatRenderer(Protocol):
     """Format the answers to a chat as the events of an API's stream.
 
@@ -190,12 +182,13 @@ class ChatRenderer(Protocol):
         framing: how the events are sent.
     """
 
-    framing: StreamFraming
+    framing: StreamFraming = SERVER_SENT_EVENTS
 
-    def start(self, num_prompt_tokens: int) -> bytes:
+    def start(self, num_prompt_tokens: int, /) -> bytes:  # noqa: ARG002
         """Return the events that come before all others."""
+        return b""
 
-    def render(self, choice: int, events: list[AnswerEvent], chunk: StreamChunk) -> bytes:
+    def render(self, choice: int, events: list[AnswerEvent], chunk: StreamChunk, /) -> bytes:
         """Return the events of a chunk; `events` is what the parser read from its text.
 
         The last chunk of a choice has `completion`; the parser is then at its end.
@@ -203,19 +196,24 @@ class ChatRenderer(Protocol):
 
     def finish(self) -> bytes:
         """Return the events that follow the last chunk of all choices."""
+        return b""
 
     def error(self, error: ApiError) -> bytes:
         """Return the events that end the stream with an error."""
 
 
 async def stream_chat(
-    sink: EventSink, group: RequestGroup, prepared: PreparedChat, renderer: ChatRenderer
+    sink: EventSink,
+    group: RequestGroup,
+    prepared: PreparedChat,
+    renderer: ChatRenderer,
+    last: Callable[[], Awaitable[bytes]] | None = None,
 ) -> None:
-    """Send the answers as a stream of parsed events."""
-    await stream_events(sink, group, ParsingRenderer(renderer, prepared.reader, group))
+    """Send the answers as a stream of parsed events. `last`: as `stream_events`."""
+    await stream_events(sink, group, _ParsingRenderer(renderer, prepared.reader, group), last)
 
 
-class ParsingRenderer:
+class _ParsingRenderer(Renderer):
     """A Renderer that parses the answers and gives the events to a ChatRenderer.
 
     A choice that ends at a repeated call has its last events at the end of the stream: when the

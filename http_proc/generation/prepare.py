@@ -16,8 +16,7 @@ from http_proc.generation.call_grammars import (
     strict_calls,
     strict_calls_or_json,
 )
-from http_proc.generation.chat_call import ChatCall, ToolMode
-from http_proc.generation.chat_messages import NAMES, template_options
+from http_proc.generation.chat_call import NAMES, ChatCall, ToolMode, template_options
 from http_proc.generation.sampling import BUDGET, Sampling, with_grammar, with_thinking
 from quadriga.client.async_client import RequestOptions
 from quadriga.sampling.params import GRAMMAR_FIELDS, SamplingParams

@@ -1,6 +1,7 @@
 """Sampling fields by their names at OpenAI, vLLM and SGLang, and what other fields make of them.
 
-These are structured output, prompts for filling in the middle, and limits of the reasoning.
+These are structured output, prompts for filling in the middle, and limits of the reasoning. A new
+field of SamplingParams needs one line in a table of this file.
 """
 
 import re
@@ -19,8 +20,6 @@ from quadriga.sampling.validation import check_counts, check_numbers
 from quadriga.server.answer_format import AnswerFormat
 from quadriga.server.grammars.json_schema import OPTIONS
 from quadriga.server.model_info import FillFormat, fill_format_from_info
-
-# A new field of SamplingParams needs one line in a table of this file.
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 MAX_CHOICES_PER_REQUEST = 1024  # prompts times n
@@ -233,8 +232,6 @@ def check_choices(n: int, num_prompts: int) -> None:
         )
 
 
-# Structured output: response_format, and vLLM's structured_outputs.
-
 ANY_OBJECT = {"type": "object"}
 
 
@@ -342,8 +339,6 @@ def fill_params(params: SamplingParams, known: FillFormat) -> SamplingParams:
     ends = list(dict.fromkeys([*params.stop_token_ids, *known.stop_token_ids]))
     return msgspec.structs.replace(params, stop_token_ids=ends)
 
-
-# The marks of the model's reasoning, for requests that limit it or have a grammar after it.
 
 BUDGET = "thinking_token_budget"
 

@@ -1,7 +1,8 @@
 """Bodies of OpenAI's requests and answers, without the sampling fields (sampling.py).
 
-The docstrings are the descriptions in /openapi.json. At the end come the checks of metadata, and
-the token counts of streams.
+OpenAI's fields without an effect on this server are accepted and ignored; a field that is not
+listed is refused by name. The docstrings are the descriptions in /openapi.json. At the end come the
+checks of metadata, and the token counts of streams.
 """
 
 from collections.abc import Mapping
@@ -16,11 +17,6 @@ from quadriga.client.receipts import Receipt
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.sampling.params import LIMITS
 from quadriga.wire.client import Usage
-
-# Request and response bodies of OpenAI's endpoints, without the sampling fields (sampling.py).
-#
-# OpenAI's fields without an effect on this server are accepted and ignored; a field that is not
-# listed is refused by name. The docstrings are the descriptions in /openapi.json.
 
 Top = Annotated[int, msgspec.Meta(ge=LIMITS["logprobs"].minimum, le=LIMITS["logprobs"].maximum)]
 Priority = Annotated[
@@ -206,9 +202,6 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     moderation: dict[str, Any] | None = None
 
 
-# --- responses ------------------------------------------------------------------------------------
-
-
 class PromptDetails(msgspec.Struct):
     """cached_tokens: number of prompt tokens from the prefix cache."""
 
@@ -342,8 +335,6 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> None:
                 "metadata",
             )
 
-
-# Token counts and timings in a stream: in the last chunk, in every chunk, or in none.
 
 USAGE = "@usage@"
 

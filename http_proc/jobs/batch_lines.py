@@ -20,8 +20,6 @@ from http_proc.generation.schema import RequestBody
 from quadriga import disk
 from quadriga.clock import now
 
-# Bodies of /v1/batches, and what the server keeps of a batch.
-
 
 class BatchStatus(str, Enum):
     """The state of a batch, in OpenAI's words."""
@@ -145,8 +143,6 @@ class OutputLine(msgspec.Struct):
     response: dict[str, Any] | None
     error: LineError | None
 
-
-# Read and check the input file of a batch, line by line.
 
 # OpenAI's limit.
 MAX_LINES = 50_000
@@ -332,11 +328,6 @@ def _short(text: str | None) -> str:
     return repr(None if text is None else text[:100])
 
 
-# LineLog: the answered lines of a batch, in its output file and its error file.
-#
-# The two files are the state of the batch: a line whose custom_id stands in one of them has its
-# answer and never gets another one. A line that a crash has cut is removed when they are opened.
-
 # What a power cut may take: these lines are answered again.
 MAX_UNSYNCED_LINES = 64
 SYNC_INTERVAL_S = 1.0
@@ -353,6 +344,10 @@ _decode = msgspec.json.Decoder(_Answered).decode
 
 class LineLog:
     """The output of a batch. Its methods may be called in any thread.
+
+    The output file and the error file are the state of the batch: a line whose custom_id stands in
+    one of them has its answer and never gets another one. A line that a crash has cut is removed
+    when they are opened.
 
     Args:
         answers: path of the output file.

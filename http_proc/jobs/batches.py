@@ -80,8 +80,6 @@ class BatchService:
         self._opening = asyncio.Lock()
         self._is_stopped = False
 
-    # --- start and stop ---------------------------------------------------------------------------
-
     async def open(self) -> None:
         """Take the directory and go on with its batches, unless that is done.
 
@@ -180,8 +178,6 @@ class BatchService:
             del self._jobs[stored.batch.id]
 
         task.add_done_callback(forget)
-
-    # --- batches ----------------------------------------------------------------------------------
 
     def create(self, call: CreateBatchRequest) -> BatchObject:
         """Start a batch. Raise ApiError if too many are open; OSError if it cannot be kept."""

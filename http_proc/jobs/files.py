@@ -21,11 +21,6 @@ from http_proc.core.shares import Shares
 from quadriga import disk
 from quadriga.clock import now
 
-# FileStore: contents and descriptions of files in one directory.
-#
-# `ID.content` holds the bytes, `ID.json` the description. A file exists when its description
-# does, which is written last and removed first; contents without one are removed at the start.
-
 _ID = re.compile(r"file-[0-9a-f]{32}", re.ASCII)
 
 ReadPiece = Callable[[], Awaitable[bytes]]
@@ -59,6 +54,9 @@ def new_file_id() -> str:
 
 class FileStore:
     """The files of one directory, which only one process may use.
+
+    `ID.content` holds the bytes, `ID.json` the description. A file exists when its description
+    does, which is written last and removed first; contents without one are removed at the start.
 
     Args:
         max_file_bytes: size of the largest file that may be uploaded.

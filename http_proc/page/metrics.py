@@ -26,8 +26,8 @@ from http_proc.core.caller import current_caller
 from http_proc.core.observe import HISTOGRAMS, RequestMetrics
 from http_proc.jobs.batches import BATCHES, BatchService
 from http_proc.web.exchange import GATEWAY
+from http_proc.web.resumable import STREAM_ROWS, STREAMS, StreamTable
 from http_proc.web.stream_rows import StreamRows
-from http_proc.web.stream_table import STREAM_ROWS, STREAMS, StreamTable
 from quadriga.errors import NonFiniteLogits, QuadrigaError
 from quadriga.server.histogram import buckets
 

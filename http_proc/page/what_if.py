@@ -16,7 +16,7 @@ from aiohttp import web
 
 from http_proc.core.errors import ApiError, from_ring, invalid
 from http_proc.core.gateway import Gateway, Key
-from http_proc.core.recent import MAX_CHOICES, MAX_TOKENS
+from http_proc.core.observe import MAX_RECENT_CHOICES, MAX_RECENT_TOKENS
 from http_proc.generation.sampling import convert
 from http_proc.generation.schema import RequestBody
 from http_proc.web.access import check_operator
@@ -270,7 +270,9 @@ async def what_if_load(request: web.Request) -> web.Response:
     config, _ = await _as_it_was(gateway)
     seconds = clock.now() - choices[0].received_at if choices else 0.0
     return json_response(
-        WhatIfLoad(len(choices), seconds, MAX_CHOICES, MAX_TOKENS, offered_flags(config))
+        WhatIfLoad(
+            len(choices), seconds, MAX_RECENT_CHOICES, MAX_RECENT_TOKENS, offered_flags(config)
+        )
     )
 
 

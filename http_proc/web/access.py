@@ -21,8 +21,6 @@ from http_proc.web.exchange import GATEWAY, REQUEST_ID, request_id
 from quadriga.server.config.frontend_args import HttpArgs, TenantArgs, is_loopback
 from quadriga.server.tenants import TenantFile
 
-# API keys: which clients may call the gateway, and for which tenant.
-
 # Probes need no key: monitoring should not have to hold one.
 PUBLIC_PATHS = frozenset({"/livez", "/readyz", "/health"})
 

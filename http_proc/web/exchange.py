@@ -137,9 +137,6 @@ def _too_large(max_bytes: int) -> ApiError:
     )
 
 
-# Send.
-
-
 def json_response(body: Any) -> web.Response:
     """Return a 200 with a JSON body."""
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
@@ -183,9 +180,6 @@ class ConnectionSink:
     async def close(self) -> None:
         """Send the end of the body."""
         await self.response.write_eof()
-
-
-# Answer calls, by the functions of the APIs, which know no HTTP.
 
 
 async def answer_request(request: web.Request) -> web.StreamResponse:

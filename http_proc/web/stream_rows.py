@@ -171,8 +171,6 @@ class StreamRows:
             self._thread.submit(self._write_all)
         return write.done
 
-    # --- in the thread ----------------------------------------------------------------------------
-
     def _write_all(self) -> None:
         """Do what waits in one transaction, or one by one if that fails."""
         with self._lock:

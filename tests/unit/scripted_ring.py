@@ -10,8 +10,8 @@ import openai
 from bench.client.server import free_port
 from http_proc.core.gateway import Gateway
 from http_proc.server import bind, listen, make_runner, tls_context
+from http_proc.web.resumable import STREAM_ROWS
 from http_proc.web.stream_rows import StreamRows
-from http_proc.web.stream_table import STREAM_ROWS
 from quadriga.client.types import Completion, RenderedPrompt, StreamChunk, Timings, TokenLogprob
 from quadriga.clock import now
 from quadriga.errors import QuadrigaError

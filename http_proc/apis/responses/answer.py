@@ -25,6 +25,7 @@ from http_proc.core.gateway import ResponseHead
 from http_proc.core.resumption import current_resumption
 from http_proc.core.streaming import END_OF_EVENT, SERVER_SENT_EVENTS, named_event
 from http_proc.core.timings import timings_body
+from http_proc.generation.chat_answers import ChatRenderer
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.clock import now
 from quadriga.sampling.params import SamplingParams
@@ -160,7 +161,7 @@ KEEPALIVE = named_event(b"keepalive", b'{"type":"keepalive"}')
 _encode = msgspec.json.encode
 
 
-class ResponseStream:
+class ResponseStream(ChatRenderer):
     """ChatRenderer of responses: named events, which are numbered from 0.
 
     Args:

@@ -198,8 +198,6 @@ class BackgroundRun:
         if self._is_cancelled and self._is_resent:
             await self._abort()
 
-    # --- the answer -------------------------------------------------------------------------------
-
     async def _make(self) -> bytes:
         """Make the response, and return the last events. Try again while the ring takes nothing."""
         if self._is_resent:
@@ -247,8 +245,6 @@ class BackgroundRun:
             await self._gateway.until_ready()
             request_id = self._resumption().kept_request(0).request_id
             await self._gateway.lasting_ring.abort(request_id)
-
-    # --- the end ----------------------------------------------------------------------------------
 
     async def _end(self, last: bytes) -> None:
         """Store the response with its last events, and then show them.

@@ -34,8 +34,6 @@ from http_proc.web.endpoint import Endpoint, post
 from http_proc.web.exchange import json_response, read_object
 from quadriga.clock import now
 
-# Bodies of /v1/conversations, and the checks of what they hold.
-
 
 class CreateConversationRequest(RequestBody, kw_only=True):
     """POST /v1/conversations. items: as in the input of /v1/responses, without references."""

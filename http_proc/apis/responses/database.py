@@ -162,8 +162,6 @@ class Database:
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
-    # --- in the thread ----------------------------------------------------------------------------
-
     def _read(self, work: Work[T]) -> T:
         if self._connection is None and not self._outage.is_over:
             raise self._outage.error()

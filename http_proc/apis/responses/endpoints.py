@@ -6,6 +6,7 @@ A response is saved before its client sees the end.
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -95,33 +96,10 @@ class Saving:
         if self._task is not None and not await asyncio.shield(self._task):
             self._response.store = False
 
-
-class SavingSink:
-    """An EventSink whose last event is sent when the response is kept, and says whether it is."""
-
-    def __init__(self, sink: EventSink, saving: Saving, stream: ResponseStream) -> None:
-        self._sink = sink
-        self._saving = saving
-        self._stream = stream
-
-    async def open(self, opening: Opening) -> None:
-        """Begin."""
-        await self._sink.open(opening)
-
-    async def write(self, data: bytes | memoryview) -> None:
-        """Take whole events."""
-        if data:
-            await self._sink.write(data)
-
-    async def comment(self, line: bytes) -> None:
-        """Take a comment."""
-        await self._sink.comment(line)
-
-    async def close(self) -> None:
-        """Send the last event, and the end."""
-        await self._saving.done()
-        await self._sink.write(self._stream.last())
-        await self._sink.close()
+    async def last_event(self, stream: ResponseStream) -> bytes:
+        """Return the last event of a stream, which says whether the response is kept."""
+        await self.done()
+        return stream.last()
 
 
 _BEGIN = "response"
@@ -205,9 +183,8 @@ async def _answer(
     ):
         plan.submit(group)
         if plan.call.stream:
-            if saving.is_needed:
-                sink = SavingSink(sink, saving, renderer)
-            await stream_chat(sink, group, plan.prepared, renderer)
+            last = partial(saving.last_event, renderer) if saving.is_needed else None
+            await stream_chat(sink, group, plan.prepared, renderer, last)
             return None
         is_rendered = saving.is_needed
         if is_rendered:

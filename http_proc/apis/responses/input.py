@@ -303,8 +303,6 @@ def _twice(name: str, call_id: str, first: str) -> ApiError:
     return invalid(f"{name} is {call_id!r}, which {first} has too: a call has one output", name)
 
 
-# Convert the items of a request's input to the turns of a chat.
-
 SYSTEM_ROLES = ("system", "developer")
 # A custom tool is a function of one string, which has this name.
 CUSTOM_ARGUMENT = "input"

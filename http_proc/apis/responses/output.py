@@ -105,8 +105,6 @@ def _without_surrogates(text: str) -> str:
     return "\N{REPLACEMENT CHARACTER}" if "\ud800" <= text <= "\udfff" else text
 
 
-# The kinds of output items of a response, each with the stream's events about it.
-
 StreamEvent = dict[str, Any]
 ID_BYTES = 16
 

@@ -38,10 +38,6 @@ from http_proc.core.shares import SharedBound, Shares, hold
 from quadriga.clock import now
 from quadriga.wire.client import MAX_TURNS
 
-# The bounds of the store: what is least recently used goes first.
-#
-# Where there are tenants, it goes first in the tenant that has the most for its weight.
-
 # Removals of old objects with one write, and pages that are then given back to the disk.
 MAX_EXPIRED = 100
 MAX_VACUUMED_PAGES = 256
@@ -53,7 +49,7 @@ class NoRoomError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StoreBounds:
-    """How much is kept.
+    """How much is kept. What is least recently used of the party that has the most goes first.
 
     Attributes:
         max_objects: responses and conversations together.
@@ -241,8 +237,6 @@ class StoredResponses:
         """Whether the file could not be used when it was tried last."""
         return self._database.has_failed
 
-    # --- for new responses ------------------------------------------------------------------------
-
     @property
     def keeps_responses(self) -> bool:
         """Whether the next response can probably be kept."""
@@ -401,8 +395,6 @@ class StoredResponses:
             return False
         self.outcomes["stored"] += 1
         return True
-
-    # --- for requests about them ------------------------------------------------------------------
 
     async def response(self, response_id: str) -> dict[str, Any]:
         """Return a response as JSON object. Raise ApiError."""

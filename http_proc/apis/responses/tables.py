@@ -297,8 +297,6 @@ def remove(connection: sqlite3.Connection, seq: int, reason: str) -> None:
     )
 
 
-# The form in which items are stored: with an id, a status, and contents in parts.
-
 _PREFIXES = {
     "message": "msg",
     "reasoning": "rs",

@@ -23,11 +23,11 @@ from http_proc.apis.anthropic import (
     OutputBlock,
     TextBlock,
     ThinkingBlock,
+    ThinkingDisplay,
     ToolUseBlock,
     complete_object,
     whole_blocks,
 )
-from http_proc.apis.anthropic_requests import ThinkingDisplay
 
 SHOWN, WITHOUT_TEXT = ThinkingDisplay(True, True), ThinkingDisplay(True, False)
 HIDDEN = ThinkingDisplay(False, False)

@@ -13,7 +13,7 @@ import pytest
 from http_proc.core import body
 from http_proc.core.body import MAX_COMMAS, MAX_CONTAINERS, MAX_STRINGS, SMALL_BYTES, check_shape
 from http_proc.core.errors import ApiError
-from http_proc.generation.chat_messages import MAX_CONTENT_PARTS
+from http_proc.generation.chat_call import MAX_CONTENT_PARTS
 from quadriga.wire.client import (
     MAX_NAME_CHARS,
     MAX_TEMPLATE_ARGS,

@@ -6,7 +6,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from http_proc.apis import ollama_requests
+from http_proc.apis import ollama
 from quadriga.client.types import LikelyToken, TokenLogprob
 from quadriga.errors import ServerFailed
 from quadriga.server.answer_format import AnswerFormat, ReasoningFormat, to_info
@@ -65,7 +65,7 @@ def test_numbers_are_cast_and_unknown_options_warned_of_as_at_ollama(
 ) -> None:
     ring = ScriptedRing(["a"])
     options = {"num_ctx": 2048.0, "num_predict": 7.9, "seed": 3.0, "top_k": 40.0, "penalise": 1}
-    ollama_requests._warn_of_unknown.cache_clear()
+    ollama._warn_of_unknown.cache_clear()
     ask(ring, path, options=options, **({} if path == "/api/chat" else {"prompt": "x"}))
     params = ring.submitted[-1][1]
     assert (params.max_new_tokens, params.seed, params.top_k) == (7, 3, 40)

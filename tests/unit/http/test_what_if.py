@@ -7,9 +7,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from http_proc.core import recent
+from http_proc.core import observe
 from http_proc.core.gateway import Gateway
-from http_proc.core.recent import RecentChoices
+from http_proc.core.observe import RecentChoices
 from http_proc.page.what_if import SimulationProcess, config_as_it_was, simulator_flags, with_flags
 from quadriga.errors import ConfigError
 from quadriga.server.config.server_config import ServerConfig
@@ -185,13 +185,13 @@ def test_the_load_is_bounded_and_has_the_last_arrivals(monkeypatch: pytest.Monke
         choices.add(completion(at), 0, "")
     assert [choice.received_at for choice in choices.since(0)] == [10, 20, 30]
     assert [choice.received_at for choice in choices.since(15)] == [20, 30]
-    monkeypatch.setattr(recent, "MAX_TOKENS", 2 * NUM_TOKENS)
+    monkeypatch.setattr(observe, "MAX_RECENT_TOKENS", 2 * NUM_TOKENS)
     assert [choice.received_at for choice in choices.since(0)] == [20, 30]
     choices.add(completion(40.0, 100), 0, "")
     assert [choice.received_at for choice in choices.since(0)] == [40]
-    for _ in range(2 * recent.MAX_CHOICES):
+    for _ in range(2 * observe.MAX_RECENT_CHOICES):
         choices.add(completion(50.0, 1), 0, "")
-    assert len(choices._choices) == recent.MAX_CHOICES
+    assert len(choices._choices) == observe.MAX_RECENT_CHOICES
 
 
 def test_the_simulated_server_has_the_values_that_the_real_one_has_found(tmp_path: Path) -> None:

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from http_proc.answer.events import ParsedAnswer
-from http_proc.answer.parser import make_parser
-from http_proc.answer.styles import ToolSchemas
+from http_proc.answer.parser import ToolSchemas, make_parser
 from quadriga.server.answer_format import KNOWN_FORMATS
 
 TOOLS = ToolSchemas(

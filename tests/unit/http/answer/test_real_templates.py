@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from http_proc.answer.parser import make_parser, parse_answer
-from http_proc.answer.styles import ToolSchemas
+from http_proc.answer.parser import ToolSchemas, make_parser, parse_answer
 from quadriga.wire.client import ChatMessage, ChatOptions
 from tokenizer_proc.preparation.chat import ChatTemplate, TokenMarks
 

@@ -13,8 +13,8 @@ import pytest
 from bench.client.server import free_port
 from http_proc.core.gateway import Gateway
 from http_proc.server import bind, listen, make_runner, tls_context
+from http_proc.web.resumable import STREAM_ROWS
 from http_proc.web.stream_rows import StreamRows
-from http_proc.web.stream_table import STREAM_ROWS
 from quadriga.errors import ConfigError
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.tenants import hash_of_key

@@ -15,8 +15,8 @@ from bench.client.server import free_port
 from http_proc.core.caller import short_hash
 from http_proc.core.gateway import Gateway
 from http_proc.server import bind, listen, make_runner, tls_context
+from http_proc.web.resumable import STREAM_ROWS
 from http_proc.web.stream_rows import FILE_NAME, StreamRow, StreamRows
-from http_proc.web.stream_table import STREAM_ROWS
 from quadriga.errors import DeadlineExceeded
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.wire.client import Usage

@@ -13,9 +13,9 @@ import pytest
 
 from http_proc.core.event_log import EventLog, pieces_of
 from http_proc.core.gateway import Gateway
-from http_proc.web import resumable, stream_table
+from http_proc.web import resumable
+from http_proc.web.resumable import STREAM_ROWS, ResumableStream, StreamTable
 from http_proc.web.stream_rows import StreamName
-from http_proc.web.stream_table import STREAM_ROWS, ResumableStream, StreamTable
 from quadriga.errors import NonFiniteLogits, PromptTooLong
 from quadriga.server.tenants import hash_of_key
 from tests.unit.http.streams.stream_clients import (
@@ -266,7 +266,7 @@ def test_ended_streams_make_room_and_running_ones_do_not() -> None:
 def test_the_requests_of_running_streams_have_a_bound_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stream_table, "MAX_BYTES", 3000)
+    monkeypatch.setattr(resumable, "MAX_BYTES", 3000)
     ring = OpenRing(PIECES)
 
     async def check(gateway: Gateway) -> None:
@@ -283,8 +283,8 @@ def test_the_requests_of_running_streams_have_a_bound_together(
 def test_a_long_stream_keeps_its_last_events_and_a_reader_that_keeps_up_gets_all(
     monkeypatch: pytest.MonkeyPatch, tables: list[StreamTable]
 ) -> None:
-    monkeypatch.setattr(stream_table, "MAX_BYTES", 20_000)
-    monkeypatch.setattr(stream_table, "DROPPED_AT_ONCE_BYTES", 1000)
+    monkeypatch.setattr(resumable, "MAX_BYTES", 20_000)
+    monkeypatch.setattr(resumable, "DROPPED_AT_ONCE_BYTES", 1000)
 
     class PacedRing(OpenRing):
         """A ring that sends one piece after the other, as they are asked for."""
