@@ -8,7 +8,7 @@ docstrings of bodies are the descriptions in /openapi.json.
 import logging
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import lru_cache
 from typing import Annotated, Any, Literal
@@ -27,7 +27,7 @@ from http_proc.answer.events import (
     TextDelta,
     new_call_id,
 )
-from http_proc.answer.parser import AnswerParser, ToolSchemas
+from http_proc.answer.parser import ToolSchemas
 from http_proc.core.call import Call
 from http_proc.core.errors import ApiError, QueueHint, invalid
 from http_proc.core.gateway import Gateway
@@ -39,6 +39,7 @@ from http_proc.generation.chat_answers import (
     stream_chat,
 )
 from http_proc.generation.chat_call import ChatCall, ReasoningOptions, chat_prompt, check_counts
+from http_proc.generation.logprobs import chat_logprobs
 from http_proc.generation.prepare import AnswerReader, PreparedChat, prepare_chat
 from http_proc.generation.sampling import (
     ANY_OBJECT,
@@ -57,7 +58,6 @@ from quadriga.client.types import (
     NO_CHAT_OPTIONS,
     Chat,
     Completion,
-    LikelyToken,
     Prompt,
     StreamChunk,
     TokenLogprob,
@@ -486,13 +486,9 @@ def rfc3339(seconds: float) -> str:
 
 
 def ollama_logprobs(tokens: list[TokenLogprob]) -> list[dict[str, Any]]:
-    """Return logprobs in Ollama's format: one object for each token."""
-    return [_entry(token) | {"top_logprobs": list(map(_entry, token.top))} for token in tokens]
-
-
-def _entry(token: TokenLogprob | LikelyToken) -> dict[str, Any]:
-    data = token.bytes
-    return {"token": data.decode("utf-8", "replace"), "logprob": token.logprob, "bytes": list(data)}
+    """Return logprobs in Ollama's format: one object for each token, as in OpenAI's chats."""
+    content: list[dict[str, Any]] = chat_logprobs(tokens)["content"]
+    return content
 
 
 def _nanoseconds(begin: float, end: float) -> int:
@@ -898,17 +894,6 @@ NUM_END_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class ReaderAfter(AnswerReader):
-    """Makes parsers for a prompt that is sent as token ids. text_end: the end of its text."""
-
-    text_end: str
-
-    def parser(self, _: str) -> AnswerParser:
-        """Return a parser for one answer."""
-        return AnswerReader.parser(self, self.text_end)
-
-
-@dataclass(frozen=True, slots=True)
 class GeneratePrompt:
     """A prompt and how it is answered. ids: its token ids, if the answer has a context."""
 
@@ -1014,19 +999,9 @@ async def _with_context(
     own_ids = await gateway.ring.tokenize(asked.prompt, chat)
     ids = [*fields.context, *own_ids]
     text_end = await gateway.ring.detokenize(own_ids[-NUM_END_TOKENS:], False)
-    reader = prepared.reader
-    after = ReaderAfter(
-        reader.answer_format,
-        reader.tools,
-        reader.max_calls,
-        reader.parses_reasoning,
-        reader.ends_at_repeat,
-        reader.takes_unmarked,
-        text_end,
-    )
-    return GeneratePrompt(
-        ids, PreparedChat(prepared.params, {}, {**prepared.names, **NAMES}, after), ids
-    )
+    reader = replace(prepared.reader, text_end=text_end)
+    names = {**prepared.names, **NAMES}
+    return GeneratePrompt(ids, replace(prepared, options={}, names=names, reader=reader), ids)
 
 
 _ERRORS: dict[str, Any] = {"error_body": error_body, "error": OllamaError}

@@ -145,26 +145,22 @@ class SharedBound:
             del self.used[owner]
 
 
-class _Holding:
-    """What one request holds of several bounds."""
-
-    def __init__(self) -> None:
-        self.taken: list[tuple[SharedBound, str, int]] = []
-
-
-_holding: ContextVar[_Holding | None] = ContextVar("holding", default=None)
+_holding: ContextVar[list[tuple[SharedBound, str, int]] | None] = ContextVar(
+    "holding", default=None
+)
+"""What one request holds of several bounds: bound, owner and amount."""
 
 
 @contextmanager
 def holding() -> Iterator[None]:
     """Let the request of this task hold what it takes by `hold` to the end of a `with` block."""
-    held = _Holding()
+    held: list[tuple[SharedBound, str, int]] = []
     token = _holding.set(held)
     try:
         yield
     finally:
         _holding.reset(token)
-        for bound, owner, amount in held.taken:
+        for bound, owner, amount in held:
             bound.give_back(owner, amount)
 
 
@@ -178,5 +174,5 @@ def hold(bound: SharedBound, amount: int) -> bool:
         return True
     if not bound.take(owner, amount):
         return False
-    held.taken.append((bound, owner, amount))
+    held.append((bound, owner, amount))
     return True

@@ -7,12 +7,13 @@ arguments: JSON, or those of the styles that do not write JSON.
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from http_proc.core.errors import invalid
 from http_proc.generation.chat_call import ChatCall
+from http_proc.generation.sampling import ANY_OBJECT
 from http_proc.generation.schema import FunctionSchema
 from quadriga.sampling.params import SamplingParams
 from quadriga.server.answer_format import CallFormat, CallStyle
@@ -269,7 +270,6 @@ def _json(schema: Schema, root: Schema) -> Format:
     return JsonValue(json_schema={**schema, **definitions})
 
 
-ANY_OBJECT = {"type": "object"}
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _CALL_ID, _CALL_INDEX = "[a-zA-Z0-9]{9}", "[0-9]+"
 # gpt-oss: each message but the last ends with these tokens, after which the next one begins.
@@ -317,7 +317,7 @@ def only_calls(marks: CallFormat, tools: list[CallableTool], is_parallel: bool) 
         Inexpressible: the style cannot be made to obey a schema.
     """
     if marks.style is CallStyle.HARMONY:
-        return _harmony_message([_call(marks, tool) for tool in tools], [_ANALYSIS, _PREAMBLE])
+        return _harmony_message([_call(marks, tool) for tool in tools])
     if _has_inner_calls(marks):
         calls: Format = _group(marks, marks.open, tools, is_parallel)
         separator = "" if _is_list(marks) or marks.close else marks.separator
@@ -344,7 +344,7 @@ def calls_in_text(marks: CallFormat, tools: list[CallableTool], is_parallel: boo
     if marks.style is CallStyle.HARMONY:
         final = Tag(begin=_FINAL, content=AnyText(), end="")
         last = [*(_call(marks, tool) for tool in tools), final]
-        return _harmony_message(last, [_ANALYSIS, _PREAMBLE])
+        return _harmony_message(last)
     if not (marks.open or marks.call_open or marks.name_open):
         return _unmarked(marks, tools, is_parallel)
     tags: list[Tag] = []
@@ -372,7 +372,7 @@ def calls_or_json(
     if marks.style is CallStyle.HARMONY:
         final = Tag(begin=_FINAL, content=JsonValue(json_schema=schema), end="")
         last = [*(_call(marks, tool) for tool in tools), final]
-        return _harmony_message(last, [_ANALYSIS, _PREAMBLE])
+        return _harmony_message(last)
     if marks.style is CallStyle.JSON and not (marks.open or marks.call_open or marks.is_list):
         own = {**schema, OPTIONS: schema.get(OPTIONS, {"lenient": False})}
         return JsonValue(json_schema={"anyOf": [own, *(_object(marks, tool) for tool in tools)]})
@@ -468,40 +468,27 @@ def _unmarked(marks: CallFormat, tools: list[CallableTool], is_parallel: bool) -
     return Alternatives(elements=[text(""), free, with_lead])
 
 
-def _harmony_message(last: Iterable[Tag], before: list[str]) -> Format:
+def _harmony_message(last: Iterable[Tag]) -> Format:
     """Return messages of gpt-oss, of which the last is one of `last`."""
     messages = [
-        Tag(begin=begin, content=AnyText(), end=_MESSAGE_END + _NEXT_MESSAGE) for begin in before
+        Tag(begin=begin, content=AnyText(), end=_MESSAGE_END + _NEXT_MESSAGE)
+        for begin in (_ANALYSIS, _PREAMBLE)
     ]
     others = SeparatedTags(tags=messages, separator="")
     end = Alternatives(elements=list(last))
     return Sequence(elements=[optional(text(_NEXT_MESSAGE)), others, end])
 
 
-def harmony_answer(content: Format) -> Format:
-    """Return an answer of gpt-oss whose final message obeys `content`."""
-    final = Tag(begin=_FINAL, content=content, end="")
-    return _harmony_message([final], [_ANALYSIS, _PREAMBLE])
-
-
 # The form of a forced call where the model's own cannot be made to obey the tools: one JSON object.
 PLAIN_CALL = CallFormat(style=CallStyle.JSON)
 
 
-class CallGrammar(NamedTuple):
-    """A grammar of calls.
+def forced_calls(
+    call: ChatCall, calls: CallFormat | None, is_trained: bool = True
+) -> tuple[dict[str, Any], CallFormat]:
+    """Return the grammar of calls, and no text, that obey their tools, and the calls' form.
 
-    Attributes:
-        fields: fields of SamplingParams.
-        calls: the form in which the calls are written.
-    """
-
-    fields: dict[str, Any]
-    calls: CallFormat
-
-
-def forced_calls(call: ChatCall, calls: CallFormat | None, is_trained: bool = True) -> CallGrammar:
-    """Return the grammar of calls, and no text, that obey their tools.
+    The grammar is given as fields of SamplingParams.
 
     What no grammar can enforce of a tool that is not strict is left out.
 
@@ -524,11 +511,11 @@ def forced_calls(call: ChatCall, calls: CallFormat | None, is_trained: bool = Tr
     except Inexpressible:
         marks = PLAIN_CALL
         form = only_calls(marks, tools, is_parallel=False)
-    return CallGrammar(_fields(form), marks)
+    return _fields(form), marks
 
 
-def strict_calls(call: ChatCall, calls: CallFormat) -> CallGrammar:
-    """Return the grammar of text with calls that obey their tools.
+def strict_calls(call: ChatCall, calls: CallFormat) -> dict[str, Any]:
+    """Return the grammar of text with calls that obey their tools, as fields of SamplingParams.
 
     Calls of tools that are not strict may have any arguments.
 
@@ -536,19 +523,19 @@ def strict_calls(call: ChatCall, calls: CallFormat) -> CallGrammar:
         ApiError: the model's form cannot be made to obey a strict tool.
     """
     with _inexpressible(call, calls):
-        form = calls_in_text(calls, _callable_tools(call), call.is_parallel)
-        return CallGrammar(_fields(form), calls)
+        return _fields(calls_in_text(calls, _callable_tools(call), call.is_parallel))
 
 
-def strict_calls_or_json(call: ChatCall, calls: CallFormat, schema: dict[str, Any]) -> CallGrammar:
+def strict_calls_or_json(
+    call: ChatCall, calls: CallFormat, schema: dict[str, Any]
+) -> dict[str, Any]:
     """Return the grammar of an answer of calls, as in `strict_calls`, or of JSON of a schema.
 
     Raises:
         ApiError: the model's form cannot be made to obey a strict tool.
     """
     with _inexpressible(call, calls):
-        form = calls_or_json(calls, _callable_tools(call), call.is_parallel, schema)
-        return CallGrammar(_fields(form), calls)
+        return _fields(calls_or_json(calls, _callable_tools(call), call.is_parallel, schema))
 
 
 def _callable_tools(call: ChatCall) -> list[CallableTool]:
@@ -610,7 +597,9 @@ def in_final_message(params: SamplingParams) -> SamplingParams:
     else:
         return params
     fields = {"json_schema": None, "regex": None, "choice": None}
-    return msgspec.structs.replace(params, **{**fields, **_fields(harmony_answer(content))})
+    final = Tag(begin=_FINAL, content=content, end="")
+    message = _harmony_message([final])
+    return msgspec.structs.replace(params, **{**fields, **_fields(message)})
 
 
 def json_schema_of(params: SamplingParams) -> dict[str, Any] | None:

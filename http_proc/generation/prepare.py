@@ -42,6 +42,8 @@ class AnswerReader:
         parses_reasoning: the reasoning is separated from the text.
         ends_at_repeat: a call that repeats an earlier one ends the answer.
         takes_unmarked: calls may lack their marks: no grammar makes the answer.
+        text_end: the end of the prompt's text, where the server is sent token ids; None: the server
+            reports it.
     """
 
     answer_format: AnswerFormat
@@ -50,6 +52,7 @@ class AnswerReader:
     parses_reasoning: bool
     ends_at_repeat: bool
     takes_unmarked: bool
+    text_end: str | None = None
 
     @property
     def needs_chunks(self) -> bool:
@@ -65,11 +68,12 @@ class AnswerReader:
         return self.parses_reasoning and self.answer_format.reasoning is not None
 
     def parser(self, prompt_end: str) -> AnswerParser:
-        """Return a parser for one answer to the prompt that ends with `prompt_end`."""
+        """Return a parser for one answer to the prompt whose end the server reports."""
+        end = prompt_end if self.text_end is None else self.text_end
         return make_parser(
             self.answer_format,
             tools=self.tools,
-            begins_in_reasoning=ends_in_reasoning(prompt_end, self.answer_format.reasoning),
+            begins_in_reasoning=_ends_in_reasoning(end, self.answer_format.reasoning),
             parses_reasoning=self.parses_reasoning,
             max_calls=self.max_calls,
             ends_at_repeat=self.ends_at_repeat,
@@ -99,41 +103,6 @@ async def prepare_chat(gateway: Gateway, call: ChatCall) -> PreparedChat:
             asked for.
     """
     info = await gateway.ring_info.static()
-    _check_template(gateway, info, call)
-    call.check_tools()
-    answer_format = from_info(info["answer_format"])
-    sampling, answer_format = _with_calls(call, answer_format)
-    reader = AnswerReader(
-        answer_format,
-        _schemas(call),
-        None if call.is_parallel else 1,
-        call.reasoning.is_parsed,
-        ends_at_repeat=call.is_parallel and call.tool_choice.mode is ToolMode.REQUIRED,
-        takes_unmarked=not _has_grammar(sampling.params),
-    )
-    options: RequestOptions = {
-        "priority": call.priority,
-        "chat": _chat_options(call, answer_format),
-    }
-    names = {**NAMES, **call.names, **sampling.names}
-    params = _params(sampling.params, call, answer_format)
-    if reader.ends_at_repeat:
-        params = msgspec.structs.replace(params, text_lengths=True)
-    return PreparedChat(params, options, names, reader)
-
-
-def _has_grammar(params: SamplingParams) -> bool:
-    return any(getattr(params, field) is not None for field in GRAMMAR_FIELDS)
-
-
-def ends_in_reasoning(prompt_end: str, reasoning: ReasoningFormat | None) -> bool:
-    """Return whether the last of the marks in the end of a prompt opens the reasoning."""
-    if reasoning is None or not reasoning.open:
-        return False
-    return ends_inside(prompt_end, reasoning.open, reasoning.close)
-
-
-def _check_template(gateway: Gateway, info: dict[str, Any], call: ChatCall) -> None:
     if not info["chat"]:
         raise invalid(
             f"{gateway.model} has no chat template, it is a base model: send a plain prompt to"
@@ -141,21 +110,48 @@ def _check_template(gateway: Gateway, info: dict[str, Any], call: ChatCall) -> N
             call.name("messages"),
             "no_chat_template",
         )
+    call.check_tools()
+    answer_format = from_info(info["answer_format"])
+    sampling, answer_format = _with_calls(call, answer_format)
+    reader = AnswerReader(
+        answer_format,
+        ToolSchemas(
+            {tool.function.name: tool.function.parameters or {} for tool in call.visible_tools}
+        ),
+        None if call.is_parallel else 1,
+        call.reasoning.is_parsed,
+        ends_at_repeat=call.is_parallel and call.tool_choice.mode is ToolMode.REQUIRED,
+        takes_unmarked=all(getattr(sampling.params, name) is None for name in GRAMMAR_FIELDS),
+    )
+    chat = _chat_options(call, answer_format)
+    options: RequestOptions = {"priority": call.priority, "chat": chat}
+    names = {**NAMES, **call.names, **sampling.names}
+    params = _params(sampling.params, call, answer_format)
+    if reader.ends_at_repeat:
+        params = msgspec.structs.replace(params, text_lengths=True)
+    return PreparedChat(params, options, names, reader)
+
+
+def _ends_in_reasoning(prompt_end: str, reasoning: ReasoningFormat | None) -> bool:
+    """Return whether the last of the marks in the end of a prompt opens the reasoning."""
+    if reasoning is None or not reasoning.open:
+        return False
+    return ends_inside(prompt_end, reasoning.open, reasoning.close)
 
 
 def _with_calls(call: ChatCall, answer_format: AnswerFormat) -> tuple[Sampling, AnswerFormat]:
     """Add the grammar of forced calls and of strict tools; return the format of the answer."""
     sampling, calls, name = call.sampling, answer_format.calls, call.name("tools")
     if call.tool_choice.mode is ToolMode.REQUIRED:
-        grammar = forced_calls(call, calls, answer_format.takes_tools)
-        answer_format = msgspec.structs.replace(answer_format, calls=grammar.calls)
-        return with_grammar(sampling, name, grammar.fields), answer_format
+        grammar, calls = forced_calls(call, calls, answer_format.takes_tools)
+        answer_format = msgspec.structs.replace(answer_format, calls=calls)
+        return with_grammar(sampling, name, grammar), answer_format
     may_call = call.tool_choice.mode is ToolMode.AUTO and bool(call.tools)
     schema = json_schema_of(sampling.params)
     if may_call and calls is not None and schema is not None:
         return _with_calls_or_json(call, calls, schema), answer_format
     if may_call and calls is not None and any(tool.function.strict for tool in call.tools):
-        return with_grammar(sampling, name, strict_calls(call, calls).fields), answer_format
+        return with_grammar(sampling, name, strict_calls(call, calls)), answer_format
     if calls is not None and calls.style is CallStyle.HARMONY:
         return Sampling(in_final_message(sampling.params), sampling.names), answer_format
     return sampling, answer_format
@@ -165,17 +161,8 @@ def _with_calls_or_json(call: ChatCall, calls: CallFormat, schema: dict[str, Any
     """Replace a JSON schema, which would allow no call, by a grammar of calls or of its JSON."""
     params, names = call.sampling
     free = Sampling(msgspec.structs.replace(params, json_schema=None), names)
-    return with_grammar(
-        free,
-        names.get("json_schema", "json_schema"),
-        strict_calls_or_json(call, calls, schema).fields,
-    )
-
-
-def _schemas(call: ChatCall) -> ToolSchemas:
-    return ToolSchemas(
-        {tool.function.name: tool.function.parameters or {} for tool in call.visible_tools}
-    )
+    grammar = strict_calls_or_json(call, calls, schema)
+    return with_grammar(free, names.get("json_schema", "json_schema"), grammar)
 
 
 def _chat_options(call: ChatCall, answer_format: AnswerFormat) -> ChatOptions:

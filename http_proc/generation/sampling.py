@@ -318,20 +318,15 @@ def fill_format(info: dict[str, Any], model: str, field: str) -> FillFormat:
     """
     known = fill_format_from_info(info["fill_format"])
     if known is None:
-        raise no_fill_format(model, field)
+        raise invalid(
+            f"{field} needs a model that fills in the middle: the vocabulary of {model} has no"
+            " tokens for prefix, suffix and middle, such as <|fim_prefix|>, <|fim_suffix|> and"
+            f" <|fim_middle|>; leave {field} out, or serve a model such as Qwen2.5-Coder,"
+            " StarCoder2, Code Llama, DeepSeek Coder, CodeGemma or Codestral",
+            field,
+            "no_fill_tokens",
+        )
     return known
-
-
-def no_fill_format(model: str, field: str) -> ApiError:
-    """Return the error of a model that cannot fill in the middle."""
-    return invalid(
-        f"{field} needs a model that fills in the middle: the vocabulary of {model} has no tokens"
-        " for prefix, suffix and middle, such as <|fim_prefix|>, <|fim_suffix|> and <|fim_middle|>;"
-        f" leave {field} out, or serve a model such as Qwen2.5-Coder, StarCoder2, Code Llama,"
-        " DeepSeek Coder, CodeGemma or Codestral",
-        field,
-        "no_fill_tokens",
-    )
 
 
 def fill_params(params: SamplingParams, known: FillFormat) -> SamplingParams:

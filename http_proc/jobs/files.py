@@ -212,14 +212,10 @@ class FileStore:
                 " (--max-files-bytes) is the share of other tenants"
             )
         entry = current_caller().entry
-        limit_of_tenant = None if entry is None else entry.max_files_bytes
-        if (
-            entry is not None
-            and limit_of_tenant is not None
-            and self.num_bytes_of[entry.name] + added > limit_of_tenant
-        ):
+        own_limit = None if entry is None else entry.max_files_bytes
+        if own_limit is not None and self.num_bytes_of[owner] + added > own_limit:
             raise _no_space(
-                f"the files of tenant {entry.name} would have more than {limit_of_tenant} bytes"
+                f"the files of tenant {owner} would have more than {own_limit} bytes"
                 " (max_files_bytes in the key file)"
             )
 
@@ -241,12 +237,6 @@ def check_owner(owner: str, what: str) -> None:
             "permission_error",
             code="not_yours",
         )
-
-
-def check_purpose(purpose: str) -> None:
-    """Raise a 400 unless files of this purpose are taken."""
-    if purpose != "batch":
-        raise invalid(f"purpose is {purpose[:100]!r}: only 'batch' is supported", "purpose")
 
 
 @contextmanager
@@ -291,15 +281,12 @@ async def receive_upload(request: web.Request, store: FileStore) -> FileObject:
         raise invalid(f"the body must be {FORM}, with the parts purpose and file", "file")
     store.check_length(request.content_length or 0)
     upload = _Upload(store)
-    is_kept = False
     try:
         await _read(request, upload)
-        file = upload.file()
-        is_kept = True
-    finally:
-        if not is_kept:
-            upload.discard()
-    return file
+        return upload.file()
+    except BaseException:
+        upload.discard()
+        raise
 
 
 async def _read(request: web.Request, upload: "_Upload") -> None:
@@ -332,12 +319,15 @@ class _Upload:
             raise invalid("the form holds another form: send purpose and file", "file")
         if part.name == "purpose":
             self._purpose = await _text(part)
-            check_purpose(self._purpose)
+            if self._purpose != "batch":
+                raise invalid(
+                    f"purpose is {self._purpose[:100]!r}: only 'batch' is supported", "purpose"
+                )
         elif part.name == "file" and self._received is None:
             # aiohttp decodes bytes that are no UTF-8 to surrogates, which no answer can have.
             name = (part.filename or "file.jsonl").encode("utf-8", "replace").decode()
             self._filename = name[:MAX_NAME_CHARS]
-            self._received = await self._store.receive(_pieces(part))
+            self._received = await self._store.receive(lambda: _piece(part, PIECE_BYTES))
         else:
             name = (part.name or "")[:MAX_NAME_CHARS]
             raise invalid(f"the form has a part {name!r}: send one purpose and one file", name)
@@ -348,10 +338,8 @@ class _Upload:
             raise invalid("the form has no purpose: it must be 'batch'", "purpose")
         if self._received is None:
             raise invalid("the form has no file", "file")
-        file_id, size = self._received
-        return self._store.add(
-            file_id, size, self._filename, self._purpose, current_caller().file_owner
-        )
+        owner = current_caller().file_owner
+        return self._store.add(*self._received, self._filename, self._purpose, owner)
 
     def discard(self) -> None:
         """Remove what was received."""
@@ -359,19 +347,15 @@ class _Upload:
             self._store.discard(*self._received)
 
 
-def _pieces(part: BodyPartReader) -> "Callable[[], asyncio.Future[bytes]]":
-    def read() -> "asyncio.Future[bytes]":
-        return asyncio.ensure_future(
-            asyncio.wait_for(part.read_chunk(PIECE_BYTES), PIECE_TIMEOUT_S)
-        )
-
-    return read
+async def _piece(part: BodyPartReader, num_bytes: int) -> bytes:
+    """Return the next bytes of a part, none at its end."""
+    return bytes(await asyncio.wait_for(part.read_chunk(num_bytes), PIECE_TIMEOUT_S))
 
 
 async def _text(part: BodyPartReader) -> str:
     """Return the text of a short part."""
     data = b""
-    while piece := await asyncio.wait_for(part.read_chunk(MAX_FIELD_BYTES), PIECE_TIMEOUT_S):
+    while piece := await _piece(part, MAX_FIELD_BYTES):
         data += piece
         if len(data) > MAX_FIELD_BYTES:
             raise invalid(f"{part.name} has more than {MAX_FIELD_BYTES} bytes", part.name)

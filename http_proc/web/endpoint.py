@@ -83,9 +83,9 @@ class Listed(Protocol):
 T = TypeVar("T", bound=Listed)
 
 
-def page(request: web.Request, objects: Sequence[T], default: int, largest: int) -> tuple[
-    list[T], bool
-]:  # fmt: skip
+def page(
+    request: web.Request, objects: Sequence[T], default: int, largest: int
+) -> tuple[list[T], bool]:
     """Return the objects that the query asks for, and whether more follow.
 
     Args:

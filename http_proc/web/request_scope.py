@@ -79,7 +79,10 @@ class SlowClientGuard:
         is_late = self._loop.time() > self._due_at + MAX_CHECK_DELAY_S
         is_slow = sent - self._last_sent < MIN_BYTES_PER_INTERVAL
         if self._last_waiting and waiting and is_slow and not is_late:
-            self._disconnect()
+            self.disconnect(
+                f"an HTTP client that read less than {MIN_BYTES_PER_INTERVAL} bytes in"
+                f" {CHECK_INTERVAL_S:g} s"
+            )
             return
         self._last_waiting, self._last_sent = waiting, sent
         self._schedule()
@@ -95,26 +98,12 @@ class SlowClientGuard:
         """Number of bytes that were sent."""
         return 0 if self._transport is None else self.progress()[1]
 
-    def disconnect(self) -> None:
-        """Close the connection of a client whose answer holds memory that others need."""
+    def disconnect(self, reason: str) -> None:
+        """Close the connection of a client that reads too slowly, for a reason that is logged."""
         if self._transport is not None:
-            logging.warning(
-                "disconnected the slowest reader: answers that wait for HTTP clients have at most"
-                " %d bytes",
-                MAX_UNREAD_BYTES,
-            )
+            logging.warning("disconnected %s", reason)
             self._metrics.num_slow_readers += 1
             self._transport.abort()
-
-    def _disconnect(self) -> None:
-        assert self._transport is not None
-        logging.warning(
-            "disconnected an HTTP client that read less than %d bytes in %g s",
-            MIN_BYTES_PER_INTERVAL,
-            CHECK_INTERVAL_S,
-        )
-        self._metrics.num_slow_readers += 1
-        self._transport.abort()
 
 
 class _Sending(NamedTuple):
@@ -164,7 +153,10 @@ class UnreadAnswers:
                 sizes[self._shares.party(answer.owner)] += answer.size
             slowest = self._slowest_of(self._shares.largest(sizes))
             del self._answers[slowest]
-            slowest.disconnect()
+            slowest.disconnect(
+                "the slowest reader: answers that wait for HTTP clients have at most"
+                f" {MAX_UNREAD_BYTES} bytes"
+            )
 
     def _slowest_of(self, party: str) -> SlowClientGuard:
         now = asyncio.get_running_loop().time()

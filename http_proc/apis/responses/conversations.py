@@ -18,11 +18,8 @@ from http_proc.apis.responses.input import (
     with_type,
 )
 from http_proc.apis.responses.store import Items
-from http_proc.apis.responses.stored_responses import StoredResponses
 from http_proc.apis.responses.tables import (
-    ItemKey,
     ObjectKind,
-    StoredItem,
     StoredObject,
     TenantReader,
     stored_items,
@@ -88,88 +85,6 @@ def checked_items(given: Items) -> Items:
     return items
 
 
-class Conversations:
-    """The conversations of the caller's tenant. Every call may raise ApiError."""
-
-    def __init__(self, store: StoredResponses) -> None:
-        self._store = store
-
-    async def create(self, items: Items, metadata: dict[str, str]) -> ConversationObject:
-        """Make a conversation of checked items."""
-        conversation = ConversationObject(
-            id=f"conv_{uuid.uuid4().hex}", created_at=int(now()), metadata=metadata
-        )
-
-        def work(connection: sqlite3.Connection, reader: TenantReader) -> None:
-            owner = tables.add_object(
-                connection, ObjectKind.CONVERSATION, conversation.id, reader.tenant, reader.read_at,
-                conversation,
-            )  # fmt: skip
-            tables.add_items(connection, owner, _with_ids(items), is_output=False)
-
-        await self._store.write(work)
-        return conversation
-
-    async def get(self, conversation_id: str) -> ConversationObject:
-        """Return a conversation."""
-        return await self._store.read(
-            lambda reader: _conversation(reader, _find(reader, conversation_id))
-        )
-
-    async def update(self, conversation_id: str, metadata: dict[str, str]) -> ConversationObject:
-        """Replace the metadata of a conversation, and return it."""
-
-        def work(connection: sqlite3.Connection, reader: TenantReader) -> ConversationObject:
-            owner = _find(reader, conversation_id)
-            conversation = _conversation(reader, owner)
-            conversation.metadata = metadata
-            tables.set_body(connection, owner, conversation)
-            tables.touch(connection, [owner], reader.read_at)
-            return conversation
-
-        return await self._store.write(work)
-
-    async def item_keys(self, conversation_id: str) -> list[ItemKey]:
-        """Return the keys of the items of a conversation, in order."""
-        return await self._store.read(
-            lambda reader: reader.item_keys(_find(reader, conversation_id), is_output=False)
-        )
-
-    async def item(self, conversation_id: str, item_id: str) -> StoredItem:
-        """Return an item of a conversation."""
-        item = await self._store.read(
-            lambda reader: reader.item_of(_find(reader, conversation_id), item_id)
-        )
-        if item is None:
-            raise _no_item(conversation_id, item_id)
-        return item
-
-    async def add_items(self, conversation_id: str, items: Items) -> Items:
-        """Add checked items to a conversation, and return them as they are stored."""
-
-        def work(connection: sqlite3.Connection, reader: TenantReader) -> Items:
-            owner, new = _find(reader, conversation_id), _with_ids(items)
-            known = reader.item_keys(owner, is_output=False)
-            check_num_items(len(known) + len(new), "items with those of the conversation")
-            _check_new({item.id for item in known}, new)
-            tables.add_items(connection, owner, new, is_output=False)
-            tables.touch(connection, [owner], reader.read_at)
-            return new
-
-        return await self._store.write(work)
-
-    async def remove_item(self, conversation_id: str, item_id: str) -> ConversationObject:
-        """Remove an item from a conversation, and return the conversation."""
-
-        def work(connection: sqlite3.Connection, reader: TenantReader) -> ConversationObject:
-            owner = _find(reader, conversation_id)
-            if not tables.remove_item(connection, owner, item_id):
-                raise _no_item(conversation_id, item_id)
-            return _conversation(reader, owner)
-
-        return await self._store.write(work)
-
-
 def _find(reader: TenantReader, conversation_id: str) -> StoredObject:
     return reader.find(ObjectKind.CONVERSATION, conversation_id)
 
@@ -205,23 +120,48 @@ def _no_item(conversation_id: str, item_id: str) -> ApiError:
 
 async def create_conversation(request: web.Request) -> web.Response:
     """Make a conversation."""
-    conversations = _conversations(request)
+    store = stored_responses(request)
     call = convert(await read_object(request), CreateConversationRequest)
     check_metadata(call.metadata)
-    return json_response(await conversations.create(checked_items(call.items), call.metadata))
+    items = checked_items(call.items)
+    made = ConversationObject(
+        id=f"conv_{uuid.uuid4().hex}", created_at=int(now()), metadata=call.metadata
+    )
+
+    def work(connection: sqlite3.Connection, reader: TenantReader) -> None:
+        owner = tables.add_object(
+            connection, ObjectKind.CONVERSATION, made.id, reader.tenant, reader.read_at, made
+        )
+        tables.add_items(connection, owner, _with_ids(items), is_output=False)
+
+    await store.write(work)
+    return json_response(made)
 
 
 async def get_conversation(request: web.Request) -> web.Response:
     """Return a conversation."""
-    return json_response(await _conversations(request).get(request.match_info["id"]))
+    name = request.match_info["id"]
+    found = await stored_responses(request).read(
+        lambda reader: _conversation(reader, _find(reader, name))
+    )
+    return json_response(found)
 
 
 async def update_conversation(request: web.Request) -> web.Response:
     """Replace the metadata of a conversation."""
-    conversations = _conversations(request)
+    store, name = stored_responses(request), request.match_info["id"]
     call = convert(await read_object(request), UpdateConversationRequest)
     check_metadata(call.metadata)
-    return json_response(await conversations.update(request.match_info["id"], call.metadata))
+
+    def work(connection: sqlite3.Connection, reader: TenantReader) -> ConversationObject:
+        owner = _find(reader, name)
+        conversation = _conversation(reader, owner)
+        conversation.metadata = call.metadata
+        tables.set_body(connection, owner, conversation)
+        tables.touch(connection, [owner], reader.read_at)
+        return conversation
+
+    return json_response(await store.write(work))
 
 
 async def delete_conversation(request: web.Request) -> web.Response:
@@ -233,34 +173,54 @@ async def delete_conversation(request: web.Request) -> web.Response:
 
 async def list_items(request: web.Request) -> web.Response:
     """List the items of a conversation."""
-    keys = await _conversations(request).item_keys(request.match_info["id"])
-    return json_response(await item_page(request, stored_responses(request), keys))
+    store, name = stored_responses(request), request.match_info["id"]
+    keys = await store.read(lambda reader: reader.item_keys(_find(reader, name), is_output=False))
+    return json_response(await item_page(request, store, keys))
 
 
 async def add_items(request: web.Request) -> web.Response:
     """Add items to a conversation."""
-    conversations = _conversations(request)
+    store, name = stored_responses(request), request.match_info["id"]
     call = convert(await read_object(request), AddItemsRequest)
     if not call.items:
         raise invalid("items has no items: send at least one", "items")
-    added = await conversations.add_items(request.match_info["id"], checked_items(call.items))
+    items = checked_items(call.items)
+
+    def work(connection: sqlite3.Connection, reader: TenantReader) -> Items:
+        owner, new = _find(reader, name), _with_ids(items)
+        known = reader.item_keys(owner, is_output=False)
+        check_num_items(len(known) + len(new), "items with those of the conversation")
+        _check_new({item.id for item in known}, new)
+        tables.add_items(connection, owner, new, is_output=False)
+        tables.touch(connection, [owner], reader.read_at)
+        return new
+
+    added = await store.write(work)
     return json_response(ItemList(added, False, added[0]["id"], added[-1]["id"]))
 
 
 async def get_item(request: web.Request) -> web.Response:
     """Return an item of a conversation."""
-    names = request.match_info
-    return json_response((await _conversations(request).item(names["id"], names["item_id"])).body)
+    name, item_id = request.match_info["id"], request.match_info["item_id"]
+    item = await stored_responses(request).read(
+        lambda reader: reader.item_of(_find(reader, name), item_id)
+    )
+    if item is None:
+        raise _no_item(name, item_id)
+    return json_response(item.body)
 
 
 async def delete_item(request: web.Request) -> web.Response:
     """Remove an item from a conversation."""
-    names = request.match_info
-    return json_response(await _conversations(request).remove_item(names["id"], names["item_id"]))
+    name, item_id = request.match_info["id"], request.match_info["item_id"]
 
+    def work(connection: sqlite3.Connection, reader: TenantReader) -> ConversationObject:
+        owner = _find(reader, name)
+        if not tables.remove_item(connection, owner, item_id):
+            raise _no_item(name, item_id)
+        return _conversation(reader, owner)
 
-def _conversations(request: web.Request) -> Conversations:
-    return Conversations(stored_responses(request))
+    return json_response(await stored_responses(request).write(work))
 
 
 PATH = "/v1/conversations"

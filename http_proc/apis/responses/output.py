@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from http_proc.answer.events import (
     AnswerEvent,
@@ -134,190 +134,159 @@ class NamedTool(NamedTuple):
         return {**named, "namespace": self.namespace} if self.namespace else named
 
 
-class ItemPlace(NamedTuple):
-    """Where an item stands: in which response, and its number among the items of the output."""
+class OutputItem:
+    """An item that is being written, with the stream's events about it.
 
-    response_id: str
-    number: int
+    Args:
+        prefix: the begin of the item's id.
+        response_id: id of the response, of which that of the item is made.
+        number: place of the item in the output.
+    """
 
+    def __init__(self, prefix: str, response_id: str, number: int) -> None:
+        self._id = item_id(prefix, response_id, str(number))
+        self._index = number
+        self._pieces: list[str] = []
 
-class ItemEvents:
-    """Make the events about one item. `prefix`: the begin of the item's id."""
+    @property
+    def _text(self) -> str:
+        return "".join(self._pieces)
 
-    def __init__(self, prefix: str, place: ItemPlace) -> None:
-        self.id = item_id(prefix, place.response_id, str(place.number))
-        self._index = place.number
-
-    def of_item(self, what: str, item: dict[str, Any]) -> StreamEvent:
+    def _of_item(self, what: str, item: dict[str, Any]) -> StreamEvent:
         """Return response.output_item.added or .done."""
         kind = f"response.output_item.{what}"
         return {"type": kind, "output_index": self._index, "item": item}
 
-    def of_part(self, kind: str, **fields: Any) -> StreamEvent:
-        """Return an event about the only content part of the item."""
-        return self.of_value(kind, content_index=0, **fields)
-
-    def of_value(self, kind: str, **fields: Any) -> StreamEvent:
-        """Return an event about the item's arguments or input."""
-        place = {"item_id": self.id, "output_index": self._index}
+    def _of_value(self, kind: str, **fields: Any) -> StreamEvent:
+        """Return an event about the item's arguments, its input or its content part."""
+        place = {"item_id": self._id, "output_index": self._index}
         return {"type": f"response.{kind}", **place, **fields}
 
 
-class ReasoningOutput:
-    """A reasoning item."""
+class PartOutput(OutputItem):
+    """An item with one content part, which is a text."""
 
-    def __init__(self, place: ItemPlace) -> None:
-        self._events = ItemEvents("rs", place)
-        self._pieces: list[str] = []
+    prefix, kind = "", ""
+
+    def __init__(self, response_id: str, number: int) -> None:
+        super().__init__(self.prefix, response_id, number)
 
     def begin(self) -> list[StreamEvent]:
         """Return the events of the begin."""
-        added = self._events.of_item("added", self._body("in_progress", []))
-        return [added, self._events.of_part("content_part.added", part=_reasoning_part(""))]
+        added = self._of_item("added", self._body("in_progress", []))
+        return [added, self._of_part("content_part.added", part=self._part())]
 
-    def add(self, text: str) -> list[StreamEvent]:
-        """Add a piece of the text."""
+    def add(self, text: str, **fields: Any) -> list[StreamEvent]:
+        """Add a piece of the text. `fields`: of its event."""
         self._pieces.append(text)
-        return [self._events.of_part("reasoning_text.delta", delta=text)]
+        return [self._of_part(f"{self.kind}.delta", delta=text, **fields)]
 
     def end(self, status: str) -> list[StreamEvent]:
         """Return the events of the end."""
-        text = "".join(self._pieces)
         return [
-            self._events.of_part("reasoning_text.done", text=text),
-            self._events.of_part("content_part.done", part=_reasoning_part(text)),
-            self._events.of_item("done", self.body(status)),
+            self._of_part(f"{self.kind}.done", text=self._text, **self._beside_text()),
+            self._of_part("content_part.done", part=self._part()),
+            self._of_item("done", self.body(status)),
         ]
 
     def body(self, status: str) -> dict[str, Any]:
         """Return the item as it is now."""
-        return self._body(status, [_reasoning_part("".join(self._pieces))])
+        return self._body(status, [self._part()])
 
     def _body(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self._events.id, "type": "reasoning", "summary": []}
+        raise NotImplementedError
+
+    def _part(self) -> dict[str, Any]:
+        return {"type": self.kind, "text": self._text}
+
+    def _beside_text(self) -> dict[str, Any]:
+        return {}
+
+    def _of_part(self, kind: str, **fields: Any) -> StreamEvent:
+        """Return an event about the only content part of the item."""
+        return self._of_value(kind, content_index=0, **fields)
+
+
+class ReasoningOutput(PartOutput):
+    """A reasoning item."""
+
+    prefix, kind = "rs", "reasoning_text"
+
+    def _body(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self._id, "type": "reasoning", "summary": []}
         return {**head, "content": content, "encrypted_content": None, "status": status}
 
 
-class MessageOutput:
-    """A message with one part, the text."""
+class MessageOutput(PartOutput):
+    """A message of the assistant."""
 
-    def __init__(self, place: ItemPlace) -> None:
-        self._events = ItemEvents("msg", place)
-        self._pieces: list[str] = []
+    prefix, kind = "msg", "output_text"
+
+    def __init__(self, response_id: str, number: int) -> None:
+        super().__init__(response_id, number)
         self._logprobs: list[dict[str, Any]] = []
 
-    def begin(self) -> list[StreamEvent]:
-        """Return the events of the begin."""
-        added = self._events.of_item("added", self._body("in_progress", []))
-        return [added, self._events.of_part("content_part.added", part=_text_part("", []))]
-
-    def add(self, text: str, logprobs: list[TokenLogprob]) -> list[StreamEvent]:
+    def add_text(self, text: str, logprobs: list[TokenLogprob]) -> list[StreamEvent]:
         """Add a piece of the text, and the logprobs of its tokens."""
         tokens = chat_logprobs(logprobs)["content"] if logprobs else []
-        self._pieces.append(text)
         self._logprobs += tokens
-        return [self._events.of_part("output_text.delta", delta=text, logprobs=tokens)]
-
-    def end(self, status: str) -> list[StreamEvent]:
-        """Return the events of the end."""
-        text = "".join(self._pieces)
-        part = _text_part(text, self._logprobs)
-        return [
-            self._events.of_part("output_text.done", text=text, logprobs=self._logprobs),
-            self._events.of_part("content_part.done", part=part),
-            self._events.of_item("done", self.body(status)),
-        ]
-
-    def body(self, status: str) -> dict[str, Any]:
-        """Return the item as it is now."""
-        return self._body(status, [_text_part("".join(self._pieces), self._logprobs)])
+        return self.add(text, logprobs=tokens)
 
     def _body(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self._events.id, "type": "message", "status": status}
+        head = {"id": self._id, "type": "message", "status": status}
         return {**head, "role": "assistant", "content": content}
 
+    def _part(self) -> dict[str, Any]:
+        return {**super()._part(), "annotations": [], **self._beside_text()}
 
-class FunctionCallOutput:
-    """A call of a function."""
+    def _beside_text(self) -> dict[str, Any]:
+        return {"logprobs": [*self._logprobs]}
 
-    def __init__(self, place: ItemPlace, call_id: str, tool: NamedTool) -> None:
-        self._events = ItemEvents("fc", place)
+
+class CallOutput(OutputItem):
+    """A call of a function, or of a custom tool, whose input is the one argument of a function."""
+
+    def __init__(self, response_id: str, number: int, call_id: str, tool: NamedTool) -> None:
+        super().__init__("ctc" if tool.is_custom else "fc", response_id, number)
         self._call_id, self._tool = call_id, tool
-        self._pieces: list[str] = []
+        self._reader = CustomInputReader() if tool.is_custom else None
+        self._kind = "custom_tool_call_input" if tool.is_custom else "function_call_arguments"
 
     def begin(self) -> list[StreamEvent]:
         """Return the event of the begin."""
-        return [self._events.of_item("added", self.body("in_progress"))]
+        return [self._of_item("added", self.body("in_progress"))]
 
     def add(self, text: str) -> list[StreamEvent]:
         """Add a piece of the arguments."""
-        self._pieces.append(text)
-        return [self._events.of_value("function_call_arguments.delta", delta=text)]
+        return self._add(text if self._reader is None else self._reader.push(text))
 
     def end(self, status: str) -> list[StreamEvent]:
         """Return the events of the end."""
-        fields = {"arguments": "".join(self._pieces), "name": self._tool.name}
-        return [
-            self._events.of_value("function_call_arguments.done", **fields),
-            self._events.of_item("done", self.body(status)),
-        ]
+        rest = [] if self._reader is None else self._add(self._reader.finish())
+        value = self._value()
+        if self._reader is None:
+            value["name"] = self._tool.name
+        done = self._of_value(f"{self._kind}.done", **value)
+        return [*rest, done, self._of_item("done", self.body(status))]
 
     def body(self, status: str) -> dict[str, Any]:
         """Return the item as it is now."""
-        head = {"id": self._events.id, "type": "function_call", "status": status}
-        arguments = "".join(self._pieces)
-        return {**head, "arguments": arguments, **self._tool.call(self._call_id)}
+        kind = "function_call" if self._reader is None else "custom_tool_call"
+        head = {"id": self._id, "type": kind, "status": status}
+        return {**head, **self._value(), **self._tool.call(self._call_id)}
 
-
-class CustomCallOutput:
-    """A call of a custom tool, whose input is the one argument of a function."""
-
-    def __init__(self, place: ItemPlace, call_id: str, tool: NamedTool) -> None:
-        self._events = ItemEvents("ctc", place)
-        self._call_id, self._tool = call_id, tool
-        self._reader = CustomInputReader()
-        self._pieces: list[str] = []
-
-    def begin(self) -> list[StreamEvent]:
-        """Return the event of the begin."""
-        return [self._events.of_item("added", self.body("in_progress"))]
-
-    def add(self, text: str) -> list[StreamEvent]:
-        """Add a piece of the arguments."""
-        return self._add(self._reader.push(text))
-
-    def end(self, status: str) -> list[StreamEvent]:
-        """Return the events of the end."""
-        rest = self._add(self._reader.finish())
-        text = "".join(self._pieces)
-        return [
-            *rest,
-            self._events.of_value("custom_tool_call_input.done", input=text),
-            self._events.of_item("done", self.body(status)),
-        ]
-
-    def body(self, status: str) -> dict[str, Any]:
-        """Return the item as it is now."""
-        head = {"id": self._events.id, "type": "custom_tool_call", "status": status}
-        return {**head, "input": "".join(self._pieces), **self._tool.call(self._call_id)}
+    def _value(self) -> dict[str, Any]:
+        return {"arguments" if self._reader is None else "input": self._text}
 
     def _add(self, text: str) -> list[StreamEvent]:
-        if not text:
+        if not text and self._reader is not None:
             return []
         self._pieces.append(text)
-        return [self._events.of_value("custom_tool_call_input.delta", delta=text)]
+        return [self._of_value(f"{self._kind}.delta", delta=text)]
 
 
-CallOutput = FunctionCallOutput | CustomCallOutput
-OpenItem = ReasoningOutput | MessageOutput | CallOutput
-
-
-def _reasoning_part(text: str) -> dict[str, Any]:
-    return {"type": "reasoning_text", "text": text}
-
-
-def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+OpenItem = PartOutput | CallOutput
+Part = TypeVar("Part", bound=PartOutput)
 
 
 class ResponseOutput:
@@ -356,9 +325,12 @@ class ResponseOutput:
         for event in events:
             match event:
                 case TextDelta():
-                    out += self._add_text(event.text)
+                    message, begin = self._part(MessageOutput)
+                    out += begin + message.add_text(event.text, self._logprobs)
+                    self._logprobs = []
                 case ReasoningDelta():
-                    out += self._add_reasoning(event.text)
+                    reasoning, begin = self._part(ReasoningOutput)
+                    out += begin + reasoning.add(event.text)
                 case CallBegin():
                     out += self._begin(self._call(event))
                 case ArgumentsDelta():
@@ -376,41 +348,25 @@ class ResponseOutput:
         Args:
             is_cut: the answer did not end by itself, so that its last item is incomplete.
         """
-        out = [] if self._ended or self._open else self._begin(MessageOutput(self._place))
+        out = [] if self._ended or self._open else self._part(MessageOutput)[1]
         # A call that is open here lacks its end.
         is_complete = not is_cut and not isinstance(self._open, CallOutput)
         return out + self._end("completed" if is_complete else "incomplete")
 
-    def _add_text(self, text: str) -> list[StreamEvent]:
-        out: list[StreamEvent] = []
-        if not isinstance(self._open, MessageOutput):
-            out = self._begin(MessageOutput(self._place))
-        assert isinstance(self._open, MessageOutput)
-        out += self._open.add(text, self._logprobs)
-        self._logprobs = []
-        return out
-
-    def _add_reasoning(self, text: str) -> list[StreamEvent]:
-        out: list[StreamEvent] = []
-        if not isinstance(self._open, ReasoningOutput):
-            out = self._begin(ReasoningOutput(self._place))
-        assert isinstance(self._open, ReasoningOutput)
-        out += self._open.add(text)
-        return out
+    def _part(self, kind: type[Part]) -> tuple[Part, list[StreamEvent]]:
+        """Return the open item of a kind, and the events of its begin if it begins now."""
+        if isinstance(self._open, kind):
+            return self._open, []
+        item = kind(self._response_id, self._next_index)
+        return item, self._begin(item)
 
     def _call(self, event: CallBegin) -> CallOutput:
         tool = self._tools.get(event.name, NamedTool(event.name))
-        kind = CustomCallOutput if tool.is_custom else FunctionCallOutput
-        return kind(self._place, event.id, tool)
+        return CallOutput(self._response_id, self._next_index, event.id, tool)
 
     @property
     def _next_index(self) -> int:
         return len(self._ended) + (self._open is not None)
-
-    @property
-    def _place(self) -> ItemPlace:
-        """Place of the item that begins now."""
-        return ItemPlace(self._response_id, self._next_index)
 
     def _begin(self, item: OpenItem) -> list[StreamEvent]:
         """End the open item, which is incomplete if it is a call, and begin the next."""

@@ -55,13 +55,13 @@ class StoreBounds:
         max_objects: responses and conversations together.
         max_bytes: of the file's pages that are in use.
         max_age_s: seconds since the last use.
-        shares: how that is divided among tenants; None: there are no tenants.
+        shares: how that is divided among tenants.
     """
 
     max_objects: int
     max_bytes: int
     max_age_s: float
-    shares: Shares | None = None
+    shares: Shares
 
     def enforce(
         self, connection: sqlite3.Connection, used_at: float, keeps_used: bool = False
@@ -100,12 +100,7 @@ class StoreBounds:
     def _oldest_of_largest(
         self, connection: sqlite3.Connection, excess: "_Excess"
     ) -> "_Oldest | None":
-        """Return the least recently used object of the tenant that has the most of something."""
-        if self.shares is None or not self.shares.has_tenants:
-            row = connection.execute(
-                "SELECT used_at, seq FROM objects WHERE is_open = 0 ORDER BY used_at, seq LIMIT 1"
-            ).fetchone()
-            return None if row is None else _Oldest(*row)
+        """Return the least recently used object of the party that has the most of something."""
         used = {tenant: one[excess] for tenant, one in tables.usage(connection).items()}
         parties = self.shares.by_party(used)
         while parties:
@@ -180,7 +175,6 @@ def give_back_pages(connection: sqlite3.Connection) -> None:
 NUM_UNIQUE_CHARS = 8
 # The code of the error for what the store has no room for.
 TOO_LARGE = "object_too_large"
-MAX_ITEMS_BYTES = 16 * 1024 * 1024
 # Of one page of items, unless its first item has more.
 MAX_PAGE_BYTES = 4 * 1024 * 1024
 # The compressed stream of a response is read from the file in such pieces.
@@ -197,7 +191,7 @@ class StoredResponses:
         bounds: how much is kept.
         is_durable: as in Database.
         max_items_bytes: of the items that one request may refer to.
-        held: bytes of the items of all open requests; None: they are not bounded.
+        held: bytes of the items of all open requests.
 
     Attributes:
         ids: those of the responses that are being made.
@@ -209,9 +203,9 @@ class StoredResponses:
         self,
         path: Path,
         bounds: StoreBounds,
-        is_durable: bool = True,
-        max_items_bytes: int = MAX_ITEMS_BYTES,
-        held: SharedBound | None = None,
+        is_durable: bool,
+        max_items_bytes: int,
+        held: SharedBound,
     ) -> None:
         self._database = Database(path, tables.SCHEMA, self._on_change, is_durable)
         self._bounds = bounds
@@ -305,7 +299,7 @@ class StoredResponses:
             return items if keeps_all else continued_items(items)
 
         items = await self.read(work)
-        if self._held is not None and not hold(self._held, unpacker.num_bytes):
+        if not hold(self._held, unpacker.num_bytes):
             raise no_room_for_items(self._held)
         return items
 
@@ -336,7 +330,10 @@ class StoredResponses:
 
     async def save(self, ended: EndedResponse) -> bool:
         """Keep a response. Return whether that has succeeded."""
-        return await self._save(lambda connection, reader: _save(connection, reader, ended))
+        try:
+            return await self._kept(lambda connection, reader: _save(connection, reader, ended))
+        except ApiError:  # it is too large
+            return False
 
     async def open_response(self, response: ResponseObject, given: Items, job: bytes) -> None:
         """Keep a response that is made from now on, and what makes it again. Raise ApiError."""
@@ -377,21 +374,23 @@ class StoredResponses:
                 tables.touch(connection, [owner], reader.read_at)
                 _add_to_conversation(connection, reader, ended)
 
+        return await self._kept(work, keeps_it)
+
+    async def _kept(
+        self, work: Callable[[sqlite3.Connection, TenantReader], None], keeps_used: bool = True
+    ) -> bool:
+        """Return whether a change could be written; a failure is logged. Raise where it is refused.
+
+        Args:
+            work: makes the change.
+            keeps_used: as `write`.
+        """
         try:
-            await self.write(work, keeps_it)
+            await self.write(work, keeps_used)
         except ApiError as error:
             self.outcomes["failed"] += 1
             if error.answer.error.code == TOO_LARGE:
                 raise
-            return False
-        self.outcomes["stored"] += 1
-        return True
-
-    async def _save(self, work: Callable[[sqlite3.Connection, TenantReader], None]) -> bool:
-        try:
-            await self.write(work)
-        except ApiError:  # the file cannot be written, which is logged, or it is too large
-            self.outcomes["failed"] += 1
             return False
         self.outcomes["stored"] += 1
         return True

@@ -23,15 +23,6 @@ SERVER_TYPES = ("web_search", "file_search", "mcp", "code_interpreter", "image_g
 MAX_TYPE_CHARS = 64
 
 
-class FunctionToolBody(msgspec.Struct, kw_only=True):
-    """A function that the model may call."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
 class CustomFormat(msgspec.Struct, kw_only=True):
     """What the input of a custom tool must be: any text, or a text of a grammar."""
 
@@ -141,10 +132,8 @@ class _Tools:
         introduction: str = "",
     ) -> None:
         if tool["type"] == "function":
-            body = converted(tool, FunctionToolBody, path)
-            fields = msgspec.structs.asdict(body)
-            function = Tool(FunctionSchema(**fields))
-            shown = {"type": "function", **fields}
+            function = Tool(converted(tool, FunctionSchema, path))
+            shown = {"type": "function", **msgspec.structs.asdict(function.function)}
         else:
             custom = converted(tool, CustomToolBody, path)
             function, shown = _as_function(custom, path), tool

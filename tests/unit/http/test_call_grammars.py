@@ -12,7 +12,6 @@ from http_proc.answer.parser import make_parser
 from http_proc.core.errors import ApiError
 from http_proc.generation.call_grammars import (
     PLAIN_CALL,
-    CallGrammar,
     forced_calls,
     in_final_message,
     strict_calls,
@@ -42,12 +41,6 @@ WRONG = [
     ("weather", {"city": "Rome", "days": 1, "unit": "K"}),
     ("rain", {"city": "Rome", "days": 1}),
 ]
-
-
-# --- as the models write -----------------------------------------------------------------------
-
-
-# --- the grammars ------------------------------------------------------------------------------
 
 
 # Marks that are special tokens of the second vocabulary.
@@ -82,13 +75,13 @@ def cases_of(name: str) -> list[list[Any]]:
 def test_forced_calls_are_written_in_the_models_own_form_and_read(
     vocabulary: LLTokenizer, name: str
 ) -> None:
-    grammar = forced_calls(chat_call(), MARKS[name])
-    assert grammar.calls == MARKS[name]
-    obeys = Obeys(vocabulary, grammar.fields)
+    grammar, marks = forced_calls(chat_call(), MARKS[name])
+    assert marks == MARKS[name]
+    obeys = Obeys(vocabulary, grammar)
     for calls in cases_of(name):
         text = written(name, calls)
         assert obeys(text), text
-        assert read(grammar.calls, text) == ("", calls)
+        assert read(marks, text) == ("", calls)
     for wrong in WRONG:
         assert not obeys(written(name, [wrong]))
     for text in ("", "It is warm.", "{}", written(name, [ROME]) + " and text"):
@@ -97,11 +90,11 @@ def test_forced_calls_are_written_in_the_models_own_form_and_read(
 
 @pytest.mark.parametrize("name", MARKS)
 def test_a_named_function_is_called_once_and_no_other(vocabulary: LLTokenizer, name: str) -> None:
-    obeys = Obeys(vocabulary, forced_calls(chat_call(name="weather"), MARKS[name]).fields)
+    obeys = Obeys(vocabulary, forced_calls(chat_call(name="weather"), MARKS[name])[0])
     assert obeys(written(name, [ROME]))
     assert not obeys(written(name, [TIME]))
     assert not obeys(written(name, [ROME, ROME]))
-    one = Obeys(vocabulary, forced_calls(chat_call(is_parallel=False), MARKS[name]).fields)
+    one = Obeys(vocabulary, forced_calls(chat_call(is_parallel=False), MARKS[name])[0])
     assert one(written(name, [ROME])) and one(written(name, [TIME]))
     assert not one(written(name, [ROME, ROME]))
 
@@ -115,7 +108,7 @@ def test_calls_of_strict_tools_in_text_obey_them_and_are_read(
 ) -> None:
     tools = [TOOLS[0], Tool(FunctionSchema("time", parameters=NO_PARAMETERS))]
     strict = strict_calls(chat_call(tools=tools), MARKS[name])
-    obeys = Obeys(vocabulary, strict.fields)
+    obeys = Obeys(vocabulary, strict)
     marks = MARKS[name]
     final = "<|channel|>final<|message|>" if name == "harmony" else ""
     for text in ("It is warm, they say:\n ([25 °C])", "Less < more, a `tool_call`"):
@@ -130,7 +123,7 @@ def test_calls_of_strict_tools_in_text_obey_them_and_are_read(
     for wrong in WRONG:
         assert not obeys(before + written(name, [wrong]))
     if not is_alone:
-        one = Obeys(vocabulary, strict_calls(chat_call(is_parallel=False), marks).fields)
+        one = Obeys(vocabulary, strict_calls(chat_call(is_parallel=False), marks))
         assert one(before + written(name, [ROME])) and not one(written(name, [ROME, TIME]))
 
 
@@ -139,7 +132,7 @@ def test_an_answer_is_calls_or_json_where_both_are_asked_for(
     vocabulary: LLTokenizer, name: str
 ) -> None:
     schema = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"]}
-    obeys = Obeys(vocabulary, strict_calls_or_json(chat_call(), MARKS[name], schema).fields)
+    obeys = Obeys(vocabulary, strict_calls_or_json(chat_call(), MARKS[name], schema))
     final = "<|channel|>final<|message|>" if name == "harmony" else ""
     assert obeys(final + '{"warm": true}')
     for text in ("It is warm.", "", '{"warm": 5}', '{"warm": true} and text'):
@@ -169,8 +162,8 @@ def with_city(schema: Any) -> list[Tool]:
 def test_a_forced_call_is_plain_json_where_the_form_of_the_model_cannot_obey(
     name: str, schema: Any
 ) -> None:
-    grammar = forced_calls(chat_call(tools=with_city(schema)), MARKS[name])
-    assert grammar.calls == PLAIN_CALL
+    _, marks = forced_calls(chat_call(tools=with_city(schema)), MARKS[name])
+    assert marks == PLAIN_CALL
     with pytest.raises(ApiError, match=r"tools\[1\] \(weather\) has .*leave strict out"):
         strict_calls(chat_call(tools=[TOOLS[1], *with_city(schema)]), MARKS[name])
 
@@ -191,11 +184,11 @@ def test_values_obey_their_schema(
     llama_dir: Path, name: str, schema: Any, values: list[Any], wrong: list[Any]
 ) -> None:
     vocabulary = tiny_vocabulary(llama_dir, SIZE)
-    grammar = forced_calls(chat_call(tools=with_city(schema)), MARKS[name])
+    grammar, marks = forced_calls(chat_call(tools=with_city(schema)), MARKS[name])
     if not values:
-        assert grammar.calls == PLAIN_CALL
+        assert marks == PLAIN_CALL
         return
-    obeys = Obeys(vocabulary, grammar.fields)
+    obeys = Obeys(vocabulary, grammar)
     quote = MARKS[name].quote
 
     def call_of(value: Any) -> str:
@@ -230,14 +223,14 @@ def test_a_grammar_of_gpt_oss_holds_for_the_final_message(
 
 
 def test_calls_of_a_model_without_a_form_are_plain_json(vocabulary: LLTokenizer) -> None:
-    grammar = forced_calls(chat_call(), None)
-    assert grammar == CallGrammar(forced_calls(chat_call(), PLAIN_CALL).fields, PLAIN_CALL)
+    grammar, marks = forced_calls(chat_call(), None)
+    assert (grammar, marks) == forced_calls(chat_call(), PLAIN_CALL) and marks == PLAIN_CALL
     text = '{"name": "weather", "arguments": {"city": "Rome", "days": 3}}'
-    assert Obeys(vocabulary, grammar.fields)(text)
+    assert Obeys(vocabulary, grammar)(text)
     assert read(PLAIN_CALL, text) == ("", [("weather", {"city": "Rome", "days": 3})])
 
 
 def test_a_model_that_has_not_learned_to_call_tools_calls_one(vocabulary: LLTokenizer) -> None:
-    grammar = forced_calls(chat_call(), MARKS["hermes"], is_trained=False)
-    obeys = Obeys(vocabulary, grammar.fields)
+    grammar, _ = forced_calls(chat_call(), MARKS["hermes"], is_trained=False)
+    obeys = Obeys(vocabulary, grammar)
     assert obeys(written("hermes", [ROME])) and not obeys(written("hermes", [ROME, ROME]))

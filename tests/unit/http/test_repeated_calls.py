@@ -196,9 +196,9 @@ def test_a_forced_function_without_parameters_gets_none(
 ) -> None:
     vocabulary: LLTokenizer = tiny_vocabulary(llama_dir, 540)
     call = chat_call(tools=[Tool(FunctionSchema("time", parameters=parameters))])
-    grammar = forced_calls(call, MARKS[name])
-    assert grammar.calls == MARKS[name]
-    obeys = Obeys(vocabulary, grammar.fields)
+    grammar, marks = forced_calls(call, MARKS[name])
+    assert marks == MARKS[name]
+    obeys = Obeys(vocabulary, grammar)
     assert obeys(written(name, [TIME]))
     assert not obeys(written(name, [("time", {"x": 1})]))
 
@@ -208,6 +208,6 @@ def test_a_forced_function_with_free_parameters_may_get_some(llama_dir: Any, nam
     vocabulary: LLTokenizer = tiny_vocabulary(llama_dir, 540)
     parameters: Any = {"type": "object", "additionalProperties": True}
     call = chat_call(tools=[Tool(FunctionSchema("time", parameters=parameters))])
-    grammar = forced_calls(call, MARKS[name])
-    assert grammar.calls == MARKS[name]
-    assert Obeys(vocabulary, grammar.fields)(written(name, [("time", {"x": 1})]))
+    grammar, marks = forced_calls(call, MARKS[name])
+    assert marks == MARKS[name]
+    assert Obeys(vocabulary, grammar)(written(name, [("time", {"x": 1})]))

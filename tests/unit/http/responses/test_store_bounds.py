@@ -5,6 +5,7 @@ import random
 import resource
 import sqlite3
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from http_proc.apis.responses.store import EndedResponse
 from http_proc.apis.responses.stored_responses import StoreBounds, StoredResponses
 from http_proc.apis.responses.tables import ObjectKind
 from http_proc.core.errors import ApiError
+from http_proc.core.shares import SharedBound, Shares
+from quadriga.server.config.frontend_args import TenantArgs
 from tests.unit.http.responses.asking import ASK, run
 from tests.unit.scripted_ring import ScriptedRing
 
 MEBIBYTE = 1024 * 1024
-WIDE = StoreBounds(1000, 100 * MEBIBYTE, 1000.0)
+SHARES = Shares(TenantArgs(), None)
+WIDE = StoreBounds(1000, 100 * MEBIBYTE, 1000.0, SHARES)
 
 
 @pytest.fixture
@@ -47,7 +51,8 @@ def with_store(path: Path, test: Any, bounds: StoreBounds = WIDE) -> None:
     """Run a test with an open store."""
 
     async def run_test() -> None:
-        store = StoredResponses(path / "responses.sqlite3", bounds)
+        held = SharedBound(SHARES, MEBIBYTE)
+        store = StoredResponses(path / "responses.sqlite3", bounds, True, 16 * MEBIBYTE, held)
         await store.open()
         try:
             await test(store)
@@ -75,7 +80,7 @@ def test_the_least_recently_used_go_first(tmp_path: Path, clock: list[float]) ->
         assert (await store.response("resp_2"))["id"] == "resp_2"
         assert len(await store.items_of_response("resp_3")) == 4
 
-    with_store(tmp_path, test, StoreBounds(3, 100 * MEBIBYTE, 1000.0))
+    with_store(tmp_path, test, replace(WIDE, max_objects=3))
 
 
 def test_what_is_too_old_has_expired_and_its_use_prolongs_it(
@@ -127,7 +132,7 @@ def test_the_file_keeps_its_size(tmp_path: Path) -> None:
         assert 20 < store.size.num_responses < 60
         assert await reason_of(store.response("resp_0")) == "response_expired"
 
-    with_store(tmp_path, test, StoreBounds(1000, MEBIBYTE, 1000.0))
+    with_store(tmp_path, test, replace(WIDE, max_bytes=MEBIBYTE))
     assert (tmp_path / "responses.sqlite3").stat().st_size < 1.5 * MEBIBYTE
 
 
@@ -141,7 +146,7 @@ def test_smaller_bounds_take_effect_at_the_next_start(tmp_path: Path) -> None:
         assert (await store.response("resp_19"))["id"] == "resp_19"
 
     with_store(tmp_path, fill)
-    with_store(tmp_path, check, StoreBounds(5, 100 * MEBIBYTE, 1e9))
+    with_store(tmp_path, check, replace(WIDE, max_objects=5, max_age_s=1e9))
 
 
 def test_ids_of_removed_responses_are_bounded_too(
