@@ -187,16 +187,13 @@ def run_at_gateway(
     run_loop(asyncio.wait_for(run(), TIMEOUT_S))
 
 
-def run_with_openai(
-    ring: ScriptedRing,
-    test: Callable[[openai.AsyncOpenAI, Gateway], Awaitable[None]],
-    **flags: Any,
-) -> None:
-    """Run a test with OpenAI's client of a gateway, and with that gateway."""
-
-    async def with_client(gateway: Gateway) -> None:
-        url = f"{gateway.args.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0) as client:
-            await test(client, gateway)
-
-    run_at_gateway(ring, with_client, **flags)
+@asynccontextmanager
+async def openai_before(
+    ring: ScriptedRing, **flags: Any
+) -> AsyncIterator[tuple[openai.AsyncOpenAI, Gateway]]:
+    """Yield OpenAI's client of a gateway, and that gateway."""
+    async with (
+        gateway_before(ring, **flags) as (url, gateway),
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client,
+    ):
+        yield client, gateway

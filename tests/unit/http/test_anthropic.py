@@ -6,7 +6,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from http_proc.core.gateway import Gateway
 from quadriga.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -18,7 +17,7 @@ from quadriga.errors import (
 from quadriga.server.answer_format import AnswerFormat, ReasoningFormat, to_info
 from tests.unit.claude_code import TOOL_NAMES, claude_code_request
 from tests.unit.http.anthropic_calls import COUNT, HELLO, MESSAGES, ask
-from tests.unit.scripted_ring import HERMES, ScriptedRing, run_at_gateway
+from tests.unit.scripted_ring import HERMES, ScriptedRing, gateway_before
 
 SCHEMA: Any = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER: Any = {"name": "weather", "description": "The weather.", "input_schema": SCHEMA}
@@ -491,20 +490,17 @@ def test_a_prompt_that_is_too_long_is_reported_in_the_words_that_claude_code_kno
     assert message.startswith("prompt is too long: 9000 tokens > 8192 maximum; ")
 
 
-def test_an_error_in_a_stream_is_an_event() -> None:
+async def test_an_error_in_a_stream_is_an_event() -> None:
     ring = ScriptedRing(["Yes"])
     ring.leaves_open = True
     answers = []
-
-    async def test(gateway: Gateway) -> None:
+    async with gateway_before(ring) as (_, gateway):
         url = f"http://127.0.0.1:{gateway.args.port}{MESSAGES}"
         body = {"max_tokens": 20, "messages": HELLO, "stream": True}
         async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
             await response.content.readuntil(b"text_delta")
             ring.sinks[0](ServerFailed("the worker died"))
             answers.append(await response.text())
-
-    run_at_gateway(ring, test)
     name, data = answers[0].split("\n\n")[-2].split("\n")
     assert name == "event: error"
     assert json.loads(data.removeprefix("data: "))["error"]["type"] == "overloaded_error"

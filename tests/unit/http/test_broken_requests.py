@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from http_proc import server
-from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
+from tests.unit.scripted_ring import ScriptedRing, gateway_before
 
 BODY = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
 PACKED = gzip.compress(BODY, mtime=0)
@@ -58,13 +58,14 @@ def check_form(status: int, headers: dict[bytes, bytes], body: bytes, api: str =
         (b"\xff", BODY),
     ],
 )
-def test_a_body_that_cannot_be_unpacked_is_an_error_of_the_client_at_every_endpoint(
+async def test_a_body_that_cannot_be_unpacked_is_an_error_of_the_client_at_every_endpoint(
     caplog: pytest.LogCaptureFixture, coding: bytes, body: bytes
 ) -> None:
     paths = [e.path.replace("{name}", "x") for e in server.ENDPOINTS if e.method == "post"]
     paths.remove("/flush_cache")  # which has no body, and which the scripted ring does not know
 
-    async def test(gateway: Any) -> None:
+    caplog.set_level(logging.ERROR)
+    async with gateway_before(ScriptedRing(["a"])) as (_, gateway):
         for path in dict.fromkeys(paths):
             lines = [b"Content-Encoding: " + coding]
             if path == "/v1/files":
@@ -73,29 +74,22 @@ def test_a_body_that_cannot_be_unpacked_is_an_error_of_the_client_at_every_endpo
             assert status in (400, 404, 415, 501, 503), (path, status, answer)
             if status < 500:
                 check_form(status, headers, answer, "ollama" if path.startswith("/api/") else "")
-
-    caplog.set_level(logging.ERROR)
-    run_at_gateway(ScriptedRing(["a"]), test)
     assert not [record for record in caplog.records if record.name != "aiohttp.server"]
 
 
-def test_packed_bodies_are_read() -> None:
-    async def test(gateway: Any) -> None:
+async def test_packed_bodies_are_read() -> None:
+    async with gateway_before(ScriptedRing(["a"])) as (_, gateway):
         for coding, body in ((b"gzip", PACKED), (b"deflate", zlib.compress(BODY))):
             line = b"Content-Encoding: " + coding
             assert (await ask(gateway, post("/v1/completions", body, line)))[0] == 200
 
-    run_at_gateway(ScriptedRing(["a"]), test)
-
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/nothing", "/ui/index.html", "/api/chat"])
-def test_another_expectation_is_a_417_in_the_form_of_the_api(path: str) -> None:
-    async def test(gateway: Any) -> None:
+async def test_another_expectation_is_a_417_in_the_form_of_the_api(path: str) -> None:
+    async with gateway_before(ScriptedRing(["a"])) as (_, gateway):
         status, headers, body = await ask(gateway, post(path, BODY, b"Expect: 200-ok"))
         assert status == 417
         check_form(status, headers, body, "ollama" if path.startswith("/api/") else "")
-
-    run_at_gateway(ScriptedRing(["a"]), test)
 
 
 @pytest.mark.parametrize(
@@ -116,36 +110,31 @@ def test_another_expectation_is_a_417_in_the_form_of_the_api(path: str) -> None:
         b"Connection: close\r\nContent-Length: 3\r\n\r\nabc",
     ],
 )
-def test_what_the_parser_refuses_is_answered_in_json_without_the_name_of_a_library(
+async def test_what_the_parser_refuses_is_answered_in_json_without_the_name_of_a_library(
     caplog: pytest.LogCaptureFixture, data: bytes
 ) -> None:
-    async def test(gateway: Any) -> None:
-        check_form(*(await ask(gateway, data)))
 
     caplog.set_level(logging.ERROR)
-    run_at_gateway(ScriptedRing(["a"]), test)
+    async with gateway_before(ScriptedRing(["a"])) as (_, gateway):
+        check_form(*(await ask(gateway, data)))
     assert not [record for record in caplog.records if record.name != "aiohttp.server"]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/api/generate"])
-def test_an_answer_without_a_length_ends_with_its_connection_in_http_1_0(path: str) -> None:
+async def test_an_answer_without_a_length_ends_with_its_connection_in_http_1_0(path: str) -> None:
     body = json.dumps({"prompt": "x", "model": "tiny", "stream": True}).encode()
     head = f"POST {path} HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: {len(body)}\r\n\r\n"
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ScriptedRing(["a"])) as (_, gateway):
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.args.port)
         writer.write(head.encode() + body)
         answer = await asyncio.wait_for(reader.read(), 10)  # to the end of the connection
         assert b" 200 " in answer[:20] and b"keep-alive" not in answer.partition(b"\r\n\r\n")[0]
         writer.close()
 
-    run_at_gateway(ScriptedRing(["a"]), test)
 
-
-def test_an_answer_with_a_length_keeps_the_connection_in_http_1_0() -> None:
+async def test_an_answer_with_a_length_keeps_the_connection_in_http_1_0() -> None:
     request = b"GET /livez HTTP/1.0\r\nConnection: keep-alive\r\n\r\n"
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ScriptedRing(["a"])) as (_, gateway):
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.args.port)
         for _ in range(2):
             writer.write(request)
@@ -154,5 +143,3 @@ def test_an_answer_with_a_length_keeps_the_connection_in_http_1_0() -> None:
             length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
             await reader.readexactly(length)
         writer.close()
-
-    run_at_gateway(ScriptedRing(["a"]), test)

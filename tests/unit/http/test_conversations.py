@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.unit.http.responses.asking import ASK, CALL, WEATHER, run, stream, turns_of
+from tests.unit.http.responses.asking import ASK, CALL, WEATHER, asking, stream, turns_of
 from tests.unit.scripted_ring import ScriptedRing, chunk
 
 HELLO: Any = {"type": "message", "role": "user", "content": "Hello."}
@@ -17,8 +17,8 @@ def texts(items: list[Any]) -> list[str]:
     return [item.content[0].text for item in items]
 
 
-def test_a_conversation_is_made_changed_and_removed(tmp_path: Path) -> None:
-    async def test(client: Any) -> None:
+async def test_a_conversation_is_made_changed_and_removed(tmp_path: Path) -> None:
+    async with asking(ScriptedRing(["No"]), data_dir=str(tmp_path)) as client:
         made = await client.conversations.create(items=[HELLO], metadata={"topic": "rain"})
         assert made.id.startswith("conv_") and made.object == "conversation"
         assert await client.conversations.retrieve(made.id) == made
@@ -33,11 +33,9 @@ def test_a_conversation_is_made_changed_and_removed(tmp_path: Path) -> None:
         with pytest.raises(openai.NotFoundError, match="there is no conversation 'conv_1'"):
             await client.conversations.items.list("conv_1")
 
-    run(ScriptedRing(["No"]), test, data_dir=str(tmp_path))
 
-
-def test_items_are_added_listed_in_pages_and_removed(tmp_path: Path) -> None:
-    async def test(client: Any) -> None:
+async def test_items_are_added_listed_in_pages_and_removed(tmp_path: Path) -> None:
+    async with asking(ScriptedRing(["No"]), data_dir=str(tmp_path)) as client:
         made = await client.conversations.create(items=[HELLO])
         items = client.conversations.items
         more: Any = [{"role": "user", "content": str(number)} for number in range(4)]
@@ -56,14 +54,13 @@ def test_items_are_added_listed_in_pages_and_removed(tmp_path: Path) -> None:
             with pytest.raises(openai.NotFoundError, match="has no item"):
                 await attempt(str(one.id), conversation_id=made.id)
 
-    run(ScriptedRing(["No"]), test, data_dir=str(tmp_path))
-
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_response_continues_a_conversation_and_adds_to_it(tmp_path: Path, streams: bool) -> None:
+async def test_a_response_continues_a_conversation_and_adds_to_it(
+    tmp_path: Path, streams: bool
+) -> None:
     ring = ScriptedRing(["No", " rain."])
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         talk = await client.conversations.create(items=[HELLO])
         ask: Any = {**ASK, "conversation": talk.id}
         answer = (
@@ -79,21 +76,18 @@ def test_a_response_continues_a_conversation_and_adds_to_it(tmp_path: Path, stre
         items = (await client.conversations.items.list(talk.id, order="asc")).data
         assert texts(items) == ["Hello.", "Rain?", "No rain.", "Sure?", "No rain."]
 
-    run(ring, test, data_dir=str(tmp_path))
-
 
 @pytest.mark.parametrize("is_stored", [False, True])
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("kind", ["whole", "stream", "background"])
-def test_each_request_of_one_request_id_adds_its_turn(
+async def test_each_request_of_one_request_id_adds_its_turn(
     tmp_path: Path, is_stored: bool, at_once: bool, kind: str
 ) -> None:
     if kind == "background" and not is_stored:
         return  # such a request is refused
     ring = ScriptedRing(["No"])
     ring.leaves_open = at_once
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         talk = await client.conversations.create()
 
         async def add(text: str) -> str:
@@ -127,13 +121,10 @@ def test_each_request_of_one_request_id_adds_its_turn(
             for response_id in ids:
                 assert (await client.responses.retrieve(response_id)).store is True
 
-    run(ring, test, data_dir=str(tmp_path))
 
-
-def test_a_call_in_a_conversation_is_answered_by_the_next_input(tmp_path: Path) -> None:
+async def test_a_call_in_a_conversation_is_answered_by_the_next_input(tmp_path: Path) -> None:
     ring = ScriptedRing([CALL])
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         talk = await client.conversations.create()
         ask: Any = {"model": "tiny", "conversation": talk.id, "tools": [WEATHER]}
         first = await client.responses.create(**ask, input="Rain?")
@@ -145,11 +136,9 @@ def test_a_call_in_a_conversation_is_answered_by_the_next_input(tmp_path: Path) 
         kinds = [item.type async for item in client.conversations.items.list(talk.id, order="asc")]
         assert kinds == ["message", "function_call", "function_call_output", "message"]
 
-    run(ring, test, data_dir=str(tmp_path))
 
-
-def test_wrong_conversations_are_refused_by_name(tmp_path: Path) -> None:
-    async def test(client: Any) -> None:
+async def test_wrong_conversations_are_refused_by_name(tmp_path: Path) -> None:
+    async with asking(ScriptedRing(["No"]), data_dir=str(tmp_path)) as client:
         image: Any = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
         wrong: list[tuple[dict[str, Any], str]] = [
             ({"items": [{"type": "web"}]}, "items[0].type is 'web'"),
@@ -176,14 +165,10 @@ def test_wrong_conversations_are_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError, match="conversation must be an id"):
             await client.responses.create(**ASK, conversation={})
 
-    run(ScriptedRing(["No"]), test, data_dir=str(tmp_path))
 
-
-def test_a_server_without_a_directory_has_no_conversations() -> None:
-    async def test(client: Any) -> None:
+async def test_a_server_without_a_directory_has_no_conversations() -> None:
+    async with asking(ScriptedRing(["No"])) as client:
         with pytest.raises(openai.NotFoundError, match="--no-store"):
             await client.conversations.create()
         with pytest.raises(openai.BadRequestError, match="stores no conversations"):
             await client.responses.create(**ASK, conversation="conv_1")
-
-    run(ScriptedRing(["No"]), test)

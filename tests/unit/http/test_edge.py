@@ -61,14 +61,13 @@ def has_gone(ring: ScriptedRing, gateway: Any) -> bool:
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_a_client_that_reads_nothing_or_a_byte_at_a_time_is_disconnected_and_counted(
+async def test_a_client_that_reads_nothing_or_a_byte_at_a_time_is_disconnected_and_counted(
     monkeypatch: pytest.MonkeyPatch, reads: bool
 ) -> None:
     monkeypatch.setattr(slow_client, "CHECK_INTERVAL_S", 0.1)
     ring = ScriptedRing(["a"])
     ring.leaves_open = True
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring) as (_, gateway):
         client = await connect(gateway, request(ASK | {"stream": True}), 4096)
         while not ring.sinks:
             await asyncio.sleep(0)
@@ -82,31 +81,25 @@ def test_a_client_that_reads_nothing_or_a_byte_at_a_time_is_disconnected_and_cou
         assert ring.handles[0].aborted
         client.close()
 
-    run_at_gateway(ring, test)
 
-
-def test_a_client_that_does_not_read_a_whole_answer_is_disconnected_too(
+async def test_a_client_that_does_not_read_a_whole_answer_is_disconnected_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(slow_client, "CHECK_INTERVAL_S", 0.1)
     ring = ScriptedRing(["a" * 8_000_000])
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring) as (_, gateway):
         client = await connect(gateway, request(ASK), 4096)
         while not ring.handles or not has_gone(ring, gateway):
             await asyncio.sleep(0.01)
         client.close()
 
-    run_at_gateway(ring, test)
 
-
-def test_whole_answers_that_are_not_read_have_a_bound_together_and_a_reader_gets_its_own(
+async def test_whole_answers_that_are_not_read_have_a_bound_together_and_a_reader_gets_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(slow_client, "MAX_UNREAD_BYTES", 20_000_000)
     ring = ScriptedRing(["a" * 8_000_000])
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring) as (_, gateway):
         clients = [await connect(gateway, request(ASK), 4096) for _ in range(6)]
         while gateway.metrics.num_slow_readers < 4:
             await asyncio.sleep(0.01)
@@ -119,12 +112,10 @@ def test_whole_answers_that_are_not_read_have_a_bound_together_and_a_reader_gets
         for client in clients:
             client.close()
 
-    run_at_gateway(ring, test)
-
 
 @pytest.mark.parametrize(("coding", "window_bits"), [("gzip", 31), ("deflate", 15)])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/nothing", "/v1/models"])
-def test_a_body_that_unpacks_to_much_is_unpacked_up_to_the_limit_only(
+async def test_a_body_that_unpacks_to_much_is_unpacked_up_to_the_limit_only(
     monkeypatch: pytest.MonkeyPatch, coding: str, window_bits: int, path: str
 ) -> None:
     packer = zlib.compressobj(9, zlib.DEFLATED, window_bits)
@@ -137,8 +128,7 @@ def test_a_body_that_unpacks_to_much_is_unpacked_up_to_the_limit_only(
 
     monkeypatch.setattr(aiohttp.StreamReader, "feed_data", feed_data)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Encoding: {coding}\r\n"
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ScriptedRing([]), max_body_bytes=1000000) as (_, gateway):
         data = f"{head}Content-Length: {len(bomb)}\r\n\r\n".encode() + bomb
         client = await connect(gateway, data)
         said = await asyncio.get_running_loop().sock_recv(client, 1 << 16)
@@ -147,12 +137,10 @@ def test_a_body_that_unpacks_to_much_is_unpacked_up_to_the_limit_only(
             await answer(client)
         assert sum(unpacked) < 4_000_000
 
-    run_at_gateway(ScriptedRing([]), test, max_body_bytes=1_000_000)
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_empty_list_of_prompts_is_refused(stream: bool) -> None:
-    async def test(gateway: Any) -> None:
+async def test_an_empty_list_of_prompts_is_refused(stream: bool) -> None:
+    async with gateway_before(ScriptedRing(["a"])) as (_, gateway):
         for path, field in (("/v1/completions", "prompt"), ("/generate", "text")):
             client = await connect(gateway, request({field: [], "stream": stream}, path=path))
             said = await asyncio.get_running_loop().sock_recv(client, 1 << 16)
@@ -161,10 +149,10 @@ def test_an_empty_list_of_prompts_is_refused(stream: bool) -> None:
             client.close()
         assert gateway.num_open == 0
 
-    run_at_gateway(ScriptedRing(["a"]), test)
 
-
-def test_a_slow_client_that_takes_enough_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_client_that_takes_enough_gets_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The test calls the check whenever the client has read enough, so that no clock decides."""
     guards: list[slow_client.SlowClientGuard] = []
 
@@ -178,8 +166,7 @@ def test_a_slow_client_that_takes_enough_gets_everything(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(request_scope, "SlowClientGuard", RecordedGuard)
     ring = ScriptedRing(["a" * 8_000_000])
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring) as (_, gateway):
         client, taken, sent, num_checks = await connect(gateway, request(ASK), 1 << 16), 0, 0, 0
         while taken < 8_000_000:
             piece = await asyncio.get_running_loop().sock_recv(client, 1 << 16)
@@ -193,8 +180,6 @@ def test_a_slow_client_that_takes_enough_gets_everything(monkeypatch: pytest.Mon
         assert gateway.metrics.num_slow_readers == 0
         assert num_checks > 10
         client.close()
-
-    run_at_gateway(ring, test)
 
 
 @pytest.mark.parametrize("run_loop", [asyncio.run, uvloop.run])
@@ -224,37 +209,30 @@ def test_over_tls_a_long_stream_comes_to_its_end(tmp_path: Path, run_loop: Any) 
     run_loop(asyncio.wait_for(whole(), 20))
 
 
-def test_a_head_that_does_not_come_to_an_end_closes_its_connection(
+async def test_a_head_that_does_not_come_to_an_end_closes_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(server, "IDLE_TIMEOUT_S", 0.2)
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ScriptedRing([])) as (_, gateway):
         slow = await connect(gateway, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
         silent = await connect(gateway)
         assert await answer(slow) == await answer(silent) == b""
 
-    run_at_gateway(ScriptedRing([]), test)
 
-
-def test_a_body_that_does_not_come_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_does_not_come_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "BODY_TIMEOUT_S", 0.1)
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ScriptedRing([])) as (_, gateway):
         client = await connect(gateway, request(ASK, cut=1))
         response = await asyncio.get_running_loop().sock_recv(client, 4096)
         assert response.startswith(b"HTTP/1.1 408 ")
         assert gateway.bodies.total == 0
         client.close()
 
-    run_at_gateway(ScriptedRing([]), test)
-
 
 @pytest.mark.parametrize("num_turns", range(6))
-def test_a_client_that_leaves_while_its_body_ends_is_not_answered(num_turns: int) -> None:
+async def test_a_client_that_leaves_while_its_body_ends_is_not_answered(num_turns: int) -> None:
     """Cancel the handler `num_turns` turns of the event loop after the last byte."""
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ScriptedRing([])) as (_, gateway):
         content = StreamReader(mock.Mock(), 65536)
         received = make_mocked_request("POST", "/", payload=content, app={GATEWAY: gateway})
         handler = asyncio.create_task(exchange.read_object(received))
@@ -268,11 +246,9 @@ def test_a_client_that_leaves_while_its_body_ends_is_not_answered(num_turns: int
         assert handler.cancelled() == was_cancelled
         assert gateway.bodies.total == 0
 
-    run_at_gateway(ScriptedRing([]), test)
 
-
-def test_bodies_that_come_at_once_have_a_bound_together() -> None:
-    async def test(gateway: Any) -> None:
+async def test_bodies_that_come_at_once_have_a_bound_together() -> None:
+    async with gateway_before(ScriptedRing([]), max_body_bytes=1000) as (_, gateway):
         gateway.bodies.limit = 1500
         large = ASK | {"prompt": "a" * 900}
         first = await connect(gateway, request(large, cut=1))
@@ -284,8 +260,6 @@ def test_bodies_that_come_at_once_have_a_bound_together() -> None:
         assert b"too_many_bodies" in response
         first.close()
         second.close()
-
-    run_at_gateway(ScriptedRing([]), test, max_body_bytes=1000)
 
 
 @pytest.mark.parametrize("run_loop", [asyncio.run, uvloop.run])
@@ -305,13 +279,14 @@ def test_connections_over_the_limit_get_a_503_and_are_counted(run_loop: Any) -> 
     assert not ring.handles
 
 
-def test_each_request_is_a_line_of_the_log_and_no_line_has_a_secret(
+async def test_each_request_is_a_line_of_the_log_and_no_line_has_a_secret(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
     ring = ScriptedRing(["a", "b"])
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(
+        ring, log_requests=True, api_key="hidden", max_http_connections=9
+    ) as (_, gateway):
         key = b"HTTP/1.1\r\nConnection: close\r\nAuthorization: Bearer hidden\r\nX-Request-Id: abc"
         for body in (ASK, ASK | {"stream": True}, ASK | {"max_tokens": "x"}):
             data = request(body).replace(b"HTTP/1.1", key, 1)
@@ -323,8 +298,6 @@ def test_each_request_is_a_line_of_the_log_and_no_line_has_a_secret(
         gone.close()
         while gateway.num_open:
             await asyncio.sleep(0)
-
-    run_at_gateway(ring, test, log_requests=True, api_key="hidden", max_http_connections=9)
     lines = [record.getMessage() for record in caplog.records if record.name == "root"]
     whole, streamed, wrong, left = lines
     for line in (whole, streamed):
@@ -373,21 +346,19 @@ class Stalled:
         self.aborted = True
 
 
-def test_a_suspension_of_the_gateway_itself_disconnects_no_client(
+async def test_a_suspension_of_the_gateway_itself_disconnects_no_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def look() -> None:
-        loop, connection = asyncio.get_running_loop(), Stalled()
-        suspended = 0.0
-        monkeypatch.setattr(loop, "time", lambda real=loop.time: real() + suspended)
-        observer = slow_client.SlowClientGuard(connection, RequestMetrics())  # type: ignore[arg-type]
-        with observer:
-            for seconds in (slow_client.CHECK_INTERVAL_S, 1000.0):
-                suspended += seconds
-                observer._check()
-                assert not connection.aborted
-            suspended += slow_client.CHECK_INTERVAL_S
-            observer._check()
-            assert connection.aborted
 
-    asyncio.run(look())
+    loop, connection = asyncio.get_running_loop(), Stalled()
+    suspended = 0.0
+    monkeypatch.setattr(loop, "time", lambda real=loop.time: real() + suspended)
+    observer = slow_client.SlowClientGuard(connection, RequestMetrics())  # type: ignore[arg-type]
+    with observer:
+        for seconds in (slow_client.CHECK_INTERVAL_S, 1000.0):
+            suspended += seconds
+            observer._check()
+            assert not connection.aborted
+        suspended += slow_client.CHECK_INTERVAL_S
+        observer._check()
+        assert connection.aborted

@@ -21,7 +21,7 @@ from tests.unit.scripted_ring import (
     LLAMA3,
     ScriptedRing,
     chunk,
-    run_with_openai,
+    openai_before,
 )
 
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
@@ -29,10 +29,9 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call
 CALLING = ["Let me ", "see.", "<tool", "_call>", *list(CALL.removeprefix("<tool_call>")), "\n"]
 
 
-def test_a_tool_call_is_parsed_out_of_an_answer() -> None:
+async def test_a_tool_call_is_parsed_out_of_an_answer() -> None:
     ring = ScriptedRing(CALLING)
-
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+    async with openai_before(ring) as (client, _):
         answer = await client.chat.completions.create(**ASK, tools=TOOLS)
         choice = answer.choices[0]
         assert choice.finish_reason == "tool_calls"
@@ -44,16 +43,14 @@ def test_a_tool_call_is_parsed_out_of_an_answer() -> None:
         assert json.loads(call.function.arguments) == {"city": "Rome"}
         assert ring.submitted[0][2]["chat"].tools[0]["function"]["name"] == "weather"
 
-    run_with_openai(ring, test)
-
 
 def names_of(deltas: list[Any]) -> list[tuple[int, str]]:
     """Return the index and the name of each call that begins."""
     return [(call.index, call.function.name) for call in deltas if call.id]
 
 
-def test_a_tool_call_is_streamed_in_deltas_and_never_as_text() -> None:
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+async def test_a_tool_call_is_streamed_in_deltas_and_never_as_text() -> None:
+    async with openai_before(ScriptedRing(CALLING)) as (client, _):
         text, reasons = "", []
         calls: list[Any] = []
         async for part in await client.chat.completions.create(**ASK, tools=TOOLS, stream=True):
@@ -67,11 +64,9 @@ def test_a_tool_call_is_streamed_in_deltas_and_never_as_text() -> None:
         assert json.loads(arguments) == {"city": "Rome"}
         assert reasons[-1] == "tool_calls"
 
-    run_with_openai(ScriptedRing(CALLING), test)
 
-
-def test_with_one_call_at_a_time_the_others_are_left_out() -> None:
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+async def test_with_one_call_at_a_time_the_others_are_left_out() -> None:
+    async with openai_before(ScriptedRing([CALL, CALL])) as (client, _):
         fields = {**ASK, "tools": TOOLS, "parallel_tool_calls": False}
         answer = await client.chat.completions.create(**fields)
         assert len(answer.choices[0].message.tool_calls or []) == 1
@@ -80,20 +75,17 @@ def test_with_one_call_at_a_time_the_others_are_left_out() -> None:
             calls += part.choices[0].delta.tool_calls or []
         assert names_of(calls) == [(0, "weather")]
 
-    run_with_openai(ScriptedRing([CALL, CALL]), test)
-
 
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
 )
-def test_a_forced_call_is_asked_for_by_a_grammar_and_is_the_whole_answer(choice: Any) -> None:
+async def test_a_forced_call_is_asked_for_by_a_grammar_and_is_the_whole_answer(choice: Any) -> None:
     ring = ScriptedRing(list(CALL))
     parameters = {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}}
     function: Any = {"name": "weather", "parameters": {**parameters, "$defs": {"city": {}}}}
     other = {"type": "function", "function": {"name": "other", "strict": True}}
     tools: Any = [{"type": "function", "function": function}, other]
-
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+    async with openai_before(ring) as (client, _):
         fields = {**ASK, "tools": tools, "tool_choice": choice}
         message = (await client.chat.completions.create(**fields)).choices[0].message
         assert message.content is None and message.tool_calls is not None
@@ -113,10 +105,8 @@ def test_a_forced_call_is_asked_for_by_a_grammar_and_is_the_whole_answer(choice:
             "x-guidance": {"lenient": True, "name": "tools[0] (weather)"},
         }
 
-    run_with_openai(ring, test)
 
-
-def test_strict_tools_that_need_not_be_called_are_obeyed_where_they_are() -> None:
+async def test_strict_tools_that_need_not_be_called_are_obeyed_where_they_are() -> None:
     ring, other = (
         ScriptedRing(CALLING),
         ScriptedRing(["x"], answer_format=to_info(AnswerFormat(calls=LLAMA3))),
@@ -127,8 +117,7 @@ def test_strict_tools_that_need_not_be_called_are_obeyed_where_they_are() -> Non
         {"type": "function", "function": strict},
         {"type": "function", "function": {"name": "lax", "parameters": {"type": "array"}}},
     ]
-
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+    async with openai_before(ring) as (client, _):
         answer = await client.chat.completions.create(**ASK, tools=tools)
         assert answer.choices[0].message.content == "Let me see."
         tag = ring.submitted[0][1].structural_tag["format"]
@@ -143,8 +132,7 @@ def test_strict_tools_that_need_not_be_called_are_obeyed_where_they_are() -> Non
         assert second["content"]["json_schema"] == {"type": "object"}
         with pytest.raises(openai.BadRequestError, match="both given"):
             await client.chat.completions.create(**ASK, tools=tools, extra_body={"regex": "a"})
-
-    async def ask_other(client: openai.AsyncOpenAI, _: Any) -> None:
+    async with openai_before(other) as (client, _):
         await client.chat.completions.create(**ASK, tools=tools)
         other.facts["answer_format"] = {}
         await client.chat.completions.create(**ASK, tools=tools)
@@ -154,24 +142,18 @@ def test_strict_tools_that_need_not_be_called_are_obeyed_where_they_are() -> Non
         )
         assert none.structural_tag is None
 
-    run_with_openai(ring, test)
-    run_with_openai(other, ask_other)
 
-
-def test_without_tools_the_same_answer_is_text() -> None:
+async def test_without_tools_the_same_answer_is_text() -> None:
     ring = ScriptedRing([CALL])
-
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+    async with openai_before(ring) as (client, _):
         for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
             answer = await client.chat.completions.create(**ASK, **fields)
             assert answer.choices[0].message.content == CALL
             assert answer.choices[0].finish_reason == "stop"
         assert not ring.submitted[1][2]["chat"].tools
 
-    run_with_openai(ring, test)
 
-
-def test_calls_and_answers_of_tools_go_back_as_the_template_wants_them() -> None:
+async def test_calls_and_answers_of_tools_go_back_as_the_template_wants_them() -> None:
     ring = ScriptedRing(["It rains."])
     call = {"id": "abc", "type": "function",
             "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}  # fmt: skip
@@ -180,22 +162,17 @@ def test_calls_and_answers_of_tools_go_back_as_the_template_wants_them() -> None
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "abc", "content": "yes"},
     ]
-
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+    async with openai_before(ring) as (client, _):
         await client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS)
         sent = ring.submitted[0][0]
         assert sent[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
         assert sent[2] == {"role": "tool", "content": "yes", "tool_call_id": "abc"}
 
-    run_with_openai(ring, test)
 
-
-def test_a_base_model_is_sent_to_completions() -> None:
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+async def test_a_base_model_is_sent_to_completions() -> None:
+    async with openai_before(ScriptedRing(["x"], chat=False)) as (client, _):
         with pytest.raises(openai.BadRequestError, match="/v1/completions"):
             await client.chat.completions.create(**ASK)
-
-    run_with_openai(ScriptedRing(["x"], chat=False), test)
 
 
 @pytest.mark.parametrize(
@@ -208,13 +185,12 @@ def test_a_base_model_is_sent_to_completions() -> None:
         (RequestFailed("no"), 500, False),
     ],
 )
-def test_an_error_of_the_ring_becomes_a_status(
+async def test_an_error_of_the_ring_becomes_a_status(
     error: QuadrigaError, status: int, retry: bool
 ) -> None:
     ring = ScriptedRing(["a", "b"])
     ring.error = error
-
-    async def test(client: openai.AsyncOpenAI, gateway: Any) -> None:
+    async with openai_before(ring) as (client, gateway):
         for stream in (False, True):
             with pytest.raises(openai.APIStatusError, match=str(error)) as caught:
                 await client.completions.create(model="tiny", prompt="x", stream=stream)
@@ -223,14 +199,11 @@ def test_an_error_of_the_ring_becomes_a_status(
         assert gateway.metrics.errors[error.code] == 2
         assert gateway.num_open == 0
 
-    run_with_openai(ring, test)
 
-
-def test_openais_client_tries_again_when_the_queue_was_full() -> None:
+async def test_openais_client_tries_again_when_the_queue_was_full() -> None:
     ring = ScriptedRing(["a"])
     ring.error = QueueFull("full")
-
-    async def test(client: openai.AsyncOpenAI, gateway: Any) -> None:
+    async with openai_before(ring) as (client, gateway):
         asking = asyncio.create_task(
             client.with_options(max_retries=1).completions.create(model="tiny", prompt="x")
         )
@@ -240,14 +213,11 @@ def test_openais_client_tries_again_when_the_queue_was_full() -> None:
         assert (await asking).choices[0].text == "a"
         assert len(ring.submitted) == 2
 
-    run_with_openai(ring, test)
 
-
-def test_an_error_in_the_middle_ends_the_stream_with_an_event() -> None:
+async def test_an_error_in_the_middle_ends_the_stream_with_an_event() -> None:
     ring = ScriptedRing(["a"])
     ring.leaves_open = True
-
-    async def test(client: openai.AsyncOpenAI, gateway: Any) -> None:
+    async with openai_before(ring) as (client, gateway):
         stream = await client.completions.create(model="tiny", prompt="x", stream=True)
         assert (await anext(stream)).choices[0].text == "a"
         ring.sinks[0](ServerFailed("worker_proc died"))
@@ -256,14 +226,11 @@ def test_an_error_in_the_middle_ends_the_stream_with_an_event() -> None:
         while gateway.num_open:
             await asyncio.sleep(0)
 
-    run_with_openai(ring, test)
 
-
-def test_a_stopping_gateway_answers_open_requests_and_refuses_new_ones() -> None:
+async def test_a_stopping_gateway_answers_open_requests_and_refuses_new_ones() -> None:
     ring = ScriptedRing(["a", "b"])
     ring.leaves_open = True
-
-    async def test(client: openai.AsyncOpenAI, gateway: Any) -> None:
+    async with openai_before(ring) as (client, gateway):
         stream = await client.completions.create(model="tiny", prompt="x", stream=True)
         draining = asyncio.create_task(gateway.drain(5.0))
         with pytest.raises(openai.InternalServerError, match="takes no new requests"):
@@ -273,13 +240,10 @@ def test_a_stopping_gateway_answers_open_requests_and_refuses_new_ones() -> None
         assert "".join([part.choices[0].text async for part in stream]) == "abc"
         await draining
 
-    run_with_openai(ring, test)
 
-
-def test_when_the_ring_has_died_open_requests_end_with_its_reason() -> None:
+async def test_when_the_ring_has_died_open_requests_end_with_its_reason() -> None:
     ring = ScriptedRing([])
-
-    async def test(client: openai.AsyncOpenAI, gateway: Any) -> None:
+    async with openai_before(ring) as (client, gateway):
         request = asyncio.create_task(client.completions.create(model="tiny", prompt="x"))
         while not ring.sinks:
             await asyncio.sleep(0)
@@ -287,5 +251,3 @@ def test_when_the_ring_has_died_open_requests_end_with_its_reason() -> None:
         with pytest.raises(openai.InternalServerError, match="worker_proc died"):
             await request
         await gateway.drain(5.0)
-
-    run_with_openai(ring, test)

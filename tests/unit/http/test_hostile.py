@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from http_proc.core import gateway
+from http_proc.core import gateway as gateway_module
 from quadriga.errors import DeadlineExceeded
-from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
+from tests.unit.scripted_ring import ScriptedRing, gateway_before
 
 KEY = "kö"
 HEADERS = [
@@ -106,25 +106,24 @@ def check_log(log: pytest.LogCaptureFixture) -> None:
         assert record.getMessage().isprintable()
 
 
-def test_a_key_of_other_bytes_is_a_401_and_the_right_one_is_compared_as_bytes(
+async def test_a_key_of_other_bytes_is_a_401_and_the_right_one_is_compared_as_bytes(
     log: pytest.LogCaptureFixture,
 ) -> None:
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ScriptedRing(["a"]), api_key=KEY) as (_, gateway):
         for given in (b"\xff\xfe", b"k\xf6", b"\xed\xa0\x80", b"", b"k"):
             line = b"Authorization: Bearer " + given
             status, answer = await ask(gateway, request(b"GET", b"/v1/models", line, key=""))
             assert status == 401
             assert b"invalid_api_key" in answer
         assert (await ask(gateway, request(b"GET", b"/v1/models")))[0] == 200
-
-    run_at_gateway(ScriptedRing(["a"]), test, api_key=KEY)
     check_log(log)
 
 
-def test_no_header_makes_a_500_or_a_traceback(log: pytest.LogCaptureFixture) -> None:
+async def test_no_header_makes_a_500_or_a_traceback(log: pytest.LogCaptureFixture) -> None:
     body = b'{"prompt": "x", "max_tokens": 2}'
 
-    async def test(gateway: Any) -> None:
+    flags = {"api_key": KEY, "allowed_origins": "https://a.example", "log_requests": True}
+    async with gateway_before(ScriptedRing(["a"]), **flags) as (_, gateway):
         for name in HEADERS:
             for value in NOT_TEXT:
                 line = name.encode() + b": " + value
@@ -138,16 +137,13 @@ def test_no_header_makes_a_500_or_a_traceback(log: pytest.LogCaptureFixture) -> 
                 )
                 status, _ = await ask(gateway, preflight)
                 assert status in (200, 204, 400, 405, 415, 417), line[:40]
-
-    flags = {"api_key": KEY, "allowed_origins": "https://a.example", "log_requests": True}
-    run_at_gateway(ScriptedRing(["a"]), test, **flags)
     check_log(log)
 
 
-def test_no_path_and_no_body_makes_a_500_or_a_line_of_its_own_in_the_log(
+async def test_no_path_and_no_body_makes_a_500_or_a_line_of_its_own_in_the_log(
     log: pytest.LogCaptureFixture,
 ) -> None:
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ScriptedRing(["a"]), api_key=KEY, log_requests=True) as (_, gateway):
         for path in PATHS:
             for method in (b"GET", b"POST"):
                 status, _ = await ask(gateway, request(method, path))
@@ -156,8 +152,6 @@ def test_no_path_and_no_body_makes_a_500_or_a_line_of_its_own_in_the_log(
             status, answer = await ask(gateway, request(b"POST", b"/v1/completions", body=body))
             assert status == 400, body[:40]
             assert b"invalid_request_error" in answer
-
-    run_at_gateway(ScriptedRing(["a"]), test, api_key=KEY, log_requests=True)
     check_log(log)
 
 
@@ -179,25 +173,19 @@ class LoadingRing(ScriptedRing):
         return self.facts | {"ready": self.num_asked >= self.ready_at}
 
 
-def test_the_start_is_over_once_a_probe_would_say_so() -> None:
+async def test_the_start_is_over_once_a_probe_would_say_so() -> None:
     ring = LoadingRing(4)
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring) as (_, gateway):
         await gateway.until_ready()
         assert ring.num_asked == 4
         assert (await ask(gateway, request(b"GET", b"/readyz")))[0] == 200
 
-    run_at_gateway(ring, test)
 
-
-def test_only_the_answer_that_the_ring_is_ready_holds_for_later_probes(
+async def test_only_the_answer_that_the_ring_is_ready_holds_for_later_probes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gateway, "READY_MAX_AGE_S", 60.0)
+    monkeypatch.setattr(gateway_module, "READY_MAX_AGE_S", 60.0)
     ring = LoadingRing(3)
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring) as (_, gateway):
         statuses = [(await ask(gateway, request(b"GET", b"/readyz")))[0] for _ in range(5)]
         assert statuses == [503, 503, 200, 200, 200]
-
-    run_at_gateway(ring, test)

@@ -47,27 +47,24 @@ def test_a_program_gets_json(accept: str) -> None:
 
 
 @pytest.mark.parametrize("agent", ["ollama/0.6.1 (amd64 linux)", "ollama-python/0.6.1"])
-def test_a_client_of_ollama_finds_its_server_and_anthropics_its_models(agent: str) -> None:
-    async def ask() -> None:
-        async with (
-            gateway_before(ScriptedRing([])) as (url, _),
-            aiohttp.ClientSession(url) as session,
-        ):
-            async with session.get("/", headers={"User-Agent": agent}) as response:
-                assert await response.text() == "Ollama is running"
-            async with session.head("/", headers={"User-Agent": agent}) as response:
-                assert response.status == 200
-            version = {"anthropic-version": "2023-06-01"}
-            async with session.get("/v1/models", headers=version) as response:
-                models = await response.json()
-            (model,) = models["data"]
-            assert (model["type"], model["id"]) == ("model", models["first_id"])
-            assert models["last_id"] == model["display_name"] and not models["has_more"]
-            assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", model["created_at"])
-            path = f"/v1/models/{model['id']}"
-            async with session.get(path, headers=version) as response:
-                assert await response.json() == model
-            async with session.get(path) as response:
-                assert (await response.json())["object"] == "model"
-
-    asyncio.run(asyncio.wait_for(ask(), 20))
+async def test_a_client_of_ollama_finds_its_server_and_anthropics_its_models(agent: str) -> None:
+    async with (
+        gateway_before(ScriptedRing([])) as (url, _),
+        aiohttp.ClientSession(url) as session,
+    ):
+        async with session.get("/", headers={"User-Agent": agent}) as response:
+            assert await response.text() == "Ollama is running"
+        async with session.head("/", headers={"User-Agent": agent}) as response:
+            assert response.status == 200
+        version = {"anthropic-version": "2023-06-01"}
+        async with session.get("/v1/models", headers=version) as response:
+            models = await response.json()
+        (model,) = models["data"]
+        assert (model["type"], model["id"]) == ("model", models["first_id"])
+        assert models["last_id"] == model["display_name"] and not models["has_more"]
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", model["created_at"])
+        path = f"/v1/models/{model['id']}"
+        async with session.get(path, headers=version) as response:
+            assert await response.json() == model
+        async with session.get(path) as response:
+            assert (await response.json())["object"] == "model"

@@ -9,7 +9,6 @@ import aiohttp
 import msgspec
 import pytest
 
-from http_proc.core.gateway import Gateway
 from http_proc.page import live as hub_module
 from http_proc.page.live import MAX_BEHIND, LiveHub, PageViewer
 from quadriga.client.live import (
@@ -30,7 +29,7 @@ from quadriga.wire.live import (
     SkipReason,
 )
 from tests.unit.live_messages import make_request, make_step
-from tests.unit.scripted_ring import ScriptedRing, gateway_before, run_at_gateway
+from tests.unit.scripted_ring import ScriptedRing, gateway_before
 
 SERVER = LiveServer(5.0, [LiveProcess("worker_proc", 12, 1.5, 1 << 20, 1.0)], 0, 1, 1, 0)
 
@@ -75,10 +74,9 @@ def test_the_processes_are_the_same_after_their_way_as_json() -> None:
     assert server_from_json(json.loads(json.dumps(server_to_json(SERVER)))) == SERVER
 
 
-def test_all_viewers_share_one_subscription_and_a_late_one_gets_what_it_missed() -> None:
+async def test_all_viewers_share_one_subscription_and_a_late_one_gets_what_it_missed() -> None:
     ring = ScriptedRing([])
-
-    async def test(gateway: Gateway) -> None:
+    async with gateway_before(ring) as (_, gateway):
         url = f"{gateway.args.url}/v1/live"
         async with aiohttp.ClientSession() as session, session.get(url) as first:
             page = Page(first)
@@ -96,15 +94,14 @@ def test_all_viewers_share_one_subscription_and_a_late_one_gets_what_it_missed()
                 assert (await late.until("live"))["steps"] == live["steps"]
             assert ring.num_watches == 1
 
-    run_at_gateway(ring, test)
 
-
-def test_a_failing_ring_is_an_event_and_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failing_ring_is_an_event_and_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(hub_module, "RETRY_S", 0.01)
     ring = ScriptedRing([])
     ring.error = RequestFailed("the ring is away")
-
-    async def test(gateway: Gateway) -> None:
+    async with gateway_before(ring) as (_, gateway):
         url = f"{gateway.args.url}/v1/live"
         async with aiohttp.ClientSession() as session, session.get(url) as response:
             page = Page(response)
@@ -113,27 +110,23 @@ def test_a_failing_ring_is_an_event_and_is_asked_again(monkeypatch: pytest.Monke
             ring.live.put_nowait(step())
             assert (await page.until("live"))["steps"]
 
-    run_at_gateway(ring, test)
 
-
-def test_a_view_too_many_is_refused_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_view_too_many_is_refused_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_module, "MAX_VIEWERS", 1)
+    async with (
+        gateway_before(ScriptedRing([])) as (_, gateway),
+        aiohttp.ClientSession() as session,
+    ):
+        url = f"{gateway.args.url}/v1/live"
+        async with session.get(url) as first, session.get(url) as second:
+            assert first.status == 200
+            assert second.status == 429
+            assert "1 live views are open" in await second.text()
 
-    async def test(gateway: Gateway) -> None:
-        async with aiohttp.ClientSession() as session:
-            url = f"{gateway.args.url}/v1/live"
-            async with session.get(url) as first, session.get(url) as second:
-                assert first.status == 200
-                assert second.status == 429
-                assert "1 live views are open" in await second.text()
 
-    run_at_gateway(ScriptedRing([]), test)
-
-
-def test_a_view_chooses_its_replica_and_one_that_is_not_there_is_refused() -> None:
+async def test_a_view_chooses_its_replica_and_one_that_is_not_there_is_refused() -> None:
     ring = ScriptedRing([], num_replicas=2)
-
-    async def test(gateway: Gateway) -> None:
+    async with gateway_before(ring) as (_, gateway):
         async with aiohttp.ClientSession() as session:
             for text, part in (("2", "0 to 1 are there"), ("one", "it must be a number"),
                                ("-1", "it must be a number")):  # fmt: skip
@@ -146,16 +139,13 @@ def test_a_view_chooses_its_replica_and_one_that_is_not_there_is_refused() -> No
                 assert (await page.until("live"))["steps"][0]["replica"] == 1
         assert ring.watched == [1]
 
-    run_at_gateway(ring, test)
 
-
-def test_a_key_is_needed_as_for_the_api_and_one_of_a_tenant_does_not_suffice(
+async def test_a_key_is_needed_as_for_the_api_and_one_of_a_tenant_does_not_suffice(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(f"- name: alice\n  key: {hash_of_key(b'hers')}\n")
-
-    async def test(gateway: Gateway) -> None:
+    async with gateway_before(ScriptedRing([]), api_key="operator", keys=str(file)) as (_, gateway):
         url = f"{gateway.args.url}/v1/live"
         async with aiohttp.ClientSession() as session:
             for headers, status in (
@@ -166,36 +156,31 @@ def test_a_key_is_needed_as_for_the_api_and_one_of_a_tenant_does_not_suffice(
                 async with session.get(url, headers=headers) as response:
                     assert response.status == status
 
-    run_at_gateway(ScriptedRing([]), test, api_key="operator", keys=str(file))
 
-
-def test_the_streams_end_when_the_server_stops() -> None:
-    async def test() -> None:
-        async with aiohttp.ClientSession() as session:
-            async with gateway_before(ScriptedRing([])) as (url, _):
-                response = await session.get(f"{url}/v1/live")
-                await Page(response).until("history")
-            assert await response.content.read() == b""
-
-    asyncio.run(asyncio.wait_for(test(), 30))
+async def test_the_streams_end_when_the_server_stops() -> None:
+    async with aiohttp.ClientSession() as session:
+        async with gateway_before(ScriptedRing([])) as (url, _):
+            response = await session.get(f"{url}/v1/live")
+            await Page(response).until("history")
+        assert await response.content.read() == b""
 
 
 # --- the hub --------------------------------------------------------------------------------------
 
 
-def test_a_viewer_that_does_not_read_loses_events_and_learns_how_many() -> None:
-    async def test() -> None:
-        viewer = PageViewer([])
-        for number in range(MAX_BEHIND + 1):
-            viewer.put(b"event %d\n" % number)
-        assert viewer.num_dropped == MAX_BEHIND
-        data = await viewer.take()
-        assert data.startswith(b"event: dropped") and data.endswith(b"event %d\n" % MAX_BEHIND)
+async def test_a_viewer_that_does_not_read_loses_events_and_learns_how_many() -> None:
 
-    asyncio.run(test())
+    viewer = PageViewer([])
+    for number in range(MAX_BEHIND + 1):
+        viewer.put(b"event %d\n" % number)
+    assert viewer.num_dropped == MAX_BEHIND
+    data = await viewer.take()
+    assert data.startswith(b"event: dropped") and data.endswith(b"event %d\n" % MAX_BEHIND)
 
 
-def test_an_event_is_encoded_once_for_a_hundred_viewers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_event_is_encoded_once_for_a_hundred_viewers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     encoded: list[str] = []
     sse = hub_module.sse
 
@@ -205,42 +190,36 @@ def test_an_event_is_encoded_once_for_a_hundred_viewers(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(hub_module, "sse", counted)
 
-    async def test() -> None:
-        ring = ScriptedRing([])
-        hub = LiveHub(ring)  # type: ignore[arg-type]
-        with hub.viewer() as first, hub.viewer() as second:
-            others = [hub.viewer() for _ in range(98)]
-            for other in others:
-                other.__enter__()
-            await first.take(), await second.take()
-            ring.live.put_nowait(step())
-            assert await first.take() == await second.take() != b""
-            for other in others:
-                other.__exit__(None, None, None)
-        hub.close()
-
-    asyncio.run(test())
+    ring = ScriptedRing([])
+    hub = LiveHub(ring)  # type: ignore[arg-type]
+    with hub.viewer() as first, hub.viewer() as second:
+        others = [hub.viewer() for _ in range(98)]
+        for other in others:
+            other.__enter__()
+        await first.take(), await second.take()
+        ring.live.put_nowait(step())
+        assert await first.take() == await second.take() != b""
+        for other in others:
+            other.__exit__(None, None, None)
+    hub.close()
     assert encoded.count("live") == 1
 
 
-def test_nothing_is_kept_and_the_ring_is_left_when_the_last_viewer_leaves() -> None:
-    async def test() -> None:
-        ring = ScriptedRing([])
-        hub = LiveHub(ring)  # type: ignore[arg-type]
-        with hub.viewer() as viewer:
-            await viewer.take()
-            ring.live.put_nowait(step())
-            await viewer.take()
-        with hub.viewer() as viewer:
-            assert json.loads((await viewer.take()).split(b"data: ")[1])["events"] == []
-            ring.live.put_nowait(step())
-            await viewer.take()
-        assert ring.num_watches == 2
-
-    asyncio.run(test())
+async def test_nothing_is_kept_and_the_ring_is_left_when_the_last_viewer_leaves() -> None:
+    ring = ScriptedRing([])
+    hub = LiveHub(ring)  # type: ignore[arg-type]
+    with hub.viewer() as viewer:
+        await viewer.take()
+        ring.live.put_nowait(step())
+        await viewer.take()
+    with hub.viewer() as viewer:
+        assert json.loads((await viewer.take()).split(b"data: ")[1])["events"] == []
+        ring.live.put_nowait(step())
+        await viewer.take()
+    assert ring.num_watches == 2
 
 
-def test_a_hundred_pages_that_read_nothing_take_bounded_memory_and_delay_no_request(
+async def test_a_hundred_pages_that_read_nothing_take_bounded_memory_and_delay_no_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hub_module, "FLUSH_S", 0.0)  # an event for each message
@@ -255,8 +234,7 @@ def test_a_hundred_pages_that_read_nothing_take_bounded_memory_and_delay_no_requ
     ring = ScriptedRing(["answer"])
     requests = [make_request(seq, request_id="x" * 900) for seq in range(60)]
     large = make_step(0, requests=requests, is_whole=True)  # more than 60 kB
-
-    async def test(gateway: Gateway) -> None:
+    async with gateway_before(ring) as (_, gateway):
         url = gateway.args.url
         host, port = url.removeprefix("http://").split(":")
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(100)]
@@ -278,5 +256,3 @@ def test_a_hundred_pages_that_read_nothing_take_bounded_memory_and_delay_no_requ
         assert max(behind) > 1, "the pages have read all"
         for _, writer in silent:
             writer.close()
-
-    run_at_gateway(ring, test)

@@ -6,8 +6,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from http_proc.core.gateway import Gateway
-from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
+from tests.unit.scripted_ring import ScriptedRing, gateway_before
 
 APIS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
@@ -30,30 +29,30 @@ REFUSED: list[tuple[dict[str, str], str]] = [
 
 
 @pytest.mark.parametrize("path", APIS)
-def test_metadata_has_one_bound(tmp_path: Path, path: str) -> None:
-    async def check(gateway: Gateway) -> None:
-        async with aiohttp.ClientSession() as session:
+async def test_metadata_has_one_bound(tmp_path: Path, path: str) -> None:
+    async with (
+        gateway_before(ScriptedRing(["No"]), data_dir=str(tmp_path)) as (_, gateway),
+        aiohttp.ClientSession() as session,
+    ):
 
-            async def ask(metadata: dict[str, str] | None) -> tuple[int, Any]:
-                body = APIS[path] | {"metadata": metadata}
-                async with session.post(gateway.args.url + path, json=body) as answer:
-                    return answer.status, await answer.json()
+        async def ask(metadata: dict[str, str] | None) -> tuple[int, Any]:
+            body = APIS[path] | {"metadata": metadata}
+            async with session.post(gateway.args.url + path, json=body) as answer:
+                return answer.status, await answer.json()
 
-            for metadata, message in REFUSED:
-                status, body = await ask(metadata)
-                error = body["error"]
-                assert (status, error["message"], error["param"]) == (400, message, "metadata")
-            status, body = await ask(LARGEST)
-            if path == "/v1/batches":
-                assert body["error"]["param"] == "input_file_id", "its metadata is right"
-            else:
-                assert status == 200 and body.get("metadata", LARGEST) == LARGEST
-
-    run_at_gateway(ScriptedRing(["No"]), check, data_dir=str(tmp_path))
+        for metadata, message in REFUSED:
+            status, body = await ask(metadata)
+            error = body["error"]
+            assert (status, error["message"], error["param"]) == (400, message, "metadata")
+        status, body = await ask(LARGEST)
+        if path == "/v1/batches":
+            assert body["error"]["param"] == "input_file_id", "its metadata is right"
+        else:
+            assert status == 200 and body.get("metadata", LARGEST) == LARGEST
 
 
-def test_a_conversation_is_not_changed_to_more(tmp_path: Path) -> None:
-    async def check(gateway: Gateway) -> None:
+async def test_a_conversation_is_not_changed_to_more(tmp_path: Path) -> None:
+    async with gateway_before(ScriptedRing([]), data_dir=str(tmp_path)) as (_, gateway):
         url = f"{gateway.args.url}/v1/conversations"
         async with aiohttp.ClientSession() as session:
             async with session.post(url, json={}) as made:
@@ -62,5 +61,3 @@ def test_a_conversation_is_not_changed_to_more(tmp_path: Path) -> None:
                 async with session.post(f"{url}/{talk}", json={"metadata": metadata}) as answer:
                     error = (await answer.json())["error"]
                     assert (answer.status, error["message"]) == (400, message)
-
-    run_at_gateway(ScriptedRing([]), check, data_dir=str(tmp_path))

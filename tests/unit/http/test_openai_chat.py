@@ -8,7 +8,7 @@ from openai.types.chat import completion_create_params
 
 from quadriga.errors import InvalidRequest
 from quadriga.server.answer_format import KNOWN_FORMATS, AnswerFormat, ReasoningFormat, to_info
-from tests.unit.scripted_ring import ASK, HERMES, ScriptedRing, run_with_openai
+from tests.unit.scripted_ring import ASK, HERMES, ScriptedRing, openai_before
 
 THINKING = to_info(AnswerFormat(calls=HERMES, reasoning=ReasoningFormat(switch="enable_thinking")))
 ANSWER = ["<thi", "nk>\nHm, ", "<tool_call>?", "\n</think>", "\n\nIt is ", "5."]
@@ -43,8 +43,8 @@ async def streamed(client: openai.AsyncOpenAI, **fields: Any) -> tuple[str, str]
 # --- reasoning ------------------------------------------------------------------------------------
 
 
-def test_reasoning_stands_beside_the_content_whole_and_streamed() -> None:
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+async def test_reasoning_stands_beside_the_content_whole_and_streamed() -> None:
+    async with openai_before(thinking_ring()) as (client, _):
         answer = await client.chat.completions.create(**ASK, tools=TOOLS)
         message: Any = answer.choices[0].message
         assert message.content == "It is 5."
@@ -53,11 +53,9 @@ def test_reasoning_stands_beside_the_content_whole_and_streamed() -> None:
         assert not message.tool_calls, "a call within the reasoning is none"
         assert await streamed(client, tools=TOOLS) == (message.reasoning, "It is 5.")
 
-    run_with_openai(thinking_ring(), test)
 
-
-def test_reasoning_is_left_out_or_left_in_the_content() -> None:
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+async def test_reasoning_is_left_out_or_left_in_the_content() -> None:
+    async with openai_before(thinking_ring()) as (client, _):
         for fields, content in (
             ({"include_reasoning": False}, "It is 5."),
             ({"separate_reasoning": False}, "".join(ANSWER)),
@@ -67,8 +65,6 @@ def test_reasoning_is_left_out_or_left_in_the_content() -> None:
             assert message.content == content
             assert not hasattr(message, "reasoning_content")
             assert await streamed(client, extra_body=fields) == ("", content)
-
-    run_with_openai(thinking_ring(), test)
 
 
 @pytest.mark.parametrize(
@@ -88,44 +84,35 @@ def test_reasoning_is_left_out_or_left_in_the_content() -> None:
         ),
     ],
 )
-def test_the_template_learns_whether_and_how_much_to_reason(
+async def test_the_template_learns_whether_and_how_much_to_reason(
     fields: Any, switch: bool | None, effort: str | None
 ) -> None:
     ring = thinking_ring()
-
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+    async with openai_before(ring) as (client, _):
         await client.chat.completions.create(**ASK, **fields)
         arguments = ring.submitted[0][2]["chat"].template_args
         assert arguments.get("enable_thinking") == switch
         assert arguments.get("reasoning_effort") == effort
 
-    run_with_openai(ring, test)
 
-
-def test_a_template_without_a_switch_has_its_reasoning_closed_at_once() -> None:
+async def test_a_template_without_a_switch_has_its_reasoning_closed_at_once() -> None:
     ring = ScriptedRing(["5."], answer_format=to_info(AnswerFormat(reasoning=ReasoningFormat())))
-
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+    async with openai_before(ring) as (client, _):
         await client.chat.completions.create(**ASK, reasoning_effort="none")
         await client.chat.completions.create(**ASK, extra_body={"thinking_token_budget": 7})
         budgets = [params.thinking_token_budget for _, params, _ in ring.submitted]
         assert budgets == [0, 7]
 
-    run_with_openai(ring, test)
 
-
-def test_the_reasoning_of_earlier_answers_goes_to_the_template() -> None:
+async def test_the_reasoning_of_earlier_answers_goes_to_the_template() -> None:
     ring = thinking_ring()
-
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+    async with openai_before(ring) as (client, _):
         for name in ("reasoning_content", "reasoning"):
             earlier: Any = {"role": "assistant", "content": "5", name: "Hm."}
             await client.chat.completions.create(
                 model="tiny", messages=[*ASK["messages"], earlier, *ASK["messages"]]
             )
             assert ring.submitted[-1][0][1]["reasoning_content"] == "Hm."
-
-    run_with_openai(ring, test)
 
 
 # --- tools ----------------------------------------------------------------------------------------
@@ -136,10 +123,9 @@ def allowed(mode: str, *names: str) -> Any:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}}
 
 
-def test_the_model_sees_the_allowed_tools_only() -> None:
+async def test_the_model_sees_the_allowed_tools_only() -> None:
     ring = ScriptedRing([CALL])
-
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+    async with openai_before(ring) as (client, _):
         for mode in ("auto", "required"):
             choice = allowed(mode, "weather")
             await client.chat.completions.create(**ASK, tools=TOOLS, tool_choice=choice)
@@ -147,10 +133,8 @@ def test_the_model_sees_the_allowed_tools_only() -> None:
             assert [tool["function"]["name"] for tool in options["chat"].tools] == ["weather"]
             assert (params.structural_tag is not None) == (mode == "required")
 
-    run_with_openai(ring, test)
 
-
-def test_functions_in_openais_older_form_are_called_and_answered() -> None:
+async def test_functions_in_openais_older_form_are_called_and_answered() -> None:
     ring = ScriptedRing([CALL])
     history: Any = [
         *ASK["messages"],
@@ -158,8 +142,7 @@ def test_functions_in_openais_older_form_are_called_and_answered() -> None:
          "function_call": {"name": "weather", "arguments": "{}"}},
         {"role": "function", "name": "weather", "content": "wet"},
     ]  # fmt: skip
-
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+    async with openai_before(ring) as (client, _):
         body: Any = {"model": "tiny", "messages": history, "functions": [WEATHER]}
         choice = (await client.chat.completions.create(**body)).choices[0]
         assert choice.finish_reason == "function_call" and not choice.message.tool_calls
@@ -175,8 +158,6 @@ def test_functions_in_openais_older_form_are_called_and_answered() -> None:
         assert (name, arguments) == ("weather", '{"city": "Rome"}')
         await client.chat.completions.create(**body, function_call={"name": "weather"})
         assert ring.submitted[-1][1].structural_tag is not None
-
-    run_with_openai(ring, test)
 
 
 # --- fields ---------------------------------------------------------------------------------------
@@ -207,10 +188,9 @@ def test_every_field_of_openais_client_is_known() -> None:
     assert theirs - {"messages"} - CHAT.keys() - set(ChatRequest.__struct_fields__) == set()
 
 
-def test_fields_without_effect_are_taken_and_misspelt_ones_refused() -> None:
+async def test_fields_without_effect_are_taken_and_misspelt_ones_refused() -> None:
     ring = ScriptedRing(["5"])
-
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+    async with openai_before(ring) as (client, _):
         await client.chat.completions.create(**ASK, **WITHOUT_EFFECT)
         plain = ring.submitted[0][1]
         await client.chat.completions.create(**ASK)
@@ -219,13 +199,10 @@ def test_fields_without_effect_are_taken_and_misspelt_ones_refused() -> None:
             await client.chat.completions.create(**ASK, extra_body={"temprature": 0})
         assert refused.value.param == "temprature"
 
-    run_with_openai(ring, test)
 
-
-def test_the_last_message_is_continued_and_the_prompt_left_open() -> None:
+async def test_the_last_message_is_continued_and_the_prompt_left_open() -> None:
     ring = ScriptedRing(["5"])
-
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+    async with openai_before(ring) as (client, _):
         for fields, expected in (
             ({}, (False, True)),
             ({"continue_final_message": True}, (True, False)),
@@ -234,8 +211,6 @@ def test_the_last_message_is_continued_and_the_prompt_left_open() -> None:
             await client.chat.completions.create(**ASK, extra_body=fields)
             chat = ring.submitted[-1][2]["chat"]
             assert (chat.continue_final_message, chat.add_generation_prompt) == expected
-
-    run_with_openai(ring, test)
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
@@ -276,8 +251,8 @@ def saying(*messages: Any) -> dict[str, Any]:
          "add_generation_prompt", "both true"),
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_with_the_field(fields: Any, param: str, said: str) -> None:
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+async def test_bad_input_is_refused_with_the_field(fields: Any, param: str, said: str) -> None:
+    async with openai_before(ScriptedRing(["x"])) as (client, _):
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError) as refused:
                 await client.post(
@@ -286,29 +261,23 @@ def test_bad_input_is_refused_with_the_field(fields: Any, param: str, said: str)
             assert refused.value.param == param
             assert said in refused.value.message
 
-    run_with_openai(ScriptedRing(["x"]), test)
 
-
-def test_a_history_with_parallel_calls_of_tools_that_are_gone_is_taken() -> None:
+async def test_a_history_with_parallel_calls_of_tools_that_are_gone_is_taken() -> None:
     ring = ScriptedRing(["ok"])
     second = {"id": "a2", "type": "function", "function": {"name": "gone", "arguments": "{}"}}
     calling = {**CALLED, "tool_calls": [*CALLED["tool_calls"], second]}
     answers = [{"role": "tool", "tool_call_id": name, "content": "x"} for name in ("a2", "a1")]
-
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+    async with openai_before(ring) as (client, _):
         await client.chat.completions.create(**{**ASK, **saying(calling, *answers)})
         assert [turn["role"] for turn in ring.submitted[0][0]][1:] == ["assistant", "tool", "tool"]
-
-    run_with_openai(ring, test)
 
 
 # --- /render and /v1/models -----------------------------------------------------------------------
 
 
-def test_render_returns_the_prompt_of_a_chat_or_of_a_text() -> None:
+async def test_render_returns_the_prompt_of_a_chat_or_of_a_text() -> None:
     ring = ScriptedRing([])
-
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+    async with openai_before(ring) as (client, _):
         render = client.with_options(base_url=str(client.base_url).removesuffix("v1/"))
         body: Any = {**ASK, "tools": TOOLS, "reasoning_effort": "low", "temperature": 0}
         answer: Any = await render.post("/render", cast_to=object, body=body)
@@ -325,25 +294,22 @@ def test_render_returns_the_prompt_of_a_chat_or_of_a_text() -> None:
             await render.post("/render", cast_to=object, body=ASK)
         assert refused.value.param == "messages"
 
-    run_with_openai(ring, test)
 
+async def test_the_card_of_a_model_says_what_it_can_do() -> None:
 
-def test_the_card_of_a_model_says_what_it_can_do() -> None:
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+    known = AnswerFormat(source="known", calls=HERMES, reasoning=ReasoningFormat())
+    async with openai_before(ScriptedRing([], answer_format=to_info(known))) as (client, _):
         card: Any = (await client.models.list()).data[0]
         assert card.id == card.root == "tiny" and card.parent is None
         assert card.capabilities == {"chat": True, "tools": True, "reasoning": True}
         assert card.answer_format == "known"
 
-    known = AnswerFormat(source="known", calls=HERMES, reasoning=ReasoningFormat())
-    run_with_openai(ScriptedRing([], answer_format=to_info(known)), test)
-
 
 # --- usage ----------------------------------------------------------------------------------------
 
 
-def test_usage_has_the_tokens_of_the_reasoning_whole_and_streamed() -> None:
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+async def test_usage_has_the_tokens_of_the_reasoning_whole_and_streamed() -> None:
+    async with openai_before(thinking_ring()) as (client, _):
         whole = (await client.chat.completions.create(**ASK)).usage
         parts = await client.chat.completions.create(
             **ASK, stream=True, stream_options={"include_usage": True}
@@ -358,19 +324,16 @@ def test_usage_has_the_tokens_of_the_reasoning_whole_and_streamed() -> None:
         ).usage
         assert whole is not None and whole.completion_tokens_details is None
 
-    run_with_openai(thinking_ring(), test)
-
 
 # --- gpt-oss --------------------------------------------------------------------------------------
 
 
-def test_gpt_oss_has_reasoning_calls_and_grammars_in_its_channels() -> None:
+async def test_gpt_oss_has_reasoning_calls_and_grammars_in_its_channels() -> None:
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     final = "<|channel|>final<|message|>"
     harmony = to_info(KNOWN_FORMATS["harmony"])
     ring = ScriptedRing([thought, final, "{}"], answer_format=harmony)
-
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+    async with openai_before(ring) as (client, _):
         body: Any = {**ASK, "response_format": {"type": "json_object"}}
         message: Any = (await client.chat.completions.create(**body)).choices[0].message
         assert (message.reasoning, message.content) == ("Hm.", "{}")
@@ -385,16 +348,13 @@ def test_gpt_oss_has_reasoning_calls_and_grammars_in_its_channels() -> None:
             assert parsed.type == "function" and parsed.function.arguments == '{"a": 1}'
             assert (ring.submitted[-1][1].structural_tag is not None) == (choice == "required")
 
-    run_with_openai(ring, test)
-
 
 # --- what other servers take, too -----------------------------------------------------------------
 
 
-def test_token_ids_are_those_of_the_prompt_and_of_each_choice_whole_and_streamed() -> None:
+async def test_token_ids_are_those_of_the_prompt_and_of_each_choice_whole_and_streamed() -> None:
     ring = thinking_ring(["Hel", "lo"])
-
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+    async with openai_before(ring) as (client, _):
         wanted: Any = {"return_token_ids": True}
         whole: Any = await client.chat.completions.create(**ASK, extra_body=wanted)
         assert whole.prompt_token_ids == [1, 1, 1]
@@ -420,8 +380,6 @@ def test_token_ids_are_those_of_the_prompt_and_of_each_choice_whole_and_streamed
         plain = (await client.chat.completions.create(**ASK)).to_dict()
         assert "prompt_token_ids" not in plain and "token_ids" not in plain["choices"][0]
 
-    run_with_openai(ring, test)
-
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
@@ -434,12 +392,9 @@ def test_token_ids_are_those_of_the_prompt_and_of_each_choice_whole_and_streamed
         ({"seed": 5}, {"seed": 5}),
     ],
 )
-def test_values_that_other_servers_take_are_read_as_there(fields: Any, expected: Any) -> None:
+async def test_values_that_other_servers_take_are_read_as_there(fields: Any, expected: Any) -> None:
     ring = thinking_ring(["a"])
-
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+    async with openai_before(ring) as (client, _):
         await client.chat.completions.create(**{**ASK, **fields})
         params = ring.submitted[-1][1]
         assert {name: getattr(params, name) for name in expected} == expected
-
-    run_with_openai(ring, test)

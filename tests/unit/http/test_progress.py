@@ -12,7 +12,7 @@ from http_proc.core.gateway import Gateway
 from http_proc.core.progress import comment, furthest
 from quadriga.errors import QueueFull, RequestFailed, ServerFailed
 from quadriga.wire.client import MAX_PROGRESS_IDS, RequestProgress, RequestState
-from tests.unit.scripted_ring import TIMEOUT_S, ScriptedRing, chunk, run_at_gateway
+from tests.unit.scripted_ring import TIMEOUT_S, ScriptedRing, chunk, gateway_before, run_at_gateway
 from tests.waiting import wait_until_async
 
 PREPARING, QUEUED, PREFILL, DECODING, UNKNOWN = RequestState
@@ -50,25 +50,22 @@ async def leave(response: Any) -> None:
 
 
 @pytest.mark.parametrize("state", [PREFILL, DECODING])
-def test_the_headers_come_when_a_request_is_admitted(
+async def test_the_headers_come_when_a_request_is_admitted(
     state: RequestState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "HEADERS_AFTER_S", 3600.0)
     ring = silent_ring()
     ring.progress_of_each = RequestProgress(state)
-
-    async def test(gateway: Gateway) -> None:
+    async with gateway_before(ring) as (_, gateway):
         response = await ask(gateway, {})
         assert response.status == 200
         timing = response.headers["Server-Timing"]
         assert [part.partition(";")[0] for part in timing.split(", ")] == ["tokenize", "queue"]
         await leave(response)
 
-    run_at_gateway(ring, test)
-
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_headers_of_a_queued_request_come_after_5_s(fails: bool) -> None:
+async def test_the_headers_of_a_queued_request_come_after_5_s(fails: bool) -> None:
     ring = silent_ring()
     if fails:
 
@@ -76,8 +73,7 @@ def test_the_headers_of_a_queued_request_come_after_5_s(fails: bool) -> None:
             raise ServerFailed("gone")
 
         ring.progress = no_answer  # type: ignore[method-assign, assignment]
-
-    async def test(gateway: Gateway) -> None:
+    async with gateway_before(ring) as (_, gateway):
         earlier: list[bool] = []
         loop = asyncio.get_running_loop()
         loop.call_later(progress.HEADERS_AFTER_S - 0.02, earlier.append, True)
@@ -86,13 +82,10 @@ def test_the_headers_of_a_queued_request_come_after_5_s(fails: bool) -> None:
         assert earlier, "the headers came before their time"
         await leave(response)
 
-    run_at_gateway(ring, test)
 
-
-def test_a_refusal_before_the_headers_is_a_status_and_an_error_after_them_an_event() -> None:
+async def test_a_refusal_before_the_headers_is_a_status_and_an_error_after_them_an_event() -> None:
     ring = silent_ring()
-
-    async def test(gateway: Gateway) -> None:
+    async with gateway_before(ring) as (_, gateway):
         ring.error = QueueFull("full", 3)
         response = await ask(gateway, {})
         assert (response.status, response.headers["Retry-After"]) == (429, "3")
@@ -111,13 +104,10 @@ def test_a_refusal_before_the_headers_is_a_status_and_an_error_after_them_an_eve
         assert '"error":{"message":"the worker died"' in text
         await leave(response)
 
-    run_at_gateway(ring, test)
 
-
-def test_a_silent_stream_gets_comments_at_the_interval_and_none_before_it() -> None:
+async def test_a_silent_stream_gets_comments_at_the_interval_and_none_before_it() -> None:
     ring = silent_ring()
-
-    async def test(gateway: Gateway) -> None:
+    async with gateway_before(ring, sse_ping_interval=0.4) as (_, gateway):
         response = await ask(gateway, {})
         earlier: list[bool] = []
         asyncio.get_running_loop().call_later(0.3, earlier.append, True)
@@ -131,13 +121,10 @@ def test_a_silent_stream_gets_comments_at_the_interval_and_none_before_it() -> N
         assert text.lstrip("\n").startswith("data: {") and ":" not in text[0]
         await leave(response)
 
-    run_at_gateway(ring, test, sse_ping_interval=0.4)
 
-
-def test_openais_client_skips_comments_and_keeps_the_timings() -> None:
+async def test_openais_client_skips_comments_and_keeps_the_timings() -> None:
     ring = silent_ring()
-
-    async def test(gateway: Gateway) -> None:
+    async with gateway_before(ring, sse_ping_interval=0.1) as (_, gateway):
         url = f"{gateway.args.url}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0) as client:
             messages: Any = [{"role": "user", "content": "x"}]
@@ -152,8 +139,6 @@ def test_openais_client_skips_comments_and_keeps_the_timings() -> None:
         assert "".join(part.choices[0].delta.content or "" for part in parts) == "hello"
         assert parts[-1].timings["cached_tokens"] == 0  # type: ignore[attr-defined]
         assert len(ring.questions) >= 2
-
-    run_at_gateway(ring, test, sse_ping_interval=0.1)
 
 
 def test_a_stream_that_is_not_silent_or_wants_no_pings_gets_no_comment() -> None:
@@ -175,10 +160,9 @@ def test_a_stream_that_is_not_silent_or_wants_no_pings_gets_no_comment() -> None
     run_at_gateway(ring, test, sse_ping_interval=0)
 
 
-def test_a_client_that_leaves_while_its_request_is_queued_ends_it() -> None:
+async def test_a_client_that_leaves_while_its_request_is_queued_ends_it() -> None:
     ring = silent_ring()
-
-    async def test(gateway: Gateway) -> None:
+    async with gateway_before(ring) as (_, gateway):
         early = asyncio.create_task(ask(gateway, {}))
         await wait_until_async(lambda: ring.handles, TIMEOUT_S)
         early.cancel()
@@ -189,13 +173,10 @@ def test_a_client_that_leaves_while_its_request_is_queued_ends_it() -> None:
         await wait_until_async(lambda: not gateway.num_open, TIMEOUT_S)
         assert not gateway.progress._watches
 
-    run_at_gateway(ring, test)
 
-
-def test_streams_that_wait_share_a_question_and_nothing_is_asked_about_others() -> None:
+async def test_streams_that_wait_share_a_question_and_nothing_is_asked_about_others() -> None:
     ring = silent_ring()
-
-    async def test(gateway: Gateway) -> None:
+    async with gateway_before(ring) as (_, gateway):
         asked = [asyncio.create_task(ask(gateway, {"prompt": ["x"] * 10})) for _ in range(10)]
         await wait_until_async(lambda: len(ring.handles) == 100, TIMEOUT_S)
         await wait_until_async(
@@ -215,14 +196,11 @@ def test_streams_that_wait_share_a_question_and_nothing_is_asked_about_others() 
         assert len(ring.questions) == before
         assert gateway.progress._timer is None
 
-    run_at_gateway(ring, test)
 
-
-def test_answers_have_timings_in_the_last_chunk_or_with_the_usage() -> None:
+async def test_answers_have_timings_in_the_last_chunk_or_with_the_usage() -> None:
     ring = ScriptedRing(["a", "b"])
     names = ("queue_ms", "prefill_ms", "ttft_ms", "decode_ms", "tokens_per_second", "cached_tokens")
-
-    async def test(gateway: Gateway) -> None:
+    async with gateway_before(ring) as (_, gateway):
         for path in ("completions", "chat/completions"):
             chat: Any = {"messages": [{"role": "user", "content": "x"}]}
             fields = chat if path.startswith("chat") else {}
@@ -237,8 +215,6 @@ def test_answers_have_timings_in_the_last_chunk_or_with_the_usage() -> None:
                 assert ('"choices":[]' in lines[0]) == bool(options)
                 await leave(response)
 
-    run_at_gateway(ring, test)
-
 
 def test_comments_say_how_far_the_furthest_request_is() -> None:
     values = [RequestProgress(UNKNOWN), RequestProgress(QUEUED, 9), RequestProgress(QUEUED, 3, 0.2)]
@@ -249,10 +225,9 @@ def test_comments_say_how_far_the_furthest_request_is() -> None:
     assert comment(furthest(values[:1])) == b": waiting for the server\n\n"
 
 
-def test_an_event_without_a_meaning_follows_each_comment_of_a_response() -> None:
+async def test_an_event_without_a_meaning_follows_each_comment_of_a_response() -> None:
     ring = silent_ring()
-
-    async def test(gateway: Gateway) -> None:
+    async with gateway_before(ring, sse_ping_interval=0.1) as (_, gateway):
         url = f"{gateway.args.url}/v1"
         async with (
             openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0) as client,
@@ -270,5 +245,3 @@ def test_an_event_without_a_meaning_follows_each_comment_of_a_response() -> None
         assert kinds[-1] == "response.completed"
         numbers = [event.sequence_number for event in events if event.type != "keepalive"]
         assert numbers == list(range(len(numbers)))
-
-    run_at_gateway(ring, test, sse_ping_interval=0.1)

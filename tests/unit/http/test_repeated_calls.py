@@ -4,7 +4,6 @@ import asyncio
 import json
 from typing import Any
 
-import openai
 import pytest
 from llguidance import LLTokenizer
 
@@ -26,7 +25,7 @@ from tests.unit.http.call_grammars import (
     chat_call,
     written,
 )
-from tests.unit.scripted_ring import ScriptedRing, chunk, run_with_openai
+from tests.unit.scripted_ring import ScriptedRing, chunk, openai_before
 from tests.unit.tiny_vocabulary import tiny_vocabulary
 
 FORMS = sorted(MARKS.keys() - {"harmony"})
@@ -135,12 +134,11 @@ class LoopingRing(ScriptedRing):
 
 
 @pytest.mark.parametrize("num_choices", [1, 3])
-def test_the_gateway_ends_a_request_at_a_repeat(num_choices: int) -> None:
+async def test_the_gateway_ends_a_request_at_a_repeat(num_choices: int) -> None:
     text = f"{FIRST}\n{OTHER}\n{FIRST}"
     ring = LoopingRing([*text, "\n", *FIRST])
     fields = {**ASK, "tool_choice": "required", "n": num_choices}
-
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+    async with openai_before(ring) as (client, _):
         whole = await client.chat.completions.create(**fields)
         assert ring.num_aborts == 1
         for choice in whole.choices:
@@ -163,14 +161,11 @@ def test_the_gateway_ends_a_request_at_a_repeat(num_choices: int) -> None:
         assert all("".join(each) == "rollroll" for each in names.values())
         assert len(names) == num_choices
 
-    run_with_openai(ring, test)
 
-
-def test_the_responses_api_ends_at_a_repeat() -> None:
+async def test_the_responses_api_ends_at_a_repeat() -> None:
     ring = LoopingRing([*f"{FIRST}\n{FIRST}\n{FIRST}"])
     tools: Any = [{"type": "function", **ROLL}]
-
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+    async with openai_before(ring) as (client, _):
         fields: Any = {"model": "tiny", "input": "Go", "tools": tools, "tool_choice": "required"}
         whole = await client.responses.create(**fields, store=False)
         assert whole.status == "completed"
@@ -179,8 +174,6 @@ def test_the_responses_api_ends_at_a_repeat() -> None:
         ends = [e async for e in stream if e.type == "response.output_item.done"]
         assert len(ends) == 1
         assert ring.num_aborts == 2
-
-    run_with_openai(ring, test)
 
 
 # --- functions without parameters -----------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 
 from quadriga.server import tenants
 from quadriga.server.tenants import hash_of_key
-from tests.unit.scripted_ring import TIMEOUT_S, ScriptedRing, run_at_gateway
+from tests.unit.scripted_ring import TIMEOUT_S, ScriptedRing, gateway_before, run_at_gateway
 
 # Far more than it takes, for a busy machine.
 MAX_WAIT_S = 20.0
@@ -42,69 +42,56 @@ async def ask(
         return response.status
 
 
-def test_a_key_says_whose_a_request_is_and_a_wrong_one_is_refused(keys: Path) -> None:
+async def test_a_key_says_whose_a_request_is_and_a_wrong_one_is_refused(keys: Path) -> None:
     ring = ScriptedRing(["a"])
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring, keys=str(keys), api_key="shared") as (_, gateway):
         assert await ask(gateway, Authorization="Bearer a-key") == 200
         assert await ask(gateway, X_Api_Key="b-key") == 200
         assert await ask(gateway, Authorization="Bearer shared") == 200
         assert await ask(gateway, Authorization="Bearer a-kez") == 401
         assert await ask(gateway) == 401
-
-    run_at_gateway(ring, test, keys=str(keys), api_key="shared")
     assert ring.tenants == ["alice", "bob", ""]
 
 
-def test_with_a_key_file_no_request_passes_without_a_key(keys: Path) -> None:
+async def test_with_a_key_file_no_request_passes_without_a_key(keys: Path) -> None:
     ring = ScriptedRing(["a"])
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring, keys=str(keys)) as (_, gateway):
         assert await ask(gateway) == 401
         assert await ask(gateway, Authorization="Bearer ") == 401
-
-    run_at_gateway(ring, test, keys=str(keys))
     assert ring.tenants == []
 
 
-def test_users_are_taken_where_the_key_allows_them(keys: Path) -> None:
+async def test_users_are_taken_where_the_key_allows_them(keys: Path) -> None:
     ring = ScriptedRing(["a"])
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring, keys=str(keys)) as (_, gateway):
         bob = {"Authorization": "Bearer b-key"}
         await ask(gateway, ASK | {"user": "u1"}, **bob)
         await ask(gateway, ASK | {"user": "u1"}, X_Quadriga_User="u2", **bob)
         await ask(gateway, ASK | {"user": "a/b c"}, **bob)
         await ask(gateway, ASK | {"user": "u1"}, Authorization="Bearer a-key")
-
-    run_at_gateway(ring, test, keys=str(keys))
     assert ring.tenants[:2] == ["bob/u1", "bob/u2"]
     assert ring.tenants[2].startswith("bob/") and len(ring.tenants[2]) == len("bob/") + 32
     assert ring.tenants[3] == "alice"
 
 
-def test_messages_name_their_user_in_the_metadata(keys: Path) -> None:
+async def test_messages_name_their_user_in_the_metadata(keys: Path) -> None:
     ring = ScriptedRing(["a"])
     messages = [{"role": "user", "content": "a"}]
     body = {"model": "tiny", "max_tokens": 4, "messages": messages}
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring, keys=str(keys)) as (_, gateway):
         bob = {"Authorization": "Bearer b-key"}
         for metadata in ({"user_id": "u1"}, {}, None):
             asked = body | {"metadata": metadata}
             assert await ask(gateway, asked, path="/v1/messages", **bob) == 200
-
-    run_at_gateway(ring, test, keys=str(keys))
     assert ring.tenants == ["bob/u1", "bob", "bob"]
 
 
-def test_a_key_that_is_added_works_and_a_removed_one_is_refused_at_the_next_request(
+async def test_a_key_that_is_added_works_and_a_removed_one_is_refused_at_the_next_request(
     keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tenants, "CHECK_INTERVAL_S", 0.0)
     ring = ScriptedRing(["a"])
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring, keys=str(keys)) as (_, gateway):
         assert await ask(gateway, Authorization="Bearer a-key") == 200
         keys.write_text(entry("carol", "c-key"))
         assert await ask(gateway, Authorization="Bearer a-key") == 401
@@ -112,15 +99,12 @@ def test_a_key_that_is_added_works_and_a_removed_one_is_refused_at_the_next_requ
         keys.write_text("- name: carol\n")
         assert await ask(gateway, Authorization="Bearer c-key") == 200
 
-    run_at_gateway(ring, test, keys=str(keys))
 
-
-def test_a_removed_key_is_refused_while_every_shared_thread_is_busy(
+async def test_a_removed_key_is_refused_while_every_shared_thread_is_busy(
     keys: Path,
 ) -> None:
     ring, is_over = ScriptedRing(["a"]), threading.Event()
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring, keys=str(keys)) as (_, gateway):
         loop = asyncio.get_running_loop()
         for _ in range(100):
             loop.run_in_executor(None, is_over.wait, TIMEOUT_S)
@@ -133,10 +117,8 @@ def test_a_removed_key_is_refused_while_every_shared_thread_is_busy(
         finally:
             is_over.set()
 
-    run_at_gateway(ring, test, keys=str(keys))
 
-
-def test_a_key_file_with_an_error_is_shown_by_a_metric(
+async def test_a_key_file_with_an_error_is_shown_by_a_metric(
     keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tenants, "CHECK_INTERVAL_S", 0.0)
@@ -150,7 +132,10 @@ def test_a_key_file_with_an_error_is_shown_by_a_metric(
             lines = (await response.text()).splitlines()
         return next(line for line in lines if line.startswith("quadriga:key_file_failed"))[-3:]
 
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ScriptedRing(["a"], ready=False), keys=str(keys), api_key="op") as (
+        _,
+        gateway,
+    ):
         text = keys.read_text()
         assert await failed(gateway) == "0.0"
         keys.write_text("")
@@ -159,10 +144,8 @@ def test_a_key_file_with_an_error_is_shown_by_a_metric(
         keys.write_text(text)
         assert await failed(gateway) == "0.0"
 
-    run_at_gateway(ScriptedRing(["a"], ready=False), test, keys=str(keys), api_key="op")
 
-
-def test_a_tenants_key_shows_no_name_and_no_usage_of_others(keys: Path) -> None:
+async def test_a_tenants_key_shows_no_name_and_no_usage_of_others(keys: Path) -> None:
     usage = {"alice": [1.0, 2.0, 3.0, 4.0, 0.5], "bob": [50.0, 60.0, 70.0, 80.0, 0.5]}
     ring = ScriptedRing(
         ["a"], ready=False, running=7, generation_tokens_total=84.0, tenants=usage, num_replicas=1
@@ -176,7 +159,7 @@ def test_a_tenants_key_shows_no_name_and_no_usage_of_others(keys: Path) -> None:
             assert response.status == 200
             return await response.text()
 
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring, keys=str(keys), api_key="op") as (_, gateway):
         info = json.loads(await seen(gateway, "/server_info", "a-key"))
         assert info["tenants"] == {"alice": usage["alice"]}
         assert info["context_length"] == 100
@@ -189,16 +172,17 @@ def test_a_tenants_key_shows_no_name_and_no_usage_of_others(keys: Path) -> None:
         everything = await seen(gateway, "/metrics", "op")
         assert "http_requests_live" in everything
 
-    run_at_gateway(ring, test, keys=str(keys), api_key="op")
 
-
-def test_batches_and_background_responses_of_one_tenant_leave_slots_for_others(
+async def test_batches_and_background_responses_of_one_tenant_leave_slots_for_others(
     keys: Path, tmp_path: Path
 ) -> None:
     ring = ScriptedRing(["a"], running=0, waiting=0)
     ring.leaves_open = True
 
-    async def test(gateway: Any) -> None:
+    flags = {"max_background_responses": 6, "max_open_batches": 6}
+    async with gateway_before(
+        ring, keys=str(keys), api_key="op", data_dir=str(tmp_path), **flags
+    ) as (_, gateway):
         alice, bob = ({"Authorization": f"Bearer {key}"} for key in ("a-key", "b-key"))
         background = {"input": "a", "background": True}
         asked = [await ask(gateway, background, "/v1/responses", **alice) for _ in range(6)]
@@ -218,9 +202,6 @@ def test_batches_and_background_responses_of_one_tenant_leave_slots_for_others(
             started = [await ask(gateway, batch, "/v1/batches", **headers) for _ in expected]
             assert started == expected
 
-    flags = {"max_background_responses": 6, "max_open_batches": 6}
-    run_at_gateway(ring, test, keys=str(keys), api_key="op", data_dir=str(tmp_path), **flags)
-
 
 def test_without_keys_requests_can_belong_to_addresses() -> None:
     ring = ScriptedRing(["a"])
@@ -233,11 +214,10 @@ def test_without_keys_requests_can_belong_to_addresses() -> None:
     assert ring.tenants == ["127.0.0.1", ""]
 
 
-def test_a_tenant_ends_only_its_own_requests(keys: Path) -> None:
+async def test_a_tenant_ends_only_its_own_requests(keys: Path) -> None:
     ring = ScriptedRing(["a"])
     ring.leaves_open = True
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring, keys=str(keys)) as (_, gateway):
         url, stream = gateway.args.url, ASK | {"stream": True}
         bob, alice = ({"Authorization": f"Bearer {key}"} for key in ("b-key", "a-key"))
         async with (
@@ -251,10 +231,8 @@ def test_a_tenant_ends_only_its_own_requests(keys: Path) -> None:
             ) as answer:
                 assert (await answer.json())["aborted"] == 0
 
-    run_at_gateway(ring, test, keys=str(keys))
 
-
-def test_the_cache_of_all_tenants_is_flushed_with_an_operators_key(keys: Path) -> None:
+async def test_the_cache_of_all_tenants_is_flushed_with_an_operators_key(keys: Path) -> None:
     ring, flushes = ScriptedRing(["a"]), []
 
     async def flush_cache() -> int:
@@ -262,11 +240,8 @@ def test_the_cache_of_all_tenants_is_flushed_with_an_operators_key(keys: Path) -
         return 3
 
     ring.flush_cache = flush_cache  # type: ignore[attr-defined]
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring, keys=str(keys), api_key="shared") as (_, gateway):
         path = "/flush_cache"
         assert await ask(gateway, path=path, Authorization="Bearer a-key") == 403
         assert await ask(gateway, path=path, Authorization="Bearer shared") == 200
-
-    run_at_gateway(ring, test, keys=str(keys), api_key="shared")
     assert len(flushes) == 1

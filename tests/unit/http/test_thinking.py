@@ -10,7 +10,7 @@ from http_proc.generation.logprobs import chat_logprobs
 from quadriga.client.types import LikelyToken, StreamChunk, TokenLogprob
 from quadriga.server.answer_format import AnswerFormat, ReasoningFormat, to_info
 from tests.unit.http.anthropic_calls import ask as message
-from tests.unit.scripted_ring import ASK, ScriptedRing, run_with_openai
+from tests.unit.scripted_ring import ASK, ScriptedRing, openai_before
 
 REASONING = to_info(AnswerFormat(reasoning=ReasoningFormat()))
 LIKELY = [LikelyToken(9, -0.25, b"nine"), LikelyToken(4, -0.5, b"four")]
@@ -18,10 +18,9 @@ CHOSEN = [LikelyToken(9, -0.25, b"nine"), LikelyToken(5, -8.0, b"five")]
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
-def test_a_budget_reaches_the_ring_with_the_marks_of_the_model(endpoint: str) -> None:
+async def test_a_budget_reaches_the_ring_with_the_marks_of_the_model(endpoint: str) -> None:
     ring = ScriptedRing(["a"], answer_format=REASONING)
-
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+    async with openai_before(ring) as (client, _):
         extra = {"thinking_token_budget": 7}
         if endpoint == "chat":
             await client.chat.completions.create(**ASK, extra_body=extra)
@@ -31,14 +30,11 @@ def test_a_budget_reaches_the_ring_with_the_marks_of_the_model(endpoint: str) ->
         assert params.thinking_token_budget == 7
         assert (params.thinking_start, params.thinking_end) == ("<think>", "\n</think>\n\n")
 
-    run_with_openai(ring, test)
 
-
-def test_a_chats_grammar_has_the_reasoning_before_it_and_a_completions_has_not() -> None:
+async def test_a_chats_grammar_has_the_reasoning_before_it_and_a_completions_has_not() -> None:
     ring = ScriptedRing(["{}"], answer_format=REASONING)
     wanted: Any = {"type": "json_object"}
-
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+    async with openai_before(ring) as (client, _):
         await client.chat.completions.create(**ASK, response_format=wanted)
         extra = {"response_format": wanted}
         await client.completions.create(model="tiny", prompt="a", extra_body=extra)
@@ -46,8 +42,6 @@ def test_a_chats_grammar_has_the_reasoning_before_it_and_a_completions_has_not()
         assert chat.json_schema == completion.json_schema == {"type": "object"}
         assert (chat.thinking_end, completion.thinking_end) == ("\n</think>\n\n", "")
         assert chat.thinking_token_budget is None
-
-    run_with_openai(ring, test)
 
 
 @pytest.mark.parametrize(
@@ -59,24 +53,21 @@ def test_a_chats_grammar_has_the_reasoning_before_it_and_a_completions_has_not()
         (False, {"enable_thinking": True}, True),
     ],
 )
-def test_a_grammar_begins_at_once_where_the_reasoning_is_off(
+async def test_a_grammar_begins_at_once_where_the_reasoning_is_off(
     is_default: bool, arguments: Any, has_marks: bool
 ) -> None:
     reasoning = ReasoningFormat(switch="enable_thinking", is_default=is_default)
     ring = ScriptedRing(["{}"], answer_format=to_info(AnswerFormat(reasoning=reasoning)))
-
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+    async with openai_before(ring) as (client, _):
         wanted: Any = {"type": "json_object"}
         extra = {"chat_template_kwargs": arguments}
         await client.chat.completions.create(**ASK, response_format=wanted, extra_body=extra)
         assert (ring.submitted[0][1].thinking_end != "") == has_marks
 
-    run_with_openai(ring, test)
-
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
-def test_a_budget_for_a_model_that_marks_no_reasoning_is_refused(endpoint: str) -> None:
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+async def test_a_budget_for_a_model_that_marks_no_reasoning_is_refused(endpoint: str) -> None:
+    async with openai_before(ScriptedRing(["a"])) as (client, _):
         extra = {"thinking_token_budget": 7}
         if endpoint == "chat":
             answer: Any = client.chat.completions.create(**ASK, extra_body=extra)
@@ -85,16 +76,12 @@ def test_a_budget_for_a_model_that_marks_no_reasoning_is_refused(endpoint: str) 
         with pytest.raises(openai.BadRequestError, match=r"thinking_token_budget is 7: .*marks no"):
             await answer
 
-    run_with_openai(ScriptedRing(["a"]), test)
 
-
-def test_the_marks_are_no_fields_of_a_request() -> None:
-    async def test(client: openai.AsyncOpenAI, _: Any) -> None:
+async def test_the_marks_are_no_fields_of_a_request() -> None:
+    async with openai_before(ScriptedRing(["a"])) as (client, _):
         for field in ("thinking_start", "thinking_end"):
             with pytest.raises(openai.BadRequestError, match=field):
                 await client.chat.completions.create(**ASK, extra_body={field: "x"})
-
-    run_with_openai(ScriptedRing(["a"]), test)
 
 
 def test_a_chat_lists_a_chosen_token_that_is_among_the_likeliest_once() -> None:

@@ -15,7 +15,7 @@ from quadriga.server.tenants import hash_of_key
 from quadriga.wire.live import RowKind
 from quadriga.wire.trace import RequestTrace, Span, TraceContext
 from tests.unit.live_messages import make_step
-from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
+from tests.unit.scripted_ring import ScriptedRing, gateway_before
 from tests.unit.server.tracing.spans import ended
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -70,10 +70,11 @@ def parents(ring: ScriptedRing) -> list[str]:
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_api_takes_a_traceparent_and_answers_with_its_own(path: str, stream: bool) -> None:
+async def test_every_api_takes_a_traceparent_and_answers_with_its_own(
+    path: str, stream: bool
+) -> None:
     ring = TracedRing(["a"])
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring) as (_, gateway):
         body = BODIES[path] | ({"stream": True} if stream else {})
         response = await ask(gateway, path, body, traceparent=TRACEPARENT)
         assert response.status == 200
@@ -83,51 +84,40 @@ def test_every_api_takes_a_traceparent_and_answers_with_its_own(path: str, strea
         assert (version, trace_id, flags) == ("00", TRACE_ID, "01")
         assert span_id != "b7ad6b7169203331"
 
-    run_at_gateway(ring, test)
 
-
-def test_without_a_sampled_traceparent_nothing_is_traced_by_default() -> None:
+async def test_without_a_sampled_traceparent_nothing_is_traced_by_default() -> None:
     ring = TracedRing(["a"])
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring) as (_, gateway):
         for headers in ({}, {"traceparent": "nonsense"}, {"traceparent": TRACEPARENT[:-1] + "0"}):
             response = await ask(gateway, X_Request_Id="x", **headers)
             assert "traceparent" not in response.headers
         status, answer = await trace_of(gateway, "x")
         assert status == 404
         assert "--keep-traces all" in answer["error"]["message"]
-
-    run_at_gateway(ring, test)
     assert parents(ring) == ["", "", ""]
 
 
-def test_with_a_ratio_of_one_every_request_begins_a_trace() -> None:
+async def test_with_a_ratio_of_one_every_request_begins_a_trace() -> None:
     ring = TracedRing(["a"])
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring, trace_sampling_ratio=1.0) as (_, gateway):
         answers = [await ask(gateway) for _ in range(3)]
         assert [answer.headers["traceparent"] for answer in answers] == parents(ring)
-
-    run_at_gateway(ring, test, trace_sampling_ratio=1.0)
     assert len({parent.split("-")[1] for parent in parents(ring)}) == 3
 
 
-def test_a_request_of_the_same_connection_does_not_inherit_a_trace() -> None:
+async def test_a_request_of_the_same_connection_does_not_inherit_a_trace() -> None:
     ring = TracedRing(["a"])
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring) as (_, gateway):
         url = f"{gateway.args.url}/v1/completions"
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session:
             for headers in ({"traceparent": TRACEPARENT}, {}):
                 async with session.post(url, json={"prompt": "a"}, headers=headers) as response:
                     await response.read()
-
-    run_at_gateway(ring, test)
     assert [bool(parent) for parent in parents(ring)] == [True, False]
 
 
-def test_a_trace_is_found_by_the_id_of_the_answer_and_by_its_x_request_id() -> None:
-    async def test(gateway: Any) -> None:
+async def test_a_trace_is_found_by_the_id_of_the_answer_and_by_its_x_request_id() -> None:
+    async with gateway_before(TracedRing(["a"]), keep_traces="all") as (_, gateway):
         await ask(gateway, X_Request_Id="x1", body={"prompt": ["a", "b"]})
         for name in ("x1", "cmpl-x1"):
             status, trace = await trace_of(gateway, name)
@@ -142,15 +132,14 @@ def test_a_trace_is_found_by_the_id_of_the_answer_and_by_its_x_request_id() -> N
         for name in ("x2", "x1%2F..", "x" * 5000):
             assert (await trace_of(gateway, name))[0] == 404
 
-    run_at_gateway(TracedRing(["a"]), test, keep_traces="all")
 
-
-def test_a_tenant_sees_the_traces_of_its_own_requests_only(tmp_path: Path) -> None:
+async def test_a_tenant_sees_the_traces_of_its_own_requests_only(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     entries = [f"- name: {n}\n  key: {hash_of_key(n.encode())}\n" for n in ("alice", "bob")]
     keys.write_text("".join(entries))
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(
+        TracedRing(["a"]), keys=str(keys), api_key="admin", trace_sampling_ratio=1.0
+    ) as (_, gateway):
         await ask(gateway, X_Request_Id="x1", Authorization="Bearer alice")
         status, trace = await trace_of(gateway, "x1", Authorization="Bearer alice")
         assert status == 200
@@ -160,15 +149,10 @@ def test_a_tenant_sees_the_traces_of_its_own_requests_only(tmp_path: Path) -> No
         assert (await trace_of(gateway, "x1", Authorization="Bearer admin"))[0] == 200
         assert (await trace_of(gateway, "x1"))[0] == 401
 
-    run_at_gateway(
-        TracedRing(["a"]), test, keys=str(keys), api_key="admin", trace_sampling_ratio=1.0
-    )
 
-
-def test_a_request_that_fails_or_is_refused_has_a_trace_with_its_error() -> None:
+async def test_a_request_that_fails_or_is_refused_has_a_trace_with_its_error() -> None:
     ring = TracedRing(["a"])
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring, trace_sampling_ratio=1.0) as (_, gateway):
         await ask(gateway, X_Request_Id="refused", body={"prompt": "a", "n": 0})
         ring.error = RequestFailed("the worker died")
         await ask(gateway, X_Request_Id="failed")
@@ -178,14 +162,11 @@ def test_a_request_that_fails_or_is_refused_has_a_trace_with_its_error() -> None
             assert own["args"]["http.response.status_code"] == status
             assert own["args"]["error"]
 
-    run_at_gateway(ring, test, trace_sampling_ratio=1.0)
 
-
-def test_a_request_that_has_not_ended_says_so() -> None:
+async def test_a_request_that_has_not_ended_says_so() -> None:
     ring = TracedRing(["a"])
     ring.leaves_open = True
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring, trace_sampling_ratio=1.0) as (_, gateway):
         task = asyncio.create_task(ask(gateway, X_Request_Id="x1"))
         while not gateway.num_open:
             await asyncio.sleep(0.01)
@@ -194,15 +175,13 @@ def test_a_request_that_has_not_ended_says_so() -> None:
             assert (status, answer["error"]["code"]) == (404, "request_not_ended")
         task.cancel()
 
-    run_at_gateway(ring, test, trace_sampling_ratio=1.0)
 
-
-def test_the_command_writes_a_trace_to_a_file_and_names_what_is_wrong(
+async def test_the_command_writes_a_trace_to_a_file_and_names_what_is_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "trace.json"
+    async with gateway_before(TracedRing(["a"]), trace_sampling_ratio=1.0) as (_, gateway):
 
-    async def test(gateway: Any) -> None:
         def quadriga(*flags: str) -> int:
             return main(["trace", "--url", gateway.args.url, *flags])
 
@@ -212,8 +191,6 @@ def test_the_command_writes_a_trace_to_a_file_and_names_what_is_wrong(
         assert await asyncio.to_thread(quadriga, "x2") == EXIT_FAILED
         missing = str(tmp_path / "missing" / "file")
         assert await asyncio.to_thread(quadriga, "x1", "-o", missing) == EXIT_FAILED
-
-    run_at_gateway(TracedRing(["a"]), test, trace_sampling_ratio=1.0)
     out, err = capsys.readouterr()
     assert json.loads(out) == json.loads(path.read_text())
     assert "spans are in" in err
@@ -221,7 +198,7 @@ def test_the_command_writes_a_trace_to_a_file_and_names_what_is_wrong(
     assert "cannot be written: No such file" in err
 
 
-def test_the_command_records_the_live_feed_for_some_seconds(tmp_path: Path) -> None:
+async def test_the_command_records_the_live_feed_for_some_seconds(tmp_path: Path) -> None:
     path = tmp_path / "live.json"
     ring = TracedRing(["a"])
 
@@ -230,13 +207,11 @@ def test_the_command_records_the_live_feed_for_some_seconds(tmp_path: Path) -> N
             ring.live.put_nowait(ended(make_step(number, {1: RowKind.DECODE}), number - 1))
             await asyncio.sleep(0.01)
 
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring) as (_, gateway):
         feeding = asyncio.create_task(feed())
         flags = ["trace", "--live", "0.2s", "-o", str(path), "--url", gateway.args.url]
         assert await asyncio.to_thread(main, flags) == EXIT_OK
         feeding.cancel()
-
-    run_at_gateway(ring, test)
     events = json.loads(path.read_text())["traceEvents"]
     steps = [event["args"]["step"] for event in events if event["name"] == "step"]
     assert steps == list(range(steps[0], steps[-1] + 1))

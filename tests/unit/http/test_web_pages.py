@@ -9,7 +9,7 @@ import yarl
 from quadriga.errors import ConfigError
 from quadriga.server.config.frontend_args import API_KEY_VARIABLE
 from quadriga.server.config.server_config import ServerConfig
-from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
+from tests.unit.scripted_ring import ScriptedRing, gateway_before, run_at_gateway
 
 EVIL = "https://evil.example"
 CROSS_SITE = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}
@@ -48,20 +48,17 @@ async def status_of(
         {**OPENED, "Origin": "null"},
     ],
 )
-def test_a_page_of_another_origin_can_do_nothing_at_a_server_without_keys(
+async def test_a_page_of_another_origin_can_do_nothing_at_a_server_without_keys(
     headers: dict[str, str],
 ) -> None:
     ring = ScriptedRing(["a"])
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring) as (_, gateway):
         for path in POSTS:
             answer = await status_of(gateway, "POST", path, TEXT | headers, BODY)
             assert answer == (403, "foreign_origin"), path
         form = {"Content-Type": "multipart/form-data; boundary=X"} | headers
         assert (await status_of(gateway, "POST", "/v1/files", form, b"--X--"))[0] == 403
         assert ring.submitted == []
-
-    run_at_gateway(ring, test)
 
 
 @pytest.mark.parametrize(
@@ -73,16 +70,14 @@ def test_a_page_of_another_origin_can_do_nothing_at_a_server_without_keys(
         {"Origin": "https://Localhost:8000", "Host": "localhost:8000"},
     ],
 )
-def test_programs_and_the_servers_own_page_are_answered(headers: dict[str, str]) -> None:
-    async def test(gateway: Any) -> None:
+async def test_programs_and_the_servers_own_page_are_answered(headers: dict[str, str]) -> None:
+    async with gateway_before(ScriptedRing(["a"])) as (_, gateway):
         answer = await status_of(gateway, "POST", "/v1/completions", headers, BODY)
         assert answer == (200, "")
 
-    run_at_gateway(ScriptedRing(["a"]), test)
 
-
-def test_a_link_of_another_page_opens_the_page_but_loads_no_part_of_one() -> None:
-    async def test(gateway: Any) -> None:
+async def test_a_link_of_another_page_opens_the_page_but_loads_no_part_of_one() -> None:
+    async with gateway_before(ScriptedRing(["a"])) as (_, gateway):
         shown = {"Accept": "text/html"}
         assert (await status_of(gateway, "GET", "/", OPENED | shown))[0] == 200
         assert (await status_of(gateway, "GET", "/docs", OPENED))[0] == 200
@@ -92,11 +87,12 @@ def test_a_link_of_another_page_opens_the_page_but_loads_no_part_of_one() -> Non
         assert (await status_of(gateway, "GET", "/docs", frame))[0] == 403
         assert (await status_of(gateway, "GET", "/health", CROSS_SITE))[0] == 200
 
-    run_at_gateway(ScriptedRing(["a"]), test)
 
-
-def test_pages_that_are_named_are_answered_and_others_are_not() -> None:
-    async def test(gateway: Any) -> None:
+async def test_pages_that_are_named_are_answered_and_others_are_not() -> None:
+    async with gateway_before(ScriptedRing(["a"]), allowed_origins="https://a.example") as (
+        _,
+        gateway,
+    ):
         for origin, expected in (("https://a.example", 200), (EVIL, 403)):
             headers = {"Origin": origin, **CROSS_SITE}
             answer = await status_of(gateway, "POST", "/v1/completions", headers, BODY)
@@ -104,17 +100,13 @@ def test_pages_that_are_named_are_answered_and_others_are_not() -> None:
         preflight = {"Origin": EVIL, "Access-Control-Request-Method": "POST"}
         assert (await status_of(gateway, "OPTIONS", "/v1/completions", preflight))[0] == 403
 
-    run_at_gateway(ScriptedRing(["a"]), test, allowed_origins="https://a.example")
 
-
-def test_where_a_key_is_asked_for_the_key_decides_and_not_the_page() -> None:
-    async def test(gateway: Any) -> None:
+async def test_where_a_key_is_asked_for_the_key_decides_and_not_the_page() -> None:
+    async with gateway_before(ScriptedRing(["a"]), api_key="k") as (_, gateway):
         headers = {"Origin": EVIL, "Host": "evil.example", **CROSS_SITE}
         assert (await status_of(gateway, "POST", "/v1/completions", headers, BODY))[0] == 401
         headers["Authorization"] = "Bearer k"
         assert (await status_of(gateway, "POST", "/v1/completions", headers, BODY))[0] == 200
-
-    run_at_gateway(ScriptedRing(["a"]), test, api_key="k")
 
 
 @pytest.mark.parametrize(
@@ -136,32 +128,28 @@ def test_where_a_key_is_asked_for_the_key_decides_and_not_the_page() -> None:
         ("host.docker.internal:8000", True),
     ],
 )
-def test_on_loopback_without_a_key_only_the_names_of_this_machine_are_known(
+async def test_on_loopback_without_a_key_only_the_names_of_this_machine_are_known(
     host: str, is_known: bool
 ) -> None:
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ScriptedRing(["a"])) as (_, gateway):
         for path in ("/v1/models", "/", "/docs", "/server_info"):
             answer = await status_of(gateway, "GET", path, {"Host": host})
             assert answer == ((200, "") if is_known else (403, "unknown_host")), path
         assert (await status_of(gateway, "GET", "/livez", {"Host": host}))[0] == 200, "a probe"
 
-    run_at_gateway(ScriptedRing(["a"]), test)
-
 
 @pytest.mark.parametrize("flags", [{}, {"host": "0.0.0.0"}, {"api_key": "k"}])
-def test_the_names_of_a_proxy_are_those_of_a_flag(flags: dict[str, str]) -> None:
+async def test_the_names_of_a_proxy_are_those_of_a_flag(flags: dict[str, str]) -> None:
     key = {"Authorization": "Bearer k"}
 
-    async def test(gateway: Any) -> None:
+    hosts = "chat.example.org, *.example.net"
+    async with gateway_before(ScriptedRing(["a"]), allowed_hosts=hosts, **flags) as (_, gateway):
         for host, status in (
             ("chat.example.org", 200), ("a.b.example.net", 200), ("example.net", 403),
             ("evil.example", 403), ("localhost", 200),
         ):  # fmt: skip
             answer = await status_of(gateway, "GET", "/v1/models", {"Host": host, **key})
             assert answer[0] == status, host
-
-    hosts = "chat.example.org, *.example.net"
-    run_at_gateway(ScriptedRing(["a"]), test, allowed_hosts=hosts, **flags)
 
 
 def test_beyond_loopback_any_name_is_taken_as_proxies_and_services_send_others() -> None:

@@ -15,7 +15,7 @@ from quadriga.errors import ConfigError
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.tenants import hash_of_key
 from tests.unit.http.measured_ring import INFO, NUM_TOKENS, MeasuredRing, completion
-from tests.unit.scripted_ring import run_at_gateway
+from tests.unit.scripted_ring import gateway_before
 
 
 async def answer(gateway: Gateway, count: int) -> None:
@@ -37,8 +37,8 @@ async def call(
             return response.status, await response.json()
 
 
-def test_the_last_requests_are_simulated_with_the_servers_flags_and_with_others() -> None:
-    async def test(gateway: Gateway) -> None:
+async def test_the_last_requests_are_simulated_with_the_servers_flags_and_with_others() -> None:
+    async with gateway_before(MeasuredRing()) as (_, gateway):
         await answer(gateway, 4)
         status, load = await call(gateway)
         assert (status, load["num_choices"]) == (200, 4)
@@ -56,8 +56,6 @@ def test_the_last_requests_are_simulated_with_the_servers_flags_and_with_others(
         for column in (as_it_was, two):
             assert column["failed"] == {}
             assert len(column["waiting"]) == len(column["running"]) == len(measured["waiting"])
-
-    run_at_gateway(MeasuredRing(), test)
 
 
 @pytest.mark.parametrize(
@@ -77,42 +75,46 @@ def test_the_last_requests_are_simulated_with_the_servers_flags_and_with_others(
                                                "disable_radix_cache": True}}]}, "prefix cache"),
     ],
 )  # fmt: skip
-def test_a_wrong_request_is_an_error_that_says_what_may_be_asked(body: Any, reason: str) -> None:
-    async def test(gateway: Gateway) -> None:
+async def test_a_wrong_request_is_an_error_that_says_what_may_be_asked(
+    body: Any, reason: str
+) -> None:
+    async with gateway_before(MeasuredRing()) as (_, gateway):
         await answer(gateway, 1)
         status, found = await call(gateway, body)
         assert status == 400
         assert reason in found["error"]["message"]
 
-    run_at_gateway(MeasuredRing(), test)
 
-
-def test_without_an_answered_request_there_is_nothing_to_simulate() -> None:
-    async def test(gateway: Gateway) -> None:
+async def test_without_an_answered_request_there_is_nothing_to_simulate() -> None:
+    async with gateway_before(MeasuredRing()) as (_, gateway):
         assert (await call(gateway))[1]["num_choices"] == 0
         status, found = await call(gateway, {})
         assert (status, found["error"]["code"]) == (409, "nothing_recorded")
 
-    run_at_gateway(MeasuredRing(), test)
 
-
-def test_a_server_whose_worker_starts_says_so() -> None:
-    async def test(gateway: Gateway) -> None:
+async def test_a_server_whose_worker_starts_says_so() -> None:
+    ring = MeasuredRing()
+    async with gateway_before(ring) as (_, gateway):
         del ring.facts["pages_total"]
         status, found = await call(gateway)
         assert status == 503
         assert "/readyz" in found["error"]["message"]
 
-    ring = MeasuredRing()
-    run_at_gateway(ring, test)
 
-
-def test_one_simulation_runs_at_a_time_and_ends_with_the_client_that_wants_it(
+async def test_one_simulation_runs_at_a_time_and_ends_with_the_client_that_wants_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("http_proc.page.what_if.command_of", lambda _: ["sleep", "60"])
 
-    async def test(gateway: Gateway) -> None:
+    made: list[SimulationProcess] = []
+    begin = SimulationProcess.__init__
+
+    def note(self: SimulationProcess) -> None:
+        begin(self)
+        made.append(self)
+
+    monkeypatch.setattr(SimulationProcess, "__init__", note)
+    async with gateway_before(MeasuredRing()) as (_, gateway):
         await answer(gateway, 1)
         first = asyncio.create_task(call(gateway, {}))
         while not made or made[0]._process is None:
@@ -124,41 +126,25 @@ def test_one_simulation_runs_at_a_time_and_ends_with_the_client_that_wants_it(
         await process.wait()
         assert made[0]._process is None
 
-    made: list[SimulationProcess] = []
-    begin = SimulationProcess.__init__
 
-    def note(self: SimulationProcess) -> None:
-        begin(self)
-        made.append(self)
-
-    monkeypatch.setattr(SimulationProcess, "__init__", note)
-    run_at_gateway(MeasuredRing(), test)
-
-
-def test_a_simulation_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_simulation_that_takes_too_long_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("http_proc.page.what_if.command_of", lambda _: ["sleep", "60"])
     monkeypatch.setattr("http_proc.page.what_if.TIMEOUT_S", 0.05)
-
-    async def test(gateway: Gateway) -> None:
+    async with gateway_before(MeasuredRing()) as (_, gateway):
         await answer(gateway, 1)
         status, found = await call(gateway, {})
         assert (status, found["error"]["code"]) == (504, "simulation_too_long")
 
-    run_at_gateway(MeasuredRing(), test)
 
-
-def test_a_tenants_key_may_not_see_the_load_of_all(tmp_path: Path) -> None:
+async def test_a_tenants_key_may_not_see_the_load_of_all(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(f"- name: alice\n  key: {hash_of_key(b'hers')}\n")
-
-    async def test(gateway: Gateway) -> None:
+    async with gateway_before(MeasuredRing(), api_key="operator", keys=str(file)) as (_, gateway):
         for key, wanted in (("hers", 403), ("operator", 200)):
             headers = {"Authorization": f"Bearer {key}"}
             assert (await call(gateway, None, headers))[0] == wanted
             assert (await call(gateway, {}, headers))[0] == (wanted if wanted == 403 else 409)
         assert (await call(gateway))[0] == 401
-
-    run_at_gateway(MeasuredRing(), test, api_key="operator", keys=str(file))
 
 
 def test_a_cost_model_that_is_not_there_is_an_error_at_the_start() -> None:
@@ -166,17 +152,14 @@ def test_a_cost_model_that_is_not_there_is_an_error_at_the_start() -> None:
         ServerConfig().replace(what_if_cost_model="/none.json").validate()
 
 
-def test_a_cost_model_that_cannot_be_read_is_an_error_of_the_request(tmp_path: Path) -> None:
+async def test_a_cost_model_that_cannot_be_read_is_an_error_of_the_request(tmp_path: Path) -> None:
     file = tmp_path / "model.json"
     file.write_text("{}")
-
-    async def test(gateway: Gateway) -> None:
+    async with gateway_before(MeasuredRing(), what_if_cost_model=str(file)) as (_, gateway):
         await answer(gateway, 1)
         status, found = await call(gateway, {})
         assert status == 400
         assert str(file) in found["error"]["message"]
-
-    run_at_gateway(MeasuredRing(), test, what_if_cost_model=str(file))
 
 
 def test_the_load_is_bounded_and_has_the_last_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,14 @@
 import asyncio
 import json
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 
 from http_proc.core.gateway import Gateway
-from tests.unit.scripted_ring import ScriptedRing
+from tests.unit.scripted_ring import ScriptedRing, gateway_before
 
 CHAT = "/v1/chat/completions"
 
@@ -60,6 +62,16 @@ class Http:
             await asyncio.sleep(0.01)
             _, batch = await self.call("get", f"/v1/batches/{batch['id']}")
         return batch
+
+
+@asynccontextmanager
+async def http_before(scripted: ScriptedRing, **flags: Any) -> AsyncIterator[Http]:
+    """Yield the endpoints of a gateway."""
+    async with (
+        gateway_before(scripted, **flags) as (_, gateway),
+        aiohttp.ClientSession() as session,
+    ):
+        yield Http(gateway, session)
 
 
 def ids(data: bytes) -> Counter[str]:

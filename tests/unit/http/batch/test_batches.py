@@ -11,17 +11,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import pytest
 
-from http_proc.core.gateway import Gateway
 from http_proc.jobs import batches
 from http_proc.jobs.batch_job import BatchJob, LineGate
 from quadriga import disk
 from quadriga.errors import QueueFull
 from quadriga.server.config.server_config import ServerConfig
-from tests.unit.http.batch.batch_client import CHAT, Http, ids, input_file, ring
-from tests.unit.scripted_ring import ScriptedHandle, ScriptedRing, gateway_before, run_at_gateway
+from tests.unit.http.batch.batch_client import CHAT, http_before, ids, input_file, ring
+from tests.unit.scripted_ring import ScriptedHandle, ScriptedRing
 
 
 class StallingRing(ScriptedRing):
@@ -34,20 +32,12 @@ class StallingRing(ScriptedRing):
         super()._answer(handle, sink)
 
 
-def run(test: Any, scripted: ScriptedRing, **flags: Any) -> None:
-    async def with_session(gateway: Gateway) -> None:
-        async with aiohttp.ClientSession() as session:
-            await test(Http(gateway, session))
-
-    run_at_gateway(scripted, with_session, **flags)
-
-
-def test_a_file_is_kept_listed_and_deleted(tmp_path: Path) -> None:
-    async def store(http: Http) -> None:
+async def test_a_file_is_kept_listed_and_deleted(tmp_path: Path) -> None:
+    async with http_before(ring(), data_dir=str(tmp_path)) as http:
         status, file = await http.upload(b"one\ntwo")
         assert (status, file["bytes"], file["filename"]) == (200, 7, "in.jsonl")
-
-    async def read(http: Http) -> None:
+    assert {path.stat().st_mode & 0o77 for path in tmp_path.rglob("*")} == {0}
+    async with http_before(ring(), data_dir=str(tmp_path)) as http:
         _, files = await http.call("get", "/v1/files")
         (file,) = files["data"]
         assert await http.content(file["id"]) == b"one\ntwo"
@@ -58,39 +48,34 @@ def test_a_file_is_kept_listed_and_deleted(tmp_path: Path) -> None:
             assert (await http.call(method, of))[0] == 404
         assert list((tmp_path / "files").iterdir()) == []
 
-    run(store, ring(), data_dir=str(tmp_path))
-    assert {path.stat().st_mode & 0o77 for path in tmp_path.rglob("*")} == {0}
-    run(read, ring(), data_dir=str(tmp_path))
-
 
 @pytest.mark.parametrize("name", [b"a\xff.jsonl", b"\xed\xa0\x80", b"b" * 5000])
-def test_a_file_name_of_any_bytes_is_kept_as_text(tmp_path: Path, name: bytes) -> None:
+async def test_a_file_name_of_any_bytes_is_kept_as_text(tmp_path: Path, name: bytes) -> None:
     head = b'--X\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--X\r\n'
     head += b'Content-Disposition: form-data; name="file"; filename="' + name + b'"\r\n\r\n'
     form = {"Content-Type": "multipart/form-data; boundary=X"}
-
-    async def test(http: Http) -> None:
+    async with http_before(ring(), data_dir=str(tmp_path)) as http:
         data = head + b"x\r\n--X--\r\n"
         status, file = await http.call("post", "/v1/files", data=data, headers=form)
         assert status == 200 and 0 < len(file["filename"]) <= 255
         assert (await http.call("get", "/v1/files"))[1]["data"][0] == file
 
-    run(test, ring(), data_dir=str(tmp_path))
-
 
 @pytest.mark.parametrize("limit", ["0" * 5000, "0" * 3000 + "1" * 3000, "9" * 5000, "0", "-1"])
-def test_a_limit_of_any_length_that_is_out_of_range_is_refused(tmp_path: Path, limit: str) -> None:
-    async def test(http: Http) -> None:
+async def test_a_limit_of_any_length_that_is_out_of_range_is_refused(
+    tmp_path: Path, limit: str
+) -> None:
+    async with http_before(ring(), data_dir=str(tmp_path)) as http:
         status, answer = await http.call("get", f"/v1/files?limit={limit}")
         assert status == 400 and "it must be from 1 to" in answer["error"]["message"]
 
-    run(test, ring(), data_dir=str(tmp_path))
 
-
-def test_uploads_over_a_limit_or_of_another_form_are_refused_and_leave_nothing(
+async def test_uploads_over_a_limit_or_of_another_form_are_refused_and_leave_nothing(
     tmp_path: Path,
 ) -> None:
-    async def test(http: Http) -> None:
+    async with http_before(
+        ring(), data_dir=str(tmp_path), max_file_bytes=100, max_files_bytes=150
+    ) as http:
         assert (await http.upload(b"x" * 101))[0] == 413
         assert (await http.upload(b"x" * 200_000))[0] == 413
         assert (await http.upload(b"x", purpose="vision"))[0] == 400
@@ -103,22 +88,17 @@ def test_uploads_over_a_limit_or_of_another_form_are_refused_and_leave_nothing(
         assert status == 400, answer
         assert len(list((tmp_path / "files").iterdir())) == 2
 
-    run(test, ring(), data_dir=str(tmp_path), max_file_bytes=100, max_files_bytes=150)
 
-
-def test_without_a_directory_the_endpoints_say_what_they_need() -> None:
-    async def test(http: Http) -> None:
+async def test_without_a_directory_the_endpoints_say_what_they_need() -> None:
+    async with http_before(ring()) as http:
         for path in ("/v1/files", "/v1/batches"):
             status, answer = await http.call("get", path)
             assert status == 501 and "--no-store" in answer["error"]["message"]
 
-    run(test, ring())
 
-
-def test_a_batch_answers_each_line_once(tmp_path: Path) -> None:
+async def test_a_batch_answers_each_line_once(tmp_path: Path) -> None:
     scripted = ring()
-
-    async def test(http: Http) -> None:
+    async with http_before(scripted, data_dir=str(tmp_path)) as http:
         batch = await http.start(input_file(40), metadata={"a": "b"})
         batch = await http.until(batch, "completed", "failed")
         assert batch["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
@@ -138,11 +118,9 @@ def test_a_batch_answers_each_line_once(tmp_path: Path) -> None:
         assert 'batches{model_name="tiny",status="completed"} 1.0' in text
         assert 'batch_lines_total{model_name="tiny",outcome="completed"} 40.0' in text
 
-    run(test, scripted, data_dir=str(tmp_path))
 
-
-def test_what_the_endpoint_refuses_is_a_line_of_the_error_file(tmp_path: Path) -> None:
-    async def test(http: Http) -> None:
+async def test_what_the_endpoint_refuses_is_a_line_of_the_error_file(tmp_path: Path) -> None:
+    async with http_before(ring(), data_dir=str(tmp_path)) as http:
         data = input_file(1, model="other") + b"\n" + input_file(3).partition(b"\n")[2]
         batch = await http.until(await http.start(data), "completed", "failed")
         assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
@@ -151,18 +129,14 @@ def test_what_the_endpoint_refuses_is_a_line_of_the_error_file(tmp_path: Path) -
         assert response["status_code"] == 404
         assert response["body"]["error"]["code"] == "model_not_found"
 
-    run(test, ring(), data_dir=str(tmp_path))
 
-
-def test_a_broken_file_fails_the_batch_with_the_lines(tmp_path: Path) -> None:
-    async def test(http: Http) -> None:
+async def test_a_broken_file_fails_the_batch_with_the_lines(tmp_path: Path) -> None:
+    async with http_before(ring(), data_dir=str(tmp_path)) as http:
         data = input_file(2) + b"\n{\n" + input_file(1)
         batch = await http.until(await http.start(data), "completed", "failed")
         assert batch["status"] == "failed"
         errors = [(error["code"], error["line"]) for error in batch["errors"]["data"]]
         assert errors == [("invalid_json_line", 3), ("duplicate_custom_id", 4)]
-
-    run(test, ring(), data_dir=str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -176,22 +150,21 @@ def test_a_broken_file_fails_the_batch_with_the_lines(tmp_path: Path) -> None:
         ({"output_expires_after": {"seconds": 1}}, 400, "output_expires_after"),
     ],
 )
-def test_a_bad_request_for_a_batch_names_its_field(
+async def test_a_bad_request_for_a_batch_names_its_field(
     tmp_path: Path, changes: Any, status: int, param: str
 ) -> None:
-    async def test(http: Http) -> None:
+    async with http_before(ring(), data_dir=str(tmp_path)) as http:
         _, file = await http.upload(input_file(1))
         body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
         answer = await http.call("post", "/v1/batches", json={**body, **changes})
         assert (answer[0], answer[1]["error"]["param"]) == (status, param)
 
-    run(test, ring(), data_dir=str(tmp_path))
 
-
-def test_a_batch_that_is_interrupted_goes_on_at_the_next_start(tmp_path: Path) -> None:
+async def test_a_batch_that_is_interrupted_goes_on_at_the_next_start(tmp_path: Path) -> None:
     scripted = StallingRing(["Hi"], running=0, waiting=0)
-
-    async def start(http: Http) -> None:
+    line_ids: list[dict[str, str]] = []
+    data = tmp_path / "data"
+    async with http_before(scripted, data_dir=str(data), batch_concurrency=4) as http:
         batch = await http.start(input_file(20))
         while batch["request_counts"]["completed"] < 5:
             await asyncio.sleep(0.005)
@@ -199,31 +172,24 @@ def test_a_batch_that_is_interrupted_goes_on_at_the_next_start(tmp_path: Path) -
         assert batch["status"] == "in_progress"
         status, _ = await http.call("delete", f"/v1/files/{batch['input_file_id']}")
         assert status == 409
-
-    async def go_on(http: Http) -> None:
-        _, found = await http.call("get", "/v1/batches")
-        batch = await http.until(found["data"][0], "completed")
-        data = await http.content(batch["output_file_id"])
-        assert ids(data) == Counter(f"line-{number}" for number in range(20))
-        assert batch["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
-        lines = map(json.loads, data.splitlines())
-        line_ids.append({line["custom_id"]: line["id"] for line in lines})
-
-    line_ids: list[dict[str, str]] = []
-    data = tmp_path / "data"
-    run(start, scripted, data_dir=str(data), batch_concurrency=4)
     assert all(handle.done for handle in scripted.handles), "no request goes on without its batch"
     shutil.copytree(data, tmp_path / "copy")
     for directory in (data, tmp_path / "copy"):
-        run(go_on, ring(), data_dir=str(directory))
+        async with http_before(ring(), data_dir=str(directory)) as http:
+            _, found = await http.call("get", "/v1/batches")
+            batch = await http.until(found["data"][0], "completed")
+            output = await http.content(batch["output_file_id"])
+            assert ids(output) == Counter(f"line-{number}" for number in range(20))
+            assert batch["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
+            lines = map(json.loads, output.splitlines())
+            line_ids.append({line["custom_id"]: line["id"] for line in lines})
     assert line_ids[0] == line_ids[1], "a line that is answered again has another id"
     assert len(set(line_ids[0].values())) == 20
 
 
-def test_a_cancelled_batch_keeps_its_answers(tmp_path: Path) -> None:
+async def test_a_cancelled_batch_keeps_its_answers(tmp_path: Path) -> None:
     scripted = StallingRing(["Hi"], running=0, waiting=0)
-
-    async def test(http: Http) -> None:
+    async with http_before(scripted, data_dir=str(tmp_path), batch_concurrency=2) as http:
         batch = await http.start(input_file(20))
         while batch["request_counts"]["completed"] < 5:
             await asyncio.sleep(0.005)
@@ -235,69 +201,58 @@ def test_a_cancelled_batch_keeps_its_answers(tmp_path: Path) -> None:
         assert len(ids(data)) == batch["request_counts"]["completed"] == 5
         assert all(handle.done for handle in scripted.handles)
 
-    run(test, scripted, data_dir=str(tmp_path), batch_concurrency=2)
 
-
-def test_lines_without_an_answer_at_the_end_of_the_window_are_errors(
+async def test_lines_without_an_answer_at_the_end_of_the_window_are_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "WINDOW_S", 1)
     scripted = ring()
     scripted.leaves_open = True
-
-    async def test(http: Http) -> None:
+    async with http_before(scripted, data_dir=str(tmp_path)) as http:
         batch = await http.until(await http.start(input_file(5)), "expired")
         assert batch["request_counts"] == {"total": 5, "completed": 0, "failed": 5}
         lines = (await http.content(batch["error_file_id"])).splitlines()
         assert {json.loads(line)["error"]["code"] for line in lines} == {"batch_expired"}
         assert len(ids(b"\n".join(lines))) == 5
 
-    run(test, scripted, data_dir=str(tmp_path))
-
 
 @pytest.mark.parametrize("num_turns", range(4))
-def test_a_line_that_is_cancelled_as_another_ends_is_not_admitted(num_turns: int) -> None:
+async def test_a_line_that_is_cancelled_as_another_ends_is_not_admitted(num_turns: int) -> None:
     """Cancel the waiting line `num_turns` turns of the event loop after the release."""
 
     async def idle() -> dict[str, Any]:
         return {"ready": True, "running": 0, "waiting": 0}
 
-    async def test() -> None:
-        gateway: Any = SimpleNamespace(
-            args=SimpleNamespace(batch_concurrency=1),
-            config=ServerConfig().replace(batch_concurrency_beside=0),
-            ring_info=SimpleNamespace(current=idle),
-            num_open=0,
-            num_choices=0,
-        )
-        gate = LineGate(gateway)
-        await gate.acquire()
-        waiting = asyncio.create_task(gate.acquire())
-        await asyncio.sleep(0.01)
-        gate.release()
-        for _ in range(num_turns):
-            await asyncio.sleep(0)
-        was_cancelled = waiting.cancel()  # False: the line was admitted before
-        await asyncio.wait([waiting])
-        assert waiting.cancelled() == was_cancelled
-        assert gate.num_running == (not was_cancelled)
-
-    asyncio.run(test())
+    gateway: Any = SimpleNamespace(
+        args=SimpleNamespace(batch_concurrency=1),
+        config=ServerConfig().replace(batch_concurrency_beside=0),
+        ring_info=SimpleNamespace(current=idle),
+        num_open=0,
+        num_choices=0,
+    )
+    gate = LineGate(gateway)
+    await gate.acquire()
+    waiting = asyncio.create_task(gate.acquire())
+    await asyncio.sleep(0.01)
+    gate.release()
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    was_cancelled = waiting.cancel()  # False: the line was admitted before
+    await asyncio.wait([waiting])
+    assert waiting.cancelled() == was_cancelled
+    assert gate.num_running == (not was_cancelled)
 
 
-def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
+async def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
     scripted = ring()
     scripted.error = QueueFull("full")
-
-    async def test(http: Http) -> None:
+    async with http_before(scripted, data_dir=str(tmp_path)) as http:
         batch = await http.start(input_file(2))
         while not scripted.handles:
             await asyncio.sleep(0.01)
         scripted.error = None
         batch = await http.until(batch, "completed")
         assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
-
-    run(test, scripted, data_dir=str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -311,54 +266,40 @@ def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
         ({"ready": False}, 1, 0),
     ],
 )
-def test_lines_run_as_the_load_allows(
+async def test_lines_run_as_the_load_allows(
     tmp_path: Path, load: dict[str, Any], beside: int, expected: int
 ) -> None:
     scripted = ring(**load)
     scripted.leaves_open = True
 
-    async def test(http: Http) -> None:
+    flags = {"batch_concurrency": 3, "batch_concurrency_beside": beside}
+    async with http_before(scripted, data_dir=str(tmp_path), **flags) as http:
         batch = await http.until(await http.start(input_file(9)), "in_progress")
         await asyncio.sleep(0.6)  # more than two samples of the load
         assert len(scripted.handles) == expected
         _, batch = await http.call("post", f"/v1/batches/{batch['id']}/cancel")
         await http.until(batch, "cancelled")
 
-    flags = {"batch_concurrency": 3, "batch_concurrency_beside": beside}
-    run(test, scripted, data_dir=str(tmp_path), **flags)
 
-
-def test_the_directory_may_be_that_of_the_journal_too(tmp_path: Path) -> None:
-    async def test(http: Http) -> None:
-        assert (await http.call("get", "/v1/batches"))[0] == 200
-
+async def test_the_directory_may_be_that_of_the_journal_too(tmp_path: Path) -> None:
     fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(fd, fcntl.LOCK_EX)  # as the scheduler locks the directory of its journal
     try:
-        run(test, ring(), data_dir=str(tmp_path))
+        async with http_before(ring(), data_dir=str(tmp_path)) as http:
+            assert (await http.call("get", "/v1/batches"))[0] == 200
     finally:
         os.close(fd)
 
 
-def test_a_second_gateway_of_a_directory_is_refused_until_the_first_is_gone(
+async def test_a_second_gateway_of_a_directory_is_refused_until_the_first_is_gone(
     tmp_path: Path,
 ) -> None:
-    async def second(http: Http) -> None:
-        async def inner(other: Http) -> None:
-            status, answer = await other.call("get", "/v1/batches")
-            assert status == 503 and "another server" in answer["error"]["message"]
-
-        async with aiohttp.ClientSession() as session:
-
-            async def with_session(gateway: Gateway) -> None:
-                await inner(Http(gateway, session))
-
-            async with gateway_before(ring(), data_dir=str(tmp_path)) as (_, gateway):
-                await with_session(gateway)
-        assert (await http.call("get", "/v1/batches"))[0] == 200
-
-    run(second, ring(), data_dir=str(tmp_path))
-    run(second, ring(), data_dir=str(tmp_path))
+    for _ in range(2):
+        async with http_before(ring(), data_dir=str(tmp_path)) as first:
+            async with http_before(ring(), data_dir=str(tmp_path)) as second:
+                status, answer = await second.call("get", "/v1/batches")
+                assert status == 503 and "another server" in answer["error"]["message"]
+            assert (await first.call("get", "/v1/batches"))[0] == 200
 
 
 class HeldSave:
@@ -385,12 +326,13 @@ class HeldSave:
         self.written += [status] if status else []
 
 
-def test_a_save_that_began_before_a_cancellation_does_not_undo_it(
+async def test_a_save_that_began_before_a_cancellation_does_not_undo_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = HeldSave(monkeypatch, "in_progress")
-
-    async def test(http: Http) -> None:
+    async with http_before(
+        StallingRing(["Hi"], running=0, waiting=0), data_dir=str(tmp_path)
+    ) as http:
         batch = await http.start(input_file(20))
         assert await asyncio.to_thread(save.began.wait, 30)
         threading.Timer(0.2, save.goes_on.set).start()  # the cancellation waits for the save
@@ -399,15 +341,12 @@ def test_a_save_that_began_before_a_cancellation_does_not_undo_it(
         await http.until(batch, "cancelled")
         assert save.written == ["validating", "in_progress", "cancelling", "cancelled"]
 
-    run(test, StallingRing(["Hi"], running=0, waiting=0), data_dir=str(tmp_path))
 
-
-def test_a_batch_whose_end_is_being_saved_cannot_be_cancelled(
+async def test_a_batch_whose_end_is_being_saved_cannot_be_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = HeldSave(monkeypatch, "failed")
-
-    async def test(http: Http) -> None:
+    async with http_before(ring(), data_dir=str(tmp_path)) as http:
         batch = await http.start(b"no JSON")
         assert await asyncio.to_thread(save.began.wait, 30)
         status, body = await http.call("post", f"/v1/batches/{batch['id']}/cancel")
@@ -416,10 +355,8 @@ def test_a_batch_whose_end_is_being_saved_cannot_be_cancelled(
         assert "is failed" in body["error"]["message"]
         await http.until(batch, "failed")
 
-    run(test, ring(), data_dir=str(tmp_path))
 
-
-def test_a_batch_that_is_cancelled_as_its_last_line_ends_is_cancelled(
+async def test_a_batch_that_is_cancelled_as_its_last_line_ends_is_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_lines, has_run, goes_on = BatchJob._run_lines, asyncio.Event(), asyncio.Event()
@@ -431,8 +368,7 @@ def test_a_batch_that_is_cancelled_as_its_last_line_ends_is_cancelled(
         return outcome
 
     monkeypatch.setattr(BatchJob, "_run_lines", held)
-
-    async def test(http: Http) -> None:
+    async with http_before(ring(), data_dir=str(tmp_path)) as http:
         batch = await http.start(input_file(2))
         await has_run.wait()
         status, _ = await http.call("post", f"/v1/batches/{batch['id']}/cancel")
@@ -441,10 +377,8 @@ def test_a_batch_that_is_cancelled_as_its_last_line_ends_is_cancelled(
         assert (status, batch["status"], batch["completed_at"]) == (200, "cancelled", None)
         assert batch["request_counts"]["completed"] == 2
 
-    run(test, ring(), data_dir=str(tmp_path))
 
-
-def test_a_cancellation_that_the_disk_refuses_can_be_sent_again(
+async def test_a_cancellation_that_the_disk_refuses_can_be_sent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replace, is_full = disk.replace, True
@@ -455,9 +389,9 @@ def test_a_cancellation_that_the_disk_refuses_can_be_sent_again(
         replace(path, data)
 
     monkeypatch.setattr(disk, "replace", refuse)
-
-    async def test(http: Http) -> None:
-        nonlocal is_full
+    async with http_before(
+        StallingRing(["Hi"], running=0, waiting=0), data_dir=str(tmp_path)
+    ) as http:
         batch = await http.until(await http.start(input_file(20)), "in_progress")
         path = f"/v1/batches/{batch['id']}"
         assert (await http.call("post", f"{path}/cancel"))[0] == 500
@@ -467,16 +401,11 @@ def test_a_cancellation_that_the_disk_refuses_can_be_sent_again(
         assert (await http.call("post", f"{path}/cancel"))[0] == 200
         await http.until(batch, "cancelled")
 
-    run(test, StallingRing(["Hi"], running=0, waiting=0), data_dir=str(tmp_path))
 
-
-def test_states_that_a_crash_has_left_unfinished_are_removed(tmp_path: Path) -> None:
+async def test_states_that_a_crash_has_left_unfinished_are_removed(tmp_path: Path) -> None:
     unfinished = tmp_path / "batches" / "batch_1.json.abc.new"
     unfinished.parent.mkdir()
     unfinished.write_bytes(b"{")
-
-    async def test(http: Http) -> None:
+    async with http_before(ring(), data_dir=str(tmp_path)) as http:
         assert (await http.call("get", "/v1/batches"))[0] == 200
         assert not unfinished.exists()
-
-    run(test, ring(), data_dir=str(tmp_path))

@@ -2,18 +2,19 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from http_proc.core.gateway import Gateway
 from http_proc.jobs import batch_job
 from quadriga.errors import QueueFull
 from quadriga.server.tenants import hash_of_key
 from tests.unit.http.batch.batch_client import Http, input_file, ring
-from tests.unit.scripted_ring import ScriptedHandle, ScriptedRing, run_at_gateway
+from tests.unit.scripted_ring import ScriptedHandle, ScriptedRing, gateway_before
 
 ALICE, BOB, OPERATOR = ({"Authorization": f"Bearer {key}"} for key in ("a-key", "b-key", "op"))
 
@@ -30,22 +31,22 @@ def flags(tmp_path: Path) -> dict[str, Any]:
     return {"keys": str(keys), "api_key": "op", "data_dir": str(tmp_path / "data")}
 
 
-def run(test: Any, scripted: ScriptedRing, **flags: Any) -> None:
-    """Run a test with the endpoints as alice, bob and the operator see them."""
+@asynccontextmanager
+async def clients_before(
+    scripted: ScriptedRing, **flags: Any
+) -> AsyncIterator[tuple[Http, Http, Http]]:
+    """Yield the endpoints as alice, bob and the operator see them."""
+    async with (
+        gateway_before(scripted, **flags) as (_, gateway),
+        aiohttp.ClientSession(headers=ALICE) as alice,
+        aiohttp.ClientSession(headers=BOB) as bob,
+        aiohttp.ClientSession(headers=OPERATOR) as operator,
+    ):
+        yield Http(gateway, alice), Http(gateway, bob), Http(gateway, operator)
 
-    async def with_sessions(gateway: Gateway) -> None:
-        async with (
-            aiohttp.ClientSession(headers=ALICE) as alice,
-            aiohttp.ClientSession(headers=BOB) as bob,
-            aiohttp.ClientSession(headers=OPERATOR) as operator,
-        ):
-            await test(*(Http(gateway, session) for session in (alice, bob, operator)))
 
-    run_at_gateway(scripted, with_sessions, **flags)
-
-
-def test_a_file_of_another_tenant_is_neither_listed_nor_used(flags: dict[str, Any]) -> None:
-    async def test(alice: Http, bob: Http, operator: Http) -> None:
+async def test_a_file_of_another_tenant_is_neither_listed_nor_used(flags: dict[str, Any]) -> None:
+    async with clients_before(ring(), **flags) as (alice, bob, operator):
         status, file = await alice.upload(b"mine")
         assert (status, file["tenant"]) == (200, "alice")
         path = f"/v1/files/{file['id']}"
@@ -67,19 +68,15 @@ def test_a_file_of_another_tenant_is_neither_listed_nor_used(flags: dict[str, An
         assert await operator.content(file["id"]) == b"mine"
         assert (await alice.call("delete", path))[0] == 200
 
-    run(test, ring(), **flags)
 
-
-def test_a_batch_and_its_output_are_of_its_tenant_also_after_a_restart(
+async def test_a_batch_and_its_output_are_of_its_tenant_also_after_a_restart(
     flags: dict[str, Any],
 ) -> None:
     batches = []
-
-    async def make(alice: Http, bob: Http, operator: Http) -> None:
+    async with clients_before(ring(), **flags) as (_, bob, _):
         batch = await bob.until(await bob.start(input_file(2)), "completed")
         batches.append(batch)
-
-    async def read(alice: Http, bob: Http, operator: Http) -> None:
+    async with clients_before(ring(), **flags) as (alice, bob, operator):
         (batch,) = batches
         path = f"/v1/batches/{batch['id']}"
         for method, of in (("get", path), ("post", f"{path}/cancel")):
@@ -92,26 +89,22 @@ def test_a_batch_and_its_output_are_of_its_tenant_also_after_a_restart(
             assert (await http.call("get", "/v1/batches"))[1]["data"] == [batch]
             assert (await http.call("get", output))[1]["tenant"] == "bob"
 
-    run(make, ring(), **flags)
-    run(read, ring(), **flags)
 
-
-def test_lines_run_as_the_tenant_and_the_user_that_made_the_batch(flags: dict[str, Any]) -> None:
+async def test_lines_run_as_the_tenant_and_the_user_that_made_the_batch(
+    flags: dict[str, Any],
+) -> None:
     scripted = ring()
-
-    async def test(alice: Http, bob: Http, operator: Http) -> None:
+    async with clients_before(scripted, **flags) as (alice, bob, operator):
         await alice.until(await alice.start(input_file(1, user="x")), "completed")
         await bob.until(await bob.start(input_file(1, user="u1")), "completed")
         bob.session.headers["X-Quadriga-User"] = "u2"
         await bob.until(await bob.start(input_file(1, user="u1")), "completed")
         await operator.until(await operator.start(input_file(1)), "completed")
-
-    run(test, scripted, **flags)
     assert scripted.tenants == ["alice", "bob/u1", "bob/u2", ""]
 
 
-def test_a_tenant_stores_so_many_bytes(flags: dict[str, Any]) -> None:
-    async def test(alice: Http, bob: Http, operator: Http) -> None:
+async def test_a_tenant_stores_so_many_bytes(flags: dict[str, Any]) -> None:
+    async with clients_before(ring(), **flags) as (alice, bob, operator):
         status, file = await alice.upload(b"x" * 4000)
         assert status == 200
         status, body = await alice.upload(b"x" * 2001)
@@ -123,8 +116,6 @@ def test_a_tenant_stores_so_many_bytes(flags: dict[str, Any]) -> None:
         assert (await alice.call("delete", f"/v1/files/{file['id']}"))[0] == 200
         assert (await alice.upload(b"x" * 4000))[0] == 200
 
-    run(test, ring(), **flags)
-
 
 class QuotaRing(ScriptedRing):
     """A ring that refuses all requests of one tenant."""
@@ -134,13 +125,12 @@ class QuotaRing(ScriptedRing):
         super()._answer(handle, sink)
 
 
-def test_a_batch_that_is_over_its_quota_does_not_hold_back_others(
+async def test_a_batch_that_is_over_its_quota_does_not_hold_back_others(
     flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_job, "MIN_RETRY_S", 60.0)
     scripted = QuotaRing(["a"], running=0, waiting=0)
-
-    async def test(alice: Http, bob: Http, operator: Http) -> None:
+    async with clients_before(scripted, batch_concurrency=2, **flags) as (alice, bob, _):
         stuck = await alice.start(input_file(4))
         while len(scripted.handles) < 2:
             await asyncio.sleep(0.01)
@@ -149,15 +139,13 @@ def test_a_batch_that_is_over_its_quota_does_not_hold_back_others(
         assert stuck["status"] == "in_progress"
         assert scripted.tenants == ["alice"] * 2 + ["bob"] * 3
 
-    run(test, scripted, batch_concurrency=2, **flags)
 
-
-def test_output_of_before_there_were_tenants_is_read(tmp_path: Path, flags: dict[str, Any]) -> None:
-    async def test(alice: Http, bob: Http, operator: Http) -> None:
+async def test_output_of_before_there_were_tenants_is_read(
+    tmp_path: Path, flags: dict[str, Any]
+) -> None:
+    async with clients_before(ring(), **flags) as (alice, _, operator):
         _, file = await operator.upload(b"old")
         assert "tenant" not in file
         (path,) = Path(flags["data_dir"]).glob("files/*.json")
         assert "tenant" not in json.loads(path.read_bytes())
         assert (await alice.call("get", f"/v1/files/{file['id']}"))[0] == 403
-
-    run(test, ring(), **flags)

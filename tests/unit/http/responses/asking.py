@@ -1,7 +1,7 @@
 """Ask a gateway before a scripted ring by the unmodified openai client."""
 
-import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
@@ -10,7 +10,7 @@ from openai.lib.streaming.responses import AsyncResponseStreamManager
 from openai.types.responses import Response
 
 from quadriga.server.answer_format import AnswerFormat, ReasoningFormat, to_info
-from tests.unit.scripted_ring import HERMES, ScriptedRing, gateway_before
+from tests.unit.scripted_ring import HERMES, ScriptedRing, openai_before
 
 THINKING = to_info(AnswerFormat(calls=HERMES, reasoning=ReasoningFormat(), takes_tools=True))
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -23,20 +23,12 @@ WEATHER: Any = {
 PATCH: Any = {"type": "custom", "name": "apply_patch", "description": "Change files."}
 ASK: Any = {"model": "tiny", "input": "Rain?"}
 
-Test = Callable[[openai.AsyncOpenAI], Coroutine[Any, Any, None]]
 
-
-def run(ring: ScriptedRing, test: Test, **flags: Any) -> None:
-    """Run a test with a client of a gateway before a ring."""
-
-    async def run_test() -> None:
-        async with (
-            gateway_before(ring, **flags) as (url, _),
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client,
-        ):
-            await test(client)
-
-    asyncio.run(asyncio.wait_for(run_test(), 20))
+@asynccontextmanager
+async def asking(ring: ScriptedRing, **flags: Any) -> AsyncIterator[Any]:
+    """Yield OpenAI's client of a gateway before a ring."""
+    async with openai_before(ring, **flags) as (client, _):
+        yield client
 
 
 def turns_of(ring: ScriptedRing) -> Any:

@@ -27,8 +27,8 @@ from tests.unit.http.responses.asking import (
     PATCH,
     THINKING,
     WEATHER,
+    asking,
     both,
-    run,
     stream,
     turns_of,
 )
@@ -37,10 +37,9 @@ from tests.unit.scripted_ring import ScriptedRing, chunk
 REASONED = ["<think>", "\n", "It ", "may.", "\n", "</think>", "\n\n", "No", " rain.", ""]
 
 
-def test_a_text_is_a_message() -> None:
+async def test_a_text_is_a_message() -> None:
     ring = ScriptedRing(["No", " rain."])
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         answer = await both(client, **ASK, instructions="Be brief.", metadata={"a": "b"})
         assert answer.output_text == "No rain."
         (message,) = answer.output
@@ -55,27 +54,21 @@ def test_a_text_is_a_message() -> None:
             {"role": "user", "content": "Rain?"},
         ]
 
-    run(ring, test)
 
-
-def test_the_response_has_every_field_that_the_clients_types_require() -> None:
+async def test_the_response_has_every_field_that_the_clients_types_require() -> None:
     ring = ScriptedRing(["No"])
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         tools = [WEATHER, PATCH]
         answer = await client.responses.with_raw_response.create(**ASK, tools=tools)
         body = answer.http_response.json()
         assert Response.model_validate(body).tools[0].type == "function"
         assert body["store"] is False and body["object"] == "response"
 
-    run(ring, test)
 
-
-def test_an_answer_at_the_limit_is_incomplete() -> None:
+async def test_an_answer_at_the_limit_is_incomplete() -> None:
     ring = ScriptedRing(["No", " rain"])
     ring.finish_reason = "length"
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         answer = await both(client, **ASK, max_output_tokens=2)
         assert answer.status == "incomplete" and answer.completed_at is None
         assert answer.incomplete_details is not None
@@ -84,13 +77,10 @@ def test_an_answer_at_the_limit_is_incomplete() -> None:
         assert isinstance(message, ResponseOutputMessage) and message.status == "incomplete"
         assert ring.submitted[0][1].max_new_tokens == 2 and answer.max_output_tokens == 2
 
-    run(ring, test)
 
-
-def test_a_whole_answer_is_read_in_chunks_only_where_their_tokens_are_counted() -> None:
+async def test_a_whole_answer_is_read_in_chunks_only_where_their_tokens_are_counted() -> None:
     ring = ScriptedRing(["No"])
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         await client.responses.create(**ASK)
         await client.responses.create(**ASK, top_logprobs=1)
         ring.facts["answer_format"] = THINKING
@@ -98,31 +88,23 @@ def test_a_whole_answer_is_read_in_chunks_only_where_their_tokens_are_counted() 
         streamed = [options["stream"] for _, _, options in ring.submitted]
         assert streamed == [False, True, True]
 
-    run(ring, test)
 
-
-def test_an_aborted_answer_is_cancelled() -> None:
+async def test_an_aborted_answer_is_cancelled() -> None:
     ring = ScriptedRing(["No", " rain"])
     ring.finish_reason = "abort"
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         assert (await both(client, **ASK)).status == "cancelled"
 
-    run(ring, test)
 
-
-def test_an_empty_answer_is_an_empty_message() -> None:
-    async def test(client: openai.AsyncOpenAI) -> None:
+async def test_an_empty_answer_is_an_empty_message() -> None:
+    async with asking(ScriptedRing([""])) as client:
         answer = await both(client, **ASK)
         assert answer.output_text == "" and len(answer.output) == 1
 
-    run(ScriptedRing([""]), test)
 
-
-def test_calls_are_items_in_the_order_of_the_answer() -> None:
+async def test_calls_are_items_in_the_order_of_the_answer() -> None:
     ring = ScriptedRing(["Let me ", "see. ", *CALL, "\n", *CALL])
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         answer = await both(client, **ASK, tools=[WEATHER])
         message, first, second = answer.output
         assert isinstance(message, ResponseOutputMessage)
@@ -136,30 +118,24 @@ def test_calls_are_items_in_the_order_of_the_answer() -> None:
         one = await client.responses.create(**ASK, tools=[WEATHER], parallel_tool_calls=False)
         assert len([item for item in one.output if item.type == "function_call"]) == 1
 
-    run(ring, test)
 
-
-def test_calls_of_custom_tools_have_a_text() -> None:
+async def test_calls_of_custom_tools_have_a_text() -> None:
     text = '*** Begin\n+print("ü😀\\n")\n*** End'
     escaped = '*** Begin\\n+print(\\"\\u00fc\\ud83d\\ude00\\\\n\\")\\n*** End'
     arguments = f'{{"input": "{escaped}"}}'
     call = f'<tool_call>\n{{"name": "apply_patch", "arguments": {arguments}}}\n</tool_call>'
     ring = ScriptedRing(list(call))
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         answer = await both(client, **ASK, tools=[WEATHER, PATCH])
         (item,) = answer.output
         assert isinstance(item, ResponseCustomToolCall)
         assert item.name == "apply_patch" and item.input == text
 
-    run(ring, test)
 
-
-def test_a_forced_call_is_a_grammar_and_the_text_format_is_left_out() -> None:
+async def test_a_forced_call_is_a_grammar_and_the_text_format_is_left_out() -> None:
     ring = ScriptedRing([CALL])
     text: Any = {"format": {"type": "json_object"}}
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         choices: list[Any] = ["required", {"type": "function", "name": "weather"}]
         choices.append({"type": "allowed_tools", "mode": "required", "tools": [
             {"type": "function", "name": "weather"}]})  # fmt: skip
@@ -175,8 +151,6 @@ def test_a_forced_call_is_a_grammar_and_the_text_format_is_left_out() -> None:
         assert ["apply_patch" in tag for tag in tags] == [True, False, False]
         assert len(answer.tools) == 2
 
-    run(ring, test)
-
 
 class Weather(pydantic.BaseModel):
     """The weather of a city."""
@@ -184,10 +158,9 @@ class Weather(pydantic.BaseModel):
     city: str
 
 
-def test_parse_returns_the_object_that_was_asked_for() -> None:
+async def test_parse_returns_the_object_that_was_asked_for() -> None:
     ring = ScriptedRing(['{"city": ', '"Rome"}'])
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         answer = await client.responses.parse(**ASK, text_format=Weather)
         assert answer.output_parsed == Weather(city="Rome")
         assert ring.submitted[0][1].json_schema["properties"]["city"]["type"] == "string"
@@ -196,15 +169,12 @@ def test_parse_returns_the_object_that_was_asked_for() -> None:
         kinds = [event.type for event in events]
         assert kinds.count("response.output_text.delta") == 2
 
-    run(ring, test)
 
-
-def test_tools_made_of_pydantic_models_are_parsed() -> None:
+async def test_tools_made_of_pydantic_models_are_parsed() -> None:
     ring = ScriptedRing([CALL])
     tool: Any = openai.pydantic_function_tool(Weather, name="weather")
     flat: Any = {"type": "function", **tool["function"]}
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         answer = await client.responses.parse(**ASK, tools=[flat])
         (call,) = answer.output
         assert call.type == "function_call"
@@ -212,13 +182,10 @@ def test_tools_made_of_pydantic_models_are_parsed() -> None:
         final, _ = await stream(client, **ASK, tools=[flat])
         assert final.output[0].type == "function_call"
 
-    run(ring, test)
 
-
-def test_an_answer_with_tools_and_a_format_is_calls_or_the_format() -> None:
+async def test_an_answer_with_tools_and_a_format_is_calls_or_the_format() -> None:
     ring = ScriptedRing([CALL])
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         answer = await client.responses.parse(**ASK, tools=[WEATHER], text_format=Weather)
         assert [item.type for item in answer.output] == ["function_call"]
         schema, calls = ring.submitted[0][1].structural_tag["format"]["elements"]
@@ -229,16 +196,13 @@ def test_an_answer_with_tools_and_a_format_is_calls_or_the_format() -> None:
         answer = await client.responses.parse(**ASK, tools=[WEATHER], text_format=Weather)
         assert answer.output_parsed == Weather(city="Rome")
 
-    run(ring, test)
 
-
-def test_logprobs_are_those_of_the_text() -> None:
+async def test_logprobs_are_those_of_the_text() -> None:
     ring = ScriptedRing(["N", "o", *CALL])
     ring.logprobs = lambda text: [
         TokenLogprob(1, -0.5, text.encode(), [LikelyToken(1, -0.5, text.encode())])
     ]
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         answer = await both(
             client,
             **ASK,
@@ -253,13 +217,10 @@ def test_logprobs_are_those_of_the_text() -> None:
         assert [token.token for token in part.logprobs] == ["N", "o"]
         assert part.logprobs[0].top_logprobs[0].logprob == -0.5
 
-    run(ring, test)
 
-
-def test_reasoning_is_an_item_and_its_tokens_are_counted() -> None:
+async def test_reasoning_is_an_item_and_its_tokens_are_counted() -> None:
     ring = ScriptedRing(REASONED, answer_format=THINKING)
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         answer = await both(client, **ASK, reasoning={"effort": "low", "summary": "auto"})
         reasoning, message = answer.output
         assert isinstance(reasoning, ResponseReasoningItem) and not reasoning.summary
@@ -275,67 +236,52 @@ def test_reasoning_is_an_item_and_its_tokens_are_counted() -> None:
         final, _ = await stream(client, **ASK)
         assert final.output_text == "No rain."
 
-    run(ring, test)
-
 
 @pytest.mark.parametrize("prompt_end", ["", "<think>\n"])
-def test_reasoning_that_is_cut_off_is_an_incomplete_item(prompt_end: str) -> None:
+async def test_reasoning_that_is_cut_off_is_an_incomplete_item(prompt_end: str) -> None:
     ring = ScriptedRing(["" if prompt_end else "<think>", "It ", "may"], answer_format=THINKING)
     ring.finish_reason, ring.prompt_end = "length", prompt_end
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         answer = await both(client, **ASK)
         (item,) = answer.output
         assert isinstance(item, ResponseReasoningItem) and item.status == "incomplete"
         assert answer.usage is not None
         assert answer.usage.output_tokens_details.reasoning_tokens == 3
 
-    run(ring, test)
 
-
-def test_a_call_in_the_reasoning_is_no_call_and_a_call_after_it_is_one() -> None:
+async def test_a_call_in_the_reasoning_is_no_call_and_a_call_after_it_is_one() -> None:
     ring = ScriptedRing(["<think>", *CALL, "</think>", *CALL], answer_format=THINKING)
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         answer = await both(client, **ASK, tools=[WEATHER])
         assert [item.type for item in answer.output] == ["reasoning", "function_call"]
 
-    run(ring, test)
 
-
-def test_a_call_that_is_cut_off_is_an_incomplete_item() -> None:
+async def test_a_call_that_is_cut_off_is_an_incomplete_item() -> None:
     ring = ScriptedRing([*CALL[:-20]])
     ring.finish_reason = "length"
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         answer = await both(client, **ASK, tools=[WEATHER])
         (call,) = answer.output
         assert isinstance(call, ResponseFunctionToolCall) and call.status == "incomplete"
         assert answer.status == "incomplete"
 
-    run(ring, test)
-
 
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def test_an_error_before_the_answer_is_a_status() -> None:
+async def test_an_error_before_the_answer_is_a_status() -> None:
     ring = ScriptedRing([])
     ring.error = QueueFull("the queue is full")
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         for streamed in (False, True):
             with pytest.raises(openai.RateLimitError):
                 await client.responses.create(**ASK, stream=streamed)
 
-    run(ring, test)
 
-
-def test_an_error_within_a_stream_ends_it_with_a_failed_response() -> None:
+async def test_an_error_within_a_stream_ends_it_with_a_failed_response() -> None:
     ring = ScriptedRing(["No", " ra"])
     ring.leaves_open = True
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         events: list[Any] = []
         async for event in await client.responses.create(**ASK, stream=True):
             events.append(event)
@@ -348,8 +294,6 @@ def test_an_error_within_a_stream_ends_it_with_a_failed_response() -> None:
         assert failed.response.output[0].content[0].text == "No ra"
         assert failed.response.output[0].status == "incomplete"
         assert [event.sequence_number for event in events] == list(range(len(events)))
-
-    run(ring, test)
 
 
 def test_an_error_before_all_events_follows_those_of_the_begin() -> None:
@@ -367,15 +311,14 @@ def test_an_error_before_all_events_follows_those_of_the_begin() -> None:
 
 
 @pytest.mark.parametrize("rid", ["resp_a-1", "a-1"])
-def test_a_response_is_aborted_by_its_id_or_that_of_its_request(rid: str) -> None:
+async def test_a_response_is_aborted_by_its_id_or_that_of_its_request(rid: str) -> None:
     class AbortableRing(ScriptedRing):
         async def abort(self, request_id: str) -> None:
             self.sinks[0](chunk("", self.completion()))
 
     ring = AbortableRing(["No"])
     ring.leaves_open, ring.finish_reason = True, "abort"
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         events: list[Any] = []
         headers = {"X-Request-Id": "a-1"}
         async for event in await client.responses.create(**ASK, stream=True, extra_headers=headers):
@@ -388,13 +331,10 @@ def test_a_response_is_aborted_by_its_id_or_that_of_its_request(rid: str) -> Non
         assert events[-1].type == "response.incomplete"
         assert events[-1].response.status == "cancelled"
 
-    run(ring, test)
 
-
-def test_events_have_their_names_in_the_stream() -> None:
+async def test_events_have_their_names_in_the_stream() -> None:
     ring = ScriptedRing(["No"])
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         answer = await client.responses.with_raw_response.create(**ASK, stream=True)
         lines = (await answer.http_response.aread()).decode().splitlines()
         kinds = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
@@ -409,5 +349,3 @@ def test_events_have_their_names_in_the_stream() -> None:
             "response.output_item.done",
             "response.completed",
         ]
-
-    run(ring, test)

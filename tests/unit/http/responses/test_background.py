@@ -14,7 +14,7 @@ from http_proc.apis.responses import background as background_run
 from http_proc.apis.responses import database
 from http_proc.apis.responses.stored_responses import StoredResponses
 from quadriga.errors import PromptTooLong, QueueFull
-from tests.unit.http.responses.asking import ASK, check_events, refused, run, turns_of
+from tests.unit.http.responses.asking import ASK, asking, check_events, refused, turns_of
 from tests.unit.scripted_ring import ScriptedRing, chunk, gateway_before
 
 BACKGROUND_ASK: Any = {**ASK, "background": True}
@@ -44,10 +44,9 @@ def finish(ring: ScriptedRing, piece: str) -> None:
     ring.sinks[-1](chunk(piece, ring.completion()))
 
 
-def test_a_response_is_made_without_its_client_and_read_later(tmp_path: Path) -> None:
+async def test_a_response_is_made_without_its_client_and_read_later(tmp_path: Path) -> None:
     ring = ScriptedRing(["No", " rain."])
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         created = await client.responses.create(**BACKGROUND_ASK)
         assert created.status == "queued" and created.background and created.output == []
         done = await ended(client, created.id)
@@ -58,14 +57,11 @@ def test_a_response_is_made_without_its_client_and_read_later(tmp_path: Path) ->
         await client.responses.create(**ASK, previous_response_id=created.id)
         assert len(turns_of(ring)) == 3
 
-    run(ring, test, data_dir=str(tmp_path))
 
-
-def test_its_stream_is_read_while_it_is_made_and_afterwards(tmp_path: Path) -> None:
+async def test_its_stream_is_read_while_it_is_made_and_afterwards(tmp_path: Path) -> None:
     ring = ScriptedRing(["No"])
     ring.leaves_open = True
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         created = await client.responses.create(**BACKGROUND_ASK)
 
         async def read(after: int | None = None) -> list[Any]:
@@ -91,14 +87,11 @@ def test_its_stream_is_read_while_it_is_made_and_afterwards(tmp_path: Path) -> N
         assert await second == events[4:] == await read(3)
         assert await read() == events
 
-    run(ring, test, data_dir=str(tmp_path))
 
-
-def test_a_stream_in_the_background_goes_on_without_its_client(tmp_path: Path) -> None:
+async def test_a_stream_in_the_background_goes_on_without_its_client(tmp_path: Path) -> None:
     ring = ScriptedRing(["No"])
     ring.leaves_open = True
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         stream = await client.responses.create(**BACKGROUND_ASK, stream=True)
         seen = [await anext(stream) for _ in range(4)]
         await stream.close()
@@ -111,10 +104,8 @@ def test_a_stream_in_the_background_goes_on_without_its_client(tmp_path: Path) -
         assert [one.sequence_number for one in events] == list(range(len(events)))
         assert not ring.handles[0].aborted
 
-    run(ring, test, data_dir=str(tmp_path))
 
-
-def test_a_client_that_leaves_while_its_response_is_stored_finds_it_later(
+async def test_a_client_that_leaves_while_its_response_is_stored_finds_it_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = StoredResponses.open_response
@@ -125,25 +116,22 @@ def test_a_client_that_leaves_while_its_response_is_stored_finds_it_later(
         is_storing.set()
         await may_go_on.wait()
 
-    async def test(client: Any) -> None:
+    monkeypatch.setattr(StoredResponses, "open_response", open_slowly)
+    async with asking(ScriptedRing(["No", " rain."]), data_dir=str(tmp_path)) as client:
         name = {"X-Request-Id": "rain"}
-        asking = asyncio.create_task(client.responses.create(**BACKGROUND_ASK, extra_headers=name))
+        created = asyncio.create_task(client.responses.create(**BACKGROUND_ASK, extra_headers=name))
         await is_storing.wait()
-        asking.cancel()
+        created.cancel()
         for _ in range(20):  # meanwhile the gateway sees that the connection is closed
             assert (await client.responses.retrieve("resp_rain")).status == "queued"
         may_go_on.set()
         assert (await ended(client, "resp_rain")).output_text == "No rain."
 
-    monkeypatch.setattr(StoredResponses, "open_response", open_slowly)
-    run(ScriptedRing(["No", " rain."]), test, data_dir=str(tmp_path))
 
-
-def test_a_cancelled_response_keeps_what_it_has(tmp_path: Path) -> None:
+async def test_a_cancelled_response_keeps_what_it_has(tmp_path: Path) -> None:
     ring = ScriptedRing(["No"])
     ring.leaves_open = True
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         created = await client.responses.create(**BACKGROUND_ASK, stream=True)
         events = [await anext(created) for _ in range(6)]
         response_id = events[0].response.id
@@ -156,27 +144,21 @@ def test_a_cancelled_response_keeps_what_it_has(tmp_path: Path) -> None:
         assert await client.responses.retrieve(response_id) == cancelled
         assert await client.responses.cancel(response_id) == cancelled
 
-    run(ring, test, data_dir=str(tmp_path))
 
-
-def test_a_response_is_cancelled_before_it_begins(tmp_path: Path) -> None:
+async def test_a_response_is_cancelled_before_it_begins(tmp_path: Path) -> None:
     ring = ScriptedRing([])
     ring.error = QueueFull("full")
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         created = await client.responses.create(**BACKGROUND_ASK)
         assert (await client.responses.cancel(created.id)).status == "cancelled"
         stream = await client.responses.retrieve(created.id, stream=True)
         assert [event.type async for event in stream][-1] == "response.incomplete"
 
-    run(ring, test, data_dir=str(tmp_path))
 
-
-def test_an_error_of_the_request_is_that_of_the_response(tmp_path: Path) -> None:
+async def test_an_error_of_the_request_is_that_of_the_response(tmp_path: Path) -> None:
     ring = ScriptedRing([])
     ring.error = PromptTooLong("prompt has 9000 tokens")
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         created = await client.responses.create(**BACKGROUND_ASK)
         failed = await ended(client, created.id)
         assert failed.status == "failed" and failed.error.code == "context_length_exceeded"
@@ -184,15 +166,14 @@ def test_an_error_of_the_request_is_that_of_the_response(tmp_path: Path) -> None
         events = [one async for one in await client.responses.retrieve(created.id, stream=True)]
         assert [event.type for event in events[-2:]] == ["error", "response.failed"]
 
-    run(ring, test, data_dir=str(tmp_path))
 
-
-def test_a_full_queue_delays_the_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_queue_delays_the_response(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(background_run, "RETRY_AFTER_S", 0.0)
     ring = ScriptedRing(["No"])
     ring.error = QueueFull("full")
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         created = await client.responses.create(**BACKGROUND_ASK)
         while len(ring.handles) < 2:
             assert (await client.responses.retrieve(created.id)).status == "queued"
@@ -203,42 +184,37 @@ def test_a_full_queue_delays_the_response(tmp_path: Path, monkeypatch: pytest.Mo
         stream = [one async for one in await client.responses.retrieve(created.id, stream=True)]
         assert [one.sequence_number for one in stream] == list(range(len(stream)))
 
-    run(ring, test, data_dir=str(tmp_path))
 
-
-def test_open_responses_are_made_by_the_next_gateway(tmp_path: Path) -> None:
-    async def test() -> None:
-        ring = ScriptedRing(["No"])
-        ring.leaves_open = True
-        async with client_of(ring, tmp_path) as client:
-            first = await client.responses.create(**ASK, background=True, instructions="Be brief.")
-            stream = await client.responses.create(
-                **BACKGROUND_ASK, stream=True, extra_body={"seed": 5}
-            )
-            seen = [await anext(stream) for _ in range(5)]
-            second = seen[0].response
-        again = ScriptedRing(["No", " rain."])
-        async with client_of(again, tmp_path) as client:
-            for created in (first, second):
-                done = await ended(client, created.id)
-                assert done.output_text == "No rain." and done.created_at == created.created_at
-            rest = await client.responses.retrieve(second.id, stream=True, starting_after=4)
-            events = [*seen, *[event async for event in rest]]
-            again_events = await client.responses.retrieve(second.id, stream=True)
-            assert events == [event async for event in again_events]
-        # The same is asked under the same ids, with the same seed also where none was given.
-        kept = [[options["kept"] for *_, options in one.submitted] for one in (ring, again)]
-        assert [one._replace(is_resent=True) for one in kept[0]] == kept[1]
-        seeds = [params.seed for _, params, _ in ring.submitted]
-        assert [params.seed for _, params, _ in again.submitted] == seeds
-        assert seeds[1] == 5 and seeds[0] is not None
-        assert [turns for turns, *_ in again.submitted] == [turns for turns, *_ in ring.submitted]
-        third = ScriptedRing(["No"])
-        async with client_of(third, tmp_path) as client:
-            assert (await client.responses.retrieve(first.id)).output_text == "No rain."
-        assert third.submitted == []
-
-    asyncio.run(asyncio.wait_for(test(), 30))
+async def test_open_responses_are_made_by_the_next_gateway(tmp_path: Path) -> None:
+    ring = ScriptedRing(["No"])
+    ring.leaves_open = True
+    async with client_of(ring, tmp_path) as client:
+        first = await client.responses.create(**ASK, background=True, instructions="Be brief.")
+        stream = await client.responses.create(
+            **BACKGROUND_ASK, stream=True, extra_body={"seed": 5}
+        )
+        seen = [await anext(stream) for _ in range(5)]
+        second = seen[0].response
+    again = ScriptedRing(["No", " rain."])
+    async with client_of(again, tmp_path) as client:
+        for created in (first, second):
+            done = await ended(client, created.id)
+            assert done.output_text == "No rain." and done.created_at == created.created_at
+        rest = await client.responses.retrieve(second.id, stream=True, starting_after=4)
+        events = [*seen, *[event async for event in rest]]
+        again_events = await client.responses.retrieve(second.id, stream=True)
+        assert events == [event async for event in again_events]
+    # The same is asked under the same ids, with the same seed also where none was given.
+    kept = [[options["kept"] for *_, options in one.submitted] for one in (ring, again)]
+    assert [one._replace(is_resent=True) for one in kept[0]] == kept[1]
+    seeds = [params.seed for _, params, _ in ring.submitted]
+    assert [params.seed for _, params, _ in again.submitted] == seeds
+    assert seeds[1] == 5 and seeds[0] is not None
+    assert [turns for turns, *_ in again.submitted] == [turns for turns, *_ in ring.submitted]
+    third = ScriptedRing(["No"])
+    async with client_of(third, tmp_path) as client:
+        assert (await client.responses.retrieve(first.id)).output_text == "No rain."
+    assert third.submitted == []
 
 
 class StartingRing(ScriptedRing):
@@ -254,48 +230,46 @@ class StartingRing(ScriptedRing):
 
 
 @pytest.mark.parametrize("act", ["cancel", "delete"])
-def test_a_response_ends_while_the_server_starts(tmp_path: Path, act: str) -> None:
-    async def test() -> None:
-        ring = ScriptedRing(["No"])
-        ring.leaves_open = True
-        async with client_of(ring, tmp_path) as client:
-            first, other = [await client.responses.create(**BACKGROUND_ASK) for _ in range(2)]
-            while len(ring.handles) < 2:
-                await asyncio.sleep(0.01)
-        kept = ring.submitted[0][2]["kept"].request_id
-        starting = StartingRing()
-        async with client_of(starting, tmp_path) as client:
-            assert (await client.responses.retrieve(first.id)).status == "queued"
-            if act == "cancel":
-                cancelled = await client.responses.cancel(first.id)
-                assert cancelled.status == "cancelled"
-                assert await client.responses.retrieve(first.id) == cancelled
-            else:
-                await client.responses.delete(first.id)
-            assert not starting.aborted
-            starting.facts["ready"] = True
-            assert (await ended(client, other.id)).output_text == "No rain."
-            assert len(starting.submitted) == 1
-            while not starting.aborted:
-                await asyncio.sleep(0.01)
-            assert starting.aborted == [kept]
-        third = ScriptedRing(["No"])
-        async with client_of(third, tmp_path) as client:
-            if act == "cancel":
-                assert (await client.responses.retrieve(first.id)).status == "cancelled"
-            else:
-                with pytest.raises(openai.NotFoundError, match="was deleted"):
-                    await client.responses.retrieve(first.id)
-        assert third.submitted == []
-
-    asyncio.run(asyncio.wait_for(test(), 30))
+async def test_a_response_ends_while_the_server_starts(tmp_path: Path, act: str) -> None:
+    ring = ScriptedRing(["No"])
+    ring.leaves_open = True
+    async with client_of(ring, tmp_path) as client:
+        first, other = [await client.responses.create(**BACKGROUND_ASK) for _ in range(2)]
+        while len(ring.handles) < 2:
+            await asyncio.sleep(0.01)
+    kept = ring.submitted[0][2]["kept"].request_id
+    starting = StartingRing()
+    async with client_of(starting, tmp_path) as client:
+        assert (await client.responses.retrieve(first.id)).status == "queued"
+        if act == "cancel":
+            cancelled = await client.responses.cancel(first.id)
+            assert cancelled.status == "cancelled"
+            assert await client.responses.retrieve(first.id) == cancelled
+        else:
+            await client.responses.delete(first.id)
+        assert not starting.aborted
+        starting.facts["ready"] = True
+        assert (await ended(client, other.id)).output_text == "No rain."
+        assert len(starting.submitted) == 1
+        while not starting.aborted:
+            await asyncio.sleep(0.01)
+        assert starting.aborted == [kept]
+    third = ScriptedRing(["No"])
+    async with client_of(third, tmp_path) as client:
+        if act == "cancel":
+            assert (await client.responses.retrieve(first.id)).status == "cancelled"
+        else:
+            with pytest.raises(openai.NotFoundError, match="was deleted"):
+                await client.responses.retrieve(first.id)
+    assert third.submitted == []
 
 
-def test_a_response_that_is_made_again_is_cancelled_with_all_that_was_sent(tmp_path: Path) -> None:
+async def test_a_response_that_is_made_again_is_cancelled_with_all_that_was_sent(
+    tmp_path: Path,
+) -> None:
     ring = ScriptedRing(["No", " rain"])
     ring.leaves_open = True
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         created = await client.responses.create(**BACKGROUND_ASK, stream=True)
         events = [await anext(created) for _ in range(7)]
         ring.pieces = ["No"]
@@ -311,10 +285,10 @@ def test_a_response_that_is_made_again_is_cancelled_with_all_that_was_sent(tmp_p
         again = await client.responses.retrieve(response_id, stream=True)
         assert [event async for event in again] == events
 
-    run(ring, test, data_dir=str(tmp_path))
 
-
-def test_the_end_is_seen_when_it_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_end_is_seen_when_it_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     close = StoredResponses.close_response
     is_storing, may_go_on = asyncio.Event(), asyncio.Event()
 
@@ -323,7 +297,8 @@ def test_the_end_is_seen_when_it_is_stored(tmp_path: Path, monkeypatch: pytest.M
         await may_go_on.wait()
         return await close(*args)
 
-    async def test(client: Any) -> None:
+    monkeypatch.setattr(StoredResponses, "close_response", close_slowly)
+    async with asking(ScriptedRing(["No", " rain."]), data_dir=str(tmp_path)) as client:
         stream = await client.responses.create(**BACKGROUND_ASK, stream=True)
         events = [await anext(stream)]
         await is_storing.wait()
@@ -337,12 +312,9 @@ def test_the_end_is_seen_when_it_is_stored(tmp_path: Path, monkeypatch: pytest.M
         events += [event async for event in stream]
         assert events[-1].type == "response.completed"
 
-    monkeypatch.setattr(StoredResponses, "close_response", close_slowly)
-    run(ScriptedRing(["No", " rain."]), test, data_dir=str(tmp_path))
 
-
-def test_a_resumable_request_in_the_background_is_one_response(tmp_path: Path) -> None:
-    async def test(client: Any) -> None:
+async def test_a_resumable_request_in_the_background_is_one_response(tmp_path: Path) -> None:
+    async with asking(ScriptedRing(["No", " rain."]), data_dir=str(tmp_path)) as client:
         ask = {**BACKGROUND_ASK, "extra_body": {"resumable": True}}
         stream = await client.responses.create(**ask, stream=True)
         events = [event async for event in stream]
@@ -351,14 +323,13 @@ def test_a_resumable_request_in_the_background_is_one_response(tmp_path: Path) -
         assert [event async for event in again] == events
         assert (await client.responses.create(**ask)).status == "queued"
 
-    run(ScriptedRing(["No", " rain."]), test, data_dir=str(tmp_path))
 
-
-def test_an_open_response_cannot_be_continued_and_ends_when_it_is_deleted(tmp_path: Path) -> None:
+async def test_an_open_response_cannot_be_continued_and_ends_when_it_is_deleted(
+    tmp_path: Path,
+) -> None:
     ring = ScriptedRing(["No"])
     ring.leaves_open = True
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         created = await client.responses.create(**BACKGROUND_ASK)
         with pytest.raises(openai.ConflictError, match="has not ended"):
             await client.responses.create(**ASK, previous_response_id=created.id)
@@ -369,27 +340,21 @@ def test_an_open_response_cannot_be_continued_and_ends_when_it_is_deleted(tmp_pa
         with pytest.raises(openai.NotFoundError, match="was deleted"):
             await client.responses.retrieve(created.id)
 
-    run(ring, test, data_dir=str(tmp_path))
 
-
-def test_the_number_of_open_responses_is_bounded(tmp_path: Path) -> None:
+async def test_the_number_of_open_responses_is_bounded(tmp_path: Path) -> None:
     ring = ScriptedRing(["No"])
     ring.leaves_open = True
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path), max_background_responses=2) as client:
         for _ in range(2):
             await client.responses.create(**BACKGROUND_ASK)
         with pytest.raises(openai.RateLimitError, match="this server takes 2"):
             await client.responses.create(**BACKGROUND_ASK)
 
-    run(ring, test, data_dir=str(tmp_path), max_background_responses=2)
 
-
-def test_open_responses_outlive_the_bounds_of_the_store(tmp_path: Path) -> None:
+async def test_open_responses_outlive_the_bounds_of_the_store(tmp_path: Path) -> None:
     ring = ScriptedRing(["No"])
     ring.leaves_open = True
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path), max_stored_responses=1) as client:
         created = await client.responses.create(**BACKGROUND_ASK)
         while not ring.handles:
             await asyncio.sleep(0.01)
@@ -398,10 +363,8 @@ def test_open_responses_outlive_the_bounds_of_the_store(tmp_path: Path) -> None:
             await client.responses.create(**ASK)
         assert (await client.responses.retrieve(created.id)).status == "in_progress"
 
-    run(ring, test, data_dir=str(tmp_path), max_stored_responses=1)
 
-
-def test_an_end_that_cannot_be_stored_is_stored_later(
+async def test_an_end_that_cannot_be_stored_is_stored_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "RETRY_S", 0.0)
@@ -409,7 +372,8 @@ def test_an_end_that_cannot_be_stored_is_stored_later(
     ring = ScriptedRing(["No"])
     ring.leaves_open = True
 
-    async def test(client: Any) -> None:
+    ids: list[str] = []
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         created = await client.responses.create(**BACKGROUND_ASK)
         while not ring.handles:
             await asyncio.sleep(0.01)
@@ -421,30 +385,20 @@ def test_an_end_that_cannot_be_stored_is_stored_later(
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         ids.append(created.id)
-
-    async def read(client: Any) -> None:
+    async with asking(ScriptedRing(["No", " rain."]), data_dir=str(tmp_path)) as client:
         assert (await client.responses.retrieve(ids[0])).output_text == "No rain."
 
-    ids: list[str] = []
-    run(ring, test, data_dir=str(tmp_path))
-    run(ScriptedRing(["No", " rain."]), read, data_dir=str(tmp_path))
 
-
-def test_wrong_uses_of_the_background_are_refused(tmp_path: Path) -> None:
-    async def with_store(client: Any) -> None:
+async def test_wrong_uses_of_the_background_are_refused(tmp_path: Path) -> None:
+    async with asking(ScriptedRing(["No"]), data_dir=str(tmp_path)) as client:
         await refused(client, "store", "must be true", background=True, store=False)
-
-    async def without_store(client: Any) -> None:
+    async with asking(ScriptedRing(["No"])) as client:
         await refused(client, "background", "--no-store", background=True)
 
-    run(ScriptedRing(["No"]), with_store, data_dir=str(tmp_path))
-    run(ScriptedRing(["No"]), without_store)
 
-
-def test_the_events_of_a_response_in_the_background_add_up(tmp_path: Path) -> None:
+async def test_the_events_of_a_response_in_the_background_add_up(tmp_path: Path) -> None:
     ring = ScriptedRing(["No", " rain", "."])
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         stream = await client.responses.create(**BACKGROUND_ASK, stream=True)
         events = [event async for event in stream]
         queued = [event for event in events if event.type == "response.queued"]
@@ -452,5 +406,3 @@ def test_the_events_of_a_response_in_the_background_add_up(tmp_path: Path) -> No
         for number, event in enumerate(rest := [events[0], *events[2:]]):
             event.sequence_number = number
         check_events(rest)
-
-    run(ring, test, data_dir=str(tmp_path))

@@ -9,7 +9,7 @@ import aiohttp
 import openai
 import pytest
 
-from tests.unit.http.responses.asking import THINKING, run, turns_of
+from tests.unit.http.responses.asking import THINKING, asking, turns_of
 from tests.unit.scripted_ring import ScriptedRing
 
 GRAMMAR = """start: begin_patch hunk+ end_patch
@@ -133,7 +133,7 @@ async def events_of(client: openai.AsyncOpenAI, body: Any) -> list[Any]:
     return events
 
 
-def test_a_session_of_codex_runs_to_its_end() -> None:
+async def test_a_session_of_codex_runs_to_its_end() -> None:
     patch = "*** Begin Patch\n*** Add File: a.py\n+print('ü')\n*** End Patch"
     shell_call = {"name": "shell", "arguments": {"command": ["ls", "-l"]}}
     patch_call = {"name": "apply_patch", "arguments": {"input": patch}}
@@ -143,8 +143,7 @@ def test_a_session_of_codex_runs_to_its_end() -> None:
         "<think>Done.</think>Written.",
     ]
     ring = ScriptedRing([], answer_format=THINKING)
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         items = list(REQUEST["input"])
         kinds: list[list[str]] = []
         for step in steps:
@@ -175,8 +174,6 @@ def test_a_session_of_codex_runs_to_its_end() -> None:
         names = [tool["function"]["name"] for tool in tools]
         assert names == ["shell", "update_plan", "apply_patch"]
         assert GRAMMAR in tools[2]["function"]["description"]
-
-    run(ring, test)
 
 
 def sent_back(item: Any) -> Any:
@@ -224,12 +221,11 @@ def call_of(name: str, arguments: Any) -> str:
         ),
     ],
 )
-def test_tools_of_a_namespace_are_offered_and_calls_name_both(
+async def test_tools_of_a_namespace_are_offered_and_calls_name_both(
     function: str, arguments: Any, expected: Any
 ) -> None:
     ring = ScriptedRing([call_of(function, arguments)], answer_format=THINKING)
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         body = {**REQUEST, "tools": [SHELL, TICKETS, SEARCH], "parallel_tool_calls": True}
         events = await events_of(client, body)
         tools = ring.submitted[-1][2]["chat"].tools
@@ -248,18 +244,15 @@ def test_tools_of_a_namespace_are_offered_and_calls_name_both(
         (call,) = turns_of(ring)[-2]["tool_calls"]
         assert call["function"] == {"name": function, "arguments": arguments}
 
-    run(ring, test)
 
-
-def test_tools_that_the_client_found_are_offered_and_its_searches_are_no_turns() -> None:
+async def test_tools_that_the_client_found_are_offered_and_its_searches_are_no_turns() -> None:
     ring = ScriptedRing([call_of("found", {"command": ["x"]})], answer_format=THINKING)
     added = {"type": "additional_tools", "role": "developer", "tools": [FOUND, TICKETS]}
     search: Any = {"type": "tool_search_call", "call_id": "s1", "arguments": {"query": "x"}}
     search |= {"execution": "client", "status": "completed"}
     output: Any = {**search, "type": "tool_search_output", "tools": [FOUND, SHELL]}
     items = [added, *REQUEST["input"], search, output]
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         body = {**REQUEST, "tools": [SHELL, SEARCH], "input": items}
         events = await events_of(client, body)
         tools = ring.submitted[-1][2]["chat"].tools
@@ -269,13 +262,10 @@ def test_tools_that_the_client_found_are_offered_and_its_searches_are_no_turns()
         assert events[-1]["response"]["output"][0]["name"] == "found"
         assert events[-1]["response"]["tools"] == [SHELL, SEARCH]
 
-    run(ring, test)
 
-
-def test_a_tool_of_a_namespace_can_be_forced_and_a_wrong_one_is_named() -> None:
+async def test_a_tool_of_a_namespace_can_be_forced_and_a_wrong_one_is_named() -> None:
     ring = ScriptedRing(['{"status": "open"}'], answer_format=THINKING)
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         choice: Any = {"type": "function", "name": "list_tickets", "namespace": "mcp__tracker"}
         body: Any = {"model": "tiny", "input": "x", "tools": [SHELL, TICKETS]}
         await client.responses.create(**body, tool_choice=choice)
@@ -289,31 +279,28 @@ def test_a_tool_of_a_namespace_can_be_forced_and_a_wrong_one_is_named() -> None:
             with pytest.raises(openai.BadRequestError, match=re.escape(text)):
                 await client.responses.create(**{**body, **wrong})
 
-    run(ring, test)
 
-
-def test_tools_that_the_client_runs_itself_are_passed_over_with_a_line_in_the_log(
+async def test_tools_that_the_client_runs_itself_are_passed_over_with_a_line_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ring = ScriptedRing(["Hi"], answer_format=THINKING)
     kinds = ["local_shell", "apply_patch", f"of_the_future_{id(ring)}"]
 
-    async def test(client: openai.AsyncOpenAI) -> None:
+    caplog.set_level(logging.INFO)
+    async with asking(ring) as client:
         tools: Any = [{"type": kind} for kind in kinds] * 2
         answer = await client.responses.create(model="tiny", input="x", tools=tools)
         assert answer.output_text == "Hi"
-
-    caplog.set_level(logging.INFO)
-    run(ring, test)
     assert sum(kinds[2] in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_call_in_a_fence_is_a_call_unless_a_strict_tool_or_a_schema_makes_the_answer() -> None:
+async def test_a_call_in_a_fence_is_a_call_unless_a_strict_tool_or_a_schema_makes_the_answer() -> (
+    None
+):
     fenced = '```json\n{"name": "shell", "arguments": {"command": ["ls"]}}\n```'
     body: Any = {"model": "tiny", "input": "List.", "tools": [SHELL]}
     ring = ScriptedRing([fenced[:9], fenced[9:30], fenced[30:]])
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         for streamed in (False, True):
             answer: Any = await client.responses.create(**body, stream=streamed)
             if streamed:
@@ -326,5 +313,3 @@ def test_a_call_in_a_fence_is_a_call_unless_a_strict_tool_or_a_schema_makes_the_
         for other in (strict, {**body, "text": {"format": format_}}, {**body, "tools": []}):
             answer = await client.responses.create(**other)
             assert answer.output_text == fenced
-
-    run(ring, test)

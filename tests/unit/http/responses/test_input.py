@@ -9,7 +9,7 @@ import pytest
 from http_proc.apis.responses.input import chat_turns, list_items, parse_items
 from http_proc.apis.responses.store import NoResponseStore
 from http_proc.core.errors import ApiError
-from tests.unit.http.responses.asking import ASK, PATCH, WEATHER, both, refused, run, turns_of
+from tests.unit.http.responses.asking import ASK, PATCH, WEATHER, asking, both, refused, turns_of
 from tests.unit.scripted_ring import ScriptedRing
 
 USER: Any = {"role": "user", "content": "Rain?"}
@@ -125,12 +125,11 @@ def test_a_wrong_item_is_refused_by_its_place(items: list[Any], param: str, matc
     assert raised.value.status == 400 and raised.value.answer.error.param == param
 
 
-def test_wrong_requests_are_refused_by_the_field() -> None:
+async def test_wrong_requests_are_refused_by_the_field() -> None:
     ring = ScriptedRing(["No"])
     grammar = {**PATCH, "format": {"type": "grammar"}}
     searched: Any = {"type": "web_search"}
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         await refused(client, "previous_response_id", "stores no", previous_response_id="resp_1")
         await refused(client, "conversation", "stores no", conversation="conv_1")
         await refused(client, "background", "stream: true", background=True)
@@ -162,20 +161,15 @@ def test_wrong_requests_are_refused_by_the_field() -> None:
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve("resp_1")
 
-    run(ring, test)
 
-
-def test_a_model_that_cannot_chat_is_refused() -> None:
-    async def test(client: openai.AsyncOpenAI) -> None:
+async def test_a_model_that_cannot_chat_is_refused() -> None:
+    async with asking(ScriptedRing(["No"], chat=False)) as client:
         await refused(client, "input", "base model")
 
-    run(ScriptedRing(["No"], chat=False), test)
 
-
-def test_fields_without_an_effect_are_taken_and_shown() -> None:
+async def test_fields_without_an_effect_are_taken_and_shown() -> None:
     ring = ScriptedRing(["No"])
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         answer = await both(
             client,
             **ASK,
@@ -199,16 +193,13 @@ def test_fields_without_an_effect_are_taken_and_shown() -> None:
         _, params, options = ring.submitted[0]
         assert params.temperature == 0.5 and options["truncate_prompt"] is True
 
-    run(ring, test)
 
-
-def test_an_agent_calls_a_tool_and_uses_its_output() -> None:
+async def test_an_agent_calls_a_tool_and_uses_its_output() -> None:
     """Send the output items of each answer back, as agents do."""
     ring = ScriptedRing(
         ['<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>']
     )
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring) as client:
         items: list[Any] = [USER]
         answer = await client.responses.create(model="tiny", input=items, tools=[WEATHER])
         items += [item.to_dict() for item in answer.output]
@@ -226,5 +217,3 @@ def test_an_agent_calls_a_tool_and_uses_its_output() -> None:
             },
             {"role": "tool", "content": "sun", "tool_call_id": call.call_id},
         ]
-
-    run(ring, test)

@@ -4,7 +4,8 @@ import asyncio
 import random
 import resource
 import sqlite3
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from http_proc.apis.responses.tables import ObjectKind
 from http_proc.core.errors import ApiError
 from http_proc.core.shares import SharedBound, Shares
 from quadriga.server.config.frontend_args import TenantArgs
-from tests.unit.http.responses.asking import ASK, run
+from tests.unit.http.responses.asking import ASK, asking
 from tests.unit.scripted_ring import ScriptedRing
 
 MEBIBYTE = 1024 * 1024
@@ -47,19 +48,15 @@ def ended(number: int, text: str = "No", previous: int | None = None) -> EndedRe
     return EndedResponse(response, asked, True, None, b"event: x\ndata: {}\n\n")
 
 
-def with_store(path: Path, test: Any, bounds: StoreBounds = WIDE) -> None:
-    """Run a test with an open store."""
-
-    async def run_test() -> None:
-        held = SharedBound(SHARES, MEBIBYTE)
-        store = StoredResponses(path / "responses.sqlite3", bounds, True, 16 * MEBIBYTE, held)
-        await store.open()
-        try:
-            await test(store)
-        finally:
-            await store.close()
-
-    asyncio.run(asyncio.wait_for(run_test(), 60))
+@asynccontextmanager
+async def opened_store(path: Path, bounds: StoreBounds = WIDE) -> AsyncIterator[StoredResponses]:
+    held = SharedBound(SHARES, MEBIBYTE)
+    store = StoredResponses(path / "responses.sqlite3", bounds, True, 16 * MEBIBYTE, held)
+    await store.open()
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
 async def reason_of(read: Coroutine[Any, Any, Any]) -> str | None:
@@ -68,8 +65,8 @@ async def reason_of(read: Coroutine[Any, Any, Any]) -> str | None:
     return raised.value.answer.error.code
 
 
-def test_the_least_recently_used_go_first(tmp_path: Path, clock: list[float]) -> None:
-    async def test(store: StoredResponses) -> None:
+async def test_the_least_recently_used_go_first(tmp_path: Path, clock: list[float]) -> None:
+    async with opened_store(tmp_path, replace(WIDE, max_objects=3)) as store:
         for number in range(3):
             clock[0] += 1
             assert await store.save(ended(number))
@@ -80,13 +77,11 @@ def test_the_least_recently_used_go_first(tmp_path: Path, clock: list[float]) ->
         assert (await store.response("resp_2"))["id"] == "resp_2"
         assert len(await store.items_of_response("resp_3")) == 4
 
-    with_store(tmp_path, test, replace(WIDE, max_objects=3))
 
-
-def test_what_is_too_old_has_expired_and_its_use_prolongs_it(
+async def test_what_is_too_old_has_expired_and_its_use_prolongs_it(
     tmp_path: Path, clock: list[float]
 ) -> None:
-    async def test(store: StoredResponses) -> None:
+    async with opened_store(tmp_path) as store:
         await store.save(ended(0))
         await store.save(ended(1))
         clock[0] += 600
@@ -98,11 +93,9 @@ def test_what_is_too_old_has_expired_and_its_use_prolongs_it(
         assert store.size.num_responses == 3
         assert await reason_of(store.response("resp_0")) == "response_expired"
 
-    with_store(tmp_path, test)
 
-
-def test_changes_that_wait_together_are_made_or_refused_one_by_one(tmp_path: Path) -> None:
-    async def test(store: StoredResponses) -> None:
+async def test_changes_that_wait_together_are_made_or_refused_one_by_one(tmp_path: Path) -> None:
+    async with opened_store(tmp_path) as store:
         changes = [store.save(ended(number)) for number in range(20)]
         changes.append(store.save(ended(3)))
         removals = [store.delete(ObjectKind.RESPONSE, f"resp_{number}") for number in (4, 4, 99)]
@@ -111,69 +104,52 @@ def test_changes_that_wait_together_are_made_or_refused_one_by_one(tmp_path: Pat
         removed = await asyncio.gather(*removals, return_exceptions=True)
         assert removed[0] is None and all(isinstance(one, ApiError) for one in removed[1:])
         assert store.size.num_responses == 19 and not store.has_failed
-
-    with_store(tmp_path, test)
-    with_store(tmp_path, count_of(19))
-
-
-def count_of(expected: int) -> Any:
-    async def test(store: StoredResponses) -> None:
-        assert store.size.num_responses == expected
-
-    return test
+    async with opened_store(tmp_path) as store:
+        assert store.size.num_responses == 19
 
 
-def test_the_file_keeps_its_size(tmp_path: Path) -> None:
-    async def test(store: StoredResponses) -> None:
+async def test_the_file_keeps_its_size(tmp_path: Path) -> None:
+    async with opened_store(tmp_path, replace(WIDE, max_bytes=MEBIBYTE)) as store:
         for number in range(200):
             noise = sqlite3.connect(":memory:").execute("SELECT hex(randomblob(20000))").fetchone()
             assert await store.save(ended(number, noise[0]))
             assert store.size.num_bytes <= MEBIBYTE
         assert 20 < store.size.num_responses < 60
         assert await reason_of(store.response("resp_0")) == "response_expired"
-
-    with_store(tmp_path, test, replace(WIDE, max_bytes=MEBIBYTE))
     assert (tmp_path / "responses.sqlite3").stat().st_size < 1.5 * MEBIBYTE
 
 
-def test_smaller_bounds_take_effect_at_the_next_start(tmp_path: Path) -> None:
-    async def fill(store: StoredResponses) -> None:
+async def test_smaller_bounds_take_effect_at_the_next_start(tmp_path: Path) -> None:
+    async with opened_store(tmp_path) as store:
         for number in range(20):
             await store.save(ended(number))
-
-    async def check(store: StoredResponses) -> None:
+    async with opened_store(
+        tmp_path, replace(WIDE, max_objects=5, max_age_s=1000000000.0)
+    ) as store:
         assert store.size.num_responses == 5
         assert (await store.response("resp_19"))["id"] == "resp_19"
 
-    with_store(tmp_path, fill)
-    with_store(tmp_path, check, replace(WIDE, max_objects=5, max_age_s=1e9))
 
-
-def test_ids_of_removed_responses_are_bounded_too(
+async def test_ids_of_removed_responses_are_bounded_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "MAX_REMOVED_IDS", 3)
-
-    async def test(store: StoredResponses) -> None:
+    async with opened_store(tmp_path) as store:
         for number in range(5):
             await store.save(ended(number))
             await store.delete(ObjectKind.RESPONSE, f"resp_{number}")
         assert await reason_of(store.response("resp_0")) == "response_unknown"
         assert await reason_of(store.response("resp_4")) == "response_deleted"
 
-    with_store(tmp_path, test)
 
-
-def test_a_long_chain_is_read_in_its_order(tmp_path: Path) -> None:
-    async def test(store: StoredResponses) -> None:
+async def test_a_long_chain_is_read_in_its_order(tmp_path: Path) -> None:
+    async with opened_store(tmp_path) as store:
         await store.save(ended(0))
         for number in range(1, 300):
             await store.save(ended(number, f"Answer {number}", previous=number - 1))
         items = await store.items_of_response("resp_299")
         questions = [item["content"][0]["text"] for item in items[::2]]
         assert questions == [f"Question {number}" for number in range(300)]
-
-    with_store(tmp_path, test)
 
 
 @pytest.fixture
@@ -182,10 +158,10 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "RETRY_S", 0.0)
 
 
-def test_a_full_disk_ends_the_storing_and_reading_goes_on(
+async def test_a_full_disk_ends_the_storing_and_reading_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, no_pause: None
 ) -> None:
-    async def test(store: StoredResponses) -> None:
+    async with opened_store(tmp_path) as store:
         assert await store.save(ended(0))
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         size = (tmp_path / "responses.sqlite3-wal").stat().st_size
@@ -200,32 +176,26 @@ def test_a_full_disk_ends_the_storing_and_reading_goes_on(
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert await store.save(ended(4))
         assert not store.has_failed and store.size.num_responses == 2
-
-    with_store(tmp_path, test)
     assert len([one for one in caplog.records if "cannot be used" in one.message]) == 1
 
 
-def test_a_failed_store_is_not_tried_at_every_request(tmp_path: Path) -> None:
+async def test_a_failed_store_is_not_tried_at_every_request(tmp_path: Path) -> None:
     (tmp_path / "responses.sqlite3").mkdir()
-
-    async def test(store: StoredResponses) -> None:
+    async with opened_store(tmp_path) as store:
         assert not store.keeps_responses
         (tmp_path / "responses.sqlite3").rmdir()
         assert await reason_of(store.response("resp_0")) == "no_storage"
         assert not await store.save(ended(0))
 
-    with_store(tmp_path, test)
-
 
 @pytest.mark.parametrize("content", [b"no database " * 1000, b""])
-def test_a_damaged_file_does_not_end_the_serving(
+async def test_a_damaged_file_does_not_end_the_serving(
     tmp_path: Path, content: bytes, no_pause: None
 ) -> None:
     path = tmp_path / "responses.sqlite3"
     path.write_bytes(content)
     ring = ScriptedRing(["No"])
-
-    async def test(client: openai.AsyncOpenAI) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         answer: Any = await client.responses.create(**ASK)
         assert answer.output_text == "No" and answer.store is (content == b"")
         if content:
@@ -237,19 +207,18 @@ def test_a_damaged_file_does_not_end_the_serving(
             assert answer.store is True
         assert (await client.responses.retrieve(answer.id)).id == answer.id
 
-    run(ring, test, data_dir=str(tmp_path))
 
-
-def test_pages_that_are_damaged_while_the_store_is_open_are_an_error_of_one_request(
+async def test_pages_that_are_damaged_while_the_store_is_open_are_an_error_of_one_request(
     tmp_path: Path, no_pause: None
 ) -> None:
     path = tmp_path / "responses.sqlite3"
-
-    async def fill(store: StoredResponses) -> None:
+    async with opened_store(tmp_path) as store:
         for number in range(200):
             await store.save(ended(number, "No" * 2000))
-
-    async def read(store: StoredResponses) -> None:
+    data = bytearray(path.read_bytes())
+    data[3 * 4096 :] = b"\xff" * (len(data) - 3 * 4096)
+    path.write_bytes(data)
+    async with opened_store(tmp_path) as store:
         codes = []
         for number in range(200):
             try:
@@ -257,12 +226,6 @@ def test_pages_that_are_damaged_while_the_store_is_open_are_an_error_of_one_requ
             except ApiError as error:
                 codes.append(error.status)
         assert codes and set(codes) == {503}
-
-    with_store(tmp_path, fill)
-    data = bytearray(path.read_bytes())
-    data[3 * 4096 :] = b"\xff" * (len(data) - 3 * 4096)
-    path.write_bytes(data)
-    with_store(tmp_path, read)
 
 
 SMALL: dict[str, Any] = {"max_stored_bytes": 400_000}
@@ -274,12 +237,11 @@ def long_text(num_bytes: int) -> str:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_an_input_that_is_too_large_for_the_store_is_refused_before_the_work(
+async def test_an_input_that_is_too_large_for_the_store_is_refused_before_the_work(
     tmp_path: Path, background: bool
 ) -> None:
     ring = ScriptedRing(["No"])
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path), **SMALL) as client:
         ask = {**ASK, "input": long_text(800_000), "background": background}
         with pytest.raises(openai.APIStatusError, match="--max-stored-bytes") as raised:
             await client.responses.create(**ask)
@@ -289,16 +251,13 @@ def test_an_input_that_is_too_large_for_the_store_is_refused_before_the_work(
             assert (await client.responses.create(**ask, store=False)).store is False
         assert (await client.responses.create(**ASK)).store is True
 
-    run(ring, test, data_dir=str(tmp_path), **SMALL)
-
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_an_answer_that_is_too_large_says_that_it_is_not_stored(
+async def test_an_answer_that_is_too_large_says_that_it_is_not_stored(
     tmp_path: Path, streams: bool
 ) -> None:
     ring = ScriptedRing([long_text(500_000)])
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path), **SMALL) as client:
         pieces, ring.pieces = ring.pieces, ["No"]
         first = await client.responses.create(**ASK)
         ring.pieces = pieces
@@ -313,13 +272,10 @@ def test_an_answer_that_is_too_large_says_that_it_is_not_stored(
             await client.responses.retrieve(answered.id)
         assert await client.responses.retrieve(first.id) == first
 
-    run(ring, test, data_dir=str(tmp_path), **SMALL)
 
-
-def test_a_background_answer_that_is_too_large_has_failed(tmp_path: Path) -> None:
+async def test_a_background_answer_that_is_too_large_has_failed(tmp_path: Path) -> None:
     ring = ScriptedRing([long_text(500_000)])
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path), **SMALL) as client:
         created = await client.responses.create(**ASK, background=True, stream=True)
         events = [event async for event in created]
         final = events[-1].response
@@ -327,5 +283,3 @@ def test_a_background_answer_that_is_too_large_has_failed(tmp_path: Path) -> Non
         assert "--max-stored-bytes" in final.error.message and final.output == []
         assert [event.sequence_number for event in events] == list(range(len(events)))
         assert await client.responses.retrieve(final.id) == final
-
-    run(ring, test, data_dir=str(tmp_path), **SMALL)

@@ -1,6 +1,5 @@
 """Responses that are stored: continued, read, replayed, listed and removed."""
 
-import asyncio
 import json
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -23,13 +22,13 @@ from tests.unit.http.responses.asking import (
     CALL,
     THINKING,
     WEATHER,
+    asking,
     check_events,
     refused,
-    run,
     stream,
     turns_of,
 )
-from tests.unit.scripted_ring import ScriptedRing, gateway_before, run_at_gateway
+from tests.unit.scripted_ring import ScriptedRing, gateway_before
 
 ANSWERED: Any = {"role": "assistant", "content": "No rain."}
 WITH_CALL: Any = {"arguments": {"city": "Rome"}, "name": "weather"}
@@ -37,14 +36,11 @@ WITH_CALL: Any = {"arguments": {"city": "Rome"}, "name": "weather"}
 Test = Callable[[Any], Coroutine[Any, Any, None]]
 
 
-def run_with_store(ring: ScriptedRing, path: Path, test: Test, **flags: Any) -> None:
-    run(ring, test, data_dir=str(path), **flags)
-
-
-def test_a_response_continues_the_previous_one_without_its_instructions(tmp_path: Path) -> None:
+async def test_a_response_continues_the_previous_one_without_its_instructions(
+    tmp_path: Path,
+) -> None:
     ring = ScriptedRing(["No", " rain."])
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         first = await client.responses.create(**ASK, instructions="Be brief.")
         assert first.store is True
         ask = {"model": "tiny", "input": "Sure?", "previous_response_id": first.id}
@@ -62,13 +58,10 @@ def test_a_response_continues_the_previous_one_without_its_instructions(tmp_path
         await client.responses.create(**{**ask, "previous_response_id": final.id})
         assert len(turns_of(ring)) == 7
 
-    run_with_store(ring, tmp_path, test)
 
-
-def test_a_call_and_its_reasoning_are_continued_by_the_output(tmp_path: Path) -> None:
+async def test_a_call_and_its_reasoning_are_continued_by_the_output(tmp_path: Path) -> None:
     ring = ScriptedRing(["<think>", "hm", "</think>", CALL, ""], answer_format=THINKING)
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         first = await client.responses.create(**ASK, tools=[WEATHER])
         call = first.output[-1]
         output = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
@@ -87,27 +80,23 @@ def test_a_call_and_its_reasoning_are_continued_by_the_output(tmp_path: Path) ->
             client, "input", r"stored_items\[2\] is the call", previous_response_id=first.id
         )
 
-    run_with_store(ring, tmp_path, test)
 
-
-def test_a_call_that_was_cut_is_not_continued(tmp_path: Path) -> None:
+async def test_a_call_that_was_cut_is_not_continued(tmp_path: Path) -> None:
     ring = ScriptedRing(['<tool_call>\n{"name": "weather", "arguments": {"ci'])
     ring.finish_reason = "length"
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         first = await client.responses.create(**ASK, tools=[WEATHER])
         assert [item.status for item in first.output] == ["incomplete"]
         await client.responses.create(**ASK, previous_response_id=first.id)
         assert [turn["role"] for turn in turns_of(ring)] == ["user", "user"]
 
-    run_with_store(ring, tmp_path, test)
-
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_stored_response_is_the_one_that_was_answered(tmp_path: Path, streams: bool) -> None:
+async def test_a_stored_response_is_the_one_that_was_answered(
+    tmp_path: Path, streams: bool
+) -> None:
     ring = ScriptedRing(["No", " rain."])
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         if streams:
             events = [event async for event in await client.responses.create(**ASK, stream=True)]
             answered: Any = events[-1].response
@@ -115,16 +104,13 @@ def test_a_stored_response_is_the_one_that_was_answered(tmp_path: Path, streams:
             answered = await client.responses.create(**ASK)
         assert await client.responses.retrieve(answered.id) == answered
 
-    run_with_store(ring, tmp_path, test)
-
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_the_stream_of_a_stored_response_is_sent_again_from_any_event(
+async def test_the_stream_of_a_stored_response_is_sent_again_from_any_event(
     tmp_path: Path, streams: bool
 ) -> None:
     ring = ScriptedRing(["No", " rain", "."])
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ring, data_dir=str(tmp_path)) as (_, gateway):
         url = f"{gateway.args.url}/v1/responses"
         async with aiohttp.ClientSession() as session:
             body = {**ASK, "stream": streams}
@@ -148,13 +134,10 @@ def test_the_stream_of_a_stored_response_is_sent_again_from_any_event(
                 rest = await replayed(starting_after=number)
                 assert rest == b"".join(events[number + 1 :])
 
-    run_at_gateway(ring, test, data_dir=str(tmp_path))
 
-
-def test_the_client_reads_a_replayed_stream(tmp_path: Path) -> None:
+async def test_the_client_reads_a_replayed_stream(tmp_path: Path) -> None:
     ring = ScriptedRing(["No", " rain."])
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         first = await client.responses.create(**ASK)
         events = [event async for event in await client.responses.retrieve(first.id, stream=True)]
         check_events(events)
@@ -163,14 +146,11 @@ def test_the_client_reads_a_replayed_stream(tmp_path: Path) -> None:
         numbers = [event.sequence_number async for event in rest]
         assert numbers == list(range(4, len(events)))
 
-    run_with_store(ring, tmp_path, test)
 
-
-def test_input_items_come_in_pages(tmp_path: Path) -> None:
+async def test_input_items_come_in_pages(tmp_path: Path) -> None:
     ring = ScriptedRing(["No"])
     asked: Any = [{"role": "user", "content": str(number)} for number in range(5)]
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         first = await client.responses.create(model="tiny", input=asked)
         pages = client.responses.input_items
         newest = await pages.list(first.id, limit=2)
@@ -187,13 +167,10 @@ def test_input_items_come_in_pages(tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError, match="no such id"):
             await pages.list(first.id, after="msg_x")
 
-    run_with_store(ring, tmp_path, test)
 
-
-def test_items_are_referred_to_by_their_ids(tmp_path: Path) -> None:
+async def test_items_are_referred_to_by_their_ids(tmp_path: Path) -> None:
     ring = ScriptedRing(["No", " rain."])
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         first = await client.responses.create(**ASK)
         reference: Any = {"type": "item_reference", "id": first.output[0].id}
         asked: Any = [{"role": "user", "content": "Rain?"}, reference]
@@ -204,13 +181,10 @@ def test_items_are_referred_to_by_their_ids(tmp_path: Path) -> None:
             await client.responses.create(model="tiny", input=missing)
         assert raised.value.param == "input[0]"
 
-    run_with_store(ring, tmp_path, test)
 
-
-def test_a_deleted_response_says_so_and_ends_the_chain_after_it(tmp_path: Path) -> None:
+async def test_a_deleted_response_says_so_and_ends_the_chain_after_it(tmp_path: Path) -> None:
     ring = ScriptedRing(["No"])
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         first = await client.responses.create(**ASK)
         second = await client.responses.create(**ASK, previous_response_id=first.id)
         await client.responses.delete(first.id)
@@ -226,54 +200,40 @@ def test_a_deleted_response_says_so_and_ends_the_chain_after_it(tmp_path: Path) 
             await client.responses.retrieve("resp_x")
         assert raised.value.code == "response_unknown"
 
-    run_with_store(ring, tmp_path, test)
 
-
-def test_responses_outlive_the_gateway(tmp_path: Path) -> None:
+async def test_responses_outlive_the_gateway(tmp_path: Path) -> None:
     ring, ids = ScriptedRing(["No"]), []
-
-    async def ask(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         ids.append((await client.responses.create(**ASK)).id)
-
-    async def go_on(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         second = await client.responses.create(**ASK, previous_response_id=ids[0])
         assert second.output_text == "No" and len(turns_of(ring)) == 3
-
-    run_with_store(ring, tmp_path, ask)
-    run_with_store(ring, tmp_path, go_on)
     assert (tmp_path / "responses.sqlite3").stat().st_mode & 0o777 == 0o600
 
 
-def test_store_false_keeps_nothing(tmp_path: Path) -> None:
+async def test_store_false_keeps_nothing(tmp_path: Path) -> None:
     ring = ScriptedRing(["No"])
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         answer = await client.responses.create(**ASK, store=False)
         assert answer.store is False
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(answer.id)
 
-    run_with_store(ring, tmp_path, test)
 
-
-def test_a_client_that_leaves_keeps_no_response(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_keeps_no_response(tmp_path: Path) -> None:
     ring = ScriptedRing(["No", " rain."])
     ring.leaves_open = True
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         events = await client.responses.create(**ASK, stream=True)
         created = await anext(aiter(events))
         await events.close()
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(created.response.id)
 
-    run_with_store(ring, tmp_path, test)
 
-
-def test_two_requests_of_one_request_id_are_two_responses(tmp_path: Path) -> None:
+async def test_two_requests_of_one_request_id_are_two_responses(tmp_path: Path) -> None:
     ring = ScriptedRing(["No"])
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         same = {"X-Request-Id": "same"}
         ids = {(await client.responses.create(**ASK, extra_headers=same)).id for _ in range(2)}
         assert len(ids) == 2 and "resp_same" in ids
@@ -281,13 +241,10 @@ def test_two_requests_of_one_request_id_are_two_responses(tmp_path: Path) -> Non
         for one in ids:
             assert (await client.responses.retrieve(one)).id == one
 
-    run_with_store(ring, tmp_path, test)
 
-
-def test_wrong_queries_are_refused(tmp_path: Path) -> None:
+async def test_wrong_queries_are_refused(tmp_path: Path) -> None:
     ring = ScriptedRing(["No"])
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         response = await client.responses.create(**ASK)
         for query, match in (
             ({"stream": "yes"}, "stream is 'yes'"),
@@ -303,25 +260,20 @@ def test_wrong_queries_are_refused(tmp_path: Path) -> None:
             previous_response_id=response.id, conversation="conv_1",
         )  # fmt: skip
 
-    run_with_store(ring, tmp_path, test)
 
-
-def test_a_server_without_a_directory_says_how_to_store() -> None:
-    async def test(client: Any) -> None:
+async def test_a_server_without_a_directory_says_how_to_store() -> None:
+    async with asking(ScriptedRing(["No"])) as client:
         assert (await client.responses.create(**ASK)).store is False
         with pytest.raises(openai.NotFoundError, match="--no-store"):
             await client.responses.retrieve("resp_1")
 
-    run(ScriptedRing(["No"]), test)
 
-
-def test_a_response_belongs_to_the_tenant_of_its_key(tmp_path: Path) -> None:
+async def test_a_response_belongs_to_the_tenant_of_its_key(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     lines = (f"- name: {n}\n  key: {hash_of_key(n.encode())}\n" for n in ("alice", "robert"))
     keys.write_text("".join(lines))
     flags = {"keys": str(keys), "data_dir": str(tmp_path / "data")}
-
-    async def test(gateway: Any) -> None:
+    async with gateway_before(ScriptedRing(["No"]), **flags) as (_, gateway):
         url = f"{gateway.args.url}/v1"
         async with (
             openai.AsyncOpenAI(base_url=url, api_key="alice", max_retries=0) as alice,
@@ -351,13 +303,10 @@ def test_a_response_belongs_to_the_tenant_of_its_key(tmp_path: Path) -> None:
             with pytest.raises(openai.PermissionDeniedError):
                 await robert.responses.retrieve(hers.id)
 
-    run_at_gateway(ScriptedRing(["No"]), test, **flags)
 
-
-def test_metrics_count_what_is_stored(tmp_path: Path) -> None:
+async def test_metrics_count_what_is_stored(tmp_path: Path) -> None:
     ring = ScriptedRing(["No"], ready=False)
-
-    async def test(client: Any) -> None:
+    async with asking(ring, data_dir=str(tmp_path)) as client:
         for _ in range(3):
             await client.responses.create(**ASK)
         await client.conversations.create()
@@ -369,22 +318,18 @@ def test_metrics_count_what_is_stored(tmp_path: Path) -> None:
         assert 'quadriga:response_saves_total{model_name="tiny",outcome="stored"} 3.0' in text
         assert 'quadriga:response_store_failed{model_name="tiny"} 0.0' in text
 
-    run_with_store(ring, tmp_path, test)
+
+async def test_two_gateways_do_not_use_one_file(tmp_path: Path) -> None:
+    async with (
+        gateway_before(ScriptedRing(["No"]), data_dir=str(tmp_path)),
+        gateway_before(ScriptedRing(["No"]), data_dir=str(tmp_path)) as (url, _),
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k") as client,
+    ):
+        answer = await client.responses.create(**ASK)
+        assert answer.store is False
 
 
-def test_two_gateways_do_not_use_one_file(tmp_path: Path) -> None:
-    async def test(_: Any) -> None:
-        async with (
-            gateway_before(ScriptedRing(["No"]), data_dir=str(tmp_path)) as (url, _),
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k") as client,
-        ):
-            answer = await client.responses.create(**ASK)
-            assert answer.store is False
-
-    run_at_gateway(ScriptedRing(["No"]), test, data_dir=str(tmp_path))
-
-
-def test_without_a_flag_responses_are_kept_in_the_run_directory(tmp_path: Path) -> None:
+async def test_without_a_flag_responses_are_kept_in_the_run_directory(tmp_path: Path) -> None:
     ring = ScriptedRing(["No", " rain."])
 
     def new_gateway(**flags: Any) -> Gateway:
@@ -408,20 +353,17 @@ def test_without_a_flag_responses_are_kept_in_the_run_directory(tmp_path: Path) 
             server.close()
             await runner.cleanup()
 
-    async def test() -> None:
-        (tmp_path / "run").mkdir()
-        first = await ask(new_gateway())
-        assert first.store is True
-        assert await ask(new_gateway(), first.id) == first
-        assert not new_gateway().outlives_server
-        other = new_gateway(data_dir=str(tmp_path / "data"))
-        assert other.outlives_server and other.data_dir == tmp_path / "data"
-        with pytest.raises(openai.NotFoundError, match="--no-store"):
-            await ask(new_gateway(no_store=True), first.id)
-        with pytest.raises(openai.InternalServerError, match="--no-store"):
-            await ask(new_gateway(no_store=True))
-
-    asyncio.run(asyncio.wait_for(test(), 30))
+    (tmp_path / "run").mkdir()
+    first = await ask(new_gateway())
+    assert first.store is True
+    assert await ask(new_gateway(), first.id) == first
+    assert not new_gateway().outlives_server
+    other = new_gateway(data_dir=str(tmp_path / "data"))
+    assert other.outlives_server and other.data_dir == tmp_path / "data"
+    with pytest.raises(openai.NotFoundError, match="--no-store"):
+        await ask(new_gateway(no_store=True), first.id)
+    with pytest.raises(openai.InternalServerError, match="--no-store"):
+        await ask(new_gateway(no_store=True))
 
 
 def test_no_store_and_a_directory_for_data_are_refused(tmp_path: Path) -> None:

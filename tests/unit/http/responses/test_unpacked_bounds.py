@@ -6,7 +6,8 @@ import json
 import random
 import sqlite3
 import tracemalloc
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from http_proc.apis.responses.tables import StoredItem, Unpacker, packed
 from http_proc.core.body import MAX_CONTAINERS, num_containers
 from http_proc.core.gateway import Gateway
 from quadriga.server.tenants import hash_of_key
-from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
+from tests.unit.scripted_ring import ScriptedRing, gateway_before
 
 MEGABYTE = 1_000_000
 
@@ -54,14 +55,13 @@ def item(item_id: str, num_chars: int) -> dict[str, Any]:
     return {"role": "user", "id": item_id, "content": "a" * num_chars}
 
 
-def run(
-    directory: Path, test: Callable[[Http], Awaitable[None]], ring: Any = None, **flags: Any
-) -> None:
-    async def with_session(gateway: Gateway) -> None:
-        async with aiohttp.ClientSession(headers={"Authorization": "Bearer a-key"}) as session:
-            await test(Http(gateway, session))
-
-    run_at_gateway(ring or ScriptedRing(["No"]), with_session, data_dir=str(directory), **flags)
+@asynccontextmanager
+async def http_before(directory: Path, ring: Any = None, **flags: Any) -> AsyncIterator[Http]:
+    async with (
+        gateway_before(ring or ScriptedRing(["No"]), data_dir=str(directory), **flags) as (_, own),
+        aiohttp.ClientSession(headers={"Authorization": "Bearer a-key"}) as session,
+    ):
+        yield Http(own, session)
 
 
 async def peak_of(work: Awaitable[Any]) -> tuple[Any, int]:
@@ -73,8 +73,10 @@ async def peak_of(work: Awaitable[Any]) -> tuple[Any, int]:
         tracemalloc.stop()
 
 
-def test_an_item_that_is_referred_to_often_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
-    async def test(http: Http) -> None:
+async def test_an_item_that_is_referred_to_often_is_refused_before_it_is_loaded(
+    tmp_path: Path,
+) -> None:
+    async with http_before(tmp_path) as http:
         await http.conversation(item("big", 4 * MEGABYTE))
         many = {"input": [{"type": "item_reference", "id": "big"}] * 4096}
         (status, body), peak = await peak_of(http.call("POST", "/v1/responses", many))
@@ -82,14 +84,12 @@ def test_an_item_that_is_referred_to_often_is_refused_before_it_is_loaded(tmp_pa
         assert "input[1].id is 'big', which input[0] has too" in body["error"]["message"]
         assert peak < 4 * MEGABYTE
 
-    run(tmp_path, test)
-
 
 @pytest.mark.parametrize("kind", ["references", "conversation", "chain"])
-def test_stored_items_beyond_the_size_of_a_body_are_refused_after_that_size(
+async def test_stored_items_beyond_the_size_of_a_body_are_refused_after_that_size(
     tmp_path: Path, kind: str
 ) -> None:
-    async def test(http: Http) -> None:
+    async with http_before(tmp_path, max_body_bytes=4 * MEGABYTE) as http:
         items = [item(f"i{number}", MEGABYTE) for number in range(12)]
         body: dict[str, Any] = {"input": "x"}
         if kind == "chain":
@@ -114,15 +114,12 @@ def test_stored_items_beyond_the_size_of_a_body_are_refused_after_that_size(
         assert "--max-body-bytes" in made["error"]["message"]
         assert http.gateway.stored_items.total == 0
 
-    run(tmp_path, test, max_body_bytes=4 * MEGABYTE)
 
-
-def test_a_page_of_large_items_has_those_that_fit_and_the_next_pages_the_rest(
+async def test_a_page_of_large_items_has_those_that_fit_and_the_next_pages_the_rest(
     tmp_path: Path,
 ) -> None:
     sizes = [3 * MEGABYTE, 2 * MEGABYTE, 100, 6 * MEGABYTE, 3 * MEGABYTE, 2 * MEGABYTE, 100, 100]
-
-    async def test(http: Http) -> None:
+    async with http_before(tmp_path) as http:
         items = [item(f"i{number}", size) for number, size in enumerate(sizes)]
         name = await http.conversation(*items)
         path, seen, pages = f"/v1/conversations/{name}/items?order=asc&limit=100", [], []
@@ -140,16 +137,13 @@ def test_a_page_of_large_items_has_those_that_fit_and_the_next_pages_the_rest(
         assert seen == [f"i{number}" for number in range(len(sizes))]
         assert len(pages) > 3
 
-    run(tmp_path, test)
 
-
-def test_items_of_open_requests_have_a_bound_together_until_the_requests_end(
+async def test_items_of_open_requests_have_a_bound_together_until_the_requests_end(
     tmp_path: Path,
 ) -> None:
     ring = ScriptedRing(["No"])
     ring.leaves_open = True
-
-    async def test(http: Http) -> None:
+    async with http_before(tmp_path, ring) as http:
         held = http.gateway.stored_items
         held.limit = 5 * MEGABYTE
         name = await http.conversation(item("big", 2 * MEGABYTE))
@@ -168,14 +162,11 @@ def test_items_of_open_requests_have_a_bound_together_until_the_requests_end(
         ring.leaves_open = False
         assert (await http.call("POST", "/v1/responses", body))[0] == 200
 
-    run(tmp_path, test, ring)
 
-
-def test_a_background_response_holds_its_items_until_it_ends(tmp_path: Path) -> None:
+async def test_a_background_response_holds_its_items_until_it_ends(tmp_path: Path) -> None:
     ring = ScriptedRing(["No"])
     ring.leaves_open = True
-
-    async def test(http: Http) -> None:
+    async with http_before(tmp_path, ring) as http:
         held = http.gateway.stored_items
         name = await http.conversation(item("big", 2 * MEGABYTE))
         body = {"input": "x", "conversation": name, "background": True}
@@ -190,16 +181,13 @@ def test_a_background_response_holds_its_items_until_it_ends(tmp_path: Path) -> 
         while held.total:
             await asyncio.sleep(0.01)
 
-    run(tmp_path, test, ring)
 
-
-def test_a_stored_stream_is_read_in_pieces_from_any_event_on(
+async def test_a_stored_stream_is_read_in_pieces_from_any_event_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_responses, "READ_BYTES", 100)
     monkeypatch.setattr(tables, "PIECE_BYTES", 37)
-
-    async def test(http: Http) -> None:
+    async with http_before(tmp_path) as http:
         body = {"input": "x", "instructions": "word " * 500}
         _, made = await http.call("POST", "/v1/responses", body)
         path = f"/v1/responses/{made['id']}?stream=true"
@@ -209,8 +197,6 @@ def test_a_stored_stream_is_read_in_pieces_from_any_event_on(
         for number in range(len(events) + 2):
             _, rest = await http.call("GET", f"{path}&starting_after={number}")
             assert rest == b"".join(events[number + 1 :])
-
-    run(tmp_path, test)
 
 
 def test_no_more_is_unpacked_than_the_bound_allows() -> None:
@@ -255,10 +241,10 @@ def tenants(tmp_path: Path) -> dict[str, Any]:
     return {"keys": str(path)}
 
 
-def test_what_one_tenant_stores_does_not_remove_what_others_have(
+async def test_what_one_tenant_stores_does_not_remove_what_others_have(
     tmp_path: Path, tenants: dict[str, Any]
 ) -> None:
-    async def test(http: Http) -> None:
+    async with http_before(tmp_path / "data", max_stored_responses=20, **tenants) as http:
         bob = {"Authorization": "Bearer b-key"}
         _, response = await http.call("POST", "/v1/responses", {"input": "x"}, **bob)
         _, conversation = await http.call("POST", "/v1/conversations", {}, **bob)
@@ -270,13 +256,11 @@ def test_what_one_tenant_stores_does_not_remove_what_others_have(
         status, gone = await http.call("GET", f"/v1/conversations/{first}")
         assert (status, gone["error"]["code"]) == (404, "conversation_expired")
 
-    run(tmp_path / "data", test, max_stored_responses=20, **tenants)
 
-
-def test_bytes_of_one_tenant_do_not_remove_what_others_have_and_too_large_ones_are_refused(
+async def test_bytes_of_one_tenant_do_not_remove_what_others_have_and_too_large_ones_are_refused(
     tmp_path: Path, tenants: dict[str, Any]
 ) -> None:
-    async def test(http: Http) -> None:
+    async with http_before(tmp_path / "data", max_stored_bytes=MEGABYTE, **tenants) as http:
         bob = {"Authorization": "Bearer b-key"}
         _, response = await http.call("POST", "/v1/responses", {"input": "x"}, **bob)
         draw = random.Random(1)
@@ -291,8 +275,6 @@ def test_bytes_of_one_tenant_do_not_remove_what_others_have_and_too_large_ones_a
         status, refused = await http.call("POST", "/v1/responses", {"input": long})
         assert (status, refused["error"]["code"]) == (413, "object_too_large")
         assert (await http.call("GET", f"/v1/responses/{response['id']}", **bob))[0] == 200
-
-    run(tmp_path / "data", test, max_stored_bytes=MEGABYTE, **tenants)
 
 
 def test_a_file_of_an_earlier_version_gets_the_usage_of_its_tenants(tmp_path: Path) -> None:

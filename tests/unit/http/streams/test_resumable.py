@@ -27,7 +27,7 @@ from tests.unit.http.streams.stream_clients import (
     streaming,
     until,
 )
-from tests.unit.scripted_ring import ScriptedRing, chunk, run_at_gateway
+from tests.unit.scripted_ring import ScriptedRing, chunk, gateway_before
 
 
 @pytest.fixture
@@ -45,8 +45,8 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> list[StreamTable]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_stream_that_is_cut_anywhere_goes_on_with_the_next_byte(path: str) -> None:
-    async def check(gateway: Gateway) -> None:
+async def test_a_stream_that_is_cut_anywhere_goes_on_with_the_next_byte(path: str) -> None:
+    async with gateway_before(ScriptedRing(PIECES)) as (_, gateway):
         async with streaming(gateway, path) as response:
             name, whole = response.headers["X-Stream-Id"], await events_of(response)
         numbers = [event.split(b"\n")[0] for event in whole]
@@ -57,10 +57,8 @@ def test_a_stream_that_is_cut_anywhere_goes_on_with_the_next_byte(path: str) -> 
             async with reading(gateway, name, headers={"Last-Event-ID": str(num_read)}) as response:
                 assert await events_of(response) == whole[num_read:]
 
-    run_at_gateway(ScriptedRing(PIECES), check)
 
-
-def test_a_stream_goes_on_without_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_goes_on_without_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     ring, num_readers = OpenRing(PIECES), [0]
     note = StreamTable._on_change
 
@@ -69,8 +67,7 @@ def test_a_stream_goes_on_without_its_connection(monkeypatch: pytest.MonkeyPatch
         note(table, stream)
 
     monkeypatch.setattr(StreamTable, "_on_change", on_change)
-
-    async def check(gateway: Gateway) -> None:
+    async with gateway_before(ring) as (_, gateway):
         async with streaming(gateway) as response:
             name, first = response.headers["X-Stream-Id"], await events_of(response, 2)
         await until(lambda: num_readers[-2:] == [1, 0])
@@ -83,13 +80,10 @@ def test_a_stream_goes_on_without_its_connection(monkeypatch: pytest.MonkeyPatch
         for piece in ("One", " two", " three", " four", " five", " end", "[DONE]"):
             assert text.count(piece.encode()) == 1
 
-    run_at_gateway(ring, check)
 
-
-def test_a_stream_that_is_not_resumable_ends_with_its_connection() -> None:
+async def test_a_stream_that_is_not_resumable_ends_with_its_connection() -> None:
     ring = OpenRing(PIECES)
-
-    async def check(gateway: Gateway) -> None:
+    async with gateway_before(ring) as (_, gateway):
         async with streaming(gateway, resumable=False) as response:
             name = response.headers["X-Request-Id"]
             assert "X-Stream-Id" not in response.headers
@@ -99,8 +93,6 @@ def test_a_stream_that_is_not_resumable_ends_with_its_connection() -> None:
         async with reading(gateway, name) as response:
             assert response.status == 404
             assert (await response.json())["error"]["code"] == "stream_not_found"
-
-    run_at_gateway(ring, check)
 
 
 @pytest.mark.parametrize(
@@ -114,21 +106,18 @@ def test_a_stream_that_is_not_resumable_ends_with_its_connection() -> None:
         ("false", True, False),
     ],
 )
-def test_the_header_counts_before_the_field(
+async def test_the_header_counts_before_the_field(
     header: str | None, field: bool | None, is_resumable: bool
 ) -> None:
-    async def check(gateway: Gateway) -> None:
+    async with gateway_before(ScriptedRing(PIECES)) as (_, gateway):
         headers = None if header is None else {"X-Resumable": header}
         async with streaming(gateway, headers=headers, resumable=field) as response:
             assert ("X-Stream-Id" in response.headers) == is_resumable
 
-    run_at_gateway(ScriptedRing(PIECES), check)
 
-
-def test_a_stream_without_readers_ends_after_the_window() -> None:
+async def test_a_stream_without_readers_ends_after_the_window() -> None:
     ring = OpenRing(PIECES)
-
-    async def check(gateway: Gateway) -> None:
+    async with gateway_before(ring, resume_window=0.05) as (_, gateway):
         async with streaming(gateway) as response:
             name = response.headers["X-Stream-Id"]
             assert await events_of(response, 1)
@@ -137,33 +126,27 @@ def test_a_stream_without_readers_ends_after_the_window() -> None:
             assert response.status == 404
             assert (await response.json())["error"]["code"] == "stream_expired"
 
-    run_at_gateway(ring, check, resume_window=0.05)
 
-
-def test_a_stream_with_a_reader_outlives_the_window() -> None:
+async def test_a_stream_with_a_reader_outlives_the_window() -> None:
     ring = OpenRing(PIECES)
-
-    async def check(gateway: Gateway) -> None:
-        async with (
-            streaming(gateway, headers={"X-Request-Id": "mine"}) as response,
-            reading(gateway, "cmpl-mine", 1) as second,
-        ):
-            assert response.headers["X-Stream-Id"] == "mine"
-            first, same = await events_of(response, 2), await events_of(second, 1)
-            await asyncio.sleep(0.1)  # twice the window
-            ring.finish()
-            first += await events_of(response)
-            same += await events_of(second)
-            assert first[1:] == same
-            assert first[-1].endswith(b"data: [DONE]\n\n")
-
-    run_at_gateway(ring, check, resume_window=0.05)
+    async with (
+        gateway_before(ring, resume_window=0.05) as (_, gateway),
+        streaming(gateway, headers={"X-Request-Id": "mine"}) as response,
+        reading(gateway, "cmpl-mine", 1) as second,
+    ):
+        assert response.headers["X-Stream-Id"] == "mine"
+        first, same = await events_of(response, 2), await events_of(second, 1)
+        await asyncio.sleep(0.1)  # twice the window
+        ring.finish()
+        first += await events_of(response)
+        same += await events_of(second)
+        assert first[1:] == same
+        assert first[-1].endswith(b"data: [DONE]\n\n")
 
 
-def test_the_same_request_sent_again_reads_the_same_stream() -> None:
+async def test_the_same_request_sent_again_reads_the_same_stream() -> None:
     ring = OpenRing(PIECES)
-
-    async def check(gateway: Gateway) -> None:
+    async with gateway_before(ring) as (_, gateway):
         headers = {"X-Request-Id": "mine"}
         async with streaming(gateway, headers=headers) as response:
             first = await events_of(response, 2)
@@ -177,14 +160,11 @@ def test_the_same_request_sent_again_reads_the_same_stream() -> None:
             assert response.status == 409
             assert (await response.json())["error"]["code"] == "stream_exists"
 
-    run_at_gateway(ring, check)
 
-
-def test_an_error_before_the_begin_is_a_status_and_leaves_nothing() -> None:
+async def test_an_error_before_the_begin_is_a_status_and_leaves_nothing() -> None:
     ring = ScriptedRing(PIECES)
     ring.error = PromptTooLong("prompt has 9 tokens")
-
-    async def check(gateway: Gateway) -> None:
+    async with gateway_before(ring) as (_, gateway):
         headers = {"X-Request-Id": "mine"}
         async with streaming(gateway, headers=headers) as response:
             assert response.status == 400
@@ -194,13 +174,10 @@ def test_an_error_before_the_begin_is_a_status_and_leaves_nothing() -> None:
         async with streaming(gateway, headers=headers) as response:
             assert len(await events_of(response)) == len(PIECES) + 1
 
-    run_at_gateway(ring, check)
 
-
-def test_what_came_before_an_error_is_in_the_stream_before_it() -> None:
+async def test_what_came_before_an_error_is_in_the_stream_before_it() -> None:
     ring = OpenRing(PIECES)
-
-    async def check(gateway: Gateway) -> None:
+    async with gateway_before(ring) as (_, gateway):
         async with streaming(gateway) as response:
             ring.sinks[0](chunk(" five"))
             ring.sinks[0](NonFiniteLogits("no numbers"))
@@ -209,11 +186,9 @@ def test_what_came_before_an_error_is_in_the_stream_before_it() -> None:
         async with reading(gateway, name, 3) as response:
             assert await events_of(response) == whole[3:]
 
-    run_at_gateway(ring, check)
 
-
-def test_a_stream_is_read_with_the_key_that_started_it() -> None:
-    async def check(gateway: Gateway) -> None:
+async def test_a_stream_is_read_with_the_key_that_started_it() -> None:
+    async with gateway_before(ScriptedRing(PIECES), api_key="mine,other") as (_, gateway):
         mine, other = ({"Authorization": f"Bearer {key}"} for key in ("mine", "other"))
         async with streaming(gateway, headers=mine) as response:
             name = response.headers["X-Stream-Id"]
@@ -223,13 +198,10 @@ def test_a_stream_is_read_with_the_key_that_started_it() -> None:
         async with reading(gateway, name, headers=mine) as response:
             assert len(await events_of(response)) == len(PIECES) + 1
 
-    run_at_gateway(ScriptedRing(PIECES), check, api_key="mine,other")
 
-
-def test_a_deleted_stream_ends_with_abort_for_its_readers() -> None:
+async def test_a_deleted_stream_ends_with_abort_for_its_readers() -> None:
     ring = OpenRing(PIECES)
-
-    async def check(gateway: Gateway) -> None:
+    async with gateway_before(ring) as (_, gateway):
         async with streaming(gateway) as response, aiohttp.ClientSession() as session:
             name = response.headers["X-Stream-Id"]
             async with session.delete(f"{gateway.args.url}/v1/streams/{name}") as answer:
@@ -240,13 +212,10 @@ def test_a_deleted_stream_ends_with_abort_for_its_readers() -> None:
         async with reading(gateway, name) as response:
             assert response.status == 404
 
-    run_at_gateway(ring, check)
 
-
-def test_ended_streams_make_room_and_running_ones_do_not() -> None:
+async def test_ended_streams_make_room_and_running_ones_do_not() -> None:
     ring = OpenRing(PIECES)
-
-    async def check(gateway: Gateway) -> None:
+    async with gateway_before(ring, max_resumable_streams=1) as (_, gateway):
         async with streaming(gateway) as response:
             first = response.headers["X-Stream-Id"]
             async with streaming(gateway) as refused:
@@ -260,27 +229,21 @@ def test_ended_streams_make_room_and_running_ones_do_not() -> None:
         async with reading(gateway, first) as response:
             assert (await response.json())["error"]["code"] == "stream_expired"
 
-    run_at_gateway(ring, check, max_resumable_streams=1)
 
-
-def test_the_requests_of_running_streams_have_a_bound_together(
+async def test_the_requests_of_running_streams_have_a_bound_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(resumable, "MAX_BYTES", 3000)
     ring = OpenRing(PIECES)
-
-    async def check(gateway: Gateway) -> None:
-        async with streaming(gateway) as response:
+    async with gateway_before(ring) as (_, gateway), streaming(gateway) as response:
+        assert await events_of(response, 1)
+        async with streaming(gateway, prompt="a" * 3000) as refused:
+            assert refused.status == 503
+        async with streaming(gateway, prompt="a" * 1000) as response:
             assert await events_of(response, 1)
-            async with streaming(gateway, prompt="a" * 3000) as refused:
-                assert refused.status == 503
-            async with streaming(gateway, prompt="a" * 1000) as response:
-                assert await events_of(response, 1)
-
-    run_at_gateway(ring, check)
 
 
-def test_a_long_stream_keeps_its_last_events_and_a_reader_that_keeps_up_gets_all(
+async def test_a_long_stream_keeps_its_last_events_and_a_reader_that_keeps_up_gets_all(
     monkeypatch: pytest.MonkeyPatch, tables: list[StreamTable]
 ) -> None:
     monkeypatch.setattr(resumable, "MAX_BYTES", 20_000)
@@ -298,7 +261,7 @@ def test_a_long_stream_keeps_its_last_events_and_a_reader_that_keeps_up_gets_all
         await until(lambda: ring.sinks)
         ring.sinks[0](chunk("first"))
 
-    async def check(gateway: Gateway) -> None:
+    async with gateway_before(ring) as (_, gateway):
         asked = asyncio.create_task(first_piece(ring))
         async with streaming(gateway) as response:
             await asked
@@ -321,14 +284,11 @@ def test_a_long_stream_keeps_its_last_events_and_a_reader_that_keeps_up_gets_all
         async with reading(gateway, name, num_dropped) as response:
             assert await events_of(response) == events[num_dropped:]
 
-    run_at_gateway(ring, check)
 
-
-def test_readers_that_do_not_read_share_one_copy(tables: list[StreamTable]) -> None:
+async def test_readers_that_do_not_read_share_one_copy(tables: list[StreamTable]) -> None:
     pieces = ["a" * 1000] * 3000
     num_readers = 20
-
-    async def check(gateway: Gateway) -> None:
+    async with gateway_before(ScriptedRing(pieces)) as (_, gateway):
         async with streaming(gateway) as response:
             name, size = response.headers["X-Stream-Id"], len(await response.read())
         assert size > 3_000_000
@@ -360,19 +320,15 @@ def test_readers_that_do_not_read_share_one_copy(tables: list[StreamTable]) -> N
         assert held < size
         await until(lambda: not stream.num_readers)
 
-    run_at_gateway(ScriptedRing(pieces), check)
 
+async def test_a_long_event_is_sent_without_a_copy() -> None:
 
-def test_a_long_event_is_sent_without_a_copy() -> None:
-    async def check() -> None:
-        log = EventLog()
-        await log.write(b"data: " + b"a" * 1_000_000 + b"\n\n")
-        (event,) = log.since(0)
-        sent = list(pieces_of([event]))
-        assert all(isinstance(piece, memoryview) and piece.obj is event for piece in sent)
-        assert b"".join(sent) == event
-
-    asyncio.run(check())
+    log = EventLog()
+    await log.write(b"data: " + b"a" * 1_000_000 + b"\n\n")
+    (event,) = log.since(0)
+    sent = list(pieces_of([event]))
+    assert all(isinstance(piece, memoryview) and piece.obj is event for piece in sent)
+    assert b"".join(sent) == event
 
 
 @pytest.fixture
@@ -388,7 +344,7 @@ def as_tenant(name: str, stream_id: str = "") -> dict[str, str]:
     return headers | ({"X-Request-Id": stream_id} if stream_id else {})
 
 
-def test_an_id_of_a_stream_is_one_of_its_tenant(tenants: dict[str, Any]) -> None:
+async def test_an_id_of_a_stream_is_one_of_its_tenant(tenants: dict[str, Any]) -> None:
     aborted: list[int] = []
 
     class AbortedRing(OpenRing):
@@ -401,43 +357,41 @@ def test_an_id_of_a_stream_is_one_of_its_tenant(tenants: dict[str, Any]) -> None
             self.sinks[int(request_id)](chunk("", self.completion()))
 
     ring = AbortedRing(PIECES)
-
-    async def check(gateway: Gateway) -> None:
+    async with (
+        gateway_before(ring, **tenants) as (_, gateway),
+        streaming(gateway, headers=as_tenant("alice", "1"), prompt="of alice") as first,
+        streaming(gateway, headers=as_tenant("bob", "1"), prompt="of bob") as second,
+        streaming(gateway, headers=as_tenant("bob", "job-1")) as third,
+        streaming(gateway, headers=as_tenant("op", "cmpl-1")) as fourth,
+    ):
+        begun = [await events_of(one, 1) for one in (first, second, third, fourth)]
+        assert len(ring.submitted) == 4
+        async with reading(gateway, "1", headers=as_tenant("bob")) as response:
+            assert await events_of(response, 1) == begun[1]
+        for name in ("alice", "bob"):
+            async with streaming(
+                gateway, headers=as_tenant(name, "1"), prompt=f"of {name}"
+            ) as again:
+                assert again.headers["X-Stream-Id"] == "1"
+        assert len(ring.submitted) == 4
+        async with reading(gateway, "job-1", headers=as_tenant("alice")) as response:
+            assert response.status == 200  # its own stream 1, with a prefix
+        async with reading(gateway, "1", headers=as_tenant("tiny")) as response:
+            assert response.status == 403
         async with (
-            streaming(gateway, headers=as_tenant("alice", "1"), prompt="of alice") as first,
-            streaming(gateway, headers=as_tenant("bob", "1"), prompt="of bob") as second,
-            streaming(gateway, headers=as_tenant("bob", "job-1")) as third,
-            streaming(gateway, headers=as_tenant("op", "cmpl-1")) as fourth,
+            aiohttp.ClientSession(headers=as_tenant("bob")) as session,
+            session.delete(f"{gateway.args.url}/v1/streams/1") as response,
         ):
-            begun = [await events_of(one, 1) for one in (first, second, third, fourth)]
-            assert len(ring.submitted) == 4
-            async with reading(gateway, "1", headers=as_tenant("bob")) as response:
-                assert await events_of(response, 1) == begun[1]
-            for name in ("alice", "bob"):
-                async with streaming(
-                    gateway, headers=as_tenant(name, "1"), prompt=f"of {name}"
-                ) as again:
-                    assert again.headers["X-Stream-Id"] == "1"
-            assert len(ring.submitted) == 4
-            async with reading(gateway, "job-1", headers=as_tenant("alice")) as response:
-                assert response.status == 200  # its own stream 1, with a prefix
-            async with reading(gateway, "1", headers=as_tenant("tiny")) as response:
-                assert response.status == 403
-            async with (
-                aiohttp.ClientSession(headers=as_tenant("bob")) as session,
-                session.delete(f"{gateway.args.url}/v1/streams/1") as response,
-            ):
-                assert response.status == 200
-            assert b'"finish_reason":"abort"' in b"".join(await events_of(second))
-            assert aborted == [1]
-
-    run_at_gateway(ring, check, **tenants)
+            assert response.status == 200
+        assert b'"finish_reason":"abort"' in b"".join(await events_of(second))
+        assert aborted == [1]
 
 
-def test_streams_of_one_tenant_leave_room_for_those_of_others(tenants: dict[str, Any]) -> None:
+async def test_streams_of_one_tenant_leave_room_for_those_of_others(
+    tenants: dict[str, Any],
+) -> None:
     ring = OpenRing(PIECES)
-
-    async def check(gateway: Gateway) -> None:
+    async with gateway_before(ring, max_resumable_streams=8, **tenants) as (_, gateway):
         ring.leaves_open = False
         async with streaming(gateway, headers=as_tenant("bob", "ended")) as response:
             await events_of(response)
@@ -460,8 +414,6 @@ def test_streams_of_one_tenant_leave_room_for_those_of_others(tenants: dict[str,
                 async with streaming(gateway, headers=as_tenant(name)) as response:
                     assert response.status == 200
 
-    run_at_gateway(ring, check, max_resumable_streams=8, **tenants)
-
 
 @pytest.mark.parametrize(
     ("headers", "fields", "param"),
@@ -471,41 +423,37 @@ def test_streams_of_one_tenant_leave_room_for_those_of_others(tenants: dict[str,
         ({}, {"resumable": "yes"}, "resumable"),
     ],
 )
-def test_a_wrong_wish_is_refused(
+async def test_a_wrong_wish_is_refused(
     headers: dict[str, str], fields: dict[str, Any], param: str | None
 ) -> None:
-    async def check(gateway: Gateway) -> None:
-        async with streaming(gateway, headers=headers, **fields) as response:
-            assert response.status == 400
-            assert (await response.json())["error"]["param"] == param
-
-    run_at_gateway(ScriptedRing(PIECES), check)
+    async with (
+        gateway_before(ScriptedRing(PIECES)) as (_, gateway),
+        streaming(gateway, headers=headers, **fields) as response,
+    ):
+        assert response.status == 400
+        assert (await response.json())["error"]["param"] == param
 
 
 @pytest.mark.parametrize("value", ["-1", "x", "1.5", "9" * 20])
-def test_a_wrong_event_id_is_refused(value: str) -> None:
-    async def check(gateway: Gateway) -> None:
+async def test_a_wrong_event_id_is_refused(value: str) -> None:
+    async with gateway_before(ScriptedRing(PIECES)) as (_, gateway):
         async with streaming(gateway) as response:
             name = response.headers["X-Stream-Id"]
         async with reading(gateway, name, headers={"Last-Event-ID": value}) as response:
             assert response.status == 400
             assert (await response.json())["error"]["param"] == "Last-Event-ID"
 
-    run_at_gateway(ScriptedRing(PIECES), check)
 
-
-def test_more_events_than_there_are_cannot_have_been_read() -> None:
-    async def check(gateway: Gateway) -> None:
+async def test_more_events_than_there_are_cannot_have_been_read() -> None:
+    async with gateway_before(ScriptedRing(PIECES)) as (_, gateway):
         async with streaming(gateway) as response:
             name, whole = response.headers["X-Stream-Id"], await events_of(response)
         async with reading(gateway, name, len(whole) + 1) as response:
             assert response.status == 400
 
-    run_at_gateway(ScriptedRing(PIECES), check)
 
-
-def test_metrics_count_streams() -> None:
-    async def check(gateway: Gateway) -> None:
+async def test_metrics_count_streams() -> None:
+    async with gateway_before(ScriptedRing(PIECES, ready=False)) as (_, gateway):
         async with streaming(gateway) as response:
             name, size = response.headers["X-Stream-Id"], len(await response.read())
             body = {"stream": True, "resumable": True} | BODIES["/v1/completions"]
@@ -521,5 +469,3 @@ def test_metrics_count_streams() -> None:
         assert 'quadriga:resumable_streams{model_name="tiny"} 1.0' in text
         assert f'quadriga:resumable_stream_bytes{{model_name="tiny"}} {size}.0' in text
         assert 'quadriga:streams_resumed_total{model_name="tiny"} 1.0' in text
-
-    run_at_gateway(ScriptedRing(PIECES, ready=False), check)
