@@ -345,7 +345,7 @@ class GatewayConnection(RequestHandler):
             raise ConnectionResetError("a part of the answer has been sent")
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             logging.error("a connection failed", exc_info=exc)
-            error = ApiError(status, "the gateway failed; its log says why", "server_error")
+            error = ApiError(status, "the gateway failed; its log says why")
         else:
             error = refused_by_parser(exc)
         response = response_of(error)
@@ -449,7 +449,6 @@ class OverloadedProtocol(asyncio.Protocol):
         error = ApiError(
             503,
             f"{self._max_connections} connections are open, the limit of this server; try again",
-            "server_error",
             code="too_many_connections",
             retry_after=RETRY_AFTER_S,
         )

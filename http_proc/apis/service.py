@@ -234,7 +234,6 @@ async def flush_cache(request: web.Request) -> web.Response:
         raise ApiError(
             403,
             "the cache is that of all tenants: flush it with a key of --api-key",
-            "permission_error",
             code="not_allowed",
         )
     return json_response(FlushAnswer(await request.app[GATEWAY].ring.flush_cache()))
@@ -260,7 +259,7 @@ async def readyz(request: web.Request) -> web.Response:
 
 
 def _unready(reason: str) -> ApiError:
-    return ApiError(503, reason, "server_error", code="not_ready")
+    return ApiError(503, reason, code="not_ready")
 
 
 MAX_SHOWN_CHARS = 100

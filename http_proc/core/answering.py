@@ -51,7 +51,7 @@ def api_error_of(error: Exception, record: CallRecord) -> ApiError:
     if isinstance(error, QuadrigaError):
         return from_ring(error, {})
     logging.error("%s failed", in_a_line(f"{record.method} {record.path}"), exc_info=error)
-    return ApiError(500, "the gateway failed on this request; its log says why", "server_error")
+    return ApiError(500, "the gateway failed on this request; its log says why")
 
 
 def note_failure(gateway: Gateway, record: CallRecord, error: ApiError) -> None:

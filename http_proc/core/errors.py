@@ -18,7 +18,12 @@ POSITION_HEADER, WAIT_HEADER = "X-Queue-Position", "X-Expected-Wait"
 # Read by the SDKs of OpenAI and Anthropic, which otherwise repeat what ends with a 500.
 RETRY_HEADER = "X-Should-Retry"
 
-INVALID = "invalid_request_error"
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
 # A message may quote what the client has sent.
 MAX_MESSAGE_CHARS = 1000
 
@@ -52,8 +57,16 @@ class ErrorAnswer(msgspec.Struct):
 class ApiError(Exception):
     """An error that ends a web request with a status and a body.
 
+    Args:
+        status: of the answer.
+        message: what is wrong, and what to do.
+        kind: the error's type; None: that of the status.
+        param: the request's field that is wrong.
+        code: a short name.
+        retry_after: seconds, or None.
+
     Attributes:
-        retry_after: seconds, for the header Retry-After, or None.
+        retry_after: for the header Retry-After.
         allow: methods, for the header Allow, or None.
         request_id: the X-Request-Id of the answer, once it is known.
     """
@@ -62,7 +75,7 @@ class ApiError(Exception):
         self,
         status: int,
         message: str,
-        kind: str = INVALID,
+        kind: str | None = None,
         param: str | None = None,
         code: str | None = None,
         retry_after: float | None = None,
@@ -70,7 +83,7 @@ class ApiError(Exception):
         message = shortened(message)
         super().__init__(message)
         self.status = status
-        self.answer = ErrorAnswer(ErrorBody(message, kind, param, code))
+        self.answer = ErrorAnswer(ErrorBody(message, kind or _kind(status), param, code))
         self.retry_after = retry_after
         self.allow: str | None = None
         self.request_id: str | None = None
@@ -93,6 +106,11 @@ class ApiError(Exception):
         return {name: str(value) for name, value in values.items() if value not in missing}
 
 
+def _kind(status: int) -> str:
+    """Return OpenAI's type of an error with this status."""
+    return _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+
+
 def shortened(text: str) -> str:
     """Return a long text without its middle, where values stand, and with its ends."""
     if len(text) <= MAX_MESSAGE_CHARS:
@@ -103,18 +121,18 @@ def shortened(text: str) -> str:
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return a 400: the request can never be served in this form."""
-    return ApiError(400, message, INVALID, param, code)
+    return ApiError(400, message, param=param, code=code)
 
 
-_STATUS: dict[type[QuadrigaError], tuple[int, str, float | None]] = {
-    errors.InvalidRequest: (400, INVALID, None),
-    errors.PromptTooLong: (400, INVALID, None),
-    errors.QueueFull: (429, "rate_limit_error", RETRY_AFTER_S),
-    errors.DeadlineExceeded: (504, "timeout_error", None),
-    errors.ServerStopping: (503, "server_error", RETRY_AFTER_RESTART_S),
-    errors.ServerFailed: (503, "server_error", RETRY_AFTER_RESTART_S),
-    errors.ServerUnreachable: (503, "server_error", RETRY_AFTER_RESTART_S),
-    errors.SlowReader: (503, "server_error", RETRY_AFTER_S),
+_STATUS: dict[type[QuadrigaError], tuple[int, float | None]] = {
+    errors.InvalidRequest: (400, None),
+    errors.PromptTooLong: (400, None),
+    errors.QueueFull: (429, RETRY_AFTER_S),
+    errors.DeadlineExceeded: (504, None),
+    errors.ServerStopping: (503, RETRY_AFTER_RESTART_S),
+    errors.ServerFailed: (503, RETRY_AFTER_RESTART_S),
+    errors.ServerUnreachable: (503, RETRY_AFTER_RESTART_S),
+    errors.SlowReader: (503, RETRY_AFTER_S),
 }
 # Errors of the server that the same request would run into again.
 _IN_VAIN = (errors.NonFiniteLogits.code,)
@@ -128,7 +146,7 @@ _PREFIXES = {errors.PromptTooLong.code: CONTEXT_EXCEEDED}
 
 def from_ring(error: QuadrigaError, names: Mapping[str, str]) -> ApiError:
     """Convert an error of the ring. `names`: the request's name of each field of the ring."""
-    status, kind, retry_after = _STATUS.get(type(error), (500, "server_error", None))
+    status, retry_after = _STATUS.get(type(error), (500, None))
     retry_after = getattr(error, "retry_after", None) or retry_after
     field = getattr(error, "field", "")
     code = _CODES.get(error.code, error.code)
@@ -139,7 +157,7 @@ def from_ring(error: QuadrigaError, names: Mapping[str, str]) -> ApiError:
         if of_ring in names:
             message = re.sub(rf"\b{of_ring}\b", names[of_ring], message)
     message = _PREFIXES.get(error.code, "") + message
-    api_error = ApiError(status, message, kind, param or None, code, retry_after)
+    api_error = ApiError(status, message, param=param or None, code=code, retry_after=retry_after)
     if isinstance(error, errors.QueueFull) and error.queue_position is not None:
         hint = api_error.answer.error
         hint.queue_position = error.queue_position

@@ -96,7 +96,6 @@ class BatchService:
                     501,
                     "this server keeps no files and runs no batches: it was started with"
                     " --no-store",
-                    "server_error",
                     code="no_data_dir",
                 )
             try:
@@ -189,7 +188,6 @@ class BatchService:
                 f"{len(self._jobs)} batches are open, {opened[owner]} of them yours, and this"
                 f" server takes {max_open}, with a share for each tenant:"
                 " wait until one has ended, or cancel one",
-                "rate_limit_error",
                 code="too_many_batches",
                 retry_after=RETRY_AFTER_S,
             )
@@ -329,9 +327,7 @@ def _age(stored: StoredBatch) -> tuple[int, str]:
 
 
 def _unavailable(reason: str) -> ApiError:
-    return ApiError(
-        503, f"{reason}; try again", "server_error", code="no_storage", retry_after=RETRY_AFTER_S
-    )
+    return ApiError(503, f"{reason}; try again", code="no_storage", retry_after=RETRY_AFTER_S)
 
 
 async def create_batch(request: web.Request) -> web.Response:

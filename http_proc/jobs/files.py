@@ -234,7 +234,6 @@ def check_owner(owner: str, what: str) -> None:
         raise ApiError(
             403,
             f"{what} is not of tenant {current_caller().tenant}: use the key that made it",
-            "permission_error",
             code="not_yours",
         )
 
@@ -249,15 +248,13 @@ def disk_errors() -> Iterator[None]:
             raise _no_space("the disk is full") from None
         logging.error("a file cannot be kept: %s", error)
         raise ApiError(
-            500, "the disk refuses the file; the server's log says why", "server_error",
+            500, "the disk refuses the file; the server's log says why",
             code="disk_error",
         ) from None  # fmt: skip
 
 
 def _no_space(reason: str) -> ApiError:
-    return ApiError(
-        507, f"{reason}: delete files that are not needed", "server_error", code="no_space"
-    )
+    return ApiError(507, f"{reason}: delete files that are not needed", code="no_space")
 
 
 PIECE_BYTES = 1024 * 1024

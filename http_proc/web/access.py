@@ -57,7 +57,6 @@ def key_check(args: HttpArgs, tenants: TenantArgs, file: TenantFile | None) -> M
                 raise ApiError(
                     401,
                     "no valid API key: send one as 'Authorization: Bearer KEY' or 'X-API-Key: KEY'",
-                    "authentication_error",
                     code="invalid_api_key",
                 )
             caller = found
@@ -193,7 +192,6 @@ def page_check(args: HttpArgs, tenants: TenantArgs) -> Middleware:
                     403,
                     f"this server is not known as {host[:MAX_SHOWN_CHARS]!r}: use its address, or"
                     " start it with --allowed-hosts NAME",
-                    "permission_error",
                     code="unknown_host",
                 )
             if not asks_for_key and is_foreign(request, args.origins):
@@ -202,7 +200,6 @@ def page_check(args: HttpArgs, tenants: TenantArgs) -> Middleware:
                     403,
                     f"a web page of {origin[:MAX_SHOWN_CHARS]} may not use this server, which asks"
                     " for no key: start it with --allowed-origins ORIGIN, or with --api-key",
-                    "permission_error",
                     code="foreign_origin",
                 )
         if args.origins and _is_preflight(request):
@@ -274,6 +271,5 @@ def check_operator(request: web.Request, subject: str) -> None:
         raise ApiError(
             403,
             f"{subject} all tenants, and this key is one tenant's: use a key of --api-key",
-            "permission_error",
             code="not_allowed",
         )

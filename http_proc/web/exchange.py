@@ -115,7 +115,6 @@ async def _receive(request: web.Request) -> bytes:
                     f"bodies of {bodies.total} bytes are being received, and at most"
                     f" {bodies.limit} are taken at one time, with a share for each tenant; try"
                     " again",
-                    "server_error",
                     code="too_many_bodies",
                     retry_after=RETRY_AFTER_S,
                 )

@@ -204,7 +204,6 @@ class StreamTable:
                 f" them yours, with requests of {bodies.total()} bytes, and this server keeps"
                 f" {self._max_streams} with {MAX_BYTES} bytes, with a share for each tenant; try"
                 " again, or leave out resumable",
-                "server_error",
                 code="too_many_streams",
                 retry_after=RETRY_AFTER_S,
             )
@@ -293,7 +292,6 @@ class StreamTable:
                     503,
                     "the server has ended, and a server that resumes its journal goes on with this"
                     " stream; try again",
-                    "server_error",
                     code="server_failed",
                     retry_after=RETRY_AFTER_RESTART_S,
                 )
@@ -425,7 +423,6 @@ class EarlierStreams:
             raise ApiError(
                 403,
                 f"stream {name.id} belongs to another API key: use the key that started it",
-                "permission_error",
                 code="not_your_stream",
             )
         return stream

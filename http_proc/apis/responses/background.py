@@ -191,7 +191,7 @@ class BackgroundRun:
             last = self._shown.stream.cancel()
         except Exception:
             logging.exception("response %s failed", self._job.id)
-            error = ApiError(500, "the gateway failed on this request", "server_error")
+            error = ApiError(500, "the gateway failed on this request")
             last = self._shown.stream.error(error)
         self._is_ending = True
         await self._end(last)
@@ -371,7 +371,6 @@ class BackgroundResponses:
                 f"{owners.total()} responses are made in the background, {owners[owner]} of them"
                 f" yours, and this server takes {limit}, with a share"
                 " for each tenant: try again, or leave out background",
-                "rate_limit_error",
                 code="too_many_responses",
                 retry_after=RETRY_AFTER_S,
             )

@@ -487,7 +487,6 @@ class StoredResponses:
                 "this has no room in the store beside what cannot be removed: the store has"
                 f" {self._bounds.max_bytes} bytes (--max-stored-bytes) for"
                 f" {self._bounds.max_objects} objects",
-                "server_error",
                 code=TOO_LARGE,
             ) from None
 
@@ -570,7 +569,6 @@ def _unavailable(error: StorageError) -> ApiError:
     return ApiError(
         503,
         f"responses cannot be stored or read now: {error}",
-        "server_error",
         code="no_storage",
         retry_after=RETRY_S,
     )
@@ -582,7 +580,6 @@ def no_room_for_items(held: SharedBound) -> ApiError:
         503,
         f"open requests refer to stored items of {held.total} bytes, and at most {held.limit} are"
         " held at one time, with a share for each tenant; try again",
-        "server_error",
         code="too_many_stored_items",
         retry_after=RETRY_AFTER_S,
     )

@@ -514,9 +514,8 @@ class TenantReader:
                 403,
                 f"{title} {object_id[:100]!r} belongs to another tenant: use the API key with which"
                 " it was made",
-                "permission_error",
-                param,
-                "not_yours",
+                param=param,
+                code="not_yours",
             )
 
 
