@@ -26,8 +26,8 @@ from http_proc.core.call import Call
 from http_proc.core.caller import current_caller
 from http_proc.core.errors import CONTEXT_EXCEEDED, ApiError, QueueHint, from_ring, invalid
 from http_proc.core.gateway import Gateway, ResponseHead
+from http_proc.core.observe import TimingsBody, timings_body
 from http_proc.core.streaming import EventSink, named_event
-from http_proc.core.timings import TimingsBody, timings_body
 from http_proc.generation.chat_answers import (
     ChatAnswer,
     ChatRenderer,

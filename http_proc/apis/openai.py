@@ -20,6 +20,7 @@ from http_proc.answer.events import (
 from http_proc.core.call import Call
 from http_proc.core.errors import from_ring, invalid
 from http_proc.core.gateway import Gateway, ResponseHead
+from http_proc.core.observe import timings_body
 from http_proc.core.streaming import (
     DONE,
     EventSink,
@@ -30,7 +31,6 @@ from http_proc.core.streaming import (
     event,
     stream_events,
 )
-from http_proc.core.timings import timings_body
 from http_proc.generation.chat_answers import (
     ChatAnswer,
     ChatRenderer,

@@ -7,8 +7,8 @@ import msgspec
 from http_proc.core.call import Call
 from http_proc.core.errors import invalid
 from http_proc.core.gateway import Gateway
+from http_proc.core.observe import timings_body
 from http_proc.core.streaming import EventSink, OpenAIEnd, Renderer, collect, event, stream_events
-from http_proc.core.timings import timings_body
 from http_proc.generation.sampling import SGLANG, check_choices, convert, take_sampling
 from http_proc.generation.schema import Priority, RequestBody, Top
 from quadriga.client.async_client import RequestOptions

@@ -13,10 +13,9 @@ from typing import NamedTuple
 import msgspec
 
 from http_proc.core.errors import ApiError, from_ring
-from http_proc.core.observe import CallRecord, RecentChoices, RequestMetrics, current_trace
+from http_proc.core.observe import CallRecord, RecentChoices, RequestMetrics, Stage, current_trace
 from http_proc.core.progress import ProgressPoller
 from http_proc.core.resumption import Resumption
-from http_proc.core.timings import Stage
 from quadriga.client.async_client import AsyncClient, RequestOptions
 from quadriga.client.receipts import Receipt
 from quadriga.client.request_handle import RequestHandle, Sink

@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from http_proc.core.errors import ApiError
+from http_proc.core.observe import Stage
 from http_proc.core.progress import StreamWatch
 from http_proc.core.request_group import Chunks, RequestGroup
-from http_proc.core.timings import Stage
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.errors import QuadrigaError
 from quadriga.wire.client import Accepted

@@ -12,7 +12,7 @@ import msgspec
 
 from http_proc.answer.events import AnswerEvent, ReasoningTokens
 from http_proc.core.errors import invalid
-from http_proc.core.timings import TimingsBody, timings_body
+from http_proc.core.observe import TimingsBody, timings_body
 from quadriga.client.receipts import Receipt
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.sampling.params import LIMITS

@@ -10,14 +10,12 @@ import msgspec
 from aiohttp import HttpVersion11, web
 
 from http_proc.core.answering import answer
-from http_proc.core.body import parse_object
-from http_proc.core.call import Call
+from http_proc.core.call import Call, parse_object
 from http_proc.core.caller import current_caller
 from http_proc.core.errors import RETRY_AFTER_S, ApiError
 from http_proc.core.gateway import Gateway
-from http_proc.core.observe import CallRecord
+from http_proc.core.observe import SERVER_TIMING, CallRecord, server_timing
 from http_proc.core.streaming import Opening
-from http_proc.core.timings import SERVER_TIMING, server_timing
 
 GATEWAY = web.AppKey("gateway", Gateway)
 REQUEST_ID = web.RequestKey("request_id", str)

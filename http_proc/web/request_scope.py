@@ -19,12 +19,14 @@ from http_proc.core.answering import api_error_of, note_failure, observed
 from http_proc.core.caller import current_caller
 from http_proc.core.errors import ApiError, invalid
 from http_proc.core.observe import (
+    SERVER_TIMING,
     CallRecord,
     RequestMetrics,
     current_trace,
+    server_timing,
+    stages,
 )
 from http_proc.core.shares import Shares, holding
-from http_proc.core.timings import SERVER_TIMING, server_timing, stages
 from http_proc.web.exchange import GATEWAY, RECORD, REQUEST_ID, check_head, request_id
 from quadriga.errors import QuadrigaError
 from quadriga.server.tracing.context import HEADER

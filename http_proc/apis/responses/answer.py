@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from http_proc.answer.events import AnswerEvent, ReasoningTokens
+from http_proc.apis.responses.input import RequestTools
 from http_proc.apis.responses.output import ResponseOutput, StreamEvent
 from http_proc.apis.responses.schema import (
     ConversationName,
@@ -19,12 +20,11 @@ from http_proc.apis.responses.schema import (
     ResponseUsage,
     conversation_id,
 )
-from http_proc.apis.responses.tools import RequestTools
 from http_proc.core.errors import ApiError
 from http_proc.core.gateway import ResponseHead
+from http_proc.core.observe import timings_body
 from http_proc.core.resumption import current_resumption
 from http_proc.core.streaming import END_OF_EVENT, SERVER_SENT_EVENTS, named_event
-from http_proc.core.timings import timings_body
 from http_proc.generation.chat_answers import ChatRenderer
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.clock import now

@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from http_proc.answer.events import (
     AnswerEvent,
@@ -18,7 +18,7 @@ from http_proc.answer.events import (
     ReasoningDelta,
     TextDelta,
 )
-from http_proc.apis.responses.input import CUSTOM_ARGUMENT
+from http_proc.apis.responses.input import CUSTOM_ARGUMENT, NamedTool
 from http_proc.generation.logprobs import chat_logprobs
 from quadriga.client.types import TokenLogprob
 
@@ -113,25 +113,6 @@ def item_id(prefix: str, response_id: str, place: str) -> str:
     """Return the id of an item: `place` is unique among the items of the response."""
     name = f"{response_id}/{place}".encode()
     return f"{prefix}_{hashlib.blake2b(name, digest_size=ID_BYTES).hexdigest()}"
-
-
-class NamedTool(NamedTuple):
-    """A tool as calls name it.
-
-    Attributes:
-        name: of the tool, in its namespace.
-        namespace: name of the namespace; "" for none.
-        is_custom: its calls are of the type custom_tool_call, with a text as input.
-    """
-
-    name: str
-    namespace: str = ""
-    is_custom: bool = False
-
-    def call(self, call_id: str) -> dict[str, Any]:
-        """Return the fields of a call that name it."""
-        named = {"call_id": call_id, "name": self.name}
-        return {**named, "namespace": self.namespace} if self.namespace else named
 
 
 class OutputItem:

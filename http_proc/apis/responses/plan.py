@@ -6,7 +6,14 @@ from typing import Any
 import msgspec
 
 from http_proc.apis.responses.answer import ResponseAnswer, new_response
-from http_proc.apis.responses.input import chat_turns, list_items, parse_items, tools_of
+from http_proc.apis.responses.input import (
+    RequestTools,
+    chat_turns,
+    list_items,
+    parse_items,
+    request_tools,
+    tools_of,
+)
 from http_proc.apis.responses.output import ResponseOutput
 from http_proc.apis.responses.schema import (
     LOGPROBS,
@@ -15,7 +22,6 @@ from http_proc.apis.responses.schema import (
     conversation_id,
 )
 from http_proc.apis.responses.store import Items, ResponseStore
-from http_proc.apis.responses.tools import RequestTools, request_tools
 from http_proc.core.errors import invalid
 from http_proc.core.gateway import Gateway, ResponseHead
 from http_proc.core.request_group import RequestGroup

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from http_proc.core.errors import invalid
-from http_proc.core.timings import TimingsBody
+from http_proc.core.observe import TimingsBody
 from http_proc.generation.sampling import OPENAI
 from http_proc.generation.schema import Priority, ReasoningEffort, RequestBody, Top
 

@@ -29,7 +29,7 @@ from http_proc.apis.responses.tables import (
     continued_items,
     stored_items,
 )
-from http_proc.core.body import MAX_CONTAINERS
+from http_proc.core.call import MAX_CONTAINERS
 from http_proc.core.caller import current_caller
 from http_proc.core.errors import RETRY_AFTER_S, ApiError
 from http_proc.core.gateway import UNIQUE_MARK, Gateway

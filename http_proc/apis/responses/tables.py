@@ -16,7 +16,7 @@ import msgspec
 
 from http_proc.apis.responses.output import item_id
 from http_proc.apis.responses.store import Items
-from http_proc.core.body import MAX_CONTAINERS, num_containers
+from http_proc.core.call import MAX_CONTAINERS, num_containers
 from http_proc.core.errors import ApiError
 
 SCHEMA = """

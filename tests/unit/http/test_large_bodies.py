@@ -10,8 +10,14 @@ from typing import Any
 
 import pytest
 
-from http_proc.core import body
-from http_proc.core.body import MAX_COMMAS, MAX_CONTAINERS, MAX_STRINGS, SMALL_BYTES, check_shape
+from http_proc.core.call import (
+    MAX_COMMAS,
+    MAX_CONTAINERS,
+    MAX_DIGITS,
+    MAX_STRINGS,
+    SMALL_BYTES,
+    check_shape,
+)
 from http_proc.core.errors import ApiError
 from http_proc.generation.chat_call import MAX_CONTENT_PARTS
 from quadriga.wire.client import (
@@ -85,7 +91,7 @@ def test_signs_within_a_text_and_pieces_within_the_bounds_pass(body: bytes) -> N
 
 def test_the_bounds_hold_before_any_is_checked_at_a_small_body() -> None:
     assert SMALL_BYTES // 2 < MAX_COMMAS
-    assert body.MAX_DIGITS < SMALL_BYTES
+    assert MAX_DIGITS < SMALL_BYTES
 
 
 TURN = {"role": "user", "content": "x"}

@@ -16,7 +16,7 @@ import pytest
 
 from http_proc.apis.responses import stored_responses, tables
 from http_proc.apis.responses.tables import StoredItem, Unpacker, packed
-from http_proc.core.body import MAX_CONTAINERS, num_containers
+from http_proc.core.call import MAX_CONTAINERS, num_containers
 from http_proc.core.gateway import Gateway
 from quadriga.server.tenants import hash_of_key
 from tests.unit.scripted_ring import ScriptedRing, gateway_before
