@@ -329,8 +329,10 @@ class StepRunner:
             self.is_done = next(self._steps, True) is True
 
 
-class SteppedParser(ABC):
-    """Parse an answer in steps. Pieces of plain text are copied without a step.
+class AnswerParser(ABC):
+    """Parse an answer piece by piece, however it is cut into pieces.
+
+    The parser is a generator of steps. Pieces of plain text are copied without a step.
 
     Args:
         source: the answer.

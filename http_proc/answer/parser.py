@@ -10,14 +10,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from http_proc.answer.events import AnswerEvent, EventWriter, ParsedAnswer
+from http_proc.answer.events import EventWriter, ParsedAnswer
 from http_proc.answer.marks import (
     SPACE,
     AnswerInput,
+    AnswerParser,
     EndOfAnswer,
     Marks,
     ReasoningSink,
-    SteppedParser,
     StepRunner,
     Steps,
     TextAroundCalls,
@@ -625,9 +625,6 @@ def _converted(text: str, types: frozenset[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-__all__ = ["AnswerParser", "ToolSchemas", "make_parser", "parse_answer"]
-
-
 _BODIES: dict[CallStyle, Callable[[CallContext], CallBody]] = {
     CallStyle.JSON: JsonCalls,
     CallStyle.NAMED_JSON: NamedJsonCalls,
@@ -819,7 +816,7 @@ _NEWLINES = re.compile(r"[\r\n]*")
 _NO_REASONING = ReasoningFormat(open="", close="")
 
 
-class MarkedAnswerParser(SteppedParser):
+class MarkedAnswerParser(AnswerParser):
     """Parse reasoning at the beginning of an answer, then text and calls.
 
     Args:
@@ -934,7 +931,7 @@ _REASONING_CHANNEL = "analysis"
 _SEPARATOR = "\n"
 
 
-class HarmonyParser(SteppedParser):
+class HarmonyParser(AnswerParser):
     """Parse messages into reasoning (channel analysis), calls (to a function) and text (others).
 
     A message consists of a header with the channel and the recipient, <|message|>, and the content.
@@ -1045,20 +1042,6 @@ class HarmonyParser(SteppedParser):
         """End a call and drop what stands between its arguments and the end of the message."""
         self._writer.end_call()
         yield from _ENDS.copy_before(self._source)
-
-
-class AnswerParser(Protocol):
-    """Parse one answer, piece by piece, however it is cut into pieces."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the answer has ended at a call that repeats an earlier one."""
-
-    def push(self, text: str) -> list[AnswerEvent]:
-        """Take the next piece of the answer and return what is certain now."""
-
-    def finish(self) -> list[AnswerEvent]:
-        """Return the rest; nothing may be pushed afterwards."""
 
 
 def make_parser(

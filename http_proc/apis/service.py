@@ -100,7 +100,7 @@ class NamedModel(msgspec.Struct):
 
     @classmethod
     def of(cls, served: ModelCard) -> "NamedModel":
-        """Return the model of a served."""
+        """Return a model in this form."""
         created_at = datetime.fromtimestamp(served.created, timezone.utc)
         return cls(served.id, served.id, created_at.strftime("%Y-%m-%dT%H:%M:%SZ"))
 
@@ -270,24 +270,19 @@ async def request_trace(request: web.Request) -> web.Response:
     gateway, name = request.app[GATEWAY], request.match_info["id"]
     trace = gateway.traces.find(name, current_caller().tenant)
     if trace is None:
-        is_open = bool(gateway.open_groups(name)) or gateway.traces.is_open(name)
-        raise _not_ended(name) if is_open else _not_found(name)
+        shown = repr(name[:MAX_SHOWN_CHARS])
+        if gateway.open_groups(name) or gateway.traces.is_open(name):
+            reason = f"request {shown} has not ended: ask for its trace afterwards"
+            raise ApiError(404, reason, code="request_not_ended")
+        raise ApiError(
+            404,
+            f"there is no trace of {shown}: it is unknown, too old, or was not traced; send"
+            " requests with a sampled traceparent, or start the server with --keep-traces all or"
+            " --trace-sampling-ratio",
+            code="trace_not_found",
+        )
     traces = await all_traces(trace)
     return json_response(chrome_trace(traces, {"request_id": name}))
-
-
-def _not_ended(name: str) -> ApiError:
-    reason = f"request {name[:MAX_SHOWN_CHARS]!r} has not ended: ask for its trace afterwards"
-    return ApiError(404, reason, code="request_not_ended")
-
-
-def _not_found(name: str) -> ApiError:
-    reason = (
-        f"there is no trace of {name[:MAX_SHOWN_CHARS]!r}: it is unknown, too old, or was not"
-        " traced; send requests with a sampled traceparent, or start the server with"
-        " --keep-traces all or --trace-sampling-ratio"
-    )
-    return ApiError(404, reason, code="trace_not_found")
 
 
 TRACE_ENDPOINTS = [

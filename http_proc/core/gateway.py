@@ -153,7 +153,8 @@ class Gateway:
         self.args = config.http
         self.run_dir = run_dir
         self.outlives_server = config.data_dir is not None
-        self.data_dir = None if config.http.no_store else _data_dir(config, run_dir)
+        in_run = None if run_dir is None else run_dir / "data"
+        self.data_dir = None if config.http.no_store else config.data_dir or in_run
         self.model = config.model.shown_name
         self.ring = ring
         self.lasting_ring = lasting_ring or ring
@@ -316,11 +317,6 @@ class Gateway:
                 if (await self.ring_info.static())["ready"]:
                     return
             await asyncio.sleep(READY_POLL_S)
-
-
-def _data_dir(config: ServerConfig, run_dir: Path | None) -> Path | None:
-    in_run = None if run_dir is None else run_dir / "data"
-    return config.data_dir or in_run
 
 
 def wall_seconds() -> int:

@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from http_proc.answer.parser import AnswerParser, ToolSchemas, make_parser
+from http_proc.answer.marks import AnswerParser
+from http_proc.answer.parser import ToolSchemas, make_parser
 from http_proc.core.errors import invalid
 from http_proc.core.gateway import Gateway
 from http_proc.generation.call_grammars import (

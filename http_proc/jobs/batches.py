@@ -39,7 +39,7 @@ from http_proc.jobs.files import (
     new_file_id,
     receive_upload,
 )
-from http_proc.web.endpoint import Endpoint, page, post
+from http_proc.web.endpoint import Endpoint, listed, page, post
 from http_proc.web.exchange import GATEWAY, json_response, read_object
 from quadriga import disk
 from quadriga.clock import now
@@ -355,9 +355,7 @@ async def create_batch(request: web.Request) -> web.Response:
 async def list_batches(request: web.Request) -> web.Response:
     """List the batches."""
     service = await service_of(request)
-    found, has_more = page(request, service.newest_first(), 20, 100)
-    first, last = (found[0].id, found[-1].id) if found else (None, None)
-    return json_response(BatchList(found, has_more, first, last))
+    return json_response(listed(BatchList, *page(request, service.newest_first(), 20, 100)))
 
 
 async def get_batch(request: web.Request) -> web.Response:
@@ -422,9 +420,7 @@ async def list_files(request: web.Request) -> web.Response:
     service = await service_of(request)
     files, purpose = service.files.newest_first(), request.query.get("purpose")
     files = [file for file in files if purpose in (None, file.purpose)]
-    found, has_more = page(request, files, 10_000, 10_000)
-    first, last = (found[0].id, found[-1].id) if found else (None, None)
-    return json_response(FileList(found, has_more, first, last))
+    return json_response(listed(FileList, *page(request, files, 10_000, 10_000)))
 
 
 async def get_file(request: web.Request) -> web.Response:

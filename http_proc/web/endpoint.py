@@ -81,6 +81,7 @@ class Listed(Protocol):
 
 
 T = TypeVar("T", bound=Listed)
+L = TypeVar("L")
 
 
 def page(
@@ -109,6 +110,11 @@ def page(
             raise invalid(f"after is {after[:100]!r}: there is no such id in the list", "after")
         first = ids.index(after) + 1
     return list(objects[first : first + limit]), first + limit < len(objects)
+
+
+def listed(kind: Callable[..., L], found: list[T], has_more: bool) -> L:
+    """Return the body of a list: a page of objects, and the ids of its ends."""
+    return kind(found, has_more, found[0].id if found else None, found[-1].id if found else None)
 
 
 def _limit(request: web.Request, default: int, largest: int) -> int:

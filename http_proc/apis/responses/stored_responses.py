@@ -166,11 +166,6 @@ def store_size(connection: sqlite3.Connection) -> StoreSize:
     )
 
 
-def give_back_pages(connection: sqlite3.Connection) -> None:
-    """Return some free pages to the disk; the file needs no transaction for it."""
-    connection.execute(f"PRAGMA incremental_vacuum({MAX_VACUUMED_PAGES})").fetchall()
-
-
 # What makes the id of a response unique.
 NUM_UNIQUE_CHARS = 8
 # The code of the error for what the store has no room for.
@@ -492,7 +487,8 @@ class StoredResponses:
 
     def _on_change(self, connection: sqlite3.Connection) -> None:
         tables.add_missing(connection)
-        give_back_pages(connection)
+        # The file needs no transaction to give pages back to the disk.
+        connection.execute(f"PRAGMA incremental_vacuum({MAX_VACUUMED_PAGES})").fetchall()
         self.size = store_size(connection)
 
 

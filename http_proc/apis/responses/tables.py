@@ -490,20 +490,13 @@ class TenantReader:
 
     def body(self, owner: StoredObject) -> bytes:
         """Return the compressed body of an object."""
-        (body,) = self._connection.execute(
-            "SELECT body FROM contents WHERE owner = ?", (owner.seq,)
-        ).fetchone()
-        found: bytes = body
-        return found
+        query = "SELECT body FROM contents WHERE owner = ?"
+        return bytes(self._connection.execute(query, (owner.seq,)).fetchone()[0])
 
     def events(self, owner: StoredObject, first: int, count: int) -> bytes:
         """Return bytes of the compressed stream of a response, from number `first` on."""
-        (events,) = self._connection.execute(
-            "SELECT substr(events, ?, ?) FROM contents WHERE owner = ?",
-            (first + 1, count, owner.seq),
-        ).fetchone()
-        found: bytes = events
-        return found
+        query = "SELECT substr(events, ?, ?) FROM contents WHERE owner = ?"
+        return bytes(self._connection.execute(query, (first + 1, count, owner.seq)).fetchone()[0])
 
     def _check_tenant(
         self, kind: ObjectKind | str, object_id: str, tenant: str | None, param: str
