@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from http_proc.answer.events import ReasoningTokens
 from http_proc.answer.parser import ToolSchemas, make_parser
-from http_proc.apis.responses.output import NamedTool, ResponseOutput
+from http_proc.apis.responses.input import NamedTool
+from http_proc.apis.responses.output import ResponseOutput
 from quadriga.server.answer_format import AnswerFormat, ReasoningFormat
 from tests.unit.scripted_ring import HERMES
 
