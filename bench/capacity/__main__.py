@@ -19,21 +19,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from bench.cli.command import EXIT_FAILED, EXIT_OK, run_command, run_until_signal, strict_parser
-from bench.cli.options import PLOT_SUFFIXES, parse
+from bench.cli.options import parse
 from bench.client.server import info_of, start_server
 from bench.load.flags import LOAD_DEFAULTS, add_load_flags, trace_spec
 from bench.load.synthetic import TraceSpec, generate
-from bench.report.files import now
 from bench.report.metrics import Summary
 from bench.report.report import Result
 from bench.serving import CONNECT_TIMEOUT_S, open_runs
 from bench.simulate.fit_cost_model import calibrate
 from quadriga.errors import ConfigError, ServerFailed
-from quadriga.programs import install_command
 from quadriga.server.config import server_config as server_flags
 from quadriga.server.config.flags import flag_name
 from quadriga.server.config.server_config import ServerConfig
@@ -546,24 +543,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
-    draw = _plotter(arguments.plot)
-    planner = Planner(_request(arguments))
-    return run_until_signal(_search(planner, arguments.json, draw))
+    return run_until_signal(_search(Planner(_request(arguments)), arguments.json))
 
 
-async def _search(planner: Planner, json_path: Path | None, draw: Callable[[Answer], None]) -> int:
+async def _search(planner: Planner, json_path: Path | None) -> int:
     answer = await planner.search()
     print(text(answer), flush=True)
     if json_path is not None:
         json_path.write_text(json.dumps(document(answer), indent=2) + "\n")
-    draw(answer)
     return EXIT_OK if answer.verified else EXIT_FAILED
 
 
 def _request(arguments: argparse.Namespace) -> CapacityRequest:
     if not arguments.verify_seconds > 0:
         raise ConfigError(f"verify_seconds must be positive (it is {arguments.verify_seconds})")
-    for path in (arguments.json, arguments.plot, arguments.cost_model, arguments.server_log):
+    for path in (arguments.json, arguments.cost_model, arguments.server_log):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{path}: there is no directory {path.parent}")
     given = {name: value for name, value in vars(arguments).items() if name in WORKLOAD_FLAGS}
@@ -578,21 +572,6 @@ def _request(arguments: argparse.Namespace) -> CapacityRequest:
         cost_model=arguments.cost_model,
         server_log=arguments.server_log,
     )
-
-
-def _plotter(path: Path | None) -> Callable[[Answer], None]:
-    """Return the function that draws the answer; fail early if it cannot."""
-    if path is None:
-        return lambda _: None
-    if path.suffix not in PLOT_SUFFIXES:
-        raise ConfigError(f"--plot {path}: it must end in {', '.join(PLOT_SUFFIXES)}")
-    try:
-        from bench.report import plots
-    except ImportError as error:
-        raise ConfigError(
-            f"--plot needs {error.name}, which is not installed: {install_command('plot')}"
-        ) from None
-    return lambda answer: draw(plots, path, answer)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -620,64 +599,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", type=Path, metavar="FILE", help="write all points to this file")
-    output.add_argument("--plot", type=Path, metavar="FILE.png", help="draw rates and percentiles")
     output.add_argument(
         "--server-log", type=Path, metavar="FILE", help="log of the server that the bench starts"
     )
     server_flags.add_flags(parser)
     return parser
-
-
-# --- the plot ---------------------------------------------------------------------------------
-
-
-def draw(plots: ModuleType, path: Path, answer: Answer) -> None:
-    """Draw a panel for each limit: simulated line, measured points, and the rate that was found.
-
-    Args:
-        plots: bench.report.plots, which needs matplotlib.
-        path: of the picture.
-        answer: what was found.
-    """
-    headline = f"{_rate_text(answer)} within {limits_text(answer.targets)}"
-    title = (headline, answer.server, answer.load, now()[:10])
-    figure = plots.new_figure(title, width=max(9.0, 6.5 * len(answer.targets)), height=5)
-    panels = figure.subplots(1, len(answer.targets), squeeze=False)[0]
-    for axes, target, color in zip(
-        panels, answer.targets, plots.SERIES * len(panels), strict=False
-    ):
-        _panel(plots, axes, answer, target, color)
-    plots.save(figure, path)
-
-
-def _rate_text(answer: Answer) -> str:
-    """Return the rate as text, or that there is none."""
-    return "no rate is" if answer.rate is None else f"{answer.rate:.3g} requests/s"
-
-
-def _panel(plots: ModuleType, axes: Any, answer: Answer, target: LatencyTarget, color: str) -> None:
-    simulated = _values(answer, target, measured=False)
-    measured = _values(answer, target, measured=True)
-    axes.plot(*zip(*simulated, strict=True), color=color, linewidth=2, label="simulated")
-    if measured:
-        axes.plot(
-            *zip(*measured, strict=True), "o", color=color, markeredgecolor=plots.DARK,
-            markersize=9, label="measured",
-        )  # fmt: skip
-    limit = f"limit {target.limit_ms:g} ms"
-    axes.axhline(target.limit_ms, color=plots.LIMIT, linestyle="--", label=limit)
-    if answer.rate is not None:
-        axes.axvline(answer.rate, color=plots.DARK, linestyle=":", label=_rate_text(answer))
-    axes.set_yscale("log")
-    plots.log_ms(axes.yaxis)
-    axes.set_xlim(left=0)
-    plots.label(axes, target.title, "requests per second", "ms", legend="upper left")
-
-
-def _values(answer: Answer, target: LatencyTarget, measured: bool) -> list[tuple[float, float]]:
-    points: list[Point] = [point for point in answer.points if point.measured == measured]
-    values = [(point.rate, target.value_ms(point.run)) for point in points]
-    return sorted((rate, ms) for rate, ms in values if ms is not None)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Measure the products of Llama 1B and 8B on a GPU, by every library that can compute them.
 
     python -m bench.gpu.products
-    python -m bench.gpu.products --ways cublas triton --rows 1 64
-    python -m bench.gpu.products --device cpu --tiny       # in Triton's interpreter
+    python -m bench.gpu.products --ways cublas humming-int4 --rows 1 64
+    python -m bench.gpu.products --device cpu --tiny
 
 A product multiplies `rows` rows of bfloat16 by a weight `[outputs, inputs]`. Weights rotate: the
 graph that is timed multiplies by several of them, 512 MB in all, one after the other, so that none
@@ -13,7 +13,6 @@ at the measured rate, whichever takes longer. Floors of quantized weights count 
 | way | computed by |
 |---|---|
 | cublas, cublaslt | torch, with either library |
-| triton | a product of this file: few rows, a tile of the weight for each program |
 | tinygemm | FlashInfer, up to 8 rows |
 | fp8 | `torch._scaled_mm`, rows and weights in e4m3 with one scale each |
 | humming-int4, humming-fp8 | humming-kernels, 4 bits in groups of 128, or e4m3 by column |
@@ -23,7 +22,6 @@ that says why.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -97,8 +95,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, metavar="N")
     add_json_flag(parser)
     arguments = parser.parse_args(argv)
-    if arguments.device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     return run_command("bench.gpu.products", lambda: _main(arguments))
 
 
@@ -108,10 +104,6 @@ def _main(arguments: argparse.Namespace) -> int:
     from bench.gpu import ceilings
     from worker_proc.startup.devices import choose_device
 
-    if arguments.device == "cpu":
-        from worker_proc.gpu.interpreter import accept_numpy_scalars
-
-        accept_numpy_scalars()
     device = choose_device(arguments.device)
     tiny = arguments.tiny
     read = ceilings.read_bytes_per_second(device, 2**20 if tiny else 0)
@@ -406,23 +398,9 @@ class HummingFP8Product(HummingProduct):
     config: ClassVar[dict[str, object]] = {"dtype": "float8e4m3"}
 
 
-class TritonProduct(Way):
-    """A product of this project for few rows: a program computes a tile of outputs."""
-
-    def variants(self, x: "Tensor") -> Iterator[Multiply]:
-        from bench.gpu.few_rows import TILES, multiply_few, rows_of_tile
-
-        if len(x) > 64:
-            raise NotHere("takes up to 64 rows")
-        for tile in TILES[rows_of_tile(len(x))]:
-            if x.shape[1] % tile.depth == 0:
-                yield partial(multiply_few, tile=tile)
-
-
 WAYS: dict[str, type[Way]] = {
     "cublas": TorchProduct,
     "cublaslt": LtProduct,
-    "triton": TritonProduct,
     "tinygemm": TinyProduct,
     "fp8": ScaledProduct,
     "humming-int4": HummingProduct,

@@ -15,7 +15,6 @@ HEAVY = {"torch", "transformers"}
 BENCHES_OF_THE_WORKER = {
     "bench/gpu/ceilings.py",
     "bench/gpu/decode_floor.py",
-    "bench/gpu/few_rows.py",
     "bench/gpu/products.py",
     "bench/gpu/profile.py",
     "bench/peers/models.py",

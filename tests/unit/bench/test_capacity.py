@@ -144,15 +144,6 @@ def test_the_answer_is_one_line_and_a_table() -> None:
     assert points[0]["ttft_p99"] == 100.0
 
 
-def test_the_answer_is_drawn(tmp_path: Path) -> None:
-    from bench.report import plots
-
-    pytest.importorskip("matplotlib")
-
-    capacity.draw(plots, tmp_path / "capacity.png", answer())
-    assert (tmp_path / "capacity.png").read_bytes().startswith(b"\x89PNG")
-
-
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -234,7 +225,6 @@ def test_a_rate_that_a_real_run_held_is_found_where_the_simulator_says_that_ther
         ("", "--slo"),
         ("--slo ttft:5", "ttft_p99:500"),
         ("--slo ttft_p99:5 --verify-seconds 0", "verify_seconds must be positive"),
-        ("--slo ttft_p99:5 --plot x.jpeg2", "it must end in"),
         ("--slo ttft_p99:5 --json /no/such/place/x.json", "there is no directory"),
         ("--slo ttft_p99:5 --request-rate 5", "unrecognized arguments"),
     ],

@@ -281,7 +281,7 @@ def test_products_are_measured_by_each_way_that_is_there_and_the_others_are_name
     assert products.main(flags) == 0
     rows = read_lines(file)
     assert [(row["product"], row["rows"]) for row in rows] == [("tiny qkv", 1), ("tiny qkv", 8)]
-    assert all(float(str(row[way])) > 0 for row in rows for way in ("cublas", "triton", "floor"))
+    assert all(float(str(row[way])) > 0 for row in rows for way in ("cublas", "floor"))
     left_out = capsys.readouterr().err
     assert "tiny qkv, humming-int4: needs a GPU" in left_out
 
@@ -289,8 +289,8 @@ def test_products_are_measured_by_each_way_that_is_there_and_the_others_are_name
 def test_a_product_with_a_wrong_result_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("bench.gpu.few_rows.multiply_few", lambda x, weight, tile: x @ weight.T * 2)
-    assert products.main(["--device", "cpu", "--tiny", "--rows", "1", "--ways", "triton"]) == 0
+    monkeypatch.setattr("torch.nn.functional.linear", lambda x, weight: x @ weight.T * 2)
+    assert products.main(["--device", "cpu", "--tiny", "--rows", "1", "--ways", "cublas"]) == 0
     assert "its result differs by 1" in capsys.readouterr().err
 
 
