@@ -71,14 +71,14 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-class GuessTask(NamedTuple):
+class DraftTask(NamedTuple):
     """A question, and how it is answered."""
 
     question: str
     params: SamplingParams
 
 
-def edit(draw: random.Random, max_tokens: int) -> GuessTask:
+def edit(draw: random.Random, max_tokens: int) -> DraftTask:
     """Return code whose answer repeats most of it."""
     names = draw.sample(NAMES, 4)
     code = "\n".join(
@@ -87,10 +87,10 @@ def edit(draw: random.Random, max_tokens: int) -> GuessTask:
         for name in names
     )
     question = f"Repeat this code, but rename item to thing. Write only code.\n\n{code}"
-    return GuessTask(question, SamplingParams(temperature=0, max_tokens=max_tokens))
+    return DraftTask(question, SamplingParams(temperature=0, max_tokens=max_tokens))
 
 
-def extraction(draw: random.Random, max_tokens: int) -> GuessTask:
+def extraction(draw: random.Random, max_tokens: int) -> DraftTask:
     """Return a text with facts that are wanted as JSON of a schema."""
     orders = ". ".join(
         f"Customer {draw.choice(NAMES).title()} {draw.choice(NAMES).title()} from"
@@ -98,35 +98,35 @@ def extraction(draw: random.Random, max_tokens: int) -> GuessTask:
         for _ in range(4)
     )
     params = SamplingParams(temperature=0, max_tokens=max_tokens, json_schema=SCHEMA)
-    return GuessTask(f"List the orders as JSON: {orders}.", params)
+    return DraftTask(f"List the orders as JSON: {orders}.", params)
 
 
-def summary(draw: random.Random, max_tokens: int) -> GuessTask:
+def summary(draw: random.Random, max_tokens: int) -> DraftTask:
     """Return a text to be summarized."""
     text = " ".join(
         f"{draw.choice(SUBJECTS)} {draw.choice(VERBS)} {draw.choice(OBJECTS)}." for _ in range(25)
     )
     question = f"Summarize this text about {draw.choice(CITIES)}:\n\n{text}"
-    return GuessTask(question, SamplingParams(temperature=0, max_tokens=max_tokens))
+    return DraftTask(question, SamplingParams(temperature=0, max_tokens=max_tokens))
 
 
-def chat(draw: random.Random, max_tokens: int) -> GuessTask:
+def chat(draw: random.Random, max_tokens: int) -> DraftTask:
     """Return a short question, answered in the model's own words."""
     question = f"Tell me something about {draw.choice(TOPICS)} and {draw.choice(CITIES)}."
     params = SamplingParams(temperature=0.8, seed=draw.randrange(2**31), max_tokens=max_tokens)
-    return GuessTask(question, params)
+    return DraftTask(question, params)
 
 
-def noise(draw: random.Random, max_tokens: int) -> GuessTask:
+def noise(draw: random.Random, max_tokens: int) -> DraftTask:
     """Return a question without sense, whose answer is drawn from nearly all tokens."""
     question = " ".join(f"{draw.choice(NAMES)}{draw.randrange(1000)}" for _ in range(40))
     params = SamplingParams(
         temperature=3.0, seed=draw.randrange(2**31), max_tokens=max_tokens, ignore_eos=True
     )
-    return GuessTask(question, params)
+    return DraftTask(question, params)
 
 
-LOADS: dict[str, Callable[[random.Random, int], GuessTask]] = {
+LOADS: dict[str, Callable[[random.Random, int], DraftTask]] = {
     "edit": edit,
     "extraction": extraction,
     "summary": summary,
@@ -135,7 +135,7 @@ LOADS: dict[str, Callable[[random.Random, int], GuessTask]] = {
 }
 
 
-def tasks_of(load: str, count: int, seed: int, max_tokens: int) -> list[GuessTask]:
+def tasks_of(load: str, count: int, seed: int, max_tokens: int) -> list[DraftTask]:
     """Return tasks that differ from those of another seed or number."""
     draw = random.Random(f"{load}/{count}/{seed}")
     return [LOADS[load](draw, max_tokens) for _ in range(count)]
@@ -178,7 +178,7 @@ class Limits(NamedTuple):
     tokens: int
 
 
-async def run(client: AsyncClient, tasks: Sequence[GuessTask]) -> TimedRun:
+async def run(client: AsyncClient, tasks: Sequence[DraftTask]) -> TimedRun:
     """Send all tasks at once, and wait for the answers."""
     before, cpu_before_s = await counters_of(client)
     began_at = time.perf_counter()

@@ -3,7 +3,7 @@
     python -m tests.triton_variants
     python -m tests.triton_variants --models llama --deterministic
 
-Each model is served with CUDA graphs and without, and tokens are guessed in half of the steps. The
+Each model is served with CUDA graphs and without, and tokens are drafted in half of the steps. The
 worker runs its real steps on a CPU. Triton's launches compute nothing; each is noted with the
 variant of the kernel that it would need: types, alignments and constants of the arguments. A
 variant that is first met after the start would be compiled while requests wait, so there must be
@@ -34,7 +34,7 @@ from worker_proc.gpu import pages
 from worker_proc.gpu.engine import TritonEngine
 from worker_proc.gpu.graphs import Captured, GraphOutput, batch_sizes, prompt_sizes
 from worker_proc.models.decoder import build_model
-from worker_proc.step.runner import GuessSource, Runner
+from worker_proc.step.runner import Drafter, Runner
 from worker_proc.step.slot_table import SlotTable, ints_of
 
 CPU = torch.device("cpu")
@@ -116,17 +116,17 @@ def build_runner(kind: str, with_graphs: bool, deterministic: bool) -> Runner:
     engine = TritonEngine(
         model, NUM_PAGES, PAGE_SIZE, torch.bfloat16, CPU, deterministic, batch_sizes(MAX_ROWS),
         capture if with_graphs else None, prompt_sizes=prompt_sizes(10**6, 10**10),
-        guesses=True,
+        drafts=True,
     )  # fmt: skip
     table = SlotTable(NUM_SLOTS, CONTEXT, NUM_PAGES, PAGE_SIZE, CPU)
     return Runner(engine, table, torch.bfloat16)
 
 
-class RandomGuesses(GuessSource):
-    """Guesses up to seven tokens in rows that decode, in half of the steps.
+class RandomDrafts(Drafter):
+    """Drafts up to seven tokens in rows that decode, in half of the steps.
 
     Attributes:
-        num_steps: Steps with guesses.
+        num_steps: Steps with drafts.
     """
 
     def __init__(self, table: SlotTable, max_samples: int) -> None:
@@ -136,18 +136,18 @@ class RandomGuesses(GuessSource):
     def begin(self, plan: StepPlan) -> None:
         """Do nothing."""
 
-    def guess(self, plan: StepPlan) -> None:
-        """Guess some token, which is wrong or right by chance."""
+    def draft(self, plan: StepPlan) -> None:
+        """Draft some token, which is wrong or right by chance."""
         table, draw, slots = self._table, self._draw, ints_of(plan.slots)
-        left, guesses = self._max_samples - len(slots), {}
+        left, drafts = self._max_samples - len(slots), {}
         decoding = slots[table.num_computed[slots] + 1 == table.num_known[slots]].tolist()
         for slot in decoding if draw.random() < 0.5 else []:
-            count = min(draw.randrange(8), table.room_for_guesses(slot), left)
+            count = min(draw.randrange(8), table.room_for_drafts(slot), left)
             if count > 0:
-                guesses[slot] = [3] * count
+                drafts[slot] = [3] * count
                 left -= count
-        if guesses:
-            table.guess(guesses)
+        if drafts:
+            table.draft(drafts)
             self.num_steps += 1
 
 
@@ -182,8 +182,8 @@ class Load:
             mode = MIXED if new else DECODE
             plan = StepPlan(self._step, mode, pack_ids(rows), pack_ids(counts), new,
                                 pack_ids(ended), pack_ids(grown))  # fmt: skip
-            for guessed in self._runner.run(plan).guessed:
-                self._known[rows[guessed.row]] += num_ids(guessed.token_ids)
+            for drafted in self._runner.run(plan).guessed:
+                self._known[rows[drafted.row]] += num_ids(drafted.token_ids)
             self._step += 1
         for slot in rows:
             self._known[slot] += 1
@@ -248,10 +248,10 @@ def serve(label: str, runner: Runner, launches: Launches, num_steps: int) -> int
     questions = sum(operations[name] for name in QUESTIONS)
     print(label, f"a decode step with top_p: {sum(operations.values())} operations,"
           f" {questions} questions")  # fmt: skip
-    guesser = RandomGuesses(runner.table, runner.engine.max_guess_samples)
-    runner.guesser = guesser
+    drafter = RandomDrafts(runner.table, runner.engine.max_draft_samples)
+    runner.drafter = drafter
     Load(runner).serve(num_steps)
-    print(label, guesser.num_steps, "steps with guesses")
+    print(label, drafter.num_steps, "steps with drafts")
     met = [variant[0] for variant in launches.variants if variant not in at_start]
     print(label, len(met), "variants first met while serving", dict(Counter(met)))
     return len(met)

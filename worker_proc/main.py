@@ -149,7 +149,7 @@ def start(
     from worker_proc.loading.sharding import TPRank
     from worker_proc.startup.build import describe_kernels, make_runner
     from worker_proc.startup.devices import take_cores
-    from worker_proc.startup.guesses import prepare_guesses
+    from worker_proc.startup.drafts import prepare_drafts
     from worker_proc.startup.prefill_tuning import tune_prefill_size
 
     cores = take_cores(child.config.worker, child.replica)
@@ -164,7 +164,7 @@ def start(
     )
     if child.config.scheduler.speculative_method == "self":
         clock.begin("measure drafts")
-    guessing = prepare_guesses(runner, child.config, part.count)
+    draft_costs = prepare_drafts(runner, child.config, part.count)
     clock.end()
     table = runner.table
     ready = WorkerReady(
@@ -177,10 +177,10 @@ def start(
         backend=runner.engine.name,
         prefill_tokens=prefill_tokens,
         window=runner.window,
-        can_guess=guessing.can_guess,
+        can_guess=draft_costs is not None,
         kernels=describe_kernels(child.config.worker, runner),
         cuda_graph=runner.engine.has_graphs,
-        draft_costs=guessing.draft_costs,
+        draft_costs=draft_costs or [],
     )
     ready = _begin_session(ready, mover)
     child.ready(

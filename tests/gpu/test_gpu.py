@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from quadriga.client import Client, SamplingParams
 from tests.server import running_server
 from tests.tiny_models import write_tokenizer
-from tests.unit.guessing import FixedGuesser, generate, no_rules, penalties, rows_of, with_logprobs
+from tests.unit.drafting import FixedDrafter, generate, no_rules, penalties, rows_of, with_logprobs
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
 from worker_proc.step.runner import Runner
 
@@ -88,21 +88,21 @@ def test_deterministic_output_is_the_same_alone_and_among_sixty(gpt2_full: Path)
     ("flags", "temperature"),
     [({}, 0.0), ({"dtype": "bfloat16", "enable_deterministic_inference": True}, 1.0)],
 )
-def test_tokens_are_the_same_with_right_and_wrong_guesses(
+def test_tokens_are_the_same_with_right_and_wrong_drafts(
     gpt2_full: Path, flags: dict[str, object], temperature: float
 ) -> None:
     one = runner(gpt2_full, speculative_method="ngram", **flags)
     prompts = prompts_of([5, 90, 1], vocab_size=50_000)
     for rules in (no_rules, penalties, with_logprobs):
         new = rows_of(prompts, rules, temperature)
-        one.guesser = None
+        one.drafter = None
         expected, num_steps = generate(one, new, 0)
         answers = {slot: prompts[slot] + tokens for slot, (tokens, _) in enumerate(expected)}
         for wrong_every in (3, 1000):
-            one.guesser = FixedGuesser(one, answers, wrong_every)
-            got, num_guessed_steps = generate(one, new, 4)
+            one.drafter = FixedDrafter(one, answers, wrong_every)
+            got, num_drafted_steps = generate(one, new, 4)
             assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
-            assert num_guessed_steps < num_steps
+            assert num_drafted_steps < num_steps
 
 
 def test_a_graph_is_faster_than_its_kernels_one_by_one(gpt2_full: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_server_sizes_its_pool_and_answers(gpt2_full: Path, tmp_path: Path) ->
 
 
 @pytest.mark.timeout(180)
-def test_a_server_that_guesses_gives_the_tokens_of_one_that_does_not(
+def test_a_server_that_drafts_gives_the_tokens_of_one_that_does_not(
     gpt2_full: Path, tmp_path: Path
 ) -> None:
     answers, num_right = [], 0.0

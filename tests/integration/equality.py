@@ -22,7 +22,7 @@ from tests.references import greedy_of
 from tests.server import running_server, settle
 from tests.unit.simulation import SimulatedWorker, World, abort, submit
 from worker_proc.startup.build import make_runner
-from worker_proc.startup.guesses import prepare_guesses
+from worker_proc.startup.drafts import prepare_drafts
 from worker_proc.step.runner import Runner
 
 NEW_TOKENS = 12
@@ -175,7 +175,7 @@ class ComputingWorld(World):
 
     def __init__(self, config: ServerConfig, retracts: bool) -> None:
         runner = make_runner(config, resolve_model(config.model))
-        can_guess = prepare_guesses(runner, config, 1).can_guess
+        can_guess = prepare_drafts(runner, config, 1) is not None
         table = runner.table
         self._retracts, self._num_results = retracts, 0
         self._chosen, self._num_served = random.Random(6), 0

@@ -116,7 +116,7 @@ class NativeEngine(Engine):
         return [panel[..., -2 * LANES * INT8_SCALE_BYTES :].view(torch.float32) for panel in panels]
 
     def execute(self, plan: StepPlan, table: SlotTable, clock: RunningStep) -> PendingStep:
-        decodes = plan.forward_mode == DECODE and not table.has_guesses
+        decodes = plan.forward_mode == DECODE and not table.has_drafts
         if decodes and (decoded := self.decode(plan, table)) is not None:
             return PendingStep(lambda: decoded)
         return super().execute(plan, table, clock)

@@ -37,7 +37,7 @@ def make_engine(
     max_decode_rows: int = 1,
     ranks: "TPGroup | None" = None,
     has_draft: bool = False,
-    guesses: bool = False,
+    drafts: bool = False,
 ) -> Engine:
     """Return the CPU kernels' engine on a CPU, Triton's on a GPU, else plain torch.
 
@@ -52,7 +52,7 @@ def make_engine(
         max_decode_rows: rows of the largest decode step.
         ranks: the processes with the other parts of the model.
         has_draft: add a draft of the model in fewer bits; by the native kernels only.
-        guesses: tokens will be guessed, for which the graphs of a GPU have to be made.
+        drafts: tokens will be drafted, for which the graphs of a GPU have to be made.
 
     Raises:
         NoCompiler: the flags need kernels that cannot be compiled.
@@ -63,7 +63,7 @@ def make_engine(
         attention = TorchAttention(shape, num_pages, args.page_size, dtype, device)
         return TransformersEngine(model, attention)
     if _use_triton(args, device):
-        return _triton(args, model, num_pages, dtype, device, max_decode_rows, ranks, guesses)
+        return _triton(args, model, num_pages, dtype, device, max_decode_rows, ranks, drafts)
     if _use_native(args, device):
         try:
             return _native(args, model, num_pages, dtype, has_draft)
@@ -164,7 +164,7 @@ def _triton(
     device: torch.device,
     max_decode_rows: int,
     ranks: "TPGroup | None",
-    guesses: bool,
+    drafts: bool,
 ) -> Engine:
     from worker_proc.gpu.engine import TritonEngine
     from worker_proc.gpu.graphs import CudaCapture, batch_sizes, prompt_sizes
@@ -198,7 +198,7 @@ def _triton(
         capture=CudaCapture() if with_graphs else None,
         ranks=ranks,
         flashinfer=flashinfer,
-        guesses=guesses,
+        drafts=drafts,
         prompt_sizes=prompt_sizes(
             num_pages * args.page_size, sum(weight.numel() for weight in model.parameters())
         ),

@@ -50,7 +50,7 @@ class TritonEngine(Engine):
     name = "triton"
     stores_tokens = True
     supports_jump_forward = False  # with a row of several tokens a step is no decode graph
-    max_guess_samples = 64  # so that the graphs of short steps with prompts hold them
+    max_draft_samples = 64  # so that the graphs of short steps with prompts hold them
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class TritonEngine(Engine):
         ranks: "TPGroup | None" = None,
         prompt_sizes: Sequence[int] = (),
         flashinfer: bool = False,
-        guesses: bool = False,
+        drafts: bool = False,
     ) -> None:
         """Allocate the pages.
 
@@ -82,8 +82,8 @@ class TritonEngine(Engine):
             ranks: the processes with the other parts of the model.
             prompt_sizes: tokens of the steps with prompts to capture, ascending.
             flashinfer: prompts attend by FlashInfer, see flashinfer.py.
-            guesses: tokens will be guessed: graphs of steps with prompts have room for
-                `max_guess_samples` sampled tokens, even if fewer rows run.
+            drafts: tokens will be drafted: graphs of steps with prompts have room for
+                `max_draft_samples` sampled tokens, even if fewer rows run.
         """
         self.model = model
         self.ranks = ranks
@@ -100,7 +100,7 @@ class TritonEngine(Engine):
             self.name = "flashinfer"
         self._graph_sizes, self._prompt_sizes = graph_sizes, prompt_sizes
         self._capture = capture
-        self._min_samples = self.max_guess_samples if guesses else 0
+        self._min_samples = self.max_draft_samples if drafts else 0
         self._decode_graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
 
@@ -152,8 +152,8 @@ class TritonEngine(Engine):
             return self.sample_rows(inputs, self._forward(metadata, sampled))
         if inputs.table.sampling.unprocessed[inputs.sampled_slots].all():
             return SampledTokens(computed.token_ids, stored=True)
-        if inputs.table.has_guesses:  # the graph has written its own samples over them
-            inputs.table.write_guesses()
+        if inputs.table.has_drafts:  # the graph has written its own samples over them
+            inputs.table.write_drafts()
         return self.sample_rows(inputs, computed.hidden)
 
     def kv_parts(self) -> Sequence[Tensor]:

@@ -62,7 +62,7 @@ def prompt_sizes(max_tokens: int, num_parameters: int) -> list[int]:
 #
 # There are two kinds. In a decode step every row has one token and samples. A step with prompts
 # is described by its tokens, by the blocks of queries that its attention computes, and by the
-# tokens that are sampled from; all three are padded. A step with guesses is of the second kind.
+# tokens that are sampled from; all three are padded. A step with drafts is of the second kind.
 
 NO_ROWS: Ints = np.empty(0, dtype=np.int64)
 
@@ -242,7 +242,7 @@ class PromptGraphs:
             sizes: tokens of the steps to capture, ascending.
             max_rows: rows that a step may have.
             max_samples: tokens that a step may sample: after the last one of a row, and after each
-                of its guesses.
+                of its drafts.
             max_queries: queries of a block.
             device: the GPU.
             capture: captures a call.

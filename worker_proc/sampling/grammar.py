@@ -61,7 +61,7 @@ class SlotConstraint(ABC):
 
     @abstractmethod
     def copy(self) -> "SlotConstraint":
-        """Return the same state, which can go on by itself: to see what follows a guess."""
+        """Return the same state, which can go on by itself: to see what follows a draft."""
 
     @abstractmethod
     def ends_with(self, token: int) -> bool:

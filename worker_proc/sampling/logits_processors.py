@@ -38,7 +38,7 @@ class SlotLogits:
             no logprobs.
         logprob_ids: ids whose logprobs are returned beside them.
         grammar: the slot's grammar, or the reasoning before it, if it has one.
-        after_guesses: the state of the grammar after each guess of the running step.
+        after_drafts: the state of the grammar after each draft of the running step.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class SlotLogits:
     ) -> None:
         self.params = params
         self.grammar = grammar
-        self.after_guesses: list[SlotConstraint] = []
+        self.after_drafts: list[SlotConstraint] = []
         self.penalises_generated = params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
         self.penalises = self.penalises_generated or params.repetition_penalty != 1.0
         self.bias_ids = _ids(params.bias_ids, device)

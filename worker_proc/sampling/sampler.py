@@ -323,7 +323,7 @@ class SamplingState:
         """Return the rows that have logits processors or logprobs.
 
         Args:
-            slots: [rows] of a slot with guesses, those after them follow the first one.
+            slots: [rows] of a slot with drafts, those after them follow the first one.
         """
         if not self._logits:
             return []
@@ -333,7 +333,7 @@ class SamplingState:
             place = place + 1 if slot == before else 0
             before = slot
             if rules := self._logits.get(slot):
-                after = rules.after_guesses
+                after = rules.after_drafts
                 grammar = after[place - 1] if place and after else rules.grammar
                 rows.append(RowLogits(row, slot, rules, grammar))
         return rows
@@ -343,19 +343,19 @@ class SamplingState:
         rules = self._logits.get(slot)
         return None if rules is None else rules.grammar
 
-    def follow_guesses(self, slot: int, token_ids: Sequence[int]) -> list[int]:
-        """Note the states of a slot's grammar after guesses, for one step.
+    def follow_drafts(self, slot: int, token_ids: Sequence[int]) -> list[int]:
+        """Note the states of a slot's grammar after drafts, for one step.
 
         Returns:
-            The guesses as far as the grammar allows them, and before a token that ends the request.
+            The drafts as far as the grammar allows them, and before a token that ends the request.
         """
         rules = self._logits.get(slot)
         if rules is None or rules.grammar is None:
             return list(token_ids)
-        state, rules.after_guesses = rules.grammar, []
+        state, rules.after_drafts = rules.grammar, []
         for token in token_ids:
             state = state.copy()
             if state.ends_with(token) or state.advance(token):
                 break
-            rules.after_guesses.append(state)
-        return list(token_ids[: len(rules.after_guesses)])
+            rules.after_drafts.append(state)
+        return list(token_ids[: len(rules.after_drafts)])

@@ -1,1 +1,1 @@
-"""Guess tokens: by earlier text, or by the model itself in fewer bits."""
+"""Draft tokens: by earlier text, or by the model itself in fewer bits."""

@@ -1,7 +1,7 @@
-"""Guess the next tokens of requests from text that was there before.
+"""Draft the next tokens of requests from text that was there before.
 
 A `TextIndex` finds where the last tokens of a text occurred before; `RecentAnswers` has one for
-each group of requests; the `Guesser` looks up both.
+each group of requests; the `NgramDrafter` looks up both.
 """
 
 import sys
@@ -16,7 +16,7 @@ import numpy as np
 from quadriga.wire.packing import num_ids
 from quadriga.wire.worker import StepPlan
 from worker_proc.models.transfer import Fetch
-from worker_proc.step.runner import GuessSource
+from worker_proc.step.runner import Drafter
 from worker_proc.step.slot_table import SlotTable, ints_of
 
 NGRAM_SIZES = (4, 2)  # tokens that must match; the longer ones are looked for first
@@ -140,27 +140,27 @@ class RecentAnswers:
         return self._groups.get(group)
 
 
-# Guess the next tokens of requests from text that was there before.
+# Draft the next tokens of requests from text that was there before.
 #
 # Answers repeat: the text that they edit or quote, the keys of a JSON object, the answer to a
-# similar question. So the tokens are guessed that followed the last few ones before, in the
-# request's own prompt and answer, or in recent answers of its group. The guesses are a function
+# similar question. So the tokens are drafted that followed the last few ones before, in the
+# request's own prompt and answer, or in recent answers of its group. The drafts are a function
 # of the plans and of the tokens, so that every rank of a worker makes the same ones.
 
 MAX_INDEXED_TOKENS = 16_384  # of a request: those before are not searched
-GUESSES_PER_MATCHED_TOKEN = 2  # a long match is more likely to go on
+DRAFTS_PER_MATCHED_TOKEN = 2  # a long match is more likely to go on
 GOOD_MATCH = 4  # tokens; with fewer in the own text, recent answers may have a longer match
 
 
 @dataclass(slots=True)
 class SlotText:
-    """What is guessed from for a slot.
+    """What is drafted from for a slot.
 
     Attributes:
         group: name of the requests whose recent answers may be used.
         num_prompt: tokens of the slot that were there before its answer.
-        own: the slot's tokens from `first` on; None before the first guess.
-        source: the text that the last guesses came from.
+        own: the slot's tokens from `first` on; None before the first draft.
+        source: the text that the last drafts came from.
         position: where `source` goes on if all that was sampled since equals it.
         length: length of the match before `position`.
     """
@@ -187,15 +187,15 @@ class SlotText:
                 self.source = None
 
 
-class Guesser(GuessSource):
-    """Guess tokens by looking them up in earlier text."""
+class NgramDrafter(Drafter):
+    """Draft tokens by looking them up in earlier text."""
 
     def __init__(self, table: SlotTable, max_samples: int = sys.maxsize) -> None:
-        """Guess for the slots of a table.
+        """Draft for the slots of a table.
 
         Args:
             table: the slots.
-            max_samples: rows and guesses of a step that has guesses, together.
+            max_samples: rows and drafts of a step that has drafts, together.
         """
         self._table = table
         self._max_samples = max_samples
@@ -221,8 +221,8 @@ class Guesser(GuessSource):
             self._recent.add(group, fetch().tolist())
         self._ended.clear()
 
-    def guess(self, plan: StepPlan) -> None:
-        """Write guesses into the table for the rows of a plan, which is applied."""
+    def draft(self, plan: StepPlan) -> None:
+        """Write drafts into the table for the rows of a plan, which is applied."""
         for new, group in zip(plan.new, plan.groups, strict=False):
             self._slots[new.slot] = SlotText(group, num_ids(new.token_ids))
         if not plan.num_guesses:
@@ -231,7 +231,7 @@ class Guesser(GuessSource):
         limits = {
             slot: most
             for slot, num_tokens, planned in zip(*(row.tolist() for row in rows), strict=True)
-            if (most := min(planned, self._table.room_for_guesses(slot))) > 0
+            if (most := min(planned, self._table.room_for_drafts(slot))) > 0
             and self._reaches_last_token(slot, num_tokens)
         }
         left = self._max_samples - len(rows[0])
@@ -239,13 +239,13 @@ class Guesser(GuessSource):
             return
         self._take_ended()
         self._read_new_tokens(limits)
-        guesses = {}
+        drafts = {}
         for slot, most in limits.items():
-            if left > 0 and (token_ids := self._guess_slot(slot, min(most, left))):
-                guesses[slot] = token_ids
+            if left > 0 and (token_ids := self._draft_slot(slot, min(most, left))):
+                drafts[slot] = token_ids
                 left -= len(token_ids)
-        if guesses:
-            self._table.guess(guesses)
+        if drafts:
+            self._table.draft(drafts)
 
     def _reaches_last_token(self, slot: int, num_tokens: int) -> bool:
         table = self._table
@@ -254,17 +254,17 @@ class Guesser(GuessSource):
             return known <= int(table.num_pages_of[slot]) * table.page_size
         return int(table.num_computed[slot]) + num_tokens == known
 
-    def _guess_slot(self, slot: int, most: int) -> list[int]:
-        """Return at most `limit` guesses for a slot whose new tokens were read."""
+    def _draft_slot(self, slot: int, most: int) -> list[int]:
+        """Return at most `limit` drafts for a slot whose new tokens were read."""
         text = self._slots.get(slot)
         if text is None or text.own is None:
             return []
         if text.source is None and not self._search(text, text.own):
             return []
         assert text.source is not None
-        count = min(most, GUESSES_PER_MATCHED_TOKEN * text.length)
+        count = min(most, DRAFTS_PER_MATCHED_TOKEN * text.length)
         token_ids = text.source.after(text.position, count, repeats=text.source is text.own)
-        return self._table.sampling.follow_guesses(slot, token_ids)
+        return self._table.sampling.follow_drafts(slot, token_ids)
 
     def _read_new_tokens(self, slots: Iterable[int]) -> None:
         """Bring the slots' own texts up to date, and follow the matches that were found before."""

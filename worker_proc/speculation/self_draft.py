@@ -19,7 +19,7 @@ from worker_proc.models.base import Model
 from worker_proc.models.layers import Embedding, Linear
 from worker_proc.step.clock import HostStep
 from worker_proc.step.engine import Engine
-from worker_proc.step.runner import GuessSource
+from worker_proc.step.runner import Drafter
 from worker_proc.step.slot_table import SlotTable, ints_of
 
 DRAFT_BITS = 4
@@ -77,14 +77,14 @@ def same_weights(model: Model) -> Model:
 # A draft step is an ordinary decode step, of an engine with the same model in fewer bits over the
 # same KV pages: its keys and values go to the places of the drafted tokens, and the step that
 # verifies the drafts overwrites them with its own. Drafts are drawn by the seeds and positions of
-# the tokens that they guess, with the same penalties, so that they are right as often as greedy
-# ones. (Self-speculation with shared keys and values as in QSpec, arXiv 2410.11305.)
+# the tokens in whose places they stand, with the same penalties, so that they are right as often as
+# greedy ones. (Self-speculation with shared keys and values as in QSpec, arXiv 2410.11305.)
 
 NO_STEP = -1  # no plan of the scheduler has this number
 
 
-class SelfDrafter(GuessSource):
-    """Guess by decode steps of a second engine."""
+class SelfDrafter(Drafter):
+    """Draft by decode steps of a second engine."""
 
     def __init__(self, table: SlotTable, draft: Engine) -> None:
         """Draft for the slots of a table.
@@ -99,8 +99,8 @@ class SelfDrafter(GuessSource):
     def begin(self, plan: StepPlan) -> None:
         """Do nothing: a draft needs the slot's tokens and pages only."""
 
-    def guess(self, plan: StepPlan) -> None:
-        """Draft in rounds, and leave the table as it was, with the drafts as guesses."""
+    def draft(self, plan: StepPlan) -> None:
+        """Draft in rounds, and leave the table as it was, with what was drafted as its drafts."""
         numbers = self._numbers(plan)
         if not numbers:
             return
@@ -112,7 +112,7 @@ class SelfDrafter(GuessSource):
         drafted = [table.known_tokens(*at) for at in zip(slots, known.tolist(), strict=True)]
         table.num_known[slots], table.num_computed[slots] = known, computed
         table.nonfinite_from.copy_(nonfinite_from)
-        table.guess(dict(zip(slots, drafted, strict=True)))
+        table.draft(dict(zip(slots, drafted, strict=True)))
 
     def _numbers(self, plan: StepPlan) -> dict[int, int]:
         """Return the number of tokens to draft by slot, where it is not 0."""
@@ -133,7 +133,7 @@ class SelfDrafter(GuessSource):
         grammar = table.sampling.grammar_of(slot)
         if grammar is not None and not grammar.is_over:
             return 0
-        return min(most, table.room_for_guesses(slot))
+        return min(most, table.room_for_drafts(slot))
 
     def _decode(self, slots: list[int]) -> None:
         """Let each slot know one more token, by a step of the draft."""

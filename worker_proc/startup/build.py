@@ -126,9 +126,9 @@ def make_runner(
 
     def with_pages(num_pages: int) -> Runner:
         max_decode_rows = config.scheduler.max_batch_size
-        guesses = config.scheduler.speculative_method == "ngram"
+        drafts = config.scheduler.speculative_method == "ngram"
         engine = make_engine(
-            args, model, num_pages, dtype, device, max_decode_rows, ranks, has_draft, guesses
+            args, model, num_pages, dtype, device, max_decode_rows, ranks, has_draft, drafts
         )
         table = SlotTable(
             num_slots, context_length, num_pages, args.page_size, device, files.vocab_size

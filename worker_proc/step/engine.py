@@ -1,6 +1,6 @@
 """The contract of an engine, and the path through a step that every engine can take.
 
-Before `Engine` is the verification of guesses, with which such a step ends.
+Before `Engine` is the verification of drafts, with which such a step ends.
 """
 
 import sys
@@ -44,44 +44,44 @@ if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup
 
 
-# Keep what was sampled after right guesses.
+# Keep what was sampled after right drafts.
 #
-# A token is a function of seed, position and logits. So a guess is right if the token that was
+# A token is a function of seed, position and logits. So a draft is right if the token that was
 # sampled in its place equals it, and what was sampled after it is then what a step of its own
 # would have sampled: drawn, with penalties, or masked by a grammar, as well as greedy.
 
 Flags = npt.NDArray[np.bool_]
-NO_GUESS = -1  # in the place of a row's last sample
+NO_DRAFT = -1  # in the place of a row's last sample
 
 
-def verify_guesses(
+def verify_drafts(
     inputs: StepInputs, sampled: SampledTokens
 ) -> tuple[StepInputs, SampledTokens, list[GuessedRow]]:
-    """Drop what was sampled after wrong guesses.
+    """Drop what was sampled after wrong drafts.
 
     Args:
-        inputs: a step with guesses, which are forgotten.
-        sampled: all of its samples, on the host. The tokens may have been written over the guesses.
+        inputs: a step with drafts, which are forgotten.
+        sampled: all of its samples, on the host. The tokens may have been written over the drafts.
 
     Returns:
-        The step and its tokens as if it had no other samples, and its rows with guesses.
+        The step and its tokens as if it had no other samples, and its rows with drafts.
     """
     table, samples = inputs.table, inputs.samples
     token_ids = np.asarray(sampled.token_ids)
     starts = np.flatnonzero(np.diff(samples, prepend=-1))
-    guesses = [
+    drafts = [
         token
         for slot in inputs.sampled_slots[starts].tolist()
-        for token in (*table.guesses.get(slot, ()), NO_GUESS)
+        for token in (*table.drafts.get(slot, ()), NO_DRAFT)
     ]
     counts = np.diff(starts, append=len(samples))
-    num_wrong = np.cumsum(token_ids != np.array(guesses))
+    num_wrong = np.cumsum(token_ids != np.array(drafts))
     num_wrong_before = np.concatenate(([0], num_wrong[:-1]))
     kept = num_wrong_before == np.repeat(num_wrong_before[starts], counts)
     is_first = np.diff(samples, prepend=-1) != 0
     kept &= is_first | (token_ids >= 0)  # the next step finds out about what could not be sampled
     num_kept = np.add.reduceat(kept, starts, dtype=np.int64)
-    guessed = [
+    drafted = [
         GuessedRow(
             row=int(inputs.sampled_rows[start]),
             num_guesses=int(count) - 1,
@@ -90,10 +90,10 @@ def verify_guesses(
         for start, count, num in zip(starts, counts, num_kept, strict=True)
         if count > 1
     ]
-    table.forget_guesses()
+    table.forget_drafts()
     right = _only(inputs, kept)
     table.num_computed[right.sampled_slots] = right.sample_positions  # of several, the last counts
-    return right, _only_tokens(inputs, sampled, kept), guessed
+    return right, _only_tokens(inputs, sampled, kept), drafted
 
 
 def _only(inputs: StepInputs, kept: Flags) -> StepInputs:
@@ -137,11 +137,11 @@ class Engine(ABC):
         has_graphs: decode steps are CUDA graphs.
         supports_jump_forward: a row with a few more tokens hardly makes a step longer, so that the
             tokens that a grammar forces are computed together with the sampled one.
-        supports_guesses: rows of several tokens can sample after each of them.
+        supports_drafts: rows of several tokens can sample after each of them.
         has_equal_bits: a token's numbers are the same to the last bit, whatever else is in a step.
-        max_guess_samples: tokens that a step with guesses may sample.
+        max_draft_samples: tokens that a step with drafts may sample.
         draft: the same model over the same KV pages, with weights of fewer bits, which drafts
-            guesses; None: there is none.
+            tokens; None: there is none.
     """
 
     name: str
@@ -150,9 +150,9 @@ class Engine(ABC):
     last_replay: Callable[[], None] | None = None
     has_graphs = False
     supports_jump_forward = True
-    supports_guesses = True
+    supports_drafts = True
     has_equal_bits = False
-    max_guess_samples = sys.maxsize
+    max_draft_samples = sys.maxsize
     draft: "Engine | None" = None
 
     @property
@@ -184,7 +184,7 @@ class Engine(ABC):
         else:
             sampled = self.forward_and_sample(inputs)
         table.num_computed[inputs.layout.slots] = inputs.num_computed_after
-        if table.has_guesses:
+        if table.has_drafts:
             fetch = table.copier.begin_all(sampled.token_ids, table.nonfinite_from)
             verify = partial(self._verify, plan, inputs, sampled, fetch, prompt_pieces)
             return PendingStep(verify, blocks_next=True)
@@ -199,36 +199,36 @@ class Engine(ABC):
         fetch: Callable[[], Sequence[np.ndarray]],
         prompt_pieces: Sequence[Callable[[], PromptPiece]],
     ) -> EngineOutput:
-        """Wait for the samples of a step with guesses, and add those that count to the slots."""
+        """Wait for the samples of a step with drafts, and add those that count to the slots."""
         token_ids, nonfinite_from = fetch()
         is_first = np.diff(inputs.samples, prepend=-1) != 0
-        has_guesses = inputs.table.num_guesses[inputs.sampled_slots] > 0
-        if (token_ids[is_first & has_guesses] < 0).any():
-            return self._compute_without_guesses(plan, inputs)
+        has_drafts = inputs.table.num_drafts[inputs.sampled_slots] > 0
+        if (token_ids[is_first & has_drafts] < 0).any():
+            return self._compute_without_drafts(plan, inputs)
         slots = inputs.layout.slots
-        inputs, sampled, guessed = verify_guesses(inputs, sampled._replace(token_ids=token_ids))
+        inputs, sampled, drafted = verify_drafts(inputs, sampled._replace(token_ids=token_ids))
         num_computed = inputs.table.num_computed[slots]
         is_wrong = (nonfinite_from[slots] >= num_computed) & (nonfinite_from[slots] < ALL_FINITE)
         if is_wrong.any():
             inputs.table.forget_nonfinite(slots[is_wrong], num_computed[is_wrong])
         self._append_tokens(inputs, sampled)
         jump_forward = self.supports_jump_forward
-        return pending_step(inputs, sampled, prompt_pieces, jump_forward, guessed).wait()
+        return pending_step(inputs, sampled, prompt_pieces, jump_forward, drafted).wait()
 
-    def _compute_without_guesses(self, plan: StepPlan, inputs: StepInputs) -> EngineOutput:
-        """Compute a step again, as if there had been no guesses.
+    def _compute_without_drafts(self, plan: StepPlan, inputs: StepInputs) -> EngineOutput:
+        """Compute a step again, as if there had been no drafts.
 
-        The numbers of a guess may overflow where the tokens before it do not, and what a query does
+        The numbers of a draft may overflow where the tokens before it do not, and what a query does
         not see has weight 0, which makes NaN of infinity.
         """
         table, slots, before = inputs.table, inputs.layout.slots, inputs.layout.num_computed
-        rows = zip(inputs.plan_rows.tolist(), table.num_guesses[slots].tolist(), strict=True)
-        guessed = [GuessedRow(row, count, b"") for row, count in rows if count]
-        table.forget_guesses()
+        rows = zip(inputs.plan_rows.tolist(), table.num_drafts[slots].tolist(), strict=True)
+        drafted = [GuessedRow(row, count, b"") for row, count in rows if count]
+        table.forget_drafts()
         table.num_computed[slots] = before
         table.forget_nonfinite(slots, before)
         output = self.execute(plan, table, HostStep()).wait()
-        output.guessed = guessed
+        output.drafted = drafted
         return output
 
     def _append_tokens(self, inputs: StepInputs, sampled: SampledTokens) -> None:

@@ -45,7 +45,7 @@ class StepInputs:
         num_computed_after: `[rows]` computed tokens of each row's slot after the step.
         plan_rows: `[rows]` the row's number in the plan.
         token_slots, token_positions: `[tokens]` where each token of the step belongs.
-        samples: `[samples]` the row of each sample. A row with guesses has one more than guesses,
+        samples: `[samples]` the row of each sample. A row with drafts has one more than drafts,
             one after the other.
         sampled_slots, sampled_rows: `[samples]` their slots, and their numbers in the plan.
         sample_positions: `[samples]` the position of the token to be sampled in its request.
@@ -98,7 +98,7 @@ class StepInputs:
 
     @property
     def decodes_only(self) -> bool:
-        """True if a token is sampled after every one; without guesses, each row has one."""
+        """True if a token is sampled after every one; without drafts, each row has one."""
         return len(self.samples) == self.num_tokens
 
     @property
@@ -122,8 +122,8 @@ def make_inputs(plan: StepPlan, table: SlotTable, clock: RunningStep | None = No
         _explain_reach(slots, num_computed + num_tokens, num_known, reach)
     if has_forced.any():
         num_tokens = np.where(has_forced, reach - num_computed, num_tokens)
-    if table.has_guesses:
-        num_tokens = num_tokens + table.num_guesses[slots]
+    if table.has_drafts:
+        num_tokens = num_tokens + table.num_drafts[slots]
     several = num_tokens > 1
     all_single = not several.any()  # as in most steps, for which the general way takes too long
     order = (
@@ -139,8 +139,8 @@ def make_inputs(plan: StepPlan, table: SlotTable, clock: RunningStep | None = No
         token_slots = np.repeat(slots, num_tokens)
         starts = np.repeat(num_computed - ends + num_tokens, num_tokens)
         token_positions = starts + np.arange(ends[-1])
-    if table.has_guesses:
-        samples, sample_positions = _guessing_samples(num_computed_after, num_known, slots, table)
+    if table.has_drafts:
+        samples, sample_positions = _drafting_samples(num_computed_after, num_known, slots, table)
     else:
         samples = (num_computed_after == num_known).nonzero()[0]
         sample_positions = num_known[samples]
@@ -159,13 +159,13 @@ def make_inputs(plan: StepPlan, table: SlotTable, clock: RunningStep | None = No
     )
 
 
-def _guessing_samples(
+def _drafting_samples(
     num_computed_after: Ints, num_known: Ints, slots: Ints, table: SlotTable
 ) -> tuple[Ints, Ints]:
-    """Return row and position of each sample: after the last known token, and after each guess."""
-    num_guesses = table.num_guesses[slots]
-    rows = (num_computed_after == num_known + num_guesses).nonzero()[0]
-    counts = num_guesses[rows] + 1
+    """Return row and position of each sample: after the last known token, and after each draft."""
+    num_drafts = table.num_drafts[slots]
+    rows = (num_computed_after == num_known + num_drafts).nonzero()[0]
+    counts = num_drafts[rows] + 1
     samples = np.repeat(rows, counts)
     ends = np.cumsum(counts)
     places = np.arange(len(samples)) - np.repeat(ends - counts, counts)

@@ -251,7 +251,7 @@ class EngineOutput(msgspec.Struct):
     prompt_logprobs: list[PromptPiece] = []
     failed: list[FailedRow] = []
     forced: list[ForcedRow] = []
-    guessed: list[GuessedRow] = []
+    drafted: list[GuessedRow] = []
     nonfinite: list[NonFiniteRow] = []
 
 
@@ -262,7 +262,7 @@ class PendingStep(msgspec.Struct, frozen=True):
         wait: wait for the end of the step, in any thread, and return its output.
         blocks_next: True if `wait` must return before the next step is launched, since grammars
             have to accept their tokens before they mask the next ones, and the next step begins
-            after the last right guess.
+            after the last right draft.
     """
 
     wait: Callable[[], EngineOutput]
@@ -274,7 +274,7 @@ def pending_step(
     sampled: SampledTokens,
     prompt_logprobs: Sequence[Callable[[], PromptPiece]],
     jump_forward: bool,
-    guessed: Sequence[GuessedRow] = (),
+    drafted: Sequence[GuessedRow] = (),
 ) -> PendingStep:
     """Start to copy the sampled tokens to the host.
 
@@ -283,7 +283,7 @@ def pending_step(
         sampled: the tokens of its sampling rows.
         prompt_logprobs: wait for the logprobs of its prompt tokens.
         jump_forward: append the tokens that grammars force to the slots.
-        guessed: its rows with guesses, which may have several tokens.
+        drafted: its rows with drafts, which may have several tokens.
     """
     table = inputs.table
     fetch = table.copier.begin_all(sampled.token_ids, table.nonfinite_from)
@@ -293,7 +293,7 @@ def pending_step(
         token_ids = np.empty(len(inputs.layout.slots), dtype="<i4")
         token_ids.fill(-1)
         (on_host, nonfinite_from), rows = fetch(), inputs.sampled_rows
-        if guessed:  # the first token of each row; `guessed` has those after it
+        if drafted:  # the first token of each row; `drafted` has those after it
             is_first = np.diff(inputs.samples, prepend=-1) != 0
             token_ids[rows[is_first]] = on_host[is_first]
         else:
@@ -302,7 +302,7 @@ def pending_step(
             token_ids.tobytes(),
             sampled.logprobs and sampled.logprobs(),
             [piece() for piece in prompt_logprobs],
-            guessed=list(guessed),
+            drafted=list(drafted),
         )
         if constrained := [one for one in sampled.constrained if on_host[one.row] >= 0]:
             output.failed = advance(constrained, on_host, inputs.sampled_rows)

@@ -1,7 +1,7 @@
 """Run the steps that the scheduler plans.
 
-The runner has an engine, the slots that it computes for, and a `GuessSource`, whose contract is
-here, if tokens are guessed.
+The runner has an engine, the slots that it computes for, and a `Drafter`, whose contract is
+here, if tokens are drafted.
 """
 
 from abc import ABC, abstractmethod
@@ -17,10 +17,10 @@ from worker_proc.step.outputs import EngineOutput, PendingStep
 from worker_proc.step.slot_table import SlotTable, ints_of
 
 
-class GuessSource(ABC):
-    """Guesses tokens for the slots of a table. The runner calls it at each plan of the scheduler.
+class Drafter(ABC):
+    """Drafts tokens for the slots of a table. The runner calls it at each plan of the scheduler.
 
-    A guess is only ever compared with the token that is sampled in its place, so that a wrong one
+    A draft is only ever compared with the token that is sampled in its place, so that a wrong one
     costs time and changes no answer.
     """
 
@@ -29,10 +29,10 @@ class GuessSource(ABC):
         """Note what a plan changes, before the table applies it and forgets what it releases."""
 
     @abstractmethod
-    def guess(self, plan: StepPlan) -> None:
-        """Write guesses into the table for the rows of a plan, which is applied.
+    def draft(self, plan: StepPlan) -> None:
+        """Write drafts into the table for the rows of a plan, which is applied.
 
-        At most as many for each row as the plan and `SlotTable.room_for_guesses` allow.
+        At most as many for each row as the plan and `SlotTable.room_for_drafts` allow.
         """
 
 
@@ -47,7 +47,7 @@ class Runner:
         window: tokens that every layer's attention is limited to; 0 if a layer sees all that a
             slot can hold.
         quantization: how the weights are kept: --quantization, with `auto` resolved.
-        guesser: guesses tokens where plans ask for it; None: there are no guesses.
+        drafter: drafts tokens where plans ask for it; None: there are no drafts.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Runner:
         self.dtype = dtype
         self.window = window if window < table.context_length else 0
         self.quantization = quantization
-        self.guesser: GuessSource | None = None
+        self.drafter: Drafter | None = None
         self._start_clock = step_clock(table.device)
 
     def with_engine(self, engine: Engine) -> "Runner":
@@ -105,7 +105,7 @@ class Runner:
                 failed=refused + output.failed,  # the first reason counts
                 session=plan.session,
                 forced=output.forced,
-                guessed=output.guessed,
+                guessed=output.drafted,
                 nonfinite=output.nonfinite,
             )
 
@@ -115,14 +115,14 @@ class Runner:
         return finish
 
     def _apply(self, plan: StepPlan) -> None:
-        """Apply a plan to the slots, and guess the next tokens of its rows."""
-        guesser = self.guesser
-        if guesser is None:
+        """Apply a plan to the slots, and draft the next tokens of its rows."""
+        drafter = self.drafter
+        if drafter is None:
             self.table.apply(plan)
             return
-        guesser.begin(plan)
+        drafter.begin(plan)
         self.table.apply(plan)
-        guesser.guess(plan)
+        drafter.draft(plan)
 
     def _refused_rows(self, plan: StepPlan) -> list[FailedRow]:
         """Return the rows of requests that the slot table has refused."""

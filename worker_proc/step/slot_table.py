@@ -28,9 +28,9 @@ class SlotTable:
         num_pages_of: `[slots]` on the host: pages in the slot's row.
         has_forced: `[slots]` on the host: the slot's grammar has forced tokens, so that a row
             computes all that is known of it.
-        guesses: tokens that the next step of a slot computes after the known ones, by slot. The
+        drafts: tokens that the next step of a slot computes after the known ones, by slot. The
             step reads them in `tokens`, behind those, and may write what it samples there.
-        num_guesses: `[slots]` on the host: their number.
+        num_drafts: `[slots]` on the host: their number.
         nonfinite_from: `[slots]` int64 on the device: the lowest position with keys or values that
             are NaN or infinite since the slot was filled, or ALL_FINITE. The engine lowers it.
         held: the slots in use.
@@ -64,8 +64,8 @@ class SlotTable:
         self.num_computed = np.zeros(num_slots, dtype=np.int64)
         self.num_pages_of = np.zeros(num_slots, dtype=np.int64)
         self.has_forced = np.zeros(num_slots, dtype=np.bool_)
-        self.guesses: dict[int, Sequence[int]] = {}
-        self.num_guesses = np.zeros(num_slots, dtype=np.int64)
+        self.drafts: dict[int, Sequence[int]] = {}
+        self.num_drafts = np.zeros(num_slots, dtype=np.int64)
         self.nonfinite_from = torch.full((num_slots,), ALL_FINITE, device=device)
         self.held: set[int] = set()
         self.refused: dict[int, str] = {}
@@ -203,8 +203,8 @@ class SlotTable:
         self.num_known[slot] = end
         self.has_forced[slot] = True
 
-    def room_for_guesses(self, slot: int) -> int:
-        """Return how many tokens may be guessed after the known ones of a slot.
+    def room_for_drafts(self, slot: int) -> int:
+        """Return how many tokens may be drafted after the known ones of a slot.
 
         One more has a page then, as the scheduler counts on it for a step that it has planned.
         """
@@ -212,28 +212,28 @@ class SlotTable:
         return min(reach, self.context_length - 1) - int(self.num_known[slot])
 
     @property
-    def has_guesses(self) -> bool:
-        """Whether a slot has guesses."""
-        return bool(self.guesses)
+    def has_drafts(self) -> bool:
+        """Whether a slot has drafts."""
+        return bool(self.drafts)
 
-    def guess(self, guesses: Mapping[int, Sequence[int]]) -> None:
-        """Let the next step compute guesses, at least one for each of these slots."""
-        self.guesses.update(guesses)
-        for slot, token_ids in guesses.items():
-            self.num_guesses[slot] = len(token_ids)
-        self.write_guesses()
+    def draft(self, drafts: Mapping[int, Sequence[int]]) -> None:
+        """Let the next step compute drafts, at least one for each of these slots."""
+        self.drafts.update(drafts)
+        for slot, token_ids in drafts.items():
+            self.num_drafts[slot] = len(token_ids)
+        self.write_drafts()
 
-    def write_guesses(self) -> None:
-        """Write all guesses to `tokens`, where the step reads them."""
-        rows = [np.array(token_ids, dtype=np.int64) for token_ids in self.guesses.values()]
-        guessing = np.array(list(self.guesses), dtype=np.int64)
-        slots, columns, token_ids = _places(guessing, rows)
+    def write_drafts(self) -> None:
+        """Write all drafts to `tokens`, where the step reads them."""
+        rows = [np.array(token_ids, dtype=np.int64) for token_ids in self.drafts.values()]
+        drafting = np.array(list(self.drafts), dtype=np.int64)
+        slots, columns, token_ids = _places(drafting, rows)
         self.write_tokens(slots, self.num_known[slots] + columns, token_ids)
 
-    def forget_guesses(self) -> None:
-        """Forget the guesses of all slots, after the step that computed them."""
-        self.guesses.clear()
-        self.num_guesses[:] = 0
+    def forget_drafts(self) -> None:
+        """Forget the drafts of all slots, after the step that computed them."""
+        self.drafts.clear()
+        self.num_drafts[:] = 0
 
     def require_held(self, slots: list[int], verb: str) -> None:
         """Raise ValueError for a slot that is not held; `verb` says what the plan does to it."""

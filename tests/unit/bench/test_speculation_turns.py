@@ -6,16 +6,16 @@ from typing import Any, cast
 import pytest
 
 from bench import speculation as bench
-from bench.speculation import GuessTask
+from bench.speculation import DraftTask
 from quadriga.client import AsyncClient
 
 CLIENTS = {name: cast(AsyncClient, name) for name in ("without", "with")}
 
 
 def test_a_row_compares_a_variant_with_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: dict[Any, list[list[GuessTask]]] = {client: [] for client in CLIENTS.values()}
+    sent: dict[Any, list[list[DraftTask]]] = {client: [] for client in CLIENTS.values()}
 
-    async def run(client: AsyncClient, tasks: list[GuessTask]) -> bench.TimedRun:
+    async def run(client: AsyncClient, tasks: list[DraftTask]) -> bench.TimedRun:
         """With drafts, half of them are right."""
         sent[client].append(tasks)
         is_drafting = client is CLIENTS["with"]

@@ -51,7 +51,7 @@ def small_mistral(directory: Path) -> Path:
 
 
 def runner_with(
-    directory: Path, capture: Capture | None, guesses: bool = False, **flags: object
+    directory: Path, capture: Capture | None, drafts: bool = False, **flags: object
 ) -> Runner:
     """Build a runner with graphs of decode steps of 1 and 3 rows, and of 4 and 8 prompt tokens."""
     flags = {"device": str(DEVICE), "attention_backend": "triton", **flags}
@@ -60,7 +60,7 @@ def runner_with(
     assert isinstance(plain.engine, TritonEngine)
     engine = TritonEngine(
         plain.engine.model, table.num_pages, table.page_size, plain.dtype, DEVICE,
-        deterministic, GRAPH_SIZES, capture, prompt_sizes=[4, 8], guesses=guesses,
+        deterministic, GRAPH_SIZES, capture, prompt_sizes=[4, 8], drafts=drafts,
     )  # fmt: skip
     engine.capture_graphs(table)
     return Runner(engine, table, plain.dtype)

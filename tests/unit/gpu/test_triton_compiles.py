@@ -38,5 +38,5 @@ def test_no_variant_of_a_kernel_is_first_met_while_serving() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count(" 0 variants first met while serving") == 4
     assert result.stdout.count(", 0 questions") == 4
-    assert result.stdout.count(" steps with guesses") == 4
-    assert " 0 steps with guesses" not in result.stdout
+    assert result.stdout.count(" steps with drafts") == 4
+    assert " 0 steps with drafts" not in result.stdout

@@ -15,7 +15,7 @@ from tests.tiny_models import let_token_overflow, tiny_gemma2, tiny_llama
 from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
 
 from tests.unit.worker_driver import Driver, runner_of
-from worker_proc.speculation.ngram import Guesser
+from worker_proc.speculation.ngram import NgramDrafter
 from worker_proc.step.runner import Runner
 
 BAD = 67
@@ -62,7 +62,7 @@ def test_a_request_that_overflows_ends_and_the_others_go_on_unchanged(
     assert answers(runner) == alone
 
 
-def test_a_wrong_guess_that_overflows_changes_nothing(tmp_path: Path) -> None:
+def test_a_wrong_draft_that_overflows_changes_nothing(tmp_path: Path) -> None:
     runner = build(tmp_path, "llama")
     new = [
         NewSlot(slot, pack_ids(prompt), 0, pack_ids(range(4 * slot, 4 * slot + 4)), 0.0, -1, 1.0, 0)
@@ -72,10 +72,10 @@ def test_a_wrong_guess_that_overflows_changes_nothing(tmp_path: Path) -> None:
     plan = StepPlan(0, EXTEND, pack_ids([0, 1, 2]), counts, new, b"")
     plain = runner.run(plan)
     runner.table.release_all()
-    runner.guesser = guesser = Guesser(runner.table)
-    guesser._guess_slot = lambda slot, most: [BAD, BAD]  # type: ignore[method-assign]
-    guessing = StepPlan(0, EXTEND, plan.slots, counts, new, b"", num_guesses=pack_ids([2, 2, 2]))
-    result = runner.run(guessing)
+    runner.drafter = drafter = NgramDrafter(runner.table)
+    drafter._draft_slot = lambda slot, most: [BAD, BAD]  # type: ignore[method-assign]
+    drafting = StepPlan(0, EXTEND, plan.slots, counts, new, b"", num_guesses=pack_ids([2, 2, 2]))
+    result = runner.run(drafting)
     assert result.token_ids == plain.token_ids
     assert result.failed == plain.failed and len(result.failed) == 1
     assert result.nonfinite == plain.nonfinite

@@ -40,7 +40,7 @@ from tests.unit.worker.packed_matrices import random_inputs, random_rows
 from tests.unit.worker_driver import Driver, prompts_of
 from worker_proc.kv_tiers.tiers import PoolPages
 from worker_proc.sampling.grammar import compile_form
-from worker_proc.speculation.ngram import Guesser
+from worker_proc.speculation.ngram import NgramDrafter
 from worker_proc.startup.build import make_runner
 from worker_proc.step.runner import Runner
 
@@ -275,30 +275,30 @@ def test_minus_infinity_is_no_error_where_a_number_is_left(tmp_path: Path) -> No
                 assert len(result.failed) == signs.count(False)
 
 
-class BadGuesser(Guesser):
-    """Guesses a token whose numbers overflow, and right ones before it."""
+class BadDrafter(NgramDrafter):
+    """Drafts a token whose numbers overflow, and right ones before it."""
 
     def __init__(self, runner: Runner, answers: dict[int, list[int]]) -> None:
         super().__init__(runner.table)
         self.answers = answers
 
-    def _guess_slot(self, slot: int, most: int) -> list[int]:
+    def _draft_slot(self, slot: int, most: int) -> list[int]:
         known = int(self._table.num_known[slot])
         right = self.answers[slot][known : known + known % 3]
-        return self._table.sampling.follow_guesses(slot, [*right, BAD, BAD][:most])
+        return self._table.sampling.follow_drafts(slot, [*right, BAD, BAD][:most])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("model", ["llama", "window", "sinks and experts"])
-def test_a_wrong_guess_that_overflows_changes_nothing(
+def test_a_wrong_draft_that_overflows_changes_nothing(
     model: str, backend: str, overflowing: dict[tuple[str, str], Path]
 ) -> None:
     runner = runner_of(overflowing[model, "v"], **BACKENDS[backend])
     prompts, size = good_prompts()[1:4], runner.table.page_size
     outputs: list[list[list[int]]] = []
-    for guesses in (False, True):
+    for drafts in (False, True):
         tokens = [list(prompt) for prompt in prompts]
-        runner.guesser = BadGuesser(runner, dict(enumerate(outputs[0]))) if guesses else None
+        runner.drafter = BadDrafter(runner, dict(enumerate(outputs[0]))) if drafts else None
         slots = list(range(len(prompts)))
         never = SlotSamplingParams(  # a drawn token could be the bad one
             20, bias_ids=pack_ids([BAD]), bias=np.float32(-100).tobytes()
@@ -316,25 +316,25 @@ def test_a_wrong_guess_that_overflows_changes_nothing(
                 tokens[row.row] += unpack_ids(row.token_ids)
             ones, most = pack_ids([1] * len(slots)), pack_ids([4] * len(slots))
             plan = StepPlan(
-                1, DECODE, pack_ids(slots), ones, [], b"", num_guesses=most if guesses else b""
+                1, DECODE, pack_ids(slots), ones, [], b"", num_guesses=most if drafts else b""
             )
         outputs.append([of_slot[:32] for of_slot in tokens])
         runner.table.release_all()
-    runner.guesser = None
+    runner.drafter = None
     assert outputs[1] == outputs[0]
 
 
 @pytest.mark.parametrize("backend", ["float32", "bfloat16", "int8 pages", "torch"])
-def test_a_request_ends_where_its_own_answer_overflows_among_guesses(
+def test_a_request_ends_where_its_own_answer_overflows_among_drafts(
     backend: str, overflowing: dict[tuple[str, str], Path]
 ) -> None:
-    """The first sample fails, with guesses behind it."""
+    """The first sample fails, with drafts behind it."""
     runner = runner_of(overflowing["llama", "v"], **BACKENDS[backend])
     size = runner.table.page_size
     new = [new_slot(0, [3, 4, 5], None, 0.0, size), new_slot(1, [3, 4, BAD], None, 0.0, size)]
     alone = runner.run(StepPlan(0, EXTEND, pack_ids([0]), pack_ids([3]), new[:1], b""))
     runner.table.release_all()
-    runner.guesser = BadGuesser(runner, {0: [0] * 9, 1: [0] * 9})
+    runner.drafter = BadDrafter(runner, {0: [0] * 9, 1: [0] * 9})
     plan = StepPlan(
         0, EXTEND, pack_ids([0, 1]), pack_ids([3, 3]), new, b"", num_guesses=pack_ids([2, 2])
     )

@@ -20,12 +20,12 @@ from quadriga.wire.worker import (
     StepPlan,
 )
 from tests.tiny_experts import EXPERTS
-from tests.unit.guessing import generate, no_rules, penalties, rows_of, with_logprobs
+from tests.unit.drafting import generate, no_rules, penalties, rows_of, with_logprobs
 from tests.unit.tiny_vocabulary import tiny_vocabulary
 from tests.unit.worker_driver import prompts_of, runner_of
 from worker_proc.sampling.grammar import compile_form
 from worker_proc.speculation.self_draft import SelfDrafter
-from worker_proc.startup.guesses import prepare_guesses
+from worker_proc.startup.drafts import prepare_drafts
 from worker_proc.step.runner import Runner
 
 SELF = {"speculative_method": "self"}
@@ -40,7 +40,7 @@ FORMATS = [
 def drafting_runner(directory: Path, **flags: object) -> Runner:
     runner = runner_of(directory, **SELF, **flags)
     assert runner.engine.draft is not None
-    runner.guesser = SelfDrafter(runner.table, runner.engine.draft)
+    runner.drafter = SelfDrafter(runner.table, runner.engine.draft)
     return runner
 
 
@@ -96,7 +96,7 @@ def test_rows_of_one_step_draft_different_numbers_of_tokens(llama_dir: Path) -> 
 
 def test_a_draft_with_the_weights_of_the_model_is_always_right(llama_dir: Path) -> None:
     runner = runner_of(llama_dir)
-    runner.guesser = SelfDrafter(runner.table, runner.engine)
+    runner.drafter = SelfDrafter(runner.table, runner.engine)
     new = rows_of(prompts_of([5, 9]), no_rules, 1.0)
     _, num_steps = generate(runner, new, 4)
     assert num_steps == 1 + 8, "each step after the prompts brings five of 40 tokens"
@@ -123,10 +123,10 @@ def test_a_grammar_is_followed_without_drafts(llama_dir: Path) -> None:
 def test_the_steps_that_draft_are_measured(llama_dir: Path) -> None:
     config = ServerConfig().replace(**SELF)
     runner = drafting_runner(llama_dir)
-    guessing = prepare_guesses(runner, config, 1)
-    assert guessing.can_guess and isinstance(runner.guesser, SelfDrafter)
-    assert [cost.num_rows for cost in guessing.draft_costs] == [1, 2, 4, 8]
-    assert all(cost.seconds > 0 for cost in guessing.draft_costs)
+    costs = prepare_drafts(runner, config, 1)
+    assert costs is not None and isinstance(runner.drafter, SelfDrafter)
+    assert [cost.num_rows for cost in costs] == [1, 2, 4, 8]
+    assert all(cost.seconds > 0 for cost in costs)
     assert not runner.table.held
 
 

@@ -1,4 +1,4 @@
-"""Guessed tokens: what is guessed, and that answers are the same with guesses and without."""
+"""Drafted tokens: what is drafted, and that answers are the same with drafts and without."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ from quadriga.wire.worker import (
     StepPlan,
     StepResult,
 )
-from tests.unit.guessing import FixedGuesser, generate, no_rules, penalties, rows_of, with_logprobs
+from tests.unit.drafting import FixedDrafter, generate, no_rules, penalties, rows_of, with_logprobs
 from tests.unit.tiny_vocabulary import tiny_vocabulary
 from tests.unit.worker_driver import prompts_of, runner_of
 from worker_proc.sampling.grammar import compile_form
@@ -26,8 +26,8 @@ from worker_proc.speculation.ngram import (
     MAX_GROUPS,
     MAX_MATCH,
     MAX_TOKENS,
-    Guesser,
     Match,
+    NgramDrafter,
     RecentAnswers,
     TextIndex,
 )
@@ -45,7 +45,7 @@ from worker_proc.step.runner import Runner
 )
 @pytest.mark.parametrize("rules", [no_rules, penalties, with_logprobs])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_answers_are_the_same_with_right_and_wrong_guesses(
+def test_answers_are_the_same_with_right_and_wrong_drafts(
     llama_dir: Path,
     flags: dict[str, str],
     rules: Callable[[int], SlotSamplingParams | None],
@@ -57,8 +57,8 @@ def test_answers_are_the_same_with_right_and_wrong_guesses(
     expected, num_steps = generate(runner, new, 0)
     answers = {slot: prompts[slot] + tokens for slot, (tokens, _) in enumerate(expected)}
     for wrong_every in (3, 7, 1000):
-        runner.guesser = FixedGuesser(runner, answers, wrong_every)
-        got, num_guessed_steps = generate(runner, new, 4)
+        runner.drafter = FixedDrafter(runner, answers, wrong_every)
+        got, num_drafted_steps = generate(runner, new, 4)
         assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
         for (_, values), (_, expected_values) in zip(got, expected, strict=True):
             if "attention_backend" not in flags:  # a token has the same bits in every step
@@ -66,11 +66,11 @@ def test_answers_are_the_same_with_right_and_wrong_guesses(
             np.testing.assert_allclose(
                 np.frombuffer(values, "<f4"), np.frombuffer(expected_values, "<f4"), atol=1e-4
             )
-        assert num_guessed_steps < num_steps
+        assert num_drafted_steps < num_steps
 
 
 @pytest.mark.parametrize("jumps", [True, False])
-def test_a_grammar_gives_the_same_answer_with_guesses(llama_dir: Path, jumps: bool) -> None:
+def test_a_grammar_gives_the_same_answer_with_drafts(llama_dir: Path, jumps: bool) -> None:
     vocabulary = tiny_vocabulary(llama_dir, 512)
     grammar = to_library_form(Grammar("regex", "([A-D] quick brown fox )+"), vocabulary)
     form = GrammarForm.of(grammar, None)
@@ -85,16 +85,16 @@ def test_a_grammar_gives_the_same_answer_with_guesses(llama_dir: Path, jumps: bo
     expected, _ = generate(runner, new, 0)
     answers = {slot: prompts[slot] + tokens for slot, (tokens, _) in enumerate(expected)}
     for wrong_every in (4, 1000):
-        runner.guesser = FixedGuesser(runner, answers, wrong_every)
+        runner.drafter = FixedDrafter(runner, answers, wrong_every)
         assert generate(runner, new, 5)[0] == expected
 
 
-def test_a_guess_leaves_room_for_a_step_that_is_planned_already(llama_dir: Path) -> None:
+def test_a_draft_leaves_room_for_a_step_that_is_planned_already(llama_dir: Path) -> None:
     runner = runner_of(llama_dir)
     prompts = prompts_of([6])
     new = rows_of(prompts, no_rules, 0.0)
     (expected, _), *_ = generate(runner, new, 0)[0]
-    runner.guesser = FixedGuesser(runner, {0: prompts[0] + expected}, 1000)
+    runner.drafter = FixedDrafter(runner, {0: prompts[0] + expected}, 1000)
     runner.table.release_all()
     small = [NewSlot(0, pack_ids(prompts[0]), 0, pack_ids([3, 1, 2]), 0.0, -1, 1.0, 0)]
     runner.run(StepPlan(0, EXTEND, pack_ids([0]), pack_ids([6]), small, b""))
@@ -106,15 +106,15 @@ def test_a_guess_leaves_room_for_a_step_that_is_planned_already(llama_dir: Path)
         )
 
     result = decode()
-    (guessed,) = result.guessed
-    assert guessed.num_guesses == len(guessed.token_ids) // 4 == 12 - 1 - 7
+    (drafted,) = result.guessed
+    assert drafted.num_guesses == len(drafted.token_ids) // 4 == 12 - 1 - 7
     assert runner.table.num_computed[0] == 11
     result = decode()
     assert result.guessed == []
     assert runner.table.num_computed[0] == 12
 
 
-# --- what is guessed ------------------------------------------------------------------------------
+# --- what is drafted ------------------------------------------------------------------------------
 
 
 def test_the_longer_match_is_found_first_and_the_own_end_is_none() -> None:
@@ -144,7 +144,7 @@ def test_a_long_text_is_indexed_as_a_short_one() -> None:
         assert whole.find(tokens[:end]) == by_token.find(tokens[:end])
 
 
-def test_guesses_repeat_a_period_and_end_with_a_text() -> None:
+def test_drafts_repeat_a_period_and_end_with_a_text() -> None:
     text = TextIndex([1, 2, 1, 2])
     assert text.after(2, 5, repeats=True) == [1, 2, 1, 2, 1]
     assert TextIndex([1, 2, -1, 3]).after(0, 9, repeats=False) == [1, 2]
@@ -169,7 +169,7 @@ def test_recent_answers_are_bounded_and_belong_to_their_group() -> None:
 
 
 def run_prompt(runner: Runner, prompt: Sequence[int], group: bytes, num_steps: int) -> list[int]:
-    """Generate greedily with guesses, release the slot, and return the guesses of each step."""
+    """Generate greedily with drafts, release the slot, and return the drafts of each step."""
     new = rows_of([list(prompt)], no_rules, 0.0)
     plan = StepPlan(0, EXTEND, pack_ids([0]), pack_ids([len(prompt)]), new, b"", groups=[group])
     counts = []
@@ -183,9 +183,9 @@ def run_prompt(runner: Runner, prompt: Sequence[int], group: bytes, num_steps: i
     return counts
 
 
-def test_an_answer_is_guessed_from_the_last_one_of_its_group_only(llama_dir: Path) -> None:
+def test_an_answer_is_drafted_from_the_last_one_of_its_group_only(llama_dir: Path) -> None:
     runner = runner_of(llama_dir)
-    runner.guesser = Guesser(runner.table)
+    runner.drafter = NgramDrafter(runner.table)
     prompt = prompts_of([3])[0]
     first = sum(run_prompt(runner, prompt, b"a", 30))
     again = sum(run_prompt(runner, prompt, b"b", 30))

@@ -1,4 +1,4 @@
-"""Steps with guesses of tokens by a guesser that knows the answers, and steps without guesses."""
+"""Steps with drafts of tokens by a drafter that knows the answers, and steps without drafts."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from quadriga.wire.packing import pack_ids, unpack_ids
 from quadriga.wire.worker import DECODE, EXTEND, NewSlot, SlotSamplingParams, StepPlan, StepResult
-from worker_proc.speculation.ngram import Guesser
+from worker_proc.speculation.ngram import NgramDrafter
 from worker_proc.step.runner import Runner
 
 NUM_TOKENS = 40
@@ -14,22 +14,22 @@ PAGES_OF_SLOT = 20  # of 4 tokens
 Answer = tuple[list[int], bytes]
 
 
-class FixedGuesser(Guesser):
-    """Guesses a known answer, in which some tokens are wrong."""
+class FixedDrafter(NgramDrafter):
+    """Drafts a known answer, in which some tokens are wrong."""
 
     def __init__(self, runner: Runner, answers: dict[int, list[int]], wrong_every: int) -> None:
         super().__init__(runner.table)
         self.answers = answers
         self.wrong_every = wrong_every
 
-    def _guess_slot(self, slot: int, most: int) -> list[int]:
+    def _draft_slot(self, slot: int, most: int) -> list[int]:
         table = self._table
         known = int(table.num_known[slot])
         token_ids = [
             abs(token - (place % self.wrong_every == 0))
             for place, token in enumerate(self.answers[slot])
         ][known : known + most]
-        return table.sampling.follow_guesses(slot, token_ids)
+        return table.sampling.follow_drafts(slot, token_ids)
 
 
 def rows_of(
@@ -52,7 +52,7 @@ def rows_of(
 
 
 def generate(
-    runner: Runner, new: list[NewSlot], num_guesses: int, num_tokens: int = NUM_TOKENS
+    runner: Runner, new: list[NewSlot], num_drafts: int, num_tokens: int = NUM_TOKENS
 ) -> tuple[list[Answer], int]:
     """Return tokens and logprobs of every slot, and the number of steps."""
     runner.table.release_all()
@@ -67,8 +67,8 @@ def generate(
         num_steps += 1
         going_on = [slot for slot in slots if len(tokens[slot]) < num_tokens]
         ones = pack_ids([1] * len(going_on))
-        guesses = pack_ids([num_guesses] * len(going_on)) if num_guesses else b""
-        plan = StepPlan(num_steps, DECODE, pack_ids(going_on), ones, [], b"", num_guesses=guesses)
+        drafts = pack_ids([num_drafts] * len(going_on)) if num_drafts else b""
+        plan = StepPlan(num_steps, DECODE, pack_ids(going_on), ones, [], b"", num_guesses=drafts)
     return [
         (tokens[slot][:num_tokens], logprobs[slot][: 4 * num_tokens]) for slot in slots
     ], num_steps
@@ -83,9 +83,9 @@ def take_in(
     assert result.failed == []
     for slot, token in zip(slots, unpack_ids(result.token_ids), strict=True):
         tokens[slot].append(token)
-    for guessed in result.guessed:
-        assert len(guessed.token_ids) // 4 <= guessed.num_guesses
-        tokens[slots[guessed.row]] += unpack_ids(guessed.token_ids)
+    for drafted in result.guessed:
+        assert len(drafted.token_ids) // 4 <= drafted.num_guesses
+        tokens[slots[drafted.row]] += unpack_ids(drafted.token_ids)
     for forced in result.forced:
         tokens[slots[forced.row]] += unpack_ids(forced.token_ids)
     if result.logprobs is not None:
