@@ -5,7 +5,6 @@
 
 import argparse
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ from tqdm import tqdm
 from quadriga import disk
 from quadriga.errors import InvalidRequest, RequestFailed, ServerUnreachable
 from quadriga.server.cli.server_api import CallRefused, ServerApi
-from quadriga.server.cli.shared import note
+from quadriga.server.cli.shared import add_url, note
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 POLL_S = 0.5
 # A server that is restarted answers again within this time.
 UNREACHABLE_S = 120.0
@@ -32,13 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", type=Path, required=True, metavar="out.jsonl",
         help="its answers; lines that failed go to out.jsonl.errors",
     )  # fmt: skip
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"the server (default: {DEFAULT_URL})")
-    parser.add_argument(
-        "--api-key",
-        default=os.environ.get("QUADRIGA_API_KEY", ""),
-        metavar="KEY",
-        help="if the server needs one (default: the environment variable QUADRIGA_API_KEY)",
-    )
+    add_url(parser)
     parser.add_argument(
         "--cancel", action="store_true", help="end the batch, and write what is answered"
     )

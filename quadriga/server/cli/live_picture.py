@@ -7,19 +7,16 @@ import argparse
 import asyncio
 import http.client
 import json
-import socket
-import ssl
 from collections import deque
 from collections.abc import AsyncGenerator
-from contextlib import suppress
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 import msgspec
 
 from quadriga.client.async_client import AsyncClient
 from quadriga.client.live import server_from_json, step_from_json
-from quadriga.errors import ConfigError, RequestFailed, ServerUnreachable
+from quadriga.errors import RequestFailed, ServerUnreachable
+from quadriga.server.cli.server_api import ServerApi, events_of
 from quadriga.wire.live import (
     EventKind,
     LiveEvent,
@@ -31,8 +28,6 @@ from quadriga.wire.live import (
     LiveStep,
     RowKind,
 )
-
-TIMEOUT_S = 30.0  # the gateway sends an event each second
 
 
 def add_replica(parser: argparse.ArgumentParser) -> None:
@@ -56,65 +51,21 @@ async def gateway_messages(url: str, key: str, replica: int) -> AsyncGenerator[L
 
     Raises:
         ServerUnreachable: there is no server, or the connection broke.
-        RequestFailed: the server refuses, for example because a key is missing.
+        CallRefused: the server refuses, for example because a key is missing.
     """
-    connection = _connection(url)
+    call = ServerApi(url, key).call("GET", f"/live?replica={replica}")
     try:
-        response = await asyncio.to_thread(_open, connection, url, key, replica)
-        name = ""
-        while line := await asyncio.to_thread(response.readline):
-            field, _, value = line.decode().rstrip("\n").partition(": ")
-            if field == "event":
-                name = value
-            elif field == "data" and name == "live":
-                for message in _decode(value):
+        lines = await asyncio.to_thread(call.__enter__)
+        events = events_of(iter(lines.readline, b""))
+        while event := await asyncio.to_thread(next, events, None):
+            if event[0] == "live":
+                for message in _decode(event[1]):
                     yield message
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise ServerUnreachable(f"the connection to {url} broke: {error}") from None
     finally:
-        _hang_up(connection)
+        call.hang_up()
     raise ServerUnreachable(f"{url} has ended the stream: the server stops")
-
-
-def _hang_up(connection: http.client.HTTPConnection) -> None:
-    """Close a connection. A thread that waits for its next line gets the end instead."""
-    if connection.sock is not None:
-        with suppress(OSError):
-            connection.sock.shutdown(socket.SHUT_RDWR)
-    connection.close()
-
-
-def _connection(url: str) -> http.client.HTTPConnection:
-    parts = urlsplit(url)
-    if not parts.hostname:
-        raise ConfigError(f"{url!r} is not the address of a server: try http://127.0.0.1:8000")
-    if parts.scheme == "https":
-        context = ssl.create_default_context()
-        return http.client.HTTPSConnection(parts.netloc, timeout=TIMEOUT_S, context=context)
-    return http.client.HTTPConnection(parts.netloc, timeout=TIMEOUT_S)
-
-
-def _open(
-    connection: http.client.HTTPConnection, url: str, key: str, replica: int
-) -> http.client.HTTPResponse:
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    path = urlsplit(url).path.rstrip("/").removesuffix("/v1")
-    try:
-        connection.request("GET", f"{path}/v1/live?replica={replica}", headers=headers)
-        response = connection.getresponse()
-    except OSError as error:
-        raise ServerUnreachable(f"no server answers at {url}: {error}") from None
-    if response.status != http.client.OK:
-        raise RequestFailed(f"{url} answers {response.status}: {_message(response.read())}")
-    return response
-
-
-def _message(body: bytes) -> str:
-    """Return the message of an error's body, or the body."""
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return body[:200].decode(errors="replace")
 
 
 def _decode(data: str) -> list[LiveMessage]:

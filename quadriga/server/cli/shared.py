@@ -7,6 +7,7 @@ from typing import Any
 
 from quadriga.client.types import Completion
 from quadriga.sampling.params import SamplingParams
+from quadriga.server.cli.server_api import DEFAULT_URL
 from quadriga.wire.client import DEFAULT_ENDPOINT
 
 
@@ -20,6 +21,22 @@ def add_server(parser: argparse.ArgumentParser) -> None:
         help=f"its public socket (default: {DEFAULT_ENDPOINT})",
     )
     group.add_argument("--curve-dir", metavar="DIR", help="this client's keys, if it requires keys")
+
+
+def add_url(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a connection by HTTP."""
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"the server (default: {DEFAULT_URL})")
+    add_api_key(parser, "if the server needs one")
+
+
+def add_api_key(parser: Any, when: str) -> None:
+    """Add --api-key to a parser, or to a group of one. when: when it is needed."""
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("QUADRIGA_API_KEY", ""),
+        metavar="KEY",
+        help=f"{when} (default: the environment variable QUADRIGA_API_KEY)",
+    )
 
 
 def add_sampling(parser: argparse.ArgumentParser, temperature: float | None) -> None:

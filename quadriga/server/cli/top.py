@@ -32,7 +32,7 @@ from quadriga.server.cli.live_picture import (
     gateway_messages,
     ring_messages,
 )
-from quadriga.server.cli.shared import add_server
+from quadriga.server.cli.shared import add_api_key, add_server
 from quadriga.wire.live import LiveMessage, LiveServer, LiveStep
 
 # 256-colour numbers of the cells of a lane.
@@ -237,12 +237,7 @@ PIPE_SIZE = (160, 60)  # columns and lines of a frame that goes to no terminal
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     add_server(parser)
-    parser.add_argument(
-        "--api-key",
-        default=os.environ.get("QUADRIGA_API_KEY", ""),
-        metavar="KEY",
-        help="for an endpoint http://… that needs one (default: QUADRIGA_API_KEY)",
-    )
+    add_api_key(parser, "for an endpoint http://…, if it needs one")
     add_replica(parser)
     parser.add_argument("--once", action="store_true", help="print one frame and end")
     parser.add_argument("--json", action="store_true", help="print each message as a line of JSON")

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import json
-import os
 import re
 import sys
 import time
@@ -16,10 +15,9 @@ import msgspec
 from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.server.cli.live_picture import add_replica, gateway_messages
 from quadriga.server.cli.server_api import ServerApi
-from quadriga.server.cli.shared import note
+from quadriga.server.cli.shared import add_url, note
 from quadriga.server.tracing.chrome import LiveRecording
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 MAX_LIVE_S = 600.0
 
 
@@ -33,13 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="trace.json", help="(default: standard output)"
     )
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"the server (default: {DEFAULT_URL})")
-    parser.add_argument(
-        "--api-key",
-        default=os.environ.get("QUADRIGA_API_KEY", ""),
-        metavar="KEY",
-        help="if the server needs one (default: the environment variable QUADRIGA_API_KEY)",
-    )
+    add_url(parser)
 
 
 def seconds(text: str) -> float:

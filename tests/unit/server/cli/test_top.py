@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from quadriga.errors import RequestFailed, ServerUnreachable
-from quadriga.server.cli import live_picture
+from quadriga.errors import ConfigError, ServerUnreachable
 from quadriga.server.cli import top as command
 from quadriga.server.cli.live_picture import Picture, gateway_messages
 from quadriga.server.cli.main import main
+from quadriga.server.cli.server_api import CallRefused, ServerApi
 from quadriga.server.cli.top import ENTER, LEAVE, Style, screen
 from quadriga.wire.live import (
     EventKind,
@@ -163,7 +163,7 @@ def test_the_messages_of_a_gateway_are_those_of_the_ring() -> None:
 def test_a_missing_key_and_a_missing_server_are_errors_with_the_reason() -> None:
     async def test() -> None:
         async with gateway_before(ScriptedRing([]), api_key="secret") as (url, _):
-            with pytest.raises(RequestFailed, match="401: no valid API key"):
+            with pytest.raises(CallRefused, match=r"401 for /v1/live.*: no valid API key"):
                 await anext(gateway_messages(url, "wrong", 0))
         with pytest.raises(ServerUnreachable, match="no server answers"):
             await anext(gateway_messages(url, "wrong", 0))
@@ -250,8 +250,8 @@ def test_the_terminal_is_given_back_however_it_ends(terminal: tuple[int, int], h
 
 
 def test_feeds_name_a_wrong_address() -> None:
-    with pytest.raises(Exception, match="not the address of a server"):
-        live_picture._connection("http://")
+    with pytest.raises(ConfigError, match="not the address of a server"):
+        ServerApi("http://", "")
 
 
 def test_gauges_of_the_messages_are_used() -> None:
