@@ -27,7 +27,8 @@ STEP_BYTES = 1024 * 1024
 CODINGS = frozenset({"identity", "gzip", "deflate"})
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
-_REQUEST_ID = re.compile(r"[\w.:-]{1,100}", re.ASCII)
+MAX_REQUEST_ID_CHARS = 100
+_REQUEST_ID = re.compile(rf"[\w.:-]{{1,{MAX_REQUEST_ID_CHARS}}}", re.ASCII)
 
 
 def request_id(request: web.Request) -> str:

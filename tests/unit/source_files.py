@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.house import PRODUCT, ROOT, House, Source
 
-__all__ = ["PRODUCT", "ROOT", "house", "imported_names", "nodes_of", "sources"]
+__all__ = ["PRODUCT", "ROOT", "house", "imported_names", "nodes_of", "sources", "texts"]
 
 
 @cache
@@ -43,3 +43,19 @@ def imported_names(path: Path) -> frozenset[str]:
         for _, module, part, _ in imported
         for name in (module, f"{module}.{part}" * bool(part))
     ) - {""}
+
+
+@cache
+def texts() -> str:
+    """Return every text of the product, with … for a value that is filled in."""
+    found = []
+    for path in sources().values():
+        for node in nodes_of(path):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = [
+                    part.value if isinstance(part, ast.Constant) else "…" for part in node.values
+                ]
+                found.append("".join(map(str, parts)))
+    return "\n".join(found)

@@ -61,12 +61,12 @@ class FrontendArgs:
     )
     tool_call_parser: str = flag(
         AUTO,
-        "form of the model's tool calls: a name of docs/http.md, or none (auto: as the chat"
+        "form of the model's tool calls: a name of docs/tools.md, or none (auto: as the chat"
         " template writes them)",
     )
     reasoning_parser: str = flag(
         AUTO,
-        "marks of the model's reasoning: a name of docs/http.md, or none (auto: as the chat"
+        "marks of the model's reasoning: a name of docs/tools.md, or none (auto: as the chat"
         " template writes them)",
     )
     queue_timeout: float | None = flag(

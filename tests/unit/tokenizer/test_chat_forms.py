@@ -262,7 +262,7 @@ def test_a_prompt_may_end_without_the_begin_of_an_answer(tmp_path: Path) -> None
 
 
 def test_the_docs_name_every_known_format() -> None:
-    docs = (DIRECTORY.parents[2] / "docs" / "http.md").read_text()
+    docs = (DIRECTORY.parents[2] / "docs" / "tools.md").read_text()
     assert all(f"| `{name}` |" in docs for name in KNOWN_FORMATS)
 
 

@@ -2,20 +2,64 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+
+from quadriga.server.config.engine_args import WorkerArgs
 from quadriga.server.models.families.architectures import CONFIGS
 from quadriga.server.models.formats.gguf_config import _CONFIGS
 from tests.tiny_experts import EXPERTS
 from tests.tiny_models import FAMILIES
+from worker_proc.engines.factory import (
+    cpu_kernel_flags,
+    gpu_kernel_flags,
+    native_kernels_compute,
+)
 from worker_proc.loading.checkpoints import _GGUF_NAMES
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
+def rows_of(heading: str) -> list[list[str]]:
+    """Return the cells of every row of tables in a section of the page of supported models."""
+    section = (DOCS / "supported.md").read_text().partition(f"\n## {heading}\n")[2]
+    rows = re.findall(r"^\| (.*) \|$", section.partition("\n## ")[0], re.M)
+    return [row.split(" | ") for row in rows]
+
+
 def test_the_page_of_supported_models_lists_the_registered_families() -> None:
-    page = (DOCS / "supported.md").read_text()
-    models = page.split("\n## ")[1]
-    assert re.findall(r"^\| `(\w+)` \|", models, re.M) == list(CONFIGS)
+    named = {row[0].strip("`"): row[-1] for row in rows_of("Families")[1:]}
+    assert list(named) == list(CONFIGS)
+    for family, gguf in named.items():
+        if not gguf.startswith("as "):
+            assert gguf == ("yes" if family in _CONFIGS else "no"), family
+
+
+@pytest.mark.parametrize(
+    ("feature", "args", "cpu_only", "gpu_only"),
+    [
+        ("`--quantization int8`, `int4`", {"quantization": "int8"}, True, False),
+        ("GGUF weights as stored (2 to 8 bits)", {"quantization": "gguf"}, True, False),
+        ("`--kv-cache-dtype int8`", {"kv_cache_dtype": "int8"}, True, False),
+        ("`--kv-cache-dtype fp8`", {"kv_cache_dtype": "fp8"}, False, True),
+    ],
+)
+def test_the_page_says_which_device_takes_a_flag(
+    feature: str, args: dict[str, Any], cpu_only: bool, gpu_only: bool
+) -> None:
+    worker = WorkerArgs(**args)
+    assert (bool(cpu_kernel_flags(worker)), bool(gpu_kernel_flags(worker))) == (cpu_only, gpu_only)
+    (row,) = [row for row in rows_of("At a glance") if row[0] == feature]
+    assert row[1].startswith("no" if gpu_only else "yes")
+    assert row[2].startswith("no" if cpu_only else "yes")
+
+
+def test_a_quantized_checkpoint_stays_packed_on_a_cpu_only() -> None:
+    (row,) = [row for row in rows_of("At a glance") if row[0].startswith("GPTQ, AWQ")]
+    assert (row[1], row[2]) == ("yes", "no: they become 16 bits")
+    assert not native_kernels_compute(WorkerArgs(), torch.device("cuda"))
 
 
 def test_a_family_of_a_gguf_has_a_config_names_of_tensors_and_an_architecture() -> None:

@@ -13,6 +13,7 @@ import yaml
 
 from quadriga import __version__
 from quadriga.server.config import server_config as configuration
+from quadriga.server.config.flags import FOREIGN_FLAGS
 from quadriga.server.config.server_config import ServerConfig
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -77,6 +78,8 @@ def test_commands_in_the_docs_start_a_server_with_flags_that_exist(page: Path) -
     configuration.add_flags(parser)
     known = {option for action in parser._actions for option in action.option_strings}
     known |= {"--config", "--help", "--help-all"}  # of the launcher itself
+    if page.name == "coming-from.md":  # which shows what an error says
+        known |= FOREIGN_FLAGS.keys()
     # A command ends with its line, a backtick or a comment.
     commands = re.findall(r"(?:quadriga serve|launcher\.py) ([^`#\n]*)", page.read_text())
     flags = [flag for command in commands for flag in re.findall(r"(?<!\S)--[a-z-]+", command)]

@@ -1,0 +1,25 @@
+"""Pages of the users' book are short, and each shows an example."""
+
+import pytest
+
+from tests.users_book import BOOK, DOCS, MAX_WORDS, MAX_WORDS_OF, fences
+
+
+@pytest.mark.parametrize("name", BOOK)
+def test_a_page_is_short(name: str) -> None:
+    num_words = len((DOCS / name).read_text().split())
+    assert num_words <= MAX_WORDS_OF.get(name, MAX_WORDS), f"{name} has {num_words} words"
+
+
+@pytest.mark.parametrize("name", BOOK)
+def test_a_page_has_an_example_that_runs(name: str) -> None:
+    examples = [block for block in fences(DOCS / name) if block.language in ("python", "bash")]
+    assert any(block.comment("not run") is None for block in examples)
+
+
+@pytest.mark.parametrize("name", BOOK)
+def test_a_fence_that_looks_like_a_shell_is_one(name: str) -> None:
+    """An example without a language would not run."""
+    commands = ("curl ", "quadriga ", "pip ", "$ ", "from quadriga")
+    plain = [block for block in fences(DOCS / name) if not block.language]
+    assert not [block.line for block in plain if block.source.startswith(commands)]
