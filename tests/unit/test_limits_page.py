@@ -6,13 +6,13 @@ from collections.abc import Callable
 import pytest
 
 from http_proc.apis.responses import stored_responses
-from http_proc.core import body, gateway, recent
-from http_proc.generation import chat_call, chat_messages, sampling, schema
+from http_proc.core import call, gateway, observe
+from http_proc.generation import chat_call, sampling, schema
 from http_proc.jobs import batch_lines, batches
 from http_proc.page import live as live_page
 from http_proc.page import what_if
 from http_proc.server import MIN_CONNECTIONS
-from http_proc.web import exchange, request_scope, stream_table
+from http_proc.web import exchange, request_scope, resumable
 from quadriga.sampling import params
 from quadriga.server.config.flags import flag_fields, flag_name
 from quadriga.server.config.server_config import ServerConfig
@@ -60,12 +60,12 @@ VALUES: dict[str, tuple[Callable[..., str], object]] = {
     "bytes of a body": (size, HTTP.max_body_bytes),
     "seconds in which a body must arrive": (number, exchange.BODY_TIMEOUT_S),
     "bytes of a prompt, after the chat template": (size, prepare.MAX_TEXT_BYTES),
-    "strings in a body over 256 KiB": (number, body.MAX_STRINGS),
-    "objects and arrays in it": (number, body.MAX_CONTAINERS),
-    "values in it": (number, body.MAX_COMMAS),
-    "digits of a number in it": (number, body.MAX_DIGITS),
+    "strings in a body over 256 KiB": (number, call.MAX_STRINGS),
+    "objects and arrays in it": (number, call.MAX_CONTAINERS),
+    "values in it": (number, call.MAX_COMMAS),
+    "digits of a number in it": (number, call.MAX_DIGITS),
     "messages of a chat": (number, wire.MAX_TURNS),
-    "content parts of all messages": (number, chat_messages.MAX_CONTENT_PARTS),
+    "content parts of all messages": (number, chat_call.MAX_CONTENT_PARTS),
     "tool calls of all messages": (number, wire.MAX_TOOL_CALLS),
     "tools": (number, wire.MAX_TOOLS),
     "characters of a tool's name": (number, chat_call.MAX_TOOL_NAME_CHARS),
@@ -100,7 +100,7 @@ VALUES: dict[str, tuple[Callable[..., str], object]] = {
     "crashes of the worker by one request": (number, quarantine.MAX_WORKER_CRASHES),
     "seconds that a resumable stream is kept": (number, HTTP.resume_window),
     "resumable streams": (number, HTTP.max_resumable_streams),
-    "bytes of their events and bodies": (size, stream_table.MAX_BYTES),
+    "bytes of their events and bodies": (size, resumable.MAX_BYTES),
     "stored responses and conversations": (number, HTTP.max_stored_responses),
     "bytes of stored responses": (size, HTTP.max_stored_bytes),
     "days that they are kept": (number, HTTP.max_stored_age / DAY_S),
@@ -128,7 +128,7 @@ VALUES: dict[str, tuple[Callable[..., str], object]] = {
     "restarts of one process in five minutes": (number, LAUNCH.max_restarts),
     "seconds without an answer of a process": (number, LAUNCH.watchdog_timeout),
     "viewers of the live view by HTTP": (number, live_page.MAX_VIEWERS),
-    "requests that a what-if simulates, of the last": (number, recent.MAX_CHOICES),
+    "requests that a what-if simulates, of the last": (number, observe.MAX_RECENT_CHOICES),
     "seconds of a what-if": (number, what_if.TIMEOUT_S),
     "variants of a what-if": (number, what_if_wire.MAX_VARIANTS),
 }
