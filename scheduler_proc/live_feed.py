@@ -291,7 +291,9 @@ class StepFeed:
 
     def _send(self, plan: Plan | None, now: float) -> None:
         lifecycle, ended = self._lifecycle, self._ended
-        is_whole = now >= self._whole_at
+        gauges = self._gauges()
+        # The last message before the server is idle stays on the screen: its tree is of now.
+        is_whole = now >= self._whole_at or (plan is None and not gauges.running)
         batch, admitted = (ScheduleBatch(), []) if plan is None else (plan.batch, plan.admitted)
         rows = batch.requests[:MAX_LIVE_ROWS]
         skipped, num_hidden = skipped_requests(self._args, lifecycle, plan, MAX_LIVE_WAITING)
@@ -312,7 +314,7 @@ class StepFeed:
             ended_steps=[result.step for result in ended],
             began_at=[result.began for result in ended],
             ended_at=[result.ended for result in ended],
-            gauges=self._gauges(),
+            gauges=gauges,
             tree=live_tree(lifecycle.core.kv.tree) if is_whole else None,
             replica=self._replica,
         )

@@ -259,6 +259,14 @@ class Gateway:
         """Return whether a request of this id is being answered."""
         return rid in self._groups
 
+    def caller_ids(self) -> dict[str, str]:
+        """Return the X-Request-Id of each open request of the server, by its id there."""
+        return {
+            request_id: group.caller_id
+            for group in self._groups.values()
+            for request_id in group.request_ids
+        }
+
     def open_groups(self, rid: str | None) -> list[RequestGroup]:
         """Return what is being answered of `rid`, an answer's id or its X-Request-Id; None: all.
 

@@ -174,6 +174,11 @@ class RequestGroup:
         return [handle.request_id for handle in self._handles if not handle.done]
 
     @property
+    def caller_id(self) -> str:
+        """The X-Request-Id of the web request, or the id that the gateway gave it."""
+        return self._notes.record.request_id
+
+    @property
     def is_accepted(self) -> bool:
         """Whether every prompt is tokenized."""
         return len(self._accepted) == len(self._handles)

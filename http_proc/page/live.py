@@ -7,7 +7,7 @@ viewer that comes later sees gauges by the second and events of the last minutes
 import asyncio
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -54,8 +54,8 @@ class LiveHistory:
         self._gauges: list[float] = []
         self._names: dict[int, str] = {}
 
-    def on_step(self, step: LiveStep) -> None:
-        """Take in a step."""
+    def on_step(self, step: LiveStep, caller_ids: Mapping[str, str]) -> None:
+        """Take in a step. caller_ids: the X-Request-Id of a request of the server by its id."""
         self._gauges = [getattr(step.gauges, name) for name in GAUGES]
         if step.is_whole and not step.num_hidden_rows and not step.num_hidden_skipped:
             listed = {request.seq for request in step.requests}
@@ -64,7 +64,8 @@ class LiveHistory:
                 seq: name for seq, name in self._names.items() if seq in listed or seq in ended
             }
         for request in step.requests:
-            self._names[request.seq] = request.request_id
+            name = caller_ids.get(request.request_id, request.request_id)
+            self._names[request.seq] = name
         for event in step.events:
             about = {"time": step.time, "request_id": self._names.get(event.seq, "")}
             self._events.append(about | msgspec.structs.asdict(event))
@@ -142,11 +143,18 @@ class LiveHub:
     Args:
         ring: the client; it watches only while there are viewers.
         replica: number of the replica.
+        caller_ids: returns the X-Request-Id of each open request of the server, by its id.
     """
 
-    def __init__(self, ring: AsyncClient, replica: int = 0) -> None:
+    def __init__(
+        self,
+        ring: AsyncClient,
+        replica: int = 0,
+        caller_ids: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
         self._ring = ring
         self._replica = replica
+        self._caller_ids = caller_ids
         self._viewers: set[PageViewer] = set()
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -218,9 +226,13 @@ class LiveHub:
 
     def _take(self, message: LiveMessage) -> None:
         if isinstance(message, LiveStep):
-            self._history.on_step(message)
+            caller_ids = self._caller_ids() if message.requests else {}
+            self._history.on_step(message, caller_ids)
             self._has_whole = self._has_whole or message.is_whole
-            self._pending.append(step_to_json(message))
+            step = step_to_json(message)
+            for request in step["requests"]:
+                request["caller_id"] = caller_ids.get(request["request_id"], "")
+            self._pending.append(step)
         else:
             self._history.on_server(message)
             self._server = server_to_json(message)
@@ -288,5 +300,5 @@ async def _hub(request: web.Request) -> LiveHub:
     if number:  # the first one is there; nothing is asked that a ring that is away cannot answer
         check_replica(number, (await gateway.ring_info.static()).get("num_replicas", 1))
     if number not in hubs:
-        hubs[number] = LiveHub(gateway.ring, number)
+        hubs[number] = LiveHub(gateway.ring, number, gateway.caller_ids)
     return hubs[number]

@@ -1,7 +1,10 @@
 """The chat of the page: messages, versions, parameters, and what the browser keeps."""
 
+import asyncio
 import json
 from typing import Any
+
+import pytest
 
 from quadriga.errors import QueueFull, RequestFailed
 from tests.browser import Page
@@ -390,3 +393,34 @@ def test_a_chat_by_keys_alone(chromium: str) -> None:
 
 async def focused(page: Page) -> Any:
     return await page.evaluate("document.activeElement.getAttribute('aria-label')")
+
+
+def test_an_answer_shows_its_speed_while_it_runs(chromium: str) -> None:
+    ring = OpenRing(["one "])
+
+    async def test(page: Page) -> None:
+        await ask(page, "Hello")
+        for _ in range(12):
+            ring.push("more ")
+            await asyncio.sleep(0.05)
+        await page.until(
+            "/^[0-9.]+ tokens\\/s$/m.test(document.querySelector('.waiting').innerText)"
+        )
+        ring.finish()
+        await until_answered(page)
+        assert not await page.evaluate("document.querySelector('.waiting')")
+
+    in_browser(chromium, ring, test)
+
+
+@pytest.mark.parametrize(
+    "name", ["/models/Qwen2.5-Coder-1.5B-Q4_K_M.gguf", "Qwen/Qwen2.5-Coder-1.5B-Q4_K_M"]
+)
+def test_the_head_has_the_last_part_of_the_models_name(chromium: str, name: str) -> None:
+    async def test(page: Page) -> None:
+        await page.until("document.querySelector('.model')?.innerText")
+        await page.until("document.querySelector('.model').innerText !== ''")
+        assert await text_of(page, ".model") == "Qwen2.5-Coder-1.5B-Q4_K_M"
+        assert name in await page.evaluate("document.querySelector('.model').title")
+
+    in_browser(chromium, ScriptedRing(["x"]), test, served_model_name=name)

@@ -1,14 +1,12 @@
 """The live view in a browser: lanes of 200 requests, reasons, keys, widths, a ring that fails."""
 
 import asyncio
-import random
 
 import msgspec
 import pytest
 
 from http_proc.page import live
 from quadriga.errors import RequestFailed
-from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire.live import (
     EventKind,
     LiveEvent,
@@ -17,15 +15,13 @@ from quadriga.wire.live import (
     LiveStep,
     RowKind,
 )
-from quadriga.wire.to_detok import LiveFrame
-from quadriga.wire.to_scheduler import WatchSteps
 from tests.browser import Page
+from tests.integration.page.live_page import NUM_REQUESTS, live_ring, until_live
+from tests.integration.page.page_ring import OpenRing
 from tests.integration.page.page_session import in_browser
 from tests.unit.live_messages import make_request, make_step
 from tests.unit.scripted_ring import ScriptedRing
-from tests.unit.simulation import World, submit
 
-NUM_REQUESTS, NUM_STEPS = 200, 120
 TIP = "document.querySelector('.lanes-tip:not([hidden])')?.innerText ?? ''"
 INKED = """(() => {
     const canvas = document.querySelector('.lanes-space canvas');
@@ -35,43 +31,6 @@ INKED = """(() => {
     for (let i = 3; i < data.length; i += 4) count += data[i] > 0;
     return count;
 })()"""
-
-
-def real_steps() -> list[LiveStep]:
-    """Return the messages of a real scheduler that has too few slots and pages for its load."""
-    messages: list[LiveStep] = []
-
-    def observe(_: str, message: msgspec.Struct) -> None:
-        if isinstance(message, LiveFrame):
-            messages.append(msgspec.msgpack.decode(message.frame, type=LiveStep))
-
-    args = SchedulerArgs(
-        max_running_requests=48, max_batch_size=48, chunked_prefill_size=256, batch_mode="mixed",
-        schedule_conservativeness=0.05,
-    )  # fmt: skip
-    world = World(args, num_pages=500, observe=observe)
-    world.checked = False
-    world.send(WatchSteps(30.0, is_new=True))
-    rng = random.Random(3)
-    for number in range(NUM_REQUESTS):
-        prompt = [9] * 40 + [rng.randrange(3, 90) for _ in range(rng.randrange(8, 160))]
-        world.send(submit(f"request-{number}", prompt, rng.randrange(60, 200), ignore_eos=True))
-    for _ in range(NUM_STEPS):
-        world.step()
-    return messages
-
-
-def live_ring() -> ScriptedRing:
-    ring = ScriptedRing([])
-    for step in real_steps():
-        ring.live.put_nowait(step)
-    process = LiveProcess("worker_proc", 42, 5.0, 300 << 20, 1.0)
-    ring.live.put_nowait(LiveServer(1001.0, [process], 0, 200, 1, 0))
-    return ring
-
-
-async def until_live(page: Page) -> None:
-    await page.until("document.querySelector('.processes')?.innerText.includes('300 MiB')")
 
 
 def test_200_requests_have_lanes_and_each_says_why_it_waits(chromium: str) -> None:
@@ -101,6 +60,49 @@ def test_200_requests_have_lanes_and_each_says_why_it_waits(chromium: str) -> No
         await page.until("location.hash.startsWith('#/request/request-')")
 
     in_browser(chromium, live_ring(), test, at="/#/live")
+
+
+NAMES = """(() => {
+    const drawn = new Set();
+    const fill = CanvasRenderingContext2D.prototype.fillText;
+    CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {
+        drawn.add(text);
+        return fill.call(this, text, ...at);
+    };
+    window.drawn = drawn;
+})()"""
+
+
+def test_lanes_have_the_callers_id_and_tenant_and_both_rates_are_the_same(chromium: str) -> None:
+    ring = OpenRing(["a"])
+
+    async def test(page: Page) -> None:
+        await page.evaluate(NAMES)
+        await page.evaluate(
+            "fetch('v1/completions', {method: 'POST',"
+            " body: JSON.stringify({prompt: 'a', stream: true}),"
+            " headers: {'Content-Type': 'application/json', 'X-Request-Id': 'load-19'}})"
+            ".then((response) => response.body.getReader().read()).then(() => true)"
+        )
+        requests = [make_request(0, request_id="0", tenant="alice")]
+        for second in range(5):
+            step = make_step(second, {0: RowKind.DECODE}, None, requests, is_whole=True)
+            total = 100 * second * second
+            gauges = msgspec.structs.replace(step.gauges, generation_tokens_total=total)
+            ring.live.put_nowait(msgspec.structs.replace(step, gauges=gauges))
+            ring.live.put_nowait(LiveServer(1000.0 + second, [], 0, 1, 1, 0))
+            await asyncio.sleep(0.15)  # an event of the feed for each second
+        await page.until("drawn.has('load-19') && drawn.has(' · alice')")
+        await page.until(
+            "document.querySelector('.live-charts')?.innerText.includes('generated 500')"
+        )
+        head = await page.evaluate("document.querySelector('.live-figures').innerText")
+        assert "500" in head.split("\n"), head
+        await page.evaluate("document.querySelector('.lanes-space canvas').focus()")
+        await page.press("ArrowDown")
+        assert "load-19" in await page.evaluate(TIP)
+
+    in_browser(chromium, ring, test, at="/#/live")
 
 
 def test_a_request_has_no_lane_when_its_last_step_is_out_of_view(chromium: str) -> None:

@@ -3,31 +3,10 @@
 from tests.browser import Page
 from tests.integration.page.chat_page import text_of, until_text
 from tests.integration.page.page_session import in_browser
+from tests.integration.page.what_if_page import ASK, SIMULATE, focus, simulate
 from tests.unit.http.measured_ring import MeasuredRing
 
 AT = "/#/what-if"
-SIMULATE = ".what-if-head .button.primary"
-ASK = """Promise.all([1, 2, 3].map(() => fetch('v1/completions', {method: 'POST',
-    headers: {'Content-Type': 'application/json'}, body: '{"prompt": "a"}'}).then((r) => r.text())))
-    .then(() => true)"""
-
-
-async def focus(page: Page, label: str) -> None:
-    one = f"document.querySelector('[aria-label=\"{label}\"]')"
-    await page.until(f"({one}.focus(), document.activeElement === {one})")
-
-
-async def simulate(page: Page) -> None:
-    """Have requests answered, set two variants by keys, and simulate."""
-    await page.evaluate(ASK)
-    await page.until(f"document.querySelector({SIMULATE!r})?.disabled === false")
-    await focus(page, "max_running_requests of variant A")
-    await page.type("1")
-    await page.click(".what-if-table thead .button")
-    await focus(page, "dp of variant B")
-    await page.type("2")
-    await page.click(SIMULATE)
-    await page.until("document.querySelector('.what-if-results')")
 
 
 def test_variants_are_simulated_beside_what_happened_also_on_a_phone(chromium: str) -> None:

@@ -95,6 +95,27 @@ async def test_all_viewers_share_one_subscription_and_a_late_one_gets_what_it_mi
             assert ring.num_watches == 1
 
 
+async def test_a_request_of_the_gateway_has_the_x_request_id_of_its_caller() -> None:
+    ring = ScriptedRing(["a"])
+    ring.leaves_open = True
+    async with gateway_before(ring) as (_, gateway):
+        url = gateway.args.url
+        async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/live") as live:
+            page = Page(live)
+            await page.until("history")
+            body = {"prompt": "a", "stream": True}
+            headers = {"X-Request-Id": "load-19"}
+            async with session.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
+                await answer.content.readany()
+                requests = [make_request(7, request_id="0"), make_request(8, request_id="other")]
+                ring.live.put_nowait(msgspec.structs.replace(step(), requests=requests))
+                (shown,) = (await page.until("live"))["steps"]
+                assert [one["caller_id"] for one in shown["requests"]] == ["load-19", ""]
+            async with session.get(f"{url}/v1/live") as second:
+                history = await Page(second).until("history")
+                assert history["events"][0]["request_id"] == "load-19"
+
+
 async def test_a_failing_ring_is_an_event_and_is_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

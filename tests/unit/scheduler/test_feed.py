@@ -240,6 +240,16 @@ def test_a_retraction_is_an_event_and_its_tokens_are_computed_again() -> None:
     assert viewer.messages[-1].gauges.retractions == num_retractions
 
 
+def test_the_last_message_before_the_server_is_idle_has_the_tree_of_now() -> None:
+    viewer = Viewer(SchedulerArgs())
+    viewer.world.send(submit("one", [5] * 40, 4))
+    viewer.world.run()
+    last = viewer.messages[-1]
+    assert last.gauges.running == last.gauges.pages_held == 0 < last.gauges.pages_cached
+    assert last.tree is not None and last.tree.num_pages
+    assert not any(last.tree.num_holders) and last.tree.num_shared_pages == 0
+
+
 def test_a_refused_and_an_aborted_request_are_events() -> None:
     viewer = Viewer(SchedulerArgs(max_queued_requests=1, max_running_requests=1, max_batch_size=1))
     viewer.world.send(submit("a", [9] * 8, 50, ignore_eos=True))

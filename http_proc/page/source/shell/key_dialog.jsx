@@ -38,7 +38,7 @@ export function KeyDialog() {
         <p class="muted">The key that the server was started with (<code>--api-key</code>), or a tenant's.</p>
         <label class="field">
           <span>Key</span>
-          <input name="key" type="password" autocomplete="off" defaultValue={key.value} autofocus />
+          <input name="key" type="password" autocomplete="off" defaultValue={key.value} />
         </label>
         <label class="check">
           <input name="kept" type="checkbox" defaultChecked={isKept()} />

@@ -2,7 +2,7 @@
 
 import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import * as server from "../api/server.js";
-import { VIEWS } from "../views/index.js";
+import { MENUS, VIEWS } from "../views/index.js";
 import { Icon } from "./icon.jsx";
 import { KeyButton, KeyDialog } from "./key_dialog.jsx";
 import { address, go, route } from "./router.js";
@@ -43,16 +43,17 @@ export function Shell() {
 
 function Navigation({ current }) {
   return (
-    <nav aria-label="Views" class={VIEWS.length === 1 ? "alone" : ""}>
-      {VIEWS.map((view) => (
-        <a
-          key={view.name}
-          href={address(view.name)}
-          aria-current={view === current ? "page" : undefined}
-        >
-          <Icon path={view.icon} />
-          <span>{view.title}</span>
-        </a>
+    <nav aria-label="Views">
+      {MENUS.map(({ title, views }) => (
+        <div key={title} class="menu" role={title ? "group" : undefined} aria-label={title || undefined}>
+          {title && <span class="menu-title" aria-hidden="true">{title}</span>}
+          {views.map((view) => (
+            <a key={view.name} href={address(view.name)} aria-current={view === current ? "page" : undefined}>
+              <Icon path={view.icon} />
+              <span>{view.title}</span>
+            </a>
+          ))}
+        </div>
       ))}
     </nav>
   );

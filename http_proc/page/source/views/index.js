@@ -1,5 +1,6 @@
 /**
- * The views of the page, in the order of the navigation: one file or folder each, and one line here.
+ * The views of the page, by menu, in the order of the navigation: one file or folder each, and one
+ * name here.
  *
  * A view is an object:
  *
@@ -28,4 +29,8 @@ import { liveView } from "./live/live.jsx";
 import { requestView } from "./request/request.jsx";
 import { whatIfView } from "./what_if/what_if.jsx";
 
-export const VIEWS = [chatView, liveView, requestView, whatIfView];
+export const MENUS = [
+  { title: "", views: [chatView] },
+  { title: "Operate", views: [liveView, requestView, whatIfView] },
+];
+export const VIEWS = MENUS.flatMap((menu) => menu.views);

@@ -13,7 +13,7 @@ import { ICONS } from "./icons.js";
 import { Actions } from "./model/actions.js";
 import { Conversation } from "./model/conversation.js";
 import { resume, running } from "./model/generation.js";
-import { DEFAULTS } from "./model/settings.js";
+import { DEFAULTS, shortName } from "./model/settings.js";
 import { addNew, load, loadList, save } from "./model/store.js";
 import { importText } from "./model/transfer.js";
 import { SettingsPanel } from "./panels/settings_panel.jsx";
@@ -102,7 +102,7 @@ function Chat({ path, page }) {
         <header class="chat-head">
           <span class="narrow-only"><IconButton icon={ICONS.list} label="Conversations" size={20} onClick={() => setPanel("list")} /></span>
           <h1>{conversation.title.value || "New chat"}</h1>
-          <span class="model" title="Model">{conversation.settings.value.model || models.value[0]?.id}</span>
+          <ModelName id={conversation.settings.value.model || models.value[0]?.id || ""} />
           <IconButton icon={ICONS.settings} label="Settings" size={20} pressed={panel === "settings"} onClick={() => setPanel(panel === "settings" ? "" : "settings")} />
         </header>
         {!isEmpty
@@ -121,6 +121,10 @@ function Chat({ path, page }) {
       {panel && <div class="veil" onClick={close} />}
     </div>
   );
+}
+
+function ModelName({ id }) {
+  return <span class="model" title={`Model: ${id}`}>{shortName(id)}</span>;
 }
 
 /** Whether a conversation is the one of an address; an address without an id is an empty one's. */

@@ -1,5 +1,7 @@
 /** What an empty conversation shows. */
 
+import { shortName } from "./model/settings.js";
+
 const IDEAS = [
   "Explain how a prefix cache saves work, with an example.",
   "Write a Python function that parses ISO 8601 durations.",
@@ -12,7 +14,7 @@ export function Welcome({ model, onPick }) {
   return (
     <div class="welcome">
       <img src="ui/icon.svg" alt="" width="52" height="52" />
-      <h2>{model ? model.id : "…"}</h2>
+      <h2 title={model?.id}>{model ? shortName(model.id) : "…"}</h2>
       {model && <p class="muted">{context} tokens of context{model.capabilities?.chat === false && " · a base model: it continues the text"}</p>}
       <ul>
         {IDEAS.map((idea) => <li key={idea}><button onClick={() => onPick(idea)}>{idea}</button></li>)}

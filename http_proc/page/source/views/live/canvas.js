@@ -14,7 +14,7 @@ export function prepare(canvas) {
 
 const NAMES = [
   "text", "muted", "line", "surface", "raised", "hover", "accent", "danger", "good",
-  "waiting", "prefill", "cached", "decode", "speculated", "retracted",
+  "waiting", "prefill", "cached", "decode", "speculated", "retracted", "shared",
 ];
 
 /** Return the colours of the theme by name. */

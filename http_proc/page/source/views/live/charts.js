@@ -50,7 +50,7 @@ export function drawTree(canvas, tree, colors) {
   const boxes = layout(tree, width, height);
   for (const box of boxes) {
     const holders = tree.num_holders[box.place];
-    context.fillStyle = holders > 1 ? colors.accent : holders ? colors.decode : colors.cached;
+    context.fillStyle = holders > 1 ? colors.shared : holders ? colors.decode : colors.cached;
     context.fillRect(box.x, box.y, Math.max(0.5, box.width - 1), box.height - 1);
   }
   return boxes;

@@ -1,14 +1,28 @@
 /** The lanes: a column is a step, a row a request. Only what is visible is drawn. */
 
 import { prepare } from "./canvas.js";
-import { COLUMNS } from "./picture.js";
+import { COLUMNS, nameOf } from "./picture.js";
 import { meaning, NONE, WAITING } from "./reasons.js";
 
 export const ROW_HEIGHT = 18;
 const CELL_WIDTH = 7;
-const LABEL_WIDTH = 170;
-const NARROW_LABEL_WIDTH = 84;
+const LABEL_WIDTH = 256;
+const NARROW_LABEL_WIDTH = 120;
+const TOKENS_WIDTH = 104;
+const NARROW_TOKENS_WIDTH = 52;
+const MIN_TENANT_WIDTH = 30;
+const PADDING = 8;
+const ENDED_ALPHA = 0.4;
 const NARROW = 560;
+
+/** Return a text, or as much of its begin and end as there is room for. */
+function fitted(context, text, room) {
+  let shown = text;
+  for (let count = text.length - 1; count > 1 && context.measureText(shown).width > room; count -= 1) {
+    shown = `${text.slice(0, Math.ceil(count / 2))}…${text.slice(-Math.floor(count / 2))}`;
+  }
+  return shown;
+}
 
 export class Lanes {
   constructor(canvas, scroller) {
@@ -50,19 +64,26 @@ export class Lanes {
   }
 
   drawLabel(context, row, y, colors) {
-    const { request_id: id, num_prompt_tokens: prompt } = row.about;
+    const { num_prompt_tokens: prompt, tenant } = row.about;
     const isNarrow = this.labelWidth === NARROW_LABEL_WIDTH;
-    const chars = isNarrow ? 7 : 12;
+    const room = this.labelWidth - (isNarrow ? NARROW_TOKENS_WIDTH : TOKENS_WIDTH) - 2 * PADDING;
+    const middle = y + ROW_HEIGHT / 2;
+    const name = fitted(context, nameOf(row.about), room);
     context.fillStyle = row.end ? colors.muted : colors.text;
-    context.fillText(id.length > chars ? `…${id.slice(1 - chars)}` : id, 6, y + ROW_HEIGHT / 2);
+    context.fillText(name, PADDING, middle);
     context.fillStyle = colors.muted;
+    const left = room - context.measureText(`${name} · `).width;
+    if (tenant && left > MIN_TENANT_WIDTH) {
+      context.fillText(` · ${fitted(context, tenant, left)}`, PADDING + context.measureText(name).width, middle);
+    }
     context.textAlign = "right";
     const text = isNarrow ? `${row.generated}` : `${prompt} + ${row.generated}`;
-    context.fillText(text, this.labelWidth - 10, y + ROW_HEIGHT / 2);
+    context.fillText(text, this.labelWidth - PADDING, middle);
     context.textAlign = "left";
   }
 
   drawLane(context, row, y, picture, colors) {
+    context.globalAlpha = row.end ? ENDED_ALPHA : 1;
     const count = Math.min(this.numColumns, picture.column);
     for (let back = 0; back < count; back += 1) {
       const column = picture.column - 1 - back;
@@ -75,6 +96,7 @@ export class Lanes {
       else context.fillRect(x, y + 3, CELL_WIDTH - 1, ROW_HEIGHT - 6);
       if (column === row.cached) this.drawCached(context, row, x, y, column, colors);
     }
+    context.globalAlpha = 1;
   }
 
   /** The share of the prompt that came from the prefix cache, in the cell of the admission. */

@@ -2,6 +2,7 @@
 
 import { useEffect, useRef, useState } from "preact/hooks";
 import { Lanes, ROW_HEIGHT } from "./lanes.js";
+import { nameOf } from "./picture.js";
 import { KINDS, meaning } from "./reasons.js";
 
 const LEGEND = [
@@ -61,7 +62,13 @@ export function LanesPanel({ picture, colors, tick, page }) {
         {LEGEND.map(([color, text]) => (
           <span key={color}><i class={`swatch swatch-${color}`} />{text}</span>
         ))}
+        <span><i class="swatch swatch-decode swatch-ended" />pale: has ended</span>
         <Waiting picture={picture} />
+      </div>
+      <div class="lanes-head muted" aria-hidden="true">
+        <span>request</span>
+        <span class="lanes-tokens" title="Tokens of the prompt, and of the answer so far"><span>prompt + </span>answer</span>
+        <span>steps, the newest at the right</span>
       </div>
       <div class="lanes-scroll" ref={scroller} onScroll={draw}>
         <div class="lanes-space" ref={(one) => one && (one.style.height = `${Math.max(1, rows) * ROW_HEIGHT}px`)}>
@@ -113,12 +120,12 @@ function Tip({ about, narrow }) {
       <strong>{means?.title ?? "no step"}{isRow ? ` · ${tokens} token${tokens === 1 ? "" : "s"}` : ""}</strong>
       {step && <span class="muted"> step {step.step} · {clock(step.time)}</span>}
       <p>{means?.text ?? "The request was not here, or the feed did not list it."}</p>
-      <p class="muted tip-id">{request.request_id}{request.index ? ` · choice ${request.index}` : ""}</p>
+      <p class="tip-id">{nameOf(request)}</p>
       <p class="muted">
-        prompt {request.num_prompt_tokens} ({request.cached_tokens} cached) · generated {row.generated} of
+        prompt {request.num_prompt_tokens} tokens ({request.cached_tokens} cached) · generated {row.generated} of
         {" "}{request.max_total_tokens - request.num_prompt_tokens}
         {request.priority ? ` · priority ${request.priority}` : ""}
-        {request.tenant ? ` · ${request.tenant}` : ""}
+        {request.tenant ? ` · tenant ${request.tenant}` : ""}
         {request.num_retractions ? ` · retracted ${request.num_retractions}×` : ""}
         {request.waited_for.length ? ` · waited for ${request.waited_for.join(", ")}` : ""}
         {row.end ? ` · ${row.end.kind} ${row.end.detail}` : ""}

@@ -87,7 +87,7 @@ function Live({ path, page }) {
         <p class={`live-state ${state.value.isBad ? "error-text" : "muted"}`} role="status">{state.value.text}</p>
       )}
       <LanesPanel {...shown} />
-      <div class="live-side">
+      <div class="live-side" tabIndex={0} role="region" aria-label="Charts, pages, processes and events">
         <Charts {...shown} />
         <Tree {...shown} />
         <Processes {...shown} />
@@ -115,7 +115,7 @@ function Figures({ picture }) {
   const figures = [
     ["running", gauges.running],
     ["waiting", gauges.waiting],
-    ["tokens/s", picture.rate("generation_tokens_total").toFixed(0)],
+    ["tokens/s", Math.round(picture.rates("generation_tokens_total").at(-1) ?? 0)],
     ["ms per step", picture.stepMs().toFixed(0)],
     ["KV held", `${held.toFixed(0)} %`],
     ["retractions", gauges.retractions],

@@ -34,7 +34,7 @@ export function Tree({ picture, colors, tick }) {
       </div>
       <p class="muted kv-legend">
         {parts.map(([color, name, pages]) => <span key={name}><i class={`swatch swatch-${color}`} />{pages} {name}</span>)}
-        {tree && <span><i class="swatch swatch-accent" />{tree.num_shared_pages} shared</span>}
+        {tree && <span><i class="swatch swatch-shared" />{tree.num_shared_pages} shared</span>}
       </p>
       <canvas ref={canvas} class="kv-tree" role="img" aria-label="Prefix tree: each box is a run of pages, below the pages before it" onPointerMove={point} onPointerLeave={() => setAbout("")} />
       <p class="muted kv-about" role="status">{about || (tree && !tree.is_whole ? "The newest part of the prefix tree" : "The prefix tree: width is pages, depth is what follows")}</p>
@@ -87,7 +87,7 @@ export function Events({ picture }) {
     <section class="live-panel live-events" aria-label="Events">
       <h2>Events</h2>
       {events.length === 0 && <p class="muted">Nothing has happened yet.</p>}
-      <ol>
+      <ol tabIndex={0}>
         {events.map((event) => (
           <li key={`${event.time}-${event.text}`} class={`event-${event.kind}`}>
             <time>{clock(event.time)}</time> <span>{event.text}</span>

@@ -7,6 +7,7 @@ const MAX_ROWS = 400; // ended requests leave beyond that, the oldest first
 const MAX_EVENTS = 300;
 const MAX_SECONDS = 600;
 const MAX_STEP_TIMES = 64;
+const RATE_WINDOW_S = 3;
 
 /** A request and what it did in each of the last steps. */
 class Row {
@@ -75,7 +76,7 @@ export class Picture {
     for (const about of step.requests) {
       const row = this.rows.get(about.seq);
       if (row) {
-        row.about = about;
+        row.about = { ...about, caller_id: about.caller_id || row.about.caller_id };
         row.generated = about.num_generated_tokens;
       } else this.rows.set(about.seq, new Row(about));
     }
@@ -127,7 +128,7 @@ export class Picture {
     if (row && event.kind === "retracted") row.codes[place] = row.code = RETRACTED;
     if (row && event.kind === "admitted" && event.detail !== "0") row.cached = this.column - 1;
     if (row && (event.kind === "finished" || event.kind === "refused")) row.end = event;
-    const named = { ...event, time, request_id: row?.about.request_id ?? `#${event.seq}` };
+    const named = { ...event, time, request_id: row ? nameOf(row.about) : `#${event.seq}` };
     this.addEvent({ ...named, text: eventText(named) });
   }
 
@@ -169,12 +170,13 @@ export class Picture {
     return times.length ? 1000 * times[times.length >> 1] : 0;
   }
 
-  /** Growth of a total per second over the last `window` seconds. */
-  rate(name, window = 5) {
-    const last = this.seconds.at(-1);
-    const first = this.seconds[Math.max(0, this.seconds.length - 1 - window)];
-    const seconds = last ? last.time - first.time : 0;
-    return seconds > 0 ? Math.max(0, last[name] - first[name]) / seconds : 0;
+  /** Growth of a total per second at each second, over the RATE_WINDOW_S before it. */
+  rates(name) {
+    return this.seconds.map((one, i) => {
+      const before = this.seconds[Math.max(0, i - RATE_WINDOW_S)];
+      const passed = one.time - before.time;
+      return passed > 0 ? Math.max(0, one[name] - before[name]) / passed : 0;
+    });
   }
 
   /**
@@ -195,6 +197,11 @@ export class Picture {
     }
     return [...counts].sort((a, b) => b[1] - a[1]);
   }
+}
+
+/** What people call a request: the caller's X-Request-Id, or else its id at the server. */
+export function nameOf({ caller_id: callerId, request_id: id, index }) {
+  return `${callerId || id}${index ? ` #${index}` : ""}`;
 }
 
 function eventText({ kind, request_id: id, seq, detail }) {

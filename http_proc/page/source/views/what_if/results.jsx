@@ -32,7 +32,7 @@ export function Results({ answer, changes, page }) {
       <div class="what-if-charts">
         {["waiting", "running"].map((name) => <InFlight key={name} name={name} answer={answer} colors={colors} />)}
       </div>
-      <div class="what-if-scroll">
+      <div class="what-if-scroll" tabIndex={0} role="region" aria-label="Figures">
         <table class="what-if-table">
           <thead>
             <tr>

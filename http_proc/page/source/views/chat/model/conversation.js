@@ -6,7 +6,7 @@
  * side by side.
  *
  * A message: { id, parent, role, content, reasoning, toolCalls, toolCallId, batch, status, error,
- * finishReason, tokens, timings, note, run }. `run`: the batch that writes it. `status`: waiting, streaming, done, stopped, failed,
+ * finishReason, tokens, timings, rate, note, run }. `run`: the batch that writes it. `status`: waiting, streaming, done, stopped, failed,
  * or interrupted (the rest of the answer is lost).
  *
  * A batch: { id, requestId, lastEventId, isResumable, messageIds, askedAt, firstAt, usage };

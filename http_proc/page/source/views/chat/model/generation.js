@@ -11,6 +11,8 @@ const FLUSH_MS = 40;
 const REACHED_AFTER_MS = 1000;
 const RETRY_MS = [200, 500, 1000, 2000, 3000];
 const MAX_RETRIES = 20;
+/** The speed of an answer that runs is that of the last tokens. */
+const RATE_WINDOW_MS = 3000;
 const LOST = "The connection broke, and the server does not have the rest of this answer any more.";
 
 let isLeaving = false;
@@ -44,6 +46,7 @@ class Generation {
     this.lastEventId = batch.lastEventId;
     this.drafts = batch.messageIds.map((id) => ({ ...conversation.get(id) }));
     this.timer = 0;
+    this.arrivals = this.drafts.map(() => []); // of the last tokens of each answer
   }
 
   /** Run to the end; nothing is thrown. `body`: of the request; without one the rest is read. */
@@ -133,6 +136,15 @@ class Generation {
     if (chunk.error) throw errorOf(chunk, 200, this.batch.requestId);
     this.batch.firstAt ??= Date.now();
     addChunk(chunk, this.batch, this.drafts);
+    for (const { index } of chunk.choices ?? []) this.arrivals[index]?.push(performance.now());
+  }
+
+  /** Return the tokens/s of an answer: a chunk of a stream that can be read again is a token. */
+  rate(index) {
+    const times = this.arrivals[index];
+    while (times.at(-1) - times[0] > RATE_WINDOW_MS) times.shift();
+    const seconds = (times.at(-1) - times[0]) / 1000;
+    return seconds > 0.2 ? (times.length - 1) / seconds : undefined;
   }
 
   setNote(note) {
@@ -145,7 +157,10 @@ class Generation {
   /** Show and keep what has arrived. */
   flush() {
     this.timer = 0;
-    for (const draft of this.drafts) this.conversation.update(draft.id, draft);
+    this.drafts.forEach((draft, index) => {
+      draft.rate = draft.status === "streaming" ? this.rate(index) : undefined;
+      this.conversation.update(draft.id, draft);
+    });
     this.batch.lastEventId = this.lastEventId; // with the texts, so that both are kept together
     this.save();
   }

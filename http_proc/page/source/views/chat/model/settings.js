@@ -25,6 +25,9 @@ export const DEFAULTS = {
   parallelToolCalls: true,
 };
 
+/** Return the last part of a model's name, which may be a path or that of a repository. */
+export const shortName = (id) => id.replace(/[/\\]+$/, "").split(/[/\\]/).at(-1).replace(/\.gguf$/i, "");
+
 /** Return the tools of the settings; a function without its wrapper gets it. Throws InvalidValue. */
 export function toolsOf({ tools }) {
   if (!tools.trim()) return [];

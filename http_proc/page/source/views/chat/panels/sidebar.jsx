@@ -40,9 +40,9 @@ export function Sidebar({ currentId, onImport, onGone, onClose }) {
       {!list.value.length && <p class="muted empty-note">Conversations stay in this browser.</p>}
       {keepsNothing.value && <p class="error-text empty-note">This browser keeps nothing for pages: conversations last as long as the tab.</p>}
       <div class="panel-foot">
-        <IconButton icon={ICONS.upload} label="Import conversations" onClick={() => file.current.click()} />
-        <IconButton icon={ICONS.download} label="Export all conversations" disabled={!list.value.length} onClick={exportAll} />
-        <IconButton icon={ICONS.remove} label="Delete all conversations" disabled={!list.value.length} onClick={clear} />
+        <FootButton icon={ICONS.upload} label="Import" about="conversations" onClick={() => file.current.click()} />
+        <FootButton icon={ICONS.download} label="Export" about="all conversations" disabled={!list.value.length} onClick={exportAll} />
+        <FootButton icon={ICONS.remove} label="Delete all" about="conversations" disabled={!list.value.length} onClick={clear} />
         <input
           ref={file} type="file" accept=".json,application/json" hidden aria-label="File to import"
           onChange={async (event) => {
@@ -53,6 +53,14 @@ export function Sidebar({ currentId, onImport, onGone, onClose }) {
         />
       </div>
     </>
+  );
+}
+
+function FootButton({ icon, label, about, onClick, disabled }) {
+  return (
+    <button type="button" class="foot-button" onClick={onClick} disabled={disabled} aria-label={`${label} ${about}`}>
+      <Icon path={icon} size={16} />{label}
+    </button>
   );
 }
 
@@ -77,7 +85,7 @@ function Row({ about, isCurrent, onOpen, onGone }) {
     return (
       <li>
         <form class="rename" onSubmit={rename}>
-          <input name="title" aria-label="Title" defaultValue={about.title} maxLength={120} autofocus ref={(one) => one?.focus()} onKeyDown={(event) => event.key === "Escape" && setNamed(false)} />
+          <input name="title" aria-label="Title" defaultValue={about.title} maxLength={120} ref={(one) => one?.focus()} onKeyDown={(event) => event.key === "Escape" && setNamed(false)} />
         </form>
       </li>
     );

@@ -71,9 +71,10 @@ function Thinking({ text, isOpen }) {
 function Waiting({ message }) {
   const note = message.note && message.note[0].toUpperCase() + message.note.slice(1);
   return (
-    <p class="waiting" role="status">
+    <p class="waiting">
       <span class="pulse" aria-hidden="true" />
-      {note ?? (message.status === "waiting" ? "Waiting for the first token" : "")}
+      <span role="status">{note ?? (message.status === "waiting" ? "Waiting for the first token" : "")}</span>
+      {message.rate > 0 && !note && <span>{rateText(message.rate)}</span>}
     </p>
   );
 }
@@ -92,6 +93,8 @@ function Problem({ error, isPartial }) {
 
 const seconds = (ms) => (ms < 10_000 ? `${(ms / 1000).toFixed(2)} s` : `${Math.round(ms / 1000)} s`);
 
+const rateText = (rate) => `${rate.toFixed(rate < 10 ? 1 : 0)} tokens/s`;
+
 /** Time to the first token, speed and counts, as the server measured them. */
 function Figures({ conversation, message }) {
   const timings = message.timings;
@@ -101,7 +104,7 @@ function Figures({ conversation, message }) {
   const num = usage?.completion_tokens ?? (rate && timings.decode_ms ? Math.round((rate * timings.decode_ms) / 1000) + 1 : undefined);
   const parts = [
     timings?.ttft_ms != null && [`${seconds(timings.ttft_ms)} to first token`, `in the queue ${seconds(timings.queue_ms ?? 0)}, prefill ${seconds(timings.prefill_ms ?? 0)}`],
-    rate != null && [`${rate.toFixed(rate < 10 ? 1 : 0)} tokens/s`, ""],
+    rate != null && [rateText(rate), ""],
     num && [`${num} tokens`, usage ? `prompt ${usage.prompt_tokens} tokens, ${timings?.cached_tokens ?? 0} of them from the cache` : ""],
     timings?.cached_tokens > 0 && [`${timings.cached_tokens} cached`, "tokens of the prompt from the prefix cache"],
   ].filter(Boolean);
