@@ -25,10 +25,14 @@ BOOK = (
     "responses.md",
     "batches.md",
     "python.md",
+    "command-line.md",
     "http.md",
+    "sampling.md",
     "limits.md",
     "supported.md",
     "model-files.md",
+    "configuration.md",
+    "protocol.md",
 )
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<source>.*?)^ *```$", re.M | re.S)

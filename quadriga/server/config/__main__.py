@@ -108,15 +108,24 @@ HEADER = """\
 
 <!-- Made by `python -m quadriga.server.config --markdown > docs/configuration.md`. Do not edit. -->
 
-The flags of `quadriga serve` and `launcher.py`. `--help` shows those in bold, `--help-all` all of \
-them.
+The flags of `quadriga serve`. `--help` shows those in bold, `--help-all` all of them. \
+[Which flags for my hardware](hardware.md) and [Tune](tune.md) say when to change one, and \
+[Limits](limits.md) what happens beyond a bound.
 
-`--config server.yaml` reads flags from a file: `max-batch-size: 32`, one per line, without the \
-dashes; a list is comma-separated items. The command line takes precedence. A key that is \
-no flag is an error that names similar flags.
+```bash
+quadriga serve MODEL --max-batch-size 32 --quantization int8
+```
 
-`quadriga serve MODEL` is short for `--model MODEL`. For a flag of vLLM, SGLang or llama.cpp the \
-error names the flag here.
+`quadriga serve MODEL` is short for `--model MODEL`. An unknown flag is an error that names \
+similar flags, and for a flag of vLLM, SGLang or llama.cpp the flag here.
+
+**A file of flags.** `--config server.yaml` reads flags without their dashes, one in each line. \
+A list is one text with commas. The command line takes precedence.
+
+```yaml
+model: Qwen/Qwen2.5-0.5B-Instruct
+max-batch-size: 32
+```
 """
 
 

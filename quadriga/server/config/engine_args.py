@@ -89,9 +89,8 @@ class SchedulerArgs:
     )
     itl_target: float | None = flag(
         None,
-        "milliseconds that a step may be expected to take, by what steps have taken: bounds the"
-        " prompt tokens of a step, so that running streams get their next token in time (default:"
-        " no bound)",
+        "time that a step beside running streams may take, in ms: a step holds as many prompt"
+        " tokens as fit into it, by what earlier steps took (default: no bound)",
         unit="MS",
     )
     max_running_requests: int = flag(256, "requests that hold a slot at the same time")
@@ -101,7 +100,9 @@ class SchedulerArgs:
     )
     batch_mode: str = flag(
         "mixed",
-        "what a step computes: see docs/engineering/scheduling.md",
+        "what a step computes. mixed: prompts and running requests together; prefill-first: prompts"
+        " as long as any fit; decode-first: prompts only to fill up the batch; alternate: both in"
+        " turns",
         BATCH_MODES,
         alias="decode_first",
         alias_value="decode-first",
