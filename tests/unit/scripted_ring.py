@@ -157,12 +157,14 @@ def chunk(text: str, completion: Completion | None = None) -> StreamChunk:
 
 
 @asynccontextmanager
-async def gateway_before(ring: ScriptedRing, **flags: Any) -> AsyncIterator[tuple[str, Gateway]]:
-    """Yield the URL of a gateway, and the gateway."""
+async def gateway_before(
+    ring: ScriptedRing, rows: StreamRows | None = None, **flags: Any
+) -> AsyncIterator[tuple[str, Gateway]]:
+    """Yield the URL of a gateway, which keeps its streams in `rows`, and the gateway."""
     port = free_port()
     config = ServerConfig().replace(**{"served_model_name": "tiny", "port": port} | flags)
     gateway = Gateway(config, ring)  # type: ignore[arg-type]
-    gateway[STREAM_ROWS] = StreamRows()
+    gateway[STREAM_ROWS] = rows or StreamRows()
     runner = await make_runner(gateway)
     server = await listen(runner, bind(config.http), tls_context(config.http), gateway)
     try:

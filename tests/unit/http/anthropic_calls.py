@@ -1,41 +1,23 @@
 """Calls of the Messages API."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
-import aiohttp
-
-from http_proc.core.gateway import Gateway
-from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
+from tests.unit.http.calls import Answer, answer_of
+from tests.unit.scripted_ring import ScriptedRing
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 HELLO: Any = [{"role": "user", "content": "Rain in Rome?"}]
 
 
-class Answer:
-    """A response: its status, headers and body."""
-
-    def __init__(self, status: int, headers: Any, text: str) -> None:
-        self.status = status
-        self.headers = headers
-        self.text = text
-
-    @property
-    def body(self) -> Any:
-        return json.loads(self.text)
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """The events of a stream, whose names are the types in their data."""
-        return list(self._events())
-
-    def _events(self) -> Iterator[dict[str, Any]]:
-        for block in self.text.split("\n\n")[:-1]:
-            name, _, data = block.partition("\n")
-            body = json.loads(data.removeprefix("data: "))
-            assert name == f"event: {body['type']}"
-            yield body
+def events_of(answer: Answer) -> list[dict[str, Any]]:
+    """Return the events of a stream, whose names are the types in their data."""
+    events = []
+    for block in answer.text.split("\n\n")[:-1]:
+        name, _, data = block.partition("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
 
 
 def ask(
@@ -49,15 +31,4 @@ def ask(
     body = {"model": "tiny", "messages": HELLO} | fields
     if path == MESSAGES:
         body = {"max_tokens": 20} | body
-    answers = []
-
-    async def test(gateway: Gateway) -> None:
-        url = f"http://127.0.0.1:{gateway.args.port}{path}"
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(url, json=body, headers=headers) as response,
-        ):
-            answers.append(Answer(response.status, response.headers, await response.text()))
-
-    run_at_gateway(ring, test, **flags or {})
-    return answers[0]
+    return answer_of(ring, path, body, headers, **flags or {})

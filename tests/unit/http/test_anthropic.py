@@ -16,7 +16,7 @@ from quadriga.errors import (
 )
 from quadriga.server.answer_format import AnswerFormat, ReasoningFormat, to_info
 from tests.unit.claude_code import TOOL_NAMES, claude_code_request
-from tests.unit.http.anthropic_calls import COUNT, HELLO, MESSAGES, ask
+from tests.unit.http.anthropic_calls import COUNT, HELLO, MESSAGES, ask, events_of
 from tests.unit.scripted_ring import HERMES, ScriptedRing, gateway_before
 
 SCHEMA: Any = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -73,7 +73,7 @@ def test_a_call_is_a_tool_use_block_with_its_input() -> None:
 
 
 def test_a_stream_has_the_events_of_the_api_in_their_order() -> None:
-    events = ask(ScriptedRing(["I look.\n", *CALL]), tools=[WEATHER], stream=True).events
+    events = events_of(ask(ScriptedRing(["I look.\n", *CALL]), tools=[WEATHER], stream=True))
     kinds = [event["type"] for event in events]
     assert kinds[:3] == ["message_start", "ping", "content_block_start"]
     assert kinds[-2:] == ["message_delta", "message_stop"]
@@ -95,7 +95,7 @@ def test_a_stream_has_the_events_of_the_api_in_their_order() -> None:
 def test_a_stream_and_a_whole_answer_are_the_same_message() -> None:
     pieces = ["I look.\n", *CALL]
     whole = ask(ScriptedRing(pieces), tools=[WEATHER]).body["content"]
-    events = ask(ScriptedRing(pieces), tools=[WEATHER], stream=True).events
+    events = events_of(ask(ScriptedRing(pieces), tools=[WEATHER], stream=True))
     streamed: list[dict[str, Any]] = []
     for event in events:
         if event["type"] == "content_block_start":
@@ -136,7 +136,7 @@ def test_the_reason_of_the_end_is_one_of_the_api(
     params, options = ring.submitted[0][1:]
     assert params.max_new_tokens == max_tokens and params.stop == ["END"]
     assert options["clamp_max_new_tokens"]
-    assert ask(EndingRing(["Yes"]), stream=True, **fields).events[-2]["delta"] == {
+    assert events_of(ask(EndingRing(["Yes"]), stream=True, **fields))[-2]["delta"] == {
         "stop_reason": expected,
         "stop_sequence": body["stop_sequence"],
     }
@@ -151,7 +151,7 @@ def test_tokens_of_the_cache_are_no_input_tokens() -> None:
 
     usage = ask(CachingRing(["Yes"])).body["usage"]
     assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (36, 64)
-    usage = ask(CachingRing(["Yes"]), stream=True).events[-2]["usage"]
+    usage = events_of(ask(CachingRing(["Yes"]), stream=True))[-2]["usage"]
     assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (36, 64)
 
 
@@ -178,7 +178,7 @@ def test_thinking_text_and_calls_are_blocks_whole_and_streamed() -> None:
     assert thinking["thinking"].strip() == "Is it Rome?" and thinking["signature"]
     assert text["text"].strip() == "I look."
     assert use["input"] == {"city": "Rome"}
-    events = ask(ScriptedRing(THOUGHT, **REASONING), tools=[WEATHER], stream=True).events
+    events = events_of(ask(ScriptedRing(THOUGHT, **REASONING), tools=[WEATHER], stream=True))
     pieces = [event["delta"] for event in events if event["type"] == "content_block_delta"]
     thoughts = [piece["thinking"] for piece in pieces if piece["type"] == "thinking_delta"]
     assert "".join(thoughts) == thinking["thinking"]
@@ -319,7 +319,9 @@ def test_a_request_of_claude_code_is_streamed() -> None:
     ring = ScriptedRing(["The files", " are README.md", " and setup.py."])
     answer = ask(ring, **claude_code_request("tiny"))
     assert answer.status == 200
-    texts = [event["delta"]["text"] for event in answer.events if "text" in event.get("delta", {})]
+    texts = [
+        event["delta"]["text"] for event in events_of(answer) if "text" in event.get("delta", {})
+    ]
     assert "".join(texts) == "The files are README.md and setup.py."
     tools = [tool["function"]["name"] for tool in ring.submitted[0][2]["chat"].tools]
     assert tools == list(TOOL_NAMES)

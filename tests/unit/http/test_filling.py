@@ -3,12 +3,11 @@
 import json
 from typing import Any
 
-import aiohttp
 import pytest
 
-from quadriga.errors import ServerFailed
 from quadriga.server.model_info import FillFormat, fill_format_to_info
-from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
+from tests.unit.http.calls import answer_of
+from tests.unit.scripted_ring import ScriptedRing
 
 MARKS = FillFormat(
     prefix="<P>", suffix="<S>", middle="<M>", file="<F>", repository="<R>", stop_token_ids=[7, 9]
@@ -17,28 +16,10 @@ FILLING = {"fill_format": fill_format_to_info(MARKS)}
 GAP = {"input_prefix": "def f(", "input_suffix": "):"}
 
 
-def post(ring: ScriptedRing, path: str, **body: Any) -> tuple[int, str]:
-    """Return status and text of the answer."""
-    answers: list[tuple[int, str]] = []
-
-    async def test(gateway: Any) -> None:
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(f"{gateway.args.url}{path}", json=body) as response,
-        ):
-            if ring.leaves_open:
-                await response.content.readline()
-                ring.sinks[0](ServerFailed("worker_proc died"))
-            answers.append((response.status, await response.text()))
-
-    run_at_gateway(ring, test)
-    return answers[0]
-
-
 def test_a_suffix_is_written_with_the_models_marks_whose_tokens_end_the_answer() -> None:
     ring = ScriptedRing(["a, b"], **FILLING)
-    status, text = post(ring, "/v1/completions", prompt=["x", "y"], suffix="z", stop_token_ids=[3])
-    assert status == 200 and json.loads(text)["choices"][1]["text"] == "a, b"
+    body = {"prompt": ["x", "y"], "suffix": "z", "stop_token_ids": [3]}
+    assert answer_of(ring, "/v1/completions", body).body["choices"][1]["text"] == "a, b"
     assert [prompt for prompt, _, _ in ring.submitted] == ["<P>x<S>z<M>", "<P>y<S>z<M>"]
     assert ring.submitted[0][1].stop_token_ids == [3, 7, 9]
 
@@ -54,20 +35,21 @@ def test_a_suffix_is_written_with_the_models_marks_whose_tokens_end_the_answer()
 def test_a_suffix_that_cannot_be_used_is_a_400(
     facts: dict[str, Any], body: dict[str, Any], said: str
 ) -> None:
-    status, text = post(ScriptedRing(["a"], **facts), "/v1/completions", suffix="z", **body)
-    error = json.loads(text)["error"]
-    assert status == 400 and said in error["message"] and error["param"] == "suffix"
+    ring = ScriptedRing(["a"], **facts)
+    answer = answer_of(ring, "/v1/completions", {"suffix": "z"} | body)
+    error = answer.body["error"]
+    assert answer.status == 400 and said in error["message"] and error["param"] == "suffix"
 
 
 def test_infill_answers_as_llama_cpp_does() -> None:
     ring = ScriptedRing(["a,", " b"], **FILLING)
-    status, text = post(
-        ring, "/infill", **GAP, prompt="self, ", n_predict=-1, seed=-1, repeat_penalty=1.5,
-        logit_bias=[[5, False], [6, 2]], input_extra=[{"filename": "a.py", "text": "A = 1"}],
-        samplers=["top_k"], cache_prompt=True, t_max_predict_ms=500,
-    )  # fmt: skip
-    answer = json.loads(text)
-    assert status == 200 and answer["content"] == "a, b" and answer["stop"] is True
+    body = GAP | {
+        "prompt": "self, ", "n_predict": -1, "seed": -1, "repeat_penalty": 1.5,
+        "logit_bias": [[5, False], [6, 2]], "input_extra": [{"filename": "a.py", "text": "A = 1"}],
+        "samplers": ["top_k"], "cache_prompt": True, "t_max_predict_ms": 500,
+    }  # fmt: skip
+    answer = answer_of(ring, "/infill", body).body
+    assert answer["content"] == "a, b" and answer["stop"] is True
     assert (answer["tokens_predicted"], answer["tokens_evaluated"]) == (2, 3)
     assert answer["stop_type"] == "eos" and answer["timings"]["predicted_n"] == 2
     prompt, params, _ = ring.submitted[0]
@@ -78,32 +60,40 @@ def test_infill_answers_as_llama_cpp_does() -> None:
 
 def test_infill_returns_the_fields_that_are_asked_for() -> None:
     fields = ["content", "timings/prompt_n", "nothing/at/all"]
-    _, text = post(ScriptedRing(["a"], **FILLING), "/infill", **GAP, response_fields=fields)
-    assert json.loads(text) == {"content": "a", "timings/prompt_n": 3}
+    ring = ScriptedRing(["a"], **FILLING)
+    answer = answer_of(ring, "/infill", GAP | {"response_fields": fields})
+    assert answer.body == {"content": "a", "timings/prompt_n": 3}
 
 
 def test_infill_streams_events_whose_last_has_the_numbers() -> None:
-    status, text = post(ScriptedRing(["a,", " b"], **FILLING), "/infill", **GAP, stream=True)
-    events = [json.loads(part.removeprefix("data: ")) for part in text.split("\n\n") if part]
-    assert status == 200
+    answer = answer_of(ScriptedRing(["a,", " b"], **FILLING), "/infill", GAP | {"stream": True})
+    parts = answer.text.split("\n\n")[:-1]
+    events = [json.loads(part.removeprefix("data: ")) for part in parts]
     assert [part["content"] for part in events] == ["a,", " b", ""]
     assert [part["stop"] for part in events] == [False, False, True]
     assert events[-1]["tokens_predicted"] == 2
 
 
-def test_errors_of_infill_have_llama_cpps_format() -> None:
-    status, text = post(ScriptedRing(["a"]), "/infill", **GAP)
-    error = json.loads(text)["error"]
-    assert status == 400 and error["code"] == 400 and "<|fim_prefix|>" in error["message"]
-    for body, said in (
-        ({**GAP, "beams": 2}, "beams is not a field"),
-        ({"input_prefix": "a"}, "input_suffix is missing"),
-        ({**GAP, "logit_bias": {"a": 1}}, "no token id"),
-        ({**GAP, "grammar": "root ::= x", "json_schema": {}}, "leave one out"),
-    ):
-        status, text = post(ScriptedRing(["a"], **FILLING), "/infill", **body)
-        assert status == 400 and said in json.loads(text)["error"]["message"]
+@pytest.mark.parametrize(
+    ("facts", "body", "said"),
+    [
+        ({}, GAP, "<|fim_prefix|>"),
+        (FILLING, GAP | {"beams": 2}, "beams is not a field"),
+        (FILLING, {"input_prefix": "a"}, "input_suffix is missing"),
+        (FILLING, GAP | {"logit_bias": {"a": 1}}, "no token id"),
+        (FILLING, GAP | {"grammar": "root ::= x", "json_schema": {}}, "leave one out"),
+    ],
+)
+def test_errors_of_infill_have_llama_cpps_format(
+    facts: dict[str, Any], body: dict[str, Any], said: str
+) -> None:
+    answer = answer_of(ScriptedRing(["a"], **facts), "/infill", body)
+    error = answer.body["error"]
+    assert answer.status == error["code"] == 400 and said in error["message"]
+
+
+def test_a_failure_is_the_last_event_of_infill() -> None:
     ring = ScriptedRing(["a"], **FILLING)
     ring.leaves_open = True
-    status, text = post(ring, "/infill", **GAP, stream=True)
-    assert status == 200 and "worker_proc died" in text
+    answer = answer_of(ring, "/infill", GAP | {"stream": True})
+    assert answer.status == 200 and "worker_proc died" in answer.text

@@ -18,7 +18,6 @@ from quadriga.client.live import (
     step_to_json,
 )
 from quadriga.errors import RequestFailed
-from quadriga.server.tenants import hash_of_key
 from quadriga.wire.live import (
     EventKind,
     LiveEvent,
@@ -28,6 +27,7 @@ from quadriga.wire.live import (
     RowKind,
     SkipReason,
 )
+from tests.unit.http.calls import key_file
 from tests.unit.live_messages import make_request, make_step
 from tests.unit.scripted_ring import ScriptedRing, gateway_before
 
@@ -164,8 +164,7 @@ async def test_a_view_chooses_its_replica_and_one_that_is_not_there_is_refused()
 async def test_a_key_is_needed_as_for_the_api_and_one_of_a_tenant_does_not_suffice(
     tmp_path: Path,
 ) -> None:
-    file = tmp_path / "keys.yaml"
-    file.write_text(f"- name: alice\n  key: {hash_of_key(b'hers')}\n")
+    file = key_file(tmp_path, alice="hers")
     async with gateway_before(ScriptedRing([]), api_key="operator", keys=str(file)) as (_, gateway):
         url = f"{gateway.args.url}/v1/live"
         async with aiohttp.ClientSession() as session:

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
+from tests.unit.http.calls import send
 from tests.unit.scripted_ring import ScriptedRing, gateway_before
 
 APIS: dict[str, dict[str, Any]] = {
@@ -30,34 +30,22 @@ REFUSED: list[tuple[dict[str, str], str]] = [
 
 @pytest.mark.parametrize("path", APIS)
 async def test_metadata_has_one_bound(tmp_path: Path, path: str) -> None:
-    async with (
-        gateway_before(ScriptedRing(["No"]), data_dir=str(tmp_path)) as (_, gateway),
-        aiohttp.ClientSession() as session,
-    ):
-
-        async def ask(metadata: dict[str, str] | None) -> tuple[int, Any]:
-            body = APIS[path] | {"metadata": metadata}
-            async with session.post(gateway.args.url + path, json=body) as answer:
-                return answer.status, await answer.json()
-
+    async with gateway_before(ScriptedRing(["No"]), data_dir=str(tmp_path)) as (_, gateway):
         for metadata, message in REFUSED:
-            status, body = await ask(metadata)
-            error = body["error"]
-            assert (status, error["message"], error["param"]) == (400, message, "metadata")
-        status, body = await ask(LARGEST)
+            answer = await send(gateway, path, APIS[path] | {"metadata": metadata})
+            error = answer.body["error"]
+            assert (answer.status, error["message"], error["param"]) == (400, message, "metadata")
+        answer = await send(gateway, path, APIS[path] | {"metadata": LARGEST})
         if path == "/v1/batches":
-            assert body["error"]["param"] == "input_file_id", "its metadata is right"
+            assert answer.body["error"]["param"] == "input_file_id", "its metadata is right"
         else:
-            assert status == 200 and body.get("metadata", LARGEST) == LARGEST
+            assert answer.status == 200 and answer.body.get("metadata", LARGEST) == LARGEST
 
 
 async def test_a_conversation_is_not_changed_to_more(tmp_path: Path) -> None:
     async with gateway_before(ScriptedRing([]), data_dir=str(tmp_path)) as (_, gateway):
-        url = f"{gateway.args.url}/v1/conversations"
-        async with aiohttp.ClientSession() as session:
-            async with session.post(url, json={}) as made:
-                talk = (await made.json())["id"]
-            for metadata, message in REFUSED:
-                async with session.post(f"{url}/{talk}", json={"metadata": metadata}) as answer:
-                    error = (await answer.json())["error"]
-                    assert (answer.status, error["message"]) == (400, message)
+        path = "/v1/conversations"
+        talk = (await send(gateway, path, {})).body["id"]
+        for metadata, message in REFUSED:
+            answer = await send(gateway, f"{path}/{talk}", {"metadata": metadata})
+            assert (answer.status, answer.body["error"]["message"]) == (400, message)

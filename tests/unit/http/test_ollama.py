@@ -3,12 +3,10 @@
 import json
 from typing import Any
 
-import aiohttp
 import pytest
 
 from http_proc.apis import ollama
 from quadriga.client.types import LikelyToken, TokenLogprob
-from quadriga.errors import ServerFailed
 from quadriga.server.answer_format import AnswerFormat, ReasoningFormat, to_info
 from quadriga.server.model_info import (
     FillFormat,
@@ -16,7 +14,8 @@ from quadriga.server.model_info import (
     details_to_info,
     fill_format_to_info,
 )
-from tests.unit.scripted_ring import HERMES, ScriptedRing, run_at_gateway
+from tests.unit.http.calls import answer_of, send
+from tests.unit.scripted_ring import HERMES, ScriptedRing, gateway_before
 
 HELLO = [{"role": "user", "content": "Hello!"}]
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
@@ -38,25 +37,31 @@ DETAILS = ModelDetails(
 )
 
 
-def send(
-    ring: ScriptedRing, path: str, body: dict[str, Any] | None = None, method: str = "POST"
-) -> tuple[int, str]:
-    """Return status and text of the answer."""
-    answers: list[tuple[int, str]] = []
+def asked(ring: ScriptedRing, path: str, body: dict[str, Any]) -> str:
+    """Return the text of the answer to a request that is right."""
+    if path == "/api/chat":
+        body = {"messages": HELLO} | body
+    answer = answer_of(ring, path, {"model": "tiny"} | body)
+    assert answer.status == 200, answer.text
+    return answer.text
 
-    async def test(gateway: Any) -> None:
-        async with (
-            aiohttp.ClientSession() as session,
-            session.request(method, f"{gateway.args.url}{path}", json=body) as response,
-        ):
-            first = ""
-            if ring.leaves_open:
-                first = (await response.content.readline()).decode()
-                ring.sinks[0](ServerFailed("worker_proc died"))
-            answers.append((response.status, first + await response.text()))
 
-    run_at_gateway(ring, test)
-    return answers[0]
+def ask(ring: ScriptedRing, path: str = "/api/chat", **body: Any) -> dict[str, Any]:
+    """Return the whole answer."""
+    answer: dict[str, Any] = json.loads(asked(ring, path, {"stream": False} | body))
+    return answer
+
+
+def lines(ring: ScriptedRing, path: str = "/api/chat", **body: Any) -> list[dict[str, Any]]:
+    """Return the lines of a stream, which is the default."""
+    return [json.loads(line) for line in asked(ring, path, body).splitlines()]
+
+
+def refusal(path: str, ring: ScriptedRing | None = None, **body: Any) -> tuple[int, str]:
+    """Return status and message of an error."""
+    answer = answer_of(ring or ScriptedRing(["a"]), path, {"model": "tiny"} | body)
+    assert answer.body.keys() == {"error"}
+    return answer.status, answer.body["error"]
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
@@ -70,33 +75,6 @@ def test_numbers_are_cast_and_unknown_options_warned_of_as_at_ollama(
     params = ring.submitted[-1][1]
     assert (params.max_new_tokens, params.seed, params.top_k) == (7, 3, 40)
     assert sum("'penalise'" in record.getMessage() for record in caplog.records) == 1
-
-
-def ask(ring: ScriptedRing, path: str = "/api/chat", **body: Any) -> dict[str, Any]:
-    """Return the whole answer."""
-    asked = {"model": "tiny", "stream": False} | body
-    if path == "/api/chat":
-        asked.setdefault("messages", HELLO)
-    status, text = send(ring, path, asked)
-    assert status == 200, text
-    answer: dict[str, Any] = json.loads(text)
-    return answer
-
-
-def lines(ring: ScriptedRing, path: str = "/api/chat", **body: Any) -> list[dict[str, Any]]:
-    """Return the lines of a stream, which is the default."""
-    asked = {"model": "tiny"} | ({"messages": HELLO} if path == "/api/chat" else {}) | body
-    status, text = send(ring, path, asked)
-    assert status == 200, text
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def refusal(path: str, ring: ScriptedRing | None = None, **body: Any) -> tuple[int, str]:
-    """Return status and message of an error."""
-    status, text = send(ring or ScriptedRing(["a"]), path, {"model": "tiny"} | body)
-    answer = json.loads(text)
-    assert answer.keys() == {"error"}
-    return status, answer["error"]
 
 
 # --- chat -----------------------------------------------------------------------------------------
@@ -299,8 +277,8 @@ def test_a_context_goes_before_the_prompt_and_comes_back() -> None:
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 def test_a_request_without_input_says_that_the_model_is_loaded(path: str) -> None:
     ring = ScriptedRing([])
-    status, text = send(ring, path, {"model": "tiny", "keep_alive": -1})
-    assert status == 200 and json.loads(text)["done_reason"] == "load"
+    answer = answer_of(ring, path, {"model": "tiny", "keep_alive": -1})
+    assert answer.status == 200 and answer.body["done_reason"] == "load"
     assert not ring.submitted
 
 
@@ -330,7 +308,7 @@ def test_a_system_message_needs_a_chat_template() -> None:
 
 def test_the_model_is_listed_and_described() -> None:
     ring = ScriptedRing([], model_details=details_to_info(DETAILS), **REASONS)
-    (listed,) = json.loads(send(ring, "/api/tags", method="GET")[1])["models"]
+    (listed,) = answer_of(ring, "/api/tags").body["models"]
     assert listed["name"] == listed["model"] == "tiny:latest"
     assert (listed["size"], listed["digest"]) == (96_576_768, "abc")
     assert listed["modified_at"] == "2023-11-14T22:13:20.500000Z"
@@ -338,16 +316,16 @@ def test_the_model_is_listed_and_described() -> None:
         "format": "gguf", "family": "llama", "families": ["llama"], "parameter_size": "134.52M",
         "quantization_level": "Q4_1", "parent_model": "",
     }  # fmt: skip
-    (loaded,) = json.loads(send(ring, "/api/ps", method="GET")[1])["models"]
+    (loaded,) = answer_of(ring, "/api/ps").body["models"]
     assert (loaded["context_length"], loaded["size_vram"]) == (100, 0)
     for body in ({"model": "tiny"}, {"name": "tiny:latest"}):
-        shown = json.loads(send(ring, "/api/show", body)[1])
+        shown = answer_of(ring, "/api/show", body).body
         assert shown["capabilities"] == ["completion", "tools", "thinking"]
         assert shown["model_info"]["llama.context_length"] == 100
         assert shown["model_info"]["llama.block_count"] == 30
         assert shown["model_info"]["general.parameter_count"] == 134_515_008
     assert refusal("/api/show", model="other")[0] == 404
-    version = json.loads(send(ring, "/api/version", method="GET")[1])["version"]
+    version = answer_of(ring, "/api/version").body["version"]
     assert tuple(map(int, version.split("."))) >= (0, 6, 4)
 
 
@@ -356,10 +334,12 @@ def test_the_model_is_listed_and_described() -> None:
     [("POST", name) for name in ("embed", "embeddings", "pull", "push", "create", "copy")]
     + [("DELETE", "delete")],
 )
-def test_what_is_not_offered_says_what_to_do(method: str, name: str) -> None:
-    status, text = send(ScriptedRing([]), f"/api/{name}", {}, method)
-    assert status == 501 and f"/api/{name}: this server" in json.loads(text)["error"]
+async def test_what_is_not_offered_says_what_to_do(method: str, name: str) -> None:
+    async with gateway_before(ScriptedRing([])) as (_, gateway):
+        answer = await send(gateway, f"/api/{name}", {}, method=method)
+    assert answer.status == 501 and f"/api/{name}: this server" in answer.body["error"]
 
 
-def test_clients_find_the_server_by_head() -> None:
-    assert send(ScriptedRing([]), "/", method="HEAD")[0] == 200
+async def test_clients_find_the_server_by_head() -> None:
+    async with gateway_before(ScriptedRing([])) as (_, gateway):
+        assert (await send(gateway, "/", method="HEAD")).status == 200

@@ -3,14 +3,13 @@
 import json
 from typing import Any
 
-import aiohttp
 import pytest
 
 from http_proc.apis.llama_cpp import error_body
 from http_proc.core.errors import from_ring
-from http_proc.core.gateway import Gateway
 from quadriga.errors import QueueFull
-from tests.unit.scripted_ring import ScriptedRing, run_at_gateway
+from tests.unit.http.calls import answer_of
+from tests.unit.scripted_ring import ScriptedRing
 
 MODEL = {"model": "tiny"}
 MESSAGES = {"messages": [{"role": "user", "content": "hello"}]}
@@ -31,19 +30,9 @@ def refusal(path: str, error: QueueFull, stream: bool = False) -> tuple[Any, dic
     """Return the headers and the body of the answer to a request that the ring refuses."""
     ring = ScriptedRing([])
     ring.error = error
-    answers = []
-
-    async def test(gateway: Gateway) -> None:
-        body = {"stream": stream} | BODIES[path]
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(gateway.args.url + path, json=body) as response,
-        ):
-            answers.append((response.headers, await response.json()))
-            assert response.status == 429
-
-    run_at_gateway(ring, test)
-    return answers[0]
+    answer = answer_of(ring, path, {"stream": stream} | BODIES[path])
+    assert answer.status == 429
+    return answer.headers, answer.body
 
 
 @pytest.mark.parametrize("stream", [False, True])

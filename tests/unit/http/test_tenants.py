@@ -10,36 +10,27 @@ import aiohttp
 import pytest
 
 from quadriga.server import tenants
-from quadriga.server.tenants import hash_of_key
-from tests.unit.scripted_ring import TIMEOUT_S, ScriptedRing, gateway_before, run_at_gateway
+from tests.unit.http.calls import answer_of, key_entry, key_file, send
+from tests.unit.http.streams.stream_clients import streaming
+from tests.unit.scripted_ring import TIMEOUT_S, ScriptedRing, gateway_before
 
 # Far more than it takes, for a busy machine.
 MAX_WAIT_S = 20.0
 ASK = {"prompt": "a", "max_tokens": 4}
 
 
-def entry(name: str, key: str, more: str = "") -> str:
-    return f"- name: {name}\n  key: {hash_of_key(key.encode())}\n{more}"
-
-
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
-    path = tmp_path / "keys.yaml"
-    path.write_text(entry("alice", "a-key") + entry("bob", "b-key", "  sub_tenants: true\n"))
-    return path
+    file = key_file(tmp_path, alice="a-key")
+    file.write_text(file.read_text() + key_entry("bob", "b-key", "  sub_tenants: true\n"))
+    return file
 
 
 async def ask(
     gateway: Any, body: dict[str, Any] = ASK, path: str = "/v1/completions", **headers: str
 ) -> int:
-    url = f"{gateway.args.url}{path}"
-    names = {name.replace("_", "-"): value for name, value in headers.items()}
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(url, json=body, headers=names) as response,
-    ):
-        await response.read()
-        return response.status
+    """Return the status of an answer."""
+    return (await send(gateway, path, body, **headers)).status
 
 
 async def test_a_key_says_whose_a_request_is_and_a_wrong_one_is_refused(keys: Path) -> None:
@@ -93,7 +84,7 @@ async def test_a_key_that_is_added_works_and_a_removed_one_is_refused_at_the_nex
     ring = ScriptedRing(["a"])
     async with gateway_before(ring, keys=str(keys)) as (_, gateway):
         assert await ask(gateway, Authorization="Bearer a-key") == 200
-        keys.write_text(entry("carol", "c-key"))
+        keys.write_text(key_entry("carol", "c-key"))
         assert await ask(gateway, Authorization="Bearer a-key") == 401
         assert await ask(gateway, Authorization="Bearer c-key") == 200
         keys.write_text("- name: carol\n")
@@ -109,7 +100,7 @@ async def test_a_removed_key_is_refused_while_every_shared_thread_is_busy(
         for _ in range(100):
             loop.run_in_executor(None, is_over.wait, TIMEOUT_S)
         assert await ask(gateway, Authorization="Bearer a-key") == 200
-        keys.write_text(entry("carol", "c-key"))
+        keys.write_text(key_entry("carol", "c-key"))
         removed_at = loop.time()
         try:
             while await ask(gateway, Authorization="Bearer a-key") != 401:
@@ -124,12 +115,7 @@ async def test_a_key_file_with_an_error_is_shown_by_a_metric(
     monkeypatch.setattr(tenants, "CHECK_INTERVAL_S", 0.0)
 
     async def failed(gateway: Any) -> str:
-        key = {"Authorization": "Bearer op"}
-        async with (
-            aiohttp.ClientSession(headers=key) as session,
-            session.get(f"{gateway.args.url}/metrics") as response,
-        ):
-            lines = (await response.text()).splitlines()
+        lines = (await send(gateway, "/metrics", Authorization="Bearer op")).text.splitlines()
         return next(line for line in lines if line.startswith("quadriga:key_file_failed"))[-3:]
 
     async with gateway_before(ScriptedRing(["a"], ready=False), keys=str(keys), api_key="op") as (
@@ -152,12 +138,9 @@ async def test_a_tenants_key_shows_no_name_and_no_usage_of_others(keys: Path) ->
     )
 
     async def seen(gateway: Any, path: str, key: str) -> str:
-        async with (
-            aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as session,
-            session.get(gateway.args.url + path) as response,
-        ):
-            assert response.status == 200
-            return await response.text()
+        answer = await send(gateway, path, Authorization=f"Bearer {key}")
+        assert answer.status == 200
+        return answer.text
 
     async with gateway_before(ring, keys=str(keys), api_key="op") as (_, gateway):
         info = json.loads(await seen(gateway, "/server_info", "a-key"))
@@ -205,12 +188,8 @@ async def test_batches_and_background_responses_of_one_tenant_leave_slots_for_ot
 
 def test_without_keys_requests_can_belong_to_addresses() -> None:
     ring = ScriptedRing(["a"])
-
-    async def test(gateway: Any) -> None:
-        assert await ask(gateway) == 200
-
-    run_at_gateway(ring, test, tenants_by="address")
-    run_at_gateway(ring, test)
+    assert answer_of(ring, "/v1/completions", ASK, tenants_by="address").status == 200
+    assert answer_of(ring, "/v1/completions", ASK).status == 200
     assert ring.tenants == ["127.0.0.1", ""]
 
 
@@ -218,18 +197,11 @@ async def test_a_tenant_ends_only_its_own_requests(keys: Path) -> None:
     ring = ScriptedRing(["a"])
     ring.leaves_open = True
     async with gateway_before(ring, keys=str(keys)) as (_, gateway):
-        url, stream = gateway.args.url, ASK | {"stream": True}
         bob, alice = ({"Authorization": f"Bearer {key}"} for key in ("b-key", "a-key"))
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(f"{url}/v1/completions", json=stream, headers=bob) as response,
-        ):
+        async with streaming(gateway, headers=bob) as response:
             await response.content.readany()
-            everything = {"abort_all": True}
-            async with session.post(
-                f"{url}/abort_request", json=everything, headers=alice
-            ) as answer:
-                assert (await answer.json())["aborted"] == 0
+            answer = await send(gateway, "/abort_request", {"abort_all": True}, **alice)
+            assert answer.body["aborted"] == 0
 
 
 async def test_the_cache_of_all_tenants_is_flushed_with_an_operators_key(keys: Path) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from quadriga.errors import RequestFailed
 from quadriga.server.cli.main import EXIT_FAILED, EXIT_OK, main
-from quadriga.server.tenants import hash_of_key
 from quadriga.wire.live import RowKind
 from quadriga.wire.trace import RequestTrace, Span, TraceContext
+from tests.unit.http.calls import Answer, key_file, send
 from tests.unit.live_messages import make_step
 from tests.unit.scripted_ring import ScriptedRing, gateway_before
 from tests.unit.server.tracing.spans import ended
@@ -45,23 +45,13 @@ class TracedRing(ScriptedRing):
 
 async def ask(
     gateway: Any, path: str = "/v1/completions", body: Any = None, **headers: str
-) -> aiohttp.ClientResponse:
-    names = {name.replace("_", "-"): value for name, value in headers.items()}
-    body = BODIES[path] if body is None else body
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"{gateway.args.url}{path}", json=body, headers=names) as response,
-    ):
-        await response.read()
-        return response
+) -> Answer:
+    return await send(gateway, path, BODIES[path] if body is None else body, **headers)
 
 
 async def trace_of(gateway: Any, name: str, **headers: str) -> tuple[int, Any]:
-    async with (
-        aiohttp.ClientSession() as session,
-        session.get(f"{gateway.args.url}/v1/requests/{name}/trace", headers=headers) as response,
-    ):
-        return response.status, await response.json()
+    answer = await send(gateway, f"/v1/requests/{name}/trace", **headers)
+    return answer.status, answer.body
 
 
 def parents(ring: ScriptedRing) -> list[str]:
@@ -134,9 +124,7 @@ async def test_a_trace_is_found_by_the_id_of_the_answer_and_by_its_x_request_id(
 
 
 async def test_a_tenant_sees_the_traces_of_its_own_requests_only(tmp_path: Path) -> None:
-    keys = tmp_path / "keys.yaml"
-    entries = [f"- name: {n}\n  key: {hash_of_key(n.encode())}\n" for n in ("alice", "bob")]
-    keys.write_text("".join(entries))
+    keys = key_file(tmp_path, alice="alice", bob="bob")
     async with gateway_before(
         TracedRing(["a"]), keys=str(keys), api_key="admin", trace_sampling_ratio=1.0
     ) as (_, gateway):

@@ -4,7 +4,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from http_proc.core import observe
@@ -13,28 +12,21 @@ from http_proc.core.observe import RecentChoices
 from http_proc.page.what_if import SimulationProcess, config_as_it_was, simulator_flags, with_flags
 from quadriga.errors import ConfigError
 from quadriga.server.config.server_config import ServerConfig
-from quadriga.server.tenants import hash_of_key
+from tests.unit.http.calls import key_file, send
 from tests.unit.http.measured_ring import INFO, NUM_TOKENS, MeasuredRing, completion
 from tests.unit.scripted_ring import gateway_before
 
 
 async def answer(gateway: Gateway, count: int) -> None:
     """Have so many requests answered."""
-    async with aiohttp.ClientSession() as session:
-        for _ in range(count):
-            url = f"{gateway.args.url}/v1/completions"
-            async with session.post(url, json={"prompt": "a"}) as response:
-                assert response.status == 200
+    for _ in range(count):
+        assert (await send(gateway, "/v1/completions", {"prompt": "a"})).status == 200
 
 
-async def call(
-    gateway: Gateway, body: Any = None, headers: dict[str, str] | None = None
-) -> tuple[int, Any]:
+async def call(gateway: Gateway, body: Any = None, **headers: str) -> tuple[int, Any]:
     """Return status and body of a POST; without a body, of a GET."""
-    async with aiohttp.ClientSession() as session:
-        method, url = "GET" if body is None else "POST", f"{gateway.args.url}/v1/what_if"
-        async with session.request(method, url, json=body, headers=headers) as response:
-            return response.status, await response.json()
+    answer = await send(gateway, "/v1/what_if", body, **headers)
+    return answer.status, answer.body
 
 
 async def test_the_last_requests_are_simulated_with_the_servers_flags_and_with_others() -> None:
@@ -137,13 +129,12 @@ async def test_a_simulation_that_takes_too_long_is_killed(monkeypatch: pytest.Mo
 
 
 async def test_a_tenants_key_may_not_see_the_load_of_all(tmp_path: Path) -> None:
-    file = tmp_path / "keys.yaml"
-    file.write_text(f"- name: alice\n  key: {hash_of_key(b'hers')}\n")
+    file = key_file(tmp_path, alice="hers")
     async with gateway_before(MeasuredRing(), api_key="operator", keys=str(file)) as (_, gateway):
         for key, wanted in (("hers", 403), ("operator", 200)):
             headers = {"Authorization": f"Bearer {key}"}
-            assert (await call(gateway, None, headers))[0] == wanted
-            assert (await call(gateway, {}, headers))[0] == (wanted if wanted == 403 else 409)
+            assert (await call(gateway, **headers))[0] == wanted
+            assert (await call(gateway, {}, **headers))[0] == (wanted if wanted == 403 else 409)
         assert (await call(gateway))[0] == 401
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import openai
 import pytest
 
@@ -16,7 +15,7 @@ from http_proc.web.resumable import STREAM_ROWS
 from http_proc.web.stream_rows import StreamRows
 from quadriga.errors import ConfigError
 from quadriga.server.config.server_config import ServerConfig
-from quadriga.server.tenants import hash_of_key
+from tests.unit.http.calls import key_file, send
 from tests.unit.http.responses.asking import (
     ASK,
     CALL,
@@ -28,7 +27,7 @@ from tests.unit.http.responses.asking import (
     stream,
     turns_of,
 )
-from tests.unit.scripted_ring import ScriptedRing, gateway_before
+from tests.unit.scripted_ring import ScriptedRing, gateway_before, openai_before
 
 ANSWERED: Any = {"role": "assistant", "content": "No rain."}
 WITH_CALL: Any = {"arguments": {"city": "Rome"}, "name": "weather"}
@@ -111,28 +110,24 @@ async def test_the_stream_of_a_stored_response_is_sent_again_from_any_event(
 ) -> None:
     ring = ScriptedRing(["No", " rain", "."])
     async with gateway_before(ring, data_dir=str(tmp_path)) as (_, gateway):
-        url = f"{gateway.args.url}/v1/responses"
-        async with aiohttp.ClientSession() as session:
-            body = {**ASK, "stream": streams}
-            async with session.post(url, json=body) as answer:
-                sent = await answer.read()
-            if streams:
-                response_id = json.loads(sent.split(b"data: ")[1].split(b"\n")[0])["response"]["id"]
-            else:
-                response_id = json.loads(sent)["id"]
+        answer = await send(gateway, "/v1/responses", {**ASK, "stream": streams})
+        sent = answer.text
+        if streams:
+            response_id = json.loads(sent.split("data: ")[1].split("\n")[0])["response"]["id"]
+        else:
+            response_id = answer.body["id"]
 
-            async def replayed(**query: Any) -> bytes:
-                query = {"stream": "true", **query}
-                async with session.get(f"{url}/{response_id}", params=query) as answer:
-                    assert answer.content_type == "text/event-stream"
-                    return await answer.read()
+        async def replayed(query: str = "") -> str:
+            answer = await send(gateway, f"/v1/responses/{response_id}?stream=true{query}")
+            assert answer.headers["Content-Type"].startswith("text/event-stream")
+            return answer.text
 
-            whole = await replayed()
-            assert not streams or whole == sent
-            events = [event + b"\n\n" for event in whole.split(b"\n\n")[:-1]]
-            for number in range(len(events) + 1):
-                rest = await replayed(starting_after=number)
-                assert rest == b"".join(events[number + 1 :])
+        whole = await replayed()
+        assert not streams or whole == sent
+        events = [event + "\n\n" for event in whole.split("\n\n")[:-1]]
+        for number in range(len(events) + 1):
+            rest = await replayed(f"&starting_after={number}")
+            assert rest == "".join(events[number + 1 :])
 
 
 async def test_the_client_reads_a_replayed_stream(tmp_path: Path) -> None:
@@ -269,9 +264,7 @@ async def test_a_server_without_a_directory_says_how_to_store() -> None:
 
 
 async def test_a_response_belongs_to_the_tenant_of_its_key(tmp_path: Path) -> None:
-    keys = tmp_path / "keys.yaml"
-    lines = (f"- name: {n}\n  key: {hash_of_key(n.encode())}\n" for n in ("alice", "robert"))
-    keys.write_text("".join(lines))
+    keys = key_file(tmp_path, alice="alice", robert="robert")
     flags = {"keys": str(keys), "data_dir": str(tmp_path / "data")}
     async with gateway_before(ScriptedRing(["No"]), **flags) as (_, gateway):
         url = f"{gateway.args.url}/v1"
@@ -306,13 +299,11 @@ async def test_a_response_belongs_to_the_tenant_of_its_key(tmp_path: Path) -> No
 
 async def test_metrics_count_what_is_stored(tmp_path: Path) -> None:
     ring = ScriptedRing(["No"], ready=False)
-    async with asking(ring, data_dir=str(tmp_path)) as client:
+    async with openai_before(ring, data_dir=str(tmp_path)) as (client, gateway):
         for _ in range(3):
             await client.responses.create(**ASK)
         await client.conversations.create()
-        url = str(client.base_url).removesuffix("/v1/") + "/metrics"
-        async with aiohttp.ClientSession() as session, session.get(url) as answer:
-            text = await answer.text()
+        text = (await send(gateway, "/metrics")).text
         assert 'quadriga:stored_responses{model_name="tiny"} 3.0' in text
         assert 'quadriga:stored_conversations{model_name="tiny"} 1.0' in text
         assert 'quadriga:response_saves_total{model_name="tiny",outcome="stored"} 3.0' in text

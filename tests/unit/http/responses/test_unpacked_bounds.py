@@ -18,7 +18,7 @@ from http_proc.apis.responses import stored_responses, tables
 from http_proc.apis.responses.tables import StoredItem, Unpacker, packed
 from http_proc.core.call import MAX_CONTAINERS, num_containers
 from http_proc.core.gateway import Gateway
-from quadriga.server.tenants import hash_of_key
+from tests.unit.http.calls import key_file
 from tests.unit.scripted_ring import ScriptedRing, gateway_before
 
 MEGABYTE = 1_000_000
@@ -235,10 +235,7 @@ def test_braces_within_texts_are_no_objects(value: Any, count: int) -> None:
 
 @pytest.fixture
 def tenants(tmp_path: Path) -> dict[str, Any]:
-    path = tmp_path / "keys.yaml"
-    entries = [("alice", "a-key"), ("bob", "b-key"), ("tiny", "t-key")]
-    path.write_text("".join(f"- name: {n}\n  key: {hash_of_key(k.encode())}\n" for n, k in entries))
-    return {"keys": str(path)}
+    return {"keys": str(key_file(tmp_path, alice="a-key", bob="b-key", tiny="t-key"))}
 
 
 async def test_what_one_tenant_stores_does_not_remove_what_others_have(

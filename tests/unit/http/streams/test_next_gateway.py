@@ -4,22 +4,20 @@ import asyncio
 import json
 import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from bench.client.server import free_port
 from http_proc.core.caller import short_hash
 from http_proc.core.gateway import Gateway
-from http_proc.server import bind, listen, make_runner, tls_context
 from http_proc.web.resumable import STREAM_ROWS
 from http_proc.web.stream_rows import FILE_NAME, StreamRow, StreamRows
 from quadriga.errors import DeadlineExceeded
-from quadriga.server.config.server_config import ServerConfig
 from quadriga.wire.client import Usage
+from tests.unit.http.calls import send
 from tests.unit.http.streams.stream_clients import (
     BODIES,
     PIECES,
@@ -29,7 +27,7 @@ from tests.unit.http.streams.stream_clients import (
     streaming,
     until,
 )
-from tests.unit.scripted_ring import ScriptedRing, chunk
+from tests.unit.scripted_ring import ScriptedRing, chunk, gateway_before
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -62,20 +60,9 @@ class LateRing(MergedRing):
 @asynccontextmanager
 async def gateway_on(directory: Path, ring: ScriptedRing, **flags: Any) -> AsyncIterator[Gateway]:
     """Run a gateway that keeps its rows in a directory."""
-    config = ServerConfig().replace(
-        **{"served_model_name": "tiny", "port": free_port(), "api_key": "mine,other"} | flags
-    )
-    rows = StreamRows(directory)
-    gateway = Gateway(config, ring, None, ring)  # type: ignore[arg-type]
-    gateway[STREAM_ROWS] = rows
-    runner = await make_runner(gateway)
-    server = await listen(runner, bind(config.http), tls_context(config.http), gateway)
-    try:
-        yield gateway
-    finally:
-        server.close()
-        await runner.cleanup()
-        rows.close()
+    with closing(StreamRows(directory)) as rows:
+        async with gateway_before(ring, rows, api_key="mine,other", **flags) as (_, gateway):
+            yield gateway
 
 
 MINE, OTHER = ({"Authorization": f"Bearer {key}"} for key in ("mine", "other"))
@@ -190,11 +177,9 @@ async def test_the_end_of_a_stream_is_the_same_at_the_next_gateway(
         assert ring.submitted
 
 
-@asynccontextmanager
-async def storing_gateway(directory: Path, ring: ScriptedRing) -> AsyncIterator[Gateway]:
+def storing_gateway(directory: Path, ring: ScriptedRing) -> AbstractAsyncContextManager[Gateway]:
     """Run a gateway that stores responses beside its rows."""
-    async with gateway_on(directory, ring, data_dir=str(directory)) as gateway:
-        yield gateway
+    return gateway_on(directory, ring, data_dir=str(directory))
 
 
 async def ask(
@@ -202,11 +187,7 @@ async def ask(
 ) -> Any:
     """Return the JSON of the answer to a request, with the name as X-Request-Id."""
     headers = MINE | ({"X-Request-Id": name} if name else {})
-    async with (
-        aiohttp.ClientSession() as session,
-        session.request(method, gateway.args.url + path, json=body, headers=headers) as response,
-    ):
-        return await response.json()
+    return (await send(gateway, path, body, method=method, **headers)).body
 
 
 def in_file(path: Path, statement: str) -> list[Any]:

@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from http_proc.core.event_log import EventLog, pieces_of
@@ -17,7 +16,7 @@ from http_proc.web import resumable
 from http_proc.web.resumable import STREAM_ROWS, ResumableStream, StreamTable
 from http_proc.web.stream_rows import StreamName
 from quadriga.errors import NonFiniteLogits, PromptTooLong
-from quadriga.server.tenants import hash_of_key
+from tests.unit.http.calls import key_file, send
 from tests.unit.http.streams.stream_clients import (
     BODIES,
     PIECES,
@@ -202,12 +201,10 @@ async def test_a_stream_is_read_with_the_key_that_started_it() -> None:
 async def test_a_deleted_stream_ends_with_abort_for_its_readers() -> None:
     ring = OpenRing(PIECES)
     async with gateway_before(ring) as (_, gateway):
-        async with streaming(gateway) as response, aiohttp.ClientSession() as session:
+        async with streaming(gateway) as response:
             name = response.headers["X-Stream-Id"]
-            async with session.delete(f"{gateway.args.url}/v1/streams/{name}") as answer:
-                assert await answer.json() == {
-                    "id": name, "deleted": True, "object": "stream.deleted",
-                }  # fmt: skip
+            answer = await send(gateway, f"/v1/streams/{name}", method="DELETE")
+            assert answer.body == {"id": name, "deleted": True, "object": "stream.deleted"}
             assert b'"finish_reason":"abort"' in b"".join(await events_of(response))
         async with reading(gateway, name) as response:
             assert response.status == 404
@@ -333,10 +330,7 @@ async def test_a_long_event_is_sent_without_a_copy() -> None:
 
 @pytest.fixture
 def tenants(tmp_path: Path) -> dict[str, Any]:
-    path = tmp_path / "keys.yaml"
-    names = ("alice", "bob", "tiny")
-    path.write_text("".join(f"- name: {n}\n  key: {hash_of_key(n.encode())}\n" for n in names))
-    return {"keys": str(path), "api_key": "op"}
+    return {"keys": str(key_file(tmp_path, alice="alice", bob="bob", tiny="tiny")), "api_key": "op"}
 
 
 def as_tenant(name: str, stream_id: str = "") -> dict[str, str]:
@@ -378,11 +372,8 @@ async def test_an_id_of_a_stream_is_one_of_its_tenant(tenants: dict[str, Any]) -
             assert response.status == 200  # its own stream 1, with a prefix
         async with reading(gateway, "1", headers=as_tenant("tiny")) as response:
             assert response.status == 403
-        async with (
-            aiohttp.ClientSession(headers=as_tenant("bob")) as session,
-            session.delete(f"{gateway.args.url}/v1/streams/1") as response,
-        ):
-            assert response.status == 200
+        answer = await send(gateway, "/v1/streams/1", method="DELETE", **as_tenant("bob"))
+        assert answer.status == 200
         assert b'"finish_reason":"abort"' in b"".join(await events_of(second))
         assert aborted == [1]
 
@@ -461,11 +452,7 @@ async def test_metrics_count_streams() -> None:
         size += sum(len(row.decisions) for row in gateway[STREAM_ROWS].all())
         async with reading(gateway, name) as response:
             await response.read()
-        async with (
-            aiohttp.ClientSession() as session,
-            session.get(f"{gateway.args.url}/metrics") as response,
-        ):
-            text = await response.text()
+        text = (await send(gateway, "/metrics")).text
         assert 'quadriga:resumable_streams{model_name="tiny"} 1.0' in text
         assert f'quadriga:resumable_stream_bytes{{model_name="tiny"}} {size}.0' in text
         assert 'quadriga:streams_resumed_total{model_name="tiny"} 1.0' in text
