@@ -1,1 +1,1 @@
-"""The OpenAI-compatible web gateway: a client of the ring like any other."""
+"""The OpenAI-compatible web gateway: a client of the server like any other."""

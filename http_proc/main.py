@@ -1,4 +1,4 @@
-"""Entry point of the gateway process: event loop, ring client, web server, launcher commands."""
+"""Entry point of the gateway process: event loop, clients of the server, web server, commands."""
 
 import asyncio
 import gc
@@ -37,15 +37,15 @@ async def serve(child: Child) -> None:
     began_at = time.monotonic()
     endpoint, timeout_s = child.public_endpoint, child.config.launch.start_timeout
     keys = child.config.frontend.curve_dir
-    ring = AsyncClient(
+    client = AsyncClient(
         endpoint, connect_timeout=timeout_s, curve_dir=keys, identity=gateway_address()
     )
     rows = _stream_rows(child)
-    lasting_ring = AsyncClient(
+    lasting_client = AsyncClient(
         endpoint, connect_timeout=timeout_s, curve_dir=keys, identity=rows.address
     )
-    async with ring:
-        gateway = Gateway(child.config, ring, child.endpoints.run_dir, lasting_ring)
+    async with client:
+        gateway = Gateway(child.config, client, child.endpoints.run_dir, lasting_client)
         gateway[STREAM_ROWS] = rows
         runner = await make_runner(gateway)
         server = await listen(runner, listener, tls, gateway)
@@ -57,7 +57,7 @@ async def serve(child: Child) -> None:
         await _serve_until_stopped(child, gateway, server)
         await runner.cleanup()
         await asyncio.to_thread(gateway.traces.close)
-        await lasting_ring.close()
+        await lasting_client.close()
         rows.close()
 
 
@@ -83,7 +83,7 @@ def _report_what_ends(gateway: Gateway) -> None:
 async def _serve_until_stopped(child: Child, gateway: Gateway, server: asyncio.Server) -> None:
     """Wait for a command to stop, then interrupt what goes on later, and answer the open requests.
 
-    The ring finishes every accepted request, so that only slow clients need a time limit.
+    The server finishes every accepted request, so that only slow clients need a time limit.
     """
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
@@ -93,7 +93,7 @@ async def _serve_until_stopped(child: Child, gateway: Gateway, server: asyncio.S
             if command is Command.FAIL:
                 if gateway[STREAM_ROWS].outlives_server:
                     gateway[STREAMS].interrupt()
-                    gateway.lasting_ring.leave_requests()
+                    gateway.lasting_client.leave_requests()
                 gateway.fail_all(ServerFailed(reason))
             if command in (Command.DRAIN, Command.FAIL):
                 stopping.set()

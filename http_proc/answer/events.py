@@ -273,8 +273,8 @@ class EventWriter:
 class ReasoningTokens:
     """Count the tokens of the chunks whose text is reasoning or a mark around it.
 
-    The count is exact if the ring sends a chunk for each token. A chunk of several tokens in which
-    the reasoning ends counts as reasoning.
+    The count is exact if the server sends a chunk for each token. A chunk of several tokens in
+    which the reasoning ends counts as reasoning.
 
     Attributes:
         is_exact: no chunk of several tokens had both reasoning and other parts.

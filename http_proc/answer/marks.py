@@ -182,7 +182,7 @@ class Marks:
         return end - at, match.group()
 
     def can_begin_with_rest(self, source: AnswerInput) -> bool:
-        """Return whether the text that is not consumed is the beginning of a mark."""
+        """Return whether the text that is not consumed is a prefix of a mark."""
         return self._can_begin(source.text[source.at : source.at + self._longest])
 
     def _can_begin(self, text: str) -> bool:

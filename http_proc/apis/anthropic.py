@@ -24,7 +24,7 @@ from http_proc.answer.events import (
 )
 from http_proc.core.call import Call
 from http_proc.core.caller import current_caller
-from http_proc.core.errors import CONTEXT_EXCEEDED, ApiError, QueueHint, from_ring, invalid
+from http_proc.core.errors import CONTEXT_EXCEEDED, ApiError, QueueHint, from_server, invalid
 from http_proc.core.gateway import Gateway, ResponseHead
 from http_proc.core.observe import TimingsBody, timings_body
 from http_proc.core.streaming import EventSink, named_event
@@ -217,14 +217,16 @@ class MergedTurn:
         return separator.join(text for text in texts if text)
 
 
-class RingChat(NamedTuple):
-    """A chat in the ring's form. continues_message: the answer continues the last turn."""
+class ConvertedChat(NamedTuple):
+    """A chat in the server's form. continues_message: the answer continues the last turn."""
 
     chat: Chat
     continues_message: bool
 
 
-def read_conversation(messages: list[InputMessage], system: str | list[ContentBlock]) -> RingChat:
+def read_conversation(
+    messages: list[InputMessage], system: str | list[ContentBlock]
+) -> ConvertedChat:
     """Return the turns of a request.
 
     A turn of the user with results of tools becomes one turn of a tool for each result, and then
@@ -249,7 +251,7 @@ def read_conversation(messages: list[InputMessage], system: str | list[ContentBl
                 converter.add_system(turn.text("\n"))
     converter.check_is_answered()
     _check_limits(converter.chat)
-    return RingChat(converter.chat, _continues(turns[-1], converter.chat))
+    return ConvertedChat(converter.chat, _continues(turns[-1], converter.chat))
 
 
 def _merged(messages: list[InputMessage]) -> list[MergedTurn]:
@@ -298,7 +300,7 @@ def _check_limits(chat: Chat) -> None:
     try:
         check_chat(msgspec.convert(chat, list[ChatMessage]))
     except InvalidRequest as error:
-        raise from_ring(error, {"prompt": "messages"}) from None
+        raise from_server(error, {"prompt": "messages"}) from None
 
 
 def _continues(last: MergedTurn, chat: Chat) -> bool:
@@ -331,7 +333,7 @@ def _result_text(path: str, block: ContentBlock) -> str:
 
 
 class _Converter:
-    """Collect the ring's turns, and check that calls and their results belong together."""
+    """Collect the server's turns, and check that calls and their results belong together."""
 
     def __init__(self) -> None:
         self.chat: list[dict[str, Any]] = []
@@ -965,9 +967,9 @@ async def count_tokens(gateway: Gateway, call: Call, _: EventSink) -> TokenCount
     prepared = await prepare_chat(gateway, chat)
     prompt: Any = chat.messages
     try:
-        tokens = await gateway.ring.tokenize(prompt, prepared.options["chat"])
+        tokens = await gateway.client.tokenize(prompt, prepared.options["chat"])
     except QuadrigaError as error:
-        raise from_ring(error, prepared.names) from None
+        raise from_server(error, prepared.names) from None
     return TokenCount(len(tokens))
 
 

@@ -248,7 +248,7 @@ LLAMA_CPP = {name: name for name in (
     "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "stop",
     "ignore_eos", "json_schema",
 )} | {"repeat_penalty": "repetition_penalty"}  # fmt: skip
-# The request's name of each field of the ring, beside the sampling fields.
+# The request's name of each field of the server, beside the sampling fields.
 NAMES = {"prompt": "input_prefix", "max_new_tokens": "n_predict", "logprobs": "n_probs"}
 
 
@@ -259,7 +259,7 @@ async def infill(gateway: Gateway, call: Call, sink: EventSink) -> dict[str, Any
     fields = convert(body, InfillRequest)
     gateway.check_model(fields.model)
     sampling = with_grammar(sampling, "grammar", {"ebnf": fields.grammar} if fields.grammar else {})
-    known = fill_format(await gateway.ring_info.static(), gateway.model, "input_suffix")
+    known = fill_format(await gateway.server_info.static(), gateway.model, "input_suffix")
     files = [ContextFile(file.filename, file.text) for file in fields.input_extra]
     prompt = known.prompt(fields.input_prefix, fields.input_suffix, files) + fields.prompt
     params = fill_params(_params(sampling.params, fields), known)

@@ -217,7 +217,7 @@ OPTIONS = {
 _OPTION_FIELDS = {field.name: field.type for field in msgspec.structs.fields(OllamaOptions)}
 _INTEGERS = {name for name, kind in _OPTION_FIELDS.items() if "int" in str(kind)}
 MAX_OPTION_CHARS = 64
-# The request's name of each field of the ring, for error messages.
+# The request's name of each field of the server, for error messages.
 OPTION_NAMES = {
     **{field: f"options.{name}" for name, field in OPTIONS.items()},
     "logprobs": "top_logprobs",
@@ -278,7 +278,7 @@ def _given(options: OllamaOptions, context_length: int) -> dict[str, Any]:
         )
     given = {field: getattr(options, name) for name, field in OPTIONS.items()}
     if (num_tokens := given["max_new_tokens"]) is not None and num_tokens < 1:
-        given["max_new_tokens"] = context_length  # the ring clamps it to what is left
+        given["max_new_tokens"] = context_length  # the server clamps it to what is left
     if (seed := given["seed"]) is not None and seed < 0:
         given["seed"] = None
     return {field: value for field, value in given.items() if value is not None}
@@ -291,7 +291,7 @@ def _grammar(wanted: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def length_options(call: OllamaRequest) -> RequestOptions:
-    """Return the options of the ring that fit prompt and answer into the context.
+    """Return the options of the server that fit prompt and answer into the context.
 
     As at Ollama, an answer ends where the context does, whatever num_predict is.
     """
@@ -613,7 +613,7 @@ async def show(gateway: Gateway, call: Call, _: EventSink) -> OllamaShowAnswer:
     """Describe the model that is served."""
     fields = convert(await call.parse(), OllamaShowRequest)
     check_ollama_model(gateway, fields.model or fields.name)
-    info, known = await gateway.ring_info.static(), await _details(gateway)
+    info, known = await gateway.server_info.static(), await _details(gateway)
     return OllamaShowAnswer(
         _stored(known),
         _model_info(gateway.model, known, info["context_length"]),
@@ -625,7 +625,7 @@ async def show(gateway: Gateway, call: Call, _: EventSink) -> OllamaShowAnswer:
 async def ps(request: web.Request) -> web.Response:
     """List the model that is loaded, which is the one that is served."""
     gateway = request.app[GATEWAY]
-    info, known = await gateway.ring_info.static(), await _details(gateway)
+    info, known = await gateway.server_info.static(), await _details(gateway)
     name = _untagged(gateway.model) + TAG
     on_gpu = str(info.get("device", "")).startswith("cuda")
     loaded = OllamaLoadedModel(
@@ -652,7 +652,7 @@ async def absent(request: web.Request) -> web.Response:
 
 
 async def _details(gateway: Gateway) -> ModelDetails:
-    return details_from_info((await gateway.ring_info.static())["model_details"])
+    return details_from_info((await gateway.server_info.static())["model_details"])
 
 
 def _modified_at(gateway: Gateway, known: ModelDetails) -> str:
@@ -869,7 +869,7 @@ async def ollama_chat_answer(gateway: Gateway, call: Call, sink: EventSink) -> O
     check_ollama_model(gateway, fields.model)
     if not fields.messages:
         return loaded_answer(fields.model, chat_answer)
-    info = await gateway.ring_info.static()
+    info = await gateway.server_info.static()
     chat = ChatCall(
         messages=ollama_chat(fields.messages),
         sampling=ollama_sampling(fields, info["context_length"]),
@@ -887,7 +887,7 @@ def _is_begun(last: OllamaMessage) -> bool:
     return last.role == "assistant" and not last.tool_calls
 
 
-# The request's name of each field of the ring, beside the options.
+# The request's name of each field of the server, beside the options.
 NAMES = {"prompt_token_ids": "context", "token_ids": "context"}
 # Tokens at the end of a prompt in which the mark of the reasoning is searched for.
 NUM_END_TOKENS = 32
@@ -952,7 +952,7 @@ def _check_supported(fields: OllamaGenerateRequest) -> None:
 
 async def _prompt(gateway: Gateway, fields: OllamaGenerateRequest) -> GeneratePrompt:
     """Return the prompt as a chat, as it is, with a suffix, or after a context."""
-    info = await gateway.ring_info.static()
+    info = await gateway.server_info.static()
     sampling = ollama_sampling(fields, info["context_length"])
     if fields.suffix:
         known = fill_format(info, gateway.model, "suffix")
@@ -996,9 +996,9 @@ async def _with_context(
         return asked
     prepared = asked.prepared
     chat = prepared.options.get("chat", NO_CHAT_OPTIONS)
-    own_ids = await gateway.ring.tokenize(asked.prompt, chat)
+    own_ids = await gateway.client.tokenize(asked.prompt, chat)
     ids = [*fields.context, *own_ids]
-    text_end = await gateway.ring.detokenize(own_ids[-NUM_END_TOKENS:], False)
+    text_end = await gateway.client.detokenize(own_ids[-NUM_END_TOKENS:], False)
     reader = replace(prepared.reader, text_end=text_end)
     names = {**prepared.names, **NAMES}
     return GeneratePrompt(ids, replace(prepared, options={}, names=names, reader=reader), ids)

@@ -18,7 +18,7 @@ from http_proc.answer.events import (
     TextDelta,
 )
 from http_proc.core.call import Call
-from http_proc.core.errors import from_ring, invalid
+from http_proc.core.errors import from_server, invalid
 from http_proc.core.gateway import Gateway, ResponseHead
 from http_proc.core.observe import timings_body
 from http_proc.core.streaming import (
@@ -91,7 +91,7 @@ from quadriga.wire.client import Accepted
 # OpenAI documents it, vLLM has it, and clients of this endpoint rely on it.
 DEFAULT_MAX_TOKENS = 16
 TEXT = "@text@"  # placeholder of the text in a chunk
-# The request's name of each field of the ring, beside the sampling fields.
+# The request's name of each field of the server, beside the sampling fields.
 NAMES = {"prompt_token_ids": "prompt", "token_ids": "prompt"}
 
 _encode = msgspec.json.encode
@@ -110,11 +110,11 @@ async def completions(gateway: Gateway, call: Call, sink: EventSink) -> Completi
     prompts = list_prompts(fields.prompt)
     params, n = _with_logprobs(sampling.params, fields), sampling.params.n
     if params.thinking_token_budget is not None:
-        answer_format = from_info((await gateway.ring_info.static())["answer_format"])
+        answer_format = from_info((await gateway.server_info.static())["answer_format"])
         params = with_thinking(params, answer_format, None)
     check_choices(n, len(prompts))
     if fields.suffix:
-        known = fill_format(await gateway.ring_info.static(), gateway.model, "suffix")
+        known = fill_format(await gateway.server_info.static(), gateway.model, "suffix")
         prompts = _with_suffix(prompts, fields.suffix, known)
         params = fill_params(params, known)
     head = gateway.head(call, "cmpl")
@@ -196,7 +196,7 @@ async def _echoes(
     return [
         prompt
         if isinstance(prompt, str)
-        else await gateway.ring.detokenize(cast(list[int], prompt), skip_special_tokens)
+        else await gateway.client.detokenize(cast(list[int], prompt), skip_special_tokens)
         for prompt in prompts
     ]
 
@@ -204,7 +204,7 @@ async def _echoes(
 async def _ids_of(gateway: Gateway, prompts: list[Prompt]) -> list[list[int]]:
     """Return the token ids of prompts."""
     return [
-        (await gateway.ring.render(prompt)).token_ids
+        (await gateway.client.render(prompt)).token_ids
         if isinstance(prompt, str)
         else cast(list[int], prompt)
         for prompt in prompts
@@ -228,7 +228,7 @@ def _completion_body(
 ) -> CompletionBody:
     choices = []
     for index, completion in enumerate(completions):
-        # The ring sends the prompt's logprobs with the first of its n choices.
+        # The server sends the prompt's logprobs with the first of its n choices.
         of_prompt = completions[index - index % n].prompt_logprobs
         text = echoes[index // n] + completion.text
         choice = CompletionChoice(index, text, completion.finish_reason)
@@ -669,7 +669,7 @@ async def chat_completions(gateway: Gateway, call: Call, sink: EventSink) -> Cha
         group.submit(chat.messages, prepared.params, stream, prepared.options)
         prompt_ids: list[int] | None = None
         if fields.return_token_ids:
-            rendered = await gateway.ring.render(chat.messages, prepared.options["chat"])
+            rendered = await gateway.client.render(chat.messages, prepared.options["chat"])
             prompt_ids = rendered.token_ids
         if chat.stream:
             counts_reasoning = prepared.reader.separates_reasoning
@@ -738,14 +738,14 @@ async def render(gateway: Gateway, call: Call, _: EventSink) -> RenderAnswer:
     names = {"prompt": "prompt"}
     try:
         if fields.prompt is not None:
-            rendered = await gateway.ring.render(fields.prompt)
+            rendered = await gateway.client.render(fields.prompt)
         else:
             chat = chat_call(fields, sampling)
             prepared = await prepare_chat(gateway, chat)
             names = dict(prepared.names)
-            rendered = await gateway.ring.render(chat.messages, prepared.options["chat"])
+            rendered = await gateway.client.render(chat.messages, prepared.options["chat"])
     except QuadrigaError as error:
-        raise from_ring(error, names) from None
+        raise from_server(error, names) from None
     return RenderAnswer(rendered.text, rendered.token_ids, len(rendered.token_ids))
 
 

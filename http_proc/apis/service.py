@@ -9,7 +9,7 @@ from aiohttp import web
 
 from http_proc.core.call import Call
 from http_proc.core.caller import current_caller
-from http_proc.core.errors import ApiError, from_ring, invalid
+from http_proc.core.errors import ApiError, from_server, invalid
 from http_proc.core.gateway import READY_MAX_AGE_S, Gateway
 from http_proc.core.observe import all_traces
 from http_proc.core.streaming import EventSink
@@ -25,7 +25,7 @@ from quadriga.server.tracing.chrome import ChromeTrace, chrome_trace
 
 # Anthropic's clients send it with every request.
 ANTHROPIC_HEADER = "anthropic-version"
-# The ring's names of a list of token ids.
+# The server's names of a list of token ids.
 _ID_FIELDS = ("prompt", "prompt_token_ids", "token_ids")
 
 
@@ -165,7 +165,7 @@ async def model(request: web.Request) -> web.Response:
 
 
 async def _model(gateway: Gateway) -> ModelCard:
-    info = await gateway.ring_info.static()
+    info = await gateway.server_info.static()
     answers, has_chat = from_info(info["answer_format"]), bool(info["chat"])
     capabilities = ModelCapabilities(
         chat=has_chat,
@@ -183,11 +183,11 @@ async def _model(gateway: Gateway) -> ModelCard:
 
 
 async def server_info(request: web.Request) -> web.Response:
-    """Return the ring's info, described in docs/protocol.md, with the pid of this process.
+    """Return the server's info, described in docs/protocol.md, with the pid of this process.
 
     A tenant's key gets what is served, and the tenant's own usage.
     """
-    info = await request.app[GATEWAY].ring_info.current()
+    info = await request.app[GATEWAY].server_info.current()
     if (entry := current_caller().entry) is not None:
         return json_response(own_info(info, entry.name))
     return json_response(info | {"pids": info["pids"] | {"http_proc": os.getpid()}})
@@ -203,8 +203,8 @@ async def tokenize(gateway: Gateway, call: Call, _: EventSink) -> TokenizeAnswer
         raise invalid("give either prompt or messages", "prompt")
     chat = template_options(fields.tools, fields.chat_template_kwargs)
     prompt: Any = fields.prompt if fields.messages is None else chat_prompt(fields.messages)
-    tokens = await gateway.ring.tokenize(prompt, chat)
-    info = await gateway.ring_info.static()
+    tokens = await gateway.client.tokenize(prompt, chat)
+    info = await gateway.server_info.static()
     return TokenizeAnswer(len(tokens), info["context_length"], tokens)
 
 
@@ -213,9 +213,9 @@ async def detokenize(gateway: Gateway, call: Call, _: EventSink) -> DetokenizeAn
     fields = convert(await call.parse(), DetokenizeRequest)
     gateway.check_model(fields.model)
     try:
-        text = await gateway.ring.detokenize(fields.tokens, fields.skip_special_tokens)
+        text = await gateway.client.detokenize(fields.tokens, fields.skip_special_tokens)
     except QuadrigaError as error:
-        raise from_ring(error, dict.fromkeys(_ID_FIELDS, "tokens")) from None
+        raise from_server(error, dict.fromkeys(_ID_FIELDS, "tokens")) from None
     return DetokenizeAnswer(text, text)
 
 
@@ -236,7 +236,7 @@ async def flush_cache(request: web.Request) -> web.Response:
             "the cache is that of all tenants: flush it with a key of --api-key",
             code="not_allowed",
         )
-    return json_response(FlushAnswer(await request.app[GATEWAY].ring.flush_cache()))
+    return json_response(FlushAnswer(await request.app[GATEWAY].client.flush_cache()))
 
 
 async def livez(_: web.Request) -> web.Response:
@@ -245,12 +245,12 @@ async def livez(_: web.Request) -> web.Response:
 
 
 async def readyz(request: web.Request) -> web.Response:
-    """Answer 200 if the whole ring answers, the model is loaded and requests are accepted."""
+    """Answer 200 if the whole server answers, the model is loaded and requests are accepted."""
     gateway = request.app[GATEWAY]
     if gateway.is_draining:
         raise _unready("the server is stopping")
     try:
-        info = await gateway.ring_info.current(READY_MAX_AGE_S)
+        info = await gateway.server_info.current(READY_MAX_AGE_S)
     except QuadrigaError as error:
         raise _unready(str(error)) from None
     if not info["ready"]:

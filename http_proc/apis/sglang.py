@@ -15,7 +15,7 @@ from quadriga.client.async_client import RequestOptions
 from quadriga.client.types import Completion, Prompt, StreamChunk, TokenLogprob
 from quadriga.sampling.params import SamplingParams
 
-# The request's name of each field of the ring.
+# The request's name of each field of the server.
 NAMES = {
     "prompt": "text",
     "prompt_token_ids": "input_ids",

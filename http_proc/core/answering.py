@@ -8,7 +8,7 @@ import msgspec
 
 from http_proc.core.call import Call
 from http_proc.core.caller import Caller, current_caller, set_caller
-from http_proc.core.errors import ApiError, from_ring
+from http_proc.core.errors import ApiError, from_server
 from http_proc.core.gateway import Gateway, Key
 from http_proc.core.observe import CallRecord, as_current, log_request
 from http_proc.core.resumption import set_resumption
@@ -49,7 +49,7 @@ def api_error_of(error: Exception, record: CallRecord) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QuadrigaError):
-        return from_ring(error, {})
+        return from_server(error, {})
     logging.error("%s failed", in_a_line(f"{record.method} {record.path}"), exc_info=error)
     return ApiError(500, "the gateway failed on this request; its log says why")
 

@@ -139,13 +139,13 @@ _IN_VAIN = (errors.NonFiniteLogits.code,)
 _CODES = {errors.PromptTooLong.code: "context_length_exceeded"}
 # OpenAI's wording, by which some clients recognize the error.
 CONTEXT_EXCEEDED = "this model's maximum context length is exceeded: "
-# Fields of the ring that errors name beside the one that is wrong.
+# Fields of the server that errors name beside the one that is wrong.
 _LENGTHS = ("max_new_tokens", "min_new_tokens")
 _PREFIXES = {errors.PromptTooLong.code: CONTEXT_EXCEEDED}
 
 
-def from_ring(error: QuadrigaError, names: Mapping[str, str]) -> ApiError:
-    """Convert an error of the ring. `names`: the request's name of each field of the ring."""
+def from_server(error: QuadrigaError, names: Mapping[str, str]) -> ApiError:
+    """Convert an error of the server. `names`: the request's name of each field of the server."""
     status, retry_after = _STATUS.get(type(error), (500, None))
     retry_after = getattr(error, "retry_after", None) or retry_after
     field = getattr(error, "field", "")
@@ -153,9 +153,9 @@ def from_ring(error: QuadrigaError, names: Mapping[str, str]) -> ApiError:
     param, message = names.get(field, field), str(error)
     if field and message.startswith(field):
         message = param + message[len(field) :]
-    for of_ring in _LENGTHS:
-        if of_ring in names:
-            message = re.sub(rf"\b{of_ring}\b", names[of_ring], message)
+    for field in _LENGTHS:
+        if field in names:
+            message = re.sub(rf"\b{field}\b", names[field], message)
     message = _PREFIXES.get(error.code, "") + message
     api_error = ApiError(status, message, param=param or None, code=code, retry_after=retry_after)
     if isinstance(error, errors.QueueFull) and error.queue_position is not None:

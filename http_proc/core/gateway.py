@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from http_proc.core.call import Call
 from http_proc.core.caller import current_caller
-from http_proc.core.errors import ApiError, from_ring
+from http_proc.core.errors import ApiError, from_server
 from http_proc.core.observe import CallRecord, RecentChoices, RequestMetrics, WebTraces
 from http_proc.core.progress import ProgressPoller
 from http_proc.core.request_group import GroupNotes, RequestGroup
@@ -29,15 +29,15 @@ from quadriga.server.tracing.export import make_exporter
 INFO_TIMEOUT_S = 2.0
 
 
-class RingInfo:
-    """Asks the ring for its gauges, counters and constants, and keeps the last answer.
+class ServerInfo:
+    """Asks the server for its gauges, counters and constants, and keeps the last answer.
 
     Args:
-        ring: the client of the ring.
+        client: the client of the server.
     """
 
-    def __init__(self, ring: AsyncClient) -> None:
-        self._ring = ring
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
         self._static: dict[str, Any] = {}
         self._task: asyncio.Task[dict[str, Any]] | None = None
         self._asked_at = 0.0
@@ -58,7 +58,7 @@ class RingInfo:
         An answer that does not say "ready" is never used again.
 
         Raises:
-            QuadrigaError: the ring has failed, or does not answer in INFO_TIMEOUT_S.
+            QuadrigaError: the server has failed, or does not answer in INFO_TIMEOUT_S.
         """
         now = time.monotonic()
         task = self._task
@@ -66,7 +66,7 @@ class RingInfo:
             task.done() and (now - self._asked_at > max_age_s or not _says_ready(task))
         ):
             self._asked_at = now
-            task = self._task = asyncio.create_task(self._ring.info(INFO_TIMEOUT_S))
+            task = self._task = asyncio.create_task(self._client.info(INFO_TIMEOUT_S))
             task.add_done_callback(_retrieve_exception)
         return await asyncio.shield(task)
 
@@ -81,7 +81,7 @@ def _retrieve_exception(task: "asyncio.Task[dict[str, Any]]") -> None:
         task.exception()
 
 
-# Probes within this time share one question to the ring.
+# Probes within this time share one question to the server.
 READY_MAX_AGE_S = 0.5
 READY_POLL_S = 0.02
 # Of all bodies that are being received, and of all stored items that open requests hold, unless
@@ -121,7 +121,7 @@ class ResponseHead(NamedTuple):
 
 
 class Gateway:
-    """State of one web server. `ring` must be connected before the first request arrives.
+    """State of one web server. `client` must be connected before the first request arrives.
 
     Attributes:
         config: the flags of the server.
@@ -130,10 +130,11 @@ class Gateway:
         data_dir: directory of what is kept for clients; None: nothing is kept.
         outlives_server: what is kept stays when the server ends.
         progress: the poller of streams that wait.
-        lasting_ring: the client for resumable requests, whose address is that of the gateways
+        client: the client of the server.
+        lasting_client: the client for resumable requests, whose address is that of the gateways
             before and after this one.
         tenant_file: the tenants of --keys; None without the flag.
-        ring_info: the ring's info.
+        server_info: the server's info.
         log_level: which requests are logged.
         recent: what is known of the choices that have ended lately.
         traces: decides which requests are traced, and keeps their traces.
@@ -145,9 +146,9 @@ class Gateway:
     def __init__(
         self,
         config: ServerConfig,
-        ring: AsyncClient,
+        client: AsyncClient,
         run_dir: Path | None = None,
-        lasting_ring: AsyncClient | None = None,
+        lasting_client: AsyncClient | None = None,
     ) -> None:
         self.config = config
         self.args = config.http
@@ -156,16 +157,16 @@ class Gateway:
         in_run = None if run_dir is None else run_dir / "data"
         self.data_dir = None if config.http.no_store else config.data_dir or in_run
         self.model = config.model.shown_name
-        self.ring = ring
-        self.lasting_ring = lasting_ring or ring
+        self.client = client
+        self.lasting_client = lasting_client or client
         keys = config.tenants.keys
         self.tenant_file = TenantFile(Path(keys), directory=run_dir) if keys else None
-        self.ring_info = RingInfo(ring)
+        self.server_info = ServerInfo(client)
         self.metrics = RequestMetrics()
         self.recent = RecentChoices()
         interval_s = config.http.sse_ping_interval
-        self.progress = ProgressPoller(ring, interval_s)
-        self._lasting_progress = ProgressPoller(self.lasting_ring, interval_s)
+        self.progress = ProgressPoller(client, interval_s)
+        self._lasting_progress = ProgressPoller(self.lasting_client, interval_s)
         self.log_level = RequestLogLevel.of(config.launch)
         self.traces = WebTraces(config.traces, make_exporter(config.traces, self.model))
         self.started_at = wall_seconds()
@@ -210,22 +211,22 @@ class Gateway:
     def open_group(
         self, rid: str, names: Mapping[str, str], record: CallRecord
     ) -> Iterator[RequestGroup]:
-        """Register a request group for a `with` block. Errors of the ring leave it as ApiErrors.
+        """Register a request group for a `with` block. Errors of the server leave it as ApiErrors.
 
         Args:
             rid: id by which /abort_request finds the group.
-            names: the request's name of each field of the ring.
+            names: the request's name of each field of the server.
             record: of the call that is answered.
         """
         if self.is_draining:
             error = ServerStopping("the server is stopping and takes no new requests")
-            raise from_ring(error, names)
+            raise from_server(error, names)
         while rid in self._groups:
             rid += "+"
         resumption = current_resumption()
         is_resumable = resumption is not None
         group = self._groups[rid] = RequestGroup(
-            self.lasting_ring if is_resumable else self.ring,
+            self.lasting_client if is_resumable else self.client,
             self._lasting_progress if is_resumable else self.progress,
             GroupNotes(names, record, self.metrics, self.recent),
             current_caller().name,
@@ -236,7 +237,7 @@ class Gateway:
             with group:
                 yield group
         except QuadrigaError as error:
-            raise from_ring(error, names) from None
+            raise from_server(error, names) from None
         except asyncio.CancelledError:
             self.metrics.num_disconnects += 1
             raise
@@ -252,7 +253,7 @@ class Gateway:
 
     @property
     def num_choices(self) -> int:
-        """Number of choices of all web requests that the ring has not finished."""
+        """Number of choices of all web requests that the server has not finished."""
         return sum(group.num_unfinished for group in self._groups.values())
 
     def is_open(self, rid: str) -> bool:
@@ -302,14 +303,14 @@ class Gateway:
         return bool(groups)
 
     def fail_all(self, error: QuadrigaError) -> None:
-        """End every open request with `error`: the ring sends nothing more."""
+        """End every open request with `error`: the server sends nothing more."""
         for group in self._groups.values():
             group.fail(error)
 
     async def drain(self, flush_timeout_s: float) -> None:
         """Refuse new requests and wait until the open ones are answered.
 
-        After the ring has finished them all, slow clients have `flush_timeout_s` to read them.
+        After the server has finished them all, slow clients have `flush_timeout_s` to read them.
         """
         self.is_draining = True
         for group in list(self._groups.values()):
@@ -318,11 +319,11 @@ class Gateway:
             await asyncio.wait_for(self._idle.wait(), flush_timeout_s)
 
     async def until_ready(self) -> None:
-        """Wait until the ring is connected and has reported that it can serve."""
+        """Wait until the server is connected and has reported that it can serve."""
         while True:
             with suppress(QuadrigaError):
-                await self.lasting_ring.connect()
-                if (await self.ring_info.static())["ready"]:
+                await self.lasting_client.connect()
+                if (await self.server_info.static())["ready"]:
                     return
             await asyncio.sleep(READY_POLL_S)
 

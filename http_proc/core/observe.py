@@ -264,7 +264,7 @@ class RequestMetrics:
         self.errors[code] += 1
 
     def count_submitted(self, params: SamplingParams) -> None:
-        """Count a request that is sent to the ring."""
+        """Count a request that is sent to the server."""
         self.histograms["request_params_n"].observe(params.n)
         if params.max_new_tokens is not None:
             self.histograms["request_params_max_tokens"].observe(params.max_new_tokens)
@@ -306,14 +306,14 @@ class WebTrace:
 
     Attributes:
         began_at: Unix seconds.
-        ring_requests: its requests to the ring: the client, and the id.
+        server_requests: its requests to the server: the client, and the id.
         tenant: name of its tenant, with its user; "" without tenants.
         trace: the gateway's spans, when the request has ended.
     """
 
     context: TraceContext
     began_at: float
-    ring_requests: list[tuple[AsyncClient, str]] = field(default_factory=list)
+    server_requests: list[tuple[AsyncClient, str]] = field(default_factory=list)
     tenant: str = ""
     trace: RequestTrace | None = None
 
@@ -323,9 +323,9 @@ class WebTrace:
         return traceparent_of(self.context)
 
     @property
-    def ring_ids(self) -> list[str]:
-        """Ids of its requests to the ring, which the live feed shows."""
-        return [request_id for _, request_id in self.ring_requests]
+    def server_ids(self) -> list[str]:
+        """Ids of its requests to the server, which the live feed shows."""
+        return [request_id for _, request_id in self.server_requests]
 
 
 _current: ContextVar[WebTrace | None] = ContextVar("trace", default=None)
@@ -382,7 +382,7 @@ class WebTraces:
             _attributes(record, trace.tenant),
             record.error,
         )
-        for name in {record.id, record.request_id, *trace.ring_ids} - {""}:
+        for name in {record.id, record.request_id, *trace.server_ids} - {""}:
             self._kept[name] = trace
             self._kept.move_to_end(name)
         while len(self._kept) > MAX_KEPT:
@@ -400,9 +400,9 @@ class WebTraces:
             return None
         return trace
 
-    def is_open(self, ring_id: str) -> bool:
-        """Return whether a traced web request is being answered that has this id at the ring."""
-        return any(ring_id in trace.ring_ids for trace in self._open.values())
+    def is_open(self, request_id: str) -> bool:
+        """Return whether a traced web request is being answered that has this id at the server."""
+        return any(request_id in trace.server_ids for trace in self._open.values())
 
     def info(self) -> dict[str, int]:
         """Return the counters of the exporter; empty if nothing is exported."""
@@ -429,7 +429,7 @@ def _attributes(record: CallRecord, tenant: str) -> Attributes:
 
 
 def _spans(began_at: float, record: CallRecord) -> list[Span]:
-    """Return the gateway's spans: until the ring has the request, and from the ring's last text."""
+    """Return the gateway's spans: until the request is sent, and from the server's last text."""
     now = max(began_at, clock.now())
     times = [completion.timings for completion in record.completions]
     received = [time.received for time in times if time.received]
@@ -444,18 +444,18 @@ def _spans(began_at: float, record: CallRecord) -> list[Span]:
 
 
 async def all_traces(trace: WebTrace) -> Sequence[RequestTrace]:
-    """Return the traces of a web request: the gateway's, and those of the ring.
+    """Return the traces of a web request: the gateway's, and those of the server.
 
     Raises:
-        QuadrigaError: the ring does not answer.
+        QuadrigaError: the server does not answer.
     """
     assert trace.trace is not None
     traces = [trace.trace]
-    requests = trace.ring_requests
-    for ring in {ring: None for ring, _ in requests}:
-        ids = [request_id for client, request_id in requests if client is ring]
+    requests = trace.server_requests
+    for client in {client: None for client, _ in requests}:
+        ids = [request_id for sent_by, request_id in requests if sent_by is client]
         for first in range(0, len(ids), MAX_TRACE_IDS):
-            traces += await ring.traces(ids[first : first + MAX_TRACE_IDS])
+            traces += await client.traces(ids[first : first + MAX_TRACE_IDS])
     return traces
 
 

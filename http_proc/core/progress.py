@@ -26,7 +26,7 @@ def furthest(values: Sequence[RequestProgress]) -> RequestProgress | None:
 
 
 def comment(value: RequestProgress | None) -> bytes:
-    """Return the comment that says how far a request is; None: the ring does not know it."""
+    """Return the comment that says how far a request is; None: the server does not know it."""
     return NO_ANSWER if value is None else f": {describe(value)}\n\n".encode()
 
 
@@ -120,7 +120,7 @@ class StreamWatch:
         return self._written_at + interval_s
 
     def take(self, values: list[RequestProgress] | None) -> None:
-        """Take the answer of the ring, None for no answer, and wake the stream if it acts on it."""
+        """Take the server's answer, None for no answer, and wake the stream if it acts on it."""
         if self.has_headers:
             self._comment = comment(furthest(values or []))
             self._group.wake()
@@ -130,15 +130,15 @@ class StreamWatch:
 
 
 class ProgressPoller:
-    """Ask the ring how far the requests of waiting streams are, while there are any.
+    """Ask the server how far the requests of waiting streams are, while there are any.
 
     Args:
-        ring: the client.
+        client: the client of the server.
         ping_interval_s: seconds of silence after which a stream gets a comment; 0: never.
     """
 
-    def __init__(self, ring: AsyncClient, ping_interval_s: float) -> None:
-        self._ring = ring
+    def __init__(self, client: AsyncClient, ping_interval_s: float) -> None:
+        self._client = client
         self._ping_interval_s = ping_interval_s
         self._watches: set[StreamWatch] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -216,7 +216,7 @@ class ProgressPoller:
         for first in range(0, len(request_ids), MAX_PROGRESS_IDS):
             names = request_ids[first : first + MAX_PROGRESS_IDS]
             try:
-                values = await self._ring.progress(names, ANSWER_TIMEOUT_S)
+                values = await self._client.progress(names, ANSWER_TIMEOUT_S)
             except QuadrigaError:  # a process is being replaced, and the next question comes soon
                 break
             progress.update(zip(names, values, strict=True))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from http_proc.core.errors import ApiError, from_ring
+from http_proc.core.errors import ApiError, from_server
 from http_proc.core.observe import CallRecord, RecentChoices, RequestMetrics, Stage, current_trace
 from http_proc.core.progress import ProgressPoller
 from http_proc.core.resumption import Resumption
@@ -97,7 +97,7 @@ class GroupNotes(NamedTuple):
     """Where it is noted what becomes of a group.
 
     Attributes:
-        names: the request's name of each field of the ring, for error messages.
+        names: the request's name of each field of the server, for error messages.
         record: of the call that is answered.
         metrics: counts completions and errors.
         recent: keeps what a simulation needs.
@@ -112,10 +112,10 @@ class GroupNotes(NamedTuple):
 class RequestGroup:
     """Collect the chunks of all choices, which are numbered through all prompts.
 
-    `next_chunks` returns everything that has arrived: a reader slower than the ring gets fewer and
-    larger batches, and memory is bounded by the text of the answers. What arrived before an error
-    is returned before the error is raised, and what arrives after it is dropped. Leaving the `with`
-    block aborts the requests that have not finished.
+    `next_chunks` returns everything that has arrived: a reader slower than the server gets fewer
+    and larger batches, and memory is bounded by the text of the answers. What arrived before an
+    error is returned before the error is raised, and what arrives after it is dropped. Leaving the
+    `with` block aborts the requests that have not finished.
 
     Args:
         notes: where it is noted what becomes of the group.
@@ -126,12 +126,12 @@ class RequestGroup:
         priority: of the requests.
         resumption: makes the requests the same again; None: they are not resumable. The chunks of
             a resumable group have one token each, in an order that only the tokens decide.
-        finished: set when the ring sends nothing more for this group.
+        finished: set when the server sends nothing more for this group.
     """
 
     def __init__(
         self,
-        ring: AsyncClient,
+        client: AsyncClient,
         poller: ProgressPoller,
         notes: GroupNotes,
         tenant: str,
@@ -140,7 +140,7 @@ class RequestGroup:
         self.tenant = tenant
         self.priority = 0
         self.resumption = resumption
-        self._ring = ring
+        self._client = client
         self.poller = poller
         self._notes = notes
         self._loop = asyncio.get_running_loop()
@@ -170,7 +170,7 @@ class RequestGroup:
 
     @property
     def request_ids(self) -> list[str]:
-        """Ids of the ring's requests that have not ended."""
+        """Ids of the server's requests that have not ended."""
         return [handle.request_id for handle in self._handles if not handle.done]
 
     @property
@@ -195,7 +195,7 @@ class RequestGroup:
 
     @property
     def num_unfinished(self) -> int:
-        """Number of choices that the ring has not finished."""
+        """Number of choices that the server has not finished."""
         return self._num_unfinished
 
     @property
@@ -206,7 +206,7 @@ class RequestGroup:
     def submit(
         self, prompt: Prompt, params: SamplingParams, stream: bool, options: RequestOptions
     ) -> None:
-        """Send one prompt with params.n choices to the ring; 0 new tokens compute it alone."""
+        """Send one prompt with params.n choices to the server; 0 new tokens compute it alone."""
         prompt_index, sink = len(self._handles), self._sink(self._num_choices)
 
         def accept(message: Accepted) -> None:
@@ -224,7 +224,7 @@ class RequestGroup:
             params = self.resumption.params(params, prompt_index)
             kept = self.resumption.kept_request(prompt_index)
         self.priority = options.get("priority", 0)
-        handle = self._ring.submit(
+        handle = self._client.submit(
             prompt,
             params,
             stream=stream,
@@ -235,7 +235,7 @@ class RequestGroup:
             **options,
         )
         if trace is not None:
-            trace.ring_requests.append((self._ring, handle.request_id))
+            trace.server_requests.append((self._client, handle.request_id))
         self._notes.metrics.count_submitted(params)
         self._handles.append(handle)
         self._num_choices += params.n
@@ -336,7 +336,7 @@ class RequestGroup:
         left = iter(completions)
         for handle in self._handles:
             choices = list(islice(left, handle.message.params.n))
-            await self._ring.add_receipts(handle.message, choices)
+            await self._client.add_receipts(handle.message, choices)
         return [each.receipt for each in completions if each.receipt is not None]
 
     def note(self, completion: Completion) -> None:
@@ -351,7 +351,7 @@ class RequestGroup:
         names, record, metrics, _ = self._notes
         metrics.count_error(error.code)
         record.code, record.error = error.code, f"{error.code}: {error}"
-        api_error = from_ring(error, names)
+        api_error = from_server(error, names)
         api_error.request_id = record.request_id
         return api_error
 
@@ -363,9 +363,9 @@ class RequestGroup:
         self.wake()
 
     def end_choice(self, choice: int) -> None:
-        """Let the ring end a choice whose reader needs no more of it.
+        """Let the server end a choice whose reader needs no more of it.
 
-        The ring ends requests, not choices: it does so when the other choices have ended, too.
+        The server ends requests, not choices: it does so when the other choices have ended, too.
         """
         self._ended_choices.add(choice)
         self._abort_if_all_ended()
@@ -385,11 +385,11 @@ class RequestGroup:
         """End the open requests, which finish with the reason "abort" and their text so far."""
         for handle in self._handles:
             if not handle.done:
-                await self._ring.abort(handle.request_id)
+                await self._client.abort(handle.request_id)
 
 
 def _prompt_only(sink: Sink) -> Sink:
-    """Remove the generated token, for the ring generates at least one."""
+    """Remove the generated token, for the server generates at least one."""
 
     def take(item: StreamChunk | QuadrigaError) -> None:
         if not isinstance(item, QuadrigaError):

@@ -25,10 +25,10 @@ class Resumption:
     """The values of one request.
 
     Attributes:
-        key: unique for ever; the ids of the ring's requests, seeds and ids of calls come from it.
+        key: unique for ever; the ids of the server's requests, seeds and ids of calls come from it.
         created: Unix seconds, for the field `created` of the answer.
-        keep_s: seconds for which the ring goes on without a gateway.
-        is_resent: a gateway before this one has sent it to the ring.
+        keep_s: seconds for which the server goes on without a gateway.
+        is_resent: a gateway before this one has sent it to the server.
         decisions: JSON values by name, those of gateways before this one among them.
         on_decision: called after each new one, to keep `decisions`.
     """
@@ -42,7 +42,7 @@ class Resumption:
     _num_ids: int = 0
 
     def kept_request(self, index: int) -> KeptRequest:
-        """Return how the ring knows prompt number `index`."""
+        """Return how the server knows prompt number `index`."""
         return KeptRequest(f"{self.key}-{index}", self.keep_s, self.is_resent)
 
     def params(self, params: SamplingParams, index: int) -> SamplingParams:

@@ -588,7 +588,7 @@ def in_final_message(params: SamplingParams) -> SamplingParams:
     if params.json_schema is not None:
         schema = json_schema_of(params)
         if schema is None:
-            return params  # the ring refuses it
+            return params  # the server refuses it
         content = JsonValue(json_schema=schema)
     elif params.regex is not None:
         content = RegexMatch(pattern=params.regex)

@@ -42,7 +42,7 @@ class ChatAnswer:
 
 
 def finish_reason(completion: Completion, has_calls: bool) -> str:
-    """Return tool_calls where an answer that ended by itself has calls, else the ring's reason."""
+    """Return tool_calls for an answer with calls that ended by itself, else the server's reason."""
     called = has_calls and completion.finish_reason == "stop"
     return "tool_calls" if called else completion.finish_reason
 
@@ -105,7 +105,7 @@ async def _read(
 class _ChoiceReading:
     """Parse the chunks of one choice, and end it at a call that repeats an earlier one.
 
-    What the ring has generated behind such a call is cut off, so that the answer is a function of
+    What the server has generated behind such a call is cut off, so that the answer is a function of
     its tokens alone.
     """
 
@@ -120,7 +120,7 @@ class _ChoiceReading:
 
     @property
     def is_over(self) -> bool:
-        """Whether the answer has ended at a repeat, before the ring has ended it."""
+        """Whether the answer has ended at a repeat, before the server has ended it."""
         return self._parser.is_over
 
     def push(self, chunk: StreamChunk) -> list[AnswerEvent]:
@@ -217,7 +217,7 @@ class _ParsingRenderer(Renderer):
     """A Renderer that parses the answers and gives the events to a ChatRenderer.
 
     A choice that ends at a repeated call has its last events at the end of the stream: when the
-    ring has ended it depends on more than its tokens.
+    server has ended it depends on more than its tokens.
     """
 
     def __init__(self, renderer: ChatRenderer, reader: AnswerReader, group: RequestGroup) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from http_proc.core.errors import from_ring, invalid
+from http_proc.core.errors import from_server, invalid
 from http_proc.generation.sampling import Sampling
 from http_proc.generation.schema import ContentPart, Message, Tool, ToolCall
 from quadriga.client.types import Chat
@@ -75,7 +75,7 @@ class ChatCall:
     """A chat request.
 
     Attributes:
-        messages: the turns in the ring's form.
+        messages: the turns in the server's form.
         sampling: parameters, and the request's name of each of them.
         tools: functions that may be called; names are unique.
         is_parallel: the answer may have several calls.
@@ -133,18 +133,18 @@ class ChatCall:
             )
 
 
-# The request's name of each field of the ring.
+# The request's name of each field of the server.
 NAMES = {"prompt": "messages", "template_args": "chat_template_kwargs"}
 MAX_CONTENT_PARTS = 16_384  # of all messages of a chat
 
 
 @contextmanager
 def _api_errors() -> Iterator[None]:
-    """Convert the ring's errors to ApiErrors that use the request's field names."""
+    """Convert the server's errors to ApiErrors that use the request's field names."""
     try:
         yield
     except InvalidRequest as error:
-        raise from_ring(error, NAMES) from None
+        raise from_server(error, NAMES) from None
 
 
 @_api_errors()
@@ -187,7 +187,7 @@ def _check_answers(messages: list[Message]) -> None:
 
 @_api_errors()
 def template_options(tools: list[Tool], arguments: dict[str, Any]) -> ChatOptions:
-    """Return tools and variables in the ring's format. Raises ApiError over a limit."""
+    """Return tools and variables in the server's format. Raises ApiError over a limit."""
     options = ChatOptions(msgspec.to_builtins(tools), arguments)
     check_chat_options(options)
     return options

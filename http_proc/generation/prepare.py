@@ -1,4 +1,4 @@
-"""Turn a chat request into a request to the ring, and a reader of its answer."""
+"""Turn a chat request into a request to the server, and a reader of its answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -84,10 +84,10 @@ class AnswerReader:
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A chat that is ready for the ring.
+    """A chat that is ready for the server.
 
     Attributes:
-        names: the request's name of each field of the ring, for error messages.
+        names: the request's name of each field of the server, for error messages.
     """
 
     params: SamplingParams
@@ -103,7 +103,7 @@ async def prepare_chat(gateway: Gateway, call: ChatCall) -> PreparedChat:
         ApiError: the model has no chat template, a tool or a choice is wrong, or two grammars are
             asked for.
     """
-    info = await gateway.ring_info.static()
+    info = await gateway.server_info.static()
     if not info["chat"]:
         raise invalid(
             f"{gateway.model} has no chat template, it is a base model: send a plain prompt to"

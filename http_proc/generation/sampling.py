@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import msgspec.inspect
 
-from http_proc.core.errors import ApiError, from_ring, invalid, shortened
+from http_proc.core.errors import ApiError, from_server, invalid, shortened
 from http_proc.generation.schema import OpenAIRequest, ResponseFormat, StructuredOutputs
 from quadriga.errors import InvalidRequest
 from quadriga.keywords import nearest
@@ -91,13 +91,13 @@ def take_sampling(
         check_numbers(params)
         return Sampling(params, names)
     except InvalidRequest as error:
-        raise from_ring(error, names) from None
+        raise from_server(error, names) from None
     except msgspec.ValidationError as error:
         raise wrong_type(error, names) from None
 
 
 def _read_as_elsewhere(values: dict[str, Any]) -> None:
-    """Replace values that other servers take and the ring does not.
+    """Replace values that other servers take and this one does not.
 
     `top_p: 0` keeps the likeliest token alone, so it is greedy. The seed -1 stands for none, as at
     vLLM, and another negative one of 64 bits for the number of its lower 63 bits.

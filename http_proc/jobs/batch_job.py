@@ -61,7 +61,7 @@ class LineGate:
         self._turn = asyncio.Lock()  # its waiters are served in order
         self._released = asyncio.Event()
         self._sampled_at = 0.0
-        self._is_full = self._has_ring_clients = True
+        self._is_full = self._has_other_clients = True
         self._num_waiting = 0
         self.num_running = 0
 
@@ -95,19 +95,19 @@ class LineGate:
                 return False
         if self._is_full:
             return False
-        if not self._has_ring_clients and self._gateway.num_open <= self.num_running:
+        if not self._has_other_clients and self._gateway.num_open <= self.num_running:
             return True
         return not self._num_waiting and self.num_running < self._max_beside
 
     async def _sample(self) -> None:
-        """Ask the ring for its load."""
+        """Ask the server for its load."""
         before = self._gateway.num_choices
-        info = await self._gateway.ring_info.current()
+        info = await self._gateway.server_info.current()
         self._sampled_at = time.monotonic()
         num_by_http = max(before, self._gateway.num_choices)
         self._is_full = not info["ready"] or info["running"] >= self._max_batch_size
         self._num_waiting = info["waiting"]
-        self._has_ring_clients = info["running"] + info["waiting"] > num_by_http
+        self._has_other_clients = info["running"] + info["waiting"] > num_by_http
 
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")

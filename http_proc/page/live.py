@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from http_proc.core.errors import from_ring
+from http_proc.core.errors import from_server
 from http_proc.core.gateway import Gateway, Key
 from http_proc.core.streaming import SERVER_SENT_EVENTS, named_event
 from http_proc.web.access import check_operator
@@ -281,7 +281,7 @@ async def live(request: web.Request) -> web.StreamResponse:
             while data := await viewer.take():
                 await response.write(data)  # waits while the connection's buffer is full
     except (InvalidRequest, QueueFull) as error:
-        raise from_ring(error, {}) from None
+        raise from_server(error, {}) from None
     await response.write_eof()
     return response
 
@@ -298,7 +298,7 @@ async def _hub(request: web.Request) -> LiveHub:
         raise InvalidRequest(f"replica is {text[:20]!r}: it must be a number, such as 1", "replica")
     number = int(text)
     if number:  # the first one is there; nothing is asked that a ring that is away cannot answer
-        check_replica(number, (await gateway.ring_info.static()).get("num_replicas", 1))
+        check_replica(number, (await gateway.server_info.static()).get("num_replicas", 1))
     if number not in hubs:
-        hubs[number] = LiveHub(gateway.ring, number, gateway.caller_ids)
+        hubs[number] = LiveHub(gateway.client, number, gateway.caller_ids)
     return hubs[number]

@@ -463,17 +463,17 @@ async def metrics(request: web.Request) -> web.Response:
     gateway = request.app[GATEWAY]
     make = Families(gateway.model)
     try:
-        info = await gateway.ring_info.current()
+        info = await gateway.server_info.current()
     except QuadrigaError:
         info = {}
     if (entry := current_caller().entry) is not None:
         usage = (info.get("tenants") or {}).get(entry.name, ())
         return _exposed(of_tenant(make, entry.name, usage))
     has_failed = None if gateway.tenant_file is None else gateway.tenant_file.has_failed
-    of_ring = Collector(gateway.model, info, gateway.num_open, gateway.metrics, has_failed)
+    of_server = Collector(gateway.model, info, gateway.num_open, gateway.metrics, has_failed)
     return _exposed(
         chain(
-            of_ring.collect(),
+            of_server.collect(),
             of_batches(make, gateway[BATCHES]),
             of_responses(make, gateway.get(RESPONSE_STORE)),
             of_streams(make, gateway[STREAMS], gateway[STREAM_ROWS]),

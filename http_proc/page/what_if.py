@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from http_proc.core.errors import ApiError, from_ring, invalid
+from http_proc.core.errors import ApiError, from_server, invalid
 from http_proc.core.gateway import Gateway, Key
 from http_proc.core.observe import MAX_RECENT_CHOICES, MAX_RECENT_TOKENS
 from http_proc.generation.sampling import convert
@@ -305,9 +305,9 @@ async def what_if(request: web.Request) -> web.Response:
 
 async def _as_it_was(gateway: Gateway) -> tuple[ServerConfig, dict[str, Any]]:
     try:
-        info = await gateway.ring_info.current()
+        info = await gateway.server_info.current()
     except QuadrigaError as error:
-        raise from_ring(error, {}) from None
+        raise from_server(error, {}) from None
     if "pages_total" not in info:
         raise ApiError(
             503, "the worker is not ready: try again when /readyz answers 200", "server_error"

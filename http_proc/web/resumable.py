@@ -365,9 +365,9 @@ def answer_of(gateway: Gateway, call: Call, caller: Caller, is_resent: bool = Fa
             stream.log.hold(gateway[STREAM_ROWS].decide(row))
 
         call.resumption = Resumption(row.key, row.created, keep_s, is_resent, decisions, keep)
-        if is_resent:  # a ring that answers late must not end a stream that has begun
+        if is_resent:  # a server that answers late must not end a stream that has begun
             await gateway.until_ready()
-        await gateway.lasting_ring.connect()
+        await gateway.lasting_client.connect()
         await answer(gateway, call, caller, stream.log)
 
     return answer_to

@@ -1,8 +1,8 @@
 """What is kept on disk of each resumable stream, for the gateway that replaces this one.
 
 A row is on the disk before a client sees the first event, and so is each decision (resumption.py)
-before the events that follow from it. The events are not kept: the ring has the tokens, and the row
-has all else of which they are made.
+before the events that follow from it. The events are not kept: the server has the tokens, and the
+row has all else of which they are made.
 """
 
 import logging
@@ -101,7 +101,7 @@ class StreamRows:
         directory: where the file is; None, or a directory that cannot be used: nowhere.
 
     Attributes:
-        address: of this gateway and of those that replace it, at the ring.
+        address: of this gateway and of those that replace it, at the server.
         has_failed: the last new row could not be written.
         outlives_server: the file stays when the server ends.
     """

@@ -158,7 +158,7 @@ def chunk(text: str, completion: Completion | None = None) -> StreamChunk:
 
 @asynccontextmanager
 async def gateway_before(
-    ring: ScriptedRing, rows: StreamRows | None = None, **flags: Any
+    ring: ScriptedRing, rows: StreamRows | None = None, /, **flags: Any
 ) -> AsyncIterator[tuple[str, Gateway]]:
     """Yield the URL of a gateway, which keeps its streams in `rows`, and the gateway."""
     port = free_port()

@@ -23,7 +23,7 @@ from http_proc.apis.responses.store import REMEDY, RESPONSE_STORE, EndedResponse
 from http_proc.apis.responses.stored_responses import StoredResponses, no_room_for_items
 from http_proc.core.call import Call
 from http_proc.core.caller import Caller, current_caller, set_caller
-from http_proc.core.errors import RETRY_AFTER_S, ApiError, from_ring, invalid
+from http_proc.core.errors import RETRY_AFTER_S, ApiError, from_server, invalid
 from http_proc.core.event_log import EventLog, copy_events
 from http_proc.core.gateway import Gateway, Key, ResponseHead
 from http_proc.core.observe import CallRecord
@@ -83,7 +83,7 @@ def new_job(plan: ResponsePlan, body: dict[str, Any], head: ResponseHead) -> Bac
     )
 
 
-# A full queue, and a ring that cannot be reached now: the request is sent again.
+# A full queue, and a server that cannot be reached now: the request is sent again.
 _RETRIED = (429, 503)
 _OPEN = ("queued", "in_progress")
 
@@ -199,14 +199,14 @@ class BackgroundRun:
             await self._abort()
 
     async def _make(self) -> bytes:
-        """Make the response, and return the last events. Try again while the ring takes nothing."""
+        """Make the response, and return the last events. Try again while it is refused."""
         if self._is_resent:
             await self._gateway.until_ready()
         while True:
             try:
                 return await self._attempt()
             except (ApiError, QuadrigaError) as caught:
-                error = caught if isinstance(caught, ApiError) else from_ring(caught, {})
+                error = caught if isinstance(caught, ApiError) else from_server(caught, {})
             if error.status not in _RETRIED:
                 return self._shown.stream.error(error)
             await asyncio.sleep(error.retry_after or RETRY_AFTER_S)
@@ -216,7 +216,7 @@ class BackgroundRun:
         set_resumption(self._resumption())
         plan = await make_plan(gateway, self._store, job.body, job.history)
         attempt = _Attempt.of(plan.answer(job.head))
-        await gateway.lasting_ring.connect()
+        await gateway.lasting_client.connect()
         with gateway.open_group(job.id, plan.prepared.names, CallRecord()) as group:
             plan.submit(group)
             await group.accepted()
@@ -240,11 +240,11 @@ class BackgroundRun:
             self._shown = attempt
 
     async def _abort(self) -> None:
-        """Abort the request at the ring, which may go on with it for the earlier gateway."""
+        """Abort the request at the server, which may go on with it for the earlier gateway."""
         with suppress(QuadrigaError):
             await self._gateway.until_ready()
             request_id = self._resumption().kept_request(0).request_id
-            await self._gateway.lasting_ring.abort(request_id)
+            await self._gateway.lasting_client.abort(request_id)
 
     async def _end(self, last: bytes) -> None:
         """Store the response with its last events, and then show them.
@@ -362,7 +362,8 @@ class BackgroundResponses:
 
     def _check_room(self) -> None:
         if self._gateway.is_draining:
-            raise from_ring(ServerStopping("the server is stopping and takes no new requests"), {})
+            error = ServerStopping("the server is stopping and takes no new requests")
+            raise from_server(error, {})
         limit, owner = self._gateway.args.max_background_responses, current_caller().owner
         owners = Counter([*(run.owner for run in self._runs.values()), *self._opening.values()])
         if not self._gateway.shares.has_room(owner, owners, limit):

@@ -106,7 +106,7 @@ _BEGIN = "response"
 
 
 class _Begin(msgspec.Struct):
-    """What a request decides about its response before it is sent to the ring.
+    """What a request decides about its response before it is sent to the server.
 
     Attributes:
         id: of the response.

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard, TypeVar
 import msgspec
 
 from http_proc.apis.responses.store import Items, ResponseStore
-from http_proc.core.errors import ApiError, from_ring, invalid, shortened
+from http_proc.core.errors import ApiError, from_server, invalid, shortened
 from http_proc.generation.chat_call import ToolChoice, ToolMode
 from http_proc.generation.schema import FunctionSchema, Tool
 from quadriga.client.types import Chat
@@ -147,7 +147,7 @@ def check_num_items(count: int, name: str) -> None:
     try:
         check_num_turns(count)
     except InvalidRequest as error:
-        raise from_ring(error, {"prompt": name}) from None
+        raise from_server(error, {"prompt": name}) from None
 
 
 def parse_items(items: Items, num_stored: int = 0) -> list[AnyItem]:
@@ -329,7 +329,7 @@ class _AssistantTurn:
         return bool(self.texts) and not self.calls
 
     def turn(self) -> dict[str, Any]:
-        """Return the turn in the ring's form."""
+        """Return the turn in the server's form."""
         turn: dict[str, Any] = {"role": "assistant", "content": "\n".join(self.texts)}
         if self.reasoning:
             turn["reasoning_content"] = "\n".join(self.reasoning)
@@ -584,7 +584,7 @@ class _Tools:
         try:
             check_num_tools(len(self.functions) + 1)
         except InvalidRequest as error:
-            raise from_ring(error, {}) from None
+            raise from_server(error, {}) from None
         self.functions.append(function)
         self.named[schema.name] = named
         if not space:

@@ -1,4 +1,4 @@
-"""ResponsePlan: what a request asks for, checked and ready for the ring."""
+"""ResponsePlan: what a request asks for, checked and ready for the server."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,7 @@ from http_proc.generation.schema import check_metadata
 from quadriga.client.types import Chat
 from quadriga.sampling.params import SamplingParams
 
-# The request's name of each field of the ring.
+# The request's name of each field of the server.
 NAMES = {"prompt": "input", "messages": "input"}
 
 
@@ -71,7 +71,7 @@ class ResponsePlan:
         return ResponseAnswer(response, ResponseOutput(head.id, self.tools.named))
 
     def submit(self, group: RequestGroup) -> None:
-        """Send the chat to the ring.
+        """Send the chat to the server.
 
         Chunks say which tokens are reasoning, to which text logprobs belong and where a call is
         repeated, so that a whole answer is read in chunks, too, if it may have one of them.

@@ -30,9 +30,9 @@ async def send(
     gateway: Gateway,
     path: str,
     body: Any = None,
-    *,
     method: str = "",
     fails: bool = False,
+    /,
     **headers: str,
 ) -> Answer:
     """Send a request, which is a POST where it has a body.
@@ -54,7 +54,7 @@ async def send(
         first = b""
         if fails:
             first = await response.content.readline()
-            gateway.ring.sinks[0](ServerFailed("worker_proc died"))  # type: ignore[attr-defined]
+            gateway.client.sinks[0](ServerFailed("worker_proc died"))  # type: ignore[attr-defined]
         return Answer(response.status, response.headers, first.decode() + await response.text())
 
 
@@ -69,7 +69,7 @@ def answer_of(
     answers = []
 
     async def test(gateway: Gateway) -> None:
-        answers.append(await send(gateway, path, body, fails=ring.leaves_open, **headers or {}))
+        answers.append(await send(gateway, path, body, "", ring.leaves_open, **headers or {}))
 
     run_at_gateway(ring, test, **flags)
     return answers[0]

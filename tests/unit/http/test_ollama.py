@@ -336,10 +336,10 @@ def test_the_model_is_listed_and_described() -> None:
 )
 async def test_what_is_not_offered_says_what_to_do(method: str, name: str) -> None:
     async with gateway_before(ScriptedRing([])) as (_, gateway):
-        answer = await send(gateway, f"/api/{name}", {}, method=method)
+        answer = await send(gateway, f"/api/{name}", {}, method)
     assert answer.status == 501 and f"/api/{name}: this server" in answer.body["error"]
 
 
 async def test_clients_find_the_server_by_head() -> None:
     async with gateway_before(ScriptedRing([])) as (_, gateway):
-        assert (await send(gateway, "/", method="HEAD")).status == 200
+        assert (await send(gateway, "/", None, "HEAD")).status == 200

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from http_proc.apis.llama_cpp import error_body
-from http_proc.core.errors import from_ring
+from http_proc.core.errors import from_server
 from quadriga.errors import QueueFull
 from tests.unit.http.calls import answer_of
 from tests.unit.scripted_ring import ScriptedRing
@@ -46,7 +46,7 @@ def test_every_api_says_where_a_refused_request_would_have_waited(path: str, str
 
 
 def test_infill_says_it_in_its_own_error() -> None:
-    body = json.loads(error_body(from_ring(FULL, {})))
+    body = json.loads(error_body(from_server(FULL, {})))
     assert HINT.items() <= body["error"].items()
 
 

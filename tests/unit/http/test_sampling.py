@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from http_proc.core.errors import ApiError, from_ring
+from http_proc.core.errors import ApiError, from_server
 from http_proc.generation.sampling import (
     CHAT,
     OPENAI,
@@ -64,6 +64,6 @@ def test_a_wrong_type_names_the_field_as_the_request_calls_it(
 
 def test_an_error_of_the_ring_speaks_of_the_requests_own_field() -> None:
     error = InvalidRequest("max_new_tokens is 0: must be at least 1", "max_new_tokens")
-    api_error = from_ring(error, {"max_new_tokens": "max_tokens"})
+    api_error = from_server(error, {"max_new_tokens": "max_tokens"})
     assert api_error.answer.error.param == "max_tokens"
     assert str(api_error) == "max_tokens is 0: must be at least 1"

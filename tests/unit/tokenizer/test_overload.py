@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from http_proc.core.errors import from_ring
+from http_proc.core.errors import from_server
 from quadriga.errors import QueueFull
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.client import (
@@ -316,7 +316,7 @@ def test_the_hint_follows_how_fast_requests_end_and_reaches_the_web() -> None:
     assert caught.value.retry_after == 5  # a quarter of the queue, at about two a second
     error = RefusalInfo.of(caught.value).exception()
     assert isinstance(error, QueueFull)
-    answer = from_ring(error, {})
+    answer = from_server(error, {})
     hint = {"X-Queue-Position": "41", "X-Expected-Wait": "18.4"}
     assert (answer.status, answer.headers()) == (429, {"Retry-After": "5"} | hint)
 

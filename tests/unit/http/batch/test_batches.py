@@ -226,7 +226,7 @@ async def test_a_line_that_is_cancelled_as_another_ends_is_not_admitted(num_turn
     gateway: Any = SimpleNamespace(
         args=SimpleNamespace(batch_concurrency=1),
         config=ServerConfig().replace(batch_concurrency_beside=0),
-        ring_info=SimpleNamespace(current=idle),
+        server_info=SimpleNamespace(current=idle),
         num_open=0,
         num_choices=0,
     )

@@ -187,7 +187,7 @@ async def ask(
 ) -> Any:
     """Return the JSON of the answer to a request, with the name as X-Request-Id."""
     headers = MINE | ({"X-Request-Id": name} if name else {})
-    return (await send(gateway, path, body, method=method, **headers)).body
+    return (await send(gateway, path, body, method, **headers)).body
 
 
 def in_file(path: Path, statement: str) -> list[Any]:

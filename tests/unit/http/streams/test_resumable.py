@@ -203,7 +203,7 @@ async def test_a_deleted_stream_ends_with_abort_for_its_readers() -> None:
     async with gateway_before(ring) as (_, gateway):
         async with streaming(gateway) as response:
             name = response.headers["X-Stream-Id"]
-            answer = await send(gateway, f"/v1/streams/{name}", method="DELETE")
+            answer = await send(gateway, f"/v1/streams/{name}", None, "DELETE")
             assert answer.body == {"id": name, "deleted": True, "object": "stream.deleted"}
             assert b'"finish_reason":"abort"' in b"".join(await events_of(response))
         async with reading(gateway, name) as response:
@@ -372,7 +372,7 @@ async def test_an_id_of_a_stream_is_one_of_its_tenant(tenants: dict[str, Any]) -
             assert response.status == 200  # its own stream 1, with a prefix
         async with reading(gateway, "1", headers=as_tenant("tiny")) as response:
             assert response.status == 403
-        answer = await send(gateway, "/v1/streams/1", method="DELETE", **as_tenant("bob"))
+        answer = await send(gateway, "/v1/streams/1", None, "DELETE", **as_tenant("bob"))
         assert answer.status == 200
         assert b'"finish_reason":"abort"' in b"".join(await events_of(second))
         assert aborted == [1]
