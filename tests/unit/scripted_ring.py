@@ -60,10 +60,17 @@ class ScriptedRing:
         live: the messages of the live feed.
     """
 
-    def __init__(self, pieces: list[str], **facts: Any) -> None:
+    def __init__(
+        self,
+        pieces: list[str],
+        *,
+        leaves_open: bool = False,
+        error: QuadrigaError | None = None,
+        **facts: Any,
+    ) -> None:
         self.pieces = pieces
-        self.error: QuadrigaError | None = None
-        self.leaves_open = False
+        self.leaves_open = leaves_open
+        self.error = error
         self.finish_reason = "stop"
         self.logprobs: Callable[[str], list[TokenLogprob]] | None = None
         self.prompt_end = ""

@@ -35,9 +35,6 @@ def refused(message_part: str, **fields: Any) -> None:
     assert message_part in answer.body["error"]["message"]
 
 
-# --- answers --------------------------------------------------------------------------------------
-
-
 def test_an_answer_is_a_message_of_blocks() -> None:
     answer = ask(ScriptedRing(["Yes", "."]))
     body = answer.body
@@ -161,8 +158,6 @@ def test_no_tokens_compute_the_prompt_alone() -> None:
     assert body["usage"]["output_tokens"] == 0
 
 
-# --- thinking -----------------------------------------------------------------------------------
-
 REASONING = {
     "answer_format": to_info(
         AnswerFormat(calls=HERMES, reasoning=ReasoningFormat(switch="enable_thinking"))
@@ -222,9 +217,6 @@ def test_a_budget_is_no_error_for_a_model_that_does_not_reason() -> None:
     ring = ScriptedRing(["Yes"])
     assert ask(ring, thinking={"type": "enabled", "budget_tokens": 7}).status == 200
     assert ring.submitted[0][1].thinking_token_budget is None
-
-
-# --- conversations --------------------------------------------------------------------------------
 
 
 def turns_of(messages: Any, **fields: Any) -> Any:
@@ -360,9 +352,6 @@ def test_a_wrong_conversation_is_refused_with_its_place(message_part: str, messa
     refused(message_part, messages=messages)
 
 
-# --- fields ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("message_part", "fields"),
     [
@@ -438,9 +427,6 @@ def test_one_call_at_a_time_and_no_calls() -> None:
     assert ring.submitted[0][2]["chat"].tools == []
 
 
-# --- counting -------------------------------------------------------------------------------------
-
-
 def test_tokens_are_counted_with_the_tools_and_the_system_prompt() -> None:
     ring = ScriptedRing([])
     answer = ask(ring, COUNT, system="Be brief.", tools=[WEATHER])
@@ -451,17 +437,13 @@ def test_tokens_are_counted_with_the_tools_and_the_system_prompt() -> None:
 
 
 def test_an_error_of_counting_has_the_format_of_the_api() -> None:
-    ring = ScriptedRing([])
-    ring.error = InvalidRequest("prompt is refused by the template", "prompt")
+    ring = ScriptedRing([], error=InvalidRequest("prompt is refused by the template", "prompt"))
     answer = ask(ring, COUNT)
     assert answer.status == 400
     assert answer.body["error"] == {
         "type": "invalid_request_error",
         "message": "messages is refused by the template",
     }
-
-
-# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -474,8 +456,7 @@ def test_an_error_of_counting_has_the_format_of_the_api() -> None:
     ],
 )
 def test_errors_of_the_ring_have_the_types_of_the_api(error: Any, status: int, kind: str) -> None:
-    ring = ScriptedRing([])
-    ring.error = error
+    ring = ScriptedRing([], error=error)
     answer = ask(ring)
     assert (answer.status, answer.body["error"]["type"]) == (status, kind)
     assert answer.body["request_id"] == answer.headers["Request-Id"]
@@ -493,8 +474,7 @@ def test_a_prompt_that_is_too_long_is_reported_in_the_words_that_claude_code_kno
 
 
 async def test_an_error_in_a_stream_is_an_event() -> None:
-    ring = ScriptedRing(["Yes"])
-    ring.leaves_open = True
+    ring = ScriptedRing(["Yes"], leaves_open=True)
     answers = []
     async with gateway_before(ring) as (_, gateway):
         url = f"http://127.0.0.1:{gateway.args.port}{MESSAGES}"

@@ -111,8 +111,7 @@ def test_a_stream_goes_to_the_sink(path: str) -> None:
 
 
 def test_an_error_is_raised_before_the_sink_is_opened() -> None:
-    ring = ScriptedRing([])
-    ring.error = QueueFull("the queue is full", 3.0)
+    ring = ScriptedRing([], error=QueueFull("the queue is full", 3.0))
     with pytest.raises(ApiError, match="queue is full") as caught:
         ask(ring, "/v1/chat/completions", True)
     assert (caught.value.status, caught.value.retry_after) == (429, 3.0)

@@ -65,8 +65,7 @@ async def test_a_client_that_reads_nothing_or_a_byte_at_a_time_is_disconnected_a
     monkeypatch: pytest.MonkeyPatch, reads: bool
 ) -> None:
     monkeypatch.setattr(slow_client, "CHECK_INTERVAL_S", 0.1)
-    ring = ScriptedRing(["a"])
-    ring.leaves_open = True
+    ring = ScriptedRing(["a"], leaves_open=True)
     async with gateway_before(ring) as (_, gateway):
         client = await connect(gateway, request(ASK | {"stream": True}), 4096)
         while not ring.sinks:

@@ -93,7 +93,6 @@ def test_errors_of_infill_have_llama_cpps_format(
 
 
 def test_a_failure_is_the_last_event_of_infill() -> None:
-    ring = ScriptedRing(["a"], **FILLING)
-    ring.leaves_open = True
+    ring = ScriptedRing(["a"], **FILLING, leaves_open=True)
     answer = answer_of(ring, "/infill", GAP | {"stream": True})
     assert answer.status == 200 and "worker_proc died" in answer.text

@@ -188,8 +188,7 @@ async def test_a_base_model_is_sent_to_completions() -> None:
 async def test_an_error_of_the_ring_becomes_a_status(
     error: QuadrigaError, status: int, retry: bool
 ) -> None:
-    ring = ScriptedRing(["a", "b"])
-    ring.error = error
+    ring = ScriptedRing(["a", "b"], error=error)
     async with openai_before(ring) as (client, gateway):
         for stream in (False, True):
             with pytest.raises(openai.APIStatusError, match=str(error)) as caught:
@@ -201,8 +200,7 @@ async def test_an_error_of_the_ring_becomes_a_status(
 
 
 async def test_openais_client_tries_again_when_the_queue_was_full() -> None:
-    ring = ScriptedRing(["a"])
-    ring.error = QueueFull("full")
+    ring = ScriptedRing(["a"], error=QueueFull("full"))
     async with openai_before(ring) as (client, gateway):
         asking = asyncio.create_task(
             client.with_options(max_retries=1).completions.create(model="tiny", prompt="x")
@@ -215,8 +213,7 @@ async def test_openais_client_tries_again_when_the_queue_was_full() -> None:
 
 
 async def test_an_error_in_the_middle_ends_the_stream_with_an_event() -> None:
-    ring = ScriptedRing(["a"])
-    ring.leaves_open = True
+    ring = ScriptedRing(["a"], leaves_open=True)
     async with openai_before(ring) as (client, gateway):
         stream = await client.completions.create(model="tiny", prompt="x", stream=True)
         assert (await anext(stream)).choices[0].text == "a"
@@ -228,8 +225,7 @@ async def test_an_error_in_the_middle_ends_the_stream_with_an_event() -> None:
 
 
 async def test_a_stopping_gateway_answers_open_requests_and_refuses_new_ones() -> None:
-    ring = ScriptedRing(["a", "b"])
-    ring.leaves_open = True
+    ring = ScriptedRing(["a", "b"], leaves_open=True)
     async with openai_before(ring) as (client, gateway):
         stream = await client.completions.create(model="tiny", prompt="x", stream=True)
         draining = asyncio.create_task(gateway.drain(5.0))

@@ -155,9 +155,6 @@ async def test_no_path_and_no_body_makes_a_500_or_a_line_of_its_own_in_the_log(
     check_log(log)
 
 
-# --- readiness ------------------------------------------------------------------------------------
-
-
 class LoadingRing(ScriptedRing):
     """A ring that is ready at the question `ready_at`, and does not answer the first one."""
 

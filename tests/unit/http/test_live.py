@@ -120,8 +120,7 @@ async def test_a_failing_ring_is_an_event_and_is_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hub_module, "RETRY_S", 0.01)
-    ring = ScriptedRing([])
-    ring.error = RequestFailed("the ring is away")
+    ring = ScriptedRing([], error=RequestFailed("the ring is away"))
     async with gateway_before(ring) as (_, gateway):
         url = f"{gateway.args.url}/v1/live"
         async with aiohttp.ClientSession() as session, session.get(url) as response:
@@ -183,9 +182,6 @@ async def test_the_streams_end_when_the_server_stops() -> None:
             response = await session.get(f"{url}/v1/live")
             await Page(response).until("history")
         assert await response.content.read() == b""
-
-
-# --- the hub --------------------------------------------------------------------------------------
 
 
 async def test_a_viewer_that_does_not_read_loses_events_and_learns_how_many() -> None:

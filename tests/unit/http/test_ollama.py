@@ -77,9 +77,6 @@ def test_numbers_are_cast_and_unknown_options_warned_of_as_at_ollama(
     assert sum("'penalise'" in record.getMessage() for record in caplog.records) == 1
 
 
-# --- chat -----------------------------------------------------------------------------------------
-
-
 def test_a_chat_is_streamed_as_lines_whose_last_has_the_numbers() -> None:
     parts = lines(ScriptedRing(["Good ", "day."]))
     assert [part["message"]["content"] for part in parts] == ["Good ", "day.", ""]
@@ -198,8 +195,7 @@ def test_logprobs_come_with_their_tokens() -> None:
 
 
 def test_an_error_in_a_stream_is_its_last_line() -> None:
-    ring = ScriptedRing(["a"])
-    ring.leaves_open = True
+    ring = ScriptedRing(["a"], leaves_open=True)
     parts = lines(ring)
     assert parts[-1].keys() == {"error"} and "worker_proc died" in parts[-1]["error"]
 
@@ -222,9 +218,6 @@ def test_what_cannot_be_obeyed_is_an_error_in_ollamas_format(
 ) -> None:
     got, message = refusal("/api/chat", **body)
     assert (got, said in message) == (status, True), message
-
-
-# --- generate -------------------------------------------------------------------------------------
 
 
 def test_a_prompt_is_a_turn_of_the_user_after_the_system() -> None:
@@ -301,9 +294,6 @@ def test_a_system_message_needs_a_chat_template() -> None:
     ring = ScriptedRing(["a"], chat=False)
     status, message = refusal("/api/generate", ring, prompt="x", system="y")
     assert status == 400 and "has none" in message
-
-
-# --- models ---------------------------------------------------------------------------------------
 
 
 def test_the_model_is_listed_and_described() -> None:

@@ -40,9 +40,6 @@ async def streamed(client: openai.AsyncOpenAI, **fields: Any) -> tuple[str, str]
     return reasoning, content
 
 
-# --- reasoning ------------------------------------------------------------------------------------
-
-
 async def test_reasoning_stands_beside_the_content_whole_and_streamed() -> None:
     async with openai_before(thinking_ring()) as (client, _):
         answer = await client.chat.completions.create(**ASK, tools=TOOLS)
@@ -115,9 +112,6 @@ async def test_the_reasoning_of_earlier_answers_goes_to_the_template() -> None:
             assert ring.submitted[-1][0][1]["reasoning_content"] == "Hm."
 
 
-# --- tools ----------------------------------------------------------------------------------------
-
-
 def allowed(mode: str, *names: str) -> Any:
     listed = [{"type": "function", "function": {"name": name}} for name in names]
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}}
@@ -159,8 +153,6 @@ async def test_functions_in_openais_older_form_are_called_and_answered() -> None
         await client.chat.completions.create(**body, function_call={"name": "weather"})
         assert ring.submitted[-1][1].structural_tag is not None
 
-
-# --- fields ---------------------------------------------------------------------------------------
 
 WITHOUT_EFFECT: dict[str, Any] = {
     "audio": None,
@@ -272,9 +264,6 @@ async def test_a_history_with_parallel_calls_of_tools_that_are_gone_is_taken() -
         assert [turn["role"] for turn in ring.submitted[0][0]][1:] == ["assistant", "tool", "tool"]
 
 
-# --- /render and /v1/models -----------------------------------------------------------------------
-
-
 async def test_render_returns_the_prompt_of_a_chat_or_of_a_text() -> None:
     ring = ScriptedRing([])
     async with openai_before(ring) as (client, _):
@@ -305,9 +294,6 @@ async def test_the_card_of_a_model_says_what_it_can_do() -> None:
         assert card.answer_format == "known"
 
 
-# --- usage ----------------------------------------------------------------------------------------
-
-
 async def test_usage_has_the_tokens_of_the_reasoning_whole_and_streamed() -> None:
     async with openai_before(thinking_ring()) as (client, _):
         whole = (await client.chat.completions.create(**ASK)).usage
@@ -323,9 +309,6 @@ async def test_usage_has_the_tokens_of_the_reasoning_whole_and_streamed() -> Non
             await client.chat.completions.create(**ASK, extra_body={"separate_reasoning": False})
         ).usage
         assert whole is not None and whole.completion_tokens_details is None
-
-
-# --- gpt-oss --------------------------------------------------------------------------------------
 
 
 async def test_gpt_oss_has_reasoning_calls_and_grammars_in_its_channels() -> None:
@@ -347,9 +330,6 @@ async def test_gpt_oss_has_reasoning_calls_and_grammars_in_its_channels() -> Non
             (parsed,) = answer.choices[0].message.tool_calls or []
             assert parsed.type == "function" and parsed.function.arguments == '{"a": 1}'
             assert (ring.submitted[-1][1].structural_tag is not None) == (choice == "required")
-
-
-# --- what other servers take, too -----------------------------------------------------------------
 
 
 async def test_token_ids_are_those_of_the_prompt_and_of_each_choice_whole_and_streamed() -> None:

@@ -28,8 +28,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def silent_ring() -> ScriptedRing:
     """Return a ring that accepts a request and answers nothing."""
-    ring = ScriptedRing([])
-    ring.leaves_open = True
+    ring = ScriptedRing([], leaves_open=True)
     ring.progress_of_each = WAITING
     return ring
 

@@ -28,8 +28,7 @@ HINT = {"queue_position": 41, "expected_wait": 18.4}
 
 def refusal(path: str, error: QueueFull, stream: bool = False) -> tuple[Any, dict[str, Any]]:
     """Return the headers and the body of the answer to a request that the ring refuses."""
-    ring = ScriptedRing([])
-    ring.error = error
+    ring = ScriptedRing([], error=error)
     answer = answer_of(ring, path, {"stream": stream} | BODIES[path])
     assert answer.status == 429
     return answer.headers, answer.body

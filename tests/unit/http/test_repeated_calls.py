@@ -93,8 +93,6 @@ def test_an_answer_whose_calls_are_not_forced_may_repeat_them() -> None:
     assert len(parsed.calls) == 2 and not parser.is_over
 
 
-# --- through the gateway --------------------------------------------------------------------------
-
 FIRST = '<tool_call>\n{"name": "roll", "arguments": {"sides": 6}}\n</tool_call>'
 OTHER = FIRST.replace("6", "8")
 ROLL = {"name": "roll", "parameters": {"type": "object", "properties": {"sides": {}}}}
@@ -174,9 +172,6 @@ async def test_the_responses_api_ends_at_a_repeat() -> None:
         ends = [e async for e in stream if e.type == "response.output_item.done"]
         assert len(ends) == 1
         assert ring.num_aborts == 2
-
-
-# --- functions without parameters -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("parameters", [

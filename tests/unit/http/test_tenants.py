@@ -159,8 +159,7 @@ async def test_a_tenants_key_shows_no_name_and_no_usage_of_others(keys: Path) ->
 async def test_batches_and_background_responses_of_one_tenant_leave_slots_for_others(
     keys: Path, tmp_path: Path
 ) -> None:
-    ring = ScriptedRing(["a"], running=0, waiting=0)
-    ring.leaves_open = True
+    ring = ScriptedRing(["a"], running=0, waiting=0, leaves_open=True)
 
     flags = {"max_background_responses": 6, "max_open_batches": 6}
     async with gateway_before(
@@ -194,8 +193,7 @@ def test_without_keys_requests_can_belong_to_addresses() -> None:
 
 
 async def test_a_tenant_ends_only_its_own_requests(keys: Path) -> None:
-    ring = ScriptedRing(["a"])
-    ring.leaves_open = True
+    ring = ScriptedRing(["a"], leaves_open=True)
     async with gateway_before(ring, keys=str(keys)) as (_, gateway):
         bob, alice = ({"Authorization": f"Bearer {key}"} for key in ("b-key", "a-key"))
         async with streaming(gateway, headers=bob) as response:

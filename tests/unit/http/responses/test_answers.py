@@ -266,12 +266,8 @@ async def test_a_call_that_is_cut_off_is_an_incomplete_item() -> None:
         assert answer.status == "incomplete"
 
 
-# --- errors ---------------------------------------------------------------------------------------
-
-
 async def test_an_error_before_the_answer_is_a_status() -> None:
-    ring = ScriptedRing([])
-    ring.error = QueueFull("the queue is full")
+    ring = ScriptedRing([], error=QueueFull("the queue is full"))
     async with asking(ring) as client:
         for streamed in (False, True):
             with pytest.raises(openai.RateLimitError):
@@ -279,8 +275,7 @@ async def test_an_error_before_the_answer_is_a_status() -> None:
 
 
 async def test_an_error_within_a_stream_ends_it_with_a_failed_response() -> None:
-    ring = ScriptedRing(["No", " ra"])
-    ring.leaves_open = True
+    ring = ScriptedRing(["No", " ra"], leaves_open=True)
     async with asking(ring) as client:
         events: list[Any] = []
         async for event in await client.responses.create(**ASK, stream=True):

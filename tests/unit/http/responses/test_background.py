@@ -59,8 +59,7 @@ async def test_a_response_is_made_without_its_client_and_read_later(tmp_path: Pa
 
 
 async def test_its_stream_is_read_while_it_is_made_and_afterwards(tmp_path: Path) -> None:
-    ring = ScriptedRing(["No"])
-    ring.leaves_open = True
+    ring = ScriptedRing(["No"], leaves_open=True)
     async with asking(ring, data_dir=str(tmp_path)) as client:
         created = await client.responses.create(**BACKGROUND_ASK)
 
@@ -89,8 +88,7 @@ async def test_its_stream_is_read_while_it_is_made_and_afterwards(tmp_path: Path
 
 
 async def test_a_stream_in_the_background_goes_on_without_its_client(tmp_path: Path) -> None:
-    ring = ScriptedRing(["No"])
-    ring.leaves_open = True
+    ring = ScriptedRing(["No"], leaves_open=True)
     async with asking(ring, data_dir=str(tmp_path)) as client:
         stream = await client.responses.create(**BACKGROUND_ASK, stream=True)
         seen = [await anext(stream) for _ in range(4)]
@@ -129,8 +127,7 @@ async def test_a_client_that_leaves_while_its_response_is_stored_finds_it_later(
 
 
 async def test_a_cancelled_response_keeps_what_it_has(tmp_path: Path) -> None:
-    ring = ScriptedRing(["No"])
-    ring.leaves_open = True
+    ring = ScriptedRing(["No"], leaves_open=True)
     async with asking(ring, data_dir=str(tmp_path)) as client:
         created = await client.responses.create(**BACKGROUND_ASK, stream=True)
         events = [await anext(created) for _ in range(6)]
@@ -146,8 +143,7 @@ async def test_a_cancelled_response_keeps_what_it_has(tmp_path: Path) -> None:
 
 
 async def test_a_response_is_cancelled_before_it_begins(tmp_path: Path) -> None:
-    ring = ScriptedRing([])
-    ring.error = QueueFull("full")
+    ring = ScriptedRing([], error=QueueFull("full"))
     async with asking(ring, data_dir=str(tmp_path)) as client:
         created = await client.responses.create(**BACKGROUND_ASK)
         assert (await client.responses.cancel(created.id)).status == "cancelled"
@@ -156,8 +152,7 @@ async def test_a_response_is_cancelled_before_it_begins(tmp_path: Path) -> None:
 
 
 async def test_an_error_of_the_request_is_that_of_the_response(tmp_path: Path) -> None:
-    ring = ScriptedRing([])
-    ring.error = PromptTooLong("prompt has 9000 tokens")
+    ring = ScriptedRing([], error=PromptTooLong("prompt has 9000 tokens"))
     async with asking(ring, data_dir=str(tmp_path)) as client:
         created = await client.responses.create(**BACKGROUND_ASK)
         failed = await ended(client, created.id)
@@ -171,8 +166,7 @@ async def test_a_full_queue_delays_the_response(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background_run, "RETRY_AFTER_S", 0.0)
-    ring = ScriptedRing(["No"])
-    ring.error = QueueFull("full")
+    ring = ScriptedRing(["No"], error=QueueFull("full"))
     async with asking(ring, data_dir=str(tmp_path)) as client:
         created = await client.responses.create(**BACKGROUND_ASK)
         while len(ring.handles) < 2:
@@ -186,8 +180,7 @@ async def test_a_full_queue_delays_the_response(
 
 
 async def test_open_responses_are_made_by_the_next_gateway(tmp_path: Path) -> None:
-    ring = ScriptedRing(["No"])
-    ring.leaves_open = True
+    ring = ScriptedRing(["No"], leaves_open=True)
     async with client_of(ring, tmp_path) as client:
         first = await client.responses.create(**ASK, background=True, instructions="Be brief.")
         stream = await client.responses.create(
@@ -231,8 +224,7 @@ class StartingRing(ScriptedRing):
 
 @pytest.mark.parametrize("act", ["cancel", "delete"])
 async def test_a_response_ends_while_the_server_starts(tmp_path: Path, act: str) -> None:
-    ring = ScriptedRing(["No"])
-    ring.leaves_open = True
+    ring = ScriptedRing(["No"], leaves_open=True)
     async with client_of(ring, tmp_path) as client:
         first, other = [await client.responses.create(**BACKGROUND_ASK) for _ in range(2)]
         while len(ring.handles) < 2:
@@ -267,8 +259,7 @@ async def test_a_response_ends_while_the_server_starts(tmp_path: Path, act: str)
 async def test_a_response_that_is_made_again_is_cancelled_with_all_that_was_sent(
     tmp_path: Path,
 ) -> None:
-    ring = ScriptedRing(["No", " rain"])
-    ring.leaves_open = True
+    ring = ScriptedRing(["No", " rain"], leaves_open=True)
     async with asking(ring, data_dir=str(tmp_path)) as client:
         created = await client.responses.create(**BACKGROUND_ASK, stream=True)
         events = [await anext(created) for _ in range(7)]
@@ -327,8 +318,7 @@ async def test_a_resumable_request_in_the_background_is_one_response(tmp_path: P
 async def test_an_open_response_cannot_be_continued_and_ends_when_it_is_deleted(
     tmp_path: Path,
 ) -> None:
-    ring = ScriptedRing(["No"])
-    ring.leaves_open = True
+    ring = ScriptedRing(["No"], leaves_open=True)
     async with asking(ring, data_dir=str(tmp_path)) as client:
         created = await client.responses.create(**BACKGROUND_ASK)
         with pytest.raises(openai.ConflictError, match="has not ended"):
@@ -342,8 +332,7 @@ async def test_an_open_response_cannot_be_continued_and_ends_when_it_is_deleted(
 
 
 async def test_the_number_of_open_responses_is_bounded(tmp_path: Path) -> None:
-    ring = ScriptedRing(["No"])
-    ring.leaves_open = True
+    ring = ScriptedRing(["No"], leaves_open=True)
     async with asking(ring, data_dir=str(tmp_path), max_background_responses=2) as client:
         for _ in range(2):
             await client.responses.create(**BACKGROUND_ASK)
@@ -352,8 +341,7 @@ async def test_the_number_of_open_responses_is_bounded(tmp_path: Path) -> None:
 
 
 async def test_open_responses_outlive_the_bounds_of_the_store(tmp_path: Path) -> None:
-    ring = ScriptedRing(["No"])
-    ring.leaves_open = True
+    ring = ScriptedRing(["No"], leaves_open=True)
     async with asking(ring, data_dir=str(tmp_path), max_stored_responses=1) as client:
         created = await client.responses.create(**BACKGROUND_ASK)
         while not ring.handles:
@@ -369,8 +357,7 @@ async def test_an_end_that_cannot_be_stored_is_stored_later(
 ) -> None:
     monkeypatch.setattr(database, "RETRY_S", 0.0)
     monkeypatch.setattr(background_run, "RETRY_S", 0.01)
-    ring = ScriptedRing(["No"])
-    ring.leaves_open = True
+    ring = ScriptedRing(["No"], leaves_open=True)
 
     ids: list[str] = []
     async with asking(ring, data_dir=str(tmp_path)) as client:

@@ -216,8 +216,7 @@ async def test_store_false_keeps_nothing(tmp_path: Path) -> None:
 
 
 async def test_a_client_that_leaves_keeps_no_response(tmp_path: Path) -> None:
-    ring = ScriptedRing(["No", " rain."])
-    ring.leaves_open = True
+    ring = ScriptedRing(["No", " rain."], leaves_open=True)
     async with asking(ring, data_dir=str(tmp_path)) as client:
         events = await client.responses.create(**ASK, stream=True)
         created = await anext(aiter(events))

@@ -141,8 +141,7 @@ async def test_a_page_of_large_items_has_those_that_fit_and_the_next_pages_the_r
 async def test_items_of_open_requests_have_a_bound_together_until_the_requests_end(
     tmp_path: Path,
 ) -> None:
-    ring = ScriptedRing(["No"])
-    ring.leaves_open = True
+    ring = ScriptedRing(["No"], leaves_open=True)
     async with http_before(tmp_path, ring) as http:
         held = http.gateway.stored_items
         held.limit = 5 * MEGABYTE
@@ -164,8 +163,7 @@ async def test_items_of_open_requests_have_a_bound_together_until_the_requests_e
 
 
 async def test_a_background_response_holds_its_items_until_it_ends(tmp_path: Path) -> None:
-    ring = ScriptedRing(["No"])
-    ring.leaves_open = True
+    ring = ScriptedRing(["No"], leaves_open=True)
     async with http_before(tmp_path, ring) as http:
         held = http.gateway.stored_items
         name = await http.conversation(item("big", 2 * MEGABYTE))

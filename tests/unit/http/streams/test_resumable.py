@@ -161,8 +161,7 @@ async def test_the_same_request_sent_again_reads_the_same_stream() -> None:
 
 
 async def test_an_error_before_the_begin_is_a_status_and_leaves_nothing() -> None:
-    ring = ScriptedRing(PIECES)
-    ring.error = PromptTooLong("prompt has 9 tokens")
+    ring = ScriptedRing(PIECES, error=PromptTooLong("prompt has 9 tokens"))
     async with gateway_before(ring) as (_, gateway):
         headers = {"X-Request-Id": "mine"}
         async with streaming(gateway, headers=headers) as response:
