@@ -907,7 +907,9 @@ class MessageStream(ChatRenderer):
         if chunk.completion is not None:
             self._completion = chunk.completion
             steps += self._writer.finish()
-        return b"".join(map(_step_event, steps))
+        return b"".join(
+            named_event(str(step.__struct_config__.tag).encode(), _encode(step)) for step in steps
+        )
 
     def finish(self) -> bytes:
         """Return message_delta (why it ended, counts, timings) and message_stop."""
@@ -926,10 +928,6 @@ class MessageStream(ChatRenderer):
     def error(self, error: ApiError) -> bytes:
         """Return the event error."""
         return named_event(b"error", error_body(error))
-
-
-def _step_event(step: BlockStep) -> bytes:
-    return named_event(str(step.__struct_config__.tag).encode(), _encode(step))
 
 
 async def messages(gateway: Gateway, call: Call, sink: EventSink) -> MessageBody | None:

@@ -870,21 +870,17 @@ async def ollama_chat_answer(gateway: Gateway, call: Call, sink: EventSink) -> O
     if not fields.messages:
         return loaded_answer(fields.model, chat_answer)
     info = await gateway.server_info.static()
+    last = fields.messages[-1]
     chat = ChatCall(
         messages=ollama_chat(fields.messages),
         sampling=ollama_sampling(fields, info["context_length"]),
         tools=fields.tools,
         reasoning=ollama_reasoning(fields, info),
-        continues_message=_is_begun(fields.messages[-1]),
+        continues_message=last.role == "assistant" and not last.tool_calls,
         stream=fields.stream,
     )
     asked = GeneratePrompt(chat.messages, await prepare_chat(gateway, chat))
     return await _answer(gateway, call, sink, fields, asked, chat_answer)
-
-
-def _is_begun(last: OllamaMessage) -> bool:
-    """Return whether the last message is the begin of the answer."""
-    return last.role == "assistant" and not last.tool_calls
 
 
 # The request's name of each field of the server, beside the options.
@@ -960,7 +956,11 @@ async def _prompt(gateway: Gateway, fields: OllamaGenerateRequest) -> GeneratePr
         return _plain(known.prompt(fields.prompt, fields.suffix), filling)
     if fields.raw or not info["chat"]:
         if fields.system:
-            raise _no_template(gateway, "system")
+            raise invalid(
+                f"system needs a chat template, and {gateway.model} has none: write it into the"
+                " prompt",
+                "system",
+            )
         return await _with_context(gateway, fields, _plain(fields.prompt, sampling))
     turns: Chat = [{"role": "system", "content": fields.system}] if fields.system else []
     turns.append({"role": "user", "content": fields.prompt})
@@ -972,13 +972,6 @@ async def _prompt(gateway: Gateway, fields: OllamaGenerateRequest) -> GeneratePr
     )
     prepared = await prepare_chat(gateway, call)
     return await _with_context(gateway, fields, GeneratePrompt(turns, prepared))
-
-
-def _no_template(gateway: Gateway, field: str) -> ApiError:
-    return invalid(
-        f"{field} needs a chat template, and {gateway.model} has none: write it into the prompt",
-        field,
-    )
 
 
 def _plain(prompt: str, sampling: Sampling) -> GeneratePrompt:

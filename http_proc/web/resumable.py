@@ -177,7 +177,8 @@ class StreamTable:
             if stream.has_failed and stream.num_readers:
                 self.forget(stream)  # its client gets the error now, and may try again
         finally:
-            stream.log.end(_deleted(stream.id))
+            gone = ApiError(404, f"stream {stream.id} was deleted", code="stream_expired")
+            stream.log.end(gone)
             if self._streams.get(stream.row.name) is stream and not self._is_interrupted:
                 self._rows.end(stream.row.name, now())
             self._on_change(stream)
@@ -340,10 +341,6 @@ class StreamTable:
 
 
 STREAMS = Key[StreamTable]("streams")
-
-
-def _deleted(stream_id: str) -> ApiError:
-    return ApiError(404, f"stream {stream_id} was deleted", code="stream_expired")
 
 
 def answer_of(gateway: Gateway, call: Call, caller: Caller, is_resent: bool = False) -> Answer:

@@ -255,7 +255,7 @@ async def get_response(request: web.Request) -> web.StreamResponse:
     store, response_id = stored_responses(request), request.match_info["id"]
     response = await store.response(response_id)
     run = request.app[GATEWAY][BACKGROUND].find(response_id)
-    if not _is_true(request, "stream"):
+    if not _asks_for_stream(request):
         return json_response(response if run is None else run.response)
     first = _starting_after(request) + 1
     if run is not None:
@@ -321,10 +321,10 @@ async def cancel_response(request: web.Request) -> web.Response:
     return json_response(run.response)
 
 
-def _is_true(request: web.Request, name: str) -> bool:
-    value = request.query.get(name, "false").lower()
+def _asks_for_stream(request: web.Request) -> bool:
+    value = request.query.get("stream", "false").lower()
     if value not in ("true", "false"):
-        raise invalid(f"{name} is {value[:100]!r}: it must be true or false", name)
+        raise invalid(f"stream is {value[:100]!r}: it must be true or false", "stream")
     return value == "true"
 
 

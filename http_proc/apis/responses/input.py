@@ -323,11 +323,6 @@ class _AssistantTurn:
     texts: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
 
-    @property
-    def ends_with_text(self) -> bool:
-        """True if the answer has its text and calls no tool."""
-        return bool(self.texts) and not self.calls
-
     def turn(self) -> dict[str, Any]:
         """Return the turn in the server's form."""
         turn: dict[str, Any] = {"role": "assistant", "content": "\n".join(self.texts)}
@@ -350,7 +345,7 @@ def chat_turns(instructions: str | None, items: list[AnyItem], num_stored: int =
     head: list[str] = [instructions] if instructions else []
     num_head = 0
     for name, item in parts:
-        if not _is_system(item):
+        if not isinstance(item, MessageItem) or item.role not in SYSTEM_ROLES:
             break
         head.append(text_of(item.content, f"{name}.content"))
         num_head += 1
@@ -362,15 +357,12 @@ def chat_turns(instructions: str | None, items: list[AnyItem], num_stored: int =
             turns.append(_turn(name, item))
             answer = None
             continue
-        if answer is None or (answer.ends_with_text and not isinstance(item, CallItem)):
+        has_ended = answer is not None and answer.texts and not answer.calls
+        if answer is None or (has_ended and not isinstance(item, CallItem)):
             turns += [answer.turn()] if answer else []
             answer = _AssistantTurn()
         _add(answer, name, item)
     return turns + ([answer.turn()] if answer else [])
-
-
-def _is_system(item: TurnItem) -> TypeGuard[MessageItem]:
-    return isinstance(item, MessageItem) and item.role in SYSTEM_ROLES
 
 
 def _is_others(item: TurnItem) -> TypeGuard[MessageItem | OutputItem]:

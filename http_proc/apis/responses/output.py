@@ -92,17 +92,15 @@ class CustomInputReader:
             may_go_on = re.fullmatch(r"\\(u[0-9a-fA-F]{0,3})?", text)
             return None if may_go_on else (text[0], 1)
         if not _HIGH_SURROGATE.fullmatch(escape[0]):
-            return _without_surrogates(json.loads(f'"{escape[0]}"')), len(escape[0])
+            char = json.loads(f'"{escape[0]}"')
+            is_surrogate = "\ud800" <= char <= "\udfff"
+            return "\N{REPLACEMENT CHARACTER}" if is_surrogate else char, len(escape[0])
         rest = text[_MAX_ESCAPE_CHARS:]
         if _LOW_SURROGATE.match(rest):
             pair = text[: 2 * _MAX_ESCAPE_CHARS]
             return json.loads(f'"{pair}"'), len(pair)
         may_be_pair = re.fullmatch(r"(\\(u([dD]([c-fC-F][0-9a-fA-F]?)?)?)?)?", rest)
         return None if may_be_pair else ("\N{REPLACEMENT CHARACTER}", _MAX_ESCAPE_CHARS)
-
-
-def _without_surrogates(text: str) -> str:
-    return "\N{REPLACEMENT CHARACTER}" if "\ud800" <= text <= "\udfff" else text
 
 
 StreamEvent = dict[str, Any]
