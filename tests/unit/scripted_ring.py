@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -64,13 +65,13 @@ class ScriptedRing:
         self,
         pieces: list[str],
         *,
-        leaves_open: bool = False,
-        error: QuadrigaError | None = None,
+        leaves_open: Any = False,
+        error: Any = None,
         **facts: Any,
     ) -> None:
         self.pieces = pieces
-        self.leaves_open = leaves_open
-        self.error = error
+        self.leaves_open: bool = leaves_open
+        self.error: QuadrigaError | None = error
         self.finish_reason = "stop"
         self.logprobs: Callable[[str], list[TokenLogprob]] | None = None
         self.prompt_end = ""
@@ -165,12 +166,16 @@ def chunk(text: str, completion: Completion | None = None) -> StreamChunk:
 
 @asynccontextmanager
 async def gateway_before(
-    ring: ScriptedRing, rows: StreamRows | None = None, /, **flags: Any
+    ring: ScriptedRing,
+    rows: StreamRows | None = None,
+    run_dir: Path | None = None,
+    /,
+    **flags: Any,
 ) -> AsyncIterator[tuple[str, Gateway]]:
     """Yield the URL of a gateway, which keeps its streams in `rows`, and the gateway."""
     port = free_port()
     config = ServerConfig().replace(**{"served_model_name": "tiny", "port": port} | flags)
-    gateway = Gateway(config, ring)  # type: ignore[arg-type]
+    gateway = Gateway(config, ring, run_dir)  # type: ignore[arg-type]
     gateway[STREAM_ROWS] = rows or StreamRows()
     runner = await make_runner(gateway)
     server = await listen(runner, bind(config.http), tls_context(config.http), gateway)

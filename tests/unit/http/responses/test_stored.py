@@ -8,11 +8,6 @@ from typing import Any
 import openai
 import pytest
 
-from bench.client.server import free_port
-from http_proc.core.gateway import Gateway
-from http_proc.server import bind, listen, make_runner, tls_context
-from http_proc.web.resumable import STREAM_ROWS
-from http_proc.web.stream_rows import StreamRows
 from quadriga.errors import ConfigError
 from quadriga.server.config.server_config import ServerConfig
 from tests.unit.http.calls import key_file, send
@@ -322,38 +317,30 @@ async def test_two_gateways_do_not_use_one_file(tmp_path: Path) -> None:
 async def test_without_a_flag_responses_are_kept_in_the_run_directory(tmp_path: Path) -> None:
     ring = ScriptedRing(["No", " rain."])
 
-    def new_gateway(**flags: Any) -> Gateway:
-        config = ServerConfig().replace(served_model_name="tiny", port=free_port(), **flags)
-        gateway = Gateway(config, ring, tmp_path / "run")  # type: ignore[arg-type]
-        gateway[STREAM_ROWS] = StreamRows()
-        return gateway
-
-    async def ask(running: Gateway, response_id: str = "") -> Any:
-        runner = await make_runner(running)
-        server = await listen(runner, bind(running.args), tls_context(running.args), running)
-        try:
-            url = f"{running.args.url}/v1"
-            async with openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0) as client:
-                if response_id:
-                    return await client.responses.retrieve(response_id)
-                file = await client.files.create(file=("a", b"{}"), purpose="batch")
-                assert (await client.files.content(file.id)).content == b"{}"
-                return await client.responses.create(**ASK)
-        finally:
-            server.close()
-            await runner.cleanup()
+    async def ask(response_id: str = "", **flags: Any) -> tuple[Any, Path | None, bool]:
+        """Return a response, and where and for how long the gateway keeps it."""
+        async with (
+            gateway_before(ring, None, tmp_path / "run", **flags) as (url, gateway),
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client,
+        ):
+            kept = gateway.data_dir, gateway.outlives_server
+            if response_id:
+                return await client.responses.retrieve(response_id), *kept
+            file = await client.files.create(file=("a", b"{}"), purpose="batch")
+            assert (await client.files.content(file.id)).content == b"{}"
+            return await client.responses.create(**ASK), *kept
 
     (tmp_path / "run").mkdir()
-    first = await ask(new_gateway())
-    assert first.store is True
-    assert await ask(new_gateway(), first.id) == first
-    assert not new_gateway().outlives_server
-    other = new_gateway(data_dir=str(tmp_path / "data"))
-    assert other.outlives_server and other.data_dir == tmp_path / "data"
+    first, directory, outlives_server = await ask()
+    assert first.store is True and directory == tmp_path / "run" / "data"
+    assert not outlives_server
+    assert (await ask(first.id))[0] == first
+    other = await ask(data_dir=str(tmp_path / "data"))
+    assert other[1:] == (tmp_path / "data", True)
     with pytest.raises(openai.NotFoundError, match="--no-store"):
-        await ask(new_gateway(no_store=True), first.id)
+        await ask(first.id, no_store=True)
     with pytest.raises(openai.InternalServerError, match="--no-store"):
-        await ask(new_gateway(no_store=True))
+        await ask(no_store=True)
 
 
 def test_no_store_and_a_directory_for_data_are_refused(tmp_path: Path) -> None:
