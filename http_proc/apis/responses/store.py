@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from http_proc.apis.responses.schema import ResponseObject
 from http_proc.core.call import Call
@@ -55,30 +55,37 @@ class ResponseIds:
                 self._taken.discard(response_id)
 
 
-class ResponseStore(Protocol):
+class ResponseStore:
     """Keep responses and conversations, each of which belongs to the caller's tenant.
+
+    This one keeps nothing, and refuses references to what is kept.
 
     Attributes:
         ids: those of the responses that are being made.
     """
 
-    ids: ResponseIds
+    def __init__(self) -> None:
+        self.ids = ResponseIds()
 
     @property
     def keeps_responses(self) -> bool:
         """Whether a saved response can be read again; the answer's field `store`."""
+        return False
 
-    async def unused_id(self, response_id: str, is_taken: bool = False) -> str:
+    async def unused_id(self, response_id: str, is_taken: bool = False) -> str:  # noqa: ARG002
         """Return the id for a new response, which is longer if it is taken."""
+        return response_id
 
     def check_size(self, items: Items) -> None:
         """Raise an ApiError where a response with these items cannot be kept for their size."""
 
     async def items_of_response(self, response_id: str) -> Items:
         """Return the input and output items up to and with a response. Raise ApiError."""
+        raise _refusal("previous_response_id", response_id, "responses")
 
     async def items_of_conversation(self, conversation_id: str) -> Items:
         """Return the items of a conversation. Raise ApiError."""
+        raise _refusal("conversation", conversation_id, "conversations")
 
     async def items(self, names: Mapping[str, str]) -> Items:
         """Return items. Raise ApiError.
@@ -86,48 +93,18 @@ class ResponseStore(Protocol):
         Args:
             names: the request's name of the reference to each, by their ids.
         """
-
-    async def save(self, ended: EndedResponse) -> bool:
-        """Keep a response. Return whether that has succeeded."""
-
-
-class NoResponseStore:
-    """A ResponseStore that keeps nothing."""
-
-    keeps_responses = False
-
-    def __init__(self) -> None:
-        self.ids = ResponseIds()
-
-    async def unused_id(self, response_id: str, is_taken: bool = False) -> str:  # noqa: ARG002
-        """Return the id as it is."""
-        return response_id
-
-    def check_size(self, items: Items) -> None:
-        """Keep none, of any size."""
-
-    async def items_of_response(self, response_id: str) -> Items:
-        """Refuse the reference."""
-        raise _refusal("previous_response_id", response_id, "responses")
-
-    async def items_of_conversation(self, conversation_id: str) -> Items:
-        """Refuse the reference."""
-        raise _refusal("conversation", conversation_id, "conversations")
-
-    async def items(self, names: Mapping[str, str]) -> Items:
-        """Refuse the first reference."""
         for item_id, name in names.items():
             raise _refusal(name, item_id, "items")
         return []
 
     async def save(self, ended: EndedResponse) -> bool:  # noqa: ARG002
-        """Keep nothing."""
+        """Keep a response. Return whether that has succeeded."""
         return False
 
 
 # Without one, a gateway keeps nothing.
 RESPONSE_STORE = Key[ResponseStore]("response_store")
-_NO_STORE = NoResponseStore()
+_NO_STORE = ResponseStore()
 
 
 def store_of(gateway: Gateway, call: Call) -> ResponseStore:

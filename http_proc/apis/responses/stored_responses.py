@@ -19,7 +19,7 @@ from http_proc.apis.responses import tables
 from http_proc.apis.responses.database import RETRY_S, Database, StorageError
 from http_proc.apis.responses.input import check_num_items
 from http_proc.apis.responses.schema import ResponseObject
-from http_proc.apis.responses.store import RESPONSE_STORE, EndedResponse, Items, ResponseIds
+from http_proc.apis.responses.store import RESPONSE_STORE, EndedResponse, Items, ResponseStore
 from http_proc.apis.responses.tables import (
     ItemKey,
     ObjectKind,
@@ -178,7 +178,7 @@ READ_BYTES = 256 * 1024
 T = TypeVar("T")
 
 
-class StoredResponses:
+class StoredResponses(ResponseStore):
     """The responses and conversations of one file. Each call is one for the caller's tenant.
 
     Args:
@@ -189,7 +189,6 @@ class StoredResponses:
         held: bytes of the items of all open requests.
 
     Attributes:
-        ids: those of the responses that are being made.
         size: what the file held after the last write.
         outcomes: number of responses that were kept ("stored") and that could not be ("failed").
     """
@@ -202,11 +201,11 @@ class StoredResponses:
         max_items_bytes: int,
         held: SharedBound,
     ) -> None:
+        super().__init__()
         self._database = Database(path, tables.SCHEMA, self._on_change, is_durable)
         self._bounds = bounds
         self._max_items_bytes = max_items_bytes
         self._held = held
-        self.ids = ResponseIds()
         self.size = StoreSize()
         self.outcomes: Counter[str] = Counter()
 

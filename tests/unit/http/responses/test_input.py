@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from http_proc.apis.responses.input import chat_turns, list_items, parse_items
-from http_proc.apis.responses.store import NoResponseStore
+from http_proc.apis.responses.store import ResponseStore
 from http_proc.core.errors import ApiError
 from tests.unit.http.responses.asking import ASK, PATCH, WEATHER, asking, both, refused, turns_of
 from tests.unit.scripted_ring import ScriptedRing
@@ -20,7 +20,7 @@ DONE: Any = {"type": "custom_tool_call_output", "call_id": "c2", "output": "Done
 
 
 def turns(items: list[Any], instructions: str | None = None) -> Any:
-    listed = asyncio.run(list_items(items, NoResponseStore()))
+    listed = asyncio.run(list_items(items, ResponseStore()))
     return chat_turns(instructions, parse_items(listed))
 
 
