@@ -268,13 +268,15 @@ class Detokenizer:
         stream = self._streams.pop(closing.seq, None)
         if stream is None:
             end = _make_end(closing, self._clock())
-            chunk = Chunk(closing.request_id, 0, "", b"", [], end, closing.index)
+            chunk = Chunk(
+                closing.request_id, 0, "", b"", [], end, closing.index, vector=closing.vector
+            )
         else:
             stream.flush()
             end = _make_end(
                 closing, self._clock(), stream.num_tokens, stream.matched_stop, stream.error
             )
-            chunk = stream.take(end)
+            chunk = stream.take(end, closing.vector)
         if closing.error is not None and closing.error.code == CLIENT_LOST:
             by_client = deliveries.lost
         by_client.setdefault(closing.client, []).append(chunk)

@@ -173,8 +173,8 @@ class TextStream:
         """Return a chunk that only confirms the request."""
         return Chunk(self.request_id, 0, "", b"", [], None, self._index)
 
-    def take(self, end: End | None = None) -> Chunk:
-        """Return a chunk of everything that was not sent."""
+    def take(self, end: End | None = None, vector: bytes | None = None) -> Chunk:
+        """Return a chunk of everything that was not sent. vector: of a request for one."""
         text = "".join(self._pieces)
         ids, times, offset = pack_ids(self._ids), self._times, self._num_sent_chars
         self._num_sent_chars += len(text)
@@ -184,8 +184,9 @@ class TextStream:
         collector, self._prompt_logprobs = self._prompt_logprobs, None
         prompt = None if collector is None else collector.take()
         return Chunk(
-            self.request_id, offset, text, ids, times, end, self._index, logprobs, prompt, lengths
-        )
+            self.request_id, offset, text, ids, times, end, self._index, logprobs, prompt, lengths,
+            vector,
+        )  # fmt: skip
 
     def _take_lengths(self, end: End | None) -> list[int] | None:
         """Return the text lengths of the tokens that were not sent, where they say anything."""

@@ -28,6 +28,8 @@ from aiohttp.web_protocol import RequestHandler
 
 from http_proc.apis import service, sglang
 from http_proc.apis.anthropic import ANTHROPIC_ENDPOINTS
+from http_proc.apis.decisions import DECISION_ENDPOINTS
+from http_proc.apis.embeddings import EMBEDDING_ENDPOINTS
 from http_proc.apis.llama_cpp import LLAMA_CPP_ENDPOINTS
 from http_proc.apis.ollama import OLLAMA_ENDPOINTS
 from http_proc.apis.openai import OPENAI_ENDPOINTS
@@ -187,6 +189,8 @@ ENDPOINTS = [
     *ANTHROPIC_ENDPOINTS,
     *OLLAMA_ENDPOINTS,
     *LLAMA_CPP_ENDPOINTS,
+    *EMBEDDING_ENDPOINTS,
+    *DECISION_ENDPOINTS,
     *FILE_ENDPOINTS,
     *BATCH_ENDPOINTS,
     *STREAM_ENDPOINTS,

@@ -11,6 +11,7 @@
     RequestOptions          keywords of a request: timeout, priority, chat, …
     ChatOptions             tools and variables of the chat template
     Completion, Timings     a finished request
+    Pooling, TextEmbedding  what vectors of texts are asked for, and one of them
     StreamChunk             a part of a stream
 
 Every error that the library raises on purpose is a `QuadrigaError`, or a TypeError for a keyword
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from quadriga.client.types import Completion as Completion
     from quadriga.client.types import RequestOptions as RequestOptions
     from quadriga.client.types import StreamChunk as StreamChunk
+    from quadriga.client.types import TextEmbedding as TextEmbedding
     from quadriga.client.types import Timings as Timings
     from quadriga.errors import AddressInUse as AddressInUse
     from quadriga.errors import ConfigError as ConfigError
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from quadriga.errors import InvalidRequest as InvalidRequest
     from quadriga.errors import ModelError as ModelError
     from quadriga.errors import NonFiniteLogits as NonFiniteLogits
+    from quadriga.errors import NonFiniteVector as NonFiniteVector
     from quadriga.errors import PromptTooLong as PromptTooLong
     from quadriga.errors import QuadrigaError as QuadrigaError
     from quadriga.errors import QueueFull as QueueFull
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from quadriga.errors import SlowReader as SlowReader
     from quadriga.llm.llm import LLM as LLM
     from quadriga.sampling.params import SamplingParams as SamplingParams
+    from quadriga.sampling.pooling import Pooling as Pooling
     from quadriga.wire.client import ChatOptions as ChatOptions
 
 __version__ = "0.2.0"
@@ -52,14 +56,18 @@ __version__ = "0.2.0"
 _MODULES = {
     "quadriga.client.async_client": ("AsyncClient",),
     "quadriga.client.sync_client": ("Client",),
-    "quadriga.client.types": ("Completion", "RequestOptions", "StreamChunk", "Timings"),
+    "quadriga.client.types": (
+        "Completion", "TextEmbedding", "RequestOptions", "StreamChunk", "Timings",
+    ),
     "quadriga.errors": (
         "AddressInUse", "ConfigError", "DeadlineExceeded", "InvalidRequest", "ModelError",
-        "NonFiniteLogits", "PromptTooLong", "QuadrigaError", "QueueFull", "RequestAborted",
-        "RequestFailed", "ServerFailed", "ServerStopping", "ServerUnreachable", "SlowReader",
+        "NonFiniteLogits", "NonFiniteVector", "PromptTooLong", "QuadrigaError", "QueueFull",
+        "RequestAborted", "RequestFailed", "ServerFailed", "ServerStopping", "ServerUnreachable",
+        "SlowReader",
     ),
     "quadriga.llm.llm": ("LLM",),
     "quadriga.sampling.params": ("SamplingParams",),
+    "quadriga.sampling.pooling": ("Pooling",),
     "quadriga.wire.client": ("ChatOptions",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

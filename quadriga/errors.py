@@ -122,6 +122,21 @@ class NonFiniteLogits(RequestFailed):
         )
 
 
+class NonFiniteVector(RequestFailed):
+    """The model's numbers overflow for this text: its vector has NaN or infinity."""
+
+    code = "non_finite_vector"
+
+    @classmethod
+    def of_prompt(cls) -> "NonFiniteVector":
+        """Return the error of a request."""
+        return cls(
+            "the vector of this text has NaN or infinity: the model's numbers overflow for it. The"
+            " same request would end alike: change its text; if it happens to many, start the"
+            " server with --dtype float32, and check the checkpoint (`quadriga models check`)"
+        )
+
+
 class ServerStopping(QuadrigaError):
     """The server is draining and accepts no new requests."""
 

@@ -74,14 +74,16 @@ class StepCompletion:
             request.in_flight -= 1
         token_ids = unpack_ids(result.token_ids)
         self._take_tokens(zip(requests, token_ids, strict=True), result.ended, update)
+        for row in result.vectors:
+            self._take_vector(requests[row.row], row.vector, result.ended, update)
         for guessed in result.guessed:
             further = unpack_ids(guessed.token_ids)
             requests[guessed.row].extend_guessed(len(further))
             self._take_further(requests[guessed.row], further, result.ended, update)
-        for row in result.forced:
-            forced = unpack_ids(row.token_ids)
-            requests[row.row].extend_forced(len(forced))
-            self._take_further(requests[row.row], forced, result.ended, update)
+        for forced in result.forced:
+            further = unpack_ids(forced.token_ids)
+            requests[forced.row].extend_forced(len(further))
+            self._take_further(requests[forced.row], further, result.ended, update)
         for request in requests:
             if request.in_flight == 0 and request.status >= RequestStatus.RETRACTED:
                 if request.status is RequestStatus.RETRACTED:
@@ -119,6 +121,14 @@ class StepCompletion:
                 self._finish(request, FinishReason.STOP, token, update)
             elif len(known) == request.max_total_tokens:
                 self._finish(request, FinishReason.LENGTH, None, update)
+
+    def _take_vector(
+        self, request: Request, vector: bytes, time: float, update: StepUpdate
+    ) -> None:
+        """End a request whose answer is a vector."""
+        if not request.finish_reason:
+            request.first_token_at, request.vector = time, vector
+            self._finish(request, FinishReason.STOP, None, update)
 
     def _finish(
         self, request: Request, reason: FinishReason, matched_stop: int | None, update: StepUpdate

@@ -322,7 +322,7 @@ class SharedPrefixes:
         path, kv = request.prefix_path, self._core.kv
         node = path[-1] if path else kv.tree.root
         has_more = request.num_known_tokens >= (node.depth + 1) * self._page_size
-        if has_more and not request.wants_prompt_logprobs:
+        if has_more and not request.computes_all:
             self._leaders[node, kv.page_key(request, node.depth)] = [request]
             self._uses.use(request.seq, request.num_known_tokens)
 

@@ -24,6 +24,8 @@ BOOK = (
     "streams.md",
     "responses.md",
     "batches.md",
+    "embeddings.md",
+    "decisions.md",
     "python.md",
     "command-line.md",
     "http.md",

@@ -511,8 +511,6 @@ DIMENSIONS = {
     "vocab_size": "vocab_size",
 }
 ABSENT = {
-    "embed": "this server computes no embeddings: use a server of an embedding model",
-    "embeddings": "this server computes no embeddings: use a server of an embedding model",
     "pull": "this server loads no models while it runs: start it with --model NAME",
     "push": "this server publishes no models: upload the files to the Hub",
     "create": "this server makes no models: start it with --model FILE.gguf or a directory",

@@ -139,17 +139,17 @@ async def completions(gateway: Gateway, call: Call, sink: EventSink) -> Completi
     return answer
 
 
-def list_prompts(prompt: str | list[str | int | list[int]]) -> list[Prompt]:
-    """Return the prompts of the field `prompt`: a text, token ids, or a list of either."""
+def list_prompts(prompt: str | list[str | int | list[int]], field: str = "prompt") -> list[Prompt]:
+    """Return the prompts of a field: a text, token ids, or a list of either."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise invalid("prompt is an empty list: send at least one prompt", "prompt")
+        raise invalid(f"{field} is an empty list: send at least one", field)
     types = set(map(type, prompt))
     if types == {int}:
         return [cast(list[int], prompt)]
     if int in types:
-        raise invalid("prompt mixes token ids with other prompts: send lists of ids", "prompt")
+        raise invalid(f"{field} mixes token ids with texts: send lists of ids", field)
     return cast(list[Prompt], prompt)
 
 

@@ -240,6 +240,7 @@ class RequestGroup:
         self._handles.append(handle)
         self._num_choices += params.n
         self._num_unfinished += params.n
+        self.finished.clear()
 
     def _sink(self, first_choice: int) -> Sink:
         def take(item: StreamChunk | QuadrigaError) -> None:

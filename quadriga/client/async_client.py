@@ -19,6 +19,7 @@ from quadriga.client.types import (
     Prompt,
     RenderedPrompt,
     StreamChunk,
+    TextEmbedding,
     check_is_one_prompt,
     check_options,
     checked_params,
@@ -30,6 +31,7 @@ from quadriga.client.types import (
 from quadriga.client.types import RequestOptions as RequestOptions
 from quadriga.errors import InvalidRequest
 from quadriga.sampling.params import SamplingParams
+from quadriga.sampling.pooling import Pooling
 from quadriga.wire.client import (
     PROTOCOL_VERSION,
     ChatOptions,
@@ -53,6 +55,10 @@ from quadriga.wire.trace import RequestTrace
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+# Texts of one `embed` that are in the server at one time; the next ones follow as they end.
+MAX_TEXTS_AT_ONCE = 256
+DEFAULT_POOLING = Pooling()
 
 
 class AsyncClient(ServerSession):
@@ -263,6 +269,68 @@ class AsyncClient(ServerSession):
                 yield chunk
         finally:
             handle.abort()
+
+    @overload  # a str is a sequence of str, too, but the first overload wins
+    async def embed(  # type: ignore[overload-overlap]
+        self,
+        prompt: str,
+        pooling: Pooling = DEFAULT_POOLING,
+        **options: "Unpack[RequestOptions]",
+    ) -> TextEmbedding: ...
+    @overload
+    async def embed(
+        self,
+        prompt: Sequence[Prompt],
+        pooling: Pooling = DEFAULT_POOLING,
+        **options: "Unpack[RequestOptions]",
+    ) -> list[TextEmbedding]: ...
+    async def embed(
+        self,
+        prompt: Any,
+        pooling: Pooling = DEFAULT_POOLING,
+        **options: "Unpack[RequestOptions]",
+    ) -> TextEmbedding | list[TextEmbedding]:
+        """Return the vector of a text, or those of a list of texts in the same order.
+
+        At most MAX_TEXTS_AT_ONCE of them are in the server at one time. The first error ends all.
+
+            embedding = await client.embed("The capital of France is Paris.")
+            first, second = await client.embed(["One.", "Two."], Pooling(dimensions=128))
+
+        Args:
+            prompt: a text or token ids, or a list of them. `[]` gives `[]`.
+            pooling: what vectors are asked for.
+            **options: timeout, priority, truncate_prompt, … (see RequestOptions), for each text.
+
+        Raises:
+            InvalidRequest: the server gives no vectors, or a text or `pooling` is wrong.
+            QuadrigaError: as `generate`.
+        """
+        check_options("embed", options, RequestOptions.__annotations__)
+        is_single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
+        prompts: list[Any] = [prompt] if is_single else list(prompt)
+        began_at = _now()
+        await self._connect_within(options.get("timeout"))
+        params = SamplingParams(pooling=pooling)
+        turns = asyncio.Semaphore(MAX_TEXTS_AT_ONCE)
+
+        async def embed_one(item: Prompt) -> TextEmbedding:
+            async with turns:
+                handle = self._submit(item, params, began_at, False, None, options)
+                try:
+                    completion = await handle.completion()
+                finally:
+                    handle.abort()
+                assert completion.vector is not None
+                return TextEmbedding(completion.vector, completion.usage.prompt_tokens)
+
+        tasks = [asyncio.ensure_future(embed_one(item)) for item in prompts]
+        try:
+            embeddings = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return embeddings[0] if is_single else embeddings
 
     async def abort(self, request_id: str = "") -> None:
         """Abort a request of this client, or all of them if the id is empty.

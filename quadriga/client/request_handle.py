@@ -23,7 +23,7 @@ from quadriga.errors import (
     RequestFailed,
 )
 from quadriga.wire.client import Accepted, AnyErrorInfo, Chunk, End, Generate
-from quadriga.wire.packing import unpack_ids
+from quadriga.wire.packing import unpack_floats, unpack_ids
 
 
 class ChunkGap(Exception):
@@ -86,7 +86,7 @@ class ChoiceStream:
         self._keep(item)
         self._take_logprobs(chunk, ids, item)
         if chunk.end:
-            item.completion = self._finish(chunk.end, received_at)
+            item.completion = self._finish(chunk.end, chunk.vector, received_at)
         is_new = text or item.token_ids or item.prompt_logprobs or chunk.end
         return item if is_new else None
 
@@ -110,7 +110,7 @@ class ChoiceStream:
             item.prompt_logprobs = read_prompt_logprobs(chunk.prompt_logprobs)
             self._prompt_logprobs = item.prompt_logprobs
 
-    def _finish(self, end: End, received_at: float) -> Completion:
+    def _finish(self, end: End, vector: bytes | None, received_at: float) -> Completion:
         timings, times = self._timings, end.times
         timings.received, timings.tokenized = times.received, times.tokenized
         timings.admitted, timings.first_token = times.admitted, times.first_token
@@ -127,6 +127,7 @@ class ChoiceStream:
             index=self._index,
             logprobs=self._logprobs,
             prompt_logprobs=self._prompt_logprobs,
+            vector=None if vector is None else unpack_floats(vector),
         )
 
 

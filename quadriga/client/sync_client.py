@@ -12,10 +12,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from quadriga.client.async_client import AsyncClient, RequestOptions
-from quadriga.client.types import NO_CHAT_OPTIONS, Completion, Prompt, StreamChunk
+from quadriga.client.async_client import DEFAULT_POOLING, AsyncClient, RequestOptions
+from quadriga.client.types import NO_CHAT_OPTIONS, Completion, Prompt, StreamChunk, TextEmbedding
 from quadriga.errors import QuadrigaError, RequestAborted, RequestFailed
 from quadriga.sampling.params import SamplingParams
+from quadriga.sampling.pooling import Pooling
 from quadriga.wire.client import DEFAULT_ENDPOINT, ChatOptions
 from quadriga.wire.live import LiveMessage
 
@@ -316,6 +317,45 @@ class Client:
             QuadrigaError: as `generate`; the iterator raises it.
         """
         return self._loop.iterate(self._async.stream(prompt, params, **options))
+
+    @overload  # a str is a sequence of str, too, but the first overload wins
+    def embed(  # type: ignore[overload-overlap]
+        self,
+        prompt: str,
+        pooling: Pooling = DEFAULT_POOLING,
+        **options: "Unpack[RequestOptions]",
+    ) -> TextEmbedding: ...
+    @overload
+    def embed(
+        self,
+        prompt: Sequence[Prompt],
+        pooling: Pooling = DEFAULT_POOLING,
+        **options: "Unpack[RequestOptions]",
+    ) -> list[TextEmbedding]: ...
+    def embed(
+        self,
+        prompt: Any,
+        pooling: Pooling = DEFAULT_POOLING,
+        **options: "Unpack[RequestOptions]",
+    ) -> TextEmbedding | list[TextEmbedding]:
+        """Return the vector of a text, or those of a list of texts in the same order.
+
+            embedding = client.embed("The capital of France is Paris.")
+            first, second = client.embed(["One.", "Two."], Pooling(dimensions=128))
+
+        Args:
+            prompt: a text or token ids, or a list of them. `[]` gives `[]`.
+            pooling: what vectors are asked for.
+            **options: timeout, priority, truncate_prompt, … (see RequestOptions), for each text.
+
+        Raises:
+            InvalidRequest: the server gives no vectors, or a text or `pooling` is wrong.
+            QuadrigaError: as `generate`.
+        """
+        result: TextEmbedding | list[TextEmbedding] = self._loop.run(
+            lambda: self._async.embed(prompt, pooling, **options)
+        )
+        return result
 
     def abort(self, request_id: str = "") -> None:
         """Abort a request of this client, or all of them if the id is empty.

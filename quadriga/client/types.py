@@ -5,6 +5,7 @@ errors in the caller's words, and the other types.
 """
 
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -351,6 +352,7 @@ class Completion:
         prompt_logprobs: logprobs of all prompt tokens; None unless requested.
         others: the other choices in order, if this is choice 0 of `n`.
         receipt: what the answer is a function of; None unless requested.
+        vector: the answer to a request for one; then there are no text and no tokens.
     """
 
     request_id: str
@@ -365,6 +367,7 @@ class Completion:
     prompt_logprobs: list[TokenLogprob] | None = None
     others: "list[Completion]" = field(default_factory=list)
     receipt: Receipt | None = None
+    vector: "array[float] | None" = None
 
     def __repr__(self) -> str:
         """Return the start of the text and the main numbers."""
@@ -419,6 +422,19 @@ def check_is_one_prompt(prompt: Any, call: str) -> None:
             f"prompt is a list of {len(prompt)} prompts: {call} takes one prompt, call it for each",
             "prompt",
         )
+
+
+@dataclass(slots=True)
+class TextEmbedding:
+    """The vector of a text.
+
+    Attributes:
+        vector: its numbers, which numpy.asarray takes without a copy.
+        num_tokens: number of tokens of the text.
+    """
+
+    vector: "array[float]"
+    num_tokens: int
 
 
 class RenderedPrompt(NamedTuple):

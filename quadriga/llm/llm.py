@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from quadriga import errors
-from quadriga.client.async_client import RequestOptions
+from quadriga.client.async_client import DEFAULT_POOLING, RequestOptions
 from quadriga.client.sync_client import Client
 from quadriga.client.types import (
     Chat,
     Completion,
     Prompt,
     StreamChunk,
+    TextEmbedding,
     check_is_chat,
     check_options,
 )
@@ -31,6 +32,7 @@ from quadriga.errors import QuadrigaError, RequestAborted, ServerFailed
 from quadriga.keywords import check_keywords
 from quadriga.programs import command_of
 from quadriga.sampling.params import SamplingParams
+from quadriga.sampling.pooling import Pooling
 from quadriga.server.config.engine_args import BUILTIN_MODEL
 from quadriga.wire.client import PRIVATE_ENDPOINT
 
@@ -60,6 +62,7 @@ class ServerFlags(TypedDict, total=False):
     sampling_defaults: Literal["model", "openai"]
     tool_call_parser: str
     reasoning_parser: str
+    pooling: Literal["last", "mean", "weighted-mean", "cls"]
     queue_timeout: float | None
     request_timeout: float | None
     # Scheduling (scheduler_proc)
@@ -358,6 +361,43 @@ class LLM:
             QuadrigaError: the server failed; `quadriga.errors` lists the subclasses.
         """
         result: Completion | list[Completion] = self.client.generate(prompts, params, **options)
+        return result
+
+    @overload  # a str is a sequence of str, too, but the first overload wins
+    def embed(  # type: ignore[overload-overlap]
+        self,
+        prompt: str,
+        pooling: Pooling = DEFAULT_POOLING,
+        **options: "Unpack[RequestOptions]",
+    ) -> TextEmbedding: ...
+    @overload
+    def embed(
+        self,
+        prompt: Sequence[Prompt],
+        pooling: Pooling = DEFAULT_POOLING,
+        **options: "Unpack[RequestOptions]",
+    ) -> list[TextEmbedding]: ...
+    def embed(
+        self,
+        prompt: Any,
+        pooling: Pooling = DEFAULT_POOLING,
+        **options: "Unpack[RequestOptions]",
+    ) -> TextEmbedding | list[TextEmbedding]:
+        """Return the vector of a text, or those of a list of texts in the same order.
+
+            embedding = llm.embed("The capital of France is Paris.")
+            first, second = llm.embed(["One.", "Two."], Pooling(dimensions=128))
+
+        Args:
+            prompt: a text or token ids, or a list of them. `[]` gives `[]`.
+            pooling: what vectors are asked for.
+            **options: timeout, priority, truncate_prompt, … (see RequestOptions), for each text.
+
+        Raises:
+            InvalidRequest: the server gives no vectors, or a text or `pooling` is wrong.
+            QuadrigaError: as `generate`.
+        """
+        result: TextEmbedding | list[TextEmbedding] = self.client.embed(prompt, pooling, **options)
         return result
 
     @overload

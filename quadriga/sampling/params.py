@@ -13,6 +13,7 @@ from msgspec import StructMeta
 
 from quadriga.errors import InvalidRequest
 from quadriga.keywords import check_keywords
+from quadriga.sampling.pooling import Pooling
 
 # validation.py checks requests against `LIMITS`, the gateway's OpenAPI document is made from it,
 # and a test compares the range column of docs/sampling.md with it.
@@ -270,6 +271,8 @@ class SamplingParams(
         continues_prompt: the text goes on where the prompt's ends, so that its first space is kept;
             False: it is a text of its own, whose first space SentencePiece's decoder strips. None:
             False for the new turn of a chat that may begin with free text, else True.
+        pooling: the answer is one vector of the prompt in place of tokens; the other parameters
+            have no effect. None: it is tokens.
     """
 
     max_new_tokens: int | None = None
@@ -307,6 +310,7 @@ class SamplingParams(
     text_lengths: bool = False
     ttft_target: float | None = None
     continues_prompt: bool | None = None
+    pooling: Pooling | None = None
     if TYPE_CHECKING:
         max_tokens: int | None = None
     else:

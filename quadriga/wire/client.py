@@ -424,6 +424,7 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
         text_lengths: number of characters that each of `token_ids` adds to the text; what is left
             of the text belongs to the end. None for a single token without an end, and where they
             were not requested.
+        vector: float32 bytes, little-endian, with the end of a request for a vector.
     """
 
     request_id: str
@@ -436,12 +437,16 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
     logprobs: Logprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
     text_lengths: list[int] | None = None
+    vector: bytes | None = None
 
     def shortest(self) -> tuple[Any, ...]:
-        """Return the fields that are sent: most chunks have nothing in the last three or four."""
+        """Return the fields that are sent: most chunks have nothing in the last few."""
         head = (
             self.request_id, self.text_offset, self.text, self.token_ids, self.token_times, self.end
         )  # fmt: skip
+        if self.vector is not None:
+            rest = (self.index, self.logprobs, self.prompt_logprobs, self.text_lengths)
+            return (*head, *rest, self.vector)
         if self.text_lengths is not None:
             rest = (self.index, self.logprobs, self.prompt_logprobs, self.text_lengths)
             return (*head, *rest)

@@ -127,6 +127,7 @@ class StreamEnd(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         trace: spans of the request up to its end; None: it is not traced.
         placement: as in Submit.
+        vector: float32 bytes of the answer; None: the answer is tokens, or there is none.
     """
 
     seq: int
@@ -144,6 +145,7 @@ class StreamEnd(msgspec.Struct, array_like=True, frozen=True):
     index: int = 0
     trace: RequestTrace | None = None
     placement: int = 0
+    vector: bytes | None = None
 
 
 class StreamReplay(msgspec.Struct, array_like=True, frozen=True):

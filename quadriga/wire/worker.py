@@ -6,6 +6,7 @@ of the steps, in both directions.
 
 import msgspec
 
+from quadriga.sampling.pooling import Pooling
 from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.logprobs import PromptPiece, SampledLogprobs
 
@@ -143,6 +144,7 @@ class NewSlot(msgspec.Struct, array_like=True, frozen=True):
             window in every layer, pages before the window of the next token are not held: their
             entries are 0, or pages that another slot has by now.
         rules: further sampling parameters; None: the other fields suffice.
+        pooling: the slot's last prompt row gives a vector, and samples nothing.
     """
 
     slot: int
@@ -154,6 +156,7 @@ class NewSlot(msgspec.Struct, array_like=True, frozen=True):
     top_p: float
     seed: int
     rules: SlotSamplingParams | None = None
+    pooling: Pooling | None = None
 
 
 class StepPlan(msgspec.Struct, tag="plan", array_like=True, frozen=True):
@@ -317,6 +320,13 @@ class GuessedRow(msgspec.Struct, array_like=True, frozen=True):
     token_ids: bytes
 
 
+class VectorRow(msgspec.Struct, array_like=True, frozen=True):
+    """A row of a plan whose answer is a vector (float32 bytes)."""
+
+    row: int
+    vector: bytes
+
+
 class StepResult(msgspec.Struct, tag="result", array_like=True, frozen=True):
     """Result of a step.
 
@@ -330,6 +340,7 @@ class StepResult(msgspec.Struct, tag="result", array_like=True, frozen=True):
         forced: rows whose grammar forces further tokens.
         guessed: rows with guesses, whose further tokens come before the forced ones.
         nonfinite: rows whose pages must not be shared from some position on.
+        vectors: rows whose answers are vectors.
     """
 
     step: int
@@ -343,6 +354,7 @@ class StepResult(msgspec.Struct, tag="result", array_like=True, frozen=True):
     forced: list[ForcedRow] = []
     guessed: list[GuessedRow] = []
     nonfinite: list[NonFiniteRow] = []
+    vectors: list[VectorRow] = []
 
 
 ResultMessage = WorkerReady | GrammarReady | StepResult | StoredPages | PagesLoaded

@@ -87,6 +87,7 @@ def stream_end(request: Request) -> StreamEnd:
         index=request.index,
         trace=_trace_of(request),
         placement=request.placement,
+        vector=request.vector,
     )
 
 

@@ -173,8 +173,11 @@ class JournalState:
             self._open.discard(ended.seq)
             self._growing.discard(ended.seq)
         for seq in record.acknowledged:
-            if seq in requests:
-                requests[seq].acknowledged = True
+            if seq not in requests:
+                continue
+            requests[seq].acknowledged = True
+            if requests[seq].message.params.pooling is not None:
+                del requests[seq]  # its vector is not kept: sent again, it is computed again
 
     def _change_kernels(self, request: RecoveredRequest) -> None:
         known = [name for name in (request.kernels, self._kernels) if name]

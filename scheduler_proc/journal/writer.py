@@ -180,9 +180,22 @@ class FileJournal:
                 )
         for request in events.logprob_requests:
             record.logprobs.append(LogprobRecord(request.seq, [request.logprobs[-1]]))
-        record.ended += map(ended_record, events.finished)
+        record.ended += map(ended_record, _ends_of_tokens(events.finished))
+        self._end_vectors(events.acknowledged)
         record.acknowledged += events.acknowledged
         self._acknowledge(events.acknowledged)
+
+    def _end_vectors(self, seqs: list[int]) -> None:
+        """Note the ends of requests for vectors, and forget these: the frontend has the vectors.
+
+        Until then such a request is open in the journal, as its vector is not there: the next
+        scheduler computes it again, with the same bits.
+        """
+        for seq in seqs:
+            kept = self._kept.get(seq)
+            if kept is not None and kept.request.vector is not None:
+                self._record.ended.append(ended_record(kept.request))
+                del self._kept[seq]
 
     def keep(
         self,
@@ -290,13 +303,17 @@ class FileJournal:
                     record.logprobs.append(
                         LogprobRecord(seq, request.logprobs, request.prompt_logprobs)
                     )
-                if request.finished:
-                    record.ended.append(ended_record(request))
+                record.ended += map(ended_record, _ends_of_tokens([request]))
                 if seq in self._ended:
                     record.acknowledged.append(seq)
             yield record
         if self._kernels and kernels != self._kernels:
             yield JournalRecord(kernels=self._kernels)
+
+
+def _ends_of_tokens(requests: Iterable[Request]) -> list[Request]:
+    """Return the requests that have ended without a vector."""
+    return [request for request in requests if request.finished and request.vector is None]
 
 
 # Open the journal when a scheduler starts, and decide which earlier requests it resumes.

@@ -172,7 +172,8 @@ class SchedulerStats:
         self.generation_tokens += len(update.seqs)
         if self.guesses is not None:
             self.guesses.on_step(result)
-        for request in update.started:
+        vectors = [request for request in update.finished if request.vector is not None]
+        for request in (*update.started, *vectors):
             self.prompt_tokens += request.num_prompt
             self.cached_tokens += request.cached_tokens
 

@@ -237,7 +237,7 @@ def age_of(request: Request) -> tuple[float, int]:
 
 def _computes_beginning(other: Request, request: Request, num_uncached: int) -> bool:
     """Return whether `other` is about to compute most of a waiting request's uncached tokens."""
-    if request.wants_prompt_logprobs or other.cache_salt != request.cache_salt:
+    if request.computes_all or other.cache_salt != request.cache_salt:
         return False
     start = request.num_known_tokens - num_uncached
     end = start + max(int(MIN_COMMON_SHARE * num_uncached), 1)
@@ -545,7 +545,7 @@ class PrefillPlanner:
             is_first: others may be retracted for it; else it may have a row in the step.
         """
         batch, count = plan.batch, request.num_uncomputed_tokens
-        if self.budget.cuts_prompts:
+        if self.budget.cuts_prompts and not request.goes_whole:
             count = self._in_time(min(count, limit), request.num_computed_tokens, batch)
         count = self._parts.grow_prompt(request, count, plan, is_first)
         if count == 0:
@@ -609,7 +609,8 @@ class PrefillPlanner:
     def _num_to_begin(self, request: Request, budget: int, plan: Plan) -> int | None:
         """Return how many of a waiting prompt's tokens the step can take; 0 for none.
 
-        None: it stays behind prompts under way, but others may pass it.
+        None: it stays behind prompts under way, but others may pass it. A prompt that goes whole
+        is never cut: it fits, or is the first of its step.
         """
         parts, limits, batch = self._parts, self.budget, plan.batch
         num_cached, has_prompts = parts.num_cached_tokens(request), batch.num_prompts > 0
@@ -620,6 +621,8 @@ class PrefillPlanner:
             budget = self._in_time(budget, num_cached, batch)
             if self.sharing.is_full(num_uncached, budget, len(parts.partial)):
                 return None
+        if request.goes_whole:
+            return num_uncached if num_uncached <= budget or not has_prompts else 0
         count = limits.num_tokens_for(num_uncached, budget, has_prompts)
         if count and limits.cuts_prompts:
             count = self._in_time(count, num_cached, batch)

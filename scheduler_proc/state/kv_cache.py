@@ -89,8 +89,8 @@ class KVCache:
         """Return the deepest node that holds a beginning of a waiting request's tokens.
 
         The search continues where the last one of this request ended. At least one token is left
-        to compute: a step that computes nothing samples nothing. Prompt logprobs need the whole
-        prompt computed, so such a request matches nothing.
+        to compute: a step that computes nothing samples nothing. Prompt logprobs and
+        some vectors need the whole prompt computed, so such a request matches nothing.
         """
         node, root = request.prefix_node, self.tree.root
         if node is None or not node.is_shared or (node.parent is None and node is not root):
@@ -98,8 +98,8 @@ class KVCache:
         elif request.prefix_miss and request.prefix_miss not in node.children:
             return node
         request.prefix_miss = b""
-        if self._prefix_cache and not request.wants_prompt_logprobs:
-            max_depth = (request.num_known_tokens - 1) // self.page_size
+        if self._prefix_cache and not request.computes_all:
+            max_depth = (request.num_known_tokens - request.num_read_at_end) // self.page_size
             while node.depth < max_depth:
                 key = self.page_key(request, node.depth)
                 child = node.children.get(key)

@@ -193,7 +193,7 @@ class TieredOffload:
 
     def begin_load(self, request: Request) -> bool:
         """Load what a request that can be admitted finds in the tiers; return whether it waits."""
-        if not request.may_load or request.wants_prompt_logprobs:
+        if not request.may_load or request.computes_all:
             return False
         node = self._kv.match_prefix(request)
         names = self._names_below(node, request)

@@ -14,6 +14,7 @@ import msgspec
 
 from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import LIMITS, MAX_SEED, NEUTRAL, SamplingParams, given
+from quadriga.sampling.pooling import Pooling
 from quadriga.wire.client import ErrorInfo
 from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.logprobs import LogprobBlock
@@ -278,6 +279,7 @@ class Request:
         cleared_at: number of tokens at which worker_crashes is reset (see planning/quarantine.py).
         guess_record: how good its guessed tokens were; None before the first ones.
         trace: recorder of its spans; None: it is not traced.
+        vector: float32 bytes of the answer, once it is there.
     """
 
     seq: int
@@ -330,6 +332,7 @@ class Request:
     cleared_at: int = 0
     guess_record: GuessRecord | None = None
     trace: SpanRecorder | None = None
+    vector: bytes | None = None
 
     @classmethod
     def from_submit(
@@ -481,6 +484,7 @@ class Request:
         """Memory of a request that has ended, in tokens: logprobs take the place of many."""
         blocks = [*self.logprobs, *self.prompt_logprobs]
         numbers = sum(len(block.values) + 2 * len(block.top_ids) for block in blocks) // 4
+        numbers += len(self.vector or b"") // 4
         return len(self.tokens) + numbers + TOKENS_PER_LOGPROB_BLOCK * len(blocks)
 
     # --- the worker's slot ------------------------------------------------------------------------
@@ -489,6 +493,26 @@ class Request:
     def wants_prompt_logprobs(self) -> bool:
         """Whether the client still waits for the prompt's logprobs: all of it is computed then."""
         return self.sampling.params.prompt_logprobs is not None and not self.first_token_at
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """What vector takes the place of the first token; None: the answer is tokens."""
+        return self.sampling.params.pooling
+
+    @property
+    def computes_all(self) -> bool:
+        """Whether every token of the prompt has to be computed: none comes from the cache."""
+        return self.wants_prompt_logprobs or self.num_read_at_end == self.num_known_tokens
+
+    @property
+    def goes_whole(self) -> bool:
+        """Whether one step has to compute all of the prompt that is not cached."""
+        return self.pooling is not None and self.pooling.num_read != 1
+
+    @property
+    def num_read_at_end(self) -> int:
+        """Number of known tokens at the end that one step has to compute."""
+        return 1 if self.pooling is None else self.pooling.num_read or self.num_known_tokens
 
     def new_slot(self) -> NewSlot:
         """Return the message that puts the request, which has a slot and pages, into its slot."""
@@ -505,6 +529,7 @@ class Request:
             top_p=sampling.top_p,
             seed=sampling.seed,
             rules=slot_params,
+            pooling=self.pooling,
         )
 
 

@@ -85,7 +85,8 @@ def serving(directory: Path, *flags: str) -> Iterator[Place]:
 @pytest.fixture(scope="session")
 def builtin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """Start the server that all pages share."""
-    with serving(tmp_path_factory.mktemp("book"), "--model", BUILTIN_MODEL) as place:
+    flags = ("--model", BUILTIN_MODEL, "--pooling", "mean")
+    with serving(tmp_path_factory.mktemp("book"), *flags) as place:
         yield place
 
 

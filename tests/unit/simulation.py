@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from quadriga.sampling.params import SamplingParams
+from quadriga.sampling.pooling import Pooling
 from quadriga.server.config.engine_args import SchedulerArgs
-from quadriga.wire.packing import pack_ids, unpack_ids
+from quadriga.wire.packing import pack_floats, pack_ids, unpack_ids
 from quadriga.wire.to_detok import Drained, StepOutput, StreamEnd, StreamReplay
 from quadriga.wire.to_scheduler import (
     AbortRequest,
@@ -23,6 +24,7 @@ from quadriga.wire.worker import (
     ResultMessage,
     StepPlan,
     StepResult,
+    VectorRow,
     WorkerReady,
 )
 from scheduler_proc.journal.writer import NoJournal
@@ -67,6 +69,14 @@ def reference(prompt: list[int], max_new_tokens: int, ignore_eos: bool) -> list[
     return history[len(prompt) :][:max_new_tokens]
 
 
+def vector_of(prompt: list[int]) -> bytes:
+    """Return the vector of a prompt: the state after it, and its length."""
+    state = 0
+    for token in prompt:
+        state = state_after(state, token)
+    return pack_floats([state, len(prompt)])
+
+
 def next_token(prompt: list[int]) -> int:
     return reference(prompt, 1, True)[0]
 
@@ -93,6 +103,7 @@ class SimulatedWorker:
         self.pages: dict[int, list[int]] = {}
         self.kv: dict[tuple[int, int], int] = {}
         self.jumped: set[int] = set()
+        self.poolings: dict[int, Pooling] = {}
         self.now = 1000.0
         self.free_at = 0.0
         self.stopped = False
@@ -127,6 +138,7 @@ class SimulatedWorker:
         _sent, plan = self.plans.popleft()
         for slot in unpack_ids(plan.released):
             del self.known[slot], self.states[slot], self.computed[slot], self.pages[slot]
+            self.poolings.pop(slot, None)
         for new in plan.new:
             self._admit(new)
         grown = unpack_ids(plan.grown).tolist()
@@ -139,6 +151,11 @@ class SimulatedWorker:
         for slot, count in zip(slots, counts, strict=True):
             self._write_row(slot, count, written)
         tokens = [self._read_row(slot, start) for slot, start in zip(slots, starts, strict=True)]
+        vectors = [
+            VectorRow(row, vector_of(self.known[slot]))
+            for row, slot in enumerate(slots)
+            if slot in self.poolings and self.computed[slot] == len(self.known[slot])
+        ]
         guessed = self._guess_rows(plan, tokens)
         forced = [
             ForcedRow(row, pack_ids(ids))
@@ -152,7 +169,7 @@ class SimulatedWorker:
         began, session = done_at - STEP_S, self.session
         return StepResult(
             plan.step, pack_ids(tokens), began, done_at, session=session, forced=forced,
-            guessed=guessed,
+            guessed=guessed, vectors=vectors,
         )  # fmt: skip
 
     def meets_poison(self) -> bool:
@@ -167,6 +184,7 @@ class SimulatedWorker:
         self.session += 1
         for lost in (self.plans, self.known, self.states, self.computed, self.pages, self.kv):
             lost.clear()
+        self.poolings.clear()
         self.free_at = self.now
 
     def _admit(self, new: NewSlot) -> None:
@@ -178,6 +196,8 @@ class SimulatedWorker:
             self._append(new.slot, token)
         assert new.computed < len(self.known[new.slot]), "nothing is left to compute"
         self.computed[new.slot] = new.computed
+        if new.pooling is not None:
+            self.poolings[new.slot] = new.pooling
         self.pages[new.slot] = unpack_ids(new.pages).tolist()
 
     def _append(self, slot: int, token: int) -> None:
@@ -213,7 +233,12 @@ class SimulatedWorker:
             assert self.kv.get(self._location(slot, position)) == states[position], (
                 f"slot {slot} reads KV at {position} that is not its own"
             )
-        if end < len(known):
+        if slot in self.poolings:
+            num_read = self.poolings[slot].num_read or len(known)
+            assert num_read == 1 or (end == len(known) and end - start >= num_read), (
+                "a step does not compute all tokens that a vector is made of"
+            )
+        if end < len(known) or slot in self.poolings:
             return -1
         self._append(slot, token_of(states[-1], len(known)))
         return known[-1]

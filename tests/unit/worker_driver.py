@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
+from quadriga.sampling.pooling import Pooling
 from quadriga.server.config.engine_args import ModelArgs
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.models.resolve import resolve_model
@@ -123,6 +124,13 @@ class Driver:
         """Give a request that no plan has yet further sampling parameters."""
         self._new = [
             msgspec.structs.replace(new, rules=rules) if new.slot == request.slot else new
+            for new in self._new
+        ]
+
+    def set_pooling(self, request: Request, pooling: Pooling) -> None:
+        """Let a request that no plan has yet have a vector."""
+        self._new = [
+            msgspec.structs.replace(new, pooling=pooling) if new.slot == request.slot else new
             for new in self._new
         ]
 

@@ -6,6 +6,7 @@
 import hashlib
 import logging
 from array import array
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -20,6 +21,7 @@ from quadriga.sampling.params import (
     grammar_of,
     without_grammar,
 )
+from quadriga.sampling.pooling import Pooling, filled_pooling
 from quadriga.sampling.validation import UnservedTokens, validate_params
 from quadriga.server.answer_format import ends_inside
 from quadriga.server.config.frontend_args import FrontendArgs
@@ -85,13 +87,13 @@ MAX_TEXT_BYTES = 8 * 1024 * 1024
 MAX_BAD_WORD_TOKENS = 32
 
 
-def _leading_ids(tokenizer: "Tokenizer") -> list[int]:
-    """Return the ids that a tokenizer puts before every text, such as that of <bos>."""
+def _ids_around(tokenizer: "Tokenizer") -> tuple[list[int], list[int]]:
+    """Return the ids that a tokenizer puts before and behind every text, such as that of <bos>."""
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     full = tokenizer.encode("a").ids
     starts = range(len(full) - len(plain) + 1)
     found = [start for start in starts if full[start : start + len(plain)] == plain]
-    return full[: found[0]] if found else []
+    return (full[: found[0]], full[found[0] + len(plain) :]) if found else ([], [])
 
 
 class Encoder:
@@ -100,7 +102,7 @@ class Encoder:
     def __init__(self, tokenizer: "Tokenizer", chat: ChatTemplate) -> None:
         self._tokenizer = tokenizer
         self._chat = chat
-        self._leading_ids = _leading_ids(tokenizer)
+        self._leading_ids, self._trailing_ids = _ids_around(tokenizer)
 
     def render(self, prompt: str | list[ChatMessage], chat: ChatOptions) -> str:
         """Return a text as it is, or a chat as the model's template writes it.
@@ -119,6 +121,27 @@ class Encoder:
         Raises:
             InvalidRequest: the text is over MAX_TEXT_BYTES.
         """
+        ids = self._ids_of(text)
+        leading = self._leading_ids if ids and not is_chat else []
+        return array("i", ids if ids[: len(leading)] == leading else leading + ids)
+
+    def encode_whole(self, text: str, limit: int | None) -> "array[int]":
+        """Return the ids of a text between those that the tokenizer puts around texts.
+
+        Args:
+            text: the text.
+            limit: number of ids, to which the end of the text is cut; None: it is not cut.
+
+        Raises:
+            InvalidRequest: the text is over MAX_TEXT_BYTES.
+        """
+        ids, leading, trailing = self._ids_of(text), self._leading_ids, self._trailing_ids
+        if limit is not None:
+            ids = ids[: max(limit - len(leading) - len(trailing), 0)]
+        return array("i", leading + ids + trailing)
+
+    def _ids_of(self, text: str) -> list[int]:
+        """Return the ids of a text alone. Raise InvalidRequest if it is over MAX_TEXT_BYTES."""
         num_bytes = len(text.encode())
         if num_bytes > MAX_TEXT_BYTES:
             raise InvalidRequest(
@@ -126,9 +149,8 @@ class Encoder:
                 " shorten it, or send token ids",
                 "prompt",
             )
-        ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        leading = self._leading_ids if ids and not is_chat else []
-        return array("i", ids if ids[: len(leading)] == leading else leading + ids)
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
 
     def decode(self, ids: "array[int]", skip_special_tokens: bool) -> str:
         """Return the text of token ids."""
@@ -245,6 +267,8 @@ class Preparer:
         """
         model, params, args = self._model, message.params, self._args
         validation.check_urgency(message)
+        if params.pooling is not None:
+            return self._prepare_pooled(message, params.pooling)
         validate_params(params, model.vocab_size, self._unserved.texts)
         for pattern in params.stop_regexes:
             compile_stop_regex(pattern)
@@ -274,7 +298,38 @@ class Preparer:
             message.clamp_max_new_tokens,
         )
         bad_words = self._bad_words(params.bad_words) if params.bad_words else []
-        request = msgspec.structs.replace(
+        request = self._ready(message, ids, params)
+        return Prepared(request, bad_words, grammar, prompt.end, thinking, _digest(message))
+
+    def _prepare_pooled(self, message: Generate, asked: Pooling) -> Prepared:
+        """Return a request for a vector, which one token stands for in what follows.
+
+        Raises:
+            InvalidRequest: a value is out of its range, or the prompt cannot be encoded.
+            PromptTooLong: the prompt does not fit the context and may not be cut.
+        """
+        model, args = self._model, self._args
+        pooling = filled_pooling(asked, args.pooling, model.hidden_size, model.vocab_size)
+        validation.check_vector_params(message)
+        may_cut = given(message.truncate_prompt, args.allow_auto_truncate)
+        text, limit = message.prompt, model.context_length
+        if may_cut and pooling.max_tokens is not None:
+            limit = min(limit, pooling.max_tokens)
+        if isinstance(text, str) and message.prompt_token_ids is None:
+            room = limit if may_cut else None
+            ids = self._guarded(lambda: _Prompt(self._encoder.encode_whole(text, room))).ids
+        else:
+            ids = self._encode_prompt(message).ids
+            ids = ids[:limit] if may_cut else ids
+        validation.check_fits_whole(ids, limit, pooling.num_last)
+        params = SamplingParams(max_new_tokens=1, seed=0, pooling=pooling)
+        request = self._ready(message, ids, params)
+        return Prepared(request, [], None, digest=_digest(message))
+
+    def _ready(self, message: Generate, ids: "array[int]", params: SamplingParams) -> Generate:
+        """Return a message with its prompt as ids, complete parameters and timeouts."""
+        args = self._args
+        return msgspec.structs.replace(
             message,
             prompt="",
             prompt_token_ids=pack_ids(ids),
@@ -283,9 +338,6 @@ class Preparer:
             queue_timeout=given(message.queue_timeout, args.queue_timeout),
             timeout=given(message.timeout, args.request_timeout),
         )
-        asked = (message.prompt, message.prompt_token_ids, message.params, message.chat)
-        digest = hashlib.blake2b(_packed(asked), digest_size=DIGEST_BYTES).digest()
-        return Prepared(request, bad_words, grammar, prompt.end, thinking, digest)
 
     def convert(self, message: Tokenize | Detokenize) -> Answer:
         """Return the ids of a text, or the text of ids. Raise InvalidRequest."""
@@ -318,20 +370,34 @@ class Preparer:
 
     def _encode(self, prompt: str | list[ChatMessage], chat: ChatOptions) -> "_Prompt":
         is_chat = not isinstance(prompt, str)
-        try:
+
+        def encode() -> "_Prompt":
             if not isinstance(prompt, str):
                 check_chat(prompt)
                 check_chat_options(chat)
             text = self._encoder.render(prompt, chat)
-            ids = self._encoder.encode(text, is_chat)
+            return _Prompt(self._encoder.encode(text, is_chat), text, is_chat)
+
+        return self._guarded(encode)
+
+    def _guarded(self, encode: "Callable[[], _Prompt]") -> "_Prompt":
+        """Return a prompt that a function encodes. Raise InvalidRequest for whatever it raises."""
+        try:
+            prompt = encode()
             if self._unserved.texts:
-                self._unserved.check_ids("prompt", ids)
-            return _Prompt(ids, text, is_chat)
+                self._unserved.check_ids("prompt", prompt.ids)
+            return prompt
         except QuadrigaError:
             raise
         except Exception as error:  # a template or a tokenizer may raise anything
             logging.exception("a prompt cannot be encoded")
             raise InvalidRequest(f"prompt cannot be encoded: {error}", "prompt") from None
+
+
+def _digest(message: Generate) -> bytes:
+    """Return the hash of what a client asks for."""
+    asked = (message.prompt, message.prompt_token_ids, message.params, message.chat)
+    return hashlib.blake2b(_packed(asked), digest_size=DIGEST_BYTES).digest()
 
 
 def _packed(asked: object) -> bytes:

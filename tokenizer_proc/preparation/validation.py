@@ -165,6 +165,34 @@ def check_ids(packed: bytes, field: str, unserved: UnservedTokens) -> "array[int
     return ids
 
 
+def check_vector_params(message: Generate) -> None:
+    """Raise InvalidRequest for a request for a vector that asks for several choices."""
+    if message.params.n != 1:
+        raise InvalidRequest(f"n is {message.params.n}: a text has one vector; leave n out", "n")
+
+
+def check_fits_whole(ids: "array[int]", limit: int, num_last: int) -> None:
+    """Raise for the ids of a text that has none, or more than the context of `limit` tokens.
+
+    Raises:
+        InvalidRequest: there are none, or no token before the last `num_last`.
+        PromptTooLong: there are too many.
+    """
+    if not ids:
+        raise InvalidRequest("the text is empty: it has no token, and no vector", "prompt")
+    if num_last >= len(ids):
+        raise InvalidRequest(
+            f"num_last is {num_last}, and the prompt has {len(ids)} tokens: it must be fewer",
+            "num_last",
+        )
+    if len(ids) > limit:
+        raise PromptTooLong(
+            f"the text has {len(ids)} tokens, the model's context is {limit}; shorten it, or let"
+            " its end be cut",
+            "prompt",
+        )
+
+
 def fit(
     ids: "array[int]",
     params: SamplingParams,

@@ -33,6 +33,7 @@ from worker_proc.step.clock import RunningStep
 from worker_proc.step.engine import Engine
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.outputs import EngineOutput, PendingStep, SampledTokens, add_nonfinite
+from worker_proc.step.pooling import OutputNorm
 from worker_proc.step.slot_table import SlotTable, ints_of
 
 # Scratch for rows whose context is split over threads: 8 MiB, touched as far as it is needed.
@@ -89,6 +90,7 @@ class NativeEngine(Engine):
         self._numbers = fastest_compute_type(self._library, dtype)
         self._vocab_size = model.vocab_size
         self._weights = CodedWeights(bits)
+        self.output_norm = OutputNorm(model.final_norm)
         self._record(model, num_pages, page_size, int8_pages, pools)
         self._weights.log_bytes()
         self._buffers: dict[Buffer, Tensor] = {}

@@ -34,6 +34,7 @@ from worker_proc.models.ops import Ops
 from worker_proc.models.transfer import send
 from worker_proc.step.engine import Engine
 from worker_proc.step.inputs import StepInputs
+from worker_proc.step.pooling import OutputNorm
 from worker_proc.step.slot_table import ALL_FINITE
 
 if TYPE_CHECKING:
@@ -457,6 +458,7 @@ class TorchEngine(Engine):
         """Take a model whose other parts `ranks` have, if there are several."""
         self.model = model
         self.ranks = ranks
+        self.output_norm = OutputNorm(model.final_norm)
         self._attention = attention
         self._packed: Packed = {
             module: packed

@@ -36,6 +36,7 @@ from worker_proc.models.transfer import send_all
 from worker_proc.step.engine import Engine
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.outputs import SampledTokens
+from worker_proc.step.pooling import OutputNorm
 from worker_proc.step.slot_table import SlotTable
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class TritonEngine(Engine):
         """
         self.model = model
         self.ranks = ranks
+        self.output_norm = OutputNorm(model.final_norm)
         self._experts = grouped_experts(model)
         self._heads = PaddedHeads()
         self._multiply = multiply if deterministic else F.linear

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quadriga.server.models.families.decoder_config import DecoderConfig
 from quadriga.server.models.families.windows import common_window
 from worker_proc.models.attention import AttentionShape
-from worker_proc.models.layers import Attention
+from worker_proc.models.layers import Attention, LayerNorm, RMSNorm
 from worker_proc.models.ops import Ops, Value
 from worker_proc.models.quantized_weights import CodedRows, PackedRows
 
@@ -148,10 +148,12 @@ class Model(nn.Module):
     Attributes:
         attention_shape: layers, heads and head size of this rank.
         vocab_size: number of columns of the logits.
+        final_norm: of hidden states before the head.
     """
 
     attention_shape: AttentionShape
     vocab_size: int
+    final_norm: LayerNorm | RMSNorm
 
     @property
     def window(self) -> int:

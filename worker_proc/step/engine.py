@@ -19,7 +19,7 @@ from quadriga import __version__
 from quadriga.server.processes.machine import Cpus
 from quadriga.wire.logprobs import PromptPiece
 from quadriga.wire.packing import pack_ids
-from quadriga.wire.worker import GuessedRow, StepPlan
+from quadriga.wire.worker import GuessedRow, StepPlan, VectorRow
 from worker_proc.models.transfer import send
 from worker_proc.sampling.grammar import Constrained
 from worker_proc.sampling.logits_processors import apply_logits_processors, constrained
@@ -38,6 +38,7 @@ from worker_proc.step.outputs import (
     row_logprobs,
     sampled_logprobs,
 )
+from worker_proc.step.pooling import OutputNorm, begin_vectors, pooled_rows
 from worker_proc.step.slot_table import ALL_FINITE, SlotTable
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ class Engine(ABC):
         supports_drafts: rows of several tokens can sample after each of them.
         has_equal_bits: a token's numbers are the same to the last bit, whatever else is in a step.
         max_draft_samples: tokens that a step with drafts may sample.
+        output_norm: of hidden states before the head; None: `forward` returns normalized ones.
         draft: the same model over the same KV pages, with weights of fewer bits, which drafts
             tokens; None: there is none.
     """
@@ -153,6 +155,7 @@ class Engine(ABC):
     supports_drafts = True
     has_equal_bits = False
     max_draft_samples = sys.maxsize
+    output_norm: OutputNorm | None = None
     draft: "Engine | None" = None
 
     @property
@@ -177,8 +180,11 @@ class Engine(ABC):
         inputs = make_inputs(plan, table, clock)
         clock.start()
         prompt_pieces: list[Callable[[], PromptPiece]] = []
-        if spans := prompt_spans(inputs):
+        vectors: list[Callable[[], VectorRow]] = []
+        spans, pooled = prompt_spans(inputs), pooled_rows(inputs)
+        if spans or pooled:
             hidden = self.forward(inputs)
+            vectors = begin_vectors(pooled, hidden, self.output_norm, self.logits, table.copier)
             prompt_pieces = prompt_logprobs(spans, hidden, self.logits, table.copier)
             sampled = self.sample_rows(inputs, inputs.of_samples(hidden))
         else:
@@ -189,7 +195,8 @@ class Engine(ABC):
             verify = partial(self._verify, plan, inputs, sampled, fetch, prompt_pieces)
             return PendingStep(verify, blocks_next=True)
         self._append_tokens(inputs, sampled)
-        return pending_step(inputs, sampled, prompt_pieces, self.supports_jump_forward)
+        jump_forward = self.supports_jump_forward
+        return pending_step(inputs, sampled, prompt_pieces, jump_forward, (), vectors)
 
     def _verify(
         self,

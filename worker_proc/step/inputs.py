@@ -143,6 +143,8 @@ def make_inputs(plan: StepPlan, table: SlotTable, clock: RunningStep | None = No
         samples, sample_positions = _drafting_samples(num_computed_after, num_known, slots, table)
     else:
         samples = (num_computed_after == num_known).nonzero()[0]
+        if table.poolings:
+            samples = samples[[int(slot) not in table.poolings for slot in slots[samples]]]
         sample_positions = num_known[samples]
     return StepInputs(
         table=table,

@@ -10,15 +10,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quadriga.errors import NonFiniteLogits
+from quadriga.errors import NonFiniteLogits, NonFiniteVector
 from quadriga.wire.logprobs import LogprobBlock, PromptPiece, SampledLogprobs
 from quadriga.wire.packing import pack_ids
-from quadriga.wire.worker import FailedRow, ForcedRow, GuessedRow, NonFiniteRow
+from quadriga.wire.worker import FailedRow, ForcedRow, GuessedRow, NonFiniteRow, VectorRow
 from worker_proc.models.attention import Ints
 from worker_proc.models.transfer import DeviceToHostCopier, Fetch, TokenIds, send
 from worker_proc.sampling.grammar import Constrained, advance
 from worker_proc.sampling.logits_processors import RowLogits
 from worker_proc.step.inputs import StepInputs
+from worker_proc.step.pooling import has_nonfinite
 from worker_proc.step.slot_table import ALL_FINITE
 
 # Logprobs of the model's own distribution: before bias, penalties, temperature and masks.
@@ -253,6 +254,7 @@ class EngineOutput(msgspec.Struct):
     forced: list[ForcedRow] = []
     drafted: list[GuessedRow] = []
     nonfinite: list[NonFiniteRow] = []
+    vectors: list[VectorRow] = []
 
 
 class PendingStep(msgspec.Struct, frozen=True):
@@ -275,6 +277,7 @@ def pending_step(
     prompt_logprobs: Sequence[Callable[[], PromptPiece]],
     jump_forward: bool,
     drafted: Sequence[GuessedRow] = (),
+    vectors: Sequence[Callable[[], VectorRow]] = (),
 ) -> PendingStep:
     """Start to copy the sampled tokens to the host.
 
@@ -284,6 +287,7 @@ def pending_step(
         prompt_logprobs: wait for the logprobs of its prompt tokens.
         jump_forward: append the tokens that grammars force to the slots.
         drafted: its rows with drafts, which may have several tokens.
+        vectors: wait for the vectors of its rows.
     """
     table = inputs.table
     fetch = table.copier.begin_all(sampled.token_ids, table.nonfinite_from)
@@ -303,7 +307,12 @@ def pending_step(
             sampled.logprobs and sampled.logprobs(),
             [piece() for piece in prompt_logprobs],
             drafted=list(drafted),
+            vectors=[vector() for vector in vectors],
         )
+        for vector in output.vectors:
+            if has_nonfinite(vector):
+                error = NonFiniteVector.of_prompt()
+                output.failed.append(FailedRow(vector.row, str(error), error.code))
         if constrained := [one for one in sampled.constrained if on_host[one.row] >= 0]:
             output.failed = advance(constrained, on_host, inputs.sampled_rows)
             if jump_forward:

@@ -107,6 +107,7 @@ class Runner:
                 forced=output.forced,
                 guessed=output.drafted,
                 nonfinite=output.nonfinite,
+                vectors=output.vectors,
             )
 
         if pending.blocks_next:

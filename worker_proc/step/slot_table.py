@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quadriga.sampling.pooling import Pooling
 from quadriga.wire.worker import NewSlot, StepPlan, WantedLogprobs
 from worker_proc.models.attention import Ints
 from worker_proc.models.transfer import DeviceToHostCopier, Fetch, TokenIds, send_all
@@ -33,6 +34,7 @@ class SlotTable:
         num_drafts: `[slots]` on the host: their number.
         nonfinite_from: `[slots]` int64 on the device: the lowest position with keys or values that
             are NaN or infinite since the slot was filled, or ALL_FINITE. The engine lowers it.
+        poolings: of the slots whose answers are vectors.
         held: the slots in use.
         refused: why the requests of slots cannot be computed, by slot: they hold ids that the model
             does not have. Their rows are computed with other tokens, and have failed.
@@ -67,6 +69,7 @@ class SlotTable:
         self.drafts: dict[int, Sequence[int]] = {}
         self.num_drafts = np.zeros(num_slots, dtype=np.int64)
         self.nonfinite_from = torch.full((num_slots,), ALL_FINITE, device=device)
+        self.poolings: dict[int, Pooling] = {}
         self.held: set[int] = set()
         self.refused: dict[int, str] = {}
         self.num_pages_used = 0
@@ -91,6 +94,8 @@ class SlotTable:
         self.held.difference_update(slots)
         for slot in slots if self.refused else ():
             self.refused.pop(slot, None)
+        for slot in slots if self.poolings else ():
+            self.poolings.pop(slot, None)
         self.num_known[slots] = 0
         self.sampling.release(slots)
 
@@ -114,6 +119,8 @@ class SlotTable:
             self.num_known[slot.slot] = len(slot_ids)
             self.num_computed[slot.slot] = slot.computed
             self.num_pages_of[slot.slot] = len(slot_pages)
+            if slot.pooling is not None:
+                self.poolings[slot.slot] = slot.pooling
         slots = np.array([slot.slot for slot in new], dtype=np.int64)
         places = (*_places(slots, token_ids), *_places(slots, pages))
         device_slots, *places_on_device = send_all(self.device, slots, *places)

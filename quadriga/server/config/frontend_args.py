@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from quadriga.errors import ConfigError
 from quadriga.keywords import nearest
+from quadriga.sampling.pooling import POOLINGS
 from quadriga.server.config.flags import check_positive, flag
 from quadriga.wire.client import DEFAULT_ENDPOINT, PRIVATE_ENDPOINT
 
@@ -68,6 +69,12 @@ class FrontendArgs:
         AUTO,
         "marks of the model's reasoning: a name of docs/tools.md, or none (auto: as the chat"
         " template writes them)",
+    )
+    pooling: str = flag(
+        "",
+        "give embeddings, too, made of the hidden states of a text: that of its last token, their"
+        " mean, their mean weighted by position, or that of its first token (default: none)",
+        POOLINGS,
     )
     queue_timeout: float | None = flag(
         None, "seconds within which a request must be admitted (default: no limit)", unit="SECONDS"

@@ -205,6 +205,12 @@ class ModelFiles:
         return int(self.config["vocab_size"])
 
     @property
+    def hidden_size(self) -> int:
+        """Number of elements of a hidden state, and of a vector that is pooled of them."""
+        keys = ("hidden_size", "n_embd", "d_model", "dim")
+        return int(next(self.config[key] for key in keys if self.config.get(key)))
+
+    @property
     def context_length(self) -> int:
         """Largest number of tokens of a request, prompt and completion together."""
         return self.context_limit or self.model_context_length

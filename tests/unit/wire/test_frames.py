@@ -60,7 +60,12 @@ def test_chunks_are_sent_without_fields_that_say_nothing(tag: str) -> None:
 
 @pytest.mark.parametrize(
     ("rest", "num_fields"),
-    [((0, None, None, None), 6), ((1, None, None, None), 9), ((0, None, None, [1]), 10)],
+    [
+        ((0, None, None, None), 6),
+        ((1, None, None, None), 9),
+        ((0, None, None, [1]), 10),
+        ((0, None, None, None, b"1234"), 11),
+    ],
 )
 def test_a_chunk_has_as_many_fields_as_it_needs(rest: tuple[Any, ...], num_fields: int) -> None:
     chunk = Chunk("a", 0, "t", b"1234", [1.0], None, *rest)

@@ -1,0 +1,338 @@
+"""Vectors of texts, in the formats of OpenAI, text-embeddings-inference, Cohere and Ollama.
+
+First the bodies, whose docstrings are the descriptions in /openapi.json; then what all endpoints
+share, and their functions.
+"""
+
+import base64
+from array import array
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from http_proc.apis.ollama import OllamaError, check_ollama_model, error_body
+from http_proc.apis.openai import list_prompts
+from http_proc.core.call import Call
+from http_proc.core.errors import invalid
+from http_proc.core.gateway import Gateway
+from http_proc.core.streaming import EventSink
+from http_proc.generation.chat_call import chat_prompt
+from http_proc.generation.sampling import convert
+from http_proc.generation.schema import Message, Priority, RequestBody
+from http_proc.generation.vectors import vectors
+from http_proc.web.endpoint import answering
+from quadriga.client.async_client import RequestOptions
+from quadriga.client.types import Completion, Prompt
+from quadriga.sampling.pooling import Pooling
+
+MAX_TEXTS = 8192  # of one request
+NAMES = {"prompt": "input", "prompt_token_ids": "input", "pooling": "model"}
+
+Texts = str | list[str | int | list[int]]
+
+
+class EmbeddingRequest(RequestBody, kw_only=True):
+    """POST /v1/embeddings.
+
+    input: a text, token ids, or a list of either; or messages: a chat, in vLLM's format.
+    dimensions: keep the first numbers only. encoding_format: float, or base64 of little-endian
+    float32. truncate_prompt_tokens: cut a text to so many tokens; -1: to the model's context.
+    normalize: divide each vector by its length. user has no effect but in the usage log.
+    """
+
+    input: Texts | None = None
+    messages: list[Message] | None = None
+    model: str | None = None
+    dimensions: int | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    truncate_prompt_tokens: int | None = None
+    normalize: bool = True
+    priority: Priority = 0
+    user: str | None = None
+
+
+class EmbeddingUsage(msgspec.Struct):
+    """Numbers of tokens of all texts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingObject(msgspec.Struct):
+    """One vector: numbers, or base64."""
+
+    index: int
+    embedding: list[float] | str
+    object: str = "embedding"
+
+
+class EmbeddingAnswer(msgspec.Struct):
+    """The vectors, in the order of the texts."""
+
+    data: list[EmbeddingObject]
+    model: str
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
+class TeiEmbedRequest(RequestBody, kw_only=True):
+    """POST /embed, in the format of text-embeddings-inference.
+
+    inputs: a text, token ids, or a list of either. truncate: cut long texts at their end.
+    """
+
+    inputs: Texts
+    normalize: bool = True
+    truncate: bool = False
+    truncation_direction: Literal["Right", "right"] = "Right"
+    dimensions: int | None = None
+
+
+CohereType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
+
+
+class CohereEmbedRequest(RequestBody, kw_only=True):
+    """POST /v2/embed, in Cohere's format.
+
+    input_type has no effect on models without prompts of their own. int8 and uint8: 127 times the
+    numbers, rounded. binary and ubinary: a bit for each number, 1 above 0. max_tokens: cut each
+    text to so many tokens. truncate: END cuts long texts, NONE refuses them.
+    """
+
+    texts: list[str]
+    model: str | None = None
+    input_type: str | None = None
+    embedding_types: list[CohereType] = msgspec.field(default_factory=lambda: ["float"])
+    output_dimension: int | None = None
+    max_tokens: int | None = None
+    truncate: Literal["NONE", "END"] = "END"
+    priority: Priority = 0
+
+
+class CohereEmbedAnswer(msgspec.Struct):
+    """The vectors by type, in the order of the texts."""
+
+    id: str
+    embeddings: dict[str, list[Any]]
+    texts: list[str]
+    meta: dict[str, Any]
+    response_type: str = "embeddings_by_type"
+
+
+class OllamaEmbedRequest(RequestBody, kw_only=True):
+    """POST /api/embed. truncate: cut long texts. options and keep_alive have no effect."""
+
+    input: str | list[str]
+    model: str
+    truncate: bool = True
+    dimensions: int | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: str | float | None = None
+
+
+class OllamaEmbedAnswer(msgspec.Struct):
+    """The vectors, in the order of the texts. Durations are in nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    prompt_eval_count: int
+    load_duration: int = 0
+
+
+class OllamaEmbeddingsRequest(RequestBody, kw_only=True):
+    """POST /api/embeddings, Ollama's older endpoint: one text, whose vector is not normalized."""
+
+    prompt: str
+    model: str
+    options: dict[str, Any] | None = None
+    keep_alive: str | float | None = None
+
+
+class OllamaEmbeddingsAnswer(msgspec.Struct):
+    """The vector of the text."""
+
+    embedding: list[float]
+
+
+# What all endpoints share.
+
+
+async def embed(
+    gateway: Gateway,
+    call: Call,
+    prompts: Sequence[Prompt],
+    pooling: Pooling,
+    options: RequestOptions,
+    field: str,
+) -> list[Completion]:
+    """Return the completions of texts, which have their vectors, in order.
+
+    Args:
+        gateway: its state.
+        call: what is answered.
+        prompts: the texts.
+        pooling: what vectors are asked for.
+        options: of each request to the server.
+        field: the request's name of the texts, for errors.
+
+    Raises:
+        ApiError: there are too many texts, or the server refuses one of them.
+    """
+    if not 1 <= len(prompts) <= MAX_TEXTS:
+        raise invalid(
+            f"{field} has {len(prompts)} texts: 1 to {MAX_TEXTS} are taken; send several requests",
+            field,
+        )
+    head = gateway.head(call, "embd")
+    names = {**NAMES, "prompt": field, "prompt_token_ids": field}
+    asked = [(prompt, pooling) for prompt in prompts]
+    return await vectors(gateway, call, head.id, asked, options, names)
+
+
+def vector_of(completion: Completion) -> "array[float]":
+    """Return the vector of a completion."""
+    assert completion.vector is not None
+    return completion.vector
+
+
+def _numbers(completion: Completion) -> list[float]:
+    return vector_of(completion).tolist()
+
+
+def _base64(completion: Completion) -> str:
+    return base64.b64encode(vector_of(completion).tobytes()).decode()
+
+
+def _num_tokens(completions: Sequence[Completion]) -> int:
+    return sum(completion.usage.prompt_tokens for completion in completions)
+
+
+# The endpoints.
+
+
+async def openai_embeddings(gateway: Gateway, call: Call, _: EventSink) -> EmbeddingAnswer:
+    """Return the vectors of texts in OpenAI's format."""
+    fields = convert(await call.parse(), EmbeddingRequest)
+    gateway.check_model(fields.model)
+    cut = fields.truncate_prompt_tokens
+    if cut is not None and cut != -1 and cut < 1:
+        raise invalid(
+            f"truncate_prompt_tokens is {cut}: it must be at least 1, or -1 for the context",
+            "truncate_prompt_tokens",
+        )
+    prompts = _prompts_of(fields)
+    pooling = Pooling(
+        normalize=fields.normalize,
+        dimensions=fields.dimensions,
+        max_tokens=cut if cut != -1 else None,
+    )
+    options: RequestOptions = {"priority": fields.priority}
+    if cut is not None:
+        options["truncate_prompt"] = True
+    completions = await embed(gateway, call, prompts, pooling, options, "input")
+    written = _base64 if fields.encoding_format == "base64" else _numbers
+    data = [EmbeddingObject(number, written(one)) for number, one in enumerate(completions)]
+    num_tokens = _num_tokens(completions)
+    return EmbeddingAnswer(data, gateway.model, EmbeddingUsage(num_tokens, num_tokens))
+
+
+def _prompts_of(fields: EmbeddingRequest) -> list[Prompt]:
+    """Return the texts of a request, or its chat. Raises ApiError."""
+    if (fields.input is None) == (fields.messages is None):
+        raise invalid("give either input or messages", "input")
+    if fields.messages is not None:
+        return [chat_prompt(fields.messages)]
+    assert fields.input is not None
+    return list_prompts(fields.input, "input")
+
+
+async def tei_embed(gateway: Gateway, call: Call, _: EventSink) -> list[list[float]]:
+    """Return the vectors of texts in the format of text-embeddings-inference."""
+    fields = convert(await call.parse(), TeiEmbedRequest)
+    pooling = Pooling(normalize=fields.normalize, dimensions=fields.dimensions)
+    options: RequestOptions = {"truncate_prompt": fields.truncate}
+    prompts = list_prompts(fields.inputs, "inputs")
+    return list(map(_numbers, await embed(gateway, call, prompts, pooling, options, "inputs")))
+
+
+async def cohere_embed(gateway: Gateway, call: Call, _: EventSink) -> CohereEmbedAnswer:
+    """Return the vectors of texts in Cohere's format."""
+    fields = convert(await call.parse(), CohereEmbedRequest)
+    gateway.check_model(fields.model)
+    pooling = Pooling(dimensions=fields.output_dimension, max_tokens=fields.max_tokens)
+    options: RequestOptions = {
+        "priority": fields.priority,
+        "truncate_prompt": fields.truncate == "END" or fields.max_tokens is not None,
+    }
+    prompts: list[Any] = list(fields.texts)
+    completions = await embed(gateway, call, prompts, pooling, options, "texts")
+    by_type: dict[str, list[Any]] = {
+        kind: [_cohere_vector(kind, completion) for completion in completions]
+        for kind in fields.embedding_types
+    }
+    meta = {
+        "api_version": {"version": "2"},
+        "billed_units": {"input_tokens": _num_tokens(completions)},
+    }
+    return CohereEmbedAnswer(call.record.id, by_type, fields.texts, meta)
+
+
+def _cohere_vector(kind: str, completion: Completion) -> list[float] | list[int] | str:
+    vector = vector_of(completion)
+    if kind == "float":
+        return vector.tolist()
+    if kind == "base64":
+        return _base64(completion)
+    if kind in ("int8", "uint8"):
+        shift = 128 if kind == "uint8" else 0
+        return [min(max(round(127 * number), -127), 127) + shift for number in vector]
+    bits = "".join("1" if number > 0 else "0" for number in vector)
+    bits += "0" * (-len(bits) % 8)
+    packed = [int(bits[place : place + 8], 2) for place in range(0, len(bits), 8)]
+    return packed if kind == "ubinary" else [byte - 128 for byte in packed]
+
+
+async def ollama_embed(gateway: Gateway, call: Call, _: EventSink) -> OllamaEmbedAnswer:
+    """Return the vectors of texts in Ollama's format."""
+    fields = convert(await call.parse(), OllamaEmbedRequest)
+    check_ollama_model(gateway, fields.model)
+    pooling = Pooling(dimensions=fields.dimensions)
+    prompts: list[Any] = [fields.input] if isinstance(fields.input, str) else list(fields.input)
+    options: RequestOptions = {"truncate_prompt": fields.truncate}
+    completions = await embed(gateway, call, prompts, pooling, options, "input")
+    begin = min(completion.timings.submitted for completion in completions)
+    end = max(completion.timings.delivered for completion in completions)
+    return OllamaEmbedAnswer(
+        fields.model,
+        list(map(_numbers, completions)),
+        max(0, round((end - begin) * 1e9)),
+        _num_tokens(completions),
+    )
+
+
+async def ollama_embeddings(gateway: Gateway, call: Call, _: EventSink) -> OllamaEmbeddingsAnswer:
+    """Return the vector of one text in Ollama's older format."""
+    fields = convert(await call.parse(), OllamaEmbeddingsRequest)
+    check_ollama_model(gateway, fields.model)
+    options: RequestOptions = {"truncate_prompt": True}
+    pooling = Pooling(normalize=False)
+    (completion,) = await embed(gateway, call, [fields.prompt], pooling, options, "prompt")
+    return OllamaEmbeddingsAnswer(_numbers(completion))
+
+
+_OLLAMA_ERRORS: dict[str, Any] = {"error_body": error_body, "error": OllamaError}
+
+EMBEDDING_ENDPOINTS = [
+    answering("/v1/embeddings", openai_embeddings, "Vectors of texts",
+              EmbeddingRequest, EmbeddingAnswer),
+    answering("/embed", tei_embed, "Vectors of texts, in the format of text-embeddings-inference",
+              TeiEmbedRequest, list[list[float]]),
+    answering("/v2/embed", cohere_embed, "Vectors of texts, in Cohere's format",
+              CohereEmbedRequest, CohereEmbedAnswer),
+    answering("/api/embed", ollama_embed, "Vectors of texts, in Ollama's format",
+              OllamaEmbedRequest, OllamaEmbedAnswer, **_OLLAMA_ERRORS),
+    answering("/api/embeddings", ollama_embeddings, "The vector of a text, in Ollama's old format",
+              OllamaEmbeddingsRequest, OllamaEmbeddingsAnswer, **_OLLAMA_ERRORS),
+]  # fmt: skip

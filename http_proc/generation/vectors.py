@@ -1,0 +1,51 @@
+"""Many prompts whose answers are vectors, as the requests of one call."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from http_proc.core.call import Call
+from http_proc.core.gateway import Gateway
+from quadriga.client.async_client import RequestOptions
+from quadriga.client.types import Completion, Prompt
+from quadriga.sampling.params import SamplingParams
+from quadriga.sampling.pooling import Pooling
+
+# Prompts of one call that are in the server at one time; the next ones follow as they end.
+MAX_AT_ONCE = 64
+
+
+async def vectors(
+    gateway: Gateway,
+    call: Call,
+    answer_id: str,
+    asked: Sequence[tuple[Prompt, Pooling]],
+    options: RequestOptions,
+    names: Mapping[str, str],
+) -> list[Completion]:
+    """Return the completions of prompts, which have their vectors, in order.
+
+    Args:
+        gateway: its state.
+        call: what is answered.
+        answer_id: id of the answer.
+        asked: the prompts, and what vector is wanted of each.
+        options: of each request to the server.
+        names: the call's name of each field of the server's requests, for errors.
+
+    Raises:
+        ApiError: the server refuses one of the prompts.
+    """
+    ended: dict[int, Completion] = {}
+    waiting = iter(asked)
+    with gateway.open_group(answer_id, names, call.record) as group:
+        for prompt, pooling in itertools.islice(waiting, MAX_AT_ONCE):
+            group.submit(prompt, SamplingParams(pooling=pooling), False, options)
+        while len(ended) < len(asked):
+            for number, chunk in await group.next_chunks():
+                if chunk.completion is None:
+                    continue
+                ended[number] = chunk.completion
+                group.note(chunk.completion)
+                for prompt, pooling in itertools.islice(waiting, 1):
+                    group.submit(prompt, SamplingParams(pooling=pooling), False, options)
+    return [ended[number] for number in range(len(asked))]

@@ -1,0 +1,111 @@
+"""Numbers in place of tokens: a vector of a text, or probabilities of tokens; and their checks."""
+
+import msgspec
+
+from quadriga.errors import InvalidRequest
+
+# How the hidden states of a text become one vector.
+LAST, MEAN, WEIGHTED_MEAN, CLS = "last", "mean", "weighted-mean", "cls"
+POOLINGS = (LAST, MEAN, WEIGHTED_MEAN, CLS)
+# Not of hidden states: the log-probabilities of tokens.
+LOGPROBS = "logprobs"
+MAX_SCORED_TOKENS = 4096  # of one request
+MAX_LAST_TOKENS = 256
+# These read the hidden states of all tokens, so that no part of the text may come from the cache.
+READS_ALL_TOKENS = (MEAN, WEIGHTED_MEAN, CLS)
+
+
+class Pooling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Ask for one vector of the prompt; no token is sampled. A map on the wire.
+
+    Attributes:
+        method: one of POOLINGS; "": the server's --pooling. LOGPROBS: the vector has natural
+            logarithms of probabilities, of `token_ids` or of the last tokens of the prompt.
+        normalize: divide the vector by its Euclidean length.
+        dimensions: keep only the first of its numbers, before it is normalized; None: all.
+        max_tokens: number of tokens to which a text that may be cut is cut; None: the context.
+        token_ids: with LOGPROBS, ids that may follow the prompt, whose probabilities are wanted.
+        num_last: with LOGPROBS, number of tokens at the end of the prompt whose probabilities are
+            wanted, each after those before it; 0: those of `token_ids`.
+    """
+
+    method: str = ""
+    normalize: bool = True
+    dimensions: int | None = None
+    max_tokens: int | None = None
+    token_ids: list[int] = []
+    num_last: int = 0
+
+    @property
+    def num_read(self) -> int | None:
+        """Number of tokens at the end that one step has to compute; None: all of them."""
+        return None if self.method in READS_ALL_TOKENS else 1 + self.num_last
+
+    @property
+    def reads_all_tokens(self) -> bool:
+        """Whether the vector depends on the hidden state of every token, not of the last alone."""
+        return self.method in READS_ALL_TOKENS
+
+
+def filled_pooling(
+    pooling: Pooling, server_method: str, hidden_size: int, vocab_size: int
+) -> Pooling:
+    """Return a pooling with its method filled in.
+
+    Args:
+        pooling: as a client has sent it.
+        server_method: the server's --pooling; "": it gives no vectors.
+        hidden_size: number of elements of a vector.
+        vocab_size: number of the model's ids.
+
+    Raises:
+        InvalidRequest: the server gives no vectors, there is no such method, or `dimensions` is
+            out of range.
+    """
+    if pooling.method == LOGPROBS:
+        _check_scored(pooling, vocab_size)
+        return pooling
+    if not server_method:
+        raise InvalidRequest(
+            "this server gives no embeddings: start it with --pooling, such as --pooling last",
+            "pooling",
+        )
+    method = pooling.method or server_method
+    if method not in POOLINGS:
+        raise InvalidRequest(
+            f"pooling is {method!r}: it must be one of {', '.join(POOLINGS)}", "pooling"
+        )
+    if pooling.dimensions is not None and not 1 <= pooling.dimensions <= hidden_size:
+        raise InvalidRequest(
+            f"dimensions is {pooling.dimensions}: vectors of this model have {hidden_size}"
+            f" elements; ask for 1 to {hidden_size}, or leave it out",
+            "dimensions",
+        )
+    if pooling.max_tokens is not None and pooling.max_tokens < 1:
+        raise InvalidRequest(
+            f"max_tokens is {pooling.max_tokens}: a text is cut to at least 1 token", "max_tokens"
+        )
+    return msgspec.structs.replace(pooling, method=method)
+
+
+def _check_scored(pooling: Pooling, vocab_size: int) -> None:
+    """Raise InvalidRequest for tokens whose probabilities cannot be given."""
+    count, last = len(pooling.token_ids), pooling.num_last
+    if (count == 0) == (last == 0):
+        raise InvalidRequest(
+            "give either token_ids or num_last, with the method logprobs", "token_ids"
+        )
+    if count > MAX_SCORED_TOKENS:
+        raise InvalidRequest(
+            f"token_ids has {count} ids: at most {MAX_SCORED_TOKENS} are scored; leave some out",
+            "token_ids",
+        )
+    if not 0 <= last <= MAX_LAST_TOKENS:
+        raise InvalidRequest(
+            f"num_last is {last}: 1 to {MAX_LAST_TOKENS} tokens are scored", "num_last"
+        )
+    wrong = [token for token in pooling.token_ids if not 0 <= token < vocab_size]
+    if wrong:
+        raise InvalidRequest(
+            f"token_ids holds {wrong[0]}: ids of this model are 0 to {vocab_size - 1}", "token_ids"
+        )

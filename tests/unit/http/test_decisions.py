@@ -1,0 +1,192 @@
+"""Decisions over HTTP: questions, labels of one and several tokens, and both formats."""
+
+import asyncio
+import math
+from array import array
+from typing import Any
+
+import openai
+import pytest
+
+from http_proc.apis.decisions import MAX_CHOICES, MAX_QUESTIONS
+from quadriga.client.types import Completion, RenderedPrompt, StreamChunk, Timings
+from quadriga.sampling.pooling import LOGPROBS
+from quadriga.wire.client import Usage
+from tests.unit.scripted_ring import (
+    ScriptedHandle,
+    ScriptedRing,
+    gateway_before,
+    openai_before,
+    post,
+)
+
+ROLE = "\nassistant:"
+# Probabilities of words after anything.
+WORDS = {"Yes": 0.3, "No": 0.1, "Paris": 0.2, "New": 0.1, "York": 0.5, "bad": 0.02, "good": 0.06}
+
+
+class WordRing(ScriptedRing):
+    """A model whose tokens are words, and characters of everything else.
+
+    A word is a token of its own behind the role, and behind a space.
+    """
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.words = list(WORDS)
+        self.prompts: list[str] = []
+
+    def ids_of(self, text: str) -> list[int]:
+        head, role, answer = text.rpartition(ROLE)
+        ids = [1000 + ord(letter) for letter in head + role]
+        for word in answer.split(" ") if answer else []:
+            known = word in self.words
+            ids += [self.words.index(word)] if known else [1000 + ord(letter) for letter in word]
+        return ids
+
+    async def render(self, prompt: Any, chat: Any = None) -> RenderedPrompt:
+        text = "".join(f"{turn['role']}: {turn['content']}\n" for turn in prompt) + ROLE
+        self.prompts.append(text)
+        return RenderedPrompt(text, self.ids_of(text))
+
+    async def tokenize(self, prompt: Any, chat: Any = None) -> list[int]:
+        return self.ids_of(prompt)
+
+    def submit(self, prompt: Any, params: Any, **options: Any) -> ScriptedHandle:
+        self._asked = (prompt, params.pooling)
+        return super().submit(prompt, params, **options)
+
+    def _answer(self, handle: ScriptedHandle, sink: Any) -> None:
+        prompt, pooling = self._asked
+        assert pooling.method == LOGPROBS
+        ids = pooling.token_ids or prompt[len(prompt) - pooling.num_last :]
+        scores = array("f", [math.log(WORDS[self.words[token]]) for token in ids])
+        completion = Completion(
+            "r", "", [], "stop", Usage(len(prompt), 0, 5), Timings(0.0), vector=scores
+        )
+        handle.done = True
+        chunk = StreamChunk("r", "", [], [], 0.0, completion)
+        asyncio.get_running_loop().call_soon(sink, chunk)
+
+
+async def test_openais_client_reads_every_kind_of_answer() -> None:
+    ring = WordRing()
+    questions: Any = [
+        {"type": "predicate", "instructions": "It is true.", "name": "truth"},
+        {
+            "type": "choice", "instructions": "Where?",
+            "choices": [{"value": "Paris"}, {"value": "New York", "description": "a city"}],
+        },
+        {"type": "score", "instructions": "How?", "levels": [{"label": "bad"}, {"label": "good"}]},
+    ]  # fmt: skip
+    async with openai_before(ring) as (client, _):
+        decision = await client.decisions.create(
+            model="tiny", input="The state.", questions=questions
+        )
+    answers: Any = decision.answers
+    truth, place, rate = answers
+    assert (truth.type, truth.name) == ("predicate", "truth")
+    assert truth.probability == pytest.approx(0.3 / 0.4)
+    assert place.type == "choice"
+    # The product of the tokens of "New York" is 0.05.
+    assert [each.probability for each in place.probabilities] == pytest.approx([0.8, 0.2])
+    assert (place.choice, place.confidence) == ("Paris", pytest.approx(0.8))
+    assert rate.type == "score"
+    assert rate.score == pytest.approx(0.75)
+    assert [each.label for each in rate.probabilities] == ["bad", "good"]
+    masses = [answer.model_extra["label_mass"] for answer in answers]
+    assert masses == pytest.approx([0.4, 0.25, 0.08])
+    assert decision.usage.input_tokens_details.cached_tokens == 5 * 4
+    assert decision.usage.output_tokens == 0
+    poolings = [params.pooling for _, params, _ in ring.submitted]
+    assert [(len(each.token_ids), each.num_last) for each in poolings] == [
+        (2, 0), (0, 1), (0, 2), (2, 0),
+    ], "labels of one token share a request"  # fmt: skip
+    assert all(text.startswith("user: The state.\n\n") for text in ring.prompts)
+
+
+async def test_messages_json_and_calls_are_a_state() -> None:
+    ring = WordRing()
+    given: Any = [
+        {"role": "system", "content": "Be strict."},
+        {"role": "user", "content": [
+            {"type": "input_text", "text": "Look: "}, {"type": "input_json", "data": {"a": [1]}},
+        ]},
+        {"role": "assistant", "content": "Seen."},
+    ]  # fmt: skip
+    async with gateway_before(ring) as (url, _):
+        body = {"input": given, "questions": [{"type": "predicate", "instructions": {"b": 2}}]}
+        status, answer = await post(url, "/v1/decisions", body)
+    assert status == 200, answer
+    (prompt,) = ring.prompts
+    assert prompt.startswith(
+        'system: Be strict.\nuser: Look: {"a": [1]}\nassistant: Seen.\nuser: {"b"'
+    )
+
+
+async def test_system_one_has_names_in_place_of_places() -> None:
+    questions = {
+        "truth": {"type": "noul", "criteria": {"true": "It is so."}},
+        "place": {"type": "choice", "criteria": {"Paris": None, "New York": "a city"}},
+    }
+    async with gateway_before(WordRing()) as (url, _):
+        body = {"model": "tiny", "state": {"text": "state"}, "questions": questions}
+        status, answer = await post(url, "/v1/systemone", body)
+    assert status == 200, answer
+    assert answer["answers"]["truth"]["noul"] == pytest.approx(0.75)
+    assert answer["answers"]["truth"]["diagnostics"]["label_mass"] == pytest.approx(0.4)
+    place = answer["answers"]["place"]
+    assert place["choice"] == "Paris"
+    assert place["probabilities"] == pytest.approx({"Paris": 0.8, "New York": 0.2})
+    assert answer["usage"]["output_tokens"] == 0
+
+
+PREDICATE = {"type": "predicate", "instructions": "x"}
+
+
+@pytest.mark.parametrize(
+    ("questions", "words"),
+    [
+        ([], f"1 to {MAX_QUESTIONS}"),
+        ([PREDICATE] * (MAX_QUESTIONS + 1), f"{MAX_QUESTIONS + 1} entries"),
+        ([{"type": "choice", "instructions": "x", "choices": [{"value": "a"}]}], "1 entries"),
+        (
+            [{"type": "choice", "instructions": "x", "choices": [{"value": "a"}, {"value": "a"}]}],
+            "'a' twice",
+        ),
+        (
+            [
+                {
+                    "type": "choice", "instructions": "x",
+                    "choices": [{"value": "true"}, {"value": True}],
+                }
+            ],
+            "'true' twice",
+        ),
+        (
+            [{"type": "score", "instructions": "x", "levels": [{"label": "a"}, {"label": " "}]}],
+            "levels[1] is empty",
+        ),
+        (
+            [
+                {
+                    "type": "choice", "instructions": "x",
+                    "choices": [{"value": str(number)} for number in range(MAX_CHOICES + 1)],
+                }
+            ],
+            f"2 to {MAX_CHOICES}",
+        ),
+        ([{"type": "box", "instructions": "x"}], "box"),
+    ],
+)  # fmt: skip
+async def test_bad_questions_are_refused_by_name(questions: Any, words: str) -> None:
+    async with gateway_before(WordRing()) as (url, _):
+        status, answer = await post(url, "/v1/decisions", {"input": "a", "questions": questions})
+    assert status == 400
+    assert words in answer["error"]["message"]
+
+
+async def test_a_refusal_of_the_server_names_the_input() -> None:
+    async with openai_before(WordRing()) as (client, _):
+        with pytest.raises(openai.NotFoundError, match="is not served"):
+            await client.decisions.create(model="other", input="a", questions=[PREDICATE])  # type: ignore[list-item]

@@ -1,0 +1,150 @@
+"""Vectors of texts over HTTP, in each API's format."""
+
+import asyncio
+import base64
+import struct
+from array import array
+from typing import Any
+
+import pytest
+
+from http_proc.apis.embeddings import MAX_TEXTS
+from http_proc.generation.vectors import MAX_AT_ONCE
+from quadriga.client.types import Completion, StreamChunk, Timings
+from quadriga.errors import InvalidRequest
+from quadriga.sampling.pooling import Pooling
+from quadriga.wire.client import Usage
+from tests.unit.scripted_ring import (
+    ScriptedHandle,
+    ScriptedRing,
+    gateway_before,
+    openai_before,
+    post,
+)
+
+
+class VectorRing(ScriptedRing):
+    """Answers each text with a vector of its length, in the reverse order of a few.
+
+    Attributes:
+        most_open: the largest number of requests that were open at one time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.most_open = 0
+        self._open: list[tuple[ScriptedHandle, Any, Any]] = []
+
+    def submit(self, prompt: Any, *arguments: Any, **options: Any) -> ScriptedHandle:
+        self._prompt = prompt
+        return super().submit(prompt, *arguments, **options)
+
+    def _answer(self, handle: ScriptedHandle, sink: Any) -> None:
+        if self.error is not None:
+            super()._answer(handle, sink)
+            return
+        self._open.append((handle, sink, self._prompt))
+        self.most_open = max(self.most_open, len(self._open))
+        asyncio.get_running_loop().call_later(0.001, self._end_last)
+
+    def _end_last(self) -> None:
+        if self._open:
+            handle, sink, prompt = self._open.pop()
+            handle.done = True
+            vector = array("f", [float(len(prompt)), -1.5, 0.25])
+            usage = Usage(len(prompt), 0)
+            completion = Completion("r", "", [], "stop", usage, Timings(0.0), vector=vector)
+            sink(StreamChunk("r", "", [], [], 0.0, completion))
+
+
+async def test_openais_client_reads_numbers_and_base64() -> None:
+    ring = VectorRing()
+    async with openai_before(ring) as (client, _):
+        answer = await client.embeddings.create(
+            model="tiny", input=["a", "abc", "ab"], dimensions=3, encoding_format="float"
+        )
+        assert [one.embedding[0] for one in answer.data] == [1.0, 3.0, 2.0]
+        assert [one.index for one in answer.data] == [0, 1, 2]
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens == 6
+        by_default = await client.embeddings.create(model="tiny", input="abcd")
+        assert by_default.data[0].embedding == [4.0, -1.5, 0.25]
+        ids = await client.embeddings.create(model="tiny", input=[[1, 2], [3]])
+        assert [one.embedding[0] for one in ids.data] == [2.0, 1.0]
+    assert ring.submitted[0][1].pooling == Pooling(dimensions=3)
+
+
+async def test_many_texts_are_in_the_server_a_few_at_a_time_and_come_back_in_order() -> None:
+    ring = VectorRing()
+    async with gateway_before(ring) as (url, _):
+        texts = ["x" * (number % 50 + 1) for number in range(300)]
+        status, answer = await post(url, "/v1/embeddings", {"input": texts})
+        assert status == 200
+        assert [one["embedding"][0] for one in answer["data"]] == list(map(len, texts))
+    assert ring.most_open == MAX_AT_ONCE
+
+
+async def test_other_apis_have_their_own_formats() -> None:
+    ring = VectorRing()
+    async with gateway_before(ring) as (url, _):
+        _, answer = await post(url, "/embed", {"inputs": ["ab", "c"], "normalize": False})
+        assert answer == [[2.0, -1.5, 0.25], [1.0, -1.5, 0.25]]
+        body: dict[str, Any] = {
+            "texts": ["ab"], "input_type": "search_query", "output_dimension": 3,
+            "embedding_types": ["float", "base64", "int8", "uint8", "binary", "ubinary"],
+        }  # fmt: skip
+        _, answer = await post(url, "/v2/embed", body)
+        vectors = answer["embeddings"]
+        assert vectors["float"] == [[2.0, -1.5, 0.25]]
+        assert struct.unpack("<3f", base64.b64decode(vectors["base64"][0])) == (2.0, -1.5, 0.25)
+        assert vectors["int8"] == [[127, -127, 32]]
+        assert vectors["uint8"] == [[255, 1, 160]]
+        assert vectors["ubinary"] == [[0b10100000]]
+        assert vectors["binary"] == [[0b10100000 - 128]]
+        assert answer["meta"]["billed_units"]["input_tokens"] == 2
+        _, answer = await post(url, "/api/embed", {"model": "tiny:latest", "input": "ab"})
+        assert answer["embeddings"] == [[2.0, -1.5, 0.25]]
+        assert (answer["model"], answer["prompt_eval_count"]) == ("tiny:latest", 2)
+        _, answer = await post(url, "/api/embeddings", {"model": "tiny", "prompt": "abc"})
+        assert answer == {"embedding": [3.0, -1.5, 0.25]}
+    poolings = [params.pooling for _, params, _ in ring.submitted]
+    assert poolings[0] == Pooling(normalize=False)
+    assert poolings[-1] == Pooling(normalize=False)
+    assert [options["truncate_prompt"] for _, _, options in ring.submitted] == [
+        False, False, True, True, True,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/v1/embeddings", {}, "give either input or messages"),
+        ("/v1/embeddings", {"input": []}, "input is an empty list"),
+        ("/v1/embeddings", {"input": ["a", 3]}, "mixes token ids"),
+        ("/v1/embeddings", {"input": "a", "model": "other"}, "model 'other' is not served"),
+        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "must be at least 1"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ("/v1/embeddings", {"input": ["a"] * (MAX_TEXTS + 1)}, f"1 to {MAX_TEXTS}"),
+        ("/embed", {"inputs": "a", "truncation_direction": "Left"}, "truncation_direction"),
+        ("/v2/embed", {"texts": []}, "texts has 0 texts"),
+        ("/v2/embed", {"texts": ["a"], "embedding_types": ["float64"]}, "embedding_types"),
+        ("/api/embed", {"input": "a"}, "model"),
+    ],
+)
+async def test_bad_bodies_are_refused_by_name(path: str, body: Any, words: str) -> None:
+    async with gateway_before(VectorRing()) as (url, _):
+        status, answer = await post(url, path, body)
+        error = answer["error"]
+        assert status in (400, 404)
+        assert words in (error if isinstance(error, str) else error["message"])
+
+
+async def test_an_error_of_one_text_ends_the_request_with_the_name_of_its_field() -> None:
+    ring = VectorRing()
+    ring.error = InvalidRequest("the text is empty", "prompt")
+    async with gateway_before(ring) as (url, _):
+        for path, field, body in (
+            ("/v1/embeddings", "input", {"input": ["", "a"]}),
+            ("/v2/embed", "texts", {"texts": [""]}),
+        ):
+            status, answer = await post(url, path, body)
+            assert (status, answer["error"]["param"]) == (400, field)

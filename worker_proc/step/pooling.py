@@ -1,0 +1,145 @@
+"""Vectors in place of tokens: the hidden states of a row, pooled.
+
+A vector is computed in float32, of its own row alone: its bits do not depend on the other rows of
+the step.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quadriga.sampling.pooling import CLS, LAST, LOGPROBS, MEAN, Pooling
+from quadriga.wire.worker import VectorRow
+from worker_proc.models.layers import LayerNorm, RMSNorm
+from worker_proc.models.transfer import DeviceToHostCopier, Fetch
+from worker_proc.step.inputs import StepInputs
+
+MIN_LENGTH = 1e-12  # a vector is divided by its length, or by this
+
+
+class OutputNorm:
+    """The norm between a model's last layer and its head, in float32.
+
+    It has a copy of the weights, as an engine may take those of the model apart.
+    """
+
+    def __init__(self, norm: LayerNorm | RMSNorm) -> None:
+        self._gain = (norm.weight if isinstance(norm, LayerNorm) else norm.gain).float().clone()
+        self._bias = norm.bias.float().clone() if isinstance(norm, LayerNorm) else None
+        self._epsilon = norm.epsilon
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Normalize `[tokens, hidden]`, whose rows may have padding behind them."""
+        shape = self._gain.shape
+        hidden = hidden[:, : shape[0]]
+        if self._bias is not None:
+            return F.layer_norm(hidden.float(), shape, self._gain, self._bias, self._epsilon)
+        return F.rms_norm(hidden.float(), shape, self._gain, self._epsilon)
+
+
+class PooledRow(NamedTuple):
+    """A row of a step that ends with its request's last token, and whose answer is a vector.
+
+    Attributes:
+        row: its number in the plan.
+        begin, end: its tokens in the step, `end` excluded.
+        last_ids: int32 the last tokens of the prompt, where their probabilities are wanted.
+        pooling: what its client has asked for.
+    """
+
+    row: int
+    begin: int
+    end: int
+    pooling: Pooling
+    last_ids: Tensor
+
+
+def pooled_rows(inputs: StepInputs) -> list[PooledRow]:
+    """Return the rows of a step whose answers are vectors."""
+    layout, table = inputs.layout, inputs.table
+    if not table.poolings:
+        return []
+    ends = np.cumsum(layout.num_tokens).tolist()
+    rows = []
+    for row, slot in enumerate(layout.slots.tolist()):
+        pooling = table.poolings.get(slot)
+        if pooling is not None and inputs.num_computed_after[row] == table.num_known[slot]:
+            begin = ends[row] - int(layout.num_tokens[row])
+            known = int(table.num_known[slot])
+            last_ids = table.tokens[slot, known - pooling.num_last : known]
+            rows.append(PooledRow(int(inputs.plan_rows[row]), begin, ends[row], pooling, last_ids))
+    return rows
+
+
+def begin_vectors(
+    rows: Sequence[PooledRow],
+    hidden: Tensor,
+    norm: OutputNorm | None,
+    logits: Callable[[Tensor], Tensor],
+    copier: DeviceToHostCopier,
+) -> list[Callable[[], VectorRow]]:
+    """Compute vectors; return functions that wait for them.
+
+    Args:
+        rows: the rows that have them.
+        hidden: `[tokens, hidden]` of the whole step.
+        norm: of hidden states; None: they are normalized.
+        logits: computes the model's logits `[rows, vocab_size]` of hidden states, not normalized.
+        copier: copies the vectors to the host.
+    """
+    vectors: list[Callable[[], VectorRow]] = []
+    for row in rows:
+        if row.pooling.method == LOGPROBS:
+            scores = token_logprobs(row, hidden, logits)
+            vectors.append(partial(_fetched, row.row, copier.begin(scores)))
+            continue
+        begin = row.end - 1 if row.pooling.method == LAST else row.begin
+        states = hidden[begin : row.end]
+        states = states.float() if norm is None else norm(states)
+        vectors.append(partial(_fetched, row.row, copier.begin(pooled(states, row.pooling))))
+    return vectors
+
+
+def pooled(states: Tensor, pooling: Pooling) -> Tensor:
+    """Return the vector `[hidden]`, or the first of its elements, of states `[tokens, hidden]`."""
+    if pooling.method == LAST:
+        vector = states[-1]
+    elif pooling.method == CLS:
+        vector = states[0]
+    elif pooling.method == MEAN:
+        vector = states.double().mean(0).float()
+    else:  # Muennighoff 2022, https://arxiv.org/abs/2202.08904: later tokens count more
+        places = torch.arange(1, len(states) + 1, device=states.device, dtype=torch.float64)
+        vector = (places @ states.double() / places.sum()).float()
+    vector = vector[: pooling.dimensions]
+    if pooling.normalize:
+        vector = vector / vector.norm().clamp(min=MIN_LENGTH)
+    return vector.clone()  # the engine may reuse its memory
+
+
+def token_logprobs(row: PooledRow, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the log-probabilities that a row asks for, in the model's own distribution.
+
+    Those of `token_ids` follow its last token; those of its last tokens each follow the one before.
+    """
+    count = row.pooling.num_last
+    if not count:
+        ids = torch.tensor(row.pooling.token_ids, device=hidden.device)
+        return logits(hidden[row.end - 1 : row.end]).float().log_softmax(-1)[0, ids]
+    states = hidden[row.end - 1 - count : row.end - 1]
+    logprobs = logits(states).float().log_softmax(-1)
+    return logprobs.gather(1, row.last_ids.long().unsqueeze(1)).squeeze(1)
+
+
+def _fetched(row: int, fetch: Fetch) -> VectorRow:
+    return VectorRow(row, np.asarray(fetch(), dtype="<f4").tobytes())
+
+
+def has_nonfinite(row: VectorRow) -> bool:
+    """Return whether a vector has NaN or infinity."""
+    return not np.isfinite(np.frombuffer(row.vector, dtype="<f4")).all()
