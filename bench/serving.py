@@ -97,7 +97,7 @@ def _text(options: Options, result: Result) -> str:
     elif not options.output.verbose:
         blocks.append(report.classic_block(options, result))
     if options.output.verbose:
-        blocks += [report.block(options, result), files.block(options, result)]
+        blocks.append(report.block(options, result))
     return "\n".join(blocks)
 
 

@@ -298,9 +298,7 @@ OWN_FLAGS = {
         " classic beside flags of the classic bench such as --prompt or --prefill-max-batch-size)",
         ("table", "classic"),
     ),
-    "verbose": LoadFlag(
-        bool, False, None, "print all figures, also by the names of other bench clients"
-    ),
+    "verbose": LoadFlag(bool, False, None, "print all figures"),
     "json": LoadFlag(Path, None, "FILE", "write all figures to this file"),
     "details": LoadFlag(bool, False, None, "add the record of every request to --json"),
     "output_file": LoadFlag(

@@ -73,31 +73,6 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
 # TTFT: from the submit to the first chunk with a token. TPOT: from that chunk to the end of the
 # request, divided by its tokens but one. ITL: gaps between chunks of any size.
 
-WIDTH = 50
-LABEL_WIDTH = 40
-# Key: heading, name in a line, and the figures that are printed.
-LATENCIES = {
-    "e2e_latency": ("End-to-End Latency", "E2E Latency", ("mean", "median", "p99")),
-    "ttft": ("Time to First Token", "TTFT", ("mean", "median", "p99")),
-    "tpot": ("Time per Output Token (excl. 1st token)", "TPOT", ("mean", "median", "p99")),
-    "itl": ("Inter-Token Latency", "ITL", ("mean", "median", "p95", "p99", "max")),
-}
-FIGURES = {
-    "completed": "Successful requests:",
-    "failed": "Failed requests:",
-    "duration": "Benchmark duration (s):",
-    "total_input_tokens": "Total input tokens:",
-    "total_output_tokens": "Total generated tokens:",
-    "request_throughput": "Request throughput (req/s):",
-    "request_goodput": "Request goodput (req/s):",
-    "input_throughput": "Input token throughput (tok/s):",
-    "output_throughput": "Output token throughput (tok/s):",
-    "max_output_tokens_per_s": "Peak output token throughput (tok/s):",
-    "total_token_throughput": "Total token throughput (tok/s):",
-    "max_concurrent_requests": "Peak concurrent requests:",
-    "concurrency": "Concurrency:",
-}
-
 
 def figures(result: Result, slo: Slo) -> dict[str, float]:
     """Return all figures by their conventional keys. Times in ms, the duration in seconds."""
@@ -156,29 +131,6 @@ def _shares(name: str, values: Sequence[float]) -> dict[str, float]:
         f"p99_{name}_ms": percentile(values, 99),
         f"max_{name}_ms": max(values),
     }
-
-
-def block(options: Options, result: Result) -> str:
-    """Return the lines that the other clients print."""
-    values = figures(result, options.output.slo)
-    limit = options.flags["max_concurrency"]
-    lines = [
-        f"{' Serving Benchmark Result ':=^{WIDTH}}",
-        _line("Backend:", options.flags["backend"]),
-        _line("Traffic request rate:", options.flags["request_rate"]),
-        _line("Max request concurrency:", "not set" if limit is None else limit),
-        *(_line(title, values[key]) for key, title in FIGURES.items() if key in values),
-    ]
-    for key, (heading, name, shares) in LATENCIES.items():
-        lines.append(f"{heading:-^{WIDTH}}")
-        for share in shares:
-            title = f"{share.title()} {name} (ms):"
-            lines.append(_line(title, float(values[f"{share}_{key}_ms"])))
-    return "\n".join([*lines, "=" * WIDTH])
-
-
-def _line(title: str, value: Any) -> str:
-    return f"{title:<{LABEL_WIDTH}} {f'{value:.2f}' if isinstance(value, float) else value}"
 
 
 def document(options: Options, result: Result, date: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from bench.cli.options import Options
 from bench.client.load_generator import RequestRecord
 from bench.client.resources import BENCH, Cost
 from bench.report.metrics import ClientSummary, Sizes, Summary
-from simulator.latency import MS, Percentiles, Slo, latency_lines, percentile, spread_text
+from simulator.latency import MS, Percentiles, latency_lines, percentile, spread_text
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -147,7 +147,7 @@ def _goodput_lines(options: Options, summary: Summary) -> list[str]:
     if summary.goodput is None:
         return []
     return [
-        f"Goodput ({_limits(options.output.slo)}): {summary.goodput.share:.1%} of the requests,"
+        f"Goodput ({limits_text(options)}): {summary.goodput.share:.1%} of the requests,"
         f" {_number(summary.goodput.rate)} requests/s"
     ]
 
@@ -221,10 +221,6 @@ def _rate(options: Options) -> str:
     if spec is None or spec.max_concurrency is not None:
         return UNKNOWN
     return f"{spec.request_rate:g}" + (" chats" if spec.turns > 1 else "")
-
-
-def _limits(slo: Slo) -> str:
-    return ", ".join(f"{name.upper()} <= {ms:g} ms" for name, ms in slo.limits().items())
 
 
 def _setting(options: Options, info: Mapping[str, Any], group: str, name: str) -> str:

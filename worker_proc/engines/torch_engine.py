@@ -587,8 +587,7 @@ class TorchOps(Ops[Tensor]):
         packed = self._packed.get(weights)
         if packed is None:
             return F.linear(x, weights.weight, bias)
-        projected: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-        return projected
+        return multiply_packed(packed, bias, x)
 
     def _rotate(self, x: Tensor, rope: Rope) -> None:
         """Rotate `[tokens, heads, head_dim]` by the tokens' positions, in place."""
@@ -615,7 +614,14 @@ def _pack(module: Linear | Embedding) -> Tensor | None:
 
     The weight of a linear is replaced by it. That of an embedding stays, as it is looked up, too.
     """
-    weight = module.weight
+    packed = pack_weight(module.weight)
+    if packed is not None and isinstance(module, Linear):
+        del module.weight
+    return packed
+
+
+def pack_weight(weight: Tensor) -> Tensor | None:
+    """Return a bfloat16 weight `[outputs, inputs]` on a CPU in oneDNN's layout; None for others."""
     if (
         weight.device.type != "cpu"
         or weight.dtype != torch.bfloat16
@@ -624,6 +630,10 @@ def _pack(module: Linear | Embedding) -> Tensor | None:
     ):
         return None
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_FOR_ROWS)
-    if isinstance(module, Linear):
-        del module.weight
     return packed
+
+
+def multiply_packed(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    """Return x Wᵀ + b with a packed weight."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return product

@@ -16,7 +16,7 @@ from quadriga.errors import ConfigError, ModelError, QuadrigaError
 from quadriga.server.models.families.config_values import check_tp_size
 from quadriga.server.models.model_impl import native_refusal
 from quadriga.server.models.resolve import ModelFiles
-from worker_proc.engines.torch_engine import PACKED_FOR_ROWS
+from worker_proc.engines.torch_engine import multiply_packed, pack_weight
 from worker_proc.engines.transformers_engine import AttentionFunction, TransformersModel
 from worker_proc.loading.loader import shown_names
 from worker_proc.loading.sharding import TPRank
@@ -64,28 +64,11 @@ def pack_linears(model: nn.Module) -> None:
         for weight in module.parameters(recurse=False):
             owners[id(weight)] = owners.get(id(weight), 0) + 1
     for module in model.modules():
-        if type(module) is nn.Linear and _can_pack(module.weight):
-            packed = torch.ops.mkldnn._reorder_linear_weight(
-                module.weight.detach(), PACKED_FOR_ROWS
-            )
+        if type(module) is nn.Linear and (packed := pack_weight(module.weight)) is not None:
             if owners[id(module.weight)] == 1:
                 module.weight = nn.Parameter(module.weight.to("meta"), requires_grad=False)
             layer: Any = module
-            layer.forward = partial(_multiply, packed, module.bias)
-
-
-def _can_pack(weight: Tensor) -> bool:
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-
-
-def _multiply(packed: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return result
+            layer.forward = partial(multiply_packed, packed, module.bias)
 
 
 # Split a model of transformers over tensor parallel ranks, by the plan in its config.

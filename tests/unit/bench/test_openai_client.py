@@ -291,15 +291,11 @@ def test_a_key_of_the_environment_is_sent(monkeypatch: pytest.MonkeyPatch) -> No
     assert server.keys == [None, "Bearer secret"]
 
 
-def test_a_foreign_server_gets_the_known_block_and_the_known_keys(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_foreign_server_gets_the_known_keys(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with FakeServer().in_a_thread() as server:
         flags = f"--backend openai --base-url {server.url} --num-prompts 3 --random-output-len 4"
-        flags += " --verbose"
         assert main([*flags.split(), "--output-file", str(path), "--no-stop-on-eos"]) == EXIT_OK
-    assert "Total generated tokens:                  12" in capsys.readouterr().out.splitlines()
     found = json.loads(path.read_text())
     assert (found["backend"], found["model_id"], found["completed"]) == ("openai", "tiny", 3)
 

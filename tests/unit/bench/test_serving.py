@@ -89,7 +89,7 @@ def test_a_short_warm_up_and_a_table_are_the_default(
 def test_verbose_prints_all_figures(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(server, "--num-requests 2 --verbose") == EXIT_OK
     out = capsys.readouterr().out
-    for heading in ("requests/s, ", "=== streaming benchmark ===", "Serving Benchmark Result"):
+    for heading in ("requests/s, ", "=== streaming benchmark ==="):
         assert heading in out
 
 

@@ -1,4 +1,4 @@
-"""The block and the JSON of other bench clients, the timeline and the plot."""
+"""The JSON of other bench clients, the timeline and the plot."""
 
 import json
 import sys
@@ -49,21 +49,6 @@ def test_the_definitions_are_the_conventional_ones() -> None:
     assert found["max_output_tokens_per_s"] == pytest.approx(6)
     assert found["total_token_throughput"] == pytest.approx(30 / 1.31)
     assert "request_goodput" not in found
-
-
-def test_the_block_has_the_lines_that_scripts_look_for() -> None:
-    flags = "--request-rate 5 --max-concurrency 2 --goodput ttft:200 tpot:30"
-    lines = sglang_format.block(parse(flags.split()), result(flags)).splitlines()
-    assert lines[0] == "============ Serving Benchmark Result ============"
-    assert lines[-1] == "=" * 50
-    values = dict(line.rsplit(None, 1) for line in lines if ":" in line)
-    assert values["Successful requests:"] == "3"
-    assert values["Traffic request rate:"] == "5.00"
-    assert values["Max request concurrency:"] == "2"
-    assert values["Request goodput (req/s):"] == "0.00"
-    assert values["Median TTFT (ms):"] == "100.00"
-    assert values["P95 ITL (ms):"] == "200.00"
-    assert "-----Time per Output Token (excl. 1st token)------" in lines
 
 
 def test_each_run_is_a_line_with_the_conventional_keys(tmp_path: Path) -> None:
