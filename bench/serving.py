@@ -6,6 +6,7 @@ Exit codes: 0 all requests finished, 1 some failed, 2 bad flags, 3 no server, 13
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,8 @@ class Runs:
         self._clients = clients
         self.info = info
         self._vocab_size = info.get("vocab_size") or prepared.vocab_size
+        send = options.load.send
+        self._send = replace(send, as_chats=send.as_chats and bool(info.get("chat")))
         self._prepare = prepared.prepare
 
     async def warm_up(self, number: int) -> Summary:
@@ -165,7 +168,7 @@ class Runs:
         options = self._options
         before = await self._read()
         with Progress(len(jobs), title) as progress:
-            run = await drive(self._clients, jobs, options.load.send, on_done=progress.update)
+            run = await drive(self._clients, jobs, self._send, on_done=progress.update)
         after = await self._read()
         summary = summarize(run.records, run.submit_wall, options.output.slo)
         return Result(summary, cost_between(before, after), run.records, after.info), run

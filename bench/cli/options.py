@@ -28,6 +28,7 @@ from bench.load.flags import (
     server_flags_in,
     trace_spec,
 )
+from bench.load.natural import natural_texts
 from bench.load.synthetic import TraceSpec, generate
 from bench.load.workload import (
     DEFAULT_PROMPT,
@@ -37,7 +38,6 @@ from bench.load.workload import (
     pretokenize,
     spelled,
     tokenizer_of,
-    varied_texts,
 )
 from quadriga.errors import ConfigError
 from quadriga.sampling.params import MAX_SEED, SamplingParams
@@ -148,14 +148,14 @@ def apply_dataset(arguments: Namespace, given: set[str]) -> None:
 def apply_report(arguments: Namespace, given: Collection[str]) -> None:
     """Set the report, and the default load that goes with it.
 
-    The classic report has the classic load. Otherwise `arguments.varied_prompts` is set unless
+    The classic report has the classic load. Otherwise `arguments.natural_prompts` is set unless
     prompts were asked for, and a load without any flags is a closed loop.
     """
     if arguments.report is None:
         is_classic = CLASSIC_FLAGS & set(given) and not OTHER_LOAD_FLAGS & set(given)
         arguments.report = "classic" if is_classic else "table"
     own_load = arguments.report == "table" and not PROMPT_FLAGS & set(given)
-    arguments.varied_prompts = own_load
+    arguments.natural_prompts = own_load
     if own_load and not PACE_FLAGS & set(given):
         arguments.max_concurrency = DEFAULT_CONCURRENCY
     arguments.short_warmup = "warmup_runs" not in given
@@ -248,8 +248,8 @@ OWN_FLAGS = {
     "dataset_name": LoadFlag(
         str, None, None,
         "random (--random-input-len), shared-prefix (--prefix-groups), sharegpt or trace"
-        " (--dataset-path); without it, a text",
-        tuple(DATASETS),
+        " (--dataset-path); without it, natural prompts",
+        tuple(DATASETS), "--dataset",
     ),
     "dataset_path": LoadFlag(
         Path, None, "FILE",
@@ -258,8 +258,8 @@ OWN_FLAGS = {
     ),
     "prompt": LoadFlag(
         str, None, None,
-        "text of every request (default: different texts; with --report classic"
-        f" {DEFAULT_PROMPT!r})",
+        "text of every request (default: different natural prompts, as chats if the model has a"
+        f" chat template; with --report classic {DEFAULT_PROMPT!r})",
     ),
     "prompt_repeats": LoadFlag(int, 1, "N", "repeat the text N times"),
     "unique_prompts": LoadFlag(
@@ -574,6 +574,7 @@ def _load(arguments: Namespace, target: TargetOptions) -> LoadOptions:
             gap_s=_gap_s(arguments),
             truncate=True if arguments.truncate else None,
             max_in_flight=arguments.max_concurrency if arguments.request_rate < math.inf else None,
+            as_chats=arguments.natural_prompts and target.openai is None,
         ),
         pretok=arguments.pretok,
         spell=arguments.prompt_form == "text",
@@ -610,8 +611,8 @@ def _workload(arguments: Namespace, spec: TraceSpec | None) -> Workload:
     texts: str | Sequence[str] | None = " ".join([text] * arguments.prompt_repeats)
     if spec is None or spec.input_len is not None:
         texts = None
-    elif arguments.varied_prompts:
-        texts = varied_texts(spec.num_requests, arguments.seed)
+    elif arguments.natural_prompts:
+        texts = natural_texts(spec.num_requests, arguments.seed)
     return Workload(
         requests=read_requests(arguments.trace) if spec is None else list(generate(spec)),
         text=texts,

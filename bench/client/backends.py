@@ -31,7 +31,7 @@ class BenchClient(Protocol):
 
     def submit(
         self,
-        prompt: str | list[int],
+        prompt: str | list[int] | list[dict[str, str]],
         params: SamplingParams | None = None,
         *,
         truncate_prompt: bool | None = None,

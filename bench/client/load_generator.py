@@ -75,12 +75,14 @@ class SendOptions:
             `at`, counted from the start of the run, so that a late request delays no other.
         truncate: value of truncate_prompt.
         max_in_flight: bound on requests in flight; a due request waits for the end of another.
+        as_chats: send each text as the message of a chat.
     """
 
     params: SamplingParams
     gap_s: float | None = 0.0
     truncate: bool | None = None
     max_in_flight: int | None = None
+    as_chats: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +185,15 @@ class _Driver:
             self._options.params, max_new_tokens=request.max_new_tokens
         )
         priority = {"priority": request.priority} if request.priority else {}
+        is_chat = self._options.as_chats and isinstance(prompt, str)
         began = self._clock()
         chunks: AsyncIterator[Any] | QuadrigaError
         try:
             chunks = self._connections[request.client].submit(
-                prompt, params, truncate_prompt=self._options.truncate, **priority
+                [{"role": "user", "content": prompt}] if is_chat else prompt,
+                params,
+                truncate_prompt=self._options.truncate,
+                **priority,
             )
         except QuadrigaError as error:
             chunks = error

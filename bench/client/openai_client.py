@@ -134,7 +134,7 @@ class OpenAIClient:
 
     def submit(
         self,
-        prompt: str | list[int],
+        prompt: str | list[int] | list[dict[str, str]],
         params: SamplingParams | None = None,
         *,
         truncate_prompt: bool | None = None,
@@ -152,7 +152,7 @@ class OpenAIClient:
         body = msgspec.json.encode(self._body(prompt, params))
         return self._stream(f"{self._counter}", body, params)
 
-    def _body(self, prompt: str | list[int], params: SamplingParams) -> dict[str, Any]:
+    def _body(self, prompt: object, params: SamplingParams) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self._model,
             "max_tokens": params.max_new_tokens,

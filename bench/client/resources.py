@@ -10,6 +10,7 @@ from typing import Any
 
 LOCAL_HOSTS = ("127.", "localhost", "[::1]")
 BENCH = "bench client"
+DRAFTED_TOKENS = "spec_decode_num_accepted_tokens_total"  # of the server's info
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Cost:
 
     Attributes:
         busy_share: share of the time in which the worker computed, 0 to 1.
+        drafted_tokens: tokens that were drafted, and equal to what was sampled.
         step_gap_ms_p50: median gap in ms between one step and the next, over recent steps.
         cpu: CPU seconds of each process and its threads.
         memory: resident bytes of each process at the end; shared pages count in each.
@@ -39,12 +41,15 @@ class Cost:
     step_gap_ms_p99: float | None
     cpu: dict[str, float | None]
     memory: dict[str, int | None] = field(default_factory=dict)
+    drafted_tokens: int | None = None
 
 
 def cost_between(before: Reading, after: Reading) -> Cost:
     """Return the cost of the run between two readings."""
-    steps = _difference(before.info.get("steps"), after.info.get("steps"))
-    busy = _difference(before.info.get("busy_seconds"), after.info.get("busy_seconds"))
+    steps, busy, drafted = (
+        _difference(before.info.get(name), after.info.get(name))
+        for name in ("steps", "busy_seconds", DRAFTED_TOKENS)
+    )
     wall = after.time - before.time
     return Cost(
         steps=None if steps is None else int(steps),
@@ -53,6 +58,7 @@ def cost_between(before: Reading, after: Reading) -> Cost:
         step_gap_ms_p99=after.info.get("step_gap_ms_p99"),
         cpu={name: _difference(before.cpu.get(name), end) for name, end in after.cpu.items()},
         memory=dict(after.memory),
+        drafted_tokens=None if drafted is None else int(drafted),
     )
 
 

@@ -306,7 +306,7 @@ def overview(options: Options, result: Result) -> str:
         "",
         *table(summary),
         "",
-        verdict(options, summary),
+        verdict(options, summary, result.cost),
     ]
     return "\n".join(lines)
 
@@ -370,8 +370,8 @@ def _row(name: str, spread: Percentiles) -> str:
     return f"{name:{NAME_WIDTH}}" + "".join(f"{ms:{COLUMN_WIDTH}.1f}" for ms in values)
 
 
-def verdict(options: Options, summary: Summary) -> str:
-    """Return one line: rates, failures, goodput and the part that takes most of the TTFT."""
+def verdict(options: Options, summary: Summary, cost: Cost) -> str:
+    """Return one line: rates, drafts, failures, goodput and the largest part of the TTFT."""
     parts = []
     if summary.failed:
         parts.append(
@@ -381,6 +381,9 @@ def verdict(options: Options, summary: Summary) -> str:
     if summary.throughput is not None:
         rate = summary.request_rate or 0.0
         parts.append(f"{rate:.1f} requests/s, {summary.throughput:.0f} tokens/s")
+    if cost.drafted_tokens is not None and summary.completion_tokens:
+        share = cost.drafted_tokens / summary.completion_tokens
+        parts.append(f"{share:.0%} of the tokens came from drafts")
     if summary.goodput is not None:
         parts.append(f"{summary.goodput.share:.0%} within {limits_text(options)}")
     if (largest := largest_part(summary)) is not None:

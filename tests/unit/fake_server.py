@@ -42,6 +42,7 @@ class FakeServer(threading.Thread):
         super().__init__(daemon=True)
         self.endpoint = endpoint
         self.requests: list[Generate] = []
+        self.info = {"model": "fake", "vocab_size": 500, "ready": True}
         self.aborts = 0
         self.clients: set[bytes] = set()
         self.stopping = False
@@ -80,7 +81,7 @@ class FakeServer(threading.Thread):
             case Ping():
                 return Pong(PROTOCOL_VERSION, "fake", 2**20)
             case GetInfo():
-                return Info(message.request_id, {"model": "fake", "vocab_size": 500, "ready": True})
+                return Info(message.request_id, self.info)
             case Abort():
                 self.aborts += 1
                 return None

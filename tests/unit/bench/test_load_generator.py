@@ -128,6 +128,12 @@ def test_each_request_has_its_own_length_and_its_priority_where_it_has_one() -> 
     assert client.options == [{}, {"priority": -2}]
 
 
+def test_a_text_can_be_the_message_of_a_chat() -> None:
+    client = FakeClient()
+    run(["Hi", [7]], client, as_chats=True)
+    assert client.prompts == [[{"role": "user", "content": "Hi"}], [7]]
+
+
 def test_times_of_submitting_are_those_of_the_clock() -> None:
     result = run(["a", "b"], clock=Time())
     for record in result.records:

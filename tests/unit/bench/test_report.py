@@ -12,6 +12,7 @@ from bench.cli.options import parse
 from bench.client.load_generator import RequestRecord
 from bench.client.resources import (
     BENCH,
+    DRAFTED_TOKENS,
     Reading,
     cost_between,
     cpu_seconds,
@@ -67,9 +68,11 @@ def result(info: dict[str, Any] = INFO, error: str | None = None, flags: str = "
                     first_token=100.1, finished=100.5, token_times=[100.1, 100.2],
                     arrivals=[100.15, 100.25], prompt_tokens=7, completion_tokens=2,
                     cached_tokens=4, error=error)  # fmt: skip
-    before = Reading(100.0, {"steps": 5, "busy_seconds": 1.0}, {"worker": 1.0, "detok": None})
+    counted = {"steps": 5, "busy_seconds": 1.0, DRAFTED_TOKENS: 7}
+    before = Reading(100.0, counted, {"worker": 1.0, "detok": None})
     cpu, memory = {"worker": 2.0, "detok": 1.0}, {"worker": 90_000_000, "detok": None, BENCH: 5}
-    after = Reading(102.0, {**info, "steps": 9, "busy_seconds": 2.5}, cpu, memory)
+    counted = {"steps": 9, "busy_seconds": 2.5, DRAFTED_TOKENS: 8}
+    after = Reading(102.0, info | counted, cpu, memory)
     records = [dataclasses.replace(record, client=client) for client in range(clients)]
     summary = summarize(records, 0.0015, parse(flags.split()).output.slo)
     return Result(summary, cost_between(before, after), records, info)
@@ -101,7 +104,7 @@ def test_the_overview_is_a_table_and_a_verdict() -> None:
     assert lines[3].split() == ["ms", "mean", "p50", "p95", "p99"]
     assert "  tokenize              20.0      20.0      20.0      20.0" in lines
     assert lines[-1] == (
-        "2.0 requests/s, 4 tokens/s; 100% within TTFT 200 ms;"
+        "2.0 requests/s, 4 tokens/s; 50% of the tokens came from drafts; 100% within TTFT 200 ms;"
         " TTFT is spent 33 % in detokenization and delivery"
     )
 

@@ -86,6 +86,19 @@ def test_a_short_warm_up_and_a_table_are_the_default(
     assert "TTFT" in out and "requests/s" in out
 
 
+def test_natural_prompts_are_chats_where_the_model_has_a_template(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bench(server, "--num-requests 2") == EXIT_OK
+    assert all(isinstance(request.prompt, str) for request in server.requests)
+    server.requests.clear()
+    monkeypatch.setitem(server.info, "chat", True)
+    for flags, is_chat in (("", True), ("--prompt Hi", False)):
+        assert bench(server, f"--num-requests 2 {flags}") == EXIT_OK
+        assert all(isinstance(request.prompt, list) == is_chat for request in server.requests)
+        server.requests.clear()
+
+
 def test_verbose_prints_all_figures(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(server, "--num-requests 2 --verbose") == EXIT_OK
     out = capsys.readouterr().out

@@ -1,11 +1,13 @@
 """The prompts of every run."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.load.natural import natural_texts
 from bench.load.workload import PlannedRequest, Prompt, Workload, pretokenize, word
 from quadriga.errors import ConfigError
 from simulator.trace import TraceRequest
@@ -51,6 +53,16 @@ def test_on_request_every_run_sends_the_same_prompts() -> None:
 def test_unique_prompts_differ_from_the_first_letter_on() -> None:
     for run in range(3):
         assert len({prompt[0] for prompt in texts(run, 52, unique=True)}) == 52
+
+
+def test_natural_prompts_differ_and_are_drawn_by_the_seed() -> None:
+    drawn = natural_texts(500, seed=3)
+    assert drawn == natural_texts(500, seed=3)
+    assert len(set(drawn)) == 500 and len(set(drawn) & set(natural_texts(500, seed=4))) < 25
+    lengths = [len(text.split()) for text in drawn]
+    assert min(lengths) >= 8 and 60 < max(lengths) < 140
+    words = Counter(word for text in drawn for word in text.lower().split())
+    assert len(words) > 500 and words.most_common(1)[0][1] < 0.1 * sum(lengths)
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6))
