@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from quadriga.errors import PromptTooLong as PromptTooLong
     from quadriga.errors import QuadrigaError as QuadrigaError
     from quadriga.errors import QueueFull as QueueFull
+    from quadriga.errors import QuotaExceeded as QuotaExceeded
     from quadriga.errors import RequestAborted as RequestAborted
     from quadriga.errors import RequestFailed as RequestFailed
     from quadriga.errors import ServerFailed as ServerFailed
@@ -62,6 +63,7 @@ _MODULES = {
     "quadriga.errors": (
         "AddressInUse", "ConfigError", "DeadlineExceeded", "InvalidRequest", "ModelError",
         "NonFiniteLogits", "NonFiniteVector", "PromptTooLong", "QuadrigaError", "QueueFull",
+        "QuotaExceeded",
         "RequestAborted", "RequestFailed", "ServerFailed", "ServerStopping", "ServerUnreachable",
         "SlowReader",
     ),

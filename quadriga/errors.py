@@ -4,6 +4,7 @@
         InvalidRequest          the request must change
             PromptTooLong
         QueueFull               try again later
+            QuotaExceeded
         RequestAborted  DeadlineExceeded  SlowReader
         RequestFailed
             NonFiniteLogits
@@ -92,6 +93,12 @@ class QueueFull(QuadrigaError):
             f" wait until one has ended, or try again in {retry_after:g} s",
             retry_after,
         )
+
+
+class QuotaExceeded(QueueFull):
+    """A tenant has used what its entry of --keys allows it; the server itself has room."""
+
+    code = "quota_exceeded"
 
 
 class RequestAborted(QuadrigaError):

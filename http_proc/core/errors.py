@@ -128,6 +128,7 @@ _STATUS: dict[type[QuadrigaError], tuple[int, float | None]] = {
     errors.InvalidRequest: (400, None),
     errors.PromptTooLong: (400, None),
     errors.QueueFull: (429, RETRY_AFTER_S),
+    errors.QuotaExceeded: (429, RETRY_AFTER_S),
     errors.DeadlineExceeded: (504, None),
     errors.ServerStopping: (503, RETRY_AFTER_RESTART_S),
     errors.ServerFailed: (503, RETRY_AFTER_RESTART_S),

@@ -19,11 +19,15 @@ from quadriga.errors import (
     DeadlineExceeded,
     QuadrigaError,
     QueueFull,
+    QuotaExceeded,
     RequestAborted,
     RequestFailed,
 )
 from quadriga.wire.client import Accepted, AnyErrorInfo, Chunk, End, Generate
 from quadriga.wire.packing import unpack_floats, unpack_ids
+
+# After these a request that was accepted once before is sent again.
+REFUSALS = (QueueFull.code, QuotaExceeded.code)
 
 
 class ChunkGap(Exception):
@@ -256,7 +260,7 @@ class RequestHandle:
         Returns:
             False if the refusal is final.
         """
-        if self.done or not self.was_resent or error.code != QueueFull.code:
+        if self.done or not self.was_resent or error.code not in REFUSALS:
             return False
         loop = asyncio.get_running_loop()
         if self._refused_at is None:

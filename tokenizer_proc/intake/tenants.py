@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from quadriga.errors import InvalidRequest, QueueFull
+from quadriga.errors import InvalidRequest, QuotaExceeded
 from quadriga.server.config.frontend_args import TenantArgs
 from quadriga.server.tenants import MIN_PRIORITY, Tenant, TenantFile, own_info, parent_name
 from quadriga.wire.client import Generate, Info, is_gateway
@@ -244,13 +244,13 @@ class Quotas:
         return usage
 
     def check(self, tenant: Tenant, num_prompt_tokens: int, is_open: bool = False) -> None:
-        """Raise QueueFull for a request that is too much now.
+        """Raise QuotaExceeded for a request that is too much now.
 
         Its `retry_after` is exact for the limits a minute: the request is accepted then, unless
         the tenant has sent others meanwhile.
 
         Raises:
-            QueueFull: a limit of the tenant is reached.
+            QuotaExceeded: a limit of the tenant is reached.
             InvalidRequest: the prompt alone has more tokens than the tenant may use in a minute.
         """
         if not is_open:
@@ -271,10 +271,10 @@ class Quotas:
         _check(tenant, "tokens", usage.tokens, now, limit, num_prompt_tokens)
 
     def check_open(self, tenant: Tenant) -> None:
-        """Raise QueueFull where a tenant has as many open requests as it may have."""
+        """Raise QuotaExceeded where a tenant has as many open requests as it may have."""
         usage = self._of(tenant.name)
         if tenant.max_open_requests is not None and usage.num_open >= tenant.max_open_requests:
-            raise QueueFull(
+            raise QuotaExceeded(
                 f"tenant {tenant.name} has {usage.num_open} open requests and its max_open_requests"
                 f" is {tenant.max_open_requests}; wait until one has ended, or try again in"
                 f" {RETRY_AFTER_S:g} s",
@@ -313,7 +313,7 @@ def _check(
     if total + count <= limit:
         return
     wait_s = window.wait_s(now, total + count - limit)
-    raise QueueFull(
+    raise QuotaExceeded(
         f"tenant {tenant.name} has used {total} {what} in the last {WINDOW_S:g} s and its"
         f" {what}_per_minute is {limit}; try again in {wait_s:g} s",
         wait_s,
@@ -386,7 +386,7 @@ class TenantAccounts:
 
         Raises:
             InvalidRequest: the tenant may not send this request.
-            QueueFull: a limit of the tenant is reached.
+            QuotaExceeded: a limit of the tenant is reached.
         """
         message = prepared.request
         owner = self._owners.owner(client, message.tenant)

@@ -11,6 +11,7 @@ from quadriga.errors import (
     DeadlineExceeded,
     QuadrigaError,
     QueueFull,
+    QuotaExceeded,
     RequestFailed,
     ServerFailed,
     ServerStopping,
@@ -179,6 +180,7 @@ async def test_a_base_model_is_sent_to_completions() -> None:
     ("error", "status", "retry"),
     [
         (QueueFull("full"), 429, True),
+        (QuotaExceeded("used up", 2.5), 429, True),
         (ServerStopping("stopping"), 503, True),
         (ServerFailed("worker_proc died"), 503, True),
         (DeadlineExceeded("too late"), 504, False),

@@ -7,7 +7,7 @@ import pytest
 
 from http_proc.apis.llama_cpp import error_body
 from http_proc.core.errors import from_server
-from quadriga.errors import QueueFull
+from quadriga.errors import QueueFull, QuotaExceeded
 from tests.unit.http.calls import answer_of
 from tests.unit.scripted_ring import ScriptedRing
 
@@ -50,8 +50,9 @@ def test_infill_says_it_in_its_own_error() -> None:
 
 
 def test_a_refusal_for_another_limit_has_no_place_in_the_queue() -> None:
-    headers, body = refusal("/v1/completions", QueueFull("tenant a has used 5 requests", 12.5))
+    headers, body = refusal("/v1/completions", QuotaExceeded("tenant a has used 5 requests", 12.5))
     assert headers["Retry-After"] == "13"
+    assert (body["error"]["type"], body["error"]["code"]) == ("rate_limit_error", "quota_exceeded")
     assert "X-Queue-Position" not in headers and "X-Expected-Wait" not in headers
     assert not HINT.keys() & body["error"].keys()
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quadriga.errors import InvalidRequest, QueueFull
+from quadriga.errors import InvalidRequest, QuotaExceeded
 from quadriga.sampling.params import SamplingParams
 from quadriga.server.config.frontend_args import TenantArgs
 from quadriga.server.tenants import Tenant
@@ -165,7 +165,7 @@ def retry_after(quotas: Quotas, tenant: Tenant, num_prompt_tokens: int) -> float
     """Return the hint of a refusal; None where the request would be accepted."""
     try:
         quotas.check(tenant, num_prompt_tokens)
-    except QueueFull as error:
+    except QuotaExceeded as error:
         return error.retry_after
     return None
 
