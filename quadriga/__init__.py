@@ -63,9 +63,8 @@ _MODULES = {
     "quadriga.errors": (
         "AddressInUse", "ConfigError", "DeadlineExceeded", "InvalidRequest", "ModelError",
         "NonFiniteLogits", "NonFiniteVector", "PromptTooLong", "QuadrigaError", "QueueFull",
-        "QuotaExceeded",
-        "RequestAborted", "RequestFailed", "ServerFailed", "ServerStopping", "ServerUnreachable",
-        "SlowReader",
+        "QuotaExceeded", "RequestAborted", "RequestFailed", "ServerFailed", "ServerStopping",
+        "ServerUnreachable", "SlowReader",
     ),
     "quadriga.llm.llm": ("LLM",),
     "quadriga.sampling.params": ("SamplingParams",),
