@@ -10,6 +10,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
+
 from quadriga.wire import to_detok, worker
 from quadriga.wire.logprobs import LogprobBlock, SampledLogprobs
 from quadriga.wire.packing import unpack_floats, unpack_ids
@@ -129,6 +131,8 @@ def _plan(plan: worker.StepPlan) -> Iterator[Fact]:
         tokens, pages = _ids(new.token_ids), _ids(new.pages)
         sampling = [new.temperature, new.top_k, new.top_p, new.seed]
         yield "fill", new.slot, tokens, new.computed, pages, sampling, _rules(new.rules), group
+        if new.pooling is not None:
+            yield "vector of", new.slot, msgspec.to_builtins(new.pooling)
     grown = _ids(plan.grown)
     for slot, page in zip(grown[::2], grown[1::2], strict=True):
         yield "page", slot, page
@@ -191,9 +195,10 @@ def _opening(opening: to_detok.StreamStart) -> list[Any]:
 
 def _closing(closing: to_detok.StreamEnd) -> list[Any]:
     error = closing.error
+    vector = [] if closing.vector is None else [closing.vector.hex()]
     return [
         [closing.seq, _name(closing.client), closing.request_id, closing.index],
-        [closing.finish_reason, closing.matched_stop],
+        [closing.finish_reason, closing.matched_stop, *vector],
         error and [error.code, error.message, error.field, error.retry_after],
         [closing.prompt_tokens, closing.cached_tokens],
         [closing.received_at, closing.tokenized_at, closing.admitted_at, closing.first_token_at],

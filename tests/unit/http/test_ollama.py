@@ -321,8 +321,7 @@ def test_the_model_is_listed_and_described() -> None:
 
 @pytest.mark.parametrize(
     ("method", "name"),
-    [("POST", name) for name in ("embed", "embeddings", "pull", "push", "create", "copy")]
-    + [("DELETE", "delete")],
+    [("POST", name) for name in ("pull", "push", "create", "copy")] + [("DELETE", "delete")],
 )
 async def test_what_is_not_offered_says_what_to_do(method: str, name: str) -> None:
     async with gateway_before(ScriptedRing([])) as (_, gateway):

@@ -6,6 +6,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
+from quadriga.sampling.pooling import Pooling
 from quadriga.wire.client import ErrorInfo, Info, ProgressAnswer, RequestProgress, RequestState
 from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.logprobs import LogprobBlock, SampledLogprobs
@@ -56,7 +57,8 @@ RULES = SlotSamplingParams(
     2, 0.1, 1.1, 0.2, 0.3, pack_ids([50, 51]), pack_floats([1.5, 2.5]), pack_ids([60, 61]),
     [pack_ids([70, 71]), pack_ids([72])], 4, pack_ids([80, 81]), WANTED, 3, b"a key", True,
 )  # fmt: skip
-NEW = NewSlot(1, pack_ids([5, 6]), 1, pack_ids([9, 10]), 0.5, 20, 0.9, 7, RULES)
+POOLING = Pooling("mean", False, 8, 9, [4, 5], 2)
+NEW = NewSlot(1, pack_ids([5, 6]), 1, pack_ids([9, 10]), 0.5, 20, 0.9, 7, RULES, POOLING)
 OTHER_NEW = replace(NEW, slot=2, rules=replace(RULES, logprobs=5))
 PLAN = StepPlan(
     3, MIXED, pack_ids([1, 2]), pack_ids([1, 3]), [NEW, OTHER_NEW], pack_ids([4, 5]),
@@ -69,7 +71,7 @@ START = StreamStart(
     PromptLogprobsData(pack_ids([5, 6]), 1, [BLOCK]), True, pack_ids([6, 7]), 8,
 )  # fmt: skip
 ERROR = ErrorInfo("a_code", "a message", "field", 1.5)
-END = StreamEnd(1, b"c", "a", "stop", 2, ERROR, 5, 3, 1.0, 1.1, 1.2, 1.3, 1, TRACE, 9)
+END = StreamEnd(1, b"c", "a", "stop", 2, ERROR, 5, 3, 1.0, 1.1, 1.2, 1.3, 1, TRACE, 9, b"vector")
 OUTPUT = StepOutput(
     1.5, [START, replace(START, seq=2)], [1, 2], pack_ids([8, 9]), [END, replace(END, seq=2)],
     SampledLogprobs(pack_ids([0, 1]), BLOCK), 4, 77,
@@ -183,7 +185,7 @@ def test_which_of_two_links_is_first_is_no_decision() -> None:
 def test_a_line_is_a_fact_in_words_of_its_own() -> None:
     lines: list[str] = []
     log = DecisionLog(lines.append)
-    log.observe(replace(PLAN, new=[replace(NEW, rules=None)], groups=[]), 20)
+    log.observe(replace(PLAN, new=[replace(NEW, rules=None, pooling=None)], groups=[]), 20)
     log.observe(StepOutput(1.5, [], [3], pack_ids([8]), []), 30)
     assert lines == [
         'worker 20 ["step", 3, 2]',
