@@ -109,7 +109,12 @@ class TextStream:
             Token(token_id, time, position == last and token_id == stop_id, next(logprobs, None))
             for position, token_id in enumerate(ids, start=1)
         )
-        self.is_replay, self.may_send, self.closing = True, False, closing
+        self.closing = closing
+        self.begin_replay()
+
+    def begin_replay(self) -> None:
+        """Send the next chunk as a replay, once `advance` has taken what comes before."""
+        self.is_replay, self.may_send = True, False
 
     def wait(self, token: Token) -> None:
         """Take a token, to be pushed by `advance` after those before it."""

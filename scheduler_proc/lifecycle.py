@@ -151,8 +151,6 @@ class RequestLifecycle:
         num_waiting, num_open = self.num_waiting, self.table.num_ids_of(message.client)
         if len(missing) < message.params.n:
             message = message.of_choices(missing)
-        else:
-            self.outbox.forget_name(message.client, message.request_id)
         requests = self.table.add(message)
         self.events.accepted.append((message, requests))
         if message.trace is not None:
@@ -182,9 +180,7 @@ class RequestLifecycle:
         A client that retries the request gets a replay of the others. Some are missing where the
         others had ended when the client was lost, or on a replica that is lost.
         """
-        indexes = [choice.index for choice in message.progress]
-        names_choices = bool(indexes)
-        indexes = indexes or list(range(message.params.n))
+        indexes, names_choices = message.indexes, bool(message.progress)
         is_retry = message.client_retry or message.frontend_retry
         live = [r for r in self._live(message) if r.index in indexes]
         ended = self.outbox.ended_choices(message, message.client_retry) if is_retry else {}
@@ -204,10 +200,14 @@ class RequestLifecycle:
         return self.table.of_client(message.client, message.request_id)
 
     def _withdraw_superseded(self, message: to_scheduler.Submit) -> None:
-        """Drop the choices of an earlier stay here, where a later one brings them again."""
-        since = message.since
-        if since:
-            self.withdraw([r for r in self._live(message) if r.placement < since])
+        """Drop the choices of an earlier stay here that a later one brings again, open or ended.
+
+        The frontend takes no result of the earlier stay, and finds the results of a choice in a
+        message by its name and index: those of both stays must not be in one.
+        """
+        indexes, since = message.indexes, message.since
+        live = [r for r in self._live(message) if r.index in indexes and r.placement < since]
+        self._withdraw(live, self.outbox.superseded(message))
 
     def _enqueue(self, request: Request) -> None:
         """Queue a request, at once or when the worker has compiled its grammar."""
@@ -324,14 +324,17 @@ class RequestLifecycle:
 
     def withdraw(self, requests: list[Request]) -> None:
         """Drop choices that another replica owns. Each is gone from here without an end."""
-        if requests:
-            self._detok.send(to_detok.Withdrawn(self._give_up(requests)))
+        self._withdraw(requests, [])
 
-    def _give_up(self, requests: list[Request]) -> list[int]:
-        """Drop requests without an end. Return their numbers."""
+    def _withdraw(self, live: list[Request], ended: list[int]) -> None:
+        if live or ended:
+            self._detok.send(to_detok.Withdrawn(self._give_up(live, ended)))
+
+    def _give_up(self, requests: list[Request], ended: Iterable[int] = ()) -> list[int]:
+        """Drop requests without an end, and ends that are of no use. Return their numbers."""
         self.publish()
-        seqs = [request.seq for request in requests]
-        self.outbox.forget_replays(seqs)
+        seqs = [*(request.seq for request in requests), *ended]
+        self.outbox.forget(seqs)
         for request in requests:
             self.core.remove(request)
             request.finish(FinishReason.ABORT)
@@ -399,7 +402,7 @@ class RequestLifecycle:
 
     def name_requests(self) -> None:
         """Send a new frontend the names of the requests that are known here."""
-        names = {(r.client, r.request_id) for r in self.table} | self.outbox.replayable_names
+        names = {(r.client, r.request_id) for r in (*self.table, *self.outbox.replayable())}
         self._detok.send(to_detok.KnownRequests([EndedRequest(*name) for name in sorted(names)]))
 
     def acknowledge(self, message: to_scheduler.EndsDelivered) -> None:

@@ -239,6 +239,7 @@ class Scheduler:
             case (
                 to_scheduler.Submit()
                 | to_scheduler.AbortRequest()
+                | to_scheduler.EndsDelivered()
                 | to_scheduler.FrontendRestarted()
             ):
                 is_late = 0 < message.sender < self._frontend

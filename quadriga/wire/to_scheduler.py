@@ -82,6 +82,12 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
         return msgspec.structs.replace(self, progress=progress)
 
     @property
+    def indexes(self) -> list[int]:
+        """Indexes of the choices that it asks for."""
+        named = [choice.index for choice in self.progress]
+        return named or list(range(self.params.n))
+
+    @property
     def stay(self) -> range:
         """Numbers of the placements of the request's present stay at the replica."""
         return range(self.since, self.placement + 1)
@@ -123,10 +129,12 @@ class EndsDelivered(msgspec.Struct, tag="ended", array_like=True, frozen=True):
     Attributes:
         session: the detokenizer's session in which they were sent, as in DetokReady. What belongs
             to an earlier one does not count: the ends were sent again.
+        sender: number of the frontend, as in FrontendRestarted.
     """
 
     seqs: list[int]
     session: int = 0
+    sender: int = 0
 
 
 class FrontendRestarted(msgspec.Struct, tag="frontend_restarted", array_like=True, frozen=True):

@@ -63,7 +63,7 @@ class DetokOutbox:
         self._num_sent: dict[int, int] = {}
         # The choices whose replays are not sent yet, in order.
         self._awaits_replay: dict[int, Request | None] = {}
-        # Numbers of the ended choices of a request, by their indexes.
+        # Numbers of the ended choices of a request that are kept, by their indexes.
         self._ended: dict[tuple[bytes, str], dict[int, int]] = {}
 
     def send(
@@ -94,9 +94,8 @@ class DetokOutbox:
         """Keep a request that has ended until its end is acknowledged."""
         self._unacknowledged[request.seq] = request
         self._num_sent[request.seq] = 1
-        if _is_replayable(request):
-            name = (request.client, request.request_id)
-            self._ended.setdefault(name, {})[request.index] = request.seq
+        name = (request.client, request.request_id)
+        self._ended.setdefault(name, {})[request.index] = request.seq
 
     def acknowledge(self, seqs: list[int]) -> list[int]:
         """Take in that the frontend has these ends. Return those that do not come again."""
@@ -107,9 +106,12 @@ class DetokOutbox:
                 self._num_sent[seq] = num_left
                 continue
             acknowledged.append(seq)
-            request = self._unacknowledged.pop(seq, None)
+            request = self._unacknowledged.get(seq)
             if request is not None and _is_replayable(request):
+                del self._unacknowledged[seq]
                 self._remember(request)
+            elif request is not None:
+                self.forget([seq])
         return acknowledged
 
     def _remember(self, request: Request) -> None:
@@ -123,14 +125,7 @@ class DetokOutbox:
             len(self._acknowledged) > MAX_REMEMBERED
             or self._acknowledged_bytes > MAX_REMEMBERED_BYTES
         ):
-            seq, oldest = self._acknowledged.popitem(last=False)
-            self._acknowledged_bytes -= len(oldest.replay)
-            self._num_sent.pop(seq, None)
-            ended = self._ended.get(oldest.name, {})
-            if ended.get(oldest.choice) == seq:
-                del ended[oldest.choice]
-            if not ended:
-                self._ended.pop(oldest.name, None)
+            self.forget([next(iter(self._acknowledged))])
 
     def ended_choices(self, message: Submit, of_any_time: bool) -> dict[int, int]:
         """Return the numbers of a request's ended choices by index, as far as they are kept.
@@ -143,7 +138,8 @@ class DetokOutbox:
         return {
             index: seq
             for index, seq in ended.items()
-            if (end := self._end(seq)).placement in stay
+            if self._can_replay(seq)
+            and (end := self._end(seq)).placement in stay
             and (of_any_time or end.received_at == message.received_at)
         }
 
@@ -159,19 +155,44 @@ class DetokOutbox:
     def _end(self, seq: int) -> Request | AcknowledgedEnd:
         return self._unacknowledged.get(seq) or self._acknowledged[seq]
 
-    @property
-    def replayable_names(self) -> set[tuple[bytes, str]]:
-        """Client and id of the ended requests that are kept."""
-        return set(self._ended)
+    def _can_replay(self, seq: int) -> bool:
+        request = self._unacknowledged.get(seq)
+        return request is None or _is_replayable(request)
 
     def replayable(self) -> Iterator[EndedRequest]:
-        """Yield the ended requests that are kept."""
+        """Yield the ended requests of which a client that sends them again gets the ends."""
         for name, ended in self._ended.items():
-            yield EndedRequest(*name, {i: self._end(seq).placement for i, seq in ended.items()})
+            placements = {
+                index: self._end(seq).placement
+                for index, seq in ended.items()
+                if self._can_replay(seq)
+            }
+            if placements:
+                yield EndedRequest(*name, placements)
 
-    def forget_name(self, client: bytes, request_id: str) -> None:
-        """Forget ended requests of this name: a new one begins."""
-        self._ended.pop((client, request_id), None)
+    def superseded(self, message: Submit) -> list[int]:
+        """Return the numbers of the ended choices that a later stay, or request, brings again."""
+        ended, indexes = self._ended.get((message.client, message.request_id), {}), message.indexes
+        seqs = [seq for index, seq in ended.items() if index in indexes]
+        return [seq for seq in seqs if self._end(seq).placement < message.since]
+
+    def forget(self, seqs: Iterable[int]) -> None:
+        """Forget choices that are given up, open or ended: none is replayed or awaited here."""
+        for seq in seqs:
+            self._awaits_replay.pop(seq, None)
+            self._num_sent.pop(seq, None)
+            if (request := self._unacknowledged.pop(seq, None)) is not None:
+                self._forget_ended((request.client, request.request_id), request.index, seq)
+            elif (end := self._acknowledged.pop(seq, None)) is not None:
+                self._acknowledged_bytes -= len(end.replay)
+                self._forget_ended(end.name, end.choice, seq)
+
+    def _forget_ended(self, name: tuple[bytes, str], index: int, seq: int) -> None:
+        ended = self._ended.get(name, {})
+        if ended.get(index) == seq:
+            del ended[index]
+        if not ended:
+            self._ended.pop(name, None)
 
     # --- replays ----------------------------------------------------------------------------------
 
@@ -233,11 +254,6 @@ class DetokOutbox:
                 cost += len(end.replay) // BYTES_PER_COST
             cost += 1
         return replays
-
-    def forget_replays(self, seqs: Iterable[int]) -> None:
-        """Take in that choices are given up, and are not replayed here."""
-        for seq in seqs:
-            self._awaits_replay.pop(seq, None)
 
 
 def _remembered(end: AcknowledgedEnd) -> StreamReplay:

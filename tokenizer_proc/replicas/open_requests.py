@@ -438,5 +438,7 @@ class OpenRequests:
         self._ended.forget_replica(number)
         for placed in self._open:
             for choice in placed.choices.values():
-                if choice.has_ended and choice.replica == number:
-                    choice.replica = None
+                if choice.replica == number:
+                    choice.ends_at_owner = False
+                    if choice.has_ended:
+                        choice.replica = None

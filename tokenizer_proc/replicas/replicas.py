@@ -449,7 +449,7 @@ class Replicas:
         if delivered.ended:
             ended = self._count_ends(number, client, delivered, dropped)
         if delivered.settled:
-            replica.outbox.send(EndsDelivered(delivered.settled, delivered.session))
+            replica.outbox.send(EndsDelivered(delivered.settled, delivered.session, self._sender))
         if dropped and payload:
             payload = self._without(payload, dropped)
             if not payload:

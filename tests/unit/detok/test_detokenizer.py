@@ -515,3 +515,14 @@ def test_an_end_that_a_replay_overtakes_is_acknowledged_with_the_end_of_the_repl
     while core.has_work:
         ended += core.work().ended
     assert ended == [1, 1]
+
+
+def test_a_replay_of_no_token_that_waits_for_its_turn_is_sent_with_the_first_token() -> None:
+    core = in_small_slices()
+    replays = [long_replay(seq, ALICE, 0) for seq in (1, 2)]
+    first = core.process(msgspec.structs.replace(step(), replayed=replays))
+    assert [chunk.request_id for chunk in first.replays[ALICE]] == ["r1"]
+    token = ids("b")[0]
+    second = core.process(step([opening(1), opening(2)], [(1, token), (2, token)]))
+    assert [(chunk.request_id, chunk.text) for chunk in second.replays[ALICE]] == [("r2", "b")]
+    assert [chunk.request_id for chunk in second.by_client[ALICE]] == ["r1"]

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from detok_proc.detokenizer import Detokenizer
@@ -492,7 +492,29 @@ def play(world: World, events: list[tuple[int, int]], may_rerun: bool = True) ->
             world.return_replica(replica)
 
 
+# The frontend dies, then a scheduler, which restores an older placement than it had reported. Its
+# requests run again, and end here twice: the client got neither, when both were in one message.
+OLDER_PLACEMENT = [
+    (18, 20), (12, 426), (19, 163), (22, 444), (13, 611), (29, 476), (12, 825), (18, 780), (28, 563)
+]  # fmt: skip
+# A replica is lost that had ended a request, before it was sent that the client wants it again.
+LOST_WITH_END = [
+    (18, 6892), (11, 4264), (19, 5204), (1, 7848), (15, 3925), (29, 7450), (3, 6431), (2, 6929),
+    (2, 8047), (13, 6933), (10, 7569), (4, 7724), (2, 5450), (30, 2148),
+]  # fmt: skip
+# What a dead frontend has acknowledged is read after a replay for the next one has begun.
+LATE_ACKNOWLEDGEMENT = [
+    (18, 7825), (8, 806), (19, 4972), (27, 5103), (27, 3576), (7, 2538), (23, 4299), (29, 4647),
+    (14, 3177), (14, 4423), (19, 6944), (3, 2773), (5, 3361), (5, 8410), (1, 885), (10, 3331),
+    (10, 3809), (10, 7346), (3, 1720), (15, 4486), (29, 6649), (1, 2970), (3, 9792), (12, 5746),
+    (28, 1588),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("num_replicas", [1, 2])
+@example(OLDER_PLACEMENT)
+@example(LOST_WITH_END)
+@example(LATE_ACKNOWLEDGEMENT)
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(events=EVENTS)
 def test_every_choice_ends_once_with_its_text_whatever_dies(

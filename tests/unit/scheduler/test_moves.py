@@ -82,6 +82,17 @@ def test_a_scheduler_takes_a_moved_request_once() -> None:
     assert world.detok.tokens["a"] == reference(PROMPT, 12, True)
 
 
+def test_a_later_stay_of_one_choice_leaves_the_others() -> None:
+    world = World(SchedulerArgs())
+    message = submit("a", PROMPT, 6, ignore_eos=True)
+    message = msgspec.structs.replace(message, params=msgspec.structs.replace(message.params, n=2))
+    for index, since in [(1, 8), (0, 9)]:
+        world.send(
+            msgspec.structs.replace(moved(message, known([], index)), placement=since, since=since)
+        )
+    assert [request.index for request in world.scheduler.lifecycle.table] == [1, 0]
+
+
 def test_one_that_was_at_two_lost_replicas_runs_alone() -> None:
     world = World(SchedulerArgs())
     message = submit("a", PROMPT, 12, ignore_eos=True)
