@@ -7,26 +7,7 @@ from prometheus_client.exposition import generate_latest
 
 from http_proc.core.observe import RequestMetrics
 from http_proc.page.metrics import Collector
-from quadriga.server.config.engine_args import SchedulerArgs
-from quadriga.wire.worker import WorkerReady
-from scheduler_proc.journal.writer import NoJournal
-from scheduler_proc.scheduler import Scheduler
-
-
-class NoSender:
-    def send(self, message: object) -> None:
-        """Do nothing."""
-
-
-def info_of(ready: bool = True, stored: bytes | None = None) -> dict[str, Any]:
-    """Return what a scheduler reports."""
-    scheduler = Scheduler(
-        SchedulerArgs(), frozenset(), NoSender(), NoSender(), lambda: 1.0, NoJournal()
-    )
-    if ready:
-        worker = WorkerReady(10, 16, 4, "float32", "cpu", prefill_tokens=64, stored=stored)
-        scheduler.step([], [worker])
-    return dict(scheduler.info())
+from tests.unit.http.ring_info import info_of
 
 
 def text_of(info: dict[str, Any]) -> list[str]:
