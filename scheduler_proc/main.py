@@ -104,7 +104,7 @@ def serve(child: Child) -> None:
     )
     results: Inbox[ResultMessage] = Inbox(child.endpoints.results, ResultMessage)
     model, run_dir = resolve_model(child.config.model), child.endpoints.run_dir
-    header = make_header(run_dir, child.config.model.shown_name, model)
+    header = make_header(run_dir, child.config.model.source, model)
     args = of_replica(child.config.scheduler, child.replica)
     if child.replica.number == 0 and not child.is_restart:
         check_number_of_replicas(child.config.scheduler, child.replica.num_replicas)

@@ -145,7 +145,7 @@ def _make_frontend(
     key_names = None if keys is None else keys.key_names
     owners = RequestOwners(
         child.config.tenants,
-        child.config.model.shown_name,
+        child.config.model,
         key_names,
         child.endpoints.run_dir,
     )

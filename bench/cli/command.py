@@ -8,14 +8,14 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from quadriga.errors import ConfigError, InvalidRequest, ModelError, QuadrigaError
-from quadriga.server.config.parser import CommandParser
+from quadriga.server.config.parser import AdvisingParser, CommandParser
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_NO_SERVER, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def command_parser(module: str, text: str | None, epilog: str = "") -> argparse.ArgumentParser:
     """Return the parser of `python -m MODULE`, whose help shows `text` line by line."""
-    return argparse.ArgumentParser(
+    return AdvisingParser(
         f"python -m {module}",
         description=text,
         epilog=epilog,

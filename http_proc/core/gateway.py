@@ -197,9 +197,13 @@ class Gateway:
         created = wall_seconds() if call.resumption is None else call.resumption.created
         return ResponseHead(answer_id, created, self.model)
 
+    def is_served(self, name: str) -> bool:
+        """Return whether the served model is called so: by its name, or by its path."""
+        return self.config.model.is_called(name)
+
     def check_model(self, name: str | None) -> None:
         """Raise a 404 for a model that is not served."""
-        if name is not None and name != self.model:
+        if name is not None and not self.is_served(name):
             raise ApiError(
                 404,
                 f"model {name!r} is not served here: use {self.model!r}",

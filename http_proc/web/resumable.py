@@ -385,7 +385,7 @@ class EarlierStreams:
             self._rows[row.name] = row
             ended_at = now() if row.ended_at is None else row.ended_at
             rest_s = ended_at + self._table.window_s - now()
-            if row.model != self._gateway.model or rest_s <= 0:
+            if not self._gateway.is_served(row.model) or rest_s <= 0:
                 self._expire(row.name)
             elif row.ended_at is not None:
                 loop = asyncio.get_running_loop()

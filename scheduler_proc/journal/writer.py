@@ -334,7 +334,7 @@ class OpenedJournal(NamedTuple):
 
 
 def make_header(run_dir: Path, model_name: str, model: ModelFiles) -> JournalHeader:
-    """Return the header of a run's journal. model_name: as the user gave it."""
+    """Return the header of a run's journal. model_name: its name, or its path."""
     return JournalHeader(
         run_dir.name, model_name, model.fingerprint, model.vocab_size, model.context_length
     )

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from quadriga.errors import InvalidRequest, QuotaExceeded
+from quadriga.server.config.engine_args import ModelArgs
 from quadriga.server.config.frontend_args import TenantArgs
 from quadriga.server.tenants import MIN_PRIORITY, Tenant, TenantFile, own_info, parent_name
 from quadriga.wire.client import Generate, Info, is_gateway
@@ -24,6 +25,7 @@ from tokenizer_proc.intake.overload import RETRY_AFTER_S
 from tokenizer_proc.preparation.prepare import Prepared
 from tokenizer_proc.replicas.placed import PlacedRequest
 
+DEFAULT_MODEL = ModelArgs()
 NUM_SHOWN_CHARS = 12
 
 _decode_info = msgspec.msgpack.Decoder(Info).decode
@@ -60,7 +62,7 @@ class RequestOwners:
 
     Args:
         args: the flags of tenants.
-        model: name of the model that is served.
+        model: the flags of the model that is served.
         key_names: names of the CURVE keys of clients by their addresses, "" for the server's own;
             None where the socket has no keys.
         directory: as of TenantFile.
@@ -69,7 +71,7 @@ class RequestOwners:
     def __init__(
         self,
         args: TenantArgs,
-        model: str = "",
+        model: ModelArgs = DEFAULT_MODEL,
         key_names: MutableMapping[bytes, str] | None = None,
         directory: Path | None = None,
     ) -> None:
@@ -156,9 +158,9 @@ class RequestOwners:
         tenant = owner.tenant
         if tenant is None:
             return message
-        if tenant.models and self._model not in tenant.models:
+        if tenant.models and not any(map(self._model.is_called, tenant.models)):
             raise InvalidRequest(
-                f"model is {self._model!r}, and tenant {tenant.name} may use"
+                f"model is {self._model.shown_name!r}, and tenant {tenant.name} may use"
                 f" {', '.join(tenant.models)}: ask the server's operator",
                 "model",
             )

@@ -3,8 +3,8 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -19,16 +19,42 @@ from quadriga.errors import (
     ServerUnreachable,
 )
 from quadriga.sampling.params import SamplingParams
+from quadriga.server.cli.server_api import CallRefused, GatewayClient
 from quadriga.server.cli.shared import (
     add_sampling,
     add_server,
+    is_web_address,
     note,
     sampling,
+    show_reasoning,
     speed,
     timing_line,
 )
+from quadriga.wire.client import DEFAULT_ENDPOINT
 
 Turn = dict[str, str]
+AnyClient = Client | GatewayClient
+OTHER_DOOR = (
+    "a server with API keys may have no ZeroMQ socket: try --endpoint http://127.0.0.1:8000"
+    " --api-key KEY"
+)
+
+
+@contextmanager
+def connect(arguments: argparse.Namespace) -> Iterator[AnyClient]:
+    """Connect to the server of the flags: to its ZeroMQ socket, or by HTTP."""
+    if is_web_address(arguments.endpoint):
+        with GatewayClient(arguments.endpoint, arguments.api_key, show_reasoning) as gateway:
+            yield gateway
+        return
+    client = Client(arguments.endpoint, curve_dir=arguments.curve_dir)
+    try:
+        with client:
+            yield client
+    except ServerUnreachable:
+        if arguments.endpoint == DEFAULT_ENDPOINT:
+            note(OTHER_DOOR)
+        raise
 
 
 @dataclass
@@ -90,7 +116,7 @@ def run(arguments: argparse.Namespace) -> None:
     # readline, where it exists, adds line editing and a history to input().
     with suppress(ImportError):
         import readline  # noqa: F401
-    with Client(arguments.endpoint, curve_dir=arguments.curve_dir) as client:
+    with connect(arguments) as client:
         info = client.info()
         if not info.get("chat", True):
             raise InvalidRequest(
@@ -118,7 +144,7 @@ class ChatCommand(NamedTuple):
 class Chat:
     """A conversation. Each question sends all turns; the server's prefix cache holds their KV."""
 
-    def __init__(self, client: Client, params: SamplingParams, system: str) -> None:
+    def __init__(self, client: AnyClient, params: SamplingParams, system: str) -> None:
         self._client = client
         self._params = params
         self._conversation = Conversation(system)
@@ -277,7 +303,7 @@ def add_ask_flags(parser: argparse.ArgumentParser) -> None:
 def run_ask(arguments: argparse.Namespace) -> None:
     """Print the answer as it comes. A model without a chat template continues the text."""
     text, params = " ".join(arguments.prompt), sampling(arguments)
-    with Client(arguments.endpoint, curve_dir=arguments.curve_dir) as client:
+    with connect(arguments) as client:
         if arguments.plain:
             completion = _print_answer(client, text, params)
         else:
@@ -287,17 +313,17 @@ def run_ask(arguments: argparse.Namespace) -> None:
         note(timing_line(completion))
 
 
-def _print_chat_answer(client: Client, text: str, params: SamplingParams) -> Completion | None:
+def _print_chat_answer(client: AnyClient, text: str, params: SamplingParams) -> Completion | None:
     try:
         return _print_answer(client, [{"role": "user", "content": text}], params)
-    except InvalidRequest:
+    except (InvalidRequest, CallRefused):
         if client.info().get("chat", True):
             raise
     note(NO_TEMPLATE)
     return _print_answer(client, text, params)
 
 
-def _print_answer(client: Client, prompt: Prompt, params: SamplingParams) -> Completion | None:
+def _print_answer(client: AnyClient, prompt: Prompt, params: SamplingParams) -> Completion | None:
     """Print an answer and return it; None if the server sent no end of it."""
     completion = None
     for chunk in client.stream(prompt, params):

@@ -15,6 +15,7 @@ from quadriga import __version__
 from quadriga.errors import QuadrigaError
 from quadriga.keywords import similar
 from quadriga.programs import load_function
+from quadriga.server.config.parser import advice_on
 
 # Shells report these exit codes for a program that SIGINT or SIGPIPE ended.
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 0, 1, 130, 141
@@ -87,7 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return load_function(program.module, program.function)(arguments[1:])
     _check_command(arguments[0])
     try:
-        namespace = _parser(arguments[0]).parse_args(arguments)
+        namespace, others = _parser(arguments[0]).parse_known_args(arguments)
+        if others:
+            namespace.parser.error(advice_on(others, namespace.parser))
         namespace.run(namespace)
     except KeyboardInterrupt:
         print()
@@ -134,5 +137,5 @@ def _parser(chosen: str = "") -> argparse.ArgumentParser:
         if name == chosen:
             module = import_module(f"quadriga.server.cli.{command.module}")
             getattr(module, command.add_flags)(its_parser)
-            its_parser.set_defaults(run=getattr(module, command.run))
+            its_parser.set_defaults(run=getattr(module, command.run), parser=its_parser)
     return parser

@@ -10,7 +10,8 @@ from pathlib import Path
 from quadriga.client import Client
 from quadriga.errors import ConfigError, ModelError, QuadrigaError
 from quadriga.programs import install_command
-from quadriga.server.cli.shared import add_server
+from quadriga.server.cli.server_api import ServerApi
+from quadriga.server.cli.shared import add_server, is_web_address
 from quadriga.server.models.formats.directory import read_json
 from quadriga.server.models.formats.gguf_reader import read_architecture_name
 from quadriga.server.models.sources import (
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _list(arguments: argparse.Namespace) -> None:
     models = local_models()
-    if served := served_model(arguments.endpoint, arguments.curve_dir):
+    if served := served_model(arguments.endpoint, arguments.curve_dir, arguments.api_key):
         models.append(served)
     if arguments.json:
         print(json.dumps([asdict(model) for model in models], indent=1))
@@ -159,9 +160,13 @@ def local_models() -> list[ListedModel]:
     return builtins + [_from_hub(name, path) for name, path in cached_models().items()]
 
 
-def served_model(endpoint: str, curve_dir: str | None) -> ListedModel | None:
+def served_model(endpoint: str, curve_dir: str | None, api_key: str = "") -> ListedModel | None:
     """Return the model of the server at an address; None if no server answers."""
     try:
+        if is_web_address(endpoint):
+            return ListedModel(
+                ServerApi(endpoint, api_key).models()[0]["id"], f"served at {endpoint}"
+            )
         with Client(endpoint, connect_timeout=CONNECT_TIMEOUT_S, curve_dir=curve_dir) as client:
             return ListedModel(str(client.info(ANSWER_TIMEOUT_S)["model"]), f"served at {endpoint}")
     except QuadrigaError:

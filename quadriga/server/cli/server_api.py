@@ -1,4 +1,4 @@
-"""The endpoints of a server that the commands use, with the standard library alone."""
+"""The endpoints of a server that the commands use, with the standard library as HTTP client."""
 
 import http.client
 import json
@@ -6,18 +6,24 @@ import os
 import socket
 import ssl
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote, urlsplit
 
 from quadriga import disk
-from quadriga.errors import ConfigError, QuadrigaError, ServerUnreachable
+from quadriga.client.types import Completion, Prompt, StreamChunk, Timings
+from quadriga.clock import now
+from quadriga.errors import ConfigError, PromptTooLong, QuadrigaError, ServerUnreachable
+from quadriga.sampling.params import SamplingParams
+from quadriga.wire.client import Usage
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 60.0
 PIECE_BYTES = 1024 * 1024
+DONE = "[DONE]"
+CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code of a prompt that is too long
 
 
 class CallRefused(QuadrigaError):
@@ -25,13 +31,15 @@ class CallRefused(QuadrigaError):
 
     Attributes:
         status: the HTTP status.
+        reason: the code that the server gives the error; "" without one.
     """
 
     code = "call_refused"
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, reason: str = "") -> None:
         super().__init__(message)
         self.status = status
+        self.reason = reason
 
 
 class ServerApi:
@@ -89,6 +97,32 @@ class ServerApi:
     def trace(self, request_id: str) -> dict[str, Any]:
         """Return the trace of a request that has ended, by its id."""
         return self._call("GET", f"/requests/{quote(request_id, safe='')}/trace")
+
+    def models(self) -> list[dict[str, Any]]:
+        """Return the models that are served."""
+        models: list[dict[str, Any]] = self._call("GET", "/models")["data"]
+        return models
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the objects of an answer that comes in events; the last one is `[DONE]`.
+
+        Raises:
+            ServerUnreachable: no server answers, or the connection broke.
+            CallRefused: the server refuses the request, or ends it with an error.
+        """
+        headers = {"Content-Type": "application/json"}
+        with self.call("POST", path, json.dumps(body).encode(), headers) as response:
+            try:
+                for _, data in events_of(iter(response.readline, b"")):
+                    if data == DONE:
+                        return
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise CallRefused(response.status, *_error_in(data))
+                    yield event
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                raise ServerUnreachable(f"the connection to the server broke: {error}") from None
+            raise ServerUnreachable("the connection to the server ended before the answer did")
 
     def download(self, file_id: str, path: Path) -> None:
         """Write the content of a file to a path, which has all of it or is not changed."""
@@ -169,8 +203,9 @@ class ServerCall:
             address = f"{connection.host}:{connection.port}"
             raise ServerUnreachable(f"no server answers at {address}: {error}") from None
         connection.close()
-        path = self._request[1]
-        raise CallRefused(response.status, f"{response.status} for {path}: {_message(body)}")
+        message, reason = _error_in(body)
+        text = f"{response.status} for {self._request[1]}: {message}"
+        raise CallRefused(response.status, text, reason)
 
     def __exit__(self, *_: object) -> None:
         self._connection.close()
@@ -181,6 +216,118 @@ class ServerCall:
             with suppress(OSError):
                 self._connection.sock.shutdown(socket.SHUT_RDWR)
         self._connection.close()
+
+
+class GatewayClient:
+    """Asks a server with OpenAI's API, with the methods of `Client` that ask and chat call.
+
+    Args:
+        url: of the server.
+        key: API key, or "".
+        on_reasoning: called with each piece of a reasoning, which is no part of the answer.
+    """
+
+    def __init__(self, url: str, key: str, on_reasoning: Callable[[str], None]) -> None:
+        self._api = ServerApi(url, key)
+        self._on_reasoning = on_reasoning
+        self._card: dict[str, Any] | None = None
+
+    def __enter__(self) -> "GatewayClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing: each call has a connection of its own."""
+
+    def info(self) -> dict[str, Any]:
+        """Return the name of the served model, and whether it takes chats."""
+        if self._card is None:
+            self._card = self._api.models()[0]
+        capabilities = self._card.get("capabilities") or {}
+        return {"model": self._card["id"], "chat": capabilities.get("chat", True)}
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **_: Any
+    ) -> Iterator[StreamChunk]:
+        """Yield the pieces of an answer; the last one has the completion.
+
+        Raises:
+            PromptTooLong: the prompt exceeds the model's context.
+            CallRefused: the server refuses the request for another reason.
+            ServerUnreachable: no server answers, or the connection broke.
+        """
+        model, is_chat = self.info()["model"], not isinstance(prompt, str)
+        path = "/chat/completions" if is_chat else "/completions"
+        body = {
+            "model": model,
+            "messages" if is_chat else "prompt": prompt,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **_sampling_fields(params or SamplingParams()),
+        }
+        answer, has_reasoned = _Answer(now()), False
+        try:
+            for event in self._api.stream(path, body):
+                chunk, reasoning = answer.take(event)
+                if reasoning:
+                    self._on_reasoning(reasoning)
+                if chunk.text:
+                    if has_reasoned:
+                        self._on_reasoning("\n")
+                    yield chunk
+                has_reasoned = bool(reasoning)
+        except CallRefused as error:
+            if error.reason == CONTEXT_EXCEEDED:
+                raise PromptTooLong(str(error)) from None
+            raise
+        yield answer.end()
+
+
+class _Answer:
+    """Collects the events of an answer, and times them. submitted_at: Unix seconds."""
+
+    def __init__(self, submitted_at: float) -> None:
+        self._timings = Timings(submitted_at)
+        self._texts: list[str] = []
+        self._id = self._finish_reason = ""
+        self._usage = Usage(0, 0)
+
+    def take(self, event: dict[str, Any]) -> tuple[StreamChunk, str]:
+        """Return the text of an event, and its reasoning."""
+        received_at, text, reasoning = now(), "", ""
+        self._id = event.get("id") or self._id
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or choice
+            text += delta.get("content") or delta.get("text") or ""
+            reasoning += delta.get("reasoning_content") or ""
+            self._finish_reason = choice.get("finish_reason") or self._finish_reason
+        if usage := event.get("usage"):
+            details = usage.get("prompt_tokens_details") or {}
+            cached = details.get("cached_tokens") or 0
+            self._usage = Usage(usage["prompt_tokens"], usage["completion_tokens"], cached)
+        if text or reasoning:
+            self._timings.token_times.append(received_at)
+        self._texts.append(text)
+        return StreamChunk(self._id, text, [], [], received_at), reasoning
+
+    def end(self) -> StreamChunk:
+        """Return the last piece, which has no text."""
+        self._timings.delivered = now()
+        self._timings.first_token = next(iter(self._timings.token_times), 0.0)
+        completion = Completion(
+            self._id, "".join(self._texts), [], self._finish_reason, self._usage, self._timings
+        )
+        return StreamChunk(self._id, "", [], [], now(), completion)
+
+
+def _sampling_fields(params: SamplingParams) -> dict[str, Any]:
+    """Return the parameters that the commands set, by OpenAI's names."""
+    fields = {
+        "max_tokens": params.max_new_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "seed": params.seed,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def events_of(lines: Iterable[bytes]) -> Iterator[tuple[str, str]]:
@@ -196,12 +343,13 @@ def events_of(lines: Iterable[bytes]) -> Iterator[tuple[str, str]]:
             name = ""
 
 
-def _message(body: str) -> str:
-    """Return the message of an error's body, or the body in one line."""
+def _error_in(body: str) -> tuple[str, str]:
+    """Return message and code of an error's body, or the body in one line."""
     try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return " ".join(body.split())[:300]
+        error = json.loads(body)["error"]
+        return str(error["message"]), str(error.get("code") or "")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return " ".join(body.split())[:300], ""
 
 
 def _pieces(head: bytes, file: BinaryIO, tail: bytes) -> Iterator[bytes]:

@@ -17,10 +17,14 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--endpoint",
         default=DEFAULT_ENDPOINT,
-        metavar="tcp://HOST:PORT",
-        help=f"its public socket (default: {DEFAULT_ENDPOINT})",
+        metavar="ADDRESS",
+        help="tcp://HOST:PORT of its ZeroMQ socket, or its web address http(s)://HOST:PORT"
+        f" (default: {DEFAULT_ENDPOINT})",
     )
-    group.add_argument("--curve-dir", metavar="DIR", help="this client's keys, if it requires keys")
+    add_api_key(group, "with a web address, if the server needs a key")
+    group.add_argument(
+        "--curve-dir", metavar="DIR", help="with tcp://: this client's keys, if it needs one"
+    )
 
 
 def add_url(parser: argparse.ArgumentParser) -> None:
@@ -33,10 +37,15 @@ def add_api_key(parser: Any, when: str) -> None:
     """Add --api-key to a parser, or to a group of one. when: when it is needed."""
     parser.add_argument(
         "--api-key",
-        default=os.environ.get("QUADRIGA_API_KEY", ""),
+        default=os.environ.get("QUADRIGA_API_KEY", "").partition(",")[0].strip(),
         metavar="KEY",
         help=f"{when} (default: the environment variable QUADRIGA_API_KEY)",
     )
+
+
+def is_web_address(endpoint: str) -> bool:
+    """Return whether an endpoint is one of HTTP."""
+    return endpoint.startswith(("http://", "https://"))
 
 
 def add_sampling(parser: argparse.ArgumentParser, temperature: float | None) -> None:
@@ -73,6 +82,13 @@ def note(text: str) -> None:
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
         text = f"{DIM}{text}{NORMAL}"
     print(text, file=sys.stderr, flush=True)
+
+
+def show_reasoning(text: str) -> None:
+    """Show a piece of a reasoning on a terminal, dim, beside the answer on standard output."""
+    if sys.stderr.isatty():
+        print(text if os.environ.get("NO_COLOR") else f"{DIM}{text}{NORMAL}", end="",
+              file=sys.stderr, flush=True)  # fmt: skip
 
 
 def speed(completion: Completion) -> str:

@@ -32,7 +32,7 @@ from quadriga.server.cli.live_picture import (
     gateway_messages,
     ring_messages,
 )
-from quadriga.server.cli.shared import add_api_key, add_server
+from quadriga.server.cli.shared import add_server, is_web_address
 from quadriga.wire.live import LiveMessage, LiveServer, LiveStep
 
 # 256-colour numbers of the cells of a lane.
@@ -237,7 +237,6 @@ PIPE_SIZE = (160, 60)  # columns and lines of a frame that goes to no terminal
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     add_server(parser)
-    add_api_key(parser, "for an endpoint http://…, if it needs one")
     add_replica(parser)
     parser.add_argument("--once", action="store_true", help="print one frame and end")
     parser.add_argument("--json", action="store_true", help="print each message as a line of JSON")
@@ -268,7 +267,7 @@ async def _run(arguments: argparse.Namespace) -> None:
 
 
 def _messages(arguments: argparse.Namespace) -> AsyncGenerator[LiveMessage, None]:
-    if arguments.endpoint.startswith(("http://", "https://")):
+    if is_web_address(arguments.endpoint):
         return gateway_messages(arguments.endpoint, arguments.api_key, arguments.replica)
     return ring_messages(arguments.endpoint, arguments.curve_dir, arguments.replica)
 

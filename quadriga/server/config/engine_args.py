@@ -4,6 +4,7 @@ Each class is one group of docs/configuration.md, and validates its own flags. R
 which replica a process belongs to.
 """
 
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,10 @@ class ModelArgs:
         unit="MODEL",
         basic=True,
     )
-    served_model_name: str = flag("", "name that clients see (default: --model)")
+    served_model_name: str = flag(
+        "",
+        "name that clients see (default: --model, or of a path the name of its file or folder)",
+    )
     revision: str = flag("", "branch, tag or commit of a Hub id (default: main)", unit="REVISION")
     tokenizer: str = flag(
         "",
@@ -60,7 +64,30 @@ class ModelArgs:
     @property
     def shown_name(self) -> str:
         """Name that clients see."""
-        return self.served_model_name or self.model
+        return self.served_model_name or _name_of(self.model)
+
+    @property
+    def source(self) -> str:
+        """The path of a model that is called by its file or folder, else the name."""
+        is_path = self.model != self.shown_name == _file_name(self.model)
+        return _absolute(self.model) if is_path else self.shown_name
+
+    def is_called(self, name: str) -> bool:
+        """Return whether clients may call the model so: by its name, or by its path."""
+        return name == self.shown_name or (name != "" and _absolute(name) == self.source)
+
+
+def _name_of(model: str) -> str:
+    """Return the name of a file or folder that is there, else the value of --model itself."""
+    return _file_name(model) if os.path.exists(_absolute(model)) else model
+
+
+def _file_name(model: str) -> str:
+    return os.path.basename(_absolute(model)) or model
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 BATCH_MODES = ("prefill-first", "mixed", "decode-first", "alternate")

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from quadriga import __version__
 from quadriga.errors import ConfigError
@@ -11,8 +11,58 @@ from quadriga.server.config import server_config
 from quadriga.server.config.flags import flag_fields, flag_name, missing_flag_advice
 from quadriga.server.config.server_config import ServerConfig
 
+# Flags that mean the same in other commands, or in other programs.
+SYNONYMS = {
+    "--url": "--endpoint",
+    "--base-url": "--endpoint",
+    "--endpoint": "--url",
+    "--key": "--api-key",
+    "--token": "--api-key",
+    "--n-predict": "--max-new-tokens",
+    "--num-predict": "--max-new-tokens",
+    "--temp": "--temperature",
+}
 
-class CommandParser(argparse.ArgumentParser):
+
+class AdvisingParser(argparse.ArgumentParser):
+    """A parser that names similar flags for one that it does not have."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return the parsed arguments; an unknown one is an error."""
+        found, others = self.parse_known_args(args, namespace)
+        if others:
+            self.error(advice_on(others, self))
+        return found
+
+
+def advice_on(others: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """Return what is wrong with arguments that a parser does not know, and flags near them."""
+    flags = [word.partition("=")[0] for word in others if word.startswith("-")]
+    known = _flags_of(parser)
+    return "; ".join(_near(flag, known) for flag in flags) or f"unknown: {' '.join(others)}"
+
+
+def _near(flag: str, known: Sequence[str]) -> str:
+    words = {name.lstrip("-"): name for name in known}
+    near = [words[word] for word in similar(flag.lstrip("-").replace("_", "-"), words)]
+    if SYNONYMS.get(flag) in known:
+        near.insert(0, SYNONYMS[flag])
+    shown = f"near it: {', '.join(dict.fromkeys(near))}" if near else "--help shows the flags"
+    return f"there is no flag {flag}; {shown}"
+
+
+def _flags_of(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the long flags of a parser and of its subcommands."""
+    flags: list[str] = []
+    for action in parser._actions:
+        flags += [name for name in action.option_strings if name.startswith("--")]
+        if isinstance(action, argparse._SubParsersAction):
+            for subparser in action.choices.values():
+                flags += _flags_of(subparser)
+    return list(dict.fromkeys(flags))
+
+
+class CommandParser(AdvisingParser):
     """A parser whose errors are one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:

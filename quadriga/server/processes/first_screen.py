@@ -156,7 +156,9 @@ def _http_lines(http: HttpArgs, needs_key: bool, has_chat: bool) -> list[str]:
     url = _local(http.url)
     call, body = ("chat/completions", CHAT_BODY) if has_chat else ("completions", PLAIN_BODY)
     key = ' -H "Authorization: Bearer $KEY"' if needs_key else ""
+    page = [] if http.no_ui else [f"  page    {url}/"]
     return [
+        *page,
         f"  OpenAI  {url}/v1",
         f"  docs    {url}/docs",
         f"  curl    curl {url}/v1/{call}{key} -d {shlex.quote(json.dumps(body))}",
@@ -174,7 +176,10 @@ def _ask_command(config: ServerConfig, has_chat: bool, endpoint: str) -> str:
     words = [command_name(), "ask"]
     if not has_chat:
         words.append("--plain")
-    if _local(endpoint) != DEFAULT_ENDPOINT:
+    if config.frontend.endpoint == PRIVATE_ENDPOINT and not config.http.no_http:
+        words += ["--endpoint", _local(config.http.url)]
+        words += ["--api-key", "$KEY"] if config.http_needs_keys else []
+    elif _local(endpoint) != DEFAULT_ENDPOINT:
         words += ["--endpoint", _local(endpoint)]
     if config.frontend.curve_dir:
         words += ["--curve-dir", "CLIENT_KEYS"]

@@ -4,6 +4,7 @@ In order: the terminal and its status line, the log, the launcher's own lines, a
 lines of the request log have in common.
 """
 
+import codecs
 import contextlib
 import json
 import logging
@@ -101,14 +102,16 @@ class JsonFormatter(logging.Formatter):
 
     Args:
         process: name of this process.
+        has_unicode: the output can have any character.
     """
 
-    def __init__(self, process: str) -> None:
+    def __init__(self, process: str, has_unicode: bool = True) -> None:
         super().__init__()
         self._process = process
+        self._has_unicode = has_unicode
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the object in one line of ASCII; a traceback is a field of it."""
+        """Return the object in one line, of printable text; a traceback is a field of it."""
         time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(
             timespec="milliseconds"
         )
@@ -121,7 +124,13 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        text = json.dumps(line, default=str, ensure_ascii=not self._has_unicode)
+        return text if text.isprintable() else _escaped(text)
+
+
+def _escaped(text: str) -> str:
+    """Return JSON in which characters that a terminal would not show are written by number."""
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
 def set_up_logging(process: str, level: str, log_format: str) -> None:
@@ -131,7 +140,8 @@ def set_up_logging(process: str, level: str, log_format: str) -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     if log_format == JSON:
-        handler.setFormatter(JsonFormatter(process))
+        has_unicode = codecs.lookup(sys.stderr.encoding).name == "utf-8"
+        handler.setFormatter(JsonFormatter(process, has_unicode))
         logging.captureWarnings(True)
         sys.excepthook = _log_uncaught
         threading.excepthook = _log_end_of_thread

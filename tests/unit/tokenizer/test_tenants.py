@@ -8,6 +8,7 @@ import pytest
 
 from quadriga.errors import InvalidRequest, QuotaExceeded
 from quadriga.sampling.params import SamplingParams
+from quadriga.server.config.engine_args import ModelArgs
 from quadriga.server.config.frontend_args import TenantArgs
 from quadriga.server.tenants import Tenant
 from quadriga.wire.client import Info, ProgressAnswer, Refused, gateway_address
@@ -17,6 +18,7 @@ from tests.unit.tokenizer.frontend_world import FrontendWorld, in_loop
 from tokenizer_proc.intake.tenants import WINDOW_S, Quotas, RequestOwners
 
 GATEWAY = gateway_address().bytes
+TINY = ModelArgs(served_model_name="tiny")
 FILE = """
 - {name: alice, curve: al, weight: 3, max_open_requests: 2, priority: [-10, -1], cache: own}
 - {name: bob, curve: bo, models: [other], sub_tenants: true}
@@ -32,7 +34,7 @@ def args(tmp_path: Path) -> TenantArgs:
 
 
 def world_of(args: TenantArgs, **keywords: Any) -> FrontendWorld:
-    return FrontendWorld(max_queued=1000, owners=RequestOwners(args, "tiny", **keywords))
+    return FrontendWorld(max_queued=1000, owners=RequestOwners(args, TINY, **keywords))
 
 
 def submitted(world: FrontendWorld) -> list[Submit]:
@@ -58,7 +60,7 @@ async def test_only_a_gateway_names_the_tenant_of_its_requests() -> None:
 
 def test_an_address_like_a_gateways_needs_the_servers_key(args: TenantArgs) -> None:
     names = {GATEWAY: "al", b"x": "bo", b"y": "unknown"}
-    owners = RequestOwners(args, "tiny", names)
+    owners = RequestOwners(args, TINY, names)
     assert owners.owner(GATEWAY, "bob").name == "alice"
     assert owners.owner(b"x", "alice").name == "bob"
     assert owners.owner(b"y", "alice").name.startswith("client-")
@@ -72,18 +74,18 @@ def test_a_client_of_its_own_sees_what_is_served_and_its_own_usage(args: TenantA
     usage = {"alice": [1, 2, 3, 4, 0.5], "bob": [5, 6, 7, 8, 0.5]}
     values = {"context_length": 100, "waiting": 3, "generation_tokens_total": 12, "tenants": usage}
     answer = encode(Info("q", values))
-    owners = RequestOwners(args, "tiny", {b"x": "bo", GATEWAY: ""})
+    owners = RequestOwners(args, TINY, {b"x": "bo", GATEWAY: ""})
     assert owners.visible(GATEWAY, answer) == answer
     shown = msgspec.msgpack.decode(owners.visible(b"x", answer), type=Info)
     assert shown == Info("q", {"context_length": 100, "tenants": {"bob": usage["bob"]}})
     other = encode(ProgressAnswer("q", []))
     assert owners.visible(b"x", other) == other
-    assert RequestOwners(TenantArgs(), "tiny").visible(b"x", answer) == answer
+    assert RequestOwners(TenantArgs(), TINY).visible(b"x", answer) == answer
 
 
 @pytest.fixture
 def owners(args: TenantArgs) -> RequestOwners:
-    return RequestOwners(args, "tiny")
+    return RequestOwners(args, TINY)
 
 
 def test_weight_priority_and_salt_go_with_a_request(args: TenantArgs) -> None:
@@ -287,7 +289,7 @@ def test_after_a_death_of_the_frontend_only_what_the_scheduler_knows_is_free(
     @in_loop
     async def test() -> None:
         world = FrontendWorld(
-            max_queued=1000, replaces=True, owners=RequestOwners(per_minute, "tiny")
+            max_queued=1000, replaces=True, owners=RequestOwners(per_minute, TINY)
         )
         for name in ("known", "x1", "x2", "x3"):
             world.ask(name, GATEWAY, tenant="dan", resent=resent)
@@ -311,7 +313,7 @@ def test_a_request_that_waits_for_the_scheduler_may_be_aborted_or_lost(
     @in_loop
     async def test() -> None:
         world = FrontendWorld(
-            max_queued=1000, replaces=True, owners=RequestOwners(per_minute, "tiny")
+            max_queued=1000, replaces=True, owners=RequestOwners(per_minute, TINY)
         )
         world.ask("a", GATEWAY, tenant="dan", resent=True)
         world.frontend.intake.abort(GATEWAY, "a")

@@ -192,6 +192,35 @@ def test_a_command_that_does_not_exist_is_an_error_with_a_remedy(
     assert remedy in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        ("ask --max-tokens 5 Hi", "quadriga ask: error: there is no flag --max-tokens; near it:"
+         " --max-new-tokens"),
+        ("chat --temp 1", "near it: --temperature"),
+        ("batch in -o out --endpoint http://x", "near it: --url"),
+        ("top --url http://x", "near it: --endpoint"),
+        ("trace ID --api_key k", "near it: --api-key"),
+        ("models check m --contxt-length=5", "no flag --contxt-length; near it: --context-length"),
+        ("keys add --tokens-minute 5 a --keys f", "near it: --tokens-per-minute"),
+        ("keygen d --xyz", "there is no flag --xyz; --help shows the flags"),
+        ("chat hello", "unknown: hello"),
+    ],
+)  # fmt: skip
+def test_a_flag_that_does_not_exist_is_an_error_that_names_those_near_it(
+    arguments: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments.split())
+    assert stop.value.code == 2
+    assert remedy in capsys.readouterr().err
+
+
+def test_the_bench_names_flags_near_an_unknown_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--request-rat", "5"]) == 2
+    assert "there is no flag --request-rat; near it: --request-rate" in capsys.readouterr().err
+
+
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])

@@ -9,6 +9,7 @@ import pytest
 from quadriga.errors import ConfigError
 from quadriga.server.config import server_config as configuration
 from quadriga.server.config.__main__ import markdown
+from quadriga.server.config.engine_args import BUILTIN_MODEL, ModelArgs
 from quadriga.server.config.flags import flag_fields, flag_name
 from quadriga.server.config.server_config import ServerConfig
 
@@ -33,6 +34,36 @@ def test_flags_reach_their_group_and_come_back_as_the_same_command_line() -> Non
     assert config.worker.mem_fraction_static == 0.5
     assert config.to_argv() == argv[:3] + argv[3:]
     assert parse(*config.to_argv()) == config
+
+
+def test_a_model_on_disk_is_called_by_its_file_or_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    file = tmp_path / "models" / "tiny.gguf"
+    file.touch()
+    monkeypatch.chdir(tmp_path)
+    names = {"models/tiny.gguf": "tiny.gguf", "./models/tiny/": "tiny", str(file): "tiny.gguf",
+             "org/model": "org/model", "gpt2": "gpt2", "models": "models"}  # fmt: skip
+    for model, name in names.items():
+        assert ModelArgs(model).shown_name == name
+    assert ModelArgs(str(file), "mine").shown_name == "mine"
+
+
+def test_a_model_on_disk_is_known_by_its_path_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    path = str(tmp_path / "tiny.gguf")
+    of_child = ModelArgs(path, "tiny.gguf")
+    for args in (ModelArgs("./tiny.gguf"), ModelArgs(path), of_child):
+        assert args.source == path
+        assert all(map(args.is_called, ("tiny.gguf", "./tiny.gguf", path)))
+        assert not any(map(args.is_called, ("", "tiny", "other/tiny.gguf", str(tmp_path))))
+    named = ModelArgs(path, "mine")
+    assert named.source == "mine" and named.is_called("mine") and not named.is_called(path)
+    assert ModelArgs().source == BUILTIN_MODEL
 
 
 def test_every_flag_has_a_help_text() -> None:

@@ -15,7 +15,7 @@ from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.processes import first_screen
 from quadriga.server.processes.child_process import ChildProcess
 from quadriga.server.processes.logs import say
-from quadriga.wire.client import DEFAULT_ENDPOINT
+from quadriga.wire.client import DEFAULT_ENDPOINT, PRIVATE_ENDPOINT
 
 WORKER = {"dtype": "bfloat16", "device": "cpu", "tokens": 64, "backend": "native", "threads": 2}
 
@@ -67,9 +67,19 @@ def test_addresses_are_those_that_a_client_can_reach() -> None:
     assert lines(host="::")["docs"] == "http://[::1]:8000/docs"
     assert "tcp://127.0.0.1:6" in lines(endpoint="tcp://*:6")["ask"]
     assert "--endpoint" not in lines(endpoint="tcp://0.0.0.0:5555")["ask"]
+    assert lines(host="0.0.0.0")["page"] == "http://127.0.0.1:8000/"
+    assert "page" not in lines(no_ui=True)
     assert set(lines(no_http=True)) == {"ask", "open"}
     assert "Bearer" in lines(api_key="k")["curl"] and "Bearer" not in lines()["curl"]
     assert "--curve-dir" in lines(curve_dir="keys")["ask"]
+
+
+def test_a_server_whose_zeromq_socket_is_closed_is_asked_by_http() -> None:
+    shown = lines(endpoint="ipc:///tmp/run/public")["ask"]
+    assert "--endpoint ipc:///tmp/run/public" in shown
+    config = ServerConfig().replace(endpoint=PRIVATE_ENDPOINT, api_key="k", host="0.0.0.0")
+    *_, ask = first_screen.usage_lines(config, True, "ipc:///tmp/run/public")
+    assert ' ask --endpoint http://127.0.0.1:8000 --api-key $KEY "Name' in ask
 
 
 def test_the_command_is_as_short_as_it_can_be(

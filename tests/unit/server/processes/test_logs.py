@@ -1,6 +1,7 @@
 """The log of a process in JSON, in a process of its own, and as text."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -9,13 +10,15 @@ from typing import Any
 SET_UP = "from quadriga.server.processes.logs import *\nimport logging, threading, warnings\n"
 
 
-def logged(code: str, log_format: str = "json") -> str:
+def logged(code: str, log_format: str = "json", **environment: str) -> str:
     """Return the standard error of a process that sets up its log and runs the code."""
     start = f"{SET_UP}set_up_logging('worker_proc', 'info', {log_format!r})\n"
     command = [sys.executable, "-c", start + code]
     return subprocess.run(
-        command, stderr=subprocess.PIPE, text=True, timeout=30, check=False
-    ).stderr
+        command, stderr=subprocess.PIPE, text=True, timeout=30, check=False,
+        env=os.environ | {"PYTHONUTF8": "0", "PYTHONIOENCODING": "utf-8"} | environment,
+        encoding="utf-8",
+    ).stderr  # fmt: skip
 
 
 def objects(code: str) -> list[dict[str, Any]]:
@@ -35,6 +38,19 @@ def test_a_line_is_an_object_with_fields_of_its_own() -> None:
         "event": "request",
         "seconds": 1.5,
     }
+
+
+def test_text_that_can_be_shown_is_not_escaped_and_other_characters_are() -> None:
+    code = "logging.info('slow · größer 日本 😀 \\x1b[2J\\u202e\\u2028\\x85\\U000e0001')"
+    text = logged(code)
+    assert "slow · größer 日本 😀 " in text
+    assert text.count("\n") == 1 and text.strip().isprintable()
+    assert json.loads(text)["message"] == "slow · größer 日本 😀 \x1b[2J\u202e\u2028\x85\U000e0001"
+
+
+def test_an_output_that_has_no_such_characters_gets_their_numbers() -> None:
+    text = logged("logging.info('slow · größer')", PYTHONIOENCODING="ascii")
+    assert text.isascii() and json.loads(text)["message"] == "slow · größer"
 
 
 def test_severities_below_the_level_are_left_out() -> None:
