@@ -704,18 +704,10 @@ class CallsParser:
         return self._source.release()
 
     def _calls(self, needs_known_name: bool) -> Steps[None]:
-        """Parse calls up to the mark that closes them. Text after broken arguments joins them."""
+        """Parse calls up to the mark that closes them."""
         while True:
             yield from self._open_call()
-            try:
-                yield from self._body.call(needs_known_name)
-            except UnexpectedText:
-                if not self._context.writer.is_in_call:
-                    raise
-                yield from self._ends.copy_before(self._source, self._context.writer.arguments)
-                self._context.writer.leave_call()
-            self._source.hold()
-            self._is_after_call = True
+            yield from self._call(needs_known_name, self._ends)
             yield from self._drop(self._call_close, self._format.call_close)
             if not (yield from self._goes_on()):
                 break
@@ -725,23 +717,26 @@ class CallsParser:
     def _loose_calls(self, mark: str) -> Steps[None]:
         """Parse objects that follow a mark which is not of the format, or none, and the end."""
         self._source.take(len(mark))
-        ends = marks_of(self._loose_marks.get(mark, ""))
+        own_ends = marks_of(self._loose_marks.get(mark, ""))
+        ends = marks_of(*own_ends.all, *self._ends.all)
         while True:
-            try:
-                yield from self._body.call(needs_known_name=True)
-            except UnexpectedText:
-                if not self._context.writer.is_in_call:
-                    raise
-                yield from marks_of(*ends.all, *self._ends.all).copy_before(
-                    self._source, self._context.writer.arguments
-                )
-                self._context.writer.leave_call()
-            self._source.hold()
-            self._is_after_call = True
+            yield from self._call(needs_known_name=True, ends=ends)
             if (yield from self._source.skip_space()) != "{":
                 break
             self._is_after_call = False
-        yield from self._drop(ends)
+        yield from self._drop(own_ends)
+
+    def _call(self, needs_known_name: bool, ends: Marks) -> Steps[None]:
+        """Parse one call. Text after broken arguments, up to one of `ends`, joins them."""
+        try:
+            yield from self._body.call(needs_known_name)
+        except UnexpectedText:
+            if not self._context.writer.is_in_call:
+                raise
+            yield from ends.copy_before(self._source, self._context.writer.arguments)
+            self._context.writer.leave_call()
+        self._source.hold()
+        self._is_after_call = True
 
     def _open_call(self) -> Steps[None]:
         """Consume the bracket of a list of calls and the mark that opens a call."""
@@ -1033,15 +1028,11 @@ class HarmonyParser(AnswerParser):
                 writer.arguments("{}")
             else:
                 raise UnexpectedText
-            yield from self._end_call()
+            writer.end_call()
+            yield from _ENDS.copy_before(self._source)  # to the end of the message
         except UnexpectedText:
             yield from _ENDS.copy_before(self._source, writer.arguments)
             writer.leave_call()
-
-    def _end_call(self) -> Steps[None]:
-        """End a call and drop what stands between its arguments and the end of the message."""
-        self._writer.end_call()
-        yield from _ENDS.copy_before(self._source)
 
 
 def make_parser(
