@@ -346,14 +346,14 @@ class _LabelEncoder:
     """Makes the requests whose vectors are the log-probabilities of labels after a prompt."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._ring = gateway.ring
+        self._client = gateway.client
         self._turns = asyncio.Semaphore(MAX_ENCODED_AT_ONCE)
         self._ids: dict[str, asyncio.Task[list[int]]] = {}
 
     async def encode(self, chat: Chat, labels: list[str]) -> list[tuple[Prompt, Pooling]]:
         """Return one request if every label is a single token, else one for each label."""
         async with self._turns:
-            prompt = await self._ring.render(chat)
+            prompt = await self._client.render(chat)
         tail = prompt.text[-NUM_TAIL_CHARS:]
         before = await self._encoded(tail)
         each = [await self._encoded(tail + label) for label in labels]
@@ -383,7 +383,7 @@ class _LabelEncoder:
 
     async def _encode(self, text: str) -> list[int]:
         async with self._turns:
-            return await self._ring.tokenize(text)
+            return await self._client.tokenize(text)
 
 
 def _num_common(ids: Sequence[int], others: Sequence[int]) -> int:
