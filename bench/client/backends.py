@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from quadriga.client.types import Prompt
 from quadriga.sampling.params import SamplingParams
 
 OpenAIEndpoint = Literal["completions", "chat"]
@@ -31,7 +32,7 @@ class BenchClient(Protocol):
 
     def submit(
         self,
-        prompt: str | list[int] | list[dict[str, str]],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         truncate_prompt: bool | None = None,

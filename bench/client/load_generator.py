@@ -10,6 +10,7 @@ import msgspec
 
 from bench.client.backends import BenchClient
 from bench.load.workload import PlannedRequest, Prompt
+from quadriga.client.types import Prompt as AnyPrompt
 from quadriga.clock import now
 from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import SamplingParams
@@ -185,12 +186,14 @@ class _Driver:
             self._options.params, max_new_tokens=request.max_new_tokens
         )
         priority = {"priority": request.priority} if request.priority else {}
-        is_chat = self._options.as_chats and isinstance(prompt, str)
+        sent: AnyPrompt = prompt
+        if self._options.as_chats and isinstance(prompt, str):
+            sent = [{"role": "user", "content": prompt}]
         began = self._clock()
         chunks: AsyncIterator[Any] | QuadrigaError
         try:
             chunks = self._connections[request.client].submit(
-                [{"role": "user", "content": prompt}] if is_chat else prompt,
+                sent,
                 params,
                 truncate_prompt=self._options.truncate,
                 **priority,

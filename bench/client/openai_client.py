@@ -14,7 +14,7 @@ import msgspec
 
 from bench.client.backends import OpenAIServer
 from quadriga import clock
-from quadriga.client.types import Completion, StreamChunk, Timings
+from quadriga.client.types import Completion, Prompt, StreamChunk, Timings
 from quadriga.errors import DeadlineExceeded, RequestFailed, ServerUnreachable
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.client import Usage
@@ -134,7 +134,7 @@ class OpenAIClient:
 
     def submit(
         self,
-        prompt: str | list[int] | list[dict[str, str]],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         truncate_prompt: bool | None = None,

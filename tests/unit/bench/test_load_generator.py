@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from bench.client.load_generator import LoadRun, SendOptions, drive
-from bench.load.workload import PlannedRequest, Prompt
+from bench.load.workload import PlannedRequest
+from bench.load.workload import Prompt as PlannedPrompt
 from quadriga.client import Completion, StreamChunk, Timings
+from quadriga.client.types import Prompt
 from quadriga.errors import QueueFull, RequestFailed
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.client import Usage
@@ -66,7 +68,7 @@ class FakeClient:
         yield StreamChunk("r", "bc", [2, 3], [1.5, 1.6], 3.0, done)
 
 
-def job(prompt: Prompt, at: float = 0.0, **changes: Any) -> PlannedRequest:
+def job(prompt: PlannedPrompt, at: float = 0.0, **changes: Any) -> PlannedRequest:
     return PlannedRequest(TraceRequest(at, (), **{"max_new_tokens": 3, **changes}), prompt)
 
 
@@ -225,7 +227,7 @@ def test_a_bug_in_reading_is_not_swallowed() -> None:
 def test_answers_are_read_while_further_requests_are_being_sent() -> None:
     ended_before: list[int] = []
     client = FakeClient()
-    prompts: list[Prompt] = ["x"] * 50
+    prompts: list[str] = ["x"] * 50
     run(prompts, client, on_done=lambda: ended_before.append(len(client.sent)))
     assert ended_before[0] < 50
 
