@@ -26,6 +26,8 @@ BOOK = (
     "batches.md",
     "embeddings.md",
     "decisions.md",
+    "embeddings.md",
+    "decisions.md",
     "python.md",
     "command-line.md",
     "http.md",

@@ -81,12 +81,6 @@ def test_every_field_of_a_request_has_a_place_in_the_users_book(path: str, schem
     assert not [name for name in fields if not re.search(rf"[`\"{{, ]{re.escape(name)}\b", text)]
 
 
-def test_embeddings_are_not_served_as_the_pages_say() -> None:
-    for name in ("index.md", "http.md", "supported.md", "coming-from.md"):
-        assert re.search(r"[Ee]mbeddings\b[^.]*(not served|refused)|not served", users_page(name))
-    assert "/v1/embeddings" not in openapi()["paths"]
-
-
 def users_page(name: str) -> str:
     return (DOCS / name).read_text()
 

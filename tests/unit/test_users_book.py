@@ -23,3 +23,20 @@ def test_a_fence_that_looks_like_a_shell_is_one(name: str) -> None:
     commands = ("curl ", "quadriga ", "pip ", "$ ", "from quadriga")
     plain = [block for block in fences(DOCS / name) if not block.language]
     assert not [block.line for block in plain if block.source.startswith(commands)]
+
+
+# What people type into the site's search, and a page that answers it.
+SEARCHES = {
+    "rate limit": "keys.md",
+    "24 GB": "hardware.md",
+    "two GPUs": "gpus-and-replicas.md",
+    "embeddings": "embeddings.md",
+    "AWQ": "supported.md",
+    "Claude Code": "anthropic-ollama.md",
+    "chat template": "openai.md",
+}
+
+
+@pytest.mark.parametrize(("words", "name"), SEARCHES.items())
+def test_the_words_of_a_search_are_on_the_page_that_answers_it(words: str, name: str) -> None:
+    assert words.lower() in (DOCS / name).read_text().lower()

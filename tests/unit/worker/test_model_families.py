@@ -37,6 +37,11 @@ def test_the_page_of_supported_models_lists_the_registered_families() -> None:
             assert gguf == ("yes" if family in _CONFIGS else "no"), family
 
 
+@pytest.mark.parametrize("page", [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))])
+def test_a_page_that_counts_the_families_has_their_number(page: Path) -> None:
+    assert set(re.findall(r"\b(\d+) families", page.read_text())) <= {str(len(CONFIGS))}
+
+
 @pytest.mark.parametrize(
     ("feature", "args", "cpu_only", "gpu_only"),
     [
