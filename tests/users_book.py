@@ -8,7 +8,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 MAX_WORDS = 1500
 # References, which are as long as what they list.
-MAX_WORDS_OF = {"configuration.md": 3900, "http.md": 1900, "protocol.md": 5300}
+MAX_WORDS_OF = {"configuration.md": 3900, "http.md": 1900, "protocol.md": 5500}
 
 # Pages with examples that run: start, use and reference.
 BOOK = (
