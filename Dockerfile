@@ -1,12 +1,16 @@
-# A CPU server. The kernels are compiled for the CPU of the host at the first start, so that one
-# image runs on every x86-64 machine; they are kept in the volume /var/cache/quadriga.
+# A server on a CPU or on NVIDIA GPUs; the build argument TORCH_INDEX decides, as it has the torch of
+# the one or the other. Kernels are compiled for the host's processors at the first start, so that
+# one image runs on every x86-64 machine; they are kept in the volume /var/cache/quadriga.
 #
-#   docker build -t quadriga .
+#   docker build -t quadriga .                                                              # CPU
+#   docker build -t quadriga:cuda --build-arg TORCH_INDEX=https://pypi.org/simple .         # CUDA 13
+#
 #   docker run --init -p 127.0.0.1:8000:8000 -v quadriga-cache:/var/cache/quadriga \
 #       -e QUADRIGA_API_KEY="$KEY" quadriga
 #
 # Its port is open to other machines as soon as Docker publishes it, so the server asks for a key;
-# with the flag --insecure it needs none.
+# with the flag --insecure it needs none. On a GPU: `docker run --gpus all …` (with NVIDIA's container
+# toolkit on the host), or compose.gpu.yaml.
 
 FROM python:3.12-slim
 
@@ -34,7 +38,9 @@ RUN useradd --system --create-home --uid 10001 quadriga \
         /var/cache/quadriga /var/lib/quadriga
 USER 10001
 WORKDIR /var/lib/quadriga
-ENV QUADRIGA_CACHE=/var/cache/quadriga HF_HOME=/var/cache/quadriga/huggingface
+ENV QUADRIGA_CACHE=/var/cache/quadriga HF_HOME=/var/cache/quadriga/huggingface \
+    TRITON_CACHE_DIR=/var/cache/quadriga/triton \
+    NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 VOLUME /var/cache/quadriga
 
 EXPOSE 8000

@@ -100,6 +100,7 @@ def _line(request: Request, seconds: float) -> str:
 
 # Lines that wait for a disk which does not answer; further ones are left out.
 MAX_WAITING_LINES = 100_000
+USAGE_RETRY_S = 10.0  # between two attempts on a disk that fails
 
 
 class UsageLine(msgspec.Struct):
@@ -129,7 +130,10 @@ class UsageLine(msgspec.Struct):
 
 
 class UsageLog:
-    """Append lines to a file. A disk that is full or fails ends the log, not the serving.
+    """Append lines to a file, and to a new one once the file was renamed or removed.
+
+    So a rotation needs no signal. While the disk is full or fails, lines wait, at most
+    MAX_WAITING_LINES of them, and the serving goes on.
 
     Raises:
         ConfigError: the file cannot be opened.
@@ -138,12 +142,12 @@ class UsageLog:
     def __init__(self, path: str) -> None:
         self._path = path
         self._waiting: queue.SimpleQueue[UsageLine | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
         self._has_failed = False
+        self._is_stranded = False
         self._num_left_out = 0
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
-            self._file = os.open(path, flags, 0o600)  # a FIFO without a reader is refused
-            os.set_blocking(self._file, True)
+            self._file = _open_to_append(path)
         except OSError as error:
             raise ConfigError(f"--usage-log {path} cannot be written: {error.strerror}") from None
         self._thread = threading.Thread(target=self._write, name="usage log", daemon=True)
@@ -151,11 +155,9 @@ class UsageLog:
 
     def on_finish(self, request: Request, now: float) -> None:
         """Log a request that has ended. `now`: Unix time in seconds."""
-        if self._has_failed:
-            return
         if self._waiting.qsize() >= MAX_WAITING_LINES:
             if not self._num_left_out:
-                logging.error("the usage log %s leaves lines out: its disk is slow", self._path)
+                logging.error("the usage log %s leaves lines out: its disk is too slow", self._path)
             self._num_left_out += 1
             return
         assert request.finish_reason is not None
@@ -175,6 +177,7 @@ class UsageLog:
 
     def close(self) -> None:
         """Write what waits, and end the log."""
+        self._closing.set()
         self._waiting.put(None)
         self._thread.join()
 
@@ -187,19 +190,71 @@ class UsageLog:
             while not self._waiting.empty():
                 lines.append(self._waiting.get())
             is_open = lines[-1] is not None
-            data = b"".join(encode(line) + b"\n" for line in lines if line is not None)
+            self._append(b"".join(encode(line) + b"\n" for line in lines if line is not None))
+        os.close(self._file)
+
+    def _append(self, data: bytes) -> None:
+        """Write lines, as often as it takes; give up where the log is to end."""
+        begin = 0  # of what is not written
+        while begin < len(data):
+            if self._reopen():
+                begin = data.rfind(b"\n", 0, begin) + 1  # whole lines in the new file
             try:
-                while data:
-                    data = data[os.write(self._file, data) :]
+                begin += os.write(self._file, data[begin:])
             except OSError as error:
-                self._has_failed = True
+                self._report(error)
+                if self._closing.wait(USAGE_RETRY_S):
+                    lines = data.count(b"\n", begin)
+                    logging.error("the usage log %s ends without %d lines", self._path, lines)
+                    return
+            else:
+                self._report(None)
+
+    def _reopen(self) -> bool:
+        """Open the file anew if its path leads elsewhere; return whether it did.
+
+        Where that is impossible, lines go on into the file that was renamed.
+        """
+        try:
+            if os.path.samestat(os.stat(self._path), os.fstat(self._file)):
+                return False
+        except OSError:  # renamed or removed
+            pass
+        try:
+            file = _open_to_append(self._path)
+        except OSError as error:
+            if not self._is_stranded:
                 logging.error(
-                    "the usage log %s ends: %s; restart the server to go on with it",
+                    "the usage log %s was renamed, and cannot be made anew: %s; lines go on into"
+                    " the renamed file",
                     self._path,
                     error.strerror,
                 )
-                is_open = False
+            self._is_stranded = True
+            return False
         os.close(self._file)
+        self._file, self._is_stranded = file, False
+        return True
+
+    def _report(self, error: OSError | None) -> None:
+        """Log the first failure, and the first success after it."""
+        if error is not None and not self._has_failed:
+            logging.error(
+                "the usage log %s cannot be written: %s; lines wait for room, %d at most",
+                self._path,
+                error.strerror,
+                MAX_WAITING_LINES,
+            )
+        elif error is None and self._has_failed:
+            logging.warning("the usage log %s is written again", self._path)
+        self._has_failed = error is not None
+
+
+def _open_to_append(path: str) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+    file = os.open(path, flags, 0o600)  # a FIFO without a reader is refused
+    os.set_blocking(file, True)
+    return file
 
 
 # The live status line: what the server does, at most once a second, and only when it changed.

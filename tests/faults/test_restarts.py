@@ -76,6 +76,9 @@ def test_a_reload_takes_the_weights_anew_and_no_stream_notices(
 
     assert same(asyncio.run(run_streams_with_a_reload()), undisturbed)
     wait_until(lambda: own_server.pid_of("worker_proc") not in (0, before), 10)
+    said = own_server.log.read_text().rpartition("reloading: ")[2]
+    assert "worker_proc is replaced for the reload; requests go on with the new weights" in said
+    assert "died" not in said and "SIGKILL" not in said
 
 
 @pytest.mark.parametrize("names", [("worker_proc", "detok_proc"), ("tokenizer_proc",)])

@@ -73,6 +73,13 @@ class ServerProcesses(Supervisor):
         """Schedule the restart of a process that died; return False if it must not be restarted."""
         if death.restart_delay_s is None:
             return False
+        if death.is_reload:
+            say(
+                f"{death.name} is replaced for the reload; requests go on with the new weights",
+                event="process_replaced", child=death.name,
+            )  # fmt: skip
+            self._start_again(death)
+            return True
         fate = (
             "by ZeroMQ and resumable streams go on, others by HTTP are lost"
             if death.name == GATEWAY
@@ -83,9 +90,12 @@ class ServerProcesses(Supervisor):
             event="process_died", child=death.name, reason=death.reason,
             restart_delay_s=death.restart_delay_s,
         )  # fmt: skip
-        self.replicas.on_restart(death.name, self)
-        self.start_later(death.name, death.restart_delay_s)
+        self._start_again(death)
         return True
+
+    def _start_again(self, death: Death) -> None:
+        self.replicas.on_restart(death.name, self)
+        self.start_later(death.name, death.restart_delay_s or 0.0)
 
     def survives(self, death: Death) -> bool:
         """Go on after a death: restart the process, or leave its replica to the others.

@@ -60,6 +60,7 @@ class Death:
         restart_delay_s: seconds until it may be restarted; None: it must not be.
         is_clean: it had finished its work.
         error_code: `code` of the QuadrigaError that ended it.
+        is_reload: it was stopped to be replaced, as a reload does.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Death:
     restart_delay_s: float | None
     is_clean: bool
     error_code: str = ServerFailed.code
+    is_reload: bool = False
 
     @property
     def start_error(self) -> str:
@@ -362,13 +364,14 @@ class Supervisor:
         # A process that exits by itself before it is ready would do so again.
         refused = exit_.state is ChildState.STARTING and exit_.code >= 0
         delay_s: float | None = None
-        if exit_.state is ChildState.RELOADING:
-            delay_s = 0.0
+        is_reload = exit_.state is ChildState.RELOADING
+        if is_reload:
+            delay_s, reason = 0.0, "replaced for the reload"
         elif name not in self._no_restart and not refused:
             delay_s = self._policy.delay_after_death(name, time.monotonic())
             if delay_s is None and self._policy.max_restarts:
                 reason += f", more than {self._policy.max_restarts} times within five minutes"
-        return Death(name, reason, delay_s, exit_.code == EXIT_OK, exit_.error_code)
+        return Death(name, reason, delay_s, exit_.code == EXIT_OK, exit_.error_code, is_reload)
 
     # --- stop -------------------------------------------------------------------------------------
 

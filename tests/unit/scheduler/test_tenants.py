@@ -1,6 +1,7 @@
 """Tenants in the scheduler: weighted shares under load, rows by weight, and caches apart."""
 
 import json
+import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire.to_scheduler import Submit
+from scheduler_proc.observe import logs
 from scheduler_proc.observe.logs import UsageLog
 from scheduler_proc.observe.stats import TenantStats
 from scheduler_proc.planning.fairness import WeightedTurns, tenant_share
@@ -18,6 +20,7 @@ from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.request import FinishReason, Request
 from tests.unit.scheduler.requests import waiting_request
 from tests.unit.simulation import World, submit
+from tests.waiting import wait_until
 
 
 def jain(shares: list[float]) -> float:
@@ -180,14 +183,92 @@ def test_the_usage_log_has_a_line_for_each_choice(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_full_disk_ends_the_usage_log_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_wait_for_a_full_disk_and_the_stop_does_not(caplog: pytest.LogCaptureFixture) -> None:
     log = UsageLog("/dev/full")
     log.on_finish(ended(0, "a"), 101.0)
-    log._thread.join(10)
+    wait_until(lambda: bool(caplog.records), 10)
     log.on_finish(ended(1, "a"), 101.0)
     log.close()
-    assert [r.message for r in caplog.records] == [
-        "the usage log /dev/full ends: No space left on device; restart the server to go on with it"
+    assert [r.message for r in caplog.records][:2] == [
+        "the usage log /dev/full cannot be written: No space left on device; lines wait for room,"
+        " 100000 at most",
+        "the usage log /dev/full ends without 1 lines",
     ]
     with pytest.raises(ConfigError, match="cannot be written: No such file or directory"):
         UsageLog("/no/such/directory/usage.jsonl")
+
+
+def test_lines_that_waited_for_the_disk_are_written_once_it_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, write = tmp_path / "usage.jsonl", os.write
+    failures = iter([3, None, OSError(28, "No space left on device"), None])
+
+    def failing(file: int, data: bytes) -> int:
+        step = next(failures, None)
+        if isinstance(step, OSError):
+            raise step
+        return write(file, data[:step])
+
+    monkeypatch.setattr(logs, "USAGE_RETRY_S", 0.01)
+    monkeypatch.setattr(os, "write", failing)
+    log = UsageLog(str(path))
+    for seq in range(5):
+        log.on_finish(ended(seq, "a"), 101.0)
+        wait_until(lambda seq=seq: path.read_bytes().count(b"\n") == seq + 1, 10)
+    log.close()
+    lines = [json.loads(line)["request"] for line in path.read_text().splitlines()]
+    assert lines == ["0", "1", "2", "3", "4"]
+    assert "is written again" in caplog.text
+
+
+def test_lines_go_into_a_new_file_once_the_log_was_renamed(tmp_path: Path) -> None:
+    path = tmp_path / "usage.jsonl"
+    log = UsageLog(str(path))
+    for seq in range(4):
+        log.on_finish(ended(seq, "a"), 101.0)
+        wait_until(lambda: path.exists() and path.stat().st_size > 0, 10)
+        path.rename(tmp_path / f"usage.jsonl.{seq}")
+    log.close()
+    for seq in range(4):
+        (line,) = (tmp_path / f"usage.jsonl.{seq}").read_text().splitlines()
+        assert json.loads(line)["request"] == str(seq)
+
+
+def test_a_line_that_was_cut_by_a_full_disk_is_whole_in_the_new_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, write = tmp_path / "usage.jsonl", os.write
+    steps = iter([4, OSError(28, "No space left on device")])
+
+    def failing(file: int, data: bytes) -> int:
+        step = next(steps, None)
+        if isinstance(step, OSError):
+            path.rename(tmp_path / "full")
+            raise step
+        return write(file, data[:step])
+
+    monkeypatch.setattr(logs, "USAGE_RETRY_S", 0.01)
+    monkeypatch.setattr(os, "write", failing)
+    log = UsageLog(str(path))
+    log.on_finish(ended(7, "a"), 101.0)
+    wait_until(lambda: path.exists() and path.read_bytes().endswith(b"\n"), 10)
+    log.close()
+    assert json.loads(path.read_text())["request"] == "7"
+    assert (tmp_path / "full").stat().st_size == 4
+
+
+def test_where_no_new_file_can_be_made_lines_go_on_into_the_renamed_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "logs" / "usage.jsonl"
+    path.parent.mkdir()
+    log = UsageLog(str(path))
+    path.parent.rename(tmp_path / "moved")
+    for seq in range(3):
+        log.on_finish(ended(seq, "a"), 101.0)
+    log.close()
+    assert (tmp_path / "moved" / "usage.jsonl").read_text().count("\n") == 3
+    assert [r.message.split("; ")[1] for r in caplog.records] == [
+        "lines go on into the renamed file"
+    ]

@@ -34,15 +34,6 @@ def parse(argv: list[str]) -> ServerConfig:
     return config
 
 
-def test_the_unit_of_systemd_starts_a_server_with_a_journal() -> None:
-    line = re.search(r"^ExecStart=(.*)$", (ROOT / "deploy/quadriga.service").read_text(), re.M)
-    assert line
-    program, command, *flags = shlex.split(line.group(1))
-    assert program.endswith("/quadriga")
-    assert command == "serve"
-    assert parse(flags).scheduler.resume
-
-
 def test_the_container_starts_a_server_that_its_port_reaches() -> None:
     entry = re.search(r"^ENTRYPOINT (.*)$", (ROOT / "Dockerfile").read_text(), re.M)
     command = re.search(r"^ *command: (.*)$", (ROOT / "compose.yaml").read_text(), re.M)
@@ -56,6 +47,30 @@ def test_the_container_starts_a_server_that_its_port_reaches() -> None:
     (service,) = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"].values()
     # `:?`: compose refuses to start without the variable.
     assert service["environment"]["QUADRIGA_API_KEY"].startswith("${QUADRIGA_API_KEY:?")
+
+
+def test_the_variant_of_compose_for_gpus_starts_a_server_and_builds_torch_with_cuda() -> None:
+    (service,) = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text())["services"].values()
+    assert parse(service["command"]).scheduler.resume
+    (base,) = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"].values()
+    assert base["build"] == "." and not base["command"][0].startswith("quadriga")
+    ((name, index),) = service["build"]["args"].items()
+    assert f"ARG {name}=" in (ROOT / "Dockerfile").read_text() and "/cpu" not in index
+
+
+def test_what_the_files_copy_and_the_workflows_run_exists() -> None:
+    docker = (ROOT / "Dockerfile").read_text()
+    for names in re.findall(r"^COPY (.*) \S+$", docker, re.M):
+        assert [n for n in names.split() if n != "." and not (ROOT / n).exists()] == []
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        workflow = yaml.safe_load(path.read_text())
+        steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+        runs = "\n".join(step.get("run", "") for step in steps)
+        assert set(re.findall(r"\bmake ([\w-]+)", runs)) <= targets, path
+        assert all((ROOT / name).exists() for name in re.findall(r"^(\.\w+/\w+)", runs, re.M))
+        args = [step.get("with", {}).get("build-args", "") for step in steps]
+        assert all(f"ARG {arg.partition('=')[0]}=" in docker for arg in args if arg), path
 
 
 def test_the_version_has_a_dated_section_of_the_changelog_below_what_is_unreleased() -> None:

@@ -99,7 +99,9 @@ def test_a_reload_restarts_at_once_and_a_drain_is_a_clean_exit(supervisor: Super
     assert supervisor.next_event(None) in (SupervisorEvent.RELOAD, SupervisorEvent.STOP)
     supervisor["first"].stop_for_reload()
     assert supervisor["first"].state is ChildState.RELOADING
-    assert next_death(supervisor).restart_delay_s == 0.0
+    death = next_death(supervisor)
+    assert (death.restart_delay_s, death.is_reload) == (0.0, True)
+    assert death.reason == "replaced for the reload"
     supervisor.start_later("first", 0.0)
     wait_until_ready(supervisor)
     supervisor["first"].send(Command.DRAIN)
