@@ -8,6 +8,7 @@ import os
 import pwd
 import shutil
 import subprocess
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -24,6 +25,7 @@ NUM_CLIENTS, NUM_ROTATIONS = 8, 4
 
 def rotate(home: Path) -> None:
     """Rotate now, as `logrotate -f` does at any time."""
+    time.sleep(1.1)  # the names of rotated files have the second
     assert LOGROTATE
     text = CONF.read_text()
     assert "/var/lib/quadriga/usage.jsonl" in text
@@ -71,7 +73,6 @@ def test_no_line_is_lost_or_written_twice_while_the_log_rotates_under_load(
 
         clients = asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
         for _ in range(NUM_ROTATIONS):
-            await asyncio.sleep(1.1)  # the names of rotated files have the second
             await asyncio.to_thread(wait_until, usage.exists, 30)
             await asyncio.to_thread(rotate, home)
         is_rotated.set()
