@@ -13,7 +13,7 @@ import pytest
 from bench.client.server import free_port
 from quadriga.client import AsyncClient
 from quadriga.sampling.params import SamplingParams
-from quadriga.server.processes.control_channel import EXIT_OK
+from quadriga.server.processes.control_channel import EXIT_FORCED, EXIT_OK
 from tests.faults.resumed_streams import ResumedStreams
 from tests.old_data import MODEL, NUM_LINES, STREAM, Gateway, flags
 from tests.server import ROOT, kill_tree, launch, running_server, wait_until, wait_until_ready
@@ -80,9 +80,11 @@ def test_journal_and_data_of_the_version_before_are_taken_over(tmp_path: Path) -
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("at_once", [False, True], ids=["drained", "second-signal"])
 def test_a_new_version_takes_over_with_streams_open_and_none_is_dropped(
-    llama_dir: Path, tmp_path: Path
+    llama_dir: Path, tmp_path: Path, at_once: bool
 ) -> None:
+    """A stop lets open requests end; after a second signal the next server goes on with them."""
     port, endpoint = free_port(), f"ipc://{tmp_path}/zmq"
     start = ["--model", str(llama_dir), "--dtype", "float32", "--worker-threads", "1",
              "--max-total-tokens", "16384", "--port", str(port), "--served-model-name", MODEL,
@@ -105,7 +107,10 @@ def test_a_new_version_takes_over_with_streams_open_and_none_is_dropped(
 
         def replace() -> None:
             processes[0].send_signal(signal.SIGTERM)
-            assert processes[0].wait(60) == EXIT_OK
+            if at_once:
+                wait_until(lambda: "stopping" in (tmp_path / "old").read_text(), 10)
+                processes[0].send_signal(signal.SIGTERM)
+            assert processes[0].wait(60) == (EXIT_FORCED if at_once else EXIT_OK)
             processes.append(launch(endpoint, *start, log=tmp_path / "new"))
             wait_until_ready(processes[1], tmp_path / "new")
 
@@ -116,7 +121,9 @@ def test_a_new_version_takes_over_with_streams_open_and_none_is_dropped(
                 running = asyncio.create_task(streams.run())
                 await streams.started.wait()
                 await asyncio.to_thread(replace)
-                return list(await running), [list((await each).token_ids) for each in asked]
+                answers = list(await running)
+                assert not at_once or streams.num_resumed, "some were open"
+                return answers, [list((await each).token_ids) for each in asked]
 
         found = asyncio.run(upgraded())
         assert not [answer for answer in found[0] if isinstance(answer, Exception)]
