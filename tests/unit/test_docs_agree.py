@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 
 from http_proc.server import document
@@ -83,6 +84,15 @@ def test_every_field_of_a_request_has_a_place_in_the_users_book(path: str, schem
 
 def users_page(name: str) -> str:
     return (DOCS / name).read_text()
+
+
+def test_the_bytes_of_a_request_are_those_of_its_array() -> None:
+    text = users_page("protocol.md")
+    array = re.search(r"^`(\[\"generate\".*\])` is$", text, re.M)
+    in_hex = re.search(r"^```\n(95 [0-9a-f ]+)\n```$", text, re.M)
+    assert array
+    assert in_hex
+    assert msgpack.unpackb(bytes.fromhex(in_hex[1])) == json.loads(array[1])
 
 
 def test_flags_of_other_servers_mean_what_the_error_says() -> None:
