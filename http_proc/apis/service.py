@@ -2,6 +2,7 @@
 
 import os
 from datetime import datetime, timezone
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -11,13 +12,14 @@ from http_proc.core.call import Call
 from http_proc.core.caller import current_caller
 from http_proc.core.errors import ApiError, from_server, invalid
 from http_proc.core.gateway import READY_MAX_AGE_S, Gateway
-from http_proc.core.observe import all_traces
+from http_proc.core.observe import RequestSummary, all_traces
 from http_proc.core.streaming import EventSink
 from http_proc.generation.chat_call import chat_prompt, check_counts, template_options
 from http_proc.generation.sampling import convert
 from http_proc.generation.schema import Message, RequestBody, Tool
-from http_proc.web.endpoint import Endpoint
+from http_proc.web.endpoint import Endpoint, limit_of
 from http_proc.web.exchange import GATEWAY, json_response, read_object
+from quadriga import clock
 from quadriga.errors import QuadrigaError
 from quadriga.server.answer_format import from_info
 from quadriga.server.tenants import own_info
@@ -285,11 +287,58 @@ async def request_trace(request: web.Request) -> web.Response:
     return json_response(chrome_trace(traces, {"request_id": name}))
 
 
+DEFAULT_RECENT, MAX_RECENT = 50, 500
+MAX_LAST_S = 1e9
+
+
+class RequestList(msgspec.Struct):
+    """Requests that run and requests that have ended, the slowest or the newest first.
+
+    keeps_all: every request is listed; else those with a trace alone, as --keep-traces says.
+    has_more: there are others, which `limit` left out.
+    """
+
+    data: list[RequestSummary]
+    has_more: bool
+    keeps_all: bool
+    object: str = "list"
+
+
+async def recent_requests(request: web.Request) -> web.Response:
+    """Return the slowest or newest of the requests that run and of the recent ones."""
+    gateway = request.app[GATEWAY]
+    limit = limit_of(request, DEFAULT_RECENT, MAX_RECENT)
+    sort = request.query.get("sort", "slowest")
+    if sort not in ("slowest", "newest"):
+        raise invalid(f"sort is {sort[:MAX_SHOWN_CHARS]!r}: it must be slowest or newest", "sort")
+    since = clock.now() - _last_s(request)
+    found = gateway.traces.recent(current_caller().tenant, since)
+    key = attrgetter("seconds" if sort == "slowest" else "began_at")
+    found.sort(key=key, reverse=True)
+    keeps_all = gateway.config.traces.keep_traces == "all"
+    return json_response(RequestList(found[:limit], len(found) > limit, keeps_all))
+
+
+def _last_s(request: web.Request) -> float:
+    """Return the seconds until now in which the query wants the requests to have begun."""
+    text = request.query.get("last_s", f"{MAX_LAST_S:.0f}")
+    if not (text.isascii() and text.isdigit() and 0 < int(text[:20]) <= MAX_LAST_S):
+        shown = repr(text[:MAX_SHOWN_CHARS])
+        raise invalid(f"last_s is {shown}: it must be from 1 to {MAX_LAST_S:.0f} seconds", "last_s")
+    return float(text)
+
+
 TRACE_ENDPOINTS = [
+    Endpoint(
+        "/v1/requests",
+        recent_requests,
+        "Recent requests, the slowest or the newest first",
+        RequestList,
+    ),
     Endpoint(
         "/v1/requests/{id}/trace",
         request_trace,
         "One request's spans in all processes, as a file for ui.perfetto.dev",
         ChromeTrace,
-    )
+    ),
 ]

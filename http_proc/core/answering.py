@@ -69,7 +69,7 @@ def observed(gateway: Gateway, record: CallRecord, traceparent: str) -> Iterator
         record: what is known of the call.
         traceparent: the header of the client; "" without one.
     """
-    trace = gateway.traces.begin(traceparent) if record.method == "POST" else None
+    trace = gateway.traces.begin(traceparent, record) if record.method == "POST" else None
     with ExitStack() as stack:
         if trace is not None:
             stack.enter_context(as_current(trace))

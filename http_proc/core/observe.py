@@ -295,9 +295,40 @@ class RequestMetrics:
 
 
 PROCESS = "http_proc"
-MAX_KEPT = 24_576  # names of ended web requests, which have three or more
+MAX_KEPT_BYTES = 16 * 1024 * 1024  # of the gateway's part of the traces of ended web requests
+OVERHEAD_BYTES = 1024  # of one of them, for its summary, its names and its places
 
 _encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(RequestTrace).decode
+
+
+class RequestSummary(msgspec.Struct):
+    """A web request in the list of the recent ones. Times are in seconds.
+
+    id: of the answer. request_id: the X-Request-Id. tenant: with its user; "" without tenants.
+    began_at: Unix seconds. seconds: until the client had the answer; of one that runs until now.
+    status: null while it is not known. code: of its error. queue_s, prefill_s, decode_s: of the
+    choice that ended last; null where it has no such time. generated_tokens: of all choices.
+    """
+
+    id: str
+    request_id: str
+    route: str
+    tenant: str
+    began_at: float
+    seconds: float
+    is_running: bool
+    status: int | None = None
+    code: str = ""
+    finish_reason: str = ""
+    choices: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    first_token_s: float | None = None
+    decode_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -306,16 +337,20 @@ class WebTrace:
 
     Attributes:
         began_at: Unix seconds.
+        record: of the request; None when it has ended.
         server_requests: its requests to the server: the client, and the id.
         tenant: name of its tenant, with its user; "" without tenants.
-        trace: the gateway's spans, when the request has ended.
+        data: the gateway's spans, encoded, when the request has ended.
+        summary: what the list of recent requests has, when the request has ended.
     """
 
     context: TraceContext
     began_at: float
+    record: CallRecord | None
     server_requests: list[tuple[AsyncClient, str]] = field(default_factory=list)
     tenant: str = ""
-    trace: RequestTrace | None = None
+    data: bytes = b""
+    summary: RequestSummary | None = None
 
     @property
     def traceparent(self) -> str:
@@ -358,22 +393,24 @@ class WebTraces:
         self._sampling = HeadSampling(args.sampling_ratio, args.keep_traces == "all")
         self._exporter = exporter
         self._open: dict[str, WebTrace] = {}  # by the id of the span
-        self._kept: OrderedDict[str, WebTrace] = OrderedDict()
+        self._kept: OrderedDict[str, WebTrace] = OrderedDict()  # in the order in which they ended
+        self._by_name: dict[str, WebTrace] = {}
+        self._num_bytes = 0
 
-    def begin(self, traceparent: str) -> WebTrace | None:
+    def begin(self, traceparent: str, record: CallRecord) -> WebTrace | None:
         """Return a trace for a web request that begins; None: it is not traced."""
         if not traceparent and self._sampling.is_off:
             return None
         context = self._sampling.context(traceparent)
         if context is None:
             return None
-        trace = self._open[context.span_id] = WebTrace(context, clock.now())
+        trace = self._open[context.span_id] = WebTrace(context, clock.now(), record)
         return trace
 
     def finish(self, trace: WebTrace, record: CallRecord) -> None:
         """Keep and export the trace of a web request that has ended."""
         self._open.pop(trace.context.span_id, None)
-        trace.trace = RequestTrace(
+        own = RequestTrace(
             trace.context,
             record.route,
             record.id or record.request_id,
@@ -382,23 +419,56 @@ class WebTraces:
             _attributes(record, trace.tenant),
             record.error,
         )
-        for name in {record.id, record.request_id, *trace.server_ids} - {""}:
-            self._kept[name] = trace
-            self._kept.move_to_end(name)
-        while len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
+        trace.data = _encode(own)
+        trace.summary = _summary(trace, record, own.ended_at)
+        trace.record = None
+        self._keep(trace)
         if trace.context.sampled:
-            self._exporter.put(_encode(trace.trace))
+            self._exporter.put(trace.data)
+
+    def _keep(self, trace: WebTrace) -> None:
+        """Keep a trace that has ended, and forget the oldest ones beyond the bound."""
+        self._kept[trace.context.span_id] = trace
+        self._num_bytes += _kept_bytes(trace)
+        for name in _names(trace):
+            self._by_name[name] = trace
+        while self._num_bytes > MAX_KEPT_BYTES:
+            _, oldest = self._kept.popitem(last=False)
+            self._num_bytes -= _kept_bytes(oldest)
+            for name in _names(oldest):
+                if self._by_name.get(name) is oldest:
+                    del self._by_name[name]
 
     def find(self, name: str, tenant: str) -> WebTrace | None:
         """Return the trace of an ended request by the id of its answer, or another of its ids.
 
         tenant: which asks; it finds only its own requests.
         """
-        trace = self._kept.get(name)
-        if trace is None or (tenant and parent_name(trace.tenant) != tenant):
+        trace = self._by_name.get(name)
+        if trace is None or not _is_of(trace, tenant):
             return None
         return trace
+
+    def recent(self, tenant: str, since: float) -> list[RequestSummary]:
+        """Return the traced requests to the server that run, or that began after `since`.
+
+        tenant: which asks; it finds only its own requests.
+        """
+        now = clock.now()
+        running = [
+            _summary(trace, trace.record, now, is_running=True)
+            for trace in self._open.values()
+            if trace.server_requests and trace.record is not None and _is_of(trace, tenant)
+        ]
+        ended = [
+            trace.summary
+            for trace in self._kept.values()
+            if trace.server_requests
+            and trace.summary is not None
+            and trace.began_at >= since
+            and _is_of(trace, tenant)
+        ]
+        return running + ended
 
     def is_open(self, request_id: str) -> bool:
         """Return whether a traced web request is being answered that has this id at the server."""
@@ -411,6 +481,54 @@ class WebTraces:
     def close(self) -> None:
         """Export what is left."""
         self._exporter.close()
+
+
+def _is_of(trace: WebTrace, tenant: str) -> bool:
+    """Return whether a tenant may see a trace; "" for all tenants."""
+    return not tenant or parent_name(trace.tenant) == tenant
+
+
+def _names(trace: WebTrace) -> set[str]:
+    """Return the ids by which a trace that has ended is found."""
+    assert trace.summary is not None
+    return {trace.summary.id, trace.summary.request_id, *trace.server_ids} - {""}
+
+
+def _kept_bytes(trace: WebTrace) -> int:
+    """Return the memory that a trace that has ended takes."""
+    return len(trace.data) + OVERHEAD_BYTES + 256 * len(trace.server_requests)
+
+
+def _summary(
+    trace: WebTrace, record: CallRecord, until: float, *, is_running: bool = False
+) -> RequestSummary:
+    """Return what the list shows of a request, which runs or has ended at Unix time `until`."""
+    summary = RequestSummary(
+        record.id,
+        record.request_id,
+        record.route,
+        trace.tenant,
+        trace.began_at,
+        max(0.0, until - trace.began_at),
+        is_running,
+        record.status,
+        record.code,
+    )
+    if record.completions:
+        completions = record.completions
+        last = max(completions, key=lambda completion: completion.timings.delivered)
+        usage, times = last.usage, last.timings
+        summary.finish_reason = last.finish_reason
+        summary.choices = len(completions)
+        summary.prompt_tokens, summary.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+        summary.generated_tokens = sum(c.usage.completion_tokens for c in completions)
+        if times.token_times:
+            first, end = times.token_times[0], times.token_times[-1]
+            summary.queue_s = times.admitted - times.tokenized
+            summary.prefill_s = first - times.admitted
+            summary.first_token_s = first - trace.began_at
+            summary.decode_s = end - first
+    return summary
 
 
 def _attributes(record: CallRecord, tenant: str) -> Attributes:
@@ -449,8 +567,7 @@ async def all_traces(trace: WebTrace) -> Sequence[RequestTrace]:
     Raises:
         QuadrigaError: the server does not answer.
     """
-    assert trace.trace is not None
-    traces = [trace.trace]
+    traces = [_decode(trace.data)]
     requests = trace.server_requests
     for client in {client: None for client, _ in requests}:
         ids = [request_id for sent_by, request_id in requests if sent_by is client]

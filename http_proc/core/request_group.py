@@ -235,6 +235,7 @@ class RequestGroup:
             **options,
         )
         if trace is not None:
+            trace.tenant = self.tenant
             trace.server_requests.append((self._client, handle.request_id))
         self._notes.metrics.count_submitted(params)
         self._handles.append(handle)

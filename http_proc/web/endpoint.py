@@ -98,7 +98,7 @@ def page(
     Raises:
         ApiError: limit, order or after has no such value.
     """
-    limit, order = _limit(request, default, largest), request.query.get("order", "desc")
+    limit, order = limit_of(request, default, largest), request.query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise invalid(f"order is {order[:100]!r}: it must be asc or desc", "order")
     if order == "asc":
@@ -117,7 +117,8 @@ def listed(kind: Callable[..., L], found: list[T], has_more: bool) -> L:
     return kind(found, has_more, found[0].id if found else None, found[-1].id if found else None)
 
 
-def _limit(request: web.Request, default: int, largest: int) -> int:
+def limit_of(request: web.Request, default: int, largest: int) -> int:
+    """Return the query's `limit`. Raise ApiError for one that is not from 1 to `largest`."""
     text = request.query.get("limit", str(default))
     is_short_number = text.isascii() and text.isdigit() and len(text.lstrip("0")) < 10
     if not (is_short_number and 1 <= int(text.lstrip("0") or "0") <= largest):

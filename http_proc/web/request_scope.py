@@ -276,6 +276,6 @@ def _message(request: web.Request, error: web.HTTPException) -> str:
 
 
 async def add_header(_: web.Request, response: web.StreamResponse) -> None:
-    """Add the `traceparent` of a traced request to its response."""
-    if (trace := current_trace()) is not None:
+    """Add the `traceparent` of a sampled request to its response."""
+    if (trace := current_trace()) is not None and trace.context.sampled:
         response.headers[HEADER] = trace.traceparent

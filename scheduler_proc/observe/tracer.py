@@ -12,7 +12,13 @@ from quadriga.wire.trace import Attributes
 from quadriga.wire.worker import StepResult
 from scheduler_proc.state.batch import Plan, ScheduleBatch
 from scheduler_proc.state.request import Request, RequestStatus, WaitReason
-from scheduler_proc.state.span_recorder import PREFILL, QUEUE, SpanRecorder
+from scheduler_proc.state.span_recorder import (
+    NO_PROMPTS,
+    PREFILL,
+    QUEUE,
+    PromptTotals,
+    SpanRecorder,
+)
 
 MAX_LACKS = 256  # changes of the reason for which requests wait
 
@@ -38,6 +44,7 @@ class Tracer:
         self._clock = clock
         self._lacks: deque[Lack] = deque(maxlen=MAX_LACKS)
         self._is_lacking = False
+        self._prompts = NO_PROMPTS
 
     # --- requests come and go ---------------------------------------------------------------------
 
@@ -130,6 +137,7 @@ class Tracer:
     def on_step(self, batch: ScheduleBatch, result: StepResult) -> None:
         """Take in a step after the core has."""
         token_ids = unpack_ids(result.token_ids)
+        self._count_prompts(batch, result)
         further: Counter[int] = Counter()  # tokens of a row beyond the sampled one
         for guessed in result.guessed:
             further[guessed.row] += num_ids(guessed.token_ids)
@@ -141,12 +149,15 @@ class Tracer:
                 continue
             if row < batch.num_decodes:
                 num_tokens = (token_ids[row] >= 0) + further[row]
-                trace.on_decode(result.began, result.ended, num_tokens)
+                trace.on_decode(
+                    result.began, result.ended, num_tokens, batch.batch_size, self._prompts
+                )
             else:
                 trace.on_chunk(
                     result.began,
                     result.ended,
                     token_ids[row] >= 0,
+                    self._prompts,
                     tokens=batch.num_tokens[row],
                     step=batch.step,
                     rows=batch.batch_size,
@@ -155,6 +166,16 @@ class Tracer:
                 trace.finish(result.ended)
             elif request.status is RequestStatus.WAITING:
                 trace.enter(QUEUE, result.ended, after="retraction")
+
+    def _count_prompts(self, batch: ScheduleBatch, result: StepResult) -> None:
+        num_parts = batch.batch_size - batch.num_decodes
+        if num_parts:
+            before = self._prompts
+            self._prompts = PromptTotals(
+                before.num_parts + num_parts,
+                before.num_tokens + sum(batch.num_tokens[batch.num_decodes :]),
+                before.seconds + result.ended - result.began,
+            )
 
 
 def _recorder(request: Request) -> SpanRecorder:

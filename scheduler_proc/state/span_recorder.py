@@ -5,6 +5,7 @@ the worker computes of a phase is a span within it.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from quadriga.wire.trace import Attributes, AttributeValue, Span, SpanEvent, TraceContext
 
@@ -18,10 +19,35 @@ MAX_SPANS = 512
 MAX_EVENTS = 512
 
 
+class PromptTotals(NamedTuple):
+    """What all requests' prompts have taken up to a step.
+
+    Attributes:
+        num_parts: rows that computed a prompt, or a part of one.
+        num_tokens: prompt tokens in them.
+        seconds: of the worker, for the steps that had such rows.
+    """
+
+    num_parts: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+
+NO_PROMPTS = PromptTotals()
+
+
 @dataclass(slots=True)
 class DecodeSteps:
-    """The steps of a decode phase. Seconds, and Unix seconds in `_at`."""
+    """The steps of a decode phase. Seconds, and Unix seconds in `_at`.
 
+    Attributes:
+        max_rows: rows of the largest of them.
+        before, after: the prompts up to the begin of the phase, and up to its last step.
+    """
+
+    before: PromptTotals = NO_PROMPTS
+    after: PromptTotals = NO_PROMPTS
+    max_rows: int = 0
     num_steps: int = 0
     num_tokens: int = 0
     compute_s: float = 0.0
@@ -30,13 +56,20 @@ class DecodeSteps:
 
     def attributes(self) -> Attributes:
         """Return what a span shows of them."""
-        return {
+        attributes: Attributes = {
             "steps": self.num_steps,
             "tokens": self.num_tokens,
+            "max_rows": self.max_rows,
             "compute_ms": round(1000 * self.compute_s, 3),
             "longest_gap_ms": round(1000 * self.longest_gap_s, 3),
             "longest_gap_at": self.longest_gap_at,
         }
+        if num_parts := self.after.num_parts - self.before.num_parts:
+            attributes["prompt_parts"] = num_parts
+            attributes["prompt_tokens"] = self.after.num_tokens - self.before.num_tokens
+            seconds = self.after.seconds - self.before.seconds
+            attributes["prompt_steps_ms"] = round(1000 * seconds, 3)
+        return attributes
 
 
 @dataclass(slots=True)
@@ -116,23 +149,46 @@ class SpanRecorder:
     # --- steps of the worker ----------------------------------------------------------------------
 
     def on_chunk(
-        self, began_at: float, ended_at: float, samples: bool, **attributes: AttributeValue
+        self,
+        began_at: float,
+        ended_at: float,
+        samples: bool,
+        prompts: PromptTotals,
+        **attributes: AttributeValue,
     ) -> None:
-        """End the phase of a chunk that a step has computed. samples: it was the last one."""
+        """End the phase of a chunk that a step has computed.
+
+        Args:
+            began_at: when the worker began the step, Unix seconds.
+            ended_at: when it had the result.
+            samples: it was the last chunk.
+            prompts: all requests' prompts up to this step.
+            attributes: of the phase.
+        """
         if self.phase is None:
             return
         self.phase.computed = began_at, ended_at
         self.phase.attributes |= attributes
         self._last_step_at = ended_at
-        self._steps = DecodeSteps()
+        self._steps = DecodeSteps(prompts)
         self.enter(DECODE if samples else PREFILL, ended_at)
 
-    def on_decode(self, began_at: float, ended_at: float, num_tokens: int) -> None:
-        """Count a decode step."""
+    def on_decode(
+        self,
+        began_at: float,
+        ended_at: float,
+        num_tokens: int,
+        num_rows: int,
+        prompts: PromptTotals,
+    ) -> None:
+        """Count a decode step with `num_rows` rows. The others as for `on_chunk`."""
         steps, gap_s = self._steps, ended_at - self._last_step_at
         steps.num_steps += 1
         steps.num_tokens += num_tokens
         steps.compute_s += ended_at - began_at
+        steps.after = prompts
+        if num_rows > steps.max_rows:
+            steps.max_rows = num_rows
         if gap_s > steps.longest_gap_s:
             steps.longest_gap_s, steps.longest_gap_at = gap_s, ended_at
         self._last_step_at = ended_at

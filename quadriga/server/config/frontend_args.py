@@ -386,9 +386,10 @@ class TraceArgs:
         unit="SHARE",
     )
     keep_traces: str = flag(
-        "sampled",
-        "traces that GET /v1/requests/ID/trace shows. all: those of all requests, of which only"
-        " the sampled ones are exported",
+        "all",
+        "requests whose traces the server keeps in memory, up to 48 MB of the last ones, for the"
+        " page and for GET /v1/requests. all: all of them, of which only the sampled ones are"
+        " exported",
         KEEP_TRACES,
     )
 

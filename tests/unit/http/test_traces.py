@@ -9,6 +9,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from http_proc.core import observe
+from http_proc.core.gateway import Gateway
 from quadriga.errors import RequestFailed
 from quadriga.server.cli.main import EXIT_FAILED, EXIT_OK, main
 from quadriga.wire.live import RowKind
@@ -75,9 +77,19 @@ async def test_every_api_takes_a_traceparent_and_answers_with_its_own(
         assert span_id != "b7ad6b7169203331"
 
 
-async def test_without_a_sampled_traceparent_nothing_is_traced_by_default() -> None:
+async def test_every_request_is_kept_by_default_and_callers_learn_of_sampled_ones_alone() -> None:
     ring = TracedRing(["a"])
     async with gateway_before(ring) as (_, gateway):
+        for number, flags in enumerate(["", TRACEPARENT[:-1] + "0", TRACEPARENT]):
+            response = await ask(gateway, X_Request_Id=f"x{number}", traceparent=flags)
+            assert ("traceparent" in response.headers) == (flags == TRACEPARENT)
+            assert (await trace_of(gateway, f"x{number}"))[0] == 200
+    assert [parent.split("-")[3] for parent in parents(ring)] == ["00", "00", "01"]
+
+
+async def test_with_keep_traces_sampled_nothing_is_traced_without_a_sampled_traceparent() -> None:
+    ring = TracedRing(["a"])
+    async with gateway_before(ring, keep_traces="sampled") as (_, gateway):
         for headers in ({}, {"traceparent": "nonsense"}, {"traceparent": TRACEPARENT[:-1] + "0"}):
             response = await ask(gateway, X_Request_Id="x", **headers)
             assert "traceparent" not in response.headers
@@ -97,7 +109,7 @@ async def test_with_a_ratio_of_one_every_request_begins_a_trace() -> None:
 
 async def test_a_request_of_the_same_connection_does_not_inherit_a_trace() -> None:
     ring = TracedRing(["a"])
-    async with gateway_before(ring) as (_, gateway):
+    async with gateway_before(ring, keep_traces="sampled") as (_, gateway):
         url = f"{gateway.args.url}/v1/completions"
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session:
             for headers in ({"traceparent": TRACEPARENT}, {}):
@@ -225,3 +237,82 @@ def test_a_time_that_cannot_work_is_refused(text: str, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         main(["trace", f"--live={text}"])
     assert "it must be from 1s to 600s, such as 10s" in capsys.readouterr().err
+
+
+async def recent(gateway: Gateway, query: str = "", **headers: str) -> tuple[int, Any]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"{gateway.args.url}/v1/requests{query}", headers=headers) as response,
+    ):
+        return response.status, await response.json()
+
+
+async def names(gateway: Gateway, query: str = "", **headers: str) -> list[str]:
+    return [one["request_id"] for one in (await recent(gateway, query, **headers))[1]["data"]]
+
+
+async def test_the_recent_requests_are_listed_the_slowest_or_the_newest_first() -> None:
+    ring = TracedRing(["a", "b"])
+    async with gateway_before(ring) as (_, gateway):
+        for number in range(3):
+            await ask(gateway, X_Request_Id=f"x{number}", body={"prompt": ["a"] * (3 - number)})
+        await ask(gateway, X_Request_Id="refused", body={"prompt": "a", "temperature": -1})
+        assert await names(gateway, "?sort=newest") == ["x2", "x1", "x0"]
+        status, answer = await recent(gateway)
+        assert status == 200 and answer["keeps_all"] and not answer["has_more"]
+        seconds = [one["seconds"] for one in answer["data"]]
+        assert seconds == sorted(seconds, reverse=True)
+        one = next(one for one in answer["data"] if one["request_id"] == "x0")
+        assert (one["id"], one["route"], one["status"]) == ("cmpl-x0", "/v1/completions", 200)
+        assert (one["choices"], one["prompt_tokens"], one["generated_tokens"]) == (3, 3, 6)
+        assert one["decode_s"] == 0 and one["first_token_s"] > 0 and not one["is_running"]
+        status, answer = await recent(gateway, "?sort=newest&limit=1")
+        assert [one["request_id"] for one in answer["data"]] == ["x2"] and answer["has_more"]
+
+
+async def test_a_request_that_runs_is_listed_with_its_time_so_far() -> None:
+    ring = TracedRing(["a"])
+    ring.leaves_open = True
+    async with gateway_before(ring) as (_, gateway):
+        url = f"{gateway.args.url}/v1/completions"
+        body, headers = {"prompt": "a", "stream": True}, {"X-Request-Id": "open"}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(url, json=body, headers=headers) as response,
+        ):
+            await response.content.readany()
+            (one,) = (await recent(gateway))[1]["data"]
+            assert one["is_running"] and one["request_id"] == "open" and one["seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    "query", ["sort=fast", "limit=0", "limit=501", "last_s=0", "last_s=x", "last_s=" + "9" * 5000]
+)
+async def test_a_query_that_cannot_be_names_the_field(query: str) -> None:
+    async with gateway_before(TracedRing(["a"])) as (_, gateway):
+        status, answer = await recent(gateway, f"?{query}")
+        assert status == 400
+        assert answer["error"]["param"] == query.partition("=")[0]
+
+
+async def test_a_tenant_lists_its_own_requests_only(tmp_path: Path) -> None:
+    flags = {"keys": key_file(tmp_path, alice="alice", bob="bob"), "api_key": "admin"}
+    async with gateway_before(TracedRing(["a"]), **flags) as (_, gateway):
+        await ask(gateway, X_Request_Id="x1", Authorization="Bearer alice")
+        assert await names(gateway, Authorization="Bearer alice") == ["x1"]
+        assert await names(gateway, Authorization="Bearer bob") == []
+        (one,) = (await recent(gateway, Authorization="Bearer admin"))[1]["data"]
+        assert one["tenant"] == "alice"
+
+
+async def test_the_oldest_requests_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe, "MAX_KEPT_BYTES", 12_000)
+    async with gateway_before(TracedRing(["a"])) as (_, gateway):
+        for number in range(20):
+            await ask(gateway, X_Request_Id=f"x{number}")
+        await ask(gateway, X_Request_Id="x18")  # the same name again
+        found = await names(gateway, "?sort=newest")
+        assert 5 <= len(found) <= 7, "each takes its bytes, and those of its summary"
+        assert found[:3] == ["x18", "x19", "x18"]
+        assert (await trace_of(gateway, "x0"))[0] == 404
+        assert (await trace_of(gateway, "x18"))[0] == 200

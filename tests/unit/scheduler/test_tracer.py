@@ -80,6 +80,30 @@ def test_a_request_is_tokenized_queued_computed_and_decoded() -> None:
     assert attributes["gen_ai.response.finish_reason"] == "length"
 
 
+def test_the_decode_says_how_many_rows_and_prompts_of_others_were_in_its_steps() -> None:
+    world = World(SchedulerArgs(chunked_prefill_size=8, batch_mode="mixed"))
+    submit_traced(world, "a", 4, 30)
+    for _ in range(3):
+        world.step()
+    world.send(submit("one", [5] * 20, 4, ignore_eos=True))
+    world.send(submit("two", [6] * 4, 4, ignore_eos=True))
+    world.run()
+    decode = phases_of(world, "a")[-1].attributes
+    assert decode["max_rows"] == 3
+    assert decode["prompt_tokens"] == 24
+    assert 4 <= int(decode["prompt_parts"]) <= 5
+    assert 0 < float(decode["prompt_steps_ms"]) < float(decode["compute_ms"])
+
+
+def test_a_decode_without_prompts_beside_it_says_nothing_of_them() -> None:
+    world = World(SchedulerArgs())
+    submit_traced(world, "a", 4)
+    world.run()
+    attributes = phases_of(world, "a")[-1].attributes
+    assert attributes["max_rows"] == 1
+    assert "prompt_parts" not in attributes
+
+
 def test_the_decode_counts_tokens_that_were_guessed() -> None:
     world = World(SchedulerArgs(speculative_method="ngram"), can_guess=True)
     submit_traced(world, "a", 4, 40)

@@ -66,7 +66,7 @@ def kept(world: FrontendWorld, client: bytes, *names: str) -> list[RequestTrace]
 
 @in_loop
 async def test_a_client_whose_own_span_is_sampled_is_traced_below_it() -> None:
-    world = world_of()
+    world = world_of(keep_traces="sampled")
     world.ask("1", traceparent=TRACEPARENT)
     world.ask("2", traceparent=TRACEPARENT[:-1] + "0")
     world.ask("3", traceparent="malformed")
@@ -125,7 +125,7 @@ async def test_an_end_that_is_delivered_again_is_exported_once() -> None:
 @in_loop
 async def test_a_trace_that_is_not_sampled_is_kept_and_not_exported() -> None:
     exporter = Exported()
-    world = world_of(exporter, keep_traces="all")
+    world = world_of(exporter)
     world.ask("1")
     (context,) = contexts(world)
     assert context is not None

@@ -1,12 +1,17 @@
-/** The request view: one request's whole way by its id, with the reasons why it waited. */
+/** The request view: the recent requests, and one's whole way with the reasons why it waited. */
 
 import "./request.css";
 import { useEffect, useState } from "preact/hooks";
 import { download } from "../../shell/download.js";
+import { Icon } from "../../shell/icon.jsx";
+import { address } from "../../shell/router.js";
 import { preactView } from "../preact_view.jsx";
+import { Recent } from "./recent.jsx";
 import { figures, waterfall } from "./spans.js";
+import { sentences } from "./story.js";
 import { Waterfall } from "./waterfall.jsx";
 
+const BACK = "M14 6l-6 6 6 6";
 const POLL_MS = 1000; // of a request that has not ended
 
 function Request({ path, page }) {
@@ -29,7 +34,8 @@ function Request({ path, page }) {
   return (
     <div class="request">
       <header class="request-head">
-        <h1>Request</h1>
+        {id && <a class="button" href={address("request")}><Icon path={BACK} size={17} />Recent</a>}
+        <h1>{id ? shown.trace?.name ?? "Request" : "Requests"}</h1>
         <form onSubmit={show} role="search">
           <input key={id} name="id" defaultValue={id} placeholder="id of an answer, or its X-Request-Id" aria-label="Id of a request" autoComplete="off" spellcheck={false} />
           <button class="button primary">Show</button>
@@ -40,8 +46,8 @@ function Request({ path, page }) {
           </button>
         )}
       </header>
-      <div class="request-body" aria-live="polite">
-        {!id && <Hint />}
+      <div class="request-body" aria-live={id ? "polite" : undefined} tabIndex={0} role="region" aria-label={id ? "The request" : "Requests"}>
+        {!id && <Recent server={page.server} />}
         {id && !shown.trace && !shown.error && (
           <p class="muted">{shown.isRunning ? `${id} is being answered. Its story is here when it has ended.` : `Looking for ${id}`}</p>
         )}
@@ -68,16 +74,6 @@ async function load(server, id, signal, onFound) {
   }
 }
 
-function Hint() {
-  return (
-    <p class="muted request-hint">
-      The way of one request through all processes: where its time went, and what it waited for. The
-      server keeps it for requests with a sampled <code>traceparent</code>, and for all with{" "}
-      <code>--keep-traces all</code>.
-    </p>
-  );
-}
-
 function Story({ trace }) {
   return (
     <>
@@ -86,6 +82,7 @@ function Story({ trace }) {
           <div key={name}><dt>{name}</dt><dd>{value}</dd></div>
         ))}
       </dl>
+      <ul class="request-story">{sentences(trace).map((text) => <li key={text}>{text}</li>)}</ul>
       <Waterfall trace={trace} />
       <p class="muted request-ids">
         {new Date(1000 * trace.beganAt).toLocaleString()} · trace <code>{trace.traceId}</code>
@@ -96,7 +93,7 @@ function Story({ trace }) {
 
 export const requestView = preactView({
   name: "request",
-  title: "Request",
+  title: "Requests",
   icon: "M4 6h8M8 12h9M13 18h7",
   component: Request,
 });

@@ -1,6 +1,7 @@
 /** A trace in Chrome's format (docs/observability.md) as rows of a waterfall. */
 
 import { REASONS } from "../live/reasons.js";
+import { duration } from "./duration.js";
 
 /** What the spans are, and the colour of each. */
 const SPANS = {
@@ -9,7 +10,7 @@ const SPANS = {
   tokenize: ["accent", "The prompt is rendered and encoded, and its grammar checked."],
   queue: ["waiting", "It waits for a slot, pages, and room in a step."],
   prefill: ["prefill", "A part of the prompt is computed, up to the end of its step."],
-  forward: ["cached", "The worker computes the step of this part."],
+  forward: ["prefill", "The worker computes the step of this part."],
   decode: ["decode", "Tokens are generated, one or more in each step."],
   detokenize: ["accent", "The last tokens become text, and stop strings are looked for."],
   deliver: ["muted", "The client gets the rest of the answer."],
@@ -19,6 +20,8 @@ const SPANS = {
   "queue and prefill": ["waiting", "The time before the first token, of which only that is known."],
 };
 
+const GATEWAY = "http_proc";
+
 const RETRACTIONS = {
   pages: "others needed its pages",
   priority: "a request of a higher priority came",
@@ -26,10 +29,11 @@ const RETRACTIONS = {
 };
 
 /**
- * Return { rows, totalUs, beganAt, traceId } of a trace.
+ * Return { rows, totalUs, beganAt, traceId, name } of a trace.
  *
  * A row has `name`, `process`, `atUs`, `durationUs`, `depth`, `color`, `about`, `args`, and `events`
- * of { atUs, name, text, isBad }. Choices follow each other, each with its spans in order of time.
+ * of { atUs, name, text, isBad, args }. Choices follow each other, each with its spans in order of time;
+ * what delivers the answer comes last.
  */
 export function waterfall(trace) {
   const processes = {};
@@ -38,12 +42,14 @@ export function waterfall(trace) {
   }
   const complete = trace.traceEvents.filter((event) => event.ph === "X");
   const rows = complete.map((event, place) => rowOf(event, place, processes));
+  const isLast = (row) => row.name === "deliver" && row.process === GATEWAY;
+  rows.sort((a, b) => isLast(a) - isLast(b) || a.tid - b.tid || a.atUs - b.atUs || a.depth - b.depth || a.place - b.place);
+  const { trace_id: traceId, began_at: beganAt } = trace.otherData;
   for (const event of trace.traceEvents) {
     if (event.ph === "i") spanOf(rows, event)?.events.push(eventOf(event));
   }
-  rows.sort((a, b) => a.tid - b.tid || a.atUs - b.atUs || a.depth - b.depth || a.place - b.place);
-  const { trace_id: traceId, began_at: beganAt } = trace.otherData;
-  return { rows, totalUs: Math.max(...rows.map(endOf)), beganAt, traceId };
+  const name = rows.find((row) => row.depth === 0)?.args["gen_ai.request.id"];
+  return { rows, totalUs: Math.max(...rows.map(endOf)), beganAt, traceId, name };
 }
 
 function rowOf(event, place, processes) {
@@ -66,15 +72,19 @@ function rowOf(event, place, processes) {
 
 const endOf = (row) => row.atUs + row.durationUs;
 
-/** Return the span in which something happened: the last one of its choice and process by then. */
+/**
+ * Return the span in which something happened: the last one of its choice by then. What a request
+ * waited for and its retraction are noted when a span ends.
+ */
 function spanOf(rows, event) {
   const of = rows.filter((row) => row.tid === event.tid && row.depth === 1 && row.atUs <= event.ts + 1);
-  return of.filter((row) => endOf(row) >= event.ts - 1).at(-1) ?? of.at(-1);
+  const around = of.filter((row) => endOf(row) >= event.ts - 1);
+  return (["waits", "retracted"].includes(event.name) ? around[0] : around.at(-1)) ?? of.at(-1);
 }
 
 function eventOf({ name, ts, args }) {
   const reason = args.reason;
-  const event = { atUs: ts, name, text: "", isBad: false };
+  const event = { atUs: ts, name, text: "", isBad: false, args };
   if (name === "queued") event.text = `${args.waiting_before} requests waited before it`;
   else if (name === "waits") {
     event.name = `waits: ${reason}`;
@@ -112,9 +122,43 @@ export function figures({ rows, totalUs }) {
   return found;
 }
 
-/** Return a time for people. */
-export function duration(us) {
-  if (us >= 1e6) return `${(us / 1e6).toFixed(2)} s`;
-  if (us >= 1e4) return `${(us / 1e3).toFixed(0)} ms`;
-  return us >= 1e3 ? `${(us / 1e3).toFixed(1)} ms` : `${us.toFixed(0)} µs`;
+/** The arguments of spans that are shown: the name for people, and the unit of the number. */
+const ARGUMENTS = {
+  tokens: ["tokens"],
+  steps: ["steps"],
+  step: ["number of the step"],
+  rows: ["rows of the step"],
+  max_rows: ["rows of the largest step"],
+  compute_ms: ["computed for", "ms"],
+  prompt_parts: ["prompts in between, or parts"],
+  prompt_tokens: ["tokens of these prompts"],
+  prompt_steps_ms: ["steps with prompts took", "ms"],
+  longest_gap_ms: ["longest time between tokens", "ms"],
+  after: ["after"],
+  merged_phases: ["phases in one"],
+  error: ["error"],
+  "http.response.status_code": ["status"],
+  "error.type": ["code"],
+  "gen_ai.request.id": ["id"],
+  "gen_ai.request.max_tokens": ["largest number of tokens"],
+  "gen_ai.request.temperature": ["temperature"],
+  "gen_ai.request.top_p": ["top p"],
+  "gen_ai.response.finish_reason": ["ended by"],
+  "gen_ai.latency.time_in_queue": ["in the queue", "s"],
+  "gen_ai.latency.time_to_first_token": ["first token after", "s"],
+  "quadriga.choices": ["choices"],
+  "quadriga.choice": ["choice"],
+  "quadriga.tenant": ["tenant"],
+  "quadriga.priority": ["priority"],
+  "quadriga.retractions": ["retractions"],
+  "quadriga.waited_for": ["waited for"],
+};
+const UNITS = { ms: 1e3, s: 1e6 };
+
+/** Return the arguments of a span as [name, text], those that people can read. */
+export function details({ args }) {
+  return Object.entries(ARGUMENTS).filter(([key]) => key in args).map(([key, [name, unit]]) => {
+    const value = args[key];
+    return [name, unit ? duration(UNITS[unit] * value) : typeof value === "number" ? Number(value.toPrecision(6)).toLocaleString("en", { useGrouping: false }) : String(value)];
+  });
 }

@@ -1,10 +1,10 @@
 /** The spans of a request below each other, each where it lies in the request's time. */
 
 import { useState } from "preact/hooks";
-import { duration } from "./spans.js";
+import { duration } from "./duration.js";
+import { details } from "./spans.js";
 
 const NUM_TICKS = 4;
-const SHOWN = ["tokens", "steps", "step", "rows", "compute_ms", "longest_gap_ms", "after", "merged_phases"];
 
 export function Waterfall({ trace }) {
   const [open, setOpen] = useState(null);
@@ -79,15 +79,12 @@ function Events({ row }) {
 }
 
 function Details({ row }) {
-  const names = row.depth ? SHOWN.filter((name) => name in row.args) : Object.keys(row.args);
   return (
     <div class="span-details">
       <p class="muted">{row.about}</p>
       <dl>
         <div><dt>begins</dt><dd>+{duration(row.atUs)}</dd></div>
-        {names.map((name) => (
-          <div key={name}><dt>{name.replace(/^(gen_ai|quadriga)\./, "").replaceAll("_", " ")}</dt><dd>{String(row.args[name])}</dd></div>
-        ))}
+        {details(row).map(([name, text]) => <div key={name}><dt>{name}</dt><dd>{text}</dd></div>)}
       </dl>
     </div>
   );

@@ -6,7 +6,6 @@ import cpp from "highlight.js/lib/languages/cpp";
 import diff from "highlight.js/lib/languages/diff";
 import go from "highlight.js/lib/languages/go";
 import java from "highlight.js/lib/languages/java";
-import javascript from "highlight.js/lib/languages/javascript";
 import json from "highlight.js/lib/languages/json";
 import python from "highlight.js/lib/languages/python";
 import rust from "highlight.js/lib/languages/rust";
@@ -16,9 +15,11 @@ import xml from "highlight.js/lib/languages/xml";
 import yaml from "highlight.js/lib/languages/yaml";
 
 const MAX_LENGTH = 40_000;
-const LANGUAGES = { bash, cpp, diff, go, java, javascript, json, python, rust, sql, typescript, xml, yaml };
+const LANGUAGES = { bash, cpp, diff, go, java, json, python, rust, sql, typescript, xml, yaml };
 for (const [name, language] of Object.entries(LANGUAGES)) core.registerLanguage(name, language);
 core.registerAliases(["c", "h", "cc"], { languageName: "cpp" });
+// TypeScript's grammar has that of JavaScript in it.
+core.registerAliases(["javascript", "js", "jsx", "mjs", "cjs"], { languageName: "typescript" });
 core.registerAliases(["console", "shell"], { languageName: "bash" });
 
 /** Return HTML for a piece of code; null: not in this language, or too long. */
