@@ -17,7 +17,7 @@ MAX_WORDS_OF = {
     "troubleshooting.md": 1800,
 }
 
-# Pages with examples that run: start, use and reference.
+# Pages with examples that run: start, use, operate, scale and reference.
 BOOK = (
     "index.md",
     "hardware.md",
@@ -44,6 +44,20 @@ BOOK = (
     "model-files.md",
     "configuration.md",
     "protocol.md",
+    "keys.md",
+    "monitor.md",
+    "metrics.md",
+    "slow-requests.md",
+    "troubleshooting.md",
+    "errors.md",
+    "reliability.md",
+    "live.md",
+    "tune.md",
+    "gpus-and-replicas.md",
+    "clusters.md",
+    "capacity.md",
+    "speculation.md",
+    "kv-cache.md",
 )
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<source>.*?)^ *```$", re.M | re.S)
