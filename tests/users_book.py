@@ -36,6 +36,7 @@ BOOK = (
     "embeddings.md",
     "decisions.md",
     "python.md",
+    "replay.md",
     "command-line.md",
     "http.md",
     "sampling.md",
