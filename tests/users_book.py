@@ -33,8 +33,6 @@ BOOK = (
     "batches.md",
     "embeddings.md",
     "decisions.md",
-    "embeddings.md",
-    "decisions.md",
     "python.md",
     "replay.md",
     "command-line.md",
