@@ -129,8 +129,9 @@ class Launcher:
         say(first_screen.start_summary(self._model_seconds, worker))
         if note := self._replicas.cores_note(worker.info):
             say(note)
-        has_chat = self._processes[FRONTEND].info.get("chat", True)
-        for text in first_screen.usage_lines(self._config, has_chat, endpoint):
+        info = self._processes[FRONTEND].info
+        has_chat, is_encoder = info.get("chat", True), info.get("encoder", False)
+        for text in first_screen.usage_lines(self._config, has_chat, endpoint, is_encoder):
             say(text)
 
     # --- serve, and stop --------------------------------------------------------------------------

@@ -118,10 +118,10 @@ class Detokenizer:
             self._enlist(self._streams[replay.opening.seq])
         for opening in output.opened:
             earlier = self._streams.get(opening.seq)
-            stream = self._open(opening)
+            begun = self._open(opening)
             if earlier is not None and earlier.is_replay:  # of no token, and not sent yet
-                stream.begin_replay()
-                self._enlist(stream)
+                begun.begin_replay()
+                self._enlist(begun)
         touched = self._push_tokens(output, deliveries.stop_found)
         for closing in output.closed:
             touched.pop(closing.seq, None)

@@ -186,7 +186,7 @@ class SchedulerCore:
             capacity.page_size,
             capacity.window,
             budget.longest,
-            prefix_cache=not args.disable_radix_cache,
+            prefix_cache=not (args.disable_radix_cache or capacity.is_encoder),
         )
         stored = capacity.stored
         self.offload: KVOffload = NoOffload()

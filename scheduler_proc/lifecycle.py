@@ -240,7 +240,7 @@ class RequestLifecycle:
         )  # fmt: skip
         capacity = Capacity(
             ready.num_pages, ready.page_size, ready.prefill_tokens, ready.window,
-            ready.can_guess, ready.draft_costs, ready.stored,
+            ready.can_guess, ready.draft_costs, ready.stored, ready.is_encoder,
         )  # fmt: skip
         if ready.can_guess and self.stats.guesses is None:
             self.stats.guesses = GuessStats(self._args.num_speculative_tokens)

@@ -210,6 +210,8 @@ def static_server_info(
         "max_queued_requests": config.scheduler.max_queued_requests,
         "default_max_tokens": config.frontend.default_max_tokens,
         "chat": has_chat,
+        "embeddings": config.frontend.pooling or model.pooling,
+        "encoder": model.is_encoder,
         "answer_format": to_info(answer_format),
         "fill_format": fill_format_to_info(fill_format),
         "tokenize_workers": config.frontend.tokenize_workers,

@@ -181,6 +181,7 @@ def start(
         kernels=describe_kernels(child.config.worker, runner),
         cuda_graph=runner.engine.has_graphs,
         draft_costs=draft_costs or [],
+        is_encoder=not runner.engine.has_head,
     )
     ready = _begin_session(ready, mover)
     child.ready(

@@ -55,6 +55,9 @@ class _WorkRecorder(Ops[None]):
     def norm(self, norm: LayerNorm | RMSNorm, x: None) -> None:
         pass
 
+    def norm_residual(self, norm: LayerNorm | RMSNorm, residual: None) -> None:
+        pass
+
     def norm_add(self, residual: None, norm: RMSNorm, x: None) -> None:
         pass
 

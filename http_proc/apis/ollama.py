@@ -693,7 +693,8 @@ def _model_info(model: str, known: ModelDetails, context_length: int) -> dict[st
 def _capabilities(info: dict[str, Any]) -> list[str]:
     answer_format = from_info(info["answer_format"])
     offered = {
-        "completion": True,
+        "completion": not info.get("encoder"),
+        "embedding": bool(info.get("embeddings")),
         "tools": info["chat"] and answer_format.calls is not None,
         "thinking": answer_format.reasoning is not None,
         "insert": info["fill_format"] is not None,

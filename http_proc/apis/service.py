@@ -59,12 +59,16 @@ class AbortBody(RequestBody):
     abort_all: bool = False
 
 
-class ModelCapabilities(msgspec.Struct):
-    """Whether the model answers chats, whether their tools are used, and whether it reasons."""
+class ModelCapabilities(msgspec.Struct, omit_defaults=True):
+    """Whether the model answers chats, whether their tools are used, and whether it reasons.
+
+    embeddings: the server makes vectors of texts; absent otherwise.
+    """
 
     chat: bool
     tools: bool
     reasoning: bool
+    embeddings: bool = False
 
 
 class ModelCard(msgspec.Struct):
@@ -173,6 +177,7 @@ async def _model(gateway: Gateway) -> ModelCard:
         chat=has_chat,
         tools=has_chat and answers.calls is not None,
         reasoning=has_chat and answers.reasoning is not None,
+        embeddings=bool(info.get("embeddings")),
     )
     return ModelCard(
         gateway.model,

@@ -105,9 +105,11 @@ async def prepare_chat(gateway: Gateway, call: ChatCall) -> PreparedChat:
     """
     info = await gateway.server_info.static()
     if not info["chat"]:
+        kind, remedy = "it is a base model", "send a plain prompt to /v1/completions"
+        if info.get("encoder"):
+            kind, remedy = "it is an encoder", "send texts to /v1/embeddings"
         raise invalid(
-            f"{gateway.model} has no chat template, it is a base model: send a plain prompt to"
-            " /v1/completions",
+            f"{gateway.model} has no chat template, {kind}: {remedy}",
             call.name("messages"),
             "no_chat_template",
         )

@@ -27,6 +27,7 @@ class Pooling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
         token_ids: with LOGPROBS, ids that may follow the prompt, whose probabilities are wanted.
         num_last: with LOGPROBS, number of tokens at the end of the prompt whose probabilities are
             wanted, each after those before it; 0: those of `token_ids`.
+        whole: set by the server: every token sees the whole text, which goes into one step.
     """
 
     method: str = ""
@@ -35,16 +36,14 @@ class Pooling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
     max_tokens: int | None = None
     token_ids: list[int] = []
     num_last: int = 0
+    whole: bool = False
 
     @property
     def num_read(self) -> int | None:
         """Number of tokens at the end that one step has to compute; None: all of them."""
-        return None if self.method in READS_ALL_TOKENS else 1 + self.num_last
-
-    @property
-    def reads_all_tokens(self) -> bool:
-        """Whether the vector depends on the hidden state of every token, not of the last alone."""
-        return self.method in READS_ALL_TOKENS
+        if self.whole or self.method in READS_ALL_TOKENS:
+            return None
+        return 1 + self.num_last
 
 
 def filled_pooling(

@@ -240,6 +240,7 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
             there is no such tier.
         cuda_graph: decode steps are CUDA graphs.
         kernels: what computes, its version, and the number formats; "": unknown.
+        is_encoder: every row has a vector, and is computed whole: no page has a past to share.
         draft_costs: measured where steps draft guesses, by ascending numbers of rows; empty:
             guesses take no steps of their own.
     """
@@ -259,6 +260,7 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     cuda_graph: bool = False
     kernels: str = ""
     draft_costs: list[DraftCost] = []
+    is_encoder: bool = False
 
 
 class GrammarReady(msgspec.Struct, tag="grammar", array_like=True, frozen=True):

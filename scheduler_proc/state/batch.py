@@ -249,6 +249,7 @@ class Capacity(NamedTuple):
         can_guess: whether the worker guesses tokens.
         draft_costs: of steps that draft guesses; empty: none does.
         stored: names of the KV pages beyond the pool, joined; None: there are no tiers for them.
+        is_encoder: as in WorkerReady.
     """
 
     num_pages: int = 0
@@ -258,6 +259,7 @@ class Capacity(NamedTuple):
     can_guess: bool = False
     draft_costs: Sequence[DraftCost] = ()
     stored: bytes | None = None
+    is_encoder: bool = False
 
 
 class BatchMode(str, enum.Enum):

@@ -269,6 +269,7 @@ class Preparer:
         validation.check_urgency(message)
         if params.pooling is not None:
             return self._prepare_pooled(message, params.pooling)
+        validation.check_served_tokens(model)
         validate_params(params, model.vocab_size, self._unserved.texts)
         for pattern in params.stop_regexes:
             compile_stop_regex(pattern)
@@ -309,7 +310,10 @@ class Preparer:
             PromptTooLong: the prompt does not fit the context and may not be cut.
         """
         model, args = self._model, self._args
-        pooling = filled_pooling(asked, args.pooling, model.hidden_size, model.vocab_size)
+        validation.check_served_vector(asked, model)
+        method = args.pooling or model.pooling
+        pooling = filled_pooling(asked, method, model.hidden_size, model.vocab_size)
+        pooling = msgspec.structs.replace(pooling, whole=model.is_encoder)
         validation.check_vector_params(message)
         may_cut = given(message.truncate_prompt, args.allow_auto_truncate)
         text, limit = message.prompt, model.context_length

@@ -10,6 +10,7 @@ import msgspec
 
 from quadriga.errors import InvalidRequest, PromptTooLong
 from quadriga.sampling.params import Grammar, SamplingParams
+from quadriga.sampling.pooling import LOGPROBS, Pooling
 from quadriga.sampling.validation import UnservedTokens, check_number
 from quadriga.server.models.resolve import ModelFiles
 from quadriga.wire.client import (
@@ -163,6 +164,26 @@ def check_ids(packed: bytes, field: str, unserved: UnservedTokens) -> "array[int
     ids = unpack_ids(packed)
     unserved.check_ids(field, ids)
     return ids
+
+
+def check_served_tokens(model: ModelFiles) -> None:
+    """Raise InvalidRequest for a request for tokens where the model makes vectors only."""
+    if model.is_encoder:
+        raise InvalidRequest(
+            f"the model is an encoder ({model.config['model_type']}), which makes embeddings and no"
+            " text: use /v1/embeddings, or embed of a client",
+            "prompt",
+        )
+
+
+def check_served_vector(pooling: Pooling, model: ModelFiles) -> None:
+    """Raise InvalidRequest for probabilities of tokens where the model makes vectors only."""
+    if model.is_encoder and pooling.method == LOGPROBS:
+        raise InvalidRequest(
+            f"the model is an encoder ({model.config['model_type']}), which has no probabilities of"
+            " tokens: ask a model that makes text",
+            "pooling",
+        )
 
 
 def check_vector_params(message: Generate) -> None:

@@ -90,7 +90,7 @@ class NativeEngine(Engine):
         self._numbers = fastest_compute_type(self._library, dtype)
         self._vocab_size = model.vocab_size
         self._weights = CodedWeights(bits)
-        self.output_norm = OutputNorm(model.final_norm)
+        self.output_norm, self.has_head = OutputNorm.of(model), model.has_head
         self._record(model, num_pages, page_size, int8_pages, pools)
         self._weights.log_bytes()
         self._buffers: dict[Buffer, Tensor] = {}
@@ -223,13 +223,15 @@ class NativeEngine(Engine):
         shape, weights = model.attention_shape, self._weights
         body, head = Recorder(shape, weights), Recorder(shape, weights)
         model.forward(body)
-        model.compute_logits(head, Buffer.RESIDUAL)
+        if model.has_head:
+            model.compute_logits(head, Buffer.RESIDUAL)
         dim = round_up(shape.head_dim, LANES)
         row_bytes = dim + INT8_SCALE_BYTES if int8_pages else dim * self._dtype.itemsize
         page_bytes = page_size * 2 * shape.kv_heads * row_bytes
         self._int8_panel_bytes = 2 * LANES * row_bytes if int8_pages else 0
-        self.pools = pools or KVPools(shape.layers, num_pages, page_bytes)
-        addresses = (layer.data_ptr() for layer in self.pools.layers)
+        self.pools = pools or KVPools(shape.num_pools, num_pages, page_bytes)
+        layers = range(shape.layers)
+        addresses = (self.pools.layers[layer % shape.num_pools].data_ptr() for layer in layers)
         settings = {
             "compute_type": self._numbers,
             "heads": shape.heads,
@@ -240,8 +242,12 @@ class NativeEngine(Engine):
             "int8_pages": int8_pages,
             "pools": (ctypes.c_void_p * shape.layers)(*addresses),
             "position_vectors": body.position_vectors,
+            "bidirectional": shape.bidirectional,
         }
         self._body = Recorded.of(body.ops, body, settings)
+        if not model.has_head:
+            self._head = self._sampled_body = self._whole = self._body  # nothing is sampled
+            return
         self._head = Recorded.of(head.ops, head, settings)
         self._sampled_body = Recorded.of(body.ops, body, settings)
         greedy = head.ops if head.ops[-1].kind == OpKind.MATMUL else head.ops[:-1]

@@ -176,6 +176,7 @@ class Program(ctypes.Structure):
         ("int8_pages", ctypes.c_int64),
         ("pools", ctypes.POINTER(ctypes.c_void_p)),
         ("position_vectors", ctypes.c_void_p),
+        ("bidirectional", ctypes.c_int64),
     ]
 
 

@@ -79,6 +79,11 @@ class Recorder(Ops[Buffer]):
         op.shift = self._weights.keep_floats(norm.bias)
         return output
 
+    def norm_residual(self, norm: LayerNorm | RMSNorm, residual: Buffer) -> Buffer:
+        self.norm(norm, residual)
+        self.ops[-1].output = residual
+        return residual
+
     def norm_add(self, residual: Buffer, norm: RMSNorm, x: Buffer) -> Buffer:
         return self._normalize(OpKind.NORM_ADD, norm, x, residual)
 

@@ -62,7 +62,7 @@ def make_engine(
         shape = model.attention_shape
         attention = TorchAttention(shape, num_pages, args.page_size, dtype, device)
         return TransformersEngine(model, attention)
-    if _use_triton(args, device):
+    if _use_triton(args, device, model):
         return _triton(args, model, num_pages, dtype, device, max_decode_rows, ranks, drafts)
     if _use_native(args, device):
         try:
@@ -132,9 +132,16 @@ def kv_cache_dtype(args: WorkerArgs, dtype: torch.dtype) -> torch.dtype:
     return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(args.kv_cache_dtype, dtype)
 
 
-def _use_triton(args: WorkerArgs, device: torch.device) -> bool:
+def _use_triton(args: WorkerArgs, device: torch.device, model: Model) -> bool:
     """Return whether Triton's engine computes. Raises ConfigError if it must and cannot."""
     backend, is_installed = args.attention_backend, find_spec("triton") is not None
+    if model.attention_shape.bidirectional:
+        if backend in ("triton", "flashinfer"):
+            raise ConfigError(
+                f"attention_backend {backend} computes no encoders: leave it out, and plain torch"
+                f" computes on {device}"
+            )
+        return False
     if backend == "auto":
         if device.type == "cuda" and not is_installed:
             logging.warning("triton is not installed: plain torch computes instead, more slowly")

@@ -194,7 +194,8 @@ class TorchAttention:
         self.dtype = dtype
         self.device = device
         size = (num_pages + 1, 2, shape.kv_heads, page_size, shape.head_dim)
-        self.layers = [_zeros(size, dtype, device) for _ in range(shape.layers)]
+        pools = [_zeros(size, dtype, device) for _ in range(shape.num_pools)]
+        self.layers = [pools[layer % len(pools)] for layer in range(shape.layers)]
         self._buffer = torch.empty(0, dtype=dtype, device=device)
         whole = shape.head_dim * dtype.itemsize % torch.int64.itemsize == 0
         self._copy_dtype = torch.int64 if whole else dtype  # large elements are indexed faster
@@ -258,7 +259,7 @@ class TorchAttention:
         The rows of a run are of one kind, with little padding, and their keys fit the buffer.
         `num_computed` counts the keys in pages that are gathered.
         """
-        bytes_per_key = self.shape.bytes_per_token(self.dtype) // self.shape.layers
+        bytes_per_key = self.shape.bytes_per_token(self.dtype) // self.shape.num_pools
         max_keys = MAX_GATHERED_BYTES // bytes_per_key
         kinds = (num_tokens > 1) * 2 + ((num_tokens > 1) & (num_computed > 0))
         runs: list[tuple[int, int]] = []
@@ -312,6 +313,8 @@ class TorchAttention:
             places = (first_tokens[start:stop] - first_tokens[start])[:, None] + np.arange(queries)
             spread = send(np.where(inside, places, 0).ravel(), self.device)
         limits = (num_computed - first_keys)[:, None] + np.arange(queries)
+        if self.shape.bidirectional:
+            limits = np.broadcast_to((num_tokens - 1)[:, None], limits.shape).copy()
         last = send(limits, self.device).unsqueeze(-1)
         key = torch.arange(keys, device=self.device)
         mask = key <= last
@@ -319,6 +322,7 @@ class TorchAttention:
             mask &= key > last - window
         materialised = count * self.shape.heads * queries * keys <= MAX_SCORES
         is_causal = not has_past and (window is None or window >= queries)
+        is_causal &= not self.shape.bidirectional
         return _Group(
             first=int(first_tokens[start]),
             last=int(first_tokens[stop]),
@@ -458,7 +462,7 @@ class TorchEngine(Engine):
         """Take a model whose other parts `ranks` have, if there are several."""
         self.model = model
         self.ranks = ranks
-        self.output_norm = OutputNorm(model.final_norm)
+        self.output_norm, self.has_head = OutputNorm.of(model), model.has_head
         self._attention = attention
         self._packed: Packed = {
             module: packed
@@ -520,6 +524,9 @@ class TorchOps(Ops[Tensor]):
             return F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.epsilon)
         gain = norm.gain
         return F.rms_norm(x.to(gain.dtype), gain.shape, gain, norm.epsilon).to(x.dtype)
+
+    def norm_residual(self, norm: LayerNorm | RMSNorm, residual: Tensor) -> Tensor:
+        return self.norm(norm, residual)
 
     def norm_add(self, residual: Tensor, norm: RMSNorm, x: Tensor) -> Tensor:
         return residual + self.norm(norm, x)

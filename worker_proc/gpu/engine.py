@@ -88,7 +88,7 @@ class TritonEngine(Engine):
         """
         self.model = model
         self.ranks = ranks
-        self.output_norm = OutputNorm(model.final_norm)
+        self.output_norm, self.has_head = OutputNorm.of(model), model.has_head
         self._experts = grouped_experts(model)
         self._heads = PaddedHeads()
         self._multiply = multiply if deterministic else F.linear

@@ -131,6 +131,9 @@ class TritonOps(Ops[Hidden]):
         added, x.added = x.added, None
         return Hidden(add_and_norm(x.x, added, norm, x.factor))
 
+    def norm_residual(self, norm: LayerNorm | RMSNorm, residual: Hidden) -> Hidden:
+        return Hidden(self.norm(norm, residual).x.float())
+
     def norm_add(self, residual: Hidden, norm: RMSNorm, x: Hidden) -> Hidden:
         self._keep_sampled(residual)
         norm_and_add(residual.settled(), norm, x.x)

@@ -28,16 +28,26 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Number and size of a model's heads.
+    """Number and size of a model's heads, and what a token sees.
 
     `heads` is a multiple of `kv_heads`: query head i uses key/value head
     i // (heads // kv_heads).
+
+    Attributes:
+        bidirectional: a token sees all tokens of its row, which one step computes as a whole;
+            otherwise itself and its past.
     """
 
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
+    bidirectional: bool = False
+
+    @property
+    def num_pools(self) -> int:
+        """Number of layers with pages of their own: without a past, all layers share one's."""
+        return 1 if self.bidirectional else self.layers
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes of one token's keys and values in all layers.
@@ -45,7 +55,7 @@ class AttentionShape:
         In int8 each head has a scale beside them.
         """
         return kv_bytes_per_token(
-            self.layers, self.kv_heads, self.head_dim, dtype.itemsize, dtype == torch.int8
+            self.num_pools, self.kv_heads, self.head_dim, dtype.itemsize, dtype == torch.int8
         )
 
 

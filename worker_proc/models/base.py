@@ -148,12 +148,14 @@ class Model(nn.Module):
     Attributes:
         attention_shape: layers, heads and head size of this rank.
         vocab_size: number of columns of the logits.
-        final_norm: of hidden states before the head.
+        final_norm: of hidden states before the head; None: the last layer normalizes its output.
+        has_head: it has logits, so that tokens can be sampled.
     """
 
     attention_shape: AttentionShape
     vocab_size: int
-    final_norm: LayerNorm | RMSNorm
+    final_norm: LayerNorm | RMSNorm | None
+    has_head: bool = True
 
     @property
     def window(self) -> int:

@@ -171,7 +171,11 @@ class Decoder(Model):
         self.config = config = whole.of_rank(tp_size)
         self.vocab_size = config.vocab_size
         self.attention_shape = AttentionShape(
-            config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
+            config.num_layers,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.bidirectional,
         )
         hidden_size = config.hidden_size
         self.embedding = Embedding(config.vocab_size, hidden_size)
@@ -186,26 +190,36 @@ class Decoder(Model):
         self.blocks = nn.ModuleList(
             DecoderBlock(config, layer) for layer in range(config.num_layers)
         )
-        self.final_norm = _norm(config)
+        self.has_head = not config.bidirectional
+        self.token_types = (
+            Embedding(config.num_token_types, hidden_size) if config.num_token_types else None
+        )
+        self.embedding_norm = _norm(config) if config.embedding_norm else None
+        self.final_norm = None if config.norm_places == "residual" else _norm(config)
         self.lm_head = (
             None
-            if config.tie_word_embeddings
+            if config.tie_word_embeddings or not self.has_head
             else Linear(hidden_size, config.vocab_size, config.head_bias)
         )
 
     def forward(self, ops: Ops[Value]) -> Value:
         x = ops.embed(self.embedding, self.position_embedding, self.embedding_scale)
+        if self.embedding_norm is not None:
+            x = ops.norm_residual(self.embedding_norm, x)
         for layer, block in enumerate(self._blocks()):
             x = block.forward(ops, layer, x)
         return x
 
     def compute_logits(self, ops: Ops[Value], hidden: Value) -> Value:
+        assert self.final_norm is not None
         x, config = ops.norm(self.final_norm, hidden), self.config
         head = self.lm_head or self.embedding
         return ops.logits(head, x, config.logit_scale, config.logit_softcap)
 
     def finish_loading(self, context_length: int) -> None:
         device = self.embedding.weight.device
+        if self.token_types is not None and self.position_embedding is not None:
+            self.position_embedding.weight += self.token_types.weight[0]
         ropes: dict[int, Rope] = {}
         for block, scaling in zip(self._blocks(), self.config.ropes, strict=True):
             if (block.attention.window or 0) >= context_length:
@@ -226,7 +240,12 @@ class Decoder(Model):
         tensors = {f"{name('embedding')}.weight": self.embedding.weight}
         if self.position_embedding is not None:
             tensors[f"{name('positions')}.weight"] = self.position_embedding.weight
-        tensors |= _of_norm(name("final_norm"), self.final_norm)
+        if self.token_types is not None:
+            tensors[f"{name('token_types')}.weight"] = self.token_types.weight
+        if self.embedding_norm is not None:
+            tensors |= _of_norm(name("embedding_norm"), self.embedding_norm)
+        if self.final_norm is not None:
+            tensors |= _of_norm(name("final_norm"), self.final_norm)
         if self.lm_head is not None:
             tensors |= _of_linear(name("head"), self.lm_head)
         for layer, block in enumerate(self._blocks()):
@@ -246,7 +265,11 @@ class DecoderBlock(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.config = config
-        before, after = config.norm_places != "after", config.norm_places != "before"
+        before = config.norm_places in ("before", "around")
+        after, residual = (
+            config.norm_places in ("after", "around"),
+            config.norm_places == "residual",
+        )
         hidden_size, dim = config.hidden_size, config.head_dim
         self.q_size, self.kv_size = config.num_heads * dim, config.num_kv_heads * dim
         self.attention_norm = _norm(config) if before else None
@@ -262,6 +285,7 @@ class DecoderBlock(nn.Module):
         )
         self.out_proj = Linear(self.q_size, hidden_size, config.out_bias, Parallel.ROW)
         self.attention_post_norm = _rms_norm(config) if after else None
+        self.attention_residual_norm = _norm(config) if residual else None
         shares_norm = config.parallel and config.name("mlp_norm") == config.name("attention_norm")
         self.mlp_norm = _norm(config) if before and not shares_norm else None
         self.mlp: MLP | None = None
@@ -271,6 +295,7 @@ class DecoderBlock(nn.Module):
         else:
             self.experts = _experts(config)
         self.mlp_post_norm = _rms_norm(config) if after else None
+        self.mlp_residual_norm = _norm(config) if residual else None
 
     def forward(self, ops: Ops[Value], layer: int, x: Value) -> Value:
         if self.config.parallel:
@@ -278,12 +303,17 @@ class DecoderBlock(nn.Module):
         attended = self._attend(ops, layer, x if self.attention_norm is None
                                 else ops.norm(self.attention_norm, x))  # fmt: skip
         x = self._add(ops, x, self.out_proj, self.attention_post_norm, attended)
+        if self.attention_residual_norm is not None:
+            x = ops.norm_residual(self.attention_residual_norm, x)
         x_mlp = x if self.mlp_norm is None else ops.norm(self.mlp_norm, x)
         if self.experts is not None:
             return ops.experts_add(x, self.experts, x_mlp, self.config.residual_scale)
         assert self.mlp is not None
         inner = self.mlp.inner(ops, x_mlp)
-        return self._add(ops, x, self.mlp.down_proj, self.mlp_post_norm, inner)
+        x = self._add(ops, x, self.mlp.down_proj, self.mlp_post_norm, inner)
+        if self.mlp_residual_norm is not None:
+            x = ops.norm_residual(self.mlp_residual_norm, x)
+        return x
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Return the block's parameters by their names in the checkpoint, without the layer."""
@@ -291,6 +321,9 @@ class DecoderBlock(nn.Module):
         tensors = _of_linear(name("out"), self.out_proj)
         tensors |= _of_rows(self.qkv_proj, {name(key): size for key, size in heads.items()})
         for key in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"):
+            if (norm := getattr(self, key)) is not None:
+                tensors |= _of_norm(name(key), norm)
+        for key in ("attention_residual_norm", "mlp_residual_norm"):
             if (norm := getattr(self, key)) is not None:
                 tensors |= _of_norm(name(key), norm)
         if (norms := self.attention.norms) is not None:

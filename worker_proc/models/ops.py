@@ -25,8 +25,9 @@ class Ops(ABC, Generic[Value]):
     """Operations on the tokens of one step.
 
     An implementation may change the residual stream in place: the values that `embed`,
-    `linear_add`, `norm_add` and `experts_add` return are the residual stream, and a model uses
-    only the latest one. Of the results of the other operations it uses only the latest of each.
+    `linear_add`, `norm_add`, `norm_residual` and `experts_add` return are the residual stream, and
+    a model uses only the latest one. Of the results of the other operations it uses only the latest
+    of each.
     """
 
     @abstractmethod
@@ -41,6 +42,10 @@ class Ops(ABC, Generic[Value]):
     @abstractmethod
     def norm(self, norm: LayerNorm | RMSNorm, x: Value) -> Value:
         """Normalize the residual stream `x` into a new value."""
+
+    @abstractmethod
+    def norm_residual(self, norm: LayerNorm | RMSNorm, residual: Value) -> Value:
+        """Return the normalized residual stream, which takes the place of `residual`."""
 
     @abstractmethod
     def norm_add(self, residual: Value, norm: RMSNorm, x: Value) -> Value:

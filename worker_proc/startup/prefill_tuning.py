@@ -59,7 +59,7 @@ def smallest_good_size(sizes: list[int], measure_s: Callable[[int], float]) -> i
 def _prefill_s(runner: "Runner", num_tokens: int) -> float:
     """Return the seconds that a prompt takes."""
     started_at = time.perf_counter()
-    runner.run(prefill_plan(num_tokens, runner.table.page_size))
+    runner.run(prefill_plan(num_tokens, runner.table.page_size, pooling=runner.only_pooling))
     took_s = time.perf_counter() - started_at
     runner.run(release_plan())
     return took_s

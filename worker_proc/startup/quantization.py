@@ -173,7 +173,9 @@ def measure_inputs(model: Model, context_length: int) -> None:
     table = SlotTable(1, num_tokens, num_pages, PAGE_SIZE, cpu)
     attention = TorchAttention(model.attention_shape, num_pages, PAGE_SIZE, dtype, cpu)
     ops = _MeasuringOps(_random_step(model.vocab_size, num_tokens, num_pages, table), attention)
-    model.compute_logits(ops, model.forward(ops))
+    hidden = model.forward(ops)
+    if model.has_head:
+        model.compute_logits(ops, hidden)
     for layer, squares in ops.squares.items():
         layer.importance = squares
 

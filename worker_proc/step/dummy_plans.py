@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from quadriga.sampling.pooling import Pooling
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.worker import DECODE, EXTEND, NewSlot, StepPlan
 
@@ -14,10 +15,12 @@ def prefill_plan(
     num_rows: int = 1,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    pooling: Pooling | None = None,
 ) -> StepPlan:
     """Return a plan that admits prompts of `num_tokens` tokens to slots 0 to `num_rows` - 1.
 
-    Their pages are numbered from 0 on, and they are computed as a whole.
+    Their pages are numbered from 0 on, and they are computed as a whole. With a `pooling` they give
+    vectors, which a model without a head has to.
     """
     num_pages = -(-num_tokens // page_size)
     token_ids = pack_ids([0] * num_tokens)
@@ -31,6 +34,7 @@ def prefill_plan(
             top_k=-1,
             top_p=top_p,
             seed=slot,
+            pooling=pooling,
         )
         for slot in range(num_rows)
     ]

@@ -142,6 +142,7 @@ class Engine(ABC):
         has_equal_bits: a token's numbers are the same to the last bit, whatever else is in a step.
         max_draft_samples: tokens that a step with drafts may sample.
         output_norm: of hidden states before the head; None: `forward` returns normalized ones.
+        has_head: tokens can be sampled; else every row has a vector.
         draft: the same model over the same KV pages, with weights of fewer bits, which drafts
             tokens; None: there is none.
     """
@@ -156,6 +157,7 @@ class Engine(ABC):
     has_equal_bits = False
     max_draft_samples = sys.maxsize
     output_norm: OutputNorm | None = None
+    has_head = True
     draft: "Engine | None" = None
 
     @property

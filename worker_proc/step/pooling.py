@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quadriga.sampling.pooling import CLS, LAST, LOGPROBS, MEAN, Pooling
 from quadriga.wire.worker import VectorRow
+from worker_proc.models.base import Model
 from worker_proc.models.layers import LayerNorm, RMSNorm
 from worker_proc.models.transfer import DeviceToHostCopier, Fetch
 from worker_proc.step.inputs import StepInputs
@@ -27,6 +28,11 @@ class OutputNorm:
 
     It has a copy of the weights, as an engine may take those of the model apart.
     """
+
+    @classmethod
+    def of(cls, model: Model) -> "OutputNorm | None":
+        """Return the norm of a model; None if its last layer has normalized its output."""
+        return None if model.final_norm is None else cls(model.final_norm)
 
     def __init__(self, norm: LayerNorm | RMSNorm) -> None:
         self._gain = (norm.weight if isinstance(norm, LayerNorm) else norm.gain).float().clone()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from quadriga.sampling.pooling import MEAN, Pooling
 from quadriga.wire.worker import FailedRow, StepPlan, StepResult
 from worker_proc.step.clock import step_clock
 from worker_proc.step.dummy_plans import decode_plan, prefill_plan, release_plan
@@ -47,6 +48,7 @@ class Runner:
         window: tokens that every layer's attention is limited to; 0 if a layer sees all that a
             slot can hold.
         quantization: how the weights are kept: --quantization, with `auto` resolved.
+        only_pooling: of a model without a head, whose answers are vectors; None: it has tokens.
         drafter: drafts tokens where plans ask for it; None: there are no drafts.
     """
 
@@ -63,6 +65,7 @@ class Runner:
         self.dtype = dtype
         self.window = window if window < table.context_length else 0
         self.quantization = quantization
+        self.only_pooling = None if engine.has_head else Pooling(MEAN, whole=True)
         self.drafter: Drafter | None = None
         self._start_clock = step_clock(table.device)
 
@@ -137,8 +140,10 @@ class Runner:
         """Run a short prefill and, if there is room, a decode step, and leave nothing behind."""
         table = self.table
         num_tokens = min(table.page_size, max(table.context_length - 1, 1), 8)
-        self.run(prefill_plan(num_tokens, table.page_size))
-        if num_tokens < min(table.num_pages * table.page_size, table.context_length):
+        self.run(prefill_plan(num_tokens, table.page_size, pooling=self.only_pooling))
+        if self.only_pooling is None and num_tokens < min(
+            table.num_pages * table.page_size, table.context_length
+        ):
             self.run(decode_plan([1] if num_tokens == table.page_size else ()))
         self.run(release_plan())
         self.engine.capture_graphs(table)

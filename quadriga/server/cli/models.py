@@ -1,6 +1,7 @@
 """`quadriga models` and `quadriga models check MODEL`."""
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -177,6 +178,8 @@ def _from_catalog(model: BuiltinModel) -> ListedModel:
     weights = cached_builtin_weights(model.name)
     if weights is None:
         return ListedModel(model.name, f"built-in, not fetched yet ({model.download_mb} MB)")
+    if weights.is_dir():
+        return dataclasses.replace(_from_hub(model.name, weights), where="built-in")
     architecture = read_architecture_name(weights) or ""
     return ListedModel(model.name, "built-in", architecture, weights.stat().st_size)
 

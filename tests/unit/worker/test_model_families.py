@@ -10,6 +10,7 @@ import torch
 from quadriga.server.config.engine_args import WorkerArgs
 from quadriga.server.models.families.architectures import CONFIGS
 from quadriga.server.models.formats.gguf_config import _CONFIGS
+from tests.tiny_encoders import ENCODERS
 from tests.tiny_experts import EXPERTS
 from tests.tiny_models import FAMILIES
 from worker_proc.engines.factory import (
@@ -75,4 +76,4 @@ def test_a_family_of_a_gguf_has_a_config_names_of_tensors_and_an_architecture() 
 
 def test_each_family_is_tested() -> None:
     # A `gemma3` is a `gemma3_text` with images.
-    assert CONFIGS.keys() - {"gemma3"} == {*FAMILIES, *EXPERTS}
+    assert CONFIGS.keys() - {"gemma3"} == {*FAMILIES, *EXPERTS, *ENCODERS}

@@ -8,11 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quadriga.sampling.pooling import CLS, LAST, LOGPROBS, MEAN, POOLINGS, WEIGHTED_MEAN, Pooling
-from quadriga.wire.packing import pack_ids
-from quadriga.wire.worker import StepResult
 from tests.tiny_models import FAMILIES
+from tests.unit.worker.vectors import vectors_of
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
-from worker_proc.step.runner import Runner
 
 LENGTHS = [1, 5, 33]
 # Norms with and without biases and offsets, before and after the layers.
@@ -28,19 +26,6 @@ def expected(states: torch.Tensor, method: str) -> torch.Tensor:
         MEAN: states.mean(0),
         WEIGHTED_MEAN: (weights * states).sum(0) / weights.sum(),
     }[method]
-
-
-def vectors_of(runner: Runner, prompts: list[list[int]], pooling: Pooling) -> list[np.ndarray]:
-    """Return the vectors of prompts that are computed in one step."""
-    driver = Driver(runner)
-    requests = [driver.add(prompt) for prompt in prompts]
-    for request in requests:
-        driver.set_pooling(request, pooling)
-    result: StepResult = runner.run(driver.plan([(r, len(r.prompt)) for r in requests]))
-    assert result.token_ids == pack_ids([-1] * len(prompts)), "no token is sampled"
-    by_row = {row.row: np.frombuffer(row.vector, dtype="<f4") for row in result.vectors}
-    runner.table.release_all()
-    return [by_row[row] for row in range(len(prompts))]
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])

@@ -117,7 +117,7 @@ struct Attend {
         for (long q = 0; q < item.count; q++) {
             Item one = item;
             one.token += q, one.position += q, one.output += q, one.count = 1;
-            one.key_end = std::min(item.key_end, one.position + 1);
+            if (!program.bidirectional) one.key_end = std::min(item.key_end, one.position + 1);
             attend(one, kv_head, -1, true, s);
         }
     }
@@ -280,7 +280,8 @@ struct Attend {
     // Turns scores into weights e^(score - running maximum), and rescales earlier sums to match.
     void softmax(const Item& item, const KeyBlock& block, long rows, bool first,
                Scratch<E>& s) const {
-        bool all_seen = item.position + 1 - block.key >= block.count * LANES &&
+        long seen = program.bidirectional ? block.keys : item.position + 1 - block.key;
+        bool all_seen = seen >= block.count * LANES &&
                         (!op.window || item.position + item.count - op.window <= block.key);
         if (program.int8_pages) scale_scores(block, rows, s);
         if (op.softcap) cap_scores(block, rows, s);
@@ -312,11 +313,12 @@ struct Attend {
             }
     }
 
-    // Masks the keys after a query, before its window, or after the last key.
+    // Masks the keys after a query, unless it sees them, before its window, or after the last key.
     void mask(const Item& item, const KeyBlock& block, long rows, Scratch<E>& s) const {
         long group_size = program.heads / program.kv_heads;
         for (long r = 0; r < rows; r++) {
-            long seen = item.position + r / group_size + 1 - block.key;
+            long seen = program.bidirectional ? block.keys
+                                              : item.position + r / group_size + 1 - block.key;
             long unseen = op.window ? std::min(seen - op.window, block.count * long(LANES)) : 0;
             for (long i = 0; i < unseen; i++) s.scores[r * KEY_BLOCK + i] = -INFINITY;
             for (long i = std::max(0L, std::min(seen, block.keys)); i < block.count * LANES; i++)

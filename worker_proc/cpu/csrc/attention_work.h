@@ -79,8 +79,9 @@ struct AttentionWork {
         long block = std::max<long>(1, QUERY_BLOCK / group_size);
         for (long q = 0; q < n; q += block) {
             long count = std::min(block, n - q);
+            long end = position + (program.bidirectional ? n : q + count);
             items.push_back({row, token + q, position + q, count, output + q,
-                             first_key(position + q), position + q + count, -1});
+                             first_key(position + q), end, -1});
         }
     }
 

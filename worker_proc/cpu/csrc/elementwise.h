@@ -75,7 +75,9 @@ void norm(const Step& step, const Op& op, long token) {
     typedef typename E::Passed Passed;
     long from = op.sampled && step.sampled ? step.sampled[token] : token;
     const float* x = (const float*)step.buffers[op.input] + from * step.strides[op.input];
+    bool in_place = op.output == RESIDUAL;
     Passed* to = (Passed*)step.buffers[op.output] + token * step.strides[op.output];
+    float* residual = (float*)step.buffers[RESIDUAL] + token * step.strides[RESIDUAL];
     float mean = 0;
     if (op.kind == LAYER_NORM) {
         Floats total = {};
@@ -87,7 +89,10 @@ void norm(const Step& step, const Op& op, long token) {
         long count = std::min<long>(LANES, op.width - d);
         Floats v = (load_partial(x + d, count) - mean) * scale * load_partial(op.gain + d, count);
         if (op.shift) v += load_partial(op.shift + d, count);
-        narrow_partial(to + d, v, count);
+        if (in_place)
+            narrow_partial(residual + d, v, count);
+        else
+            narrow_partial(to + d, v, count);
     }
 }
 

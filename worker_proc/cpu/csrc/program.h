@@ -100,6 +100,7 @@ struct Program {
     int64_t int8_pages;       // not 0: keys and values are stored in 8 bits
     void* const* pools;       // one per layer
     const float* position_vectors;  // [context][hidden], or null: the model has none
+    int64_t bidirectional;    // not 0: a query sees all keys of its row
 };
 
 struct Step {

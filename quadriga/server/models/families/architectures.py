@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quadriga.errors import ModelError
+from quadriga.server.models.families.bert import bert, distilbert, roberta
 from quadriga.server.models.families.config_values import (
     check_native_types,
     check_shared_types,
@@ -44,6 +45,8 @@ INT8_SCALE_BYTES = 4
 
 # By model_type.
 CONFIGS: dict[str, Callable[[dict[str, Any]], DecoderConfig]] = {
+    "bert": bert,
+    "distilbert": distilbert,
     "ernie4_5": ernie4_5,
     "exaone4": exaone4,
     "gemma": gemma,
@@ -69,9 +72,11 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], DecoderConfig]] = {
     "qwen2": qwen2,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
+    "roberta": roberta,
     "seed_oss": seed_oss,
     "smollm3": smollm3,
     "starcoder2": starcoder2,
+    "xlm-roberta": roberta,
 }
 
 

@@ -159,6 +159,8 @@ ACTIVATIONS = {
 NAMES: dict[str, str] = {
     "embedding": "model.embed_tokens",
     "positions": "model.embed_positions",
+    "token_types": "model.embed_types",
+    "embedding_norm": "model.embed_norm",
     "layers": "model.layers",
     "final_norm": "model.norm",
     "head": "lm_head",
@@ -173,6 +175,8 @@ NAMES: dict[str, str] = {
     "out": "self_attn.o_proj",
     "mlp_norm": "post_attention_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
+    "attention_residual_norm": "attention_norm",
+    "mlp_residual_norm": "mlp_norm",
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
@@ -225,7 +229,7 @@ class DecoderConfig:
         norm_eps: added to the variance.
         norm_offset: added to the weights of norms.
         norm_places: norms are before attention and MLP, after them (before their outputs are
-            added), or at both places.
+            added), at both places, or of the sum after each of them (residual).
         parallel: attention and MLP read the same residual stream.
         qk_norm: each head of queries and keys is normalized, or all heads of a token together.
         qkv_bias: queries, keys and values have biases.
@@ -239,6 +243,10 @@ class DecoderConfig:
             half the rotated ones apart.
         num_positions: rows of the learned position embeddings; 0: there are none.
         position_offset: row of position 0.
+        num_token_types: rows of the embeddings of token types, of which the first is added to
+            every token; 0: there are none.
+        embedding_norm: the embeddings are normalized.
+        bidirectional: a token sees the whole text, and there is no head: an encoder.
         windows: tokens that each layer sees; None: all.
         attention_scale: factor of the scores.
         attention_softcap: bound of the scores, or None.
@@ -268,7 +276,7 @@ class DecoderConfig:
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float
     norm_offset: float = 0.0
-    norm_places: Literal["before", "after", "around"] = "before"
+    norm_places: Literal["before", "after", "around", "residual"] = "before"
     parallel: bool = False
     qk_norm: Literal["heads", "whole"] | None = None
     qkv_bias: bool = False
@@ -281,6 +289,9 @@ class DecoderConfig:
     interleaved_rope: bool = False
     num_positions: int = 0
     position_offset: int = 0
+    num_token_types: int = 0
+    embedding_norm: bool = False
+    bidirectional: bool = False
     windows: tuple[int | None, ...]
     attention_scale: float
     attention_softcap: float | None = None

@@ -1,0 +1,108 @@
+"""Encoders: BERT, RoBERTa and XLM-RoBERTa, DistilBERT.
+
+One function for each model_type. A token sees the whole text, and norms are of the residual stream
+after attention and MLP. Heads are not read: the hidden states become vectors.
+"""
+
+from typing import Any
+
+from quadriga.server.models.families.config_values import require, setting
+from quadriga.server.models.families.decoder_config import DecoderConfig, activation_of
+
+# By model_type.
+ENCODERS = ("bert", "distilbert", "roberta", "xlm-roberta")
+# Tensors of heads: of masked language models, poolers and classifiers.
+HEADS = ("cls.", "lm_head.", "classifier.", "vocab_", "pooler.", "pre_classifier.", "qa_outputs.")
+EMBEDDING_NAMES = {
+    "embedding": "embeddings.word_embeddings",
+    "positions": "embeddings.position_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "embedding_norm": "embeddings.LayerNorm",
+}
+BERT_NAMES = EMBEDDING_NAMES | {
+    "layers": "encoder.layer",
+    "q": "attention.self.query",
+    "k": "attention.self.key",
+    "v": "attention.self.value",
+    "out": "attention.output.dense",
+    "attention_residual_norm": "attention.output.LayerNorm",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+    "mlp_residual_norm": "output.LayerNorm",
+}
+DISTILBERT_NAMES = EMBEDDING_NAMES | {
+    "layers": "transformer.layer",
+    "q": "attention.q_lin",
+    "k": "attention.k_lin",
+    "v": "attention.v_lin",
+    "out": "attention.out_lin",
+    "attention_residual_norm": "sa_layer_norm",
+    "up": "ffn.lin1",
+    "down": "ffn.lin2",
+    "mlp_residual_norm": "output_layer_norm",
+}
+
+
+def bert(config: dict[str, Any]) -> DecoderConfig:
+    """Read a BERT's config.json (Devlin et al. 2018, https://arxiv.org/abs/1810.04805)."""
+    return _encoder(config, BERT_NAMES, ("bert.", "roberta."))
+
+
+def roberta(config: dict[str, Any]) -> DecoderConfig:
+    """Read a RoBERTa's or XLM-RoBERTa's config.json (https://arxiv.org/abs/1907.11692).
+
+    The first rows of the position embeddings are those of padding.
+    """
+    offset = num_padding_positions(config)
+    return _encoder(config, BERT_NAMES, ("roberta.",), position_offset=offset)
+
+
+def num_padding_positions(config: dict[str, Any]) -> int:
+    """Return how many rows of the position embeddings no token of a text has."""
+    if config.get("model_type") not in ("roberta", "xlm-roberta"):
+        return 0
+    return int(setting(config, "pad_token_id", 1)) + 1
+
+
+def distilbert(config: dict[str, Any]) -> DecoderConfig:
+    """Read a DistilBERT's config.json (Sanh et al. 2019, https://arxiv.org/abs/1910.01108)."""
+    sizes = {
+        "hidden_size": setting(config, "dim"),
+        "num_hidden_layers": setting(config, "n_layers"),
+        "num_attention_heads": setting(config, "n_heads"),
+        "intermediate_size": setting(config, "hidden_dim"),
+        "hidden_act": setting(config, "activation", "gelu"),
+        "layer_norm_eps": 1e-12,
+        "type_vocab_size": 0,
+    }
+    return _encoder(config | sizes, DISTILBERT_NAMES, ("distilbert.",))
+
+
+def _encoder(
+    config: dict[str, Any], names: dict[str, str], removed: tuple[str, ...], **fields: Any
+) -> DecoderConfig:
+    require(config, "position_embedding_type", ("absolute", None))
+    require(config, "is_decoder", (False, None))
+    require(config, "add_cross_attention", (False, None))
+    return DecoderConfig.from_hf(
+        config | {"num_key_value_heads": setting(config, "num_attention_heads")},
+        norm="layer",
+        norm_eps=setting(config, "layer_norm_eps", 1e-12),
+        norm_places="residual",
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        activation=activation_of(config, "hidden_act", "gelu"),
+        gated=False,
+        ropes=(None,) * setting(config, "num_hidden_layers"),
+        num_positions=setting(config, "max_position_embeddings"),
+        num_token_types=config.get("type_vocab_size") or 0,
+        embedding_norm=True,
+        bidirectional=True,
+        tie_word_embeddings=True,
+        names=names,
+        skipped=("embeddings.position_ids",),
+        skipped_starts=(*HEADS, *(f"{prefix}pooler." for prefix in removed)),
+        removed=removed,
+        **fields,
+    )

@@ -1,0 +1,86 @@
+"""Tiny random encoders as Hugging Face directories."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import (
+    BertConfig,
+    BertModel,
+    DistilBertConfig,
+    DistilBertModel,
+    RobertaConfig,
+    RobertaModel,
+    XLMRobertaConfig,
+    XLMRobertaModel,
+)
+
+from tests.tiny_models import SENTENCES, VOCAB_SIZE
+
+CONTEXT_LENGTH = 96
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def _save(model: Any, path: Path) -> Path:
+    """Save a model with random weights, and a tokenizer with the marks of BERT."""
+    torch.manual_seed(0)
+    for name, weight in model.named_parameters():
+        is_gain = "LayerNorm.weight" in name or "layer_norm.weight" in name
+        weight.data = torch.randn_like(weight) * 0.1 + float(is_gain)
+    model.save_pretrained(path)
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(vocab_size=VOCAB_SIZE, special_tokens=SPECIAL)
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+def tiny_bert(path: Path, **options: Any) -> Path:
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 3, "intermediate_size": 80,
+        "max_position_embeddings": CONTEXT_LENGTH,
+    }  # fmt: skip
+    return _save(BertModel(BertConfig(**fields | options)), path)
+
+
+def tiny_roberta(path: Path, **options: Any) -> Path:
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 3, "intermediate_size": 80, "type_vocab_size": 1,
+        "max_position_embeddings": CONTEXT_LENGTH + 2, "pad_token_id": 1,
+    }  # fmt: skip
+    return _save(RobertaModel(RobertaConfig(**fields | options)), path)
+
+
+def tiny_xlm_roberta(path: Path) -> Path:
+    config = XLMRobertaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=48, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=80, type_vocab_size=1, max_position_embeddings=CONTEXT_LENGTH + 2,
+    )  # fmt: skip
+    return _save(XLMRobertaModel(config), path)
+
+
+def tiny_distilbert(path: Path) -> Path:
+    config = DistilBertConfig(
+        vocab_size=VOCAB_SIZE, dim=48, n_layers=2, n_heads=3, hidden_dim=80,
+        max_position_embeddings=CONTEXT_LENGTH,
+    )  # fmt: skip
+    return _save(DistilBertModel(config), path)
+
+
+ENCODERS: dict[str, Callable[[Path], Path]] = {
+    "bert": tiny_bert,
+    "distilbert": tiny_distilbert,
+    "roberta": tiny_roberta,
+    "xlm-roberta": tiny_xlm_roberta,
+}
