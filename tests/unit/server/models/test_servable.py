@@ -51,7 +51,10 @@ def test_the_configuration_is_that_of_the_workers_model(build: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "mpnet", "architectures": ["MPNetModel"]}, "names mpnet, MPNetModel as its"),
+        (
+            {"model_type": "mpnet", "architectures": ["MPNetModel"]},
+            "names mpnet, MPNetModel as its",
+        ),
         ({"hidden_act": "mish"}, "hidden_act = 'mish'; supported: silu, swish, gelu_pytorch_tanh"),
         (
             {"rope_parameters": {"rope_type": "longest"}},
