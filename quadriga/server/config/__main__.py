@@ -17,6 +17,8 @@ from quadriga.server.config.flags import (
 )
 from quadriga.server.config.server_config import ServerConfig, help_text
 
+DAY_S = 24 * 3600
+
 
 class EnvironmentVariable(NamedTuple):
     """A variable and its row in the docs.
@@ -180,11 +182,23 @@ def _row(field: "dataclasses.Field[Any]") -> str:
     value = "" if field.type is bool or field.metadata["choices"] else f" {metavar(field)}"
     flags = ", ".join(f"`{flag_name(name)}{value}`" for name in names)
     flags = f"**{flags}**" if field.metadata["basic"] else flags
-    default = "" if field.default in (None, "", False) else f"`{field.default}`"
-    text = help_text(field)
+    text = re.sub(r"\bdocs/([\w/-]+)\.md", r"[\1](\1.md)", help_text(field))
     if field.metadata["choices"]:
         text += f". One of {', '.join(f'`{choice}`' for choice in field.metadata['choices'])}"
-    return f"| {flags} | {default} | {text} |"
+    return f"| {flags} | {_default(field)} | {text} |"
+
+
+def _default(field: "dataclasses.Field[Any]") -> str:
+    """Return the default of a flag; that of bytes and of days also in these units."""
+    default = field.default
+    if default is None or default is False or default == "":
+        return ""
+    more = ""
+    if field.metadata["unit"] == "BYTES":
+        more = f" ({default // 2**30} GiB)" if default >= 2**30 else f" ({default // 2**20} MiB)"
+    elif field.metadata["unit"] == "SECONDS" and default >= DAY_S:
+        more = f" ({default / DAY_S:g} days)"
+    return f"`{default}`{more}"
 
 
 def main() -> None:

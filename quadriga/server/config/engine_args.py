@@ -139,7 +139,14 @@ class SchedulerArgs:
         "static: run a batch to its end before the next is admitted (for comparison)",
         ("continuous", "static"),
     )
-    schedule_policy: str = flag("fcfs", "order of the waiting queue", POLICIES)
+    schedule_policy: str = flag(
+        "fcfs",
+        "which waiting request is admitted next. fcfs: the oldest; lpm: the one with the longest"
+        " cached prefix; dfs-weight: branch by branch of the prefix tree; pack: the prompts that"
+        " fill a step best; shortest: the one with the fewest tokens left; priority: the one with"
+        " the largest priority",
+        POLICIES,
+    )
     priority_preemption_threshold: int | None = flag(
         None,
         "priority: difference in priority from which a waiting request preempts a running one"
@@ -159,10 +166,10 @@ class SchedulerArgs:
     )
     speculative_method: str = flag(
         "auto",
-        "draft tokens from the request's own text and from recent answers, and verify them. auto:"
-        " with few requests at a time, as far as it makes answers faster (native kernels of a CPU"
-        " only); ngram: wherever text repeats; self: a copy of the model in 4 bits drafts them, as"
-        " far as that makes answers faster (CPU only)",
+        "guess tokens from the request's own text and from recent answers, and verify them: same"
+        " answers, in fewer steps. auto: with few requests at a time, while it makes answers faster"
+        " (native kernels of a CPU only); ngram: wherever text repeats; self: a copy of the model"
+        " in 4 bits guesses, while that makes answers faster (CPU only)",
         ("none", "ngram", "auto", "self"),
     )
     num_speculative_tokens: int = flag(
@@ -333,15 +340,16 @@ class WorkerArgs:
     disable_cuda_graph: bool = flag(False, "disable CUDA graphs")
     enable_deterministic_inference: bool = flag(
         False,
-        "output that is bitwise the same whatever else is in the batch: slower on CUDA; the native"
-        " kernels of a CPU always give it, and the flag refuses to start without them",
+        "the same output to the last bit, whatever else is in the batch. The native kernels of a"
+        " CPU always do that; on CUDA it is slower; other ways to compute refuse to start",
     )
     quantization: str = flag(
         "auto",
-        "how weights are kept. auto: those of a quantized GGUF or checkpoint as stored, where the"
-        " kernels of a CPU have its types and --dtype is not float32, else in --dtype; none: in"
-        " --dtype; gguf: as stored in the GGUF; int8, int4: in groups of 32, of any other model."
-        " Where weights have 8 bits or fewer, inputs are rounded to 8 bits as they are multiplied",
+        "how weights are kept; all but none and auto need the kernels of a CPU. auto: a GGUF or a"
+        " quantized checkpoint as stored on a CPU (on a GPU, and with --dtype float32: in --dtype),"
+        " any other model in --dtype; none: in --dtype; gguf: as stored in the GGUF; int8, int4:"
+        " rounded at the start, in groups of 32. Inputs of weights with 8 bits or fewer are rounded"
+        " to 8 bits, too",
         ("auto", "none", "int8", "int4", "gguf"),
         basic=True,
     )
