@@ -190,7 +190,7 @@ def _row(field: "dataclasses.Field[Any]") -> str:
 
 def _default(field: "dataclasses.Field[Any]") -> str:
     """Return the default of a flag; that of bytes and of days also in these units."""
-    default = field.default
+    default: Any = field.default
     if default is None or default is False or default == "":
         return ""
     more = ""
