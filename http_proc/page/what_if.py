@@ -7,8 +7,9 @@ way of requests, then the handlers.
 import asyncio
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -27,7 +28,13 @@ from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.programs import command_of
 from quadriga.server.config.flags import flag_name, value_type
 from quadriga.server.config.server_config import ServerConfig, help_text
-from quadriga.wire.what_if import MAX_VARIANTS, FlagVariant, WhatIfAnswer, WhatIfJob
+from quadriga.wire.what_if import (
+    MAX_VARIANTS,
+    FlagVariant,
+    MeasuredChoice,
+    WhatIfAnswer,
+    WhatIfJob,
+)
 
 # The flags that a simulation may change, and those of the server as it was.
 
@@ -251,12 +258,14 @@ class WhatIfRequest(RequestBody):
 class WhatIfLoad(msgspec.Struct):
     """What can be simulated.
 
-    num_choices: choices that have ended. seconds: since the first of them arrived. max_choices,
+    num_choices: choices that have ended. seconds: since the first of them arrived. most_running:
+    the largest number of them that ran at the same time. max_choices,
     max_generated_tokens: the bounds of a simulation. flags: those that a variant may change.
     """
 
     num_choices: int
     seconds: float
+    most_running: int
     max_choices: int
     max_generated_tokens: int
     flags: list[WhatIfFlag]
@@ -271,9 +280,21 @@ async def what_if_load(request: web.Request) -> web.Response:
     seconds = clock.now() - choices[0].received_at if choices else 0.0
     return json_response(
         WhatIfLoad(
-            len(choices), seconds, MAX_RECENT_CHOICES, MAX_RECENT_TOKENS, offered_flags(config)
+            len(choices),
+            seconds,
+            _most_running(choices),
+            MAX_RECENT_CHOICES,
+            MAX_RECENT_TOKENS,
+            offered_flags(config),
         )
     )
+
+
+def _most_running(choices: Sequence[MeasuredChoice]) -> int:
+    """Return how many choices ran at the same time at the most."""
+    changes = [(choice.admitted_at, 1) for choice in choices]
+    changes += [(choice.last_token_at, -1) for choice in choices]  # before others that begin then
+    return max(accumulate(change for _, change in sorted(changes)), default=0)
 
 
 async def what_if(request: web.Request) -> web.Response:

@@ -4,6 +4,7 @@ import "./what_if.css";
 import { signal } from "@preact/signals";
 import { useEffect, useRef } from "preact/hooks";
 import { preactView } from "../preact_view.jsx";
+import { presets } from "./presets.js";
 import { Results } from "./results.jsx";
 
 const SPANS = [[60, "1 minute"], [300, "5 minutes"], [600, "10 minutes"], [3600, "1 hour"]];
@@ -12,7 +13,7 @@ const POLL_MS = 3000; // for requests that end meanwhile
 
 /** What the user has entered and seen: it stays while other views are open. */
 const lastS = signal(600);
-const variants = signal([{ flags: {} }]);
+const variants = signal([{ flags: {} }]); // with the name of a preset as long as it is as that one
 const load = signal(null);
 const answer = signal(null);
 const problem = signal("");
@@ -43,6 +44,7 @@ function WhatIf({ page }) {
       </header>
       <p class="muted what-if-about" role="status">{isRunning.value ? "The simulation has the lowest priority: it yields to the requests of the server." : about(known)}</p>
       {problem.value && <p class="error-text" role="alert">{problem.value}</p>}
+      {known?.num_choices > 0 && <Presets load={known} />}
       {known && <Table flags={known.flags} />}
       {answer.value && <Results {...answer.value} page={page} />}
     </div>
@@ -89,7 +91,7 @@ async function simulate(server, signal) {
 /** Return the variants that change something, each called by its place and what it changes. */
 function named(list) {
   return list
-    .map(({ flags }, index) => ({ name: title(index), flags }))
+    .map(({ name, flags }, index) => ({ name: name ?? title(index), flags }))
     .filter(({ flags }) => Object.keys(flags).length);
 }
 
@@ -109,6 +111,26 @@ function change(index, name, value) {
   });
 }
 
+/** Questions that become a variant by a click. */
+function Presets({ load }) {
+  const taken = variants.value.map((one) => one.name);
+  const isFull = variants.value.length === MAX_VARIANTS && variants.value.every(({ flags }) => Object.keys(flags).length);
+  return (
+    <section class="what-if-presets" aria-label="Presets">
+      <span class="muted">What if there were</span>
+      {presets(load).map(({ name, about, flags }) => (
+        <button key={name} type="button" class="preset" title={about} disabled={isFull || taken.includes(name)} onClick={() => add(name, flags)}>{name}</button>
+      ))}
+    </section>
+  );
+}
+
+/** Make a preset the first variant that changes nothing, or one more. */
+function add(name, flags) {
+  const place = variants.value.findIndex((one) => !Object.keys(one.flags).length);
+  variants.value = place < 0 ? [...variants.value, { name, flags }] : variants.value.with(place, { name, flags });
+}
+
 /** The flags: a column as the server runs, and one for each variant. */
 function Table({ flags }) {
   const columns = variants.value;
@@ -119,29 +141,29 @@ function Table({ flags }) {
           <tr>
             <th scope="col">Flag</th>
             <th scope="col">as it was</th>
-            {columns.map((_, index) => (
+            {columns.map(({ name }, index) => (
               <th scope="col" key={index}>
-                {title(index)}
+                {name ?? title(index)}
                 {columns.length > 1 && (
-                  <button type="button" class="icon-button" aria-label={`Remove ${title(index)}`} onClick={() => (variants.value = columns.filter((_, place) => place !== index))}>×</button>
+                  <button type="button" class="icon-button" aria-label={`Remove ${name ?? title(index)}`} onClick={() => (variants.value = columns.filter((_, place) => place !== index))}>×</button>
                 )}
               </th>
             ))}
-            <th>
+            <td>
               {columns.length < MAX_VARIANTS && (
                 <button type="button" class="button" onClick={() => (variants.value = [...columns, { flags: {} }])}>Add a variant</button>
               )}
-            </th>
+            </td>
           </tr>
         </thead>
         <tbody>
           {flags.map((flag) => (
             <tr key={flag.name}>
-              <th scope="row" title={flag.help}><code>{flagName(flag.name)}</code></th>
+              <th scope="row" title={flag.help}><code>{flagName(flag.name)}</code><small>{flag.help}</small></th>
               <td>{shown(flag.value)}</td>
-              {columns.map(({ flags: changed }, index) => (
+              {columns.map(({ name, flags: changed }, index) => (
                 <td key={index}>
-                  <Field flag={flag} value={changed[flag.name]} label={`${flag.name} of ${title(index)}`} onChange={(value) => change(index, flag.name, value)} />
+                  <Field flag={flag} value={changed[flag.name]} label={`${flag.name} of ${name ?? title(index)}`} onChange={(value) => change(index, flag.name, value)} />
                 </td>
               ))}
               <td />
