@@ -121,7 +121,7 @@ def test_a_new_version_takes_over_with_streams_open_and_none_is_dropped(
                 running = asyncio.create_task(streams.run())
                 await streams.started.wait()
                 await asyncio.to_thread(replace)
-                answers = list(await running)
+                answers: list[object] = list(await running)
                 assert not at_once or streams.num_resumed, "some were open"
                 return answers, [list((await each).token_ids) for each in asked]
 

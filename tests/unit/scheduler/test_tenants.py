@@ -1,9 +1,11 @@
 """Tenants in the scheduler: weighted shares under load, rows by weight, and caches apart."""
 
+import errno
 import json
 import os
 import random
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -198,24 +200,37 @@ def test_lines_wait_for_a_full_disk_and_the_stop_does_not(caplog: pytest.LogCapt
         UsageLog("/no/such/directory/usage.jsonl")
 
 
-def test_lines_that_waited_for_the_disk_are_written_once_it_has_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    path, write = tmp_path / "usage.jsonl", os.write
-    failures = iter([3, None, OSError(28, "No space left on device"), None])
+FULL = "full"
 
-    def failing(file: int, data: bytes) -> int:
-        step = next(failures, None)
-        if isinstance(step, OSError):
-            raise step
+
+def on_a_full_disk(
+    monkeypatch: pytest.MonkeyPatch,
+    steps: Sequence[int | str | None],
+    before_error: Callable[[], object] = lambda: None,
+) -> None:
+    """Let writes end as the steps say: after so many bytes, with an error (FULL), or whole."""
+    write, left = os.write, iter(steps)
+
+    def limited(file: int, data: bytes) -> int:
+        step = next(left, None)
+        if isinstance(step, str):
+            before_error()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(file, data[:step])
 
     monkeypatch.setattr(logs, "USAGE_RETRY_S", 0.01)
-    monkeypatch.setattr(os, "write", failing)
+    monkeypatch.setattr(os, "write", limited)
+
+
+def test_lines_that_waited_for_the_disk_are_written_once_it_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "usage.jsonl"
+    on_a_full_disk(monkeypatch, [3, None, FULL, None])
     log = UsageLog(str(path))
     for seq in range(5):
         log.on_finish(ended(seq, "a"), 101.0)
-        wait_until(lambda seq=seq: path.read_bytes().count(b"\n") == seq + 1, 10)
+        wait_until(lambda: path.read_bytes().count(b"\n") > seq, 10)
     log.close()
     lines = [json.loads(line)["request"] for line in path.read_text().splitlines()]
     assert lines == ["0", "1", "2", "3", "4"]
@@ -238,18 +253,8 @@ def test_lines_go_into_a_new_file_once_the_log_was_renamed(tmp_path: Path) -> No
 def test_a_line_that_was_cut_by_a_full_disk_is_whole_in_the_new_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, write = tmp_path / "usage.jsonl", os.write
-    steps = iter([4, OSError(28, "No space left on device")])
-
-    def failing(file: int, data: bytes) -> int:
-        step = next(steps, None)
-        if isinstance(step, OSError):
-            path.rename(tmp_path / "full")
-            raise step
-        return write(file, data[:step])
-
-    monkeypatch.setattr(logs, "USAGE_RETRY_S", 0.01)
-    monkeypatch.setattr(os, "write", failing)
+    path = tmp_path / "usage.jsonl"
+    on_a_full_disk(monkeypatch, [4, FULL], lambda: path.rename(tmp_path / "full"))
     log = UsageLog(str(path))
     log.on_finish(ended(7, "a"), 101.0)
     wait_until(lambda: path.exists() and path.read_bytes().endswith(b"\n"), 10)
