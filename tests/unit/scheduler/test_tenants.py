@@ -6,6 +6,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -200,6 +201,10 @@ def test_lines_wait_for_a_full_disk_and_the_stop_does_not(caplog: pytest.LogCapt
         UsageLog("/no/such/directory/usage.jsonl")
 
 
+def has_lines(path: Path, count: int) -> bool:
+    return path.read_bytes().count(b"\n") == count
+
+
 FULL = "full"
 
 
@@ -230,7 +235,7 @@ def test_lines_that_waited_for_the_disk_are_written_once_it_has_room(
     log = UsageLog(str(path))
     for seq in range(5):
         log.on_finish(ended(seq, "a"), 101.0)
-        wait_until(lambda: path.read_bytes().count(b"\n") > seq, 10)
+        wait_until(partial(has_lines, path, seq + 1), 10)
     log.close()
     lines = [json.loads(line)["request"] for line in path.read_text().splitlines()]
     assert lines == ["0", "1", "2", "3", "4"]
