@@ -39,10 +39,15 @@ def flags(model: Path, journal: Path, port: int) -> list[str]:
 
 
 class Gateway:
-    """Requests to a gateway."""
+    """Requests to a gateway.
+
+    Attributes:
+        headers: headers of every request, such as a key.
+    """
 
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
+        self.headers: dict[str, str] = {}
 
     def ask(self, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Any:
         """Return the JSON of an answer."""
@@ -55,7 +60,7 @@ class Gateway:
 
     def open(self, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Any:
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, headers or {})
+        request = urllib.request.Request(self.url + path, data, self.headers | (headers or {}))
         return urllib.request.urlopen(request, timeout=60)
 
     def upload(self, content: bytes) -> str:
