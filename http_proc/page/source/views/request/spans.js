@@ -1,4 +1,4 @@
-/** A trace in Chrome's format (docs/observability.md) as rows of a waterfall. */
+/** A trace in Chrome's format (docs/monitor.md) as rows of a waterfall. */
 
 import { REASONS } from "../live/reasons.js";
 import { duration } from "./duration.js";
