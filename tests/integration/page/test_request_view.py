@@ -32,10 +32,10 @@ def test_sentences_say_why_it_took_so_long_and_the_delivery_comes_last(chromium:
         await to_story(page)
         story = await text_of(page, ".request-story")
         for part in (
-            "most of it for the tokens after the first: 390 ms",
+            "most of it to generate the answer: 390 ms",
             "300 ms in the queue, behind 4 requests: no KV page was free for it (--max-total",
             "5 tokens came from the prefix cache",
-            "28 ms per token: 14 tokens in 390 ms, one in each step with up to 20 rows",
+            "28 ms per token: 14 tokens in 390 ms, one in each step. The steps had up to 20 rows",
             "6 prompts or parts of them were computed in between (1,624 tokens), in steps that",
             "The worker computed 300 ms for it; for 90 ms it was in no step",
             "The longest time between two tokens was 110 ms",

@@ -62,7 +62,7 @@ export function LanesPanel({ picture, colors, tick, page }) {
         {LEGEND.map(([color, text]) => (
           <span key={color}><i class={`swatch swatch-${color}`} />{text}</span>
         ))}
-        <span><i class="swatch swatch-decode swatch-ended" />pale: has ended</span>
+        <span><i class="swatch swatch-decode swatch-ended" />faded: has ended</span>
         <Waiting picture={picture} />
       </div>
       <div class="lanes-head muted" aria-hidden="true">

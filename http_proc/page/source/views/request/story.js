@@ -2,7 +2,7 @@
 
 import { duration } from "./duration.js";
 
-const PARTS = { "tokenize": "to encode the prompt", "queue": "in the queue", "prefill": "for the prompt", "decode": "for the tokens after the first" };
+const PARTS = { tokenize: "to encode the prompt", queue: "in the queue", prefill: "for the prompt", decode: "to generate the answer" };
 const SLOW_DELIVERY_US = 100e3;
 const BUSY_SHARE = 0.9; // of a decode that the worker computes for the request: less says that it took turns
 const LONG_GAP = 3; // times the mean
@@ -78,7 +78,7 @@ function decode(rows) {
   const found = [];
   const inSteps = steps === tokens ? "one in each step" : `in ${count(steps, "step")}`;
   const mostRows = Math.max(...rows.map((row) => row.args.max_rows ?? 0));
-  const shared = mostRows > 1 ? ` with up to ${mostRows} rows, which it shared with other requests` : mostRows ? ", which it had for itself" : "";
+  const shared = mostRows > 1 ? `. The steps had up to ${mostRows} rows, one for each request in them` : mostRows ? ", alone in its steps" : "";
   found.push(`${duration(us / tokens)} per token: ${count(tokens, "token")} in ${duration(us)}, ${inSteps}${shared}.`);
   const parts = total(rows, "prompt_parts");
   if (parts) {
