@@ -8,6 +8,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+# Files beside Markdown that name pages: code, the page's sources, deployment, workflows.
+SUFFIXES = ("*.py", "*.js", "*.mjs", "*.yml", "*.yaml", "*.conf", "*.service", "*.sh", "Makefile")
+FOLDERS = ("", ".github", "deploy", "examples", "http_proc/page/source/views", "quadriga",
+           "tokenizer_proc", "scheduler_proc", "worker_proc", "detok_proc", "http_proc/core",
+           "cluster_proc", "simulator", "bench", "tests")  # fmt: skip
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]*)\)")
 
 
@@ -58,3 +63,23 @@ def test_tools_that_a_page_names_exist(page: Path) -> None:
     paths = {tool: ROOT / tool.replace(".", "/") for tool in tools}
     missing = [t for t, p in paths.items() if not (p.is_dir() or p.with_suffix(".py").is_file())]
     assert not missing, missing
+
+
+def files_beside_markdown() -> set[Path]:
+    """Return the files that may name a page of the docs in a comment or in a text."""
+    return {
+        path
+        for folder in FOLDERS
+        for suffix in SUFFIXES
+        for path in ((ROOT / folder).rglob(suffix) if folder else ROOT.glob(suffix))
+    }
+
+
+def test_pages_that_code_and_deployment_name_exist() -> None:
+    named = {
+        (path, name)
+        for path in files_beside_markdown()
+        for name in re.findall(r"(?<!ggml, )\bdocs/[\w/-]+\.md\b", path.read_text(errors="replace"))
+    }
+    assert len(named) > 20
+    assert not [f"{path}: {name}" for path, name in named if not (ROOT / name).is_file()]
