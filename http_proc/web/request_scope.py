@@ -28,6 +28,7 @@ from http_proc.core.observe import (
 )
 from http_proc.core.shares import Shares, holding
 from http_proc.web.exchange import GATEWAY, RECORD, REQUEST_ID, check_head, request_id
+from http_proc.web.not_served import reason_of
 from quadriga.errors import QuadrigaError
 from quadriga.server.tracing.context import HEADER
 
@@ -268,7 +269,8 @@ def _api_error(request: web.Request, error: Exception) -> ApiError:
 
 def _message(request: web.Request, error: web.HTTPException) -> str:
     if isinstance(error, web.HTTPNotFound):
-        return f"there is no {request.path} here; /openapi.json lists what there is"
+        reason = reason_of(request.path) or "/openapi.json lists what there is"
+        return f"there is no {request.path} here; {reason}"
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = " or ".join(sorted(error.allowed_methods))
         return f"{request.method} is not for {request.path}: use {allowed}"
