@@ -110,7 +110,13 @@ class LineGate:
         self._has_other_clients = info["running"] + info["waiting"] > num_by_http
 
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/decisions",
+)
 LOWEST_PRIORITY = int(LIMITS["priority"].minimum or 0)
 
 

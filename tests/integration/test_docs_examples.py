@@ -48,7 +48,7 @@ WRAPPER = """\
 command=$1
 shift
 case $command in
-ask | chat | top) exec {python} -m quadriga $command --endpoint tcp://{zmq} "$@" ;;
+ask | chat | embed | top) exec {python} -m quadriga $command --endpoint tcp://{zmq} "$@" ;;
 batch | trace) exec {python} -m quadriga $command --url http://{http} "$@" ;;
 *) exec {python} -m quadriga $command "$@" ;;
 esac

@@ -63,6 +63,7 @@ COMMANDS = {
     "ask": Subcommand(
         "chat", "ask a running server, and print the answer as it comes", "add_ask_flags", "run_ask"
     ),
+    "embed": Subcommand("embed", "write the vectors of a file of texts; see docs/embeddings.md"),
     "batch": Subcommand("batch", "run a file of requests on a server; see docs/batches.md"),
     "trace": Subcommand(
         "trace", "the trace of a request, or of all steps; see docs/monitor.md"

@@ -1,11 +1,13 @@
 """The endpoints of a server that the commands use, with the standard library as HTTP client."""
 
+import base64
 import http.client
 import json
 import os
 import socket
 import ssl
 import uuid
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +19,7 @@ from quadriga.client.types import Completion, Prompt, StreamChunk, Timings
 from quadriga.clock import now
 from quadriga.errors import ConfigError, PromptTooLong, QuadrigaError, ServerUnreachable
 from quadriga.sampling.params import SamplingParams
+from quadriga.sampling.pooling import Pooling
 from quadriga.wire.client import Usage
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -102,6 +105,11 @@ class ServerApi:
         """Return the models that are served."""
         models: list[dict[str, Any]] = self._call("GET", "/models")["data"]
         return models
+
+    def embeddings(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer of /v1/embeddings to a body."""
+        headers = {"Content-Type": "application/json"}
+        return self._call("POST", "/embeddings", json.dumps(body).encode(), headers)
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the objects of an answer that comes in events; the last one is `[DONE]`.
@@ -244,6 +252,23 @@ class GatewayClient:
             self._card = self._api.models()[0]
         capabilities = self._card.get("capabilities") or {}
         return {"model": self._card["id"], "chat": capabilities.get("chat", True)}
+
+    def embed(self, texts: list[str], pooling: Pooling, truncate: bool) -> list["array[float]"]:
+        """Return the vectors of texts, in order.
+
+        Raises:
+            CallRefused: the server refuses the request.
+            ServerUnreachable: no server answers.
+        """
+        body: dict[str, Any] = {
+            "input": texts,
+            "encoding_format": "base64",
+            "dimensions": pooling.dimensions,
+            "normalize": pooling.normalize,
+            "truncate_prompt_tokens": -1 if truncate else None,
+        }
+        data = self._api.embeddings(body)["data"]
+        return [array("f", base64.b64decode(each["embedding"])) for each in data]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **_: Any

@@ -20,6 +20,9 @@ from quadriga.errors import QueueFull
 from quadriga.server.config.server_config import ServerConfig
 from tests.unit.http.batch.batch_client import CHAT, http_before, ids, input_file, ring
 from tests.unit.scripted_ring import ScriptedHandle, ScriptedRing
+from tests.unit.vector_ring import VectorRing
+
+EMBEDDINGS = "/v1/embeddings"
 
 
 class StallingRing(ScriptedRing):
@@ -142,7 +145,7 @@ async def test_a_broken_file_fails_the_batch_with_the_lines(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "status", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, 400, "endpoint"),
+        ({"endpoint": "/v1/images/generations"}, 400, "endpoint"),
         ({"completion_window": "1h"}, 400, "completion_window"),
         ({"input_file_id": "file-../../x"}, 404, "input_file_id"),
         ({"metadata": {"a": "b" * 513}}, 400, "metadata"),
@@ -158,6 +161,27 @@ async def test_a_bad_request_for_a_batch_names_its_field(
         body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
         answer = await http.call("post", "/v1/batches", json={**body, **changes})
         assert (answer[0], answer[1]["error"]["param"]) == (status, param)
+
+
+async def test_lines_may_ask_for_vectors(tmp_path: Path) -> None:
+    lines = [
+        {"custom_id": f"line-{number}", "method": "POST", "url": EMBEDDINGS,
+         "body": {"model": "tiny", "input": ["a" * number, "b"]}}
+        for number in range(1, 4)
+    ]  # fmt: skip
+    scripted = VectorRing()
+    scripted.facts |= {"running": 0, "waiting": 0}
+    async with http_before(scripted, data_dir=str(tmp_path)) as http:
+        data = b"\n".join(json.dumps(line).encode() for line in lines)
+        batch = await http.until(await http.start(data, endpoint=EMBEDDINGS), "completed")
+        content = await http.content(batch["output_file_id"])
+    answers = {
+        each["custom_id"]: each["response"]["body"]
+        for each in map(json.loads, content.splitlines())
+    }
+    firsts = {name: body["data"][0]["embedding"][0] for name, body in answers.items()}
+    assert firsts == {"line-1": 1.0, "line-2": 2.0, "line-3": 3.0}
+    assert {options["priority"] for _, _, options in scripted.submitted} == {-1000}
 
 
 async def test_a_batch_that_is_interrupted_goes_on_at_the_next_start(tmp_path: Path) -> None:

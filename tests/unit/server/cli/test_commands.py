@@ -178,8 +178,8 @@ def test_help_is_in_groups(
         ("serv", "there is no command serv; did you mean serve?"),
         (
             "xyz",
-            "there is no command xyz; the commands are serve, bench, replay, chat, ask, batch,"
-            " trace, models, top, keygen, keys",
+            "there is no command xyz; the commands are serve, bench, replay, chat, ask, embed,"
+            " batch, trace, models, top, keygen, keys",
         ),
     ],
 )

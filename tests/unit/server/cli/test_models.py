@@ -168,15 +168,16 @@ def test_the_list_has_caches_and_the_served_model(
     (repository / "refs" / "main").write_text("0" * 40)
     shutil.copytree(tiny_llama(tmp_path / "model"), repository / "snapshots" / ("0" * 40))
     assert main(["models", "--json", "--endpoint", "tcp://127.0.0.1:1"]) == 0
-    builtin, gemma, cached = json.loads(capsys.readouterr().out)
+    builtin, gemma, minilm, cached = json.loads(capsys.readouterr().out)
     assert builtin["where"] == "built-in, not fetched yet (93 MB)"
     assert (gemma["name"], gemma["num_bytes"]) == ("gemma3-270m", None)
+    assert (minilm["name"], minilm["num_bytes"]) == ("all-minilm-l6-v2", None)
     assert (cached["name"], cached["architecture"]) == ("org/tiny", "llama")
     assert cached["num_bytes"] > 0
     assert main(["models", "--endpoint", "tcp://127.0.0.1:1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["name", "where", "architecture", "size"]
-    assert len(lines) == 4
+    assert len(lines) == 5
 
 
 def test_the_model_of_a_server_that_answers_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
