@@ -23,7 +23,7 @@ from http_proc.page.metrics import (
     of_streams,
     of_traces,
 )
-from tests.unit.http.ring_info import info_of
+from tests.unit.http.server_info import info_of
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 # Labels of every family, which the page names once, above its tables.

@@ -7,7 +7,7 @@ from prometheus_client.exposition import generate_latest
 
 from http_proc.core.observe import RequestMetrics
 from http_proc.page.metrics import Collector
-from tests.unit.http.ring_info import info_of
+from tests.unit.http.server_info import info_of
 
 
 def text_of(info: dict[str, Any]) -> list[str]:
