@@ -216,8 +216,10 @@ class Page:
                         downloadThroughput=-1, uploadThroughput=-1)  # fmt: skip
 
     async def screenshot(self, path: Path) -> None:
-        """Write what the window shows as a PNG file."""
-        answer = await self.send("Page.captureScreenshot", format="png")
+        """Write what the window shows as a file in the format of its name, .png or .webp."""
+        kind = path.suffix.removeprefix(".")
+        quality = {"quality": 80} if kind == "webp" else {}
+        answer = await self.send("Page.captureScreenshot", format=kind, **quality)
         path.write_bytes(base64.b64decode(answer["data"]))
 
 

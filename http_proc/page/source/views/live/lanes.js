@@ -6,9 +6,9 @@ import { meaning, NONE, WAITING } from "./reasons.js";
 
 export const ROW_HEIGHT = 18;
 const CELL_WIDTH = 7;
-const LABEL_WIDTH = 256;
+const LABEL_WIDTH = 268;
 const NARROW_LABEL_WIDTH = 120;
-const TOKENS_WIDTH = 104;
+const TOKENS_WIDTH = 116;
 const NARROW_TOKENS_WIDTH = 52;
 const MIN_TENANT_WIDTH = 30;
 const PADDING = 8;

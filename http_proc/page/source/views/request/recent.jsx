@@ -33,7 +33,7 @@ export function Recent({ server }) {
           {SPANS.map(([seconds, name]) => <option key={seconds} value={seconds}>{name}</option>)}
         </select></label>
         <span class="recent-legend muted">
-          <i class="swatch bar-waiting" />queue <i class="swatch bar-prefill" />prompt <i class="swatch bar-decode" />decode <i class="swatch bar-muted" />the rest
+          <i class="swatch bar-waiting" />queue <i class="swatch bar-prefill" />prompt <i class="swatch bar-decode" />decode <i class="swatch bar-muted" />the rest <i class="swatch bar-line-strong" />runs
         </span>
       </div>
       {problem && <p class="error-text" role="alert">{problem}</p>}
@@ -80,8 +80,8 @@ const time = (seconds) => (seconds == null ? "" : duration(1e6 * seconds));
 
 function Row({ one, longest }) {
   const parts = [["waiting", one.queue_s], ["prefill", one.prefill_s], ["decode", one.decode_s]];
-  const rest = one.is_running ? 0 : one.seconds - parts.reduce((sum, [, seconds]) => sum + (seconds ?? 0), 0);
-  const bars = [...parts, ["muted", rest]];
+  const rest = one.seconds - parts.reduce((sum, [, seconds]) => sum + (seconds ?? 0), 0);
+  const bars = [...parts, [one.is_running ? "line-strong" : "muted", rest]];
   const perToken = one.choices === 1 && one.generated_tokens > 1 ? one.decode_s / (one.generated_tokens - 1) : null;
   const end = one.is_running ? "runs" : one.code || one.finish_reason || String(one.status ?? "the client left");
   return (

@@ -159,7 +159,7 @@ function Table({ flags }) {
         <tbody>
           {flags.map((flag) => (
             <tr key={flag.name}>
-              <th scope="row" title={flag.help}><code>{flagName(flag.name)}</code><small>{flag.help}</small></th>
+              <th scope="row" title={flag.help}><code>{flagName(flag.name)}</code><small>{unbroken(flag.help)}</small></th>
               <td>{shown(flag.value)}</td>
               {columns.map(({ name, flags: changed }, index) => (
                 <td key={index}>
@@ -174,6 +174,9 @@ function Table({ flags }) {
     </div>
   );
 }
+
+/** A text whose names of flags are never broken between two lines. */
+const unbroken = (text) => text.split(/(--[a-z-]+)/).map((part, index) => (index % 2 ? <span key={index} class="unbroken">{part}</span> : part));
 
 const shown = (value) => (value === null ? "default" : value === true ? "yes" : value === false ? "no" : String(value));
 
