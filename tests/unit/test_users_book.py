@@ -32,6 +32,13 @@ SEARCHES = {
     "two GPUs": "gpus-and-replicas.md",
     "embeddings": "embeddings.md",
     "AWQ": "supported.md",
+    "upgrade": "upgrade.md",
+    "back up": "storage.md",
+    "logrotate": "storage.md",
+    "why was my request slow": "slow-requests.md",
+    "Kubernetes": "clusters.md",
+    "Prometheus": "monitor.md",
+    "Grafana": "monitor.md",
     "Claude Code": "anthropic-ollama.md",
     "chat template": "openai.md",
 }
