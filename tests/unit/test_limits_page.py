@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from http_proc.apis import service
 from http_proc.apis.responses import stored_responses
 from http_proc.core import call, gateway, observe
 from http_proc.generation import chat_call, sampling, schema
@@ -115,6 +116,11 @@ VALUES: dict[str, tuple[Callable[..., str], object]] = {
     "ended batches": (number, batches.MAX_KEPT_BATCHES),
     "GiB of KV pages on disk": (number, CONFIG.worker.kv_cache_dir_size),
     "bytes of traces": (size, traces.MAX_KEPT_BYTES),
+    "bytes of the gateway's part of traces, and of recent requests": (
+        size,
+        observe.MAX_KEPT_BYTES,
+    ),
+    "recent requests of one list": (number, service.MAX_RECENT),
     "bytes of a message": (size, wire.MAX_FRAME_BYTES),
     "messages that a client leaves unread": (number, clients.MAX_UNREAD_MESSAGES),
     "bytes that a client leaves unread": (size, clients.MAX_UNREAD_BYTES),
