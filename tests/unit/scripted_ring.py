@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import openai
 
 from bench.client.server import free_port
@@ -185,15 +184,6 @@ async def gateway_before(
     finally:
         server.close()
         await runner.cleanup()
-
-
-async def post(url: str, path: str, body: Any) -> tuple[int, Any]:
-    """Return status and body of the answer to a JSON body."""
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(url + path, json=body) as answer,
-    ):
-        return answer.status, await answer.json()
 
 
 def run_at_gateway(

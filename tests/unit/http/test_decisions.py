@@ -12,12 +12,12 @@ from http_proc.apis.decisions import MAX_CHOICES, MAX_QUESTIONS
 from quadriga.client.types import Completion, RenderedPrompt, StreamChunk, Timings
 from quadriga.sampling.pooling import LOGPROBS
 from quadriga.wire.client import Usage
+from tests.unit.http.calls import send
 from tests.unit.scripted_ring import (
     ScriptedHandle,
     ScriptedRing,
     gateway_before,
     openai_before,
-    post,
 )
 
 ROLE = "\nassistant:"
@@ -114,10 +114,10 @@ async def test_messages_json_and_calls_are_a_state() -> None:
         ]},
         {"role": "assistant", "content": "Seen."},
     ]  # fmt: skip
-    async with gateway_before(ring) as (url, _):
+    async with gateway_before(ring) as (_, gateway):
         body = {"input": given, "questions": [{"type": "predicate", "instructions": {"b": 2}}]}
-        status, answer = await post(url, "/v1/decisions", body)
-    assert status == 200, answer
+        answer = await send(gateway, "/v1/decisions", body)
+    assert answer.status == 200, answer.text
     (prompt,) = ring.prompts
     assert prompt.startswith(
         'system: Be strict.\nuser: Look: {"a": [1]}\nassistant: Seen.\nuser: {"b"'
@@ -129,16 +129,16 @@ async def test_system_one_has_names_in_place_of_places() -> None:
         "truth": {"type": "noul", "criteria": {"true": "It is so."}},
         "place": {"type": "choice", "criteria": {"Paris": None, "New York": "a city"}},
     }
-    async with gateway_before(WordRing()) as (url, _):
+    async with gateway_before(WordRing()) as (_, gateway):
         body = {"model": "tiny", "state": {"text": "state"}, "questions": questions}
-        status, answer = await post(url, "/v1/systemone", body)
-    assert status == 200, answer
-    assert answer["answers"]["truth"]["noul"] == pytest.approx(0.75)
-    assert answer["answers"]["truth"]["diagnostics"]["label_mass"] == pytest.approx(0.4)
-    place = answer["answers"]["place"]
+        answer = await send(gateway, "/v1/systemone", body)
+    assert answer.status == 200, answer.text
+    assert answer.body["answers"]["truth"]["noul"] == pytest.approx(0.75)
+    assert answer.body["answers"]["truth"]["diagnostics"]["label_mass"] == pytest.approx(0.4)
+    place = answer.body["answers"]["place"]
     assert place["choice"] == "Paris"
     assert place["probabilities"] == pytest.approx({"Paris": 0.8, "New York": 0.2})
-    assert answer["usage"]["output_tokens"] == 0
+    assert answer.body["usage"]["output_tokens"] == 0
 
 
 PREDICATE = {"type": "predicate", "instructions": "x"}
@@ -180,10 +180,10 @@ PREDICATE = {"type": "predicate", "instructions": "x"}
     ],
 )  # fmt: skip
 async def test_bad_questions_are_refused_by_name(questions: Any, words: str) -> None:
-    async with gateway_before(WordRing()) as (url, _):
-        status, answer = await post(url, "/v1/decisions", {"input": "a", "questions": questions})
-    assert status == 400
-    assert words in answer["error"]["message"]
+    async with gateway_before(WordRing()) as (_, gateway):
+        answer = await send(gateway, "/v1/decisions", {"input": "a", "questions": questions})
+    assert answer.status == 400
+    assert words in answer.body["error"]["message"]
 
 
 async def test_a_refusal_of_the_server_names_the_input() -> None:

@@ -10,10 +10,10 @@ from http_proc.apis.embeddings import MAX_TEXTS
 from http_proc.generation.vectors import MAX_AT_ONCE
 from quadriga.errors import InvalidRequest
 from quadriga.sampling.pooling import Pooling
+from tests.unit.http.calls import send
 from tests.unit.scripted_ring import (
     gateway_before,
     openai_before,
-    post,
 )
 from tests.unit.vector_ring import VectorRing
 
@@ -36,37 +36,37 @@ async def test_openais_client_reads_numbers_and_base64() -> None:
 
 async def test_many_texts_are_in_the_server_a_few_at_a_time_and_come_back_in_order() -> None:
     ring = VectorRing()
-    async with gateway_before(ring) as (url, _):
+    async with gateway_before(ring) as (_, gateway):
         texts = ["x" * (number % 50 + 1) for number in range(300)]
-        status, answer = await post(url, "/v1/embeddings", {"input": texts})
-        assert status == 200
-        assert [one["embedding"][0] for one in answer["data"]] == list(map(len, texts))
+        answer = await send(gateway, "/v1/embeddings", {"input": texts})
+        assert answer.status == 200
+        assert [one["embedding"][0] for one in answer.body["data"]] == list(map(len, texts))
     assert ring.most_open == MAX_AT_ONCE
 
 
 async def test_other_apis_have_their_own_formats() -> None:
     ring = VectorRing()
-    async with gateway_before(ring) as (url, _):
-        _, answer = await post(url, "/embed", {"inputs": ["ab", "c"], "normalize": False})
-        assert answer == [[2.0, -1.5, 0.25], [1.0, -1.5, 0.25]]
+    async with gateway_before(ring) as (_, gateway):
+        answer = await send(gateway, "/embed", {"inputs": ["ab", "c"], "normalize": False})
+        assert answer.body == [[2.0, -1.5, 0.25], [1.0, -1.5, 0.25]]
         body: dict[str, Any] = {
             "texts": ["ab"], "input_type": "search_query", "output_dimension": 3,
             "embedding_types": ["float", "base64", "int8", "uint8", "binary", "ubinary"],
         }  # fmt: skip
-        _, answer = await post(url, "/v2/embed", body)
-        vectors = answer["embeddings"]
+        answer = await send(gateway, "/v2/embed", body)
+        vectors = answer.body["embeddings"]
         assert vectors["float"] == [[2.0, -1.5, 0.25]]
         assert struct.unpack("<3f", base64.b64decode(vectors["base64"][0])) == (2.0, -1.5, 0.25)
         assert vectors["int8"] == [[127, -127, 32]]
         assert vectors["uint8"] == [[255, 1, 160]]
         assert vectors["ubinary"] == [[0b10100000]]
         assert vectors["binary"] == [[0b10100000 - 128]]
-        assert answer["meta"]["billed_units"]["input_tokens"] == 2
-        _, answer = await post(url, "/api/embed", {"model": "tiny:latest", "input": "ab"})
-        assert answer["embeddings"] == [[2.0, -1.5, 0.25]]
-        assert (answer["model"], answer["prompt_eval_count"]) == ("tiny:latest", 2)
-        _, answer = await post(url, "/api/embeddings", {"model": "tiny", "prompt": "abc"})
-        assert answer == {"embedding": [3.0, -1.5, 0.25]}
+        assert answer.body["meta"]["billed_units"]["input_tokens"] == 2
+        answer = await send(gateway, "/api/embed", {"model": "tiny:latest", "input": "ab"})
+        assert answer.body["embeddings"] == [[2.0, -1.5, 0.25]]
+        assert (answer.body["model"], answer.body["prompt_eval_count"]) == ("tiny:latest", 2)
+        answer = await send(gateway, "/api/embeddings", {"model": "tiny", "prompt": "abc"})
+        assert answer.body == {"embedding": [3.0, -1.5, 0.25]}
     poolings = [params.pooling for _, params, _ in ring.submitted]
     assert poolings[0] == Pooling(normalize=False)
     assert poolings[-1] == Pooling(normalize=False)
@@ -92,20 +92,20 @@ async def test_other_apis_have_their_own_formats() -> None:
     ],
 )
 async def test_bad_bodies_are_refused_by_name(path: str, body: Any, words: str) -> None:
-    async with gateway_before(VectorRing()) as (url, _):
-        status, answer = await post(url, path, body)
-        error = answer["error"]
-        assert status in (400, 404)
+    async with gateway_before(VectorRing()) as (_, gateway):
+        answer = await send(gateway, path, body)
+        error = answer.body["error"]
+        assert answer.status in (400, 404)
         assert words in (error if isinstance(error, str) else error["message"])
 
 
 async def test_an_error_of_one_text_ends_the_request_with_the_name_of_its_field() -> None:
     ring = VectorRing()
     ring.error = InvalidRequest("the text is empty", "prompt")
-    async with gateway_before(ring) as (url, _):
+    async with gateway_before(ring) as (_, gateway):
         for path, field, body in (
             ("/v1/embeddings", "input", {"input": ["", "a"]}),
             ("/v2/embed", "texts", {"texts": [""]}),
         ):
-            status, answer = await post(url, path, body)
-            assert (status, answer["error"]["param"]) == (400, field)
+            answer = await send(gateway, path, body)
+            assert (answer.status, answer.body["error"]["param"]) == (400, field)
