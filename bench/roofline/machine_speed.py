@@ -115,7 +115,7 @@ class OneProduct(Model):
         self.vocab_size = product.outputs
         self.attention_shape = AttentionShape(layers=1, heads=1, kv_heads=1, head_dim=16)
         self._tokens = Embedding(1, product.inputs)
-        self._norm = RMSNorm(product.inputs, 1e-5)
+        self.final_norm = RMSNorm(product.inputs, 1e-5)
         self.linear = Linear(product.inputs, product.outputs)
 
     def forward(self, ops: Ops[Value]) -> Value:
@@ -124,7 +124,7 @@ class OneProduct(Model):
 
     def compute_logits(self, ops: Ops[Value], hidden: Value) -> Value:
         """Return the product."""
-        return ops.logits(self.linear, ops.norm(self._norm, hidden))
+        return ops.logits(self.linear, ops.norm(self.final_norm, hidden))
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Return nothing: the weights are random."""

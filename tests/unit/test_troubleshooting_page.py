@@ -8,7 +8,7 @@ from quadriga.errors import QuadrigaError
 from tests.unit.source_files import texts
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-CODES = re.compile(r"^\| `([a-z_]+)` \| `(\w+)` \|", re.M)
+CODES = re.compile(r"^\| `([a-z_]+)` \| `(\w+)`[^|]* \|", re.M)
 # The first cell of a row of a table with texts.
 QUOTE = re.compile(r"^\| `([^`|]+)` \| (?!`)", re.M)
 

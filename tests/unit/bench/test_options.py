@@ -184,7 +184,7 @@ def test_limits_make_a_goodput() -> None:
         ("--plot run.jpeg2", r"--plot run.jpeg2: it must end in \.png, "),
         ("--endpoint tcp://127.0.0.1:7777 --page-size 4", "--page-size would have no effect"),
         ("--endpoint nowhere", "must be tcp://"),
-        ("--num-req 3", "unrecognized arguments"),
+        ("--num-req 3", "no flag --num-req; near it: --num-requests"),
         ("--submit-schedule sometimes", "invalid choice"),
     ],
 )  # fmt: skip
