@@ -80,10 +80,33 @@ def _report_what_ends(gateway: Gateway) -> None:
         )
 
 
+# Before the end of --shutdown-timeout, when the scheduler aborts what is left.
+LEAVE_BEFORE_S = 1.0
+
+
+def _leave_streams(gateway: Gateway) -> None:
+    """Leave the resumable streams to the next server, where their rows outlive this one."""
+    if gateway[STREAM_ROWS].outlives_server:
+        gateway[STREAMS].interrupt()
+        gateway.lasting_client.leave_requests()
+
+
+async def _leave_later(gateway: Gateway, timeout_s: float) -> None:
+    """Leave what is open of the resumable streams shortly before a stop is over.
+
+    timeout_s: seconds that the stop may take.
+    """
+    await asyncio.sleep(max(0.0, timeout_s - LEAVE_BEFORE_S))
+    if gateway[STREAM_ROWS].outlives_server:
+        _leave_streams(gateway)
+        await gateway[STREAMS].stop()
+
+
 async def _serve_until_stopped(child: Child, gateway: Gateway, server: asyncio.Server) -> None:
     """Wait for a command to stop, then interrupt what goes on later, and answer the open requests.
 
-    The server finishes every accepted request, so that only slow clients need a time limit.
+    The server finishes every accepted request or aborts it, so that only slow clients need a time
+    limit. A resumable stream that takes longer than a stop goes on at the next server.
     """
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
@@ -91,9 +114,7 @@ async def _serve_until_stopped(child: Child, gateway: Gateway, server: asyncio.S
     def read_commands() -> None:
         for command, reason in child.control.read_commands():
             if command is Command.FAIL:
-                if gateway[STREAM_ROWS].outlives_server:
-                    gateway[STREAMS].interrupt()
-                    gateway.lasting_client.leave_requests()
+                _leave_streams(gateway)
                 gateway.fail_all(ServerFailed(reason))
             if command in (Command.DRAIN, Command.FAIL):
                 stopping.set()
@@ -102,6 +123,7 @@ async def _serve_until_stopped(child: Child, gateway: Gateway, server: asyncio.S
     child.control.answer_in_loop()
     child.control.fail_clients_at_launcher_death()
     await stopping.wait()
+    leaving = asyncio.create_task(_leave_later(gateway, child.config.launch.shutdown_timeout))
     server.close()
     if not gateway.outlives_server:
         _report_what_ends(gateway)
@@ -109,3 +131,4 @@ async def _serve_until_stopped(child: Child, gateway: Gateway, server: asyncio.S
     if (background := gateway.get(BACKGROUND)) is not None:
         await background.stop()
     await gateway.drain(FLUSH_TIMEOUT_S)
+    leaving.cancel()
