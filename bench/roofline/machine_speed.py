@@ -110,6 +110,8 @@ class _TimedProduct:
 class OneProduct(Model):
     """A model whose head is a norm and the product, without layers."""
 
+    final_norm: RMSNorm
+
     def __init__(self, product: Product) -> None:
         super().__init__()
         self.vocab_size = product.outputs
