@@ -20,6 +20,7 @@ from scheduler_proc.state.span_recorder import (
     SpanRecorder,
 )
 
+_FINISHED, _WAITING = RequestStatus.FINISHED, RequestStatus.WAITING
 MAX_LACKS = 256  # changes of the reason for which requests wait
 
 
@@ -136,36 +137,28 @@ class Tracer:
 
     def on_step(self, batch: ScheduleBatch, result: StepResult) -> None:
         """Take in a step after the core has."""
-        token_ids = unpack_ids(result.token_ids)
         self._count_prompts(batch, result)
-        further: Counter[int] = Counter()  # tokens of a row beyond the sampled one
-        for guessed in result.guessed:
-            further[guessed.row] += num_ids(guessed.token_ids)
-        for forced in result.forced:
-            further[forced.row] += num_ids(forced.token_ids)
+        # Read once: this loop runs for each row of each step.
+        began, ended, prompts = result.began, result.ended, self._prompts
+        num_decodes, num_rows = batch.num_decodes, batch.batch_size
+        token_ids, further = unpack_ids(result.token_ids), _further_tokens(result)
         for row, request in enumerate(batch.requests):
             trace = request.trace
             if trace is None or trace.phase is None:
                 continue
-            if row < batch.num_decodes:
-                num_tokens = (token_ids[row] >= 0) + further[row]
-                trace.on_decode(
-                    result.began, result.ended, num_tokens, batch.batch_size, self._prompts
-                )
+            if row < num_decodes:
+                num_tokens = (token_ids[row] >= 0) + (further[row] if further else 0)
+                trace.on_decode(began, ended, num_tokens, num_rows, prompts)
             else:
+                tokens, is_last = batch.num_tokens[row], token_ids[row] >= 0
                 trace.on_chunk(
-                    result.began,
-                    result.ended,
-                    token_ids[row] >= 0,
-                    self._prompts,
-                    tokens=batch.num_tokens[row],
-                    step=batch.step,
-                    rows=batch.batch_size,
+                    began, ended, is_last, prompts, tokens=tokens, step=batch.step, rows=num_rows
                 )
-            if request.finished:
-                trace.finish(result.ended)
-            elif request.status is RequestStatus.WAITING:
-                trace.enter(QUEUE, result.ended, after="retraction")
+            status = request.status
+            if status is _FINISHED:
+                trace.finish(ended)
+            elif status is _WAITING:
+                trace.enter(QUEUE, ended, after="retraction")
 
     def _count_prompts(self, batch: ScheduleBatch, result: StepResult) -> None:
         num_parts = batch.batch_size - batch.num_decodes
@@ -176,6 +169,16 @@ class Tracer:
                 before.num_tokens + sum(batch.num_tokens[batch.num_decodes :]),
                 before.seconds + result.ended - result.began,
             )
+
+
+def _further_tokens(result: StepResult) -> Counter[int]:
+    """Return the tokens of each row beyond the sampled one; empty if there are none."""
+    further: Counter[int] = Counter()
+    for guessed in result.guessed:
+        further[guessed.row] += num_ids(guessed.token_ids)
+    for forced in result.forced:
+        further[forced.row] += num_ids(forced.token_ids)
+    return further
 
 
 def _recorder(request: Request) -> SpanRecorder:

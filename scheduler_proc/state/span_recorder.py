@@ -182,7 +182,8 @@ class SpanRecorder:
         prompts: PromptTotals,
     ) -> None:
         """Count a decode step with `num_rows` rows. The others as for `on_chunk`."""
-        steps, gap_s = self._steps, ended_at - self._last_step_at
+        steps = self._steps
+        gap_s = ended_at - self._last_step_at
         steps.num_steps += 1
         steps.num_tokens += num_tokens
         steps.compute_s += ended_at - began_at
