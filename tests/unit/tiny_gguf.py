@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter
 from tokenizers.pre_tokenizers import ByteLevel
 
 BYTES = sorted(ByteLevel.alphabet())
@@ -22,7 +22,8 @@ def write_tiny_gguf(path: Path, architecture: str = "llama", **overrides: Any) -
     `scaling`, `fill` (ids of the tokens for filling in the middle, by the header's names),
     `templates` (further chat templates by name), `keys` (of the architecture), `sampling` (top_k is
     an integer), `max_tensors` (of each file, if the model is split), `rows` (of the embedding),
-    `head_rows`, `eos` (an id) and `ids` (of further special tokens, by the header's names).
+    `head_rows`, `eos` (an id), `ids` (of further special tokens, by the header's names) and
+    `in_8_bits` (a matrix is in Q8_0).
     """
     writer = GGUFWriter(path, architecture, split_max_tensors=overrides.get("max_tensors", 0))
     writer.add_block_count(1)
@@ -47,7 +48,11 @@ def write_tiny_gguf(path: Path, architecture: str = "llama", **overrides: Any) -
     _add_tokenizer(writer, overrides)
     rows = overrides.get("rows", len(TOKENS))
     writer.add_tensor("token_embd.weight", np.zeros((rows, 32), dtype=np.float32))
-    writer.add_tensor("blk.0.attn_k.weight", np.zeros((16, 32), dtype=np.float16))
+    if overrides.get("in_8_bits"):
+        blocks = np.zeros((16, 34), dtype=np.uint8)
+        writer.add_tensor("blk.0.attn_k.weight", blocks, raw_dtype=GGMLQuantizationType.Q8_0)
+    else:
+        writer.add_tensor("blk.0.attn_k.weight", np.zeros((16, 32), dtype=np.float16))
     if overrides.get("output"):
         rows = overrides.get("head_rows", rows)
         writer.add_tensor("output.weight", np.ones((rows, 32), dtype=np.float32))

@@ -1,5 +1,6 @@
 """What a server would do with a model, found without torch and without reading its weights."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from quadriga.server.models.sources import (
     cached_snapshot,
     looks_like_a_path,
 )
+from quadriga.server.models.weight_modes import WeightMode, Weights, best_mode, weight_modes
 from quadriga.server.models.weights import summarize_weights
 from quadriga.server.processes.machine import NoCompiler, find_compiler
 
@@ -49,6 +51,10 @@ class ModelReport:
         window: tokens that every layer's attention is limited to; 0 if a layer sees all.
         max_context_here: tokens of one request that the KV pool holds in the memory free now.
         rope: kind of the rotary positions' scaling, or learned.
+        modes: how the native kernels can keep the weights, the default mode first; none of an
+            encoder, which takes no steps.
+        best_mode: name of the mode to take in the memory that is free now; "" if none fits.
+        memory_bandwidth: bytes per second that this machine reads; None: not measured.
         notes: what the start of a server says about the model.
     """
 
@@ -65,6 +71,9 @@ class ModelReport:
     window: int = 0
     max_context_here: int | None = None
     rope: str = ""
+    modes: list[WeightMode] = field(default_factory=list)
+    best_mode: str = ""
+    memory_bandwidth: float | None = None
     vocab_size: int | None = None
     chat_template: bool | None = None
     tokenizer: bool | None = None
@@ -76,11 +85,15 @@ class ModelReport:
         return not self.refusal
 
 
-def check_model(model: str, **flags: Any) -> ModelReport:
+def check_model(
+    model: str, measure_bandwidth: Callable[[], float] | None = None, **flags: Any
+) -> ModelReport:
     """Report on a built-in name, a Hub id in the cache, a directory or a .gguf.
 
     Args:
         model: value of --model.
+        measure_bandwidth: returns the bytes per second that this machine reads; None: no speeds
+            are estimated.
         flags: further fields of ModelArgs.
     """
     report = ModelReport(model)
@@ -97,6 +110,8 @@ def check_model(model: str, **flags: Any) -> ModelReport:
         report.num_parameters = weights.num_parameters
         report.way = TRANSFORMERS if config is None else _way(config)
         if config is not None:
+            if report.way == NATIVE and not files.is_encoder:
+                _list_modes(report, config, measure_bandwidth)
             _fit_memory(report)
     except QuadrigaError as error:
         report.way, report.refusal = REFUSED, str(error)
@@ -167,14 +182,30 @@ def _way(config: DecoderConfig) -> str:
     return NATIVE
 
 
+def _list_modes(
+    report: ModelReport, config: DecoderConfig, measure_bandwidth: Callable[[], float] | None
+) -> None:
+    """Add how the weights can be kept, and which mode fits best."""
+    types = set(report.weight_bytes) - set(FLOAT_TYPES)
+    stored_bits = "checkpoint" if report.quantization else ""
+    if not stored_bits and types and types <= BLOCK_SIZES.keys():
+        stored_bits = "gguf"
+    num_bytes = sum(report.weight_bytes.values())
+    report.memory_bandwidth = None if measure_bandwidth is None else measure_bandwidth()
+    report.modes = weight_modes(
+        Weights.of(config, report.num_parameters or 0, num_bytes),
+        stored_bits,
+        report.memory_bandwidth,
+    )
+    best = best_mode(report.modes, psutil.virtual_memory().available)
+    report.best_mode = "" if best is None else best.name
+
+
 def _fit_memory(report: ModelReport) -> None:
     """Compute the context from the memory that is free now and the default KV pool's share."""
-    item_bytes = ITEM_BYTES[report.way]
-    weight_bytes = (report.num_parameters or 0) * item_bytes
-    types = set(report.weight_bytes) - set(FLOAT_TYPES)
-    stays_as_stored = report.quantization or (types and types <= BLOCK_SIZES.keys())
-    if report.way == NATIVE and stays_as_stored:
-        weight_bytes = sum(report.weight_bytes.values())
+    weight_bytes = (report.num_parameters or 0) * ITEM_BYTES[report.way]
+    if report.modes:
+        weight_bytes = report.modes[0].weight_bytes
     pool_bytes = (psutil.virtual_memory().available - weight_bytes) * OTHER_FRACTION
     dtype = "bfloat16" if report.way == NATIVE else "float32"
     num_tokens = int(pool_bytes // report.kv_bytes_per_token[dtype])
@@ -184,8 +215,11 @@ def _fit_memory(report: ModelReport) -> None:
         needed = min(needed, (num_seen_pages(report.window, page_size) + 1) * page_size)
     report.max_context_here = context_length if num_tokens >= needed else max(0, num_tokens)
     if num_tokens < 1:
+        flags = next((mode.flags for mode in report.modes if mode.name == report.best_mode), "")
         raise ModelError(
             f"{report.name}: the weights take {weight_bytes / 2**20:.0f} MiB in"
             f" {report.quantization or dtype}, which does"
-            " not leave memory for a KV pool; take a smaller model or free memory"
+            " not leave memory for a KV pool; take "
+            + (f"{flags}, a smaller model" if flags else "a smaller model")
+            + " or free memory"
         )

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quadriga.client import Client
 from quadriga.errors import ConfigError, ModelError, QuadrigaError
@@ -21,7 +22,12 @@ from quadriga.server.models.sources import (
     cached_builtin_weights,
     cached_models,
 )
+from quadriga.server.models.weight_modes import memory_bandwidth
 from quadriga.server.models.weights import weight_files
+from quadriga.server.processes.machine import num_usable_cores
+
+if TYPE_CHECKING:
+    from quadriga.server.cli.model_report import ModelReport
 
 EXIT_NOT_SERVABLE = 1
 CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 0.5, 2.0
@@ -34,6 +40,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     check = parser.add_subparsers(title="commands").add_parser(
         "check",
         help="whether a server can serve a model, and in which memory; exit code 1: it cannot",
+        description="Say whether a server can serve a model that is on this machine, and what to"
+        " expect of each way to keep its weights on this machine's CPU: bytes, memory and tokens/s"
+        " of one stream, estimated from the memory bandwidth, which is measured in a second."
+        " No weights are read and no GPU is looked at.",
         allow_abbrev=False,
     )
     check.add_argument("model", help="Hub id in the cache, directory, .gguf file or built-in name")
@@ -77,6 +87,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
         report = check_model(
             arguments.model,
+            lambda: memory_bandwidth(num_usable_cores()),
             tokenizer=arguments.tokenizer,
             context_length=arguments.context_length,
             model_impl=arguments.model_impl,
@@ -110,8 +121,41 @@ def _check(arguments: argparse.Namespace) -> None:
             *(("note", note) for note in report.notes),
         ]
         _print_table([row for row in rows if row[1]])
+        if report.modes:
+            _print_modes(report)
     if not report.is_servable:
         sys.exit(EXIT_NOT_SERVABLE)
+
+
+def _print_modes(report: "ModelReport") -> None:
+    """Print what to expect of each mode, and which one to take."""
+    rows: list[tuple[str, ...]] = [
+        ("mode", "flags of quadriga serve", "weights", "read per token", "memory", "tokens/s", "")
+    ]
+    best = "none fits in the memory that is free now"
+    for mode in report.modes:
+        rows.append(
+            (
+                mode.name,
+                mode.flags or "none (default)",
+                _size(mode.weight_bytes),
+                _size(mode.bytes_per_token),
+                f"{mode.memory_bytes / 1e9:.1f} GB",
+                "-" if mode.tokens_per_s is None else f"{mode.tokens_per_s:.0f}",
+                mode.note,
+            )
+        )
+        if mode.name == report.best_mode:
+            best = f"{mode.name}, {mode.flags or 'which needs no flag'}"
+    print()
+    _print_table(rows)
+    print(f"best here: {best}")
+    if report.memory_bandwidth is not None:
+        print(
+            "\nmemory and tokens/s are estimates for this machine's CPU, which reads"
+            f" {report.memory_bandwidth / 1e9:.0f} GB/s (measured now):\none stream, a short"
+            " context, no guessed tokens, nothing else running; the KV pool is not counted"
+        )
 
 
 def _print_table(rows: Sequence[tuple[str, ...]]) -> None:

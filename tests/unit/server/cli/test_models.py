@@ -11,8 +11,22 @@ from typing import Any
 import pytest
 
 from quadriga.server.cli.main import main
+from quadriga.server.cli.model_report import check_model
 from quadriga.server.config.engine_args import OTHER_FRACTION
-from tests.tiny_models import add_unserved_tokens, tiny_gpt2, tiny_llama, tiny_mistral
+from quadriga.server.models.weight_modes import (
+    PROCESS_BYTES,
+    Weights,
+    memory_bandwidth,
+    weight_modes,
+)
+from tests.tiny_encoders import tiny_bert
+from tests.tiny_models import (
+    add_unserved_tokens,
+    like_llama,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_mistral,
+)
 from tests.unit.fake_server import running_fake_server
 from tests.unit.tiny_gguf import write_tiny_gguf
 
@@ -22,6 +36,8 @@ def own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUADRIGA_CACHE", str(tmp_path / "cache"))
     hub = tmp_path / "hub"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    monkeypatch.setattr("quadriga.server.cli.models.memory_bandwidth", lambda threads: 50e9)
+    monkeypatch.setattr("quadriga.server.cli.model_report.find_compiler", lambda: "c++")
 
 
 def check(model: Path | str, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
@@ -126,6 +142,125 @@ def test_the_context_that_fits_is_not_bounded_by_the_pool_where_every_layer_has_
         )
         assert check(windowed, capsys)["max_context_here"] == expected
         assert check(whole, capsys)["max_context_here"] == num_tokens
+
+
+def by_name(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {mode["name"]: mode for mode in report["modes"]}
+
+
+def test_each_way_to_keep_the_weights_has_bytes_memory_and_speed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = check(tiny_llama(tmp_path / "model"), capsys)
+    modes, count = by_name(report), report["num_parameters"]
+    assert [(name, mode["flags"]) for name, mode in modes.items()] == [
+        ("bfloat16", ""),
+        ("int8", "--quantization int8"),
+        ("int4", "--quantization int4"),
+        ("float32", "--dtype float32"),
+    ]
+    for name, item_bytes in {"bfloat16": 2, "int8": 34 / 32, "int4": 20 / 32, "float32": 4}.items():
+        assert modes[name]["weight_bytes"] == round(count * item_bytes)
+        assert modes[name]["memory_bytes"] == modes[name]["weight_bytes"] + PROCESS_BYTES
+    speeds = [modes[name]["tokens_per_s"] for name in ("float32", "bfloat16", "int8", "int4")]
+    assert speeds == sorted(speeds)
+    assert (report["memory_bandwidth"], report["best_mode"]) == (50e9, "int8")
+
+
+def test_the_head_is_read_for_each_token_and_the_embedding_only_if_it_is_the_head(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for tied in (True, False):
+        mode = by_name(check(tiny_llama(tmp_path / str(tied), tie=tied), capsys))["float32"]
+        skipped = 0 if tied else 4 * 512 * 96  # vocabulary and hidden size
+        assert mode["weight_bytes"] - mode["bytes_per_token"] == skipped
+
+
+def test_a_quantized_file_is_best_as_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", in_8_bits=True)
+    report = check(path, capsys)
+    stored = report["modes"][0]
+    assert (stored["name"], stored["flags"]) == ("as stored", "")
+    assert stored["weight_bytes"] == sum(report["weight_bytes"].values())
+    assert by_name(report)["bfloat16"]["flags"] == "--quantization none"
+    assert report["best_mode"] == "as stored"
+
+
+def test_the_best_mode_fits_in_the_memory_that_is_free(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama(tmp_path / "model")
+    modes = by_name(check(model, capsys))
+    for name, more in (("int8", 1), ("int4", 1), ("", 0)):
+        memory = SimpleNamespace(available=modes[name or "int4"]["memory_bytes"] + more)
+        monkeypatch.setattr(
+            "quadriga.server.cli.model_report.psutil.virtual_memory", lambda m=memory: m
+        )
+        assert check(model, capsys)["best_mode"] == name
+
+
+def test_a_mode_that_fits_is_named_where_the_default_one_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama(tmp_path / "model")
+    modes = by_name(check(model, capsys))
+    monkeypatch.setattr("quadriga.server.models.weight_modes.PROCESS_BYTES", 0)
+    memory = SimpleNamespace(available=modes["bfloat16"]["weight_bytes"])
+    monkeypatch.setattr("quadriga.server.cli.model_report.psutil.virtual_memory", lambda: memory)
+    refusal = check(model, capsys)["refusal"]
+    assert refusal.endswith("take --quantization int8, a smaller model or free memory")
+
+
+def test_the_table_names_the_best_mode_with_its_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["models", "check", str(tiny_llama(tmp_path / "model"))]) == 0
+    _, table, ending = capsys.readouterr().out.split("\n\n")
+    assert [line.split("  ")[0] for line in table.splitlines()] == [
+        "mode", "bfloat16", "int8", "int4", "float32", "best here: int8, --quantization int8",
+    ]  # fmt: skip
+    assert "none (default)" in table
+    assert "estimates for this machine's CPU, which reads 50 GB/s" in ending
+
+
+def test_an_encoder_takes_no_steps_and_has_no_modes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = check(tiny_bert(tmp_path / "model"), capsys)
+    assert (report["servable"], report["modes"]) == (True, [])
+
+
+def test_a_token_reads_the_experts_that_it_chooses(tmp_path: Path) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    changes = {"num_local_experts": 4, "num_experts_per_tok": 1}
+    model = like_llama(MixtralForCausalLM, MixtralConfig, tmp_path / "model", False, changes)
+    config = json.loads((model / "config.json").read_text())
+    mode = check_model(str(model)).modes[0]
+    one = 3 * config["hidden_size"] * config["intermediate_size"]
+    embedding = config["vocab_size"] * config["hidden_size"]
+    skipped = config["num_hidden_layers"] * 3 * one + embedding
+    assert mode.weight_bytes - mode.bytes_per_token == 2 * skipped
+    assert mode.tokens_per_s is None
+
+
+def test_estimates_are_near_measured_speeds() -> None:
+    """Those of two cores of AMD Zen 5 that read 72 GB/s, in docs/hardware.md."""
+    qwen = Weights(1_777_088_000, 151_936 * 1536, 1_111_400_000, 28)
+    modes = {mode.name: mode for mode in weight_modes(qwen, "gguf", 72e9)}
+    for name, speed, memory in (
+        ("as stored", 50, 1.9e9), ("int8", 36, 2.6e9), ("bfloat16", 24, 4.2e9),
+    ):  # fmt: skip
+        assert modes[name].tokens_per_s == pytest.approx(speed, rel=0.25)
+        assert modes[name].memory_bytes == pytest.approx(memory, rel=0.25)
+
+
+def test_the_bandwidth_is_one_of_a_computer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quadriga.server.models.weight_modes.MEASURED_BYTES", 2**24)
+    monkeypatch.setattr("quadriga.server.models.weight_modes.MEASURED_S", 0.02)
+    assert 5e8 < memory_bandwidth(2) < 1e13
 
 
 def test_a_missing_tokenizer_has_a_remedy(

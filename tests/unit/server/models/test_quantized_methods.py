@@ -102,6 +102,8 @@ def test_models_check_shows_the_method_and_counts_weights_not_words(
     assert report.is_servable, report.refusal
     assert report.quantization == str(read(FORMATS[name][1]))
     assert report.num_parameters == expected
+    if report.way == "native kernels":
+        assert [mode.name for mode in report.modes] == ["as stored", "bfloat16", "float32"]
 
 
 def test_a_refused_checkpoint_is_named_with_its_directory(tmp_path: Path) -> None:
