@@ -154,7 +154,8 @@ def start(
 
     cores = take_cores(child.config.worker, child.replica)
     part = TPRank(0, child.config.worker.tp)
-    runner = make_runner(child.config, files, part, meeting, clock.begin, child.replica)
+    run_dir = child.endpoints.run_dir
+    runner = make_runner(child.config, files, part, meeting, clock.begin, child.replica, run_dir)
     mover = open_tiers(child.config.worker, files, runner, child.replica, child.endpoints.results)
     clock.begin("warm up")
     runner.warm_up()

@@ -86,7 +86,10 @@ def serve_rank(
     take_cores(child.config.worker, child.replica)
     files = resolve_model(child.config.model)
     part = TPRank(rank, child.config.worker.tp)
-    runner = make_runner(child.config, files, part, meeting, replica=child.replica)
+    runner = make_runner(
+        child.config, files, part, meeting,
+        replica=child.replica, run_dir=child.endpoints.run_dir,
+    )  # fmt: skip
     runner.warm_up()
     grammars = GrammarCompiler(files, child.endpoints.results)
     runner.table.sampling.compiled = grammars.compiled

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quadriga.errors import ConfigError
 from worker_proc.gpu.graphs import (
     Capture,
     DecodeGraphs,
@@ -102,6 +103,8 @@ class TritonEngine(Engine):
             self.name = "flashinfer"
         self._graph_sizes, self._prompt_sizes = graph_sizes, prompt_sizes
         self._capture = capture
+        if capture is not None:
+            self.max_graph_tokens = max((*graph_sizes, *prompt_sizes), default=0)
         self._min_samples = self.max_draft_samples if drafts else 0
         self._decode_graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
@@ -111,6 +114,15 @@ class TritonEngine(Engine):
         self._compile(table)
         if self._capture is None:
             return
+        try:
+            self._capture_all(table, self._capture)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                "the GPU's memory ran out as CUDA graphs were captured: start with a lower"
+                " --mem-fraction-static, or with --disable-cuda-graph"
+            ) from error
+
+    def _capture_all(self, table: SlotTable, capture: Capture) -> None:
         is_context_long = table.context_length > LONG_CONTEXT
         self.has_graphs = True
         self._decode_graphs = DecodeGraphs(
@@ -118,7 +130,7 @@ class TritonEngine(Engine):
             self._graph_sizes,
             lambda size: is_context_long and self._pages.num_splits(size, False) < LONG_SPLITS,
             table.device,
-            self._capture,
+            capture,
             _progress_logger("decode steps"),
         )
         if self._prompt_sizes:
@@ -129,7 +141,7 @@ class TritonEngine(Engine):
                 max(self._graph_sizes[-1], self._min_samples),
                 self._attention.max_queries,
                 table.device,
-                self._capture,
+                capture,
                 _progress_logger("steps with prompts"),
             )
 

@@ -6,10 +6,12 @@ kernels for receipts, and the check that a model can be split over ranks.
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import ONLY_REPLICA, ReplicaPlace, WorkerArgs
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.models.model_impl import (
@@ -33,24 +35,37 @@ from worker_proc.loading.sharding import WHOLE, TPRank
 from worker_proc.models.base import Model
 from worker_proc.models.decoder import build_model
 from worker_proc.speculation.self_draft import draft_bytes, wants_draft
-from worker_proc.startup.devices import choose_device, choose_dtype, free_memory, trim_heap
+from worker_proc.startup.devices import (
+    choose_device,
+    choose_dtype,
+    free_memory,
+    trim_heap,
+    use_gpu,
+)
 from worker_proc.startup.memory_profile import (
+    FirstStart,
     check_weights,
     largest_step,
     num_plan_pages,
     num_pool_pages,
     peak_gpu_bytes,
+    rows_of,
+    wait_for_memory,
 )
 from worker_proc.startup.prefill_tuning import GPU_PREFILL_TOKENS
 from worker_proc.startup.quantization import (
     AS_STORED,
     choose_quantization,
     log_gguf_weights,
+    log_rounding,
     measure_inputs,
+    stored_in_fewer_bits,
 )
-from worker_proc.step.dummy_plans import release_plan
+from worker_proc.step.dummy_plans import pooled_plan, release_plan, spread_plan
 from worker_proc.step.runner import Runner
 from worker_proc.step.slot_table import SlotTable
+
+FP8_TEST_TOKENS = 64
 
 if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup
@@ -85,6 +100,7 @@ def make_runner(
     meeting: Rendezvous | None = None,
     on_phase: Callable[[str], None] = lambda _: None,
     replica: ReplicaPlace = ONLY_REPLICA,
+    run_dir: Path | None = None,
 ) -> Runner:
     """Load the model, or the part of one rank, and size the KV pool.
 
@@ -95,6 +111,7 @@ def make_runner(
         meeting: how the ranks find each other; None for a single rank.
         on_phase: called with the name of each phase at its begin.
         replica: the replica of the rank.
+        run_dir: of the server, where the first start leaves its sizes for those after it.
 
     Raises:
         ConfigError: a device, dtype or size that cannot work.
@@ -115,10 +132,15 @@ def make_runner(
     has_draft = wants_draft(config, device, native_kernels)
     config = config.replace(quantization=choose_quantization(config, files, dtype, device))
     args = config.worker
+    log_rounding(config, files, dtype)
+    record = None if run_dir is None else FirstStart.path(run_dir, part.rank)
+    first = FirstStart.read(record)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # kernels and streams belong to the current device
-        # cuBLAS may else add up the parts of a split product in bfloat16.
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        use_gpu(device)
+        if first is not None:
+            on_phase("wait for memory")
+            wait_for_memory(device, first.used_bytes)
+    free_before = free_memory(device)
     on_phase("load weights")
     ranks = None if meeting is None else _join(part, meeting, device)
     model = _load(config, files, impl, dtype, device, part, ranks, has_draft, on_phase)
@@ -143,28 +165,61 @@ def make_runner(
     on_phase("make the KV pool")
     kv_dtype, max_tokens = kv_cache_dtype(args, dtype), num_slots * context_length
     num_pages = num_pool_pages(
-        args, model.attention_shape, kv_dtype, device, max_tokens, step_bytes, replica.num_replicas
-    )
+        args, model.attention_shape, kv_dtype, device, max_tokens, step_bytes,
+        replica.num_replicas, first,
+    )  # fmt: skip
     if ranks is not None:
         num_pages = ranks.all_reduce_min(num_pages)
     runner = with_pages(num_pages)
+    if record is not None and first is None:
+        FirstStart(free_before - free_memory(device), num_pages).write(record)
+    if kv_dtype == torch.float8_e4m3fn:
+        check_fp8_pages(runner, files.vocab_size)
     trim_heap()
     return runner
+
+
+def check_fp8_pages(runner: Runner, vocab_size: int) -> None:
+    """Raise ConfigError if keys or values of a test prompt are too large for e4m3 without scales.
+
+    They became the largest number, or NaN.
+    """
+    table = runner.table
+    num_tokens = min(FP8_TEST_TOKENS, table.num_pages * table.page_size, table.context_length - 1)
+    runner.run(spread_plan(num_tokens, table.page_size, vocab_size))
+    runner.run(release_plan())
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    num_pages = -(-num_tokens // table.page_size)
+    parts = (part[:num_pages].float().abs() for part in runner.engine.kv_parts())
+    if any(not bool((part < largest).all()) for part in parts):
+        raise ConfigError(
+            "kv_cache_dtype fp8 has no scales, and keys or values of this model exceed its largest"
+            f" number, {largest:g}: leave it out"
+        )
 
 
 def _measure_step(
     config: ServerConfig, context_length: int, with_pages: Callable[[int], Runner]
 ) -> int:
-    """Return the bytes of GPU memory that the largest step needs, run on a small pool.
+    """Return the bytes of GPU memory that steps need, run on a small pool.
 
-    It runs twice, as the first run compiles.
+    The largest step runs twice, as the first run compiles. Graphs have memory of their own, as much
+    as the largest step that is captured.
     """
     page_size = config.worker.page_size
     plan = largest_step(config.scheduler, GPU_PREFILL_TOKENS, context_length, page_size)
     runner = with_pages(num_plan_pages(plan))
+    if runner.only_pooling is not None:
+        plan = pooled_plan(plan, runner.only_pooling)
+    release = release_plan(len(plan.new))
     runner.run(plan)
-    runner.run(release_plan(len(plan.new)))
-    return peak_gpu_bytes(lambda: runner.run(plan), runner.table.device)
+    runner.run(release)
+    num_bytes = peak_gpu_bytes(lambda: runner.run(plan), runner.table.device)
+    if num_tokens := runner.engine.max_graph_tokens:
+        runner.run(release)
+        captured = rows_of(num_tokens, config.scheduler, context_length, page_size)
+        num_bytes += peak_gpu_bytes(lambda: runner.run(captured), runner.table.device)
+    return num_bytes
 
 
 def _join(part: TPRank, meeting: Rendezvous, device: torch.device) -> "TPGroup":
@@ -193,7 +248,8 @@ def _load(
             if is_native
             else build_empty(files, dtype)
         )
-        check_weights(empty, dtype, free_memory(device), device)
+        stored = stored_in_fewer_bits(files)
+        check_weights(empty, dtype, free_memory(device), device, stored)
     if not is_native:
         return load_transformers_model(files, dtype, device, part, ranks)
     model = load_model(files, dtype, device, args.quantization in AS_STORED, part)

@@ -74,6 +74,12 @@ def quantized_types(files: ModelFiles) -> str:
     return ", ".join(sorted(types - set(FLOAT_TYPES)))
 
 
+def stored_in_fewer_bits(files: ModelFiles) -> str:
+    """Return how the files keep quantized weights; "" if they do not."""
+    quantization = read_quantization(files.config)
+    return quantized_types(files) if quantization is None else str(quantization)
+
+
 def _why_dense(config: ServerConfig, files: ModelFiles, device: torch.device) -> str:
     """Return why the blocks of a GGUF cannot stay as stored; "" if they can."""
     args = config.worker
@@ -116,6 +122,16 @@ def _of_checkpoint(
         method, _name(dtype), dtype.itemsize * 8, reason,
     )  # fmt: skip
     return "none"
+
+
+def log_rounding(config: ServerConfig, files: ModelFiles, dtype: torch.dtype) -> None:
+    """Log that the weights of a float16 checkpoint lose bits, where no flag asked for that."""
+    stored = files.config.get("dtype") or files.config.get("torch_dtype")
+    if stored == "float16" and dtype == torch.bfloat16 and config.worker.dtype == "auto":
+        logging.info(
+            "weights: float16 in the files, rounded to bfloat16, which has 3 bits less"
+            " (--dtype float32 keeps them, and on a GPU --dtype float16)"
+        )
 
 
 def log_gguf_weights(

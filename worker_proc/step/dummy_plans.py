@@ -1,6 +1,8 @@
-"""Plans with token 0 everywhere, by which a worker warms up and measures itself."""
+"""Plans by which a worker warms up, measures and checks itself."""
 
 from collections.abc import Iterable
+
+from msgspec import structs
 
 from quadriga.sampling.pooling import Pooling
 from quadriga.wire.packing import pack_ids
@@ -17,7 +19,7 @@ def prefill_plan(
     top_p: float = 1.0,
     pooling: Pooling | None = None,
 ) -> StepPlan:
-    """Return a plan that admits prompts of `num_tokens` tokens to slots 0 to `num_rows` - 1.
+    """Return a plan that admits prompts of `num_tokens` tokens 0 to slots 0 to `num_rows` - 1.
 
     Their pages are numbered from 0 on, and they are computed as a whole. With a `pooling` they give
     vectors, which a model without a head has to.
@@ -39,6 +41,19 @@ def prefill_plan(
         for slot in range(num_rows)
     ]
     return _plan(EXTEND, num_rows, num_tokens, new=new)
+
+
+def spread_plan(num_tokens: int, page_size: int, vocab_size: int) -> StepPlan:
+    """Return a plan that admits a prompt of tokens from all over the vocabulary to slot 0."""
+    plan = prefill_plan(num_tokens, page_size)
+    token_ids = pack_ids(i * vocab_size // num_tokens for i in range(num_tokens))
+    return structs.replace(plan, new=[structs.replace(plan.new[0], token_ids=token_ids)])
+
+
+def pooled_plan(plan: StepPlan, pooling: Pooling) -> StepPlan:
+    """Return a plan whose new slots give vectors, and sample nothing."""
+    new = [structs.replace(slot, pooling=pooling, rules=None) for slot in plan.new]
+    return structs.replace(plan, new=new)
 
 
 def decode_plan(new_pages: Iterable[int]) -> StepPlan:

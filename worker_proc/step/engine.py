@@ -136,6 +136,7 @@ class Engine(ABC):
         last_replay: launches the last step again, as it was, for measurements; None if it was not
             a graph.
         has_graphs: decode steps are CUDA graphs.
+        max_graph_tokens: tokens of the largest step that will be captured as a graph.
         supports_jump_forward: a row with a few more tokens hardly makes a step longer, so that the
             tokens that a grammar forces are computed together with the sampled one.
         supports_drafts: rows of several tokens can sample after each of them.
@@ -152,6 +153,7 @@ class Engine(ABC):
     stores_tokens = False
     last_replay: Callable[[], None] | None = None
     has_graphs = False
+    max_graph_tokens = 0
     supports_jump_forward = True
     supports_drafts = True
     has_equal_bits = False

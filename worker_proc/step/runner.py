@@ -4,14 +4,16 @@ The runner has an engine, the slots that it computes for, and a `Drafter`, whose
 here, if tokens are drafted.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
 
+from quadriga.errors import ServerFailed
 from quadriga.sampling.pooling import MEAN, Pooling
 from quadriga.wire.worker import FailedRow, StepPlan, StepResult
-from worker_proc.step.clock import step_clock
+from worker_proc.step.clock import RunningStep, step_clock
 from worker_proc.step.dummy_plans import decode_plan, prefill_plan, release_plan
 from worker_proc.step.engine import Engine
 from worker_proc.step.outputs import EngineOutput, PendingStep
@@ -38,6 +40,13 @@ class Drafter(ABC):
 
 
 NO_ROWS = PendingStep(lambda: EngineOutput(b""))
+
+
+def _out_of_memory(error: torch.OutOfMemoryError) -> ServerFailed:
+    return ServerFailed(
+        "the GPU's memory does not suffice for a step: start with a lower --mem-fraction-static,"
+        f" or smaller steps (--prefill-max-tokens, --max-running-requests); torch says: {error}"
+    )
 
 
 class Runner:
@@ -88,11 +97,12 @@ class Runner:
 
         Raises:
             ValueError: the plan contradicts the slots.
+            ServerFailed: the memory of a GPU does not suffice for the step.
         """
         clock = self._start_clock()
         self._apply(plan)
         refused = self._refused_rows(plan)
-        pending = self.engine.execute(plan, self.table, clock) if plan.slots else NO_ROWS
+        pending = self._execute(plan, clock) if plan.slots else NO_ROWS
         times = clock.stop()
 
         def finish() -> StepResult:
@@ -117,6 +127,23 @@ class Runner:
             result = finish()
             return lambda: result
         return finish
+
+    def _execute(self, plan: StepPlan, clock: RunningStep) -> PendingStep:
+        """Compute the rows of a plan, a second time if the memory of a GPU ran out.
+
+        The first time has then freed what it allocated, of which new and whole blocks are made.
+        """
+        try:
+            return self.engine.execute(plan, self.table, clock)
+        except torch.OutOfMemoryError as error:
+            if self.engine.ranks is not None:  # the others would wait for this one
+                raise _out_of_memory(error) from error
+        torch.cuda.empty_cache()
+        logging.warning("the GPU's memory ran out in a step, which is computed again")
+        try:
+            return self.engine.execute(plan, self.table, clock)
+        except torch.OutOfMemoryError as error:
+            raise _out_of_memory(error) from error
 
     def _apply(self, plan: StepPlan) -> None:
         """Apply a plan to the slots, and draft the next tokens of its rows."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import WorkerArgs
@@ -137,6 +138,20 @@ def test_deterministic_logits_depend_neither_on_the_batch_nor_on_chunks(tmp_path
 def test_fp8_is_refused_for_models_whose_keys_have_biases(gpt2_dir: Path) -> None:
     with pytest.raises(ConfigError, match="kv_cache_dtype fp8 has no scales"):
         runner_of(gpt2_dir, **TRITON, kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize("part", ["k_proj", "v_proj"])
+def test_fp8_is_refused_for_models_whose_keys_or_values_are_too_large(
+    part: str, tmp_path: Path
+) -> None:
+    file = tiny_llama(tmp_path, num_hidden_layers=1) / "model.safetensors"
+    weights = load_file(file)
+    for name, weight in weights.items():
+        if part in name:
+            weight *= 1e5
+    save_file(weights, file)
+    with pytest.raises(ConfigError, match="keys or values of this model exceed its largest number"):
+        runner_of(tmp_path, **TRITON, kv_cache_dtype="fp8")
 
 
 def test_a_head_is_padded_to_aligned_rows_of_logits_and_kept_once() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from quadriga.errors import ConfigError
 from tests.tiny_experts import tiny_mixtral
 from tests.tiny_models import tiny_gpt2
 from tests.unit.gpu.graphs import (
@@ -20,6 +21,7 @@ from tests.unit.gpu.graphs import (
 )
 from tests.unit.worker_driver import Driver, prompts_of
 from worker_proc.gpu.graphs import (
+    Captured,
     DecodeGraphs,
     DecodeInputs,
     GraphOutput,
@@ -124,3 +126,16 @@ def test_a_token_of_a_prompt_is_not_taken_for_a_row_that_decodes(tmp_path: Path)
         driver.generate(requests, 2, chunk=1)
         outputs.append([request.output for request in requests])
     assert outputs[0] == outputs[1]
+
+
+def test_memory_that_runs_out_in_a_capture_is_said_with_the_remedy(tmp_path: Path) -> None:
+    def full(run: Callable[[], GraphOutput]) -> Captured:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(ConfigError, match="as CUDA graphs were captured: start with a lower"):
+        runner_with(small_llama(tmp_path), full)
+
+
+def test_an_engine_says_how_large_its_graphs_will_be(tmp_path: Path) -> None:
+    assert runner_with(small_llama(tmp_path), None).engine.max_graph_tokens == 0
+    assert runner_with(tmp_path, capture()).engine.max_graph_tokens == 8

@@ -1,6 +1,7 @@
 """Checkpoints are loaded completely, and errors name the tensor or the setting."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from quadriga.errors import ConfigError, ModelError
 from quadriga.server.config.engine_args import ModelArgs, WorkerArgs
+from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.models.resolve import ModelFiles, resolve_model
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.worker import NewSlot
@@ -41,6 +43,7 @@ from worker_proc.models.attention import AttentionShape
 from worker_proc.models.layers import Attention
 from worker_proc.startup.devices import choose_device, choose_dtype, take_cores
 from worker_proc.startup.memory_profile import num_pool_pages
+from worker_proc.startup.quantization import log_rounding
 from worker_proc.step.runner import Runner
 from worker_proc.step.slot_table import SlotTable
 
@@ -248,13 +251,18 @@ def test_bfloat16_is_the_default_where_the_kernels_compute() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)]
+    ("stored", "asked", "says"),
+    [("float16", "auto", 1), ("float16", "bfloat16", 0), ("bfloat16", "auto", 0)],
 )
-def test_the_default_on_a_gpu_is_what_its_tensor_cores_multiply(
-    capability: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def test_a_float16_model_that_is_rounded_is_said(
+    stored: str, asked: str, says: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert choose_dtype("auto", torch.device("cuda")) == dtype
+    tiny_llama(tmp_path)
+    change_config(tmp_path, dtype=stored)
+    files = resolve_model(ModelArgs(model=str(tmp_path)))
+    with caplog.at_level(logging.INFO):
+        log_rounding(ServerConfig().replace(dtype=asked), files, torch.bfloat16)
+    assert caplog.text.count("float16 in the files, rounded to bfloat16") == says
 
 
 def test_the_thread_flag_wins_over_the_number_of_cores() -> None:

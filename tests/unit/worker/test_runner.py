@@ -4,13 +4,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
+from quadriga.errors import ServerFailed
 from quadriga.wire.packing import pack_ids, unpack_ids
 from quadriga.wire.worker import NewSlot
 from tests.references import greedy_of
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
 from tests.unit.worker_driver import Driver, failures_of_unknown_ids, plan_of, prompts_of, runner_of
 from worker_proc.engines import torch_engine
+from worker_proc.step.inputs import StepInputs
 from worker_proc.step.runner import Runner
 
 COUNT = 12
@@ -238,6 +242,29 @@ def test_a_result_carries_step_and_times(llama: Case) -> None:
     result = driver.runner.run(driver.plan([(request, 5)]))
     assert result.step == 0
     assert 0 < result.began <= result.ended
+
+
+def test_a_step_whose_memory_runs_out_is_computed_again_once(
+    llama: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = runner_of(llama.directory, attention_backend="torch")
+    forward, failures = runner.engine.forward, [1]
+
+    def short_of_memory(inputs: StepInputs) -> Tensor:
+        if failures[0]:
+            failures[0] -= 1
+            forward(inputs)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(inputs)
+
+    monkeypatch.setattr(runner.engine, "forward", short_of_memory)
+    driver = Driver(runner)
+    request = driver.add(llama.prompts[3])
+    driver.generate([request], COUNT)
+    assert request.output == llama.expected[3] and caplog.text.count("computed again") == 1
+    failures[0] = 2
+    with pytest.raises(ServerFailed, match="start with a lower --mem-fraction-static"):
+        driver.step((request, 1))
 
 
 def test_plans_that_contradict_the_slots_are_refused(llama: Case) -> None:
