@@ -190,9 +190,9 @@ def test_an_error_of_a_start_is_raised_with_the_servers_sentence(
     for name in llama_dir.iterdir():
         (tmp_path / name.name).symlink_to(name)
     (tmp_path / "config.json").unlink()
-    config |= {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
+    config |= {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="BertForMaskedLM"):
+    with pytest.raises(ModelError, match="T5ForConditionalGeneration"):
         LLM(tmp_path, **FLAGS)
 
 
