@@ -8,6 +8,7 @@ keys`.
 import hashlib
 import hmac
 import logging
+import os
 import re
 import secrets
 import stat
@@ -146,6 +147,12 @@ def read_text(path: Path) -> str:
     """Return the text of a key file. Raise ConfigError if it cannot be read."""
     try:
         return disk.read_text(path)
+    except PermissionError as error:
+        raise ConfigError(
+            f"--keys {path} cannot be read by this process's user, number {os.geteuid()}:"
+            f" {error.strerror}; chown the file to that user, and run `quadriga keys` as it"
+            " (runuser -u USER -- quadriga keys …)"
+        ) from None
     except OSError as error:
         raise ConfigError(f"--keys {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from quadriga import disk
 from quadriga.errors import ConfigError
 from quadriga.server import tenants
 from quadriga.server.cli.main import main
@@ -114,6 +115,17 @@ def test_a_changed_file_is_read_again_and_an_error_keeps_the_old_tenants(
             f"--keys {path} cannot be read: No such file or directory",
         )
     ]
+
+
+def test_a_file_of_another_user_is_refused_with_the_way_to_write_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(_: Path) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(disk, "read_text", denied)
+    with pytest.raises(ConfigError, match=r"cannot be read by this process's user.*runuser -u"):
+        read_tenants(tmp_path / "keys.yaml")
 
 
 @pytest.mark.parametrize("text", ["", "\n", FULL[:60], FULL[:-6], "\x00"])
