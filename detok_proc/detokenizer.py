@@ -1,7 +1,7 @@
 """The core of the detokenizer process, without sockets: steps of token ids in, chunks out."""
 
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -38,7 +38,7 @@ class Deliveries(NamedTuple):
         by_client: chunks by the client's address.
         stop_found: numbers of the requests that the scheduler should end; each is named once.
         replays: chunks that start a text from its first token on; they are sent first.
-        ended: numbers of the requests whose end is among the chunks, as often as it was due.
+        ended: placements of the choices whose end is among the chunks, by their numbers.
         lost: ends that no client gets: the requests were aborted because their clients were lost.
         placements: of the choices that end, as in Submit, by client, id and index.
     """
@@ -46,14 +46,14 @@ class Deliveries(NamedTuple):
     by_client: ChunksByClient
     stop_found: list[int]
     replays: ChunksByClient
-    ended: list[int]
+    ended: dict[int, int]
     lost: ChunksByClient
     placements: dict[tuple[bytes, str, int], int]
 
     @classmethod
     def empty(cls) -> "Deliveries":
         """Return deliveries of nothing."""
-        return cls({}, [], {}, [], {}, {})
+        return cls({}, [], {}, {}, {}, {})
 
 
 class Detokenizer:
@@ -84,8 +84,6 @@ class Detokenizer:
         self._slice_s = slice_s
         self._streams: dict[int, TextStream] = {}
         self._budgets: WeakValueDictionary[tuple[bytes, str], RequestBudget] = WeakValueDictionary()
-        # Ends that were not sent before they were replayed: their replays stand for them.
-        self._superseded: Counter[int] = Counter()
         # The streams with work, by request: the first one is next.
         self._backlog: OrderedDict[tuple[bytes, str], dict[int, TextStream]] = OrderedDict()
 
@@ -147,31 +145,19 @@ class Detokenizer:
         """Drop every text, which a new scheduler does not know."""
         self._streams.clear()
         self._backlog.clear()
-        self._superseded.clear()
 
     def forget(self, seqs: Iterable[int]) -> None:
-        """Drop the texts of these requests, which go on elsewhere."""
+        """Drop the texts of these requests: they go on elsewhere, or their replays follow."""
         for seq in seqs:
             stream = self._streams.pop(seq, None)
             if stream is not None:
                 self._delist(stream)
-
-    def hold(self, seqs: Iterable[int]) -> None:
-        """Send nothing more of these requests before their replays, which follow."""
-        for seq in seqs:
-            stream = self._streams.get(seq)
-            if stream is not None and stream.closing is not None:
-                self._superseded[seq] += 1
-        self.forget(seqs)
 
     def _open(self, opening: StreamStart) -> TextStream:
         budget = None
         if opening.stop_regexes:
             name = (opening.client, opening.request_id)
             budget = self._budgets.setdefault(name, RequestBudget())
-        earlier = self._streams.get(opening.seq)
-        if earlier is not None and earlier.closing is not None:
-            self._superseded[opening.seq] += 1
         self.forget([opening.seq])
         stream = self._streams[opening.seq] = TextStream(opening, self._decoders, budget)
         return stream
@@ -284,8 +270,7 @@ class Detokenizer:
         if closing.error is not None and closing.error.code == CLIENT_LOST:
             by_client = deliveries.lost
         by_client.setdefault(closing.client, []).append(chunk)
-        num_superseded = self._superseded.pop(closing.seq, 0)
-        deliveries.ended.extend([closing.seq] * (1 + num_superseded))
+        deliveries.ended[closing.seq] = closing.placement
         name = (closing.client, closing.request_id, closing.index)
         deliveries.placements[name] = closing.placement
 

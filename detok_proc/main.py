@@ -159,7 +159,7 @@ class DetokenizerLoop:
         self._delivery = delivery
         self._scheduler = scheduler
         self._traces: dict[TraceKey, RequestTrace] = {}
-        self._held: deque[HandedBack | Withdrawn] = deque()
+        self._held: deque[HandedBack] = deque()
         self.begin_session()
 
     @property
@@ -185,12 +185,15 @@ class DetokenizerLoop:
             case StepOutput():
                 if message.session == self._session:
                     self._handle_step(message)
-            case HandedBack() | Withdrawn():
+            case HandedBack():
                 self._detokenizer.forget(message.seqs)
                 self._held.append(message)
                 self._pass_on_held()
+            case Withdrawn():
+                self._detokenizer.forget(message.seqs)
+                self._delivery.send_frames(*_passed_on(message))
             case ForgetStreams():
-                self._detokenizer.hold(message.seqs)
+                self._detokenizer.forget(message.seqs)
             case InfoReply() | ProgressReply() | LiveFrame() | Drained() | KnownRequests():
                 self._delivery.send_frames(*_passed_on(message))
 
@@ -236,7 +239,7 @@ class DetokenizerLoop:
             delivered = Delivered(
                 ended=[chunk.request_id for chunk in ended],
                 waiting=waiting,
-                settled=deliveries.ended if number == len(sent) else [],
+                settled=deliveries.ended if number == len(sent) else {},
                 generated=[chunk.end.usage.completion_tokens for chunk in ended if chunk.end],
                 wait_s=wait_s,
                 traces=close_traces(self._traces, client, chunks) if self._traces else [],

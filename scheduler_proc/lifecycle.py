@@ -130,7 +130,8 @@ class RequestLifecycle:
             self.tracer.on_restored(request, choice.last_token_at)
             if request.finished:
                 self.outbox.finish(request)
-                self.outbox.acknowledge([request.seq] if choice.acknowledged else [])
+                if choice.acknowledged:
+                    self.outbox.acknowledge({request.seq: request.placement})
         self._journal.compact()
 
     @property
@@ -144,10 +145,13 @@ class RequestLifecycle:
 
     def submit(self, message: to_scheduler.Submit) -> None:
         """Accept a request, or its choices that are not known. A refused one ends at once."""
-        self._withdraw_superseded(message)
+        self.withdraw(self._superseded(message))
         missing = self._missing(message)
         if not missing:
             return
+        # An end that no client gets again is not replayed beside the choice that begins again: the
+        # frontend and the client find what is of a choice by its name and index.
+        self._withdraw([], self.outbox.ended_of(message, missing))
         num_waiting, num_open = self.num_waiting, self.table.num_ids_of(message.client)
         if len(missing) < message.params.n:
             message = message.of_choices(missing)
@@ -199,15 +203,13 @@ class RequestLifecycle:
         """Return the open choices of a request."""
         return self.table.of_client(message.client, message.request_id)
 
-    def _withdraw_superseded(self, message: to_scheduler.Submit) -> None:
-        """Drop the choices of an earlier stay here that a later one brings again, open or ended.
-
-        The frontend takes no result of the earlier stay, and finds the results of a choice in a
-        message by its name and index: those of both stays must not be in one.
-        """
-        indexes, since = message.indexes, message.since
-        live = [r for r in self._live(message) if r.index in indexes and r.placement < since]
-        self._withdraw(live, self.outbox.superseded(message))
+    def _superseded(self, message: to_scheduler.Submit) -> list[Request]:
+        """Return the open choices of an earlier stay here that a later one brings again."""
+        return [
+            request
+            for request in self._live(message)
+            if request.index in message.indexes and request.placement < message.since
+        ]
 
     def _enqueue(self, request: Request) -> None:
         """Queue a request, at once or when the worker has compiled its grammar."""
@@ -331,7 +333,10 @@ class RequestLifecycle:
             self._detok.send(to_detok.Withdrawn(self._give_up(live, ended)))
 
     def _give_up(self, requests: list[Request], ended: Iterable[int] = ()) -> list[int]:
-        """Drop requests without an end, and ends that are of no use. Return their numbers."""
+        """Drop requests without an end, and ends that are of no use. Return their numbers.
+
+        It is journaled at once: another replica may have them as soon as that is known.
+        """
         self.publish()
         seqs = [*(request.seq for request in requests), *ended]
         self.outbox.forget(seqs)
@@ -343,6 +348,7 @@ class RequestLifecycle:
         self.events.finished += requests
         self.events.acknowledged += seqs
         self.publish(to_detok=False)
+        self._journal.commit()
         return seqs
 
     # --- publish and replay -----------------------------------------------------------------------
@@ -385,7 +391,6 @@ class RequestLifecycle:
         self.tracer.note("detokenizer ready")
         self.publish(to_detok=False)  # the replay has it
         self.outbox.on_detok_restarted(session)
-        self.outbox.expect_once()
         self.report.restate()
         self._reported_drained = False
         self._replay(list(self.table), self.outbox.seqs_to_replay)
@@ -396,9 +401,9 @@ class RequestLifecycle:
         self.publish()
         self.report.frontend = sender
         self.report.restate()
-        seqs = self.outbox.seqs_to_replay
-        self.outbox.expect_once()
-        self._replay([], seqs)
+        # It has dropped what came before it knew this replica, also of its own requests.
+        live = [request for request in self.table if request.placement > sender > 0]
+        self._replay(live, self.outbox.seqs_to_replay)
 
     def name_requests(self) -> None:
         """Send a new frontend the names of the requests that are known here."""
@@ -408,7 +413,7 @@ class RequestLifecycle:
     def acknowledge(self, message: to_scheduler.EndsDelivered) -> None:
         """Take in that clients have the ends of requests, unless these are sent once more."""
         if message.session == self.outbox.session:
-            self.events.acknowledged += self.outbox.acknowledge(message.seqs)
+            self.events.acknowledged += self.outbox.acknowledge(message.placements)
 
     # --- drain ------------------------------------------------------------------------------------
 

@@ -308,7 +308,7 @@ class Replica:
         ends = [replay.closing for replay in message.replayed if replay.closing is not None]
         for closed in (*message.closed, *ends):
             self._on_close(closed, message.time)
-            self.scheduler.lifecycle.outbox.acknowledge([closed.seq])
+            self.scheduler.lifecycle.outbox.acknowledge({closed.seq: closed.placement})
 
     @property
     def load(self) -> PoolState:

@@ -278,8 +278,8 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         ended: ids of the client's requests that end, once per choice that ends.
         waiting: number of requests in the waiting queue, if it is known.
-        settled: the scheduler's numbers of requests of any client whose ends have been delivered
-            with this message or earlier.
+        settled: placements of the choices of any client whose ends have been delivered with this
+            message or earlier, by the scheduler's numbers.
         inspected: the message answers an InfoRequest or a ProgressRequest.
         generated: number of tokens of each choice in `ended`.
         wait_s: as in StepOutput.
@@ -293,7 +293,7 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
 
     ended: list[str] = []
     waiting: int | None = None
-    settled: list[int] = []
+    settled: dict[int, int] = {}
     inspected: bool = False
     generated: list[int] = []
     wait_s: float | None = None

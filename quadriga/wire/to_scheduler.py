@@ -124,15 +124,17 @@ class DetokReady(msgspec.Struct, tag="detok", array_like=True, frozen=True):
 
 
 class EndsDelivered(msgspec.Struct, tag="ended", array_like=True, frozen=True):
-    """The frontend has received the ends of these requests.
+    """The frontend has received the ends of choices.
 
     Attributes:
+        placements: of each end, by the scheduler's numbers. One of an earlier placement does not
+            count: its client has asked for the choice again since, and may have ignored it.
         session: the detokenizer's session in which they were sent, as in DetokReady. What belongs
             to an earlier one does not count: the ends were sent again.
         sender: number of the frontend, as in FrontendRestarted.
     """
 
-    seqs: list[int]
+    placements: dict[int, int]
     session: int = 0
     sender: int = 0
 

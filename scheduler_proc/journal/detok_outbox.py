@@ -6,7 +6,7 @@ longer, for clients that reconnect.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -58,9 +58,9 @@ class DetokOutbox:
         self._unacknowledged: dict[int, Request] = {}
         self._acknowledged: OrderedDict[int, AcknowledgedEnd] = OrderedDict()
         self._acknowledged_bytes = 0
-        # Of each end that the frontend has not acknowledged: how often it is on its way. A client
-        # that sends its request again gets it once more, and may have ignored it before.
-        self._num_sent: dict[int, int] = {}
+        # Numbers of the ends that the frontend has to acknowledge, perhaps once more: a client that
+        # sends its request again gets the end again, and may have ignored it before.
+        self._due: dict[int, None] = {}
         # The choices whose replays are not sent yet, in order.
         self._awaits_replay: dict[int, Request | None] = {}
         # Numbers of the ended choices of a request that are kept, by their indexes.
@@ -88,23 +88,22 @@ class DetokOutbox:
     @property
     def all_acknowledged(self) -> bool:
         """Whether the frontend has every end, and every replay of one."""
-        return not self._num_sent
+        return not self._due
 
     def finish(self, request: Request) -> None:
         """Keep a request that has ended until its end is acknowledged."""
         self._unacknowledged[request.seq] = request
-        self._num_sent[request.seq] = 1
+        self._due[request.seq] = None
         name = (request.client, request.request_id)
         self._ended.setdefault(name, {})[request.index] = request.seq
 
-    def acknowledge(self, seqs: list[int]) -> list[int]:
-        """Take in that the frontend has these ends. Return those that do not come again."""
+    def acknowledge(self, placements: Mapping[int, int]) -> list[int]:
+        """Take in that the frontend has ends, of these placements. Return those that it awaited."""
         acknowledged = []
-        for seq in seqs:
-            num_left = self._num_sent.pop(seq, 1) - 1
-            if num_left > 0:
-                self._num_sent[seq] = num_left
+        for seq, placement in placements.items():
+            if seq not in self._due or self._end(seq).placement != placement:
                 continue
+            del self._due[seq]
             acknowledged.append(seq)
             request = self._unacknowledged.get(seq)
             if request is not None and _is_replayable(request):
@@ -170,17 +169,16 @@ class DetokOutbox:
             if placements:
                 yield EndedRequest(*name, placements)
 
-    def superseded(self, message: Submit) -> list[int]:
-        """Return the numbers of the ended choices that a later stay, or request, brings again."""
-        ended, indexes = self._ended.get((message.client, message.request_id), {}), message.indexes
-        seqs = [seq for index, seq in ended.items() if index in indexes]
-        return [seq for seq in seqs if self._end(seq).placement < message.since]
+    def ended_of(self, message: Submit, indexes: list[int]) -> list[int]:
+        """Return the numbers of these choices of a request, as far as their ends are kept."""
+        ended = self._ended.get((message.client, message.request_id), {})
+        return [ended[index] for index in indexes if index in ended]
 
     def forget(self, seqs: Iterable[int]) -> None:
         """Forget choices that are given up, open or ended: none is replayed or awaited here."""
         for seq in seqs:
             self._awaits_replay.pop(seq, None)
-            self._num_sent.pop(seq, None)
+            self._due.pop(seq, None)
             if (request := self._unacknowledged.pop(seq, None)) is not None:
                 self._forget_ended((request.client, request.request_id), request.index, seq)
             elif (end := self._acknowledged.pop(seq, None)) is not None:
@@ -204,12 +202,8 @@ class DetokOutbox:
     @property
     def seqs_to_replay(self) -> list[int]:
         """Numbers of ended requests that a new detokenizer or frontend has to see again."""
-        others = [seq for seq in self._num_sent if seq not in self._unacknowledged]
+        others = [seq for seq in self._due if seq not in self._unacknowledged]
         return [*self._unacknowledged, *others]
-
-    def expect_once(self) -> None:
-        """Take in that nothing is on its way any more, and that all ends are sent once."""
-        self._num_sent = dict.fromkeys(self._num_sent, 0)
 
     def ask_replays(self, live: Iterable[Request], ended: Iterable[int]) -> list[StreamReplay]:
         """Return the first of the replays that are due; `next_replays` returns the others.
@@ -223,7 +217,7 @@ class DetokOutbox:
         self._awaits_replay.update({request.seq: request for request in live})
         for seq in ended:
             self._awaits_replay[seq] = None
-            self._num_sent[seq] = self._num_sent.get(seq, 0) + 1
+            self._due[seq] = None
         replays = self.next_replays()
         if self._awaits_replay:
             self._detok.send(ForgetStreams(list(self._awaits_replay)))

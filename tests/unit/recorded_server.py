@@ -162,8 +162,8 @@ class Server:
                     stopped.append(seq)
         if stopped:
             self.send(self._now_us + ACKNOWLEDGE_US, ["stop_found", stopped])
-        ended = [closing.seq for closing in message.closed]
-        ended += [replay.closing.seq for replay in message.replayed if replay.closing is not None]
+        replayed = [replay.closing for replay in message.replayed if replay.closing is not None]
+        ended = {closing.seq: closing.placement for closing in (*message.closed, *replayed)}
         if ended:
             self.send(self._now_us + ACKNOWLEDGE_US, ["ended", ended])
 

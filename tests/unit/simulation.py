@@ -298,7 +298,7 @@ class Detok:
         self.replayed: list[StreamReplay] = []
         self.awaiting_replay: set[str] = set()
         self.may_lose_work = False
-        self.ended: list[int] = []
+        self.ended: dict[int, int] = {}
         self.drained: list[Drained] = []
         self.session = 0
         self.stopped = False
@@ -325,7 +325,7 @@ class Detok:
             assert closed.request_id not in self.closed, "a request ended twice"
             self.open.pop(closed.seq, None)
             self.closed[closed.request_id] = closed
-            self.ended.append(closed.seq)
+            self.ended[closed.seq] = closed.placement
 
     def _take_replay(self, replay: StreamReplay) -> None:
         """Check that the stream up to now is a beginning of the replay, and take it over."""
@@ -340,7 +340,7 @@ class Detok:
         if replay.closing is not None:
             self.open.pop(replay.closing.seq)
             self.closed[name] = replay.closing
-            self.ended.append(replay.closing.seq)
+            self.ended[replay.closing.seq] = replay.closing.placement
 
 
 Observe = Callable[[str, msgspec.Struct], object]  # gets the name of a link, and a message on it
@@ -444,7 +444,7 @@ class World:
     def _acknowledge(self) -> None:
         """Acknowledge the ends that the detokenizer has received."""
         if self.detok.ended:
-            ended, self.detok.ended = self.detok.ended, []
+            ended, self.detok.ended = self.detok.ended, {}
             self.schedule([EndsDelivered(ended, self.scheduler.lifecycle.outbox.session)], [])
 
     def kill_detok(self) -> None:

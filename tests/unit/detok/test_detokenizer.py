@@ -167,7 +167,7 @@ def test_a_lost_client_gets_no_end() -> None:
     assert [(c.request_id, end_of(c).usage) for c in deliveries.lost[ALICE]] == [
         ("r1", Usage(7, 1, 3))
     ]
-    assert (deliveries.ended, core.num_open) == ([1], 0)
+    assert (deliveries.ended, core.num_open) == ({1: 0}, 0)
 
 
 def test_each_client_gets_its_own_chunks_in_one_list() -> None:
@@ -334,7 +334,7 @@ def test_a_text_that_has_ended_is_replayed_with_its_end() -> None:
         "stop",
         EOS,
     )
-    assert deliveries.ended == [1]
+    assert deliveries.ended == {1: 0}
     assert core.num_open == 0
 
 
@@ -508,13 +508,15 @@ def test_a_request_that_ends_while_it_is_replayed_ends_once_with_all_of_its_text
 
 def test_an_end_that_a_replay_overtakes_is_acknowledged_with_the_end_of_the_replay() -> None:
     core = in_small_slices()
-    for _ in range(2):
-        replay = long_replay(1, ALICE, 500, ends=True)
+    for placement in (1, 2):
+        replay = long_replay(1, ALICE, 500)
+        end = msgspec.structs.replace(closing(), placement=placement)
+        replay = msgspec.structs.replace(replay, closing=end)
         core.process(StepOutput(5.0, [], [], b"", [], replayed=[replay]))
     ended = []
     while core.has_work:
-        ended += core.work().ended
-    assert ended == [1, 1]
+        ended += core.work().ended.items()
+    assert ended == [(1, 2)]
 
 
 def test_a_replay_of_no_token_that_waits_for_its_turn_is_sent_with_the_first_token() -> None:

@@ -73,8 +73,8 @@ def receive(socket: "zmq.Socket[bytes]") -> tuple[bytes, Any]:
     return receive_with_ends(socket)[:2]
 
 
-def receive_with_ends(socket: "zmq.Socket[bytes]") -> tuple[bytes, Any, list[int]]:
-    """Return the same, and the numbers of the requests whose ends have come by now."""
+def receive_with_ends(socket: "zmq.Socket[bytes]") -> tuple[bytes, Any, dict[int, int]]:
+    """Return the same, and the placements of the ends that have come by now."""
     client, frame, delivered = socket.recv_multipart()
     message = msgspec.msgpack.decode(frame, type=ServerMessage)
     return client, message, msgspec.msgpack.decode(delivered, type=Delivered).settled
@@ -123,13 +123,13 @@ def test_a_request_a_stop_string_an_info_and_the_end(ring: Ring) -> None:
     stop = msgspec.msgpack.decode(neighbours["scheduler"].recv(), type=SchedulerMessage)
     assert stop == StopFound([1])
     _, third, settled = receive_with_ends(delivery)
-    assert settled == [1]
+    assert settled == {1: 0}
     end = third.chunks[0].end
     assert (end.finish_reason, end.matched_stop) == ("stop", "b")
     client, nothing, delivered = delivery.recv_multipart()
     assert (client, nothing) == (b"gone", b"")
     facts = msgspec.msgpack.decode(delivered, type=Delivered)
-    assert (facts.ended, facts.settled, facts.lost) == (["c"], [3], True)
+    assert (facts.ended, facts.settled, facts.lost) == (["c"], {3: 0}, True)
     assert receive(delivery) == (b"me", info)
     assert receive(delivery) == (b"me", progress)
     assert delivery.recv_multipart() == [b"", b"", b""]

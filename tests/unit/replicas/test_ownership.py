@@ -56,12 +56,15 @@ class Pipe:
 
     def __init__(self) -> None:
         self.messages: deque[Any] = deque()
+        self.num_sent = 0
         self.is_open = True
 
     def send(self, message: msgspec.Struct) -> None:
+        self.num_sent += 1
         self.messages.append(encode(message))
 
     def send_frames(self, *frames: bytes) -> None:
+        self.num_sent += 1
         self.messages.append(list(frames))
 
     def renew(self) -> None:
@@ -72,19 +75,28 @@ class Pipe:
 
 
 class MemoryFile:
-    """A journal's file in memory."""
+    """A journal's file in memory. A step's messages may have gone out, and its frame be lost."""
 
     path = "memory"
     size = 0
 
-    def __init__(self) -> None:
+    def __init__(self, messages: Pipe) -> None:
         self.frames: list[bytes] = []
+        self._messages = messages
+        self._num_sent_before = -1
 
     def append(self, payload: bytes) -> None:
         self.frames.append(payload)
+        self._num_sent_before = self._messages.num_sent
+
+    def lose_last_frame(self) -> None:
+        """Lose the last frame, unless a message was sent after it was written."""
+        if len(self.frames) > 1 and self._num_sent_before == self._messages.num_sent:
+            self.frames.pop()
 
     def rewrite(self, payloads: Iterator[bytes]) -> None:
         self.frames = list(payloads)
+        self._num_sent_before = -1  # nothing of it is lost
 
     def recovered(self) -> list[Any]:
         state = JournalState(VOCABULARY)
@@ -98,10 +110,10 @@ class Ring:
 
     def __init__(self, number: int, world: "World") -> None:
         self.number, self.world = number, world
-        self.file = MemoryFile()
         self.to_scheduler: list[Pipe] = []  # one of each frontend, and of the detokenizer
         self.from_detok = Pipe()
         self.to_detok = Pipe()
+        self.file = MemoryFile(self.to_detok)
         self.delivery = Pipe()
         self.dead: set[str] = set()
         self.num_schedulers = 0
@@ -136,7 +148,7 @@ class Ring:
     def start_detok(self) -> None:
         self.from_detok = Pipe()
         self.detok = DetokenizerLoop(
-            Detokenizer(TOKENIZER, 1, lambda: 0.0),
+            Detokenizer(TOKENIZER, 1, lambda: 0.0, slice_s=self.world.slice_s),
             cast("Outbox", self.delivery),
             cast("Outbox", self.from_detok),
         )
@@ -178,8 +190,8 @@ class Ring:
         return True
 
     def kill_scheduler(self, loses_frame: bool) -> None:
-        if loses_frame and len(self.file.frames) > 1:
-            self.file.frames.pop()
+        if loses_frame:
+            self.file.lose_last_frame()
         self.dead.add("scheduler_proc")
         self.worker.plans.clear()
         for pipe in self.to_scheduler:
@@ -242,7 +254,9 @@ class ClientRequest:
 class World:
     """A server of several replicas, its launcher, and a client."""
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, num_replicas: int, slice_s: float = 0.0) -> None:
+        """Initialize. slice_s: of the detokenizers; 0: a delivery has one stream of a backlog."""
+        self.slice_s = slice_s
         self.num_frontends = 0
         self.time = 0.0
         self.requests: dict[str, ClientRequest] = {}
@@ -497,7 +511,7 @@ def play(world: World, events: list[tuple[int, int]], may_rerun: bool = True) ->
 OLDER_PLACEMENT = [
     (18, 20), (12, 426), (19, 163), (22, 444), (13, 611), (29, 476), (12, 825), (18, 780), (28, 563)
 ]  # fmt: skip
-# A replica is lost that had ended a request, before it was sent that the client wants it again.
+# A replica ends a request, and is lost before it gets what the client has sent again.
 LOST_WITH_END = [
     (18, 6892), (11, 4264), (19, 5204), (1, 7848), (15, 3925), (29, 7450), (3, 6431), (2, 6929),
     (2, 8047), (13, 6933), (10, 7569), (4, 7724), (2, 5450), (30, 2148),
@@ -510,8 +524,35 @@ LATE_ACKNOWLEDGEMENT = [
     (28, 1588),
 ]  # fmt: skip
 
+# A client comes back while its request waits. The request starts before the replay has its turn.
+REPLAY_IN_TURNS = [(18, 6697), (27, 1131)]
+# The end of an aborted run of a choice is replayed beside the run that its client has asked for.
+TWO_RUNS = [(29, 2126), (29, 4865), (29, 918), (18, 6282), (27, 8715), (0, 4131)]
+# A request of this frontend is replayed before the replica has answered it, and is passed over.
+EARLY_REPLAY = [
+    (29, 2096), (28, 9731), (16, 3039), (26, 5728), (1, 4590), (28, 9636), (28, 8227), (26, 1166),
+    (2, 8458), (2, 7180),
+]  # fmt: skip
+# A choice is withdrawn and begins again, while the end of another waits for its turn.
+LATE_WITHDRAWAL = [
+    (7, 8861), (19, 9783), (14, 9596), (16, 2651), (15, 507), (8, 7568), (29, 1828), (18, 5411),
+    (1, 3160), (23, 2417), (15, 5680), (2, 47), (13, 2318), (17, 4495), (5, 4658), (11, 4843),
+    (12, 639), (12, 3712), (21, 4406), (22, 6144), (12, 9826), (13, 1216), (29, 579), (19, 2371),
+    (0, 3008), (6, 6039), (28, 6377), (12, 9399),
+]  # fmt: skip
+# A scheduler dies after it has handed its requests back, then the frontend that has moved them.
+LOST_HANDING_BACK = [
+    (17, 8429), (17, 9159), (19, 5338), (25, 1282), (13, 3226), (9, 277), (10, 8167), (25, 1685),
+    (9, 1406), (12, 6571), (15, 5156), (28, 5025), (1, 2299), (1, 6557), (29, 7431),
+]  # fmt: skip
+
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
+@example(REPLAY_IN_TURNS)
+@example(TWO_RUNS)
+@example(EARLY_REPLAY)
+@example(LATE_WITHDRAWAL)
+@example(LOST_HANDING_BACK)
 @example(OLDER_PLACEMENT)
 @example(LOST_WITH_END)
 @example(LATE_ACKNOWLEDGEMENT)

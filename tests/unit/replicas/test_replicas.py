@@ -179,7 +179,7 @@ class World:
         if placement is None:
             placement = self.placement(number, request_id)
         delivered = Delivered(
-            [request_id], 3, [settled], False, [2], lost=lost, indexes=[index],
+            [request_id], 3, {settled: 0}, False, [2], lost=lost, indexes=[index],
             placements=[placement],
         )  # fmt: skip
         payload = encode(Chunks([Chunk(request_id, 0, "t", b"", [], None, index)]))
@@ -214,7 +214,7 @@ def test_a_request_goes_on_at_another_replica_with_the_tokens_that_its_client_ma
     result = world.delivered[-1]
     assert [(end.request_id, end.num_generated) for end in result.ended] == [("a", 2)]
     assert result.num_waiting == 3
-    assert EndsDelivered([5], 0, SENDER) in world.outboxes[1 - home].take()
+    assert EndsDelivered({5: 0}, 0, SENDER) in world.outboxes[1 - home].take()
     assert world.router.ledger.costs == [0.0, 0.0]
 
 

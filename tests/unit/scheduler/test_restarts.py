@@ -184,7 +184,7 @@ def test_logprobs_of_requests_that_ended_do_not_pile_up(
         if number % 2:
             request.logprobs = [LogprobBlock(b"1234", 20, b"1234" * 20, b"1234" * 20)] * 10
         outbox.finish(request)
-        outbox.acknowledge([request.seq])
+        outbox.acknowledge({request.seq: 0})
     remembered = [n for n in range(100) if outbox.ended_choices(submit(f"r{n}", [5]), True)]
     assert remembered == list(range(remembered[0], 100))
     assert 10 <= len(remembered) < 30

@@ -8,7 +8,7 @@ import pytest
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.logprobs import LogprobBlock, PromptPiece, SampledLogprobs
 from quadriga.wire.packing import pack_floats, pack_ids, unpack_ids
-from quadriga.wire.to_detok import StreamStart
+from quadriga.wire.to_detok import StepOutput, StreamStart
 from quadriga.wire.to_scheduler import CLIENT_LOST, AbortRequest, Submit
 from quadriga.wire.worker import WantedLogprobs
 from scheduler_proc.journal.events import StepEvents, stream_start
@@ -51,7 +51,8 @@ def test_a_lost_client_that_comes_back_gets_all_choices_also_where_one_had_ended
     bench.worker.sent.clear()
     bench.detok.sent.clear()
     bench.submit(n=2, client_retry=True)
-    replays = [replay for output in bench.detok.sent for replay in output.replayed]
+    outputs = [message for message in bench.detok.sent if isinstance(message, StepOutput)]
+    replays = [replay for output in outputs for replay in output.replayed]
     assert [(it.opening.index, unpack_ids(it.token_ids).tolist()) for it in replays] == [
         (0, [50]),
         (1, []),

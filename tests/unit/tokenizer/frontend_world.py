@@ -252,7 +252,7 @@ class FrontendWorld:
         delivered = Delivered(
             list(ended),
             waiting,
-            list(settled),
+            dict.fromkeys(settled, 0),
             generated=list(generated or [0] * len(ended)),
             traces=list(traces),
             lost=lost,

@@ -81,7 +81,7 @@ def test_the_end_of_a_lost_client_does_not_end_a_request_that_it_has_sent_again(
     world.deliver(ended=("a",), settled=(7,), lost=True)
     assert len(world.port.sent) == num_sent
     assert world.frontend.intake.num_open == 1
-    assert world.scheduler.sent[-1] == EndsDelivered([7], 0, SENDER)
+    assert world.scheduler.sent[-1] == EndsDelivered({7: 0}, 0, SENDER)
     world.deliver(ended=("a",))
     assert world.frontend.intake.num_open == 0
 
@@ -112,7 +112,7 @@ def test_another_scheduler_is_sent_what_has_not_ended_and_what_was_aborted() -> 
         world.ask(name, params=SamplingParams(n=1 + (name == "half")))
     world.ask("of another", client=b"d")
     world.deliver(ended=("half", "ended"), settled=(7, 8))
-    assert world.scheduler.sent[-1] == EndsDelivered([7, 8], 0, SENDER)
+    assert world.scheduler.sent[-1] == EndsDelivered({7: 0, 8: 0}, 0, SENDER)
     world.frontend.on_public([b"c", encode(Abort(1, "aborted"))])
     world.frontend.intake.drain()
     before = world.scheduler.sent.copy()
