@@ -11,20 +11,20 @@ of a large product, whichever takes longer, product by product: bench/roofline/r
 and graph over floor.
 """
 
+import argparse
 import gc
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from bench.cli.command import command_parser
+from bench.cli.command import command_parser, run_command
 from bench.report.table import FigureRow, add_json_flag, show
 from bench.roofline.model_work import work_of
 from bench.roofline.roofline_model import Speed, floor
 from bench.worker_steps import Row, WorkerBench
-from quadriga.errors import ConfigError, QuadrigaError
+from quadriga.errors import ConfigError
 from quadriga.server.config import server_config as server_flags
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.models.resolve import ModelFiles, resolve_model
@@ -87,8 +87,8 @@ class FloorSizes:
         )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure what the command line describes."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure what the command line describes, and return the exit code."""
     parser = command_parser("bench.gpu.decode_floor", __doc__)
     for name, values in (("batches", BATCHES), ("contexts", CONTEXTS)):
         shown = " ".join(map(str, values))
@@ -105,26 +105,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_json_flag(parser)
     server_flags.add_flags(parser)
     arguments = parser.parse_args(argv)
-    try:
-        sizes = FloorSizes(tuple(arguments.batches), tuple(arguments.contexts), arguments.steps)
-        report(
-            server_flags.from_namespace(arguments), sizes, arguments.ceiling_width, arguments.json
-        )
-    except QuadrigaError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    return run_command("bench.gpu.decode_floor", lambda: _main(arguments))
 
 
-def report(
-    config: ServerConfig, sizes: FloorSizes, ceiling_width: int, file: Path | None = None
-) -> None:
+def _main(arguments: argparse.Namespace) -> int:
     """Load the model twice, and show a row for each batch and context."""
+    config = server_flags.from_namespace(arguments)
     files = resolve_model(config.model, show_progress=True)
+    sizes = FloorSizes(tuple(arguments.batches), tuple(arguments.contexts), arguments.steps)
     sizes = sizes.cut_to(files.context_length)
     config = sizes.fitted(config)
     graphs = times_of(config, files, sizes)
     eager = times_of(config.replace(disable_cuda_graph=True), files, sizes)
-    device, dtype, speed, rate = describe(config, ceiling_width)
+    device, dtype, speed, rate = describe(config, arguments.ceiling_width)
     work = work_of(files.config, "none", NUMBER_BYTES[dtype])
     rates = Speed(speed, dict.fromkeys(work.products, rate))
     rows: list[FigureRow] = []
@@ -141,7 +134,8 @@ def report(
         })  # fmt: skip
     title = f"{config.model.shown_name} {dtype} on {device}"
     ceilings = f"reads {speed / 1e9:.0f} GB/s, multiplies at {rate / 1e12:.0f} TFLOP/s"
-    show(f"{title}, which {ceilings}", rows, file)
+    show(f"{title}, which {ceilings}", rows, arguments.json)
+    return 0
 
 
 def times_of(
@@ -203,4 +197,4 @@ def describe(config: ServerConfig, ceiling_width: int) -> tuple[str, str, float,
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

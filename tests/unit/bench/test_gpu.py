@@ -19,7 +19,7 @@ def test_the_floor_of_decode_steps_is_printed(
     sizes = ["--batches", "1", "3", "--contexts", "16", "--steps", "3", "--ceiling-width", "256"]
     file = tmp_path / "floor.json"
     flags = ["--model", str(tiny_llama(tmp_path)), "--device", "cpu", "--dtype", "float32"]
-    decode_floor.main([*flags, *sizes, "--json", str(file)])
+    assert decode_floor.main([*flags, *sizes, "--json", str(file)]) == 0
     assert "float32 on cpu" in capsys.readouterr().out
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(row["rows"], row["context"]) for row in rows] == [(1, 16), (3, 16)]
@@ -40,6 +40,5 @@ def test_a_context_too_short_for_the_steps_is_refused_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny_llama(tmp_path, max_position_embeddings=32)
-    with pytest.raises(SystemExit):
-        decode_floor.main(["--model", str(model), "--device", "cpu"])
+    assert decode_floor.main(["--model", str(model), "--device", "cpu"]) == 2
     assert "the model's context is 32 tokens, 50 steps need 58" in capsys.readouterr().err

@@ -25,10 +25,6 @@ def ids(run: int, *requests: TraceRequest, seed: int = 0, vocab_size: int = 1000
     return [job.prompt for job in workload.jobs(run, vocab_size)]
 
 
-def test_run_zero_sends_the_text_as_it_is() -> None:
-    assert texts() == ["Hello"] * 3
-
-
 def test_each_job_has_its_request() -> None:
     requests = [TraceRequest(0.0, (), n) for n in (1, 2)]
     assert [job.request for job in Workload(requests).jobs(0)] == requests
@@ -40,7 +36,8 @@ def test_no_two_runs_share_a_prompt(count: int, runs: int, unique: bool) -> None
     assert len(set.union(*seen)) == sum(len(prompts) for prompts in seen)
 
 
-def test_prompts_of_other_runs_differ_from_the_first_letter_on() -> None:
+def test_run_zero_sends_the_text_and_others_differ_from_the_first_letter_on() -> None:
+    assert texts() == ["Hello"] * 3
     assert texts(1, 2) == ["a Hello"] * 2
     assert texts(2, 2) == ["b Hello"] * 2
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from quadriga.errors import ConfigError, ModelError
-from quadriga.server.config.engine_args import ModelArgs, WorkerArgs
+from quadriga.errors import ModelError
+from quadriga.server.config.engine_args import ModelArgs
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.models.resolve import ModelFiles, resolve_model
 from quadriga.wire.packing import pack_ids
@@ -39,16 +40,12 @@ from tests.unit.gguf_checkpoint import gguf_of
 from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of, runner_of
 from worker_proc.loading.loader import load_model
 from worker_proc.loading.sharding import TPRank
-from worker_proc.models.attention import AttentionShape
 from worker_proc.models.layers import Attention
-from worker_proc.startup.devices import choose_device, choose_dtype, take_cores
-from worker_proc.startup.memory_profile import num_pool_pages
 from worker_proc.startup.quantization import log_rounding
 from worker_proc.step.runner import Runner
 from worker_proc.step.slot_table import SlotTable
 
 CPU = torch.device("cpu")
-SHAPE = AttentionShape(layers=2, heads=4, kv_heads=2, head_dim=8)
 
 
 def generated(runner: Runner) -> list[list[int]]:
@@ -63,31 +60,23 @@ def change_config(directory: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def change_tensors(directory: Path, **changes: Any) -> None:
-    """Rewrite a checkpoint with changed tensors; None removes one."""
-    path = directory / "model.safetensors"
-    tensors = {**load_file(path), **changes}
-    save_file({name: t for name, t in tensors.items() if t is not None}, path)
-
-
-def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
-    tiny_llama(tmp_path)
-    change_tensors(tmp_path, **{"model.layers.1.self_attn.k_proj.weight": None})
-    with pytest.raises(ModelError, match=r"lacks 1 tensors: model\.layers\.1\.self_attn\.k_proj"):
-        load_on_cpu(tmp_path)
-
-
-def test_an_unexpected_tensor_is_named(tmp_path: Path) -> None:
-    tiny_llama(tmp_path)
-    change_tensors(tmp_path, **{"model.layers.0.self_attn.q_norm.weight": torch.ones(16)})
-    with pytest.raises(ModelError, match=r"unexpected 1 tensors: model\.layers\.0\.self_attn\.q_n"):
-        load_on_cpu(tmp_path)
-
-
-def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
-    tiny_gpt2(tmp_path)
-    change_tensors(tmp_path, **{"transformer.ln_f.bias": torch.ones(47)})
-    with pytest.raises(ModelError, match=r"ln_f\.bias is \[47\].*\[48\]"):
+@pytest.mark.parametrize(
+    ("build", "name", "tensor", "message"),
+    [
+        (tiny_llama, "model.layers.1.self_attn.k_proj.weight", None, "lacks 1 tensors: {}"),
+        (tiny_llama, "model.layers.0.self_attn.q_norm.weight", torch.ones(16),
+         "unexpected 1 tensors: {}"),
+        (tiny_gpt2, "transformer.ln_f.bias", torch.ones(47), r"{} is \[47\].*\[48\]"),
+    ],
+)  # fmt: skip
+def test_a_tensor_that_is_missing_unexpected_or_of_another_shape_is_named(
+    build: Callable[[Path], Path], name: str, tensor: torch.Tensor | None, message: str,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    file = build(tmp_path) / "model.safetensors"
+    tensors = {**load_file(file), name: tensor}
+    save_file({name: t for name, t in tensors.items() if t is not None}, file)
+    with pytest.raises(ModelError, match=message.format(re.escape(name))):
         load_on_cpu(tmp_path)
 
 
@@ -120,16 +109,13 @@ def test_a_lost_shard_is_named(tmp_path: Path) -> None:
         load_model(files, torch.float32, CPU)
 
 
-def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    tiny_llama(tmp_path)
-    change_config(tmp_path, model_type="mamba", architectures=["MambaForCausalLM"])
-    with pytest.raises(ModelError, match=r"mamba, MambaForCausalLM.*supported: .*gemma3"):
-        load_on_cpu(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (
+            {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
+            "mamba, MambaForCausalLM.*supported: .*gemma3",
+        ),
         ({"hidden_act": "mish"}, "hidden_act = 'mish'; supported: silu, swish"),
         ({"rope_parameters": {"rope_type": "su"}}, "rope_type = 'su'; supported: default, linear"),
         ({"rope_parameters": {"rope_type": "linear"}}, "no 'factor'"),
@@ -228,28 +214,6 @@ def test_a_model_of_which_a_layer_sees_all_has_no_window(tmp_path: Path) -> None
     assert (windows, model.window) == ([None, 64, 64], 0)
 
 
-def test_float16_on_a_cpu_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"float16.*use --dtype bfloat16 or float32"):
-        choose_dtype("float16", CPU)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_a_device_that_is_not_there_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"cuda.*start with --device cpu"):
-        choose_device("cuda")
-
-
-def test_an_unknown_device_is_refused() -> None:
-    for name in ("gpu", "meta"):
-        with pytest.raises(ConfigError, match="must be auto, cpu, cuda"):
-            choose_device(name)
-
-
-def test_bfloat16_is_the_default_where_the_kernels_compute() -> None:
-    assert choose_dtype("auto", CPU, native=True) == torch.bfloat16
-    assert choose_dtype("float32", CPU, native=True) == torch.float32
-
-
 @pytest.mark.parametrize(
     ("stored", "asked", "says"),
     [("float16", "auto", 1), ("float16", "bfloat16", 0), ("bfloat16", "auto", 0)],
@@ -263,30 +227,6 @@ def test_a_float16_model_that_is_rounded_is_said(
     with caplog.at_level(logging.INFO):
         log_rounding(ServerConfig().replace(dtype=asked), files, torch.bfloat16)
     assert caplog.text.count("float16 in the files, rounded to bfloat16") == says
-
-
-def test_the_thread_flag_wins_over_the_number_of_cores() -> None:
-    before = torch.get_num_threads()
-    try:
-        args = WorkerArgs(worker_threads=1)
-        assert take_cores(args).threads == torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_the_pool_holds_whole_pages_of_the_tokens_asked_for() -> None:
-    args = WorkerArgs(page_size=16, max_total_tokens=100)
-    assert num_pool_pages(args, SHAPE, torch.float32, CPU, max_tokens=10**6) == 6
-
-
-def test_the_pool_is_never_larger_than_all_slots_can_fill() -> None:
-    assert num_pool_pages(WorkerArgs(page_size=16), SHAPE, torch.float32, CPU, 1000) == 63
-
-
-def test_a_pool_without_room_for_a_page_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker_proc.startup.memory_profile.free_memory", lambda device: 10_000)
-    with pytest.raises(ConfigError, match="does not hold one page"):
-        num_pool_pages(WorkerArgs(), SHAPE, torch.float32, CPU, max_tokens=1000)
 
 
 @pytest.mark.parametrize(

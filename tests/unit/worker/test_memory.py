@@ -53,6 +53,12 @@ def test_a_long_step_is_cut_at_the_context() -> None:
     assert len(plan.new[0].token_ids) == 4 * 63
 
 
+def test_the_pool_has_whole_pages_of_the_tokens_asked_for_and_no_more_than_slots_can_fill() -> None:
+    args = WorkerArgs(page_size=16, max_total_tokens=100)
+    assert num_pool_pages(args, SHAPE, torch.float32, CPU, max_tokens=10**6) == 6
+    assert num_pool_pages(WorkerArgs(page_size=16), SHAPE, torch.float32, CPU, 1000) == 63
+
+
 def test_memory_that_steps_need_is_not_given_to_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_profile, "free_memory", lambda _: 100 * 2**20)
     args = WorkerArgs(page_size=4096, mem_fraction_static=0.5)

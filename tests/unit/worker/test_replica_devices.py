@@ -13,7 +13,13 @@ from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import ReplicaPlace, WorkerArgs
 from tests.unit.worker_driver import CPU, SHAPE
 from worker_proc.startup import devices
-from worker_proc.startup.devices import check_devices, choose_device, choose_dtype, use_gpu
+from worker_proc.startup.devices import (
+    check_devices,
+    choose_device,
+    choose_dtype,
+    take_cores,
+    use_gpu,
+)
 from worker_proc.startup.memory_profile import num_pool_pages
 
 GPU = torch.device("cuda", 0)
@@ -71,6 +77,36 @@ def test_ranks_on_further_machines_count_the_gpus_of_their_own(
     assert place.ranks_per_machine(4) == 2
     has_gpus(monkeypatch, 2)
     assert [choose_device("cuda", rank % 2, 2, place).index for rank in range(4)] == [0, 1, 0, 1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cuda", "cuda.*start with --device cpu"),
+        ("gpu", "must be auto, cpu, cuda"),
+        ("meta", "must be auto, cpu, cuda"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_device(name)
+
+
+def test_the_dtype_of_a_cpu_is_what_its_kernels_multiply() -> None:
+    assert choose_dtype("auto", CPU, native=True) == torch.bfloat16
+    assert choose_dtype("float32", CPU, native=True) == torch.float32
+    with pytest.raises(ConfigError, match=r"float16.*use --dtype bfloat16 or float32"):
+        choose_dtype("float16", CPU)
+
+
+def test_the_thread_flag_wins_over_the_number_of_cores() -> None:
+    before = torch.get_num_threads()
+    try:
+        args = WorkerArgs(worker_threads=1)
+        assert take_cores(args).threads == torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_gpu_without_bfloat16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
