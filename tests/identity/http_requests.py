@@ -943,7 +943,7 @@ FILES = [
     Call("batches/cancel_ended", "POST /v1/batches/$chat_batch/cancel"),
     Call("batches/cancel_unknown", "POST /v1/batches/batch_none/cancel"),
     Call("batches/error_endpoint", "POST /v1/batches",
-         {"input_file_id": "$chats", "endpoint": "/v1/embeddings", "completion_window": "24h"}),
+         {"input_file_id": "$chats", "endpoint": "/v1/moderations", "completion_window": "24h"}),
     Call("batches/error_file", "POST /v1/batches",
          {"input_file_id": "file-none", "endpoint": "/v1/completions",
           "completion_window": "24h"}),
