@@ -513,7 +513,7 @@ def test_an_end_that_a_replay_overtakes_is_acknowledged_with_the_end_of_the_repl
         end = msgspec.structs.replace(closing(), placement=placement)
         replay = msgspec.structs.replace(replay, closing=end)
         core.process(StepOutput(5.0, [], [], b"", [], replayed=[replay]))
-    ended = []
+    ended: list[tuple[int, int]] = []
     while core.has_work:
         ended += core.work().ended.items()
     assert ended == [(1, 2)]
