@@ -68,6 +68,7 @@ class MeasuredLoad(NamedTuple):
     Attributes:
         duration: seconds from the first arrival to the last end.
         throughput: generated tokens per second.
+        prefill: from the admission to the first token.
     """
 
     duration: float
@@ -78,6 +79,7 @@ class MeasuredLoad(NamedTuple):
     latency: Percentiles | None
     cached_tokens: int
     retractions: int
+    prefill: Percentiles | None = None
 
 
 def read_server_log(path: Path, last_s: float | None = None) -> list[MeasuredChoice]:
@@ -183,6 +185,7 @@ def measured(choices: list[MeasuredChoice]) -> MeasuredLoad:
         latency=spread(choice.ended_at - choice.received_at for choice in choices),
         cached_tokens=sum(choice.num_cached_tokens for choice in choices),
         retractions=sum(choice.num_retractions for choice in choices),
+        prefill=spread(choice.first_token_at - choice.admitted_at for choice in choices),
     )
 
 
@@ -192,6 +195,10 @@ Floats = npt.NDArray[np.float64]
 
 AS_IT_WAS = "as it was"
 MAX_FITS, FIT_TOLERANCE = 8, 0.03
+MAX_ROUNDS = 4  # of both fits
+PROMPT_WORK = ("extends", "tokens_beyond", "extend_pairs")  # features that prompts have most of
+# A simulation that does not repeat what happened says nothing about other flags.
+MIN_REQUESTS, MAX_DEVIATION = 20, 0.10
 
 
 class RequestTimes(NamedTuple):
@@ -276,6 +283,59 @@ def fit_slowdown(
     return min(tried)[1]
 
 
+def fit_model(
+    arguments: argparse.Namespace,
+    load: list[TraceRequest],
+    happened: MeasuredLoad,
+    model: CostModel,
+) -> CostModel:
+    """Return a model with the measured medians of a token, and of a prompt once it is admitted.
+
+    The steps are stretched as a whole, and the work that prompts have most of once more: another
+    model, type of weights or number of cores changes the price of a prompt and that of a token
+    differently.
+    """
+    slowdown = fit_slowdown(arguments, load, happened, model)
+    model = msgspec.structs.replace(model, slowdown=model.slowdown * slowdown)
+    for _ in range(MAX_ROUNDS):
+        was, now = happened.prefill, replay(arguments, load, 1.0, model).figures.prefill
+        if was is None or now is None or not was.p50 or not now.p50:
+            break
+        ratio = was.p50 / now.p50
+        if abs(ratio - 1) < FIT_TOLERANCE:
+            break
+        ms = {name: ms * ratio if name in PROMPT_WORK else ms for name, ms in model.ms.items()}
+        model = msgspec.structs.replace(model, ms=ms)
+        slowdown = fit_slowdown(arguments, load, happened, model)
+        model = msgspec.structs.replace(model, slowdown=model.slowdown * slowdown)
+    return model
+
+
+def doubt(num_requests: int, happened: MeasuredLoad, simulated: Figures) -> str:
+    """Return why a simulation cannot tell what other flags would do; "" where it can.
+
+    Args:
+        num_requests: that were measured.
+        happened: what was measured.
+        simulated: the same load with the same flags.
+    """
+    if num_requests < MIN_REQUESTS:
+        return f"{num_requests} requests were measured, and it takes {MIN_REQUESTS} at least"
+    for name, title in (("ttft", "time to first token"), ("tpot", "time per token"),
+                        ("latency", "latency")):  # fmt: skip
+        was, now = getattr(happened, name), getattr(simulated, name)
+        if was is None or now is None or not was.p95:
+            continue
+        if abs(now.p95 / was.p95 - 1) > MAX_DEVIATION:
+            return (
+                f"with the server's own flags the p95 {title} is {now.p95:,.1f} ms in the"
+                f" simulation, and was {was.p95:,.1f} ms, more than {MAX_DEVIATION:.0%} off: other"
+                " work on the machine or a restart was in these minutes, or its steps are unlike"
+                " the cost model's"
+            )
+    return ""
+
+
 # The simulation that a running server starts: a WhatIfJob on stdin, a WhatIfAnswer on stdout.
 #
 # It yields to the server and ends with it: lowest CPU priority, bounded CPU time and memory. Exit
@@ -310,9 +370,9 @@ def answer(job: WhatIfJob) -> WhatIfAnswer:
     model = model_of(as_it_was, context_length=job.context_length, device=job.device)
     load, happened = load_of(job.choices), measured(job.choices)
     first = _first(job.choices)
-    slowdown = fit_slowdown(as_it_was, load_of(first), measured(first), model)
+    model = fit_model(as_it_was, load_of(first), measured(first), model)
     variants = [FlagVariant(AS_IT_WAS, job.flags), *job.variants]
-    runs = [replay(world_arguments(one.flags), load, slowdown, model) for one in variants]
+    runs = [replay(world_arguments(one.flags), load, 1.0, model) for one in variants]
     times = measured_times(job.choices)
     duration_s = max([times.duration, *(run.times.duration for run in runs)])
     at = np.linspace(0.0, duration_s, NUM_SAMPLES)
@@ -324,8 +384,9 @@ def answer(job: WhatIfJob) -> WhatIfAnswer:
         duration_s=happened.duration,
         interval_s=duration_s / (NUM_SAMPLES - 1),
         cost_model=source_of(as_it_was.cost_model, model),
-        slowdown=model.slowdown * slowdown,
+        slowdown=model.slowdown,
         columns=columns,
+        doubt=doubt(len(job.choices), happened, runs[0].figures),
     )
 
 

@@ -29,7 +29,8 @@ from simulator.report import Figures
 from simulator.what_if import (
     AS_IT_WAS,
     MeasuredLoad,
-    fit_slowdown,
+    doubt,
+    fit_model,
     load_of,
     measured,
     read_server_log,
@@ -68,16 +69,20 @@ def compare(words: list[str]) -> int:
     requests = read_server_log(arguments.log, arguments.last)
     load, happened = load_of(requests), measured(requests)
     model = model_of(arguments)
-    slowdown = fit_slowdown(arguments, load, happened, model)
-    runs = {
-        one.name: replay(one.arguments, load, slowdown, model_of(one.arguments)).figures
-        for one in variants
-    }
+    fitted = fit_model(arguments, load, happened, model)
+    slowdown = fitted.slowdown / model.slowdown
+    runs = {}
+    for one in variants:
+        is_other = one.arguments.cost_model != arguments.cost_model
+        used, factor = (model_of(one.arguments), slowdown) if is_other else (fitted, 1.0)
+        runs[one.name] = replay(one.arguments, load, factor, used).figures
     print(
         f"Cost model: {source_of(arguments.cost_model, model)}, steps {slowdown:.2f} times as long"
     )
     print(f"{len(requests)} requests in {happened.duration:.1f} s")
     print("\n".join(table(happened, runs)))
+    if why := doubt(len(requests), happened, runs[AS_IT_WAS]):
+        print(f"This cannot tell yet what other flags would do: {why}")
     return EXIT_FAILED if any(run.failed for run in runs.values()) else EXIT_OK
 
 

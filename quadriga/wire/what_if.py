@@ -89,6 +89,7 @@ class WhatIfAnswer(msgspec.Struct, frozen=True):
         interval_s: between two items of `waiting` and `running`.
         cost_model: what the steps of the simulation were measured on.
         slowdown: how many times as long as there they are here.
+        doubt: why the simulation cannot tell what other flags would do; "" where it can.
     """
 
     num_requests: int
@@ -97,3 +98,4 @@ class WhatIfAnswer(msgspec.Struct, frozen=True):
     cost_model: str
     slowdown: float
     columns: list[WhatIfColumn]
+    doubt: str = ""

@@ -6,14 +6,26 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from bench.simulate.what_if import main
 from quadriga.errors import ConfigError
 from quadriga.wire.what_if import FlagVariant, MeasuredChoice, WhatIfJob
-from simulator.flags import model_of, world_arguments
+from simulator.cost_model import CostModel
+from simulator.flags import config_of, model_of, num_pages_of, world_arguments
+from simulator.records import Records
 from simulator.trace import TraceRequest
-from simulator.what_if import answer, fit_slowdown, load_of, measured, read_server_log, replay
+from simulator.what_if import (
+    PROMPT_WORK,
+    answer,
+    fit_slowdown,
+    load_of,
+    measured,
+    read_server_log,
+    replay,
+)
+from simulator.world import World
 
 BEGAN_AT = 1_800_000_000.0
 FLAGS = ["--max-running-requests", "2", "--num-pages", "512"]
@@ -68,6 +80,50 @@ def test_the_steps_are_stretched_until_a_token_takes_as_long_as_measured(tmp_pat
     assert fit_slowdown(arguments, load, slower, model) == pytest.approx(3.0, rel=0.1)
     unknown = happened._replace(tpot=None)
     assert fit_slowdown(arguments, load, unknown, model) == 1.0
+
+
+def served(num_requests: int, model: CostModel) -> list[MeasuredChoice]:
+    """Return what a server would measure whose steps are as long as a model says."""
+    arguments = world_arguments(FLAGS)
+    config = config_of(arguments)
+    num_pages, method = num_pages_of(arguments, config, model), arguments.load_balance_method
+    world = World(config, model, num_pages, arguments.replicas, method)
+    load = [
+        TraceRequest(0.4 * number, ((number, 60 + 37 * (number % 9)),), 12 + number % 20)
+        for number in range(num_requests)
+    ]
+    world.run(enumerate(load))
+    columns = [world.records[name].tolist() for name in Records.TIMES]
+    return [
+        MeasuredChoice(*times, request.segments[0][1], 0, request.max_new_tokens, 0, "")
+        for request, *times in zip(load, *columns, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("prompt", "step"), [(3.0, 0.7), (0.4, 2.0), (1.5, 1.5)])
+def test_a_server_with_other_prices_of_prompts_and_tokens_is_simulated_within_a_tenth(
+    prompt: float, step: float
+) -> None:
+    model = model_of(world_arguments(FLAGS))
+    ms = {name: ms * (prompt if name in PROMPT_WORK else 1.0) for name, ms in model.ms.items()}
+    choices = served(60, msgspec.structs.replace(model, ms=ms, slowdown=step))
+    found = answer(WhatIfJob(choices, FLAGS, [], 8192, "cpu"))
+    assert found.doubt == ""
+    was, simulated = found.columns
+    for name in ("ttft", "tpot", "latency"):
+        assert getattr(simulated, name).p95 == pytest.approx(getattr(was, name).p95, rel=0.1)
+
+
+def test_it_says_where_it_cannot_tell() -> None:
+    choices = served(60, model_of(world_arguments(FLAGS)))
+    few = answer(WhatIfJob(choices[:5], FLAGS, [], 8192, "cpu"))
+    assert few.doubt == "5 requests were measured, and it takes 20 at least"
+    for place in range(30, 36):
+        names = ("first_token_at", "last_token_at", "ended_at")
+        later = {name: getattr(choices[place], name) + 9.0 for name in names}
+        choices[place] = msgspec.structs.replace(choices[place], **later)
+    halted = answer(WhatIfJob(choices, FLAGS, [], 8192, "cpu"))
+    assert "the p95 time to first token is" in halted.doubt
 
 
 def test_each_variant_is_a_column_beside_what_was_measured(
