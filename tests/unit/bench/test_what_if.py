@@ -94,10 +94,11 @@ def served(num_requests: int, model: CostModel) -> list[MeasuredChoice]:
     ]
     world.run(enumerate(load))
     columns = [world.records[name].tolist() for name in Records.TIMES]
-    return [
-        MeasuredChoice(*times, request.segments[0][1], 0, request.max_new_tokens, 0, "")
+    rows = [
+        [*times, request.segments[0][1], 0, request.max_new_tokens, 0, ""]
         for request, *times in zip(load, *columns, strict=True)
     ]
+    return [MeasuredChoice(*row) for row in rows]
 
 
 @pytest.mark.parametrize(("prompt", "step"), [(3.0, 0.7), (0.4, 2.0), (1.5, 1.5)])
