@@ -113,7 +113,7 @@ def read_gptq(tensors: LayerTensors, scheme: WeightScheme) -> CodedRows:
         zeros = zeros + ONES[bits]
     order = order_of(tensors["g_idx"], group_size, tensors) if "g_idx" in tensors else None
 
-    def unpack() -> torch.Tensor:
+    def decode(packed: Tensor) -> Tensor:
         codes = unpack_words(packed.t(), bits)
         return codes if order is None else codes[:, order]
 
@@ -121,7 +121,8 @@ def read_gptq(tensors: LayerTensors, scheme: WeightScheme) -> CodedRows:
         CodeKind.INT4 if bits == 4 else CodeKind.INT8,
         (outputs, inputs),
         group_size,
-        unpack,
+        packed,
+        decode,
         scale=tensors["scales"].t().contiguous(),
         zero=unpack_words(zeros, bits)[:, :outputs].t().contiguous(),
         order=order,
@@ -145,7 +146,8 @@ def read_awq(tensors: LayerTensors, scheme: WeightScheme) -> CodedRows:
         CodeKind.INT4,
         (outputs, inputs),
         group_size_of(inputs, scheme.group_size),
-        lambda: _unpack_awq(packed),
+        packed,
+        _unpack_awq,
         scale=tensors["scales"].t().contiguous(),
         zero=_unpack_awq(tensors["qzeros"]),
         stored_bytes=tensors.num_bytes,
@@ -188,7 +190,8 @@ def _read_8_bits(tensors: LayerTensors) -> CodedRows:
         CodeKind.INT8,
         (outputs, inputs),
         inputs,
-        lambda: weight.contiguous().view(torch.uint8) ^ 128,
+        weight,
+        lambda weight: weight.contiguous().view(torch.uint8) ^ 128,
         scale=scale,
         zero=torch.full_like(scale, 128, dtype=torch.uint8),
         stored_bytes=tensors.num_bytes,
@@ -210,7 +213,8 @@ def _read_4_bits(tensors: LayerTensors) -> CodedRows:
         CodeKind.TABLE4,
         (outputs, inputs),
         block,
-        lambda: _unpack_halves(packed, outputs, inputs),
+        packed,
+        lambda packed: _unpack_halves(packed, outputs, inputs),
         scale=absmax.view(outputs, -1),
         table=tensors["weight.quant_map"].float(),
         stored_bytes=tensors.num_bytes,
@@ -270,7 +274,8 @@ def read_float8(tensors: LayerTensors, scheme: WeightScheme, scale_name: str) ->
         CodeKind.FLOAT8,
         (outputs, inputs),
         scheme.block[1] if scheme.block else inputs,
-        lambda: codes,
+        codes,
+        lambda codes: codes,
         scale=rows_of_scales(scale, scheme.block, outputs),
         stored_bytes=tensors.num_bytes,
     )
@@ -349,7 +354,7 @@ def _integers(
     if "weight_g_idx" in tensors and bool((tensors["weight_g_idx"] >= 0).all()):
         order = order_of(tensors["weight_g_idx"], group_size, tensors)
 
-    def unpack() -> Tensor:
+    def decode(stored: Tensor) -> Tensor:
         if stored.dtype == torch.int8:
             codes = stored.contiguous().view(torch.uint8) ^ middle
         else:
@@ -360,7 +365,8 @@ def _integers(
         CodeKind.INT4 if bits == 4 else CodeKind.INT8,
         shape,
         group_size,
-        unpack,
+        stored,
+        decode,
         scale=scale,
         zero=(zero.to(torch.int16) + middle).to(torch.uint8),
         order=order,

@@ -56,11 +56,11 @@ class Blocks:
         rows, groups, _ = self.codes.shape
         parts = 1 if self.factor is None else self.factor.shape[2]
         scale = _powers(self.scale) if self.kind == "MXFP4" else self.scale.float()
-        scale = self._of_parts(scale, self.factor)
+        scale = self.parts(scale, self.factor)
         values = self._values().view(rows, groups, parts, -1).mul_(scale.unsqueeze(-1))
         if self.minimum is not None:
             minimum = self.minimum.float()
-            minimum = self._of_parts(minimum if self.least is None else -minimum, self.least)
+            minimum = self.parts(minimum if self.least is None else -minimum, self.least)
             values.add_(minimum.unsqueeze(-1))
         return values.flatten(1)
 
@@ -69,7 +69,7 @@ class Blocks:
             return torch.tensor(CODE_VALUES[self.kind]).float()[self.codes.int()]
         return self.codes.float().sub_(ZERO_CODES.get(self.kind, 0))
 
-    def _of_parts(self, of_blocks: Tensor, factors: Tensor | None) -> Tensor:
+    def parts(self, of_blocks: Tensor, factors: Tensor | None) -> Tensor:
         """Spread [rows, blocks] over the parts of groups: [rows, groups, parts or 1]."""
         groups_per_block = self.codes.shape[1] // max(1, of_blocks.shape[1])
         of_groups = of_blocks.repeat_interleave(groups_per_block, 1).unsqueeze(-1)
@@ -144,7 +144,8 @@ def _nibbles(packed: Tensor, run: int) -> Tensor:
 
 def _fifth_bits(block: Tensor, at: int) -> Tensor:
     """Return 16 times each bit [..., 32] of the four bytes at `at`."""
-    bits = (block[..., at : at + 4].unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
+    shifts = torch.arange(8, dtype=torch.uint8, device=block.device)
+    bits = (block[..., at : at + 4].unsqueeze(-1) >> shifts) & 1
     return bits.flatten(-2) << 4
 
 
@@ -281,7 +282,8 @@ class CodedRows:
         kind: what a code stands for.
         shape: outputs and inputs.
         group_size: neighbouring columns of a row that share a scale.
-        unpack: returns the codes [outputs, inputs] uint8; until then they stay packed.
+        packed: the codes as they are in the file.
+        decode: returns the codes [outputs, inputs] uint8 of `packed`, on its device.
         scale: [outputs, groups] in float16, bfloat16 or float32.
         zero: [outputs, groups] uint8, for integers; else None.
         table: [16] float32, for TABLE4; else None.
@@ -292,12 +294,24 @@ class CodedRows:
     kind: CodeKind
     shape: tuple[int, int]
     group_size: int
-    unpack: Callable[[], Tensor]
+    packed: Tensor
+    decode: Callable[[Tensor], Tensor]
     scale: Tensor
     zero: Tensor | None = None
     table: Tensor | None = None
     order: Tensor | None = None
     stored_bytes: int = 0
+
+    def unpack(self) -> Tensor:
+        """Return the codes [outputs, inputs] uint8."""
+        return self.decode(self.packed)
+
+    def to(self, device: torch.device) -> "CodedRows":
+        """Return the rows on another device."""
+        names = ("packed", "scale", "zero", "table", "order")
+        parts = {name: getattr(self, name) for name in names}
+        moved = {name: part if part is None else part.to(device) for name, part in parts.items()}
+        return dataclasses.replace(self, **moved)
 
     def take(self, rows: Tensor) -> "CodedRows":
         """Return the rows of these numbers."""
@@ -305,7 +319,7 @@ class CodedRows:
         return dataclasses.replace(
             self,
             shape=(len(rows), self.shape[1]),
-            unpack=lambda: self.unpack()[rows],
+            decode=lambda packed: self.decode(packed)[rows],
             scale=self.scale[rows],
             zero=None if self.zero is None else self.zero[rows],
             stored_bytes=int(self.stored_bytes * part),
