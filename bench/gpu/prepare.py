@@ -38,6 +38,7 @@ WHEELS = (
     "jsonschema-specifications",
     "referencing",
     "rpds-py",
+    "humming-kernels",
 )
 PLATFORMS = ("manylinux_2_31", "manylinux_2_28", "manylinux_2_26", "manylinux_2_17")
 MAX_MEGABYTES = 60.0

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # A GGUF and a quantized checkpoint have the bits of their own weights.
 QUANTIZATION_BITS = {"none": None, "int8": 8, "int4": 4, "gguf": None, "checkpoint": None}
+TRITON_BACKENDS = ("triton", "flashinfer")  # values of --attention-backend
 FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs with numbers of 8 bits
 
 
@@ -71,7 +72,7 @@ def make_engine(
             if args.attention_backend == "native" or _needs_native(args):
                 raise
             logging.warning("%s: plain torch computes instead, several times as slowly", error)
-    if flags := cpu_kernel_flags(args):
+    if flags := kernel_flags(args):
         raise ConfigError(
             f"{flags} needs the native kernels of a CPU: leave it out, or start with --device cpu"
             " and without --attention-backend torch"
@@ -105,6 +106,22 @@ def native_kernels_compute(args: WorkerArgs, device: torch.device) -> bool:
     return True
 
 
+def why_not_as_stored(args: WorkerArgs, dtype: torch.dtype, device: torch.device) -> str:
+    """Return why `make_engine`'s engine cannot multiply quantized weights as stored; "" if it can.
+
+    Compiles the native kernels if they will compute.
+    """
+    if native_kernels_compute(args, device):
+        return ""
+    backend = args.attention_backend
+    asks_triton = backend in TRITON_BACKENDS or (backend == "auto" and device.type == "cuda")
+    if not asks_triton or find_spec("triton") is None:
+        return "plain torch does not multiply them as they are stored"
+    from worker_proc.gpu.quantized import why_not_packed
+
+    return why_not_packed(device, dtype, args.tp)
+
+
 def _use_native(args: WorkerArgs, device: torch.device) -> bool:
     backend = args.attention_backend
     return device.type == "cpu" and backend in ("auto", "native") and args.tp == 1
@@ -112,14 +129,18 @@ def _use_native(args: WorkerArgs, device: torch.device) -> bool:
 
 def cpu_kernel_flags(args: WorkerArgs) -> str:
     """Return the given flags that only the native kernels of a CPU support, for an error."""
+    return "--kv-cache-dtype int8" if args.kv_cache_dtype == "int8" else ""
+
+
+def kernel_flags(args: WorkerArgs) -> str:
+    """Return the given flags that plain torch does not support and a CPU's kernels do."""
     is_flag = args.quantization not in ("auto", "none")
     quantization = f"--quantization {args.quantization}" if is_flag else ""
-    kv_cache = "--kv-cache-dtype int8" if args.kv_cache_dtype == "int8" else ""
-    return ", ".join(filter(None, (quantization, kv_cache)))
+    return ", ".join(filter(None, (quantization, cpu_kernel_flags(args))))
 
 
 def _needs_native(args: WorkerArgs) -> bool:
-    return bool(cpu_kernel_flags(args)) or args.enable_deterministic_inference
+    return bool(kernel_flags(args)) or args.enable_deterministic_inference
 
 
 def gpu_kernel_flags(args: WorkerArgs) -> str:
@@ -136,7 +157,7 @@ def _use_triton(args: WorkerArgs, device: torch.device, model: Model) -> bool:
     """Return whether Triton's engine computes. Raises ConfigError if it must and cannot."""
     backend, is_installed = args.attention_backend, find_spec("triton") is not None
     if model.attention_shape.bidirectional:
-        if backend in ("triton", "flashinfer"):
+        if backend in TRITON_BACKENDS:
             raise ConfigError(
                 f"attention_backend {backend} computes no encoders: leave it out, and plain torch"
                 f" computes on {device}"
@@ -146,7 +167,7 @@ def _use_triton(args: WorkerArgs, device: torch.device, model: Model) -> bool:
         if device.type == "cuda" and not is_installed:
             logging.warning("triton is not installed: plain torch computes instead, more slowly")
         return device.type == "cuda" and is_installed
-    if backend not in ("triton", "flashinfer"):
+    if backend not in TRITON_BACKENDS:
         return False
     if not is_installed:
         raise ConfigError(f"attention_backend {backend} needs the package triton: pip install it")
@@ -177,7 +198,9 @@ def _triton(
     from worker_proc.gpu.graphs import CudaCapture, batch_sizes, prompt_sizes
 
     if flags := cpu_kernel_flags(args):
-        raise ConfigError(f"{flags} needs the native kernels of a CPU: leave it out on {device}")
+        raise ConfigError(
+            f"{flags} needs the native kernels of a CPU: leave it out on {device}, or take fp8"
+        )
     kv_dtype, flashinfer = kv_cache_dtype(args, dtype), args.attention_backend == "flashinfer"
     if flashinfer:
         _check_flashinfer(args, model, dtype, device)

@@ -141,7 +141,10 @@ class TritonOps(Ops[Hidden]):
 
     def linear(self, proj: Linear, x: Hidden) -> Hidden:
         rows = x.settled().to(proj.weight.dtype)  # which the residual stream does not have
-        projected = self._multiply(rows, proj.weight, proj.bias)
+        if proj.product is not None:
+            projected = proj.product(rows)
+        else:
+            projected = self._multiply(rows, proj.weight, proj.bias)
         if self._tp_group is not None and proj.parallel is Parallel.ROW:
             projected = self._tp_group.all_reduce(projected)
         return Hidden(projected)
@@ -186,6 +189,9 @@ class TritonOps(Ops[Hidden]):
         scale: float = 1.0,
         softcap: float | None = None,
     ) -> Hidden:
-        weight, bias = self._heads.of(head)
-        logits = self._multiply(x.x, weight, bias)[:, : len(head.weight)]
+        if isinstance(head, Linear) and head.product is not None:
+            logits = head.product(x.x)
+        else:
+            weight, bias = self._heads.of(head)
+            logits = self._multiply(x.x, weight, bias)[:, : len(head.weight)]
         return Hidden(cap(logits if scale == 1.0 else logits * scale, softcap))

@@ -1,24 +1,28 @@
 """Multiply by quantized weights on a GPU as they are stored, by the kernels of humming-kernels.
 
 `KernelRows` are rows in the form that the kernels take; `kernel_rows` converts the rows of a GGUF
-or of a quantized checkpoint to it, or says why it cannot. `pack_model` replaces the weights of a
-loaded model by packed products.
+or of a quantized checkpoint to it, or says why it cannot, and `round_rows` makes them of a dense
+matrix. `pack_model` moves a loaded model to the GPU and gives its layers such products.
 
 https://github.com/vllm-project/humming
 """
 
+import dataclasses
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from importlib.util import find_spec
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from worker_proc.models.layers import Embedding, Linear
+from quadriga.programs import install_command
+from worker_proc.models.layers import Embedding, Experts, Linear
 from worker_proc.models.quantized_weights import (
     CODE_VALUES,
     GROUP,
@@ -31,7 +35,9 @@ from worker_proc.models.quantized_weights import (
 )
 
 PACKAGE = "humming-kernels"
+MIN_CAPABILITY = (7, 5)
 MEGABYTE = 1_000_000
+MIN_SCALE = 1e-8  # a group whose scale is smaller becomes all zeros
 # Inputs that may share a scale, besides all of a row: what the kernels were compiled for.
 GROUP_SIZES = (16, 32, 64, 128, 256)
 OUTPUT_MULTIPLE, INPUT_MULTIPLE = 64, 128  # to which the kernels' weights are padded
@@ -148,9 +154,7 @@ def _of_coded(rows: CodedRows, dtype: torch.dtype) -> KernelRows:
     return KernelRows(numbers, bits, rows.unpack(), scale, zero, rows.order)
 
 
-def why_not_coded(
-    kind: CodeKind, group_size: int, inputs: int, table: Tensor | None = None
-) -> str:
+def why_not_coded(kind: CodeKind, group_size: int, inputs: int, table: Tensor | None = None) -> str:
     """Return why the kernels cannot multiply rows of a checkpoint; "" if they can.
 
     Args:
@@ -203,12 +207,14 @@ class DenseProduct:
 
     def __init__(self, rows: KernelRows, bias: Tensor | None, dtype: torch.dtype) -> None:
         self._weight, self._bias = rows.dense().to(dtype), bias
+        self.num_bytes = rows.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Multiply rows [rows, inputs] to [rows, outputs]."""
         return F.linear(x, self._weight, self._bias)
 
 
-class HummingProduct:
+class PackedProduct:
     """The product of rows by humming-kernels, which compile at the first call."""
 
     def __init__(
@@ -261,6 +267,7 @@ class HummingProduct:
         return sum(part.numel() * part.element_size() for part in self._tensors.values())
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Multiply rows [rows, inputs] to [rows, outputs]."""
         from humming.forward import humming_forward
 
         if self._order is not None:
@@ -303,4 +310,241 @@ class JoinedProducts:
         self._products = products
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Multiply rows [rows, inputs] to [rows, outputs]."""
         return torch.cat([product(x) for product in self._products], -1)
+
+
+# Shares of the range of a group's values that `round_rows` tries for 4 bits.
+SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
+
+
+def round_rows(weight: Tensor, bits: int, dtype: torch.dtype) -> KernelRows:
+    """Round a matrix [outputs, inputs] to codes, in groups of 32 inputs if they divide the row.
+
+    8 bits are symmetric around zero. In 4 bits a group has a zero of its own, and of several scales
+    the one with the least squared error.
+    """
+    outputs, inputs = weight.shape
+    groups = weight.float().view(outputs, -1, GROUP if inputs % GROUP == 0 else inputs)
+    if bits == 8:
+        scale = (groups.abs().amax(-1, keepdim=True) / 127).clamp(min=MIN_SCALE).to(dtype)
+        codes = (groups / scale.float()).round().clamp(-127, 127) + 128
+        codes = codes.to(torch.uint8).view(outputs, inputs)
+        return KernelRows(Numbers.UNSIGNED, 8, codes, scale.squeeze(-1))
+    low = groups.amin(-1, keepdim=True).clamp(max=0)
+    high = groups.amax(-1, keepdim=True).clamp(min=0)
+    best: list[Tensor] = []
+    for share in SHARES:
+        scale = (share * (high - low) / 15).clamp(min=MIN_SCALE).to(dtype)
+        zero = (-share * low / scale.float()).round().clamp(0, 15)
+        codes = (groups / scale.float() + zero).round().clamp(0, 15)
+        error = ((codes - zero) * scale.float() - groups).square().sum(-1, keepdim=True)
+        found = [error, scale.float(), zero, codes]
+        if best:
+            pairs = zip(found, best, strict=True)
+            found = [torch.where(error < best[0], new, old) for new, old in pairs]
+        best = found
+    _, scale, zero, codes = best
+    return KernelRows(
+        Numbers.UNSIGNED,
+        4,
+        codes.to(torch.uint8).view(outputs, inputs),
+        scale.squeeze(-1).to(dtype),
+        zero.squeeze(-1).to(torch.uint8),
+    )
+
+
+MAX_ERROR = 0.02  # of a product against float32: it has the rounding of its inputs and outputs
+TEST_ROWS = 5
+
+
+@dataclass(slots=True)
+class Packed:
+    """What `pack_model` did.
+
+    Attributes:
+        num_packed: matrices that stay in fewer bits.
+        packed_bytes: of these.
+        dense_bytes: bytes of quantized matrices that became dense, by the reason.
+    """
+
+    num_packed: int = 0
+    packed_bytes: int = 0
+    dense_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def log(self) -> None:
+        """Log it."""
+        logging.info(
+            "weights: %d matrices stay in fewer bits on the GPU, %d MB",
+            self.num_packed, self.packed_bytes // MEGABYTE,
+        )  # fmt: skip
+        for reason, num_bytes in self.dense_bytes.items():
+            logging.warning(
+                "weights: %d MB in 16 bits, as the kernels do not multiply %s",
+                num_bytes // MEGABYTE, reason,
+            )  # fmt: skip
+
+
+class Packer:
+    """Packs the layers of a model, whose weights are in the memory of the host or of the GPU.
+
+    Args:
+        device: of the products; a CPU multiplies by torch, for tests.
+        dtype: of rows, and of weights that stay dense.
+        bits: to which dense matrices are rounded; None: they stay dense.
+        deterministic: the numbers of a row do not depend on the number of rows.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        bits: int | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        self._device, self._dtype, self._bits = device, dtype, bits
+        self._deterministic = deterministic
+        self._refused: dict[str, str] = {}  # by what was tried, of what the kernels did not compute
+        self._tried: set[str] = set()
+        self.packed = Packed()
+
+    def pack(self, model: nn.Module) -> None:
+        """Move a model to the device, its quantized matrices as products."""
+        experts = {
+            layer for m in model.modules() if isinstance(m, Experts) for layer in m.modules()
+        }
+        for layer in model.modules():
+            if isinstance(layer, Linear | Embedding):
+                self._pack_layer(layer, layer in experts)
+            for values in layer.parameters(recurse=False):
+                if not values.is_meta:
+                    values.data = values.data.to(self._device)
+        self.packed.log()
+
+    def _pack_layer(self, layer: Linear | Embedding, is_expert: bool) -> None:
+        parts: list[CodedRows | PackedRows] = [*layer.coded, *layer.blocks]
+        if not parts and (self._bits is None or isinstance(layer, Embedding) or is_expert):
+            return
+        reason = "the weights of experts" if is_expert else "embeddings"
+        if isinstance(layer, Linear) and not is_expert:
+            reason = self._try(layer, parts)
+        layer.coded, layer.blocks = (), ()
+        if not reason:
+            return
+        if parts:
+            dense = [self._moved(part).dense().to(self._dtype) for part in parts]
+            layer.weight.data = torch.cat(dense)
+        self.packed.dense_bytes[reason] += layer.weight.numel() * self._dtype.itemsize
+
+    def _moved(self, part: CodedRows | PackedRows) -> CodedRows | PackedRows:
+        if isinstance(part, CodedRows):
+            return part.to(self._device)
+        return dataclasses.replace(part, data=part.data.to(self._device))
+
+    def _try(self, layer: Linear, parts: Sequence[CodedRows | PackedRows]) -> str:
+        """Set the product of a layer; return why not, or ""."""
+        try:
+            products = [self._product(rows, bias) for rows, bias in self._rows_of(layer, parts)]
+        except DoesNotFit as refusal:
+            return str(refusal)
+        layer.product = products[0] if len(products) == 1 else JoinedProducts(products)
+        layer.weight = nn.Parameter(layer.weight.data.to("meta"), requires_grad=False)
+        self.packed.num_packed += 1
+        self.packed.packed_bytes += sum(product.num_bytes for product in products)
+        return ""
+
+    def _rows_of(
+        self, layer: Linear, parts: Sequence[CodedRows | PackedRows]
+    ) -> Iterator[tuple[KernelRows, Tensor | None]]:
+        """Yield the rows of each product of a layer, and its bias."""
+        bias = None if layer.bias is None else layer.bias.data.to(self._device)
+        if not parts:
+            assert self._bits is not None
+            yield round_rows(layer.weight.data.to(self._device), self._bits, self._dtype), bias
+            return
+        converted = []
+        for part in parts:
+            moved = self._moved(part)
+            rows = moved.unpack() if isinstance(moved, PackedRows) else moved
+            converted.append(kernel_rows(rows, self._dtype))
+        first = 0
+        for joined in join_alike(converted):
+            last = first + len(joined.codes)
+            yield joined, None if bias is None else bias[first:last].contiguous()
+            first = last
+
+    def _product(self, rows: KernelRows, bias: Tensor | None) -> "DenseProduct | PackedProduct":
+        """Return the product of rows, compiled, and checked once for each shape and form.
+
+        Raises:
+            DoesNotFit: the kernels do not compute it.
+        """
+        if self._device.type != "cuda":
+            return DenseProduct(rows, bias, self._dtype)
+        key = f"{rows.numbers.value}{rows.bits} groups of {rows.group_size}"
+        key += f" of {rows.codes.shape[1]} inputs, {len(rows.codes)} outputs"
+        if key in self._refused:
+            raise DoesNotFit(self._refused[key])
+        try:
+            product = PackedProduct(rows, bias, self._dtype, self._deterministic)
+            if key not in self._tried:
+                self._check(product, rows, bias)
+                self._tried.add(key)
+        except Exception as error:  # of the package, which compiles for each shape and GPU
+            self._refused[key] = f"{key} ({type(error).__name__}: {str(error)[:100]})"
+            raise DoesNotFit(self._refused[key]) from error
+        return product
+
+    def _check(self, product: "PackedProduct", rows: KernelRows, bias: Tensor | None) -> None:
+        """Raise ValueError if a product differs from that of the values in float32."""
+        generator = torch.Generator(self._device).manual_seed(0)
+        shape = (TEST_ROWS, rows.codes.shape[1])
+        x = torch.randn(shape, generator=generator, device=self._device).to(self._dtype)
+        exact = F.linear(x.float(), rows.dense(), None if bias is None else bias.float())
+        error = float((product(x).float() - exact).norm() / exact.norm())
+        if not error <= MAX_ERROR:
+            raise ValueError(f"differs by {error:.3g} from float32")
+
+
+def join_alike(parts: Sequence[KernelRows]) -> list[KernelRows]:
+    """Join neighbouring rows of the same form."""
+    joined: list[KernelRows] = []
+    for _, group in groupby(parts, _form):
+        alike = list(group)
+        zeros = [rows.zero for rows in alike if rows.zero is not None]
+        joined.append(
+            replace(
+                alike[0],
+                codes=torch.cat([rows.codes for rows in alike]),
+                scale=torch.cat([rows.scale for rows in alike]),
+                zero=torch.cat(zeros) if zeros else None,
+            )
+        )
+    return joined
+
+
+def _form(rows: KernelRows) -> tuple[object, ...]:
+    order = None if rows.order is None else tuple(rows.order.tolist())
+    zero = None if rows.zero is None else rows.zero.dtype
+    return rows.numbers, rows.bits, rows.group_size, rows.scale.dtype, zero, order
+
+
+def why_not_packed(device: torch.device, dtype: torch.dtype, num_ranks: int) -> str:
+    """Return why a GPU cannot multiply quantized weights as they are stored; "" if it can.
+
+    Args:
+        device: the GPU; a CPU multiplies by torch, for tests.
+        dtype: of everything that is not quantized.
+        num_ranks: processes that share each layer.
+    """
+    if dtype == torch.float32:
+        return "--dtype float32 asks for exact products"
+    if num_ranks > 1:
+        return "with --tp the ranks cut dense weights"
+    if device.type != "cuda":
+        return ""
+    if find_spec("humming") is None:
+        return f"that needs the package {PACKAGE}: {install_command('gpu')}"
+    if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+        return f"that needs compute capability {'.'.join(map(str, MIN_CAPABILITY))}"
+    return ""

@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -121,6 +121,7 @@ def load_model(
     device: torch.device,
     packed: bool = False,
     rank: TPRank = WHOLE,
+    take_weights: Callable[[Model], None] = lambda _: None,
 ) -> Model:
     """Build a model and read its weights, which are fused, transposed and converted on the way.
 
@@ -131,6 +132,7 @@ def load_model(
         packed: keep quantized matrices as the `blocks` (of a GGUF) or `coded` (of a quantized
             checkpoint) of their layers, and leave the layers' weights untouched.
         rank: the part of the model to load.
+        take_weights: called with the model when its weights have been read; may move and pack them.
 
     Raises:
         ModelError: the architecture is not supported, or tensors are missing, unexpected or of
@@ -171,6 +173,7 @@ def load_model(
             f"quantization gguf keeps a GGUF's packed weights, but no matrix of {files.location} is"
             " quantized: leave it out, or use int8 or int4, which round any model"
         )
+    take_weights(model)
     model.finish_loading(files.context_length)
     return model.eval()
 

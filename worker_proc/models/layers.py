@@ -4,6 +4,7 @@
 """
 
 import enum
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +50,8 @@ class Linear(nn.Module):
         coded: likewise, of a quantized checkpoint.
         importance: [inputs] how much an error of an input's weights matters in 4 bits; None: the
             same for all inputs.
+        product: returns x Wᵀ + b of rows x, on a GPU that keeps the weight in fewer bits; `weight`
+            then has no storage.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Linear(nn.Module):
         self.blocks: tuple[PackedRows, ...] = ()
         self.coded: tuple[CodedRows, ...] = ()
         self.importance: Tensor | None = None
+        self.product: Callable[[Tensor], Tensor] | None = None
         self.bias: Tensor | None = parameter(outputs) if bias else None
 
 

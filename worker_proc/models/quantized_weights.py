@@ -308,10 +308,14 @@ class CodedRows:
 
     def to(self, device: torch.device) -> "CodedRows":
         """Return the rows on another device."""
-        names = ("packed", "scale", "zero", "table", "order")
-        parts = {name: getattr(self, name) for name in names}
-        moved = {name: part if part is None else part.to(device) for name, part in parts.items()}
-        return dataclasses.replace(self, **moved)
+        return dataclasses.replace(
+            self,
+            packed=self.packed.to(device),
+            scale=self.scale.to(device),
+            zero=None if self.zero is None else self.zero.to(device),
+            table=None if self.table is None else self.table.to(device),
+            order=None if self.order is None else self.order.to(device),
+        )
 
     def take(self, rows: Tensor) -> "CodedRows":
         """Return the rows of these numbers."""

@@ -22,7 +22,12 @@ from quadriga.server.models.model_impl import (
 )
 from quadriga.server.models.resolve import ModelFiles
 from worker_proc.distributed.rendezvous import Rendezvous
-from worker_proc.engines.factory import kv_cache_dtype, make_engine, native_kernels_compute
+from worker_proc.engines.factory import (
+    QUANTIZATION_BITS,
+    kv_cache_dtype,
+    make_engine,
+    native_kernels_compute,
+)
 from worker_proc.engines.transformers_engine import TransformersModel
 from worker_proc.engines.transformers_loading import (
     build_empty,
@@ -45,6 +50,7 @@ from worker_proc.startup.devices import (
 from worker_proc.startup.memory_profile import (
     FirstStart,
     check_weights,
+    dense_bytes,
     largest_step,
     num_plan_pages,
     num_pool_pages,
@@ -59,6 +65,7 @@ from worker_proc.startup.quantization import (
     log_gguf_weights,
     log_rounding,
     measure_inputs,
+    packed_bytes,
     stored_in_fewer_bits,
 )
 from worker_proc.step.dummy_plans import pooled_plan, release_plan, spread_plan
@@ -248,14 +255,39 @@ def _load(
             if is_native
             else build_empty(files, dtype)
         )
-        stored = stored_in_fewer_bits(files)
-        check_weights(empty, dtype, free_memory(device), device, stored)
+        needed, stored, kept = dense_bytes(empty, dtype), stored_in_fewer_bits(files), ""
+        if args.quantization != "none":
+            needed, stored = packed_bytes(files, empty, dtype, args.quantization), ""
+            kept = f"--quantization {args.quantization}"
+        check_weights(needed, dtype, free_memory(device), device, stored, kept)
     if not is_native:
         return load_transformers_model(files, dtype, device, part, ranks)
-    model = load_model(files, dtype, device, args.quantization in AS_STORED, part)
+    is_packed, is_native = args.quantization in AS_STORED, native_kernels_compute(args, device)
+    if args.quantization != "none" and not is_native:
+        return _load_packed(args, files, dtype, device)
+    model = load_model(files, dtype, device, is_packed, part)
     if device.type == "cpu":
         log_gguf_weights(files, model, dtype, args.quantization)
     if device.type == "cpu" and (args.quantization == "int4" or has_draft):
         on_phase("measure inputs")
         measure_inputs(model, files.context_length)
     return model
+
+
+def _load_packed(
+    args: WorkerArgs, files: ModelFiles, dtype: torch.dtype, device: torch.device
+) -> Model:
+    """Load a model whose matrices are multiplied by a GPU in fewer bits.
+
+    The host's memory has the dense weights until they are on the GPU, unless the GPU has room for
+    all of them at once. There, one matrix is unpacked at a time.
+    """
+    from worker_proc.gpu.quantized import Packer
+
+    bits = QUANTIZATION_BITS[args.quantization]
+    packer = Packer(device, dtype, bits, args.enable_deterministic_inference)
+    reads_on = torch.device("cpu")
+    is_rounded = bits is not None and device.type == "cuda"
+    if is_rounded and dense_bytes(build_model(files.config), dtype) < free_memory(device):
+        reads_on = device
+    return load_model(files, dtype, reads_on, bits is None, take_weights=packer.pack)

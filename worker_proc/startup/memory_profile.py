@@ -80,22 +80,32 @@ def wait_for_memory(device: torch.device, needed_bytes: int) -> None:
         time.sleep(MEMORY_POLL_S)
 
 
+def dense_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    """Return the bytes of a model's weights in one dtype; the model needs no storage."""
+    return sum(weight.numel() * dtype.itemsize for weight in model.parameters())
+
+
 def check_weights(
-    model: nn.Module, dtype: torch.dtype, free_bytes: int, device: torch.device, stored: str = ""
+    needed: int,
+    dtype: torch.dtype,
+    free_bytes: int,
+    device: torch.device,
+    stored: str = "",
+    kept: str = "",
 ) -> None:
-    """Raise ConfigError if the weights of a model, without storage yet, exceed the free memory.
+    """Raise ConfigError if the weights of a model exceed the free memory.
 
     Args:
-        model: the model.
-        dtype: of the weights.
+        needed: bytes of the weights.
+        dtype: of the weights that are not in fewer bits.
         free_bytes: memory of the device.
         device: where they are to be.
         stored: how the files keep the weights, if in fewer bits than the device will.
+        kept: how the device keeps weights in fewer bits, if it does.
     """
-    needed = sum(weight.numel() * dtype.itemsize for weight in model.parameters())
     if needed <= free_bytes:
         return
-    as_dtype = str(dtype).removeprefix("torch.")
+    as_dtype = kept or str(dtype).removeprefix("torch.")
     remedies = ["take a smaller model", "more GPUs with --tp"]
     if dtype == torch.float32:
         remedies.insert(1, "half the bytes with --dtype bfloat16")

@@ -4,7 +4,7 @@ import logging
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from quadriga.errors import ConfigError, ModelError
 from quadriga.server.config.server_config import ServerConfig
@@ -18,9 +18,9 @@ from quadriga.server.models.formats.quantization import (
 from quadriga.server.models.resolve import ModelFiles
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.worker import EXTEND, NewSlot, StepPlan
-from worker_proc.engines.factory import native_kernels_compute
+from worker_proc.engines.factory import why_not_as_stored
 from worker_proc.engines.torch_engine import TorchAttention, TorchOps
-from worker_proc.loading.checkpoints import seeded_generator
+from worker_proc.loading.checkpoints import safetensors_files, seeded_generator
 from worker_proc.models.base import Model
 from worker_proc.models.layers import Embedding, Linear
 from worker_proc.step.inputs import StepInputs, make_inputs
@@ -48,9 +48,13 @@ def choose_quantization(
         quantized checkpoint do).
 
     Raises:
-        ConfigError: the checkpoint is quantized, and the flag asks to quantize it.
+        ConfigError: the checkpoint is quantized, and the flag asks to quantize it; or the flag asks
+            for what a GPU does not have.
     """
     wanted, quantization = config.worker.quantization, read_quantization(files.config)
+    is_asked = wanted not in ("auto", "none") and device.type == "cuda"
+    if is_asked and (reason := why_not_as_stored(config.worker, dtype, device)):
+        raise ConfigError(f"--quantization {wanted} on {device}: {reason}; or leave it out")
     if files.weights is None:
         return "none" if wanted == "auto" else wanted
     if quantization is not None:
@@ -58,7 +62,7 @@ def choose_quantization(
     if wanted != "auto" or files.tensor_index is None:
         return "none" if wanted == "auto" else wanted
     types = quantized_types(files)
-    reason = _why_dense(config, files, device) if types else ""
+    reason = _why_dense(config, files, dtype, device) if types else ""
     if types and not reason:
         return "gguf"
     if reason:
@@ -80,7 +84,9 @@ def stored_in_fewer_bits(files: ModelFiles) -> str:
     return quantized_types(files) if quantization is None else str(quantization)
 
 
-def _why_dense(config: ServerConfig, files: ModelFiles, device: torch.device) -> str:
+def _why_dense(
+    config: ServerConfig, files: ModelFiles, dtype: torch.dtype, device: torch.device
+) -> str:
     """Return why the blocks of a GGUF cannot stay as stored; "" if they can."""
     args = config.worker
     assert files.weights is not None
@@ -89,8 +95,8 @@ def _why_dense(config: ServerConfig, files: ModelFiles, device: torch.device) ->
         return EXACT
     if config.scheduler.speculative_method == "self":
         return "--speculative-method self drafts with fewer bits than the model has"
-    if not native_kernels_compute(args, device):
-        return "only the native kernels of a CPU multiply them as stored"
+    if reason := why_not_as_stored(args, dtype, device):
+        return reason
     try:
         check_packed_types(files.weights, read_json(files.tensor_index))
     except ModelError as error:
@@ -112,11 +118,9 @@ def _of_checkpoint(
         reason = "--quantization none asks for it"
     elif config.worker.dtype == "float32":
         reason = EXACT
-    elif native_kernels_compute(config.worker, device):
+    elif not (reason := why_not_as_stored(config.worker, dtype, device)):
         logging.info("weights: %s, multiplied as they are", method)
         return "checkpoint"
-    else:
-        reason = "only a CPU's native kernels keep them packed"
     logging.warning(
         "weights: %s, dequantized to %s (%d bits), as %s",
         method, _name(dtype), dtype.itemsize * 8, reason,
@@ -156,6 +160,35 @@ def log_gguf_weights(
             "weights: %s, %d MB; as stored in the GGUF (%s) they are %d MB (--quantization gguf)",
             _name(dtype), in_dtype // MEGABYTE, types, in_file // MEGABYTE,
         )  # fmt: skip
+
+
+# Bits of a rounded weight on a GPU, scale and zero included, and the factor by which scales of a
+# GGUF need more memory there.
+ROUNDED_BITS = {"int8": 8.5, "int4": 4.75}
+GGUF_GROWTH = 1.12
+
+
+def packed_bytes(files: ModelFiles, model: nn.Module, dtype: torch.dtype, quantization: str) -> int:
+    """Return about how many bytes a GPU needs for weights in fewer bits.
+
+    Args:
+        files: the model.
+        model: the model without storage.
+        dtype: of the weights that stay dense.
+        quantization: int8, int4, gguf or checkpoint.
+    """
+    if quantization == "checkpoint":
+        assert files.weights is not None
+        return sum(file.stat().st_size for file in safetensors_files(files.weights))
+    layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
+    linear = sum(layer.weight.numel() for layer in layers)
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    dense = (num_weights - linear) * dtype.itemsize
+    if quantization == "gguf":
+        assert files.weights is not None
+        stored = sum(file.stat().st_size for file in gguf_files(files.weights))
+        return int(stored * GGUF_GROWTH) + dense
+    return int(linear * ROUNDED_BITS[quantization] / 8) + dense
 
 
 def _name(dtype: torch.dtype) -> str:

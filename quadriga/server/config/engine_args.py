@@ -345,11 +345,11 @@ class WorkerArgs:
     )
     quantization: str = flag(
         "auto",
-        "how weights are kept; all but none and auto need the kernels of a CPU. auto: a GGUF or a"
-        " quantized checkpoint as stored on a CPU (on a GPU, and with --dtype float32: in --dtype),"
-        " any other model in --dtype; none: in --dtype; gguf: as stored in the GGUF; int8, int4:"
-        " rounded at the start, in groups of 32. Inputs of weights with 8 bits or fewer are rounded"
-        " to 8 bits, too",
+        "how weights are kept; all but none and auto need the kernels of a CPU, or on a GPU the"
+        " extra gpu. auto: a GGUF or a quantized checkpoint as stored (with --dtype float32: in"
+        " --dtype), any other model in --dtype; none: in --dtype; gguf: as stored in the GGUF;"
+        " int8, int4: rounded at the start, in groups of 32. On a CPU, inputs of weights with 8"
+        " bits or fewer are rounded to 8 bits, too",
         ("auto", "none", "int8", "int4", "gguf"),
         basic=True,
     )

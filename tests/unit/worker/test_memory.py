@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import ModelArgs, SchedulerArgs, WorkerArgs
@@ -20,6 +19,7 @@ from worker_proc.startup import build, memory_profile
 from worker_proc.startup.memory_profile import (
     FirstStart,
     check_weights,
+    dense_bytes,
     largest_step,
     num_plan_pages,
     num_pool_pages,
@@ -70,9 +70,10 @@ def test_memory_that_steps_need_is_not_given_to_pages(monkeypatch: pytest.Monkey
 def test_weights_that_do_not_fit_are_refused_with_their_size() -> None:
     model = build_model({"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024,
                          "n_embd": 768, "n_layer": 12, "n_head": 12})  # fmt: skip
-    check_weights(model, torch.bfloat16, 2**29, CPU)
+    needed = dense_bytes(model, torch.bfloat16)
+    check_weights(needed, torch.bfloat16, 2**29, CPU)
     with pytest.raises(ConfigError, match="take 237 MiB in bfloat16, but cpu has 100 MiB free"):
-        check_weights(model, torch.bfloat16, 100 * 2**20, CPU)
+        check_weights(needed, torch.bfloat16, 100 * 2**20, CPU)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_weights_that_do_not_fit_are_refused_with_what_helps_in_their_format(
     dtype: torch.dtype, stored: str, remedies: str
 ) -> None:
     with pytest.raises(ConfigError, match=remedies):
-        check_weights(nn.Linear(8, 8), dtype, 0, CPU, stored)
+        check_weights(2**20, dtype, 0, CPU, stored)
 
 
 def test_memory_is_set_aside_for_graphs_beside_that_for_the_largest_step(

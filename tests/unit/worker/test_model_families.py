@@ -16,7 +16,7 @@ from tests.tiny_models import FAMILIES
 from worker_proc.engines.factory import (
     cpu_kernel_flags,
     gpu_kernel_flags,
-    native_kernels_compute,
+    why_not_as_stored,
 )
 from worker_proc.loading.checkpoints import _GGUF_NAMES
 
@@ -46,8 +46,8 @@ def test_a_page_that_counts_the_families_has_their_number(page: Path) -> None:
 @pytest.mark.parametrize(
     ("feature", "args", "cpu_only", "gpu_only"),
     [
-        ("`--quantization int8`, `int4`", {"quantization": "int8"}, True, False),
-        ("GGUF weights as stored (2 to 8 bits)", {"quantization": "gguf"}, True, False),
+        ("`--quantization int8`, `int4`", {"quantization": "int8"}, False, False),
+        ("GGUF weights as stored (2 to 8 bits)", {"quantization": "gguf"}, False, False),
         ("`--kv-cache-dtype int8`", {"kv_cache_dtype": "int8"}, True, False),
         ("`--kv-cache-dtype fp8`", {"kv_cache_dtype": "fp8"}, False, True),
     ],
@@ -62,10 +62,18 @@ def test_the_page_says_which_device_takes_a_flag(
     assert row[2].startswith("no" if cpu_only else "yes")
 
 
-def test_a_quantized_checkpoint_stays_packed_on_a_cpu_only() -> None:
+def test_a_quantized_checkpoint_stays_packed_on_both() -> None:
     (row,) = [row for row in rows_of("At a glance") if row[0].startswith("GPTQ, AWQ")]
-    assert (row[1], row[2]) == ("yes", "no: they become 16 bits")
-    assert not native_kernels_compute(WorkerArgs(), torch.device("cuda"))
+    assert row[1] == "yes"
+    assert row[2].startswith("yes")
+    device = torch.device("cpu")
+    triton = WorkerArgs(attention_backend="triton")
+    assert why_not_as_stored(triton, torch.bfloat16, device) == ""
+    assert "float32" in why_not_as_stored(triton, torch.float32, device)
+    ranks = WorkerArgs(attention_backend="triton", tp=2)
+    assert "--tp" in why_not_as_stored(ranks, torch.bfloat16, device)
+    plain = WorkerArgs(attention_backend="torch")
+    assert "plain torch" in why_not_as_stored(plain, torch.bfloat16, device)
 
 
 def test_a_family_of_a_gguf_has_a_config_names_of_tensors_and_an_architecture() -> None:
