@@ -210,7 +210,8 @@ def static_server_info(
         "max_queued_requests": config.scheduler.max_queued_requests,
         "default_max_tokens": config.frontend.default_max_tokens,
         "chat": has_chat,
-        "embeddings": config.frontend.pooling or model.pooling,
+        "embeddings": "" if model.scores else config.frontend.pooling or model.pooling,
+        "scores": scores_to_info(model),
         "encoder": model.is_encoder,
         "answer_format": to_info(answer_format),
         "fill_format": fill_format_to_info(fill_format),
@@ -218,6 +219,14 @@ def static_server_info(
         "stream_interval": config.detok.stream_interval,
         "pids": dict(pids),
     }
+
+
+def scores_to_info(model: ModelFiles) -> InfoValues | None:
+    """Return what the info says of the model's scores; None if it has none."""
+    scores = model.scores
+    if scores is None:
+        return None
+    return {"labels": list(scores.labels), "probabilities": scores.probabilities}
 
 
 class InfoRequests:

@@ -48,7 +48,11 @@ class _WorkRecorder(Ops[None]):
         self._widths = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
 
     def embed(
-        self, tokens: Embedding, positions: Embedding | None = None, scale: float = 1.0
+        self,
+        tokens: Embedding,
+        positions: Embedding | None = None,
+        scale: float = 1.0,
+        second_type: object = None,
     ) -> None:
         pass
 

@@ -1,4 +1,7 @@
-"""Numbers in place of tokens: a vector of a text, or probabilities of tokens; and their checks."""
+"""Numbers in place of tokens: a vector of a text, its scores, or probabilities of tokens.
+
+First what a request asks for, then the checks.
+"""
 
 import msgspec
 
@@ -9,6 +12,11 @@ LAST, MEAN, WEIGHTED_MEAN, CLS = "last", "mean", "weighted-mean", "cls"
 POOLINGS = (LAST, MEAN, WEIGHTED_MEAN, CLS)
 # Not of hidden states: the log-probabilities of tokens.
 LOGPROBS = "logprobs"
+# Not either: the scores of the head of a model that classifies or ranks.
+CLASSIFY = "classify"
+# What scores are made of logits; "": as the model says.
+IDENTITY, SIGMOID, SOFTMAX, PROBABILITIES = "identity", "sigmoid", "softmax", "probabilities"
+ACTIVATIONS = (IDENTITY, SIGMOID, SOFTMAX, PROBABILITIES)
 MAX_SCORED_TOKENS = 4096  # of one request
 MAX_LAST_TOKENS = 256
 # These read the hidden states of all tokens, so that no part of the text may come from the cache.
@@ -21,6 +29,7 @@ class Pooling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
     Attributes:
         method: one of POOLINGS; "": the server's --pooling. LOGPROBS: the vector has natural
             logarithms of probabilities, of `token_ids` or of the last tokens of the prompt.
+            CLASSIFY: it has the scores of the model's head.
         normalize: divide the vector by its Euclidean length.
         dimensions: keep only the first of its numbers, before it is normalized; None: all.
         max_tokens: number of tokens to which a text that may be cut is cut; None: the context.
@@ -28,6 +37,13 @@ class Pooling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
         num_last: with LOGPROBS, number of tokens at the end of the prompt whose probabilities are
             wanted, each after those before it; 0: those of `token_ids`.
         whole: set by the server: every token sees the whole text, which goes into one step.
+        activation: with CLASSIFY, one of ACTIVATIONS, which makes scores of the head's logits;
+            PROBABILITIES: SIGMOID or SOFTMAX, as fits the model's labels. "": as the model says.
+        text_pair: with CLASSIFY, the second text of a pair whose first text is the prompt; None:
+            there is one text.
+        max_pair_tokens: number of tokens to which the second text is cut; None: the context.
+        num_first: set by the server: number of tokens before those of the second type; 0: all are
+            of the first type.
     """
 
     method: str = ""
@@ -37,6 +53,10 @@ class Pooling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
     token_ids: list[int] = []
     num_last: int = 0
     whole: bool = False
+    activation: str = ""
+    text_pair: str | None = None
+    max_pair_tokens: int | None = None
+    num_first: int = 0
 
     @property
     def num_read(self) -> int | None:
@@ -64,6 +84,12 @@ def filled_pooling(
     if pooling.method == LOGPROBS:
         _check_scored(pooling, vocab_size)
         return pooling
+    if pooling.text_pair is not None:
+        raise InvalidRequest(
+            f"text_pair is given with the method {(pooling.method or server_method)!r}: pairs of"
+            f" texts are scored by the method {CLASSIFY}",
+            "text_pair",
+        )
     if not server_method:
         raise InvalidRequest(
             "this server gives no embeddings: start it with --pooling, such as --pooling last",
@@ -85,6 +111,18 @@ def filled_pooling(
             f"max_tokens is {pooling.max_tokens}: a text is cut to at least 1 token", "max_tokens"
         )
     return msgspec.structs.replace(pooling, method=method)
+
+
+def check_scoring(pooling: Pooling) -> None:
+    """Raise InvalidRequest for scores that cannot be given."""
+    if pooling.activation and pooling.activation not in ACTIVATIONS:
+        raise InvalidRequest(
+            f"activation is {pooling.activation!r}: it must be one of {', '.join(ACTIVATIONS)}",
+            "activation",
+        )
+    for name in ("max_tokens", "max_pair_tokens"):
+        if (most := getattr(pooling, name)) is not None and most < 1:
+            raise InvalidRequest(f"{name} is {most}: a text is cut to at least 1 token", name)
 
 
 def _check_scored(pooling: Pooling, vocab_size: int) -> None:

@@ -21,7 +21,13 @@ from quadriga.sampling.params import (
     grammar_of,
     without_grammar,
 )
-from quadriga.sampling.pooling import Pooling, filled_pooling
+from quadriga.sampling.pooling import (
+    CLASSIFY,
+    PROBABILITIES,
+    Pooling,
+    check_scoring,
+    filled_pooling,
+)
 from quadriga.sampling.validation import UnservedTokens, validate_params
 from quadriga.server.answer_format import ends_inside
 from quadriga.server.config.frontend_args import FrontendArgs
@@ -96,13 +102,69 @@ def _ids_around(tokenizer: "Tokenizer") -> tuple[list[int], list[int]]:
     return (full[: found[0]], full[found[0] + len(plain) :]) if found else ([], [])
 
 
+class PairForm(NamedTuple):
+    """What a tokenizer writes around the two texts of a pair.
+
+    Attributes:
+        leading, between, trailing: ids before the first text, between both, and behind the second.
+        num_first_between: number of `between` that are of the first type; None: all tokens of a
+            pair are.
+    """
+
+    leading: list[int]
+    between: list[int]
+    trailing: list[int]
+    num_first_between: int | None
+
+    @classmethod
+    def of(cls, tokenizer: "Tokenizer") -> "PairForm | None":
+        """Return the form of a tokenizer's pairs; None if it has none."""
+        first, second = (tokenizer.encode(text, add_special_tokens=False).ids for text in "ab")
+        encoded = tokenizer.encode("a", "b")
+        ids, types = encoded.ids, encoded.type_ids
+        begin = _find(ids, first, 0)
+        middle = None if begin is None else _find(ids, second, begin + len(first))
+        if begin is None or middle is None:
+            return None
+        end = begin + len(first)
+        is_typed = types[middle] == 1
+        num_first = types[end:middle].count(0) if is_typed else None
+        return cls(ids[:begin], ids[end:middle], ids[middle + len(second) :], num_first)
+
+    @property
+    def num_added(self) -> int:
+        """Number of ids beside those of the two texts."""
+        return len(self.leading) + len(self.between) + len(self.trailing)
+
+
+def _find(ids: list[int], part: list[int], begin: int) -> int | None:
+    """Return where a part of ids is, from `begin` on; None if it is not there."""
+    places = range(begin, len(ids) - len(part) + 1)
+    return next((place for place in places if ids[place : place + len(part)] == part), None)
+
+
+def fitted_lengths(first: int, second: int, room: int) -> tuple[int, int]:
+    """Return the lengths of two texts that are cut to `room` tokens together, the longest first.
+
+    As in tokenizers, `TruncationStrategy.LongestFirst`.
+    """
+    if first + second <= room:
+        return first, second
+    shorter, longer = min(first, second), max(first, second)
+    longer = max(shorter, room - shorter)
+    if shorter + longer > room:
+        shorter, longer = room // 2, room - room // 2
+    return (shorter, longer) if first <= second else (longer, shorter)
+
+
 class Encoder:
-    """Encode texts and chats, and decode token ids."""
+    """Encode texts, pairs and chats, and decode token ids."""
 
     def __init__(self, tokenizer: "Tokenizer", chat: ChatTemplate) -> None:
         self._tokenizer = tokenizer
         self._chat = chat
         self._leading_ids, self._trailing_ids = _ids_around(tokenizer)
+        self._pair_form = PairForm.of(tokenizer)
 
     def render(self, prompt: str | list[ChatMessage], chat: ChatOptions) -> str:
         """Return a text as it is, or a chat as the model's template writes it.
@@ -139,6 +201,41 @@ class Encoder:
         if limit is not None:
             ids = ids[: max(limit - len(leading) - len(trailing), 0)]
         return array("i", leading + ids + trailing)
+
+    def encode_pair(
+        self, first: str, second: str, most_second: int | None, limit: int | None
+    ) -> "tuple[array[int], int]":
+        """Return the ids of a pair of texts as the tokenizer writes it.
+
+        Args:
+            first: the first text.
+            second: the second text.
+            most_second: number of ids of the second text, to which its end is cut; None: all.
+            limit: number of ids, to which the ends of both texts are cut; None: they are not cut.
+
+        Returns:
+            The ids, and the number of ids of the first type; 0: all are.
+
+        Raises:
+            InvalidRequest: a text is over MAX_TEXT_BYTES, or the tokenizer writes no pairs.
+        """
+        form = self._pair_form
+        if form is None:
+            raise InvalidRequest(
+                "the model's tokenizer.json has no form of a pair of texts: serve a model that"
+                " ranks, or send one text",
+                "text_pair",
+            )
+        one, other = self._ids_of(first), self._ids_of(second)[:most_second]
+        if limit is not None:
+            room = max(limit - form.num_added, 0)
+            num_one, num_other = fitted_lengths(len(one), len(other), room)
+            one, other = one[:num_one], other[:num_other]
+        num_first = form.num_first_between
+        if num_first is not None:
+            num_first += len(form.leading) + len(one)
+        ids = form.leading + one + form.between + other + form.trailing
+        return array("i", ids), num_first or 0
 
     def _ids_of(self, text: str) -> list[int]:
         """Return the ids of a text alone. Raise InvalidRequest if it is over MAX_TEXT_BYTES."""
@@ -311,16 +408,26 @@ class Preparer:
         """
         model, args = self._model, self._args
         validation.check_served_vector(asked, model)
-        method = args.pooling or model.pooling
-        pooling = filled_pooling(asked, method, model.hidden_size, model.vocab_size)
-        pooling = msgspec.structs.replace(pooling, whole=model.is_encoder)
+        pooling = self._filled(asked)
         validation.check_vector_params(message)
         may_cut = given(message.truncate_prompt, args.allow_auto_truncate)
         text, limit = message.prompt, model.context_length
         if may_cut and pooling.max_tokens is not None:
             limit = min(limit, pooling.max_tokens)
-        if isinstance(text, str) and message.prompt_token_ids is None:
-            room = limit if may_cut else None
+        room = limit if may_cut else None
+        if (second := pooling.text_pair) is not None:
+            first = validation.checked_first(message)
+            num_first = 0
+
+            def encode() -> _Prompt:
+                nonlocal num_first
+                most = pooling.max_pair_tokens
+                ids, num_first = self._encoder.encode_pair(first, second, most, room)
+                return _Prompt(ids)
+
+            ids = self._guarded(encode).ids
+            pooling = msgspec.structs.replace(pooling, text_pair=None, num_first=num_first)
+        elif isinstance(text, str) and message.prompt_token_ids is None:
             ids = self._guarded(lambda: _Prompt(self._encoder.encode_whole(text, room))).ids
         else:
             ids = self._encode_prompt(message).ids
@@ -329,6 +436,21 @@ class Preparer:
         params = SamplingParams(max_new_tokens=1, seed=0, pooling=pooling)
         request = self._ready(message, ids, params)
         return Prepared(request, [], None, digest=_digest(message))
+
+    def _filled(self, asked: Pooling) -> Pooling:
+        """Return what vector is asked for with all that the model says. Raise InvalidRequest."""
+        model, args = self._model, self._args
+        if asked.method == CLASSIFY:
+            scores = model.scores
+            assert scores is not None
+            activation = asked.activation or scores.activation
+            if activation == PROBABILITIES:
+                activation = scores.probabilities
+            check_scoring(asked)
+            return msgspec.structs.replace(asked, activation=activation, num_first=0, whole=True)
+        method = args.pooling or model.pooling
+        pooling = filled_pooling(asked, method, model.hidden_size, model.vocab_size)
+        return msgspec.structs.replace(pooling, num_first=0, whole=model.is_encoder)
 
     def _ready(self, message: Generate, ids: "array[int]", params: SamplingParams) -> Generate:
         """Return a message with its prompt as ids, complete parameters and timeouts."""

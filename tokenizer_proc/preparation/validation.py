@@ -10,7 +10,7 @@ import msgspec
 
 from quadriga.errors import InvalidRequest, PromptTooLong
 from quadriga.sampling.params import Grammar, SamplingParams
-from quadriga.sampling.pooling import LOGPROBS, Pooling
+from quadriga.sampling.pooling import CLASSIFY, LOGPROBS, Pooling
 from quadriga.sampling.validation import UnservedTokens, check_number
 from quadriga.server.models.resolve import ModelFiles
 from quadriga.wire.client import (
@@ -168,6 +168,12 @@ def check_ids(packed: bytes, field: str, unserved: UnservedTokens) -> "array[int
 
 def check_served_tokens(model: ModelFiles) -> None:
     """Raise InvalidRequest for a request for tokens where the model makes vectors only."""
+    if model.scores is not None:
+        raise InvalidRequest(
+            f"the model is a classifier ({model.config['model_type']}), which scores texts and"
+            " makes none: use /rerank, /score or /classify, or the same methods of a client",
+            "prompt",
+        )
     if model.is_encoder:
         raise InvalidRequest(
             f"the model is an encoder ({model.config['model_type']}), which makes embeddings and no"
@@ -177,13 +183,34 @@ def check_served_tokens(model: ModelFiles) -> None:
 
 
 def check_served_vector(pooling: Pooling, model: ModelFiles) -> None:
-    """Raise InvalidRequest for probabilities of tokens where the model makes vectors only."""
+    """Raise InvalidRequest for numbers of a kind that the model does not make."""
+    if pooling.method == CLASSIFY and model.scores is None:
+        raise InvalidRequest(
+            f"the model ({model.config.get('model_type')}) has no head that scores texts: serve a"
+            " cross-encoder or a classifier, whose config.json names …ForSequenceClassification",
+            "pooling",
+        )
+    if pooling.method != CLASSIFY and model.scores is not None:
+        raise InvalidRequest(
+            f"the model is a classifier ({model.config['model_type']}), which scores texts and"
+            " makes no embeddings: use /rerank, /score or /classify, or serve an embedding model",
+            "pooling",
+        )
     if model.is_encoder and pooling.method == LOGPROBS:
         raise InvalidRequest(
             f"the model is an encoder ({model.config['model_type']}), which has no probabilities of"
             " tokens: ask a model that makes text",
             "pooling",
         )
+
+
+def checked_first(message: Generate) -> str:
+    """Return the first text of a pair. Raise InvalidRequest if it is none."""
+    if not isinstance(message.prompt, str) or message.prompt_token_ids is not None:
+        raise InvalidRequest(
+            "prompt is a chat or token ids, and text_pair is given: a pair is two texts", "prompt"
+        )
+    return message.prompt
 
 
 def check_vector_params(message: Generate) -> None:

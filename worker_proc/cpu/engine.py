@@ -33,7 +33,7 @@ from worker_proc.step.clock import RunningStep
 from worker_proc.step.engine import Engine
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.outputs import EngineOutput, PendingStep, SampledTokens, add_nonfinite
-from worker_proc.step.pooling import OutputNorm
+from worker_proc.step.pooling import Classifier, OutputNorm
 from worker_proc.step.slot_table import SlotTable, ints_of
 
 # Scratch for rows whose context is split over threads: 8 MiB, touched as far as it is needed.
@@ -91,6 +91,7 @@ class NativeEngine(Engine):
         self._vocab_size = model.vocab_size
         self._weights = CodedWeights(bits)
         self.output_norm, self.has_head = OutputNorm.of(model), model.has_head
+        self.classifier = Classifier.of(model)
         self._record(model, num_pages, page_size, int8_pages, pools)
         self._weights.log_bytes()
         self._buffers: dict[Buffer, Tensor] = {}
@@ -242,6 +243,7 @@ class NativeEngine(Engine):
             "int8_pages": int8_pages,
             "pools": (ctypes.c_void_p * shape.layers)(*addresses),
             "position_vectors": body.position_vectors,
+            "second_type": body.second_type,
             "bidirectional": shape.bidirectional,
         }
         self._body = Recorded.of(body.ops, body, settings)
@@ -288,6 +290,7 @@ class NativeEngine(Engine):
         step.tokens, step.token_stride = tokens.data_ptr(), tokens.stride(0)
         step.page_table, step.page_stride = pages.data_ptr(), pages.stride(0)
         step.nonfinite_from = table.nonfinite_from.data_ptr()
+        step.second_from = table.second_from.ctypes.data
         sampling = table.sampling
         arrays = (table.num_known, table.num_computed, table.num_pages_of, sampling.greedy_only)
         self._slots = Slots(table.num_slots, *(values.ctypes.data for values in arrays))

@@ -176,6 +176,7 @@ class Program(ctypes.Structure):
         ("int8_pages", ctypes.c_int64),
         ("pools", ctypes.POINTER(ctypes.c_void_p)),
         ("position_vectors", ctypes.c_void_p),
+        ("second_type", ctypes.c_void_p),
         ("bidirectional", ctypes.c_int64),
     ]
 
@@ -203,6 +204,7 @@ class Step(ctypes.Structure):
         ("part_floats", ctypes.c_int64),
         ("op_seconds", ctypes.c_void_p),
         ("nonfinite_from", ctypes.c_void_p),
+        ("second_from", ctypes.c_void_p),
         ("has_nonfinite", ctypes.c_int64),
     ]
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from quadriga.errors import ModelError
 from worker_proc.cpu.program import LANES, Buffer, Format, Matrix, Op, OpKind, Program
@@ -48,6 +49,7 @@ class Recorder(Ops[Buffer]):
         widths: elements in a row of each buffer that is written.
         rows_per_token: rows of each buffer for a token; missing: one.
         position_vectors: address of the embeddings of positions, or None.
+        second_type: address of what is added to tokens of the second type, or None.
     """
 
     def __init__(self, shape: AttentionShape, weights: PackedWeights) -> None:
@@ -55,16 +57,23 @@ class Recorder(Ops[Buffer]):
         self.widths: dict[Buffer, int] = {}
         self.rows_per_token: dict[Buffer, int] = {}
         self.position_vectors: int | None = None
+        self.second_type: int | None = None
         self._shape = shape
         self._weights = weights
 
     def embed(
-        self, tokens: Embedding, positions: Embedding | None = None, scale: float = 1.0
+        self,
+        tokens: Embedding,
+        positions: Embedding | None = None,
+        scale: float = 1.0,
+        second_type: Tensor | None = None,
     ) -> Buffer:
         width = tokens.weight.shape[1]
         if positions is not None:
             vectors = positions.weight[positions.first_row :]
             self.position_vectors = self._weights.keep_floats(vectors)
+        if second_type is not None:
+            self.second_type = self._weights.keep_floats(second_type)
         matrix = self._weights.matrix(tokens)
         output = self._add(OpKind.EMBED, None, Buffer.RESIDUAL, width, matrix)
         self.ops[-1].scale = scale

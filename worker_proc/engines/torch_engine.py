@@ -34,7 +34,7 @@ from worker_proc.models.ops import Ops
 from worker_proc.models.transfer import send
 from worker_proc.step.engine import Engine
 from worker_proc.step.inputs import StepInputs
-from worker_proc.step.pooling import OutputNorm
+from worker_proc.step.pooling import Classifier, OutputNorm
 from worker_proc.step.slot_table import ALL_FINITE
 
 if TYPE_CHECKING:
@@ -463,6 +463,7 @@ class TorchEngine(Engine):
         self.model = model
         self.ranks = ranks
         self.output_norm, self.has_head = OutputNorm.of(model), model.has_head
+        self.classifier = Classifier.of(model)
         self._attention = attention
         self._packed: Packed = {
             module: packed
@@ -509,7 +510,11 @@ class TorchOps(Ops[Tensor]):
         self._attention.note_nonfinite(inputs)
 
     def embed(
-        self, tokens: Embedding, positions: Embedding | None = None, scale: float = 1.0
+        self,
+        tokens: Embedding,
+        positions: Embedding | None = None,
+        scale: float = 1.0,
+        second_type: Tensor | None = None,
     ) -> Tensor:
         assert self._inputs is not None
         x = F.embedding(self._inputs.token_ids, tokens.weight)
@@ -517,6 +522,8 @@ class TorchOps(Ops[Tensor]):
             x = x * scale
         if positions is not None:
             x = x + F.embedding(self._inputs.positions + positions.first_row, positions.weight)
+        if second_type is not None and (is_second := self._inputs.is_second) is not None:
+            x = torch.where(is_second.unsqueeze(1), x + second_type.to(x.dtype), x)
         return x
 
     def norm(self, norm: LayerNorm | RMSNorm, x: Tensor) -> Tensor:

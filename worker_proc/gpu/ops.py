@@ -120,10 +120,15 @@ class TritonOps(Ops[Hidden]):
         self._has_attended = False  # in the last layer
 
     def embed(
-        self, tokens: Embedding, positions: Embedding | None = None, scale: float = 1.0
+        self,
+        tokens: Embedding,
+        positions: Embedding | None = None,
+        scale: float = 1.0,
+        second_type: Tensor | None = None,
     ) -> Hidden:
         step = self._metadata
         assert step is not None
+        assert second_type is None  # of encoders, which plain torch computes
         return Hidden(embed(step.known, step.slots, step.positions, tokens, positions, scale))
 
     def norm(self, norm: LayerNorm | RMSNorm, x: Hidden) -> Hidden:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quadriga.server.models.families.decoder_config import DecoderConfig
 from quadriga.server.models.families.windows import common_window
 from worker_proc.models.attention import AttentionShape
-from worker_proc.models.layers import Attention, LayerNorm, RMSNorm
+from worker_proc.models.layers import Attention, ClassifierHead, LayerNorm, RMSNorm
 from worker_proc.models.ops import Ops, Value
 from worker_proc.models.quantized_weights import CodedRows, PackedRows
 
@@ -150,12 +150,14 @@ class Model(nn.Module):
         vocab_size: number of columns of the logits.
         final_norm: of hidden states before the head; None: the last layer normalizes its output.
         has_head: it has logits, so that tokens can be sampled.
+        classifier: the head that scores texts; None: there is none.
     """
 
     attention_shape: AttentionShape
     vocab_size: int
     final_norm: LayerNorm | RMSNorm | None
     has_head: bool = True
+    classifier: ClassifierHead | None
 
     @property
     def window(self) -> int:

@@ -19,6 +19,7 @@ from worker_proc.models.base import Model, StoredTensor, checkpoint_parts
 from worker_proc.models.layers import (
     Activation,
     Attention,
+    ClassifierHead,
     Embedding,
     Experts,
     LayerNorm,
@@ -194,6 +195,8 @@ class Decoder(Model):
         self.token_types = (
             Embedding(config.num_token_types, hidden_size) if config.num_token_types else None
         )
+        # What a token of the second type has more than one of the first; None: there is one type.
+        self.second_type: Tensor | None = None
         self.embedding_norm = _norm(config) if config.embedding_norm else None
         self.final_norm = None if config.norm_places == "residual" else _norm(config)
         self.lm_head = (
@@ -201,9 +204,15 @@ class Decoder(Model):
             if config.tie_word_embeddings or not self.has_head
             else Linear(hidden_size, config.vocab_size, config.head_bias)
         )
+        head = config.classifier
+        self.classifier = (
+            None if head is None else ClassifierHead(hidden_size, head.num_labels, head.activation)
+        )
 
     def forward(self, ops: Ops[Value]) -> Value:
-        x = ops.embed(self.embedding, self.position_embedding, self.embedding_scale)
+        x = ops.embed(
+            self.embedding, self.position_embedding, self.embedding_scale, self.second_type
+        )
         if self.embedding_norm is not None:
             x = ops.norm_residual(self.embedding_norm, x)
         for layer, block in enumerate(self._blocks()):
@@ -219,7 +228,10 @@ class Decoder(Model):
     def finish_loading(self, context_length: int) -> None:
         device = self.embedding.weight.device
         if self.token_types is not None and self.position_embedding is not None:
-            self.position_embedding.weight += self.token_types.weight[0]
+            types = self.token_types.weight
+            if len(types) > 1:
+                self.second_type = types[1].float() - types[0].float()
+            self.position_embedding.weight += types[0]
         ropes: dict[int, Rope] = {}
         for block, scaling in zip(self._blocks(), self.config.ropes, strict=True):
             if (block.attention.window or 0) >= context_length:
@@ -248,6 +260,13 @@ class Decoder(Model):
             tensors |= _of_norm(name("final_norm"), self.final_norm)
         if self.lm_head is not None:
             tensors |= _of_linear(name("head"), self.lm_head)
+        if self.classifier is not None:
+            head = self.config.classifier
+            assert head is not None
+            tensors[f"{head.dense}.weight"] = self.classifier.dense_weight
+            tensors[f"{head.dense}.bias"] = self.classifier.dense_bias
+            tensors[f"{head.out}.weight"] = self.classifier.out_weight
+            tensors[f"{head.out}.bias"] = self.classifier.out_bias
         for layer, block in enumerate(self._blocks()):
             for part, tensor in block.checkpoint_tensors().items():
                 tensors[f"{name('layers')}.{layer}.{part}"] = tensor

@@ -71,6 +71,26 @@ class Linear(nn.Module):
         self.bias: Tensor | None = parameter(outputs) if bias else None
 
 
+class ClassifierHead(nn.Module):
+    """Scores of a text: a layer with an activation over one hidden state, then a projection.
+
+    It is no `Linear`, so that its few weights keep their precision where others are quantized.
+
+    Attributes:
+        dense_weight, dense_bias: [hidden_size, hidden_size], [hidden_size].
+        out_weight, out_bias: [labels, hidden_size], [labels].
+        activation: of the layer, "tanh" or "relu".
+    """
+
+    def __init__(self, hidden_size: int, num_labels: int, activation: str) -> None:
+        super().__init__()
+        self.dense_weight = parameter(hidden_size, hidden_size)
+        self.dense_bias = parameter(hidden_size)
+        self.out_weight = parameter(num_labels, hidden_size)
+        self.out_bias = parameter(num_labels)
+        self.activation = activation
+
+
 class Embedding(nn.Module):
     """A table of vectors: weight [entries, hidden_size]; the rest as in `Linear`.
 

@@ -7,6 +7,8 @@ records them once as a list, and the native kernels run that list in every step.
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
+from torch import Tensor
+
 from worker_proc.models.layers import (
     Activation,
     Attention,
@@ -32,11 +34,16 @@ class Ops(ABC, Generic[Value]):
 
     @abstractmethod
     def embed(
-        self, tokens: Embedding, positions: Embedding | None = None, scale: float = 1.0
+        self,
+        tokens: Embedding,
+        positions: Embedding | None = None,
+        scale: float = 1.0,
+        second_type: Tensor | None = None,
     ) -> Value:
         """Return the residual stream [tokens, hidden_size]: the scaled embeddings of the tokens.
 
-        If `positions` is given, the embeddings of the tokens' positions are added.
+        If `positions` is given, the embeddings of the tokens' positions are added. `second_type`
+        [hidden_size] float32 is added to the tokens of a pair's second text.
         """
 
     @abstractmethod

@@ -38,7 +38,7 @@ from worker_proc.step.outputs import (
     row_logprobs,
     sampled_logprobs,
 )
-from worker_proc.step.pooling import OutputNorm, begin_vectors, pooled_rows
+from worker_proc.step.pooling import Classifier, OutputNorm, VectorHeads, begin_vectors, pooled_rows
 from worker_proc.step.slot_table import ALL_FINITE, SlotTable
 
 if TYPE_CHECKING:
@@ -144,6 +144,7 @@ class Engine(ABC):
         max_draft_samples: tokens that a step with drafts may sample.
         output_norm: of hidden states before the head; None: `forward` returns normalized ones.
         has_head: tokens can be sampled; else every row has a vector.
+        classifier: the head that scores texts; None: there is none.
         draft: the same model over the same KV pages, with weights of fewer bits, which drafts
             tokens; None: there is none.
     """
@@ -160,6 +161,7 @@ class Engine(ABC):
     max_draft_samples = sys.maxsize
     output_norm: OutputNorm | None = None
     has_head = True
+    classifier: Classifier | None = None
     draft: "Engine | None" = None
 
     @property
@@ -188,7 +190,8 @@ class Engine(ABC):
         spans, pooled = prompt_spans(inputs), pooled_rows(inputs)
         if spans or pooled:
             hidden = self.forward(inputs)
-            vectors = begin_vectors(pooled, hidden, self.output_norm, self.logits, table.copier)
+            heads = VectorHeads(self.output_norm, self.classifier, self.logits)
+            vectors = begin_vectors(pooled, hidden, heads, table.copier)
             prompt_pieces = prompt_logprobs(spans, hidden, self.logits, table.copier)
             sampled = self.sample_rows(inputs, inputs.of_samples(hidden))
         else:

@@ -74,6 +74,13 @@ class StepInputs:
         return self.table.tokens_at(self.token_slots, self.token_positions)
 
     @LazyAttribute
+    def is_second(self) -> Tensor | None:
+        """`[tokens]` bool: the token is of the second type; None: none is."""
+        begins = self.table.second_from[self.token_slots]
+        is_second = self.token_positions >= begins
+        return send(is_second, self.table.device) if is_second.any() else None
+
+    @LazyAttribute
     def last_tokens(self) -> Tensor | None:
         """`[samples]` the token before each sample; None: every token is one, in order."""
         return None if self.decodes_only else send(self.sample_places, self.table.device)

@@ -13,10 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quadriga.sampling.pooling import CLS, LAST, LOGPROBS, MEAN, Pooling
+from quadriga.sampling.pooling import (
+    CLASSIFY,
+    CLS,
+    LAST,
+    LOGPROBS,
+    MEAN,
+    SIGMOID,
+    SOFTMAX,
+    Pooling,
+)
 from quadriga.wire.worker import VectorRow
 from worker_proc.models.base import Model
-from worker_proc.models.layers import LayerNorm, RMSNorm
+from worker_proc.models.layers import ClassifierHead, LayerNorm, RMSNorm
 from worker_proc.models.transfer import DeviceToHostCopier, Fetch
 from worker_proc.step.inputs import StepInputs
 
@@ -46,6 +55,42 @@ class OutputNorm:
         if self._bias is not None:
             return F.layer_norm(hidden.float(), shape, self._gain, self._bias, self._epsilon)
         return F.rms_norm(hidden.float(), shape, self._gain, self._epsilon)
+
+
+class Classifier:
+    """The head of a model that classifies or ranks, in float32."""
+
+    @classmethod
+    def of(cls, model: Model) -> "Classifier | None":
+        """Return the head of a model; None if it has none."""
+        return None if model.classifier is None else cls(model.classifier)
+
+    def __init__(self, head: ClassifierHead) -> None:
+        self._dense = head.dense_weight.float().clone(), head.dense_bias.float().clone()
+        self._out = head.out_weight.float().clone(), head.out_bias.float().clone()
+        self._activation = {"tanh": torch.tanh, "relu": torch.relu}[head.activation]
+
+    def __call__(self, state: Tensor, activation: str) -> Tensor:
+        """Return the scores `[labels]` of a first token's hidden state `[hidden]`."""
+        inner = self._activation(F.linear(state[: self._dense[0].shape[1]].float(), *self._dense))
+        logits = F.linear(inner, *self._out)
+        if activation == SIGMOID:
+            return logits.sigmoid()
+        return logits.softmax(-1) if activation == SOFTMAX else logits
+
+
+class VectorHeads(NamedTuple):
+    """What makes vectors of hidden states.
+
+    Attributes:
+        norm: of hidden states; None: they are normalized.
+        classifier: of a model with one; None: there is none.
+        logits: computes the model's logits `[rows, vocab_size]` of hidden states, not normalized.
+    """
+
+    norm: OutputNorm | None
+    classifier: Classifier | None
+    logits: Callable[[Tensor], Tensor]
 
 
 class PooledRow(NamedTuple):
@@ -85,8 +130,7 @@ def pooled_rows(inputs: StepInputs) -> list[PooledRow]:
 def begin_vectors(
     rows: Sequence[PooledRow],
     hidden: Tensor,
-    norm: OutputNorm | None,
-    logits: Callable[[Tensor], Tensor],
+    heads: VectorHeads,
     copier: DeviceToHostCopier,
 ) -> list[Callable[[], VectorRow]]:
     """Compute vectors; return functions that wait for them.
@@ -94,19 +138,27 @@ def begin_vectors(
     Args:
         rows: the rows that have them.
         hidden: `[tokens, hidden]` of the whole step.
-        norm: of hidden states; None: they are normalized.
-        logits: computes the model's logits `[rows, vocab_size]` of hidden states, not normalized.
+        heads: of the model.
         copier: copies the vectors to the host.
+
+    Raises:
+        ValueError: scores are asked of a model without a head.
     """
     vectors: list[Callable[[], VectorRow]] = []
     for row in rows:
         if row.pooling.method == LOGPROBS:
-            scores = token_logprobs(row, hidden, logits)
+            scores = token_logprobs(row, hidden, heads.logits)
+            vectors.append(partial(_fetched, row.row, copier.begin(scores)))
+            continue
+        if row.pooling.method == CLASSIFY:
+            if heads.classifier is None:
+                raise ValueError(f"row {row.row} asks for scores, and the model has no head")
+            scores = heads.classifier(hidden[row.begin], row.pooling.activation)
             vectors.append(partial(_fetched, row.row, copier.begin(scores)))
             continue
         begin = row.end - 1 if row.pooling.method == LAST else row.begin
         states = hidden[begin : row.end]
-        states = states.float() if norm is None else norm(states)
+        states = states.float() if heads.norm is None else heads.norm(states)
         vectors.append(partial(_fetched, row.row, copier.begin(pooled(states, row.pooling))))
     return vectors
 

@@ -14,7 +14,7 @@ from worker_proc.models.transfer import DeviceToHostCopier, Fetch, TokenIds, sen
 from worker_proc.sampling.sampler import SamplingState
 
 MAX_VOCAB_SIZE = 2**31
-ALL_FINITE = 1 << 40  # no position is as high
+ALL_FINITE = ALL_FIRST = 1 << 40  # no position is as high
 
 
 class SlotTable:
@@ -35,6 +35,8 @@ class SlotTable:
         nonfinite_from: `[slots]` int64 on the device: the lowest position with keys or values that
             are NaN or infinite since the slot was filled, or ALL_FINITE. The engine lowers it.
         poolings: of the slots whose answers are vectors.
+        second_from: `[slots]` int64 on the host: the position of a slot's first token of the second
+            type, or ALL_FIRST.
         held: the slots in use.
         refused: why the requests of slots cannot be computed, by slot: they hold ids that the model
             does not have. Their rows are computed with other tokens, and have failed.
@@ -70,6 +72,7 @@ class SlotTable:
         self.num_drafts = np.zeros(num_slots, dtype=np.int64)
         self.nonfinite_from = torch.full((num_slots,), ALL_FINITE, device=device)
         self.poolings: dict[int, Pooling] = {}
+        self.second_from = np.full(num_slots, ALL_FIRST, dtype=np.int64)
         self.held: set[int] = set()
         self.refused: dict[int, str] = {}
         self.num_pages_used = 0
@@ -119,8 +122,10 @@ class SlotTable:
             self.num_known[slot.slot] = len(slot_ids)
             self.num_computed[slot.slot] = slot.computed
             self.num_pages_of[slot.slot] = len(slot_pages)
-            if slot.pooling is not None:
-                self.poolings[slot.slot] = slot.pooling
+            self.second_from[slot.slot] = ALL_FIRST
+            if (pooling := slot.pooling) is not None:
+                self.poolings[slot.slot] = pooling
+                self.second_from[slot.slot] = pooling.num_first or ALL_FIRST
         slots = np.array([slot.slot for slot in new], dtype=np.int64)
         places = (*_places(slots, token_ids), *_places(slots, pages))
         device_slots, *places_on_device = send_all(self.device, slots, *places)

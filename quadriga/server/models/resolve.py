@@ -18,6 +18,7 @@ from quadriga.server.config.engine_args import BUILTIN_MODEL, ModelArgs
 from quadriga.server.models.families import gpt
 from quadriga.server.models.families.architectures import find_architecture
 from quadriga.server.models.families.bert import ENCODERS, num_padding_positions
+from quadriga.server.models.families.classifier import Scores, has_head, read_scores
 from quadriga.server.models.families.config_values import check_shared_types
 from quadriga.server.models.families.gpt import find_gpt2_size
 from quadriga.server.models.formats.directory import find_problem, has_code, read_config, read_json
@@ -222,12 +223,25 @@ class ModelFiles:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether the model makes vectors only: each token sees the whole text."""
+        """Whether the model makes vectors or scores only: each token sees the whole text."""
         return self.config.get("model_type") in ENCODERS
 
     @property
+    def scores(self) -> Scores | None:
+        """The scores of the model's head; None if it has none. Raises ModelError."""
+        if not self.is_encoder or not has_head(self.config):
+            return None
+        named = self.sentence.activation if self.sentence is not None else ""
+        return read_scores(self.config, named)
+
+    @property
     def pooling(self) -> str:
-        """How the vector of a text is made, if no flag says it; "": the model does not say it."""
+        """How the vector of a text is made, if no flag says it; "": the model does not say it.
+
+        The vectors of a model with a head are its scores.
+        """
+        if self.is_encoder and has_head(self.config):
+            return ""
         if self.sentence is not None:
             return self.sentence.pooling
         return MEAN if self.is_encoder else ""
@@ -433,6 +447,10 @@ def _check_config(files: ModelFiles) -> None:
     try:
         check_shared_types(files.config)
         check_shared_types(files.generation_config, "generation_config.json")
+    except ModelError as error:
+        raise type(error)(f"{files.location}: {error}") from None
+    try:
+        _ = files.scores
     except ModelError as error:
         raise type(error)(f"{files.location}: {error}") from None
     try:

@@ -25,7 +25,8 @@ from quadriga.server.config.engine_args import BUILTIN_MODEL
 # Bounds the Hub's answer whether it has a model, name resolution included.
 ANSWER_TIMEOUT_S = 8.0
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
-_IGNORED_FILES = ["*/*", "consolidated*", "*.h5", "*.msgpack"]
+# Of directories, only those of the modules of sentence-transformers, such as 1_Pooling, are taken.
+_IGNORED_FILES = ["[!0-9]*/*", "consolidated*", "*.h5", "*.msgpack"]
 
 ResultT = TypeVar("ResultT")
 

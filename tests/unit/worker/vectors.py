@@ -11,9 +11,16 @@ from worker_proc.step.runner import Runner
 
 def vectors_of(runner: Runner, prompts: list[list[int]], pooling: Pooling) -> list[np.ndarray]:
     """Return the vectors of prompts that are computed in one step."""
+    return vectors_of_each(runner, prompts, [pooling] * len(prompts))
+
+
+def vectors_of_each(
+    runner: Runner, prompts: list[list[int]], poolings: list[Pooling]
+) -> list[np.ndarray]:
+    """Return the vectors of prompts, each with its pooling, that are computed in one step."""
     driver = Driver(runner)
     requests = [driver.add(prompt) for prompt in prompts]
-    for request in requests:
+    for request, pooling in zip(requests, poolings, strict=True):
         driver.set_pooling(request, pooling)
     result: StepResult = runner.run(driver.plan([(r, len(r.prompt)) for r in requests]))
     assert result.token_ids == pack_ids([-1] * len(prompts)), "no token is sampled"

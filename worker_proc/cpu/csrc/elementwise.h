@@ -30,6 +30,8 @@ void embed(const Program& program, const Step& step, const Op& op, TokenPosition
     float* to = (float*)step.buffers[op.output] + token * step.strides[op.output];
     const float* position =
         program.position_vectors ? program.position_vectors + at.position * op.width : 0;
+    bool is_second = program.second_type && at.position >= step.second_from[step.slots[at.row]];
+    const float* type = is_second ? program.second_type : 0;
     // The frontend refuses invalid ids; this keeps any id from reading foreign memory.
     long id = step.tokens[step.slots[at.row] * step.token_stride + at.position];
     id = std::clamp<long>(id, 0, op.matrix.columns - 1);
@@ -37,6 +39,7 @@ void embed(const Program& program, const Step& step, const Op& op, TokenPosition
     for (long d = 0; d < op.width; d++) {
         to[d] *= float(op.scale);
         if (position) to[d] += position[d];
+        if (type) to[d] += type[d];
     }
 }
 

@@ -100,6 +100,7 @@ struct Program {
     int64_t int8_pages;       // not 0: keys and values are stored in 8 bits
     void* const* pools;       // one per layer
     const float* position_vectors;  // [context][hidden], or null: the model has none
+    const float* second_type;       // [hidden] added to tokens of the second type, or null
     int64_t bidirectional;    // not 0: a query sees all keys of its row
 };
 
@@ -123,6 +124,7 @@ struct Step {
     int64_t part_floats;       // size of the scratch
     float* op_seconds;         // [ops] duration of each operation, or null
     int64_t* nonfinite_from;   // [slots] the lowest position whose keys or values are not finite
+    const int64_t* second_from; // [slots] the position of the first token of the second type
     int64_t has_nonfinite;     // set to 1 where one of them was lowered
 };
 

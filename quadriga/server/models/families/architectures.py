@@ -9,6 +9,7 @@ from typing import Any
 
 from quadriga.errors import ModelError
 from quadriga.server.models.families.bert import bert, distilbert, roberta
+from quadriga.server.models.families.classifier import read_head
 from quadriga.server.models.families.config_values import (
     check_native_types,
     check_shared_types,
@@ -110,6 +111,7 @@ def read_architecture(config: dict[str, Any]) -> DecoderConfig:
     # transformers reads both for every family.
     require(config, "is_causal", (True, None))
     require(config, "per_layer_config", (None,))
+    read_head(config)
     return CONFIGS[architecture](config)
 
 

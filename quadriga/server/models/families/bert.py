@@ -1,11 +1,12 @@
 """Encoders: BERT, RoBERTa and XLM-RoBERTa, DistilBERT.
 
 One function for each model_type. A token sees the whole text, and norms are of the residual stream
-after attention and MLP. Heads are not read: the hidden states become vectors.
+after attention and MLP. The hidden states become vectors, or scores if there is a head.
 """
 
 from typing import Any
 
+from quadriga.server.models.families.classifier import read_head
 from quadriga.server.models.families.config_values import require, setting
 from quadriga.server.models.families.decoder_config import DecoderConfig, activation_of
 
@@ -81,6 +82,9 @@ def distilbert(config: dict[str, Any]) -> DecoderConfig:
 def _encoder(
     config: dict[str, Any], names: dict[str, str], removed: tuple[str, ...], **fields: Any
 ) -> DecoderConfig:
+    head = read_head(config)
+    read = () if head is None else (head.dense, head.out)
+    skipped = (*HEADS, *(f"{prefix}pooler." for prefix in removed))
     require(config, "position_embedding_type", ("absolute", None))
     require(config, "is_decoder", (False, None))
     require(config, "add_cross_attention", (False, None))
@@ -102,7 +106,15 @@ def _encoder(
         tie_word_embeddings=True,
         names=names,
         skipped=("embeddings.position_ids",),
-        skipped_starts=(*HEADS, *(f"{prefix}pooler." for prefix in removed)),
+        skipped_starts=tuple(start for start in skipped if not _is_read(start, removed, read)),
+        classifier=head,
         removed=removed,
         **fields,
     )
+
+
+def _is_read(start: str, removed: tuple[str, ...], read: tuple[str, ...]) -> bool:
+    """Return whether the tensors of a head that is read have names with this start."""
+    for prefix in removed:
+        start = start.removeprefix(prefix)
+    return any(f"{name}.".startswith(start) for name in read)

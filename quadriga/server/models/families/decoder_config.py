@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from quadriga.errors import ModelError
+from quadriga.server.models.families.classifier import HeadConfig
 from quadriga.server.models.families.config_values import (
     BrokenConfig,
     check_divides,
@@ -244,9 +245,10 @@ class DecoderConfig:
         num_positions: rows of the learned position embeddings; 0: there are none.
         position_offset: row of position 0.
         num_token_types: rows of the embeddings of token types, of which the first is added to
-            every token; 0: there are none.
+            every token, or the second to those of a pair's second text; 0: there are none.
         embedding_norm: the embeddings are normalized.
-        bidirectional: a token sees the whole text, and there is no head: an encoder.
+        bidirectional: a token sees the whole text, and none is sampled: an encoder.
+        classifier: the head that scores texts; None: there is none.
         windows: tokens that each layer sees; None: all.
         attention_scale: factor of the scores.
         attention_softcap: bound of the scores, or None.
@@ -292,6 +294,7 @@ class DecoderConfig:
     num_token_types: int = 0
     embedding_norm: bool = False
     bidirectional: bool = False
+    classifier: HeadConfig | None = None
     windows: tuple[int | None, ...]
     attention_scale: float
     attention_softcap: float | None = None

@@ -1,4 +1,8 @@
-"""Directories of sentence-transformers: how a model's hidden states become the vector of a text."""
+"""Directories of sentence-transformers: what becomes of a model's output.
+
+An embedder's hidden states become the vector of a text, and a cross-encoder's logits the score of a
+pair of texts.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,29 +24,52 @@ POOLING_MODES = {
 }
 # Clients ask for normalized vectors or not, whatever the directory says.
 SERVED_MODULES = ("Transformer", "Pooling", "Normalize")
+SCORING_MODULES = ("Transformer", "LogitScore")
+SETTINGS = "config_sentence_transformers.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LogitScore:
+    """How a model that makes text scores a pair of texts: by the logits of its next token.
+
+    Attributes:
+        true_id: id of the token that says that they match, such as "yes".
+        false_id: id of the token that says that they do not, such as "no".
+    """
+
+    true_id: int
+    false_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class SentenceConfig:
-    """What a directory says of the vectors of its model.
+    """What a directory says of the vectors, or the scores, of its model.
 
     Attributes:
-        pooling: one of POOLINGS.
+        pooling: one of POOLINGS; "": of a cross-encoder.
         max_tokens: longest text, in tokens; None: the model's context.
+        activation: of scores, as sentence-transformers names it; "": it names none.
+        logit_score: how the scores are read from a model that makes text; None: it has a head.
     """
 
     pooling: str
     max_tokens: int | None
+    activation: str = ""
+    logit_score: LogitScore | None = None
 
 
 def read_sentence_config(directory: Path) -> SentenceConfig | None:
-    """Return what a directory says of vectors; None if it is not one of sentence-transformers.
+    """Return what a directory says of its output; None if it is not of sentence-transformers.
 
     Raises:
         ModelError: a module, or the pooling, is not supported.
     """
-    if not (directory / MODULES).is_file():
+    settings = read_json(directory / SETTINGS)
+    is_ranker = settings.get("model_type") == "CrossEncoder"
+    if not (directory / MODULES).is_file() and not is_ranker:
         return None
+    if is_ranker:
+        return _ranker(directory, str(settings.get("activation_fn") or ""))
     pooling = ""
     for module in _modules_of(directory / MODULES):
         kind = str(module.get("type", "")).rpartition(".")[2]
@@ -55,8 +82,40 @@ def read_sentence_config(directory: Path) -> SentenceConfig | None:
             pooling = _pooling_of(directory / str(module.get("path", "")) / "config.json")
     if not pooling:
         raise ModelError(f"{directory / MODULES} has no module Pooling: its texts have no vector")
+    return SentenceConfig(pooling, _max_tokens(directory))
+
+
+def _ranker(directory: Path, activation: str) -> SentenceConfig:
+    """Return what a cross-encoder's directory says of its scores. Raise ModelError."""
+    modules = _modules_of(directory / MODULES) if (directory / MODULES).is_file() else []
+    score = None
+    for module in modules:
+        kind = str(module.get("type", "")).rpartition(".")[2]
+        if kind not in SCORING_MODULES:
+            raise ModelError(
+                f"{directory / MODULES} has the module {kind!r}; served in a cross-encoder are"
+                f" {', '.join(SCORING_MODULES)}"
+            )
+        if kind == "LogitScore":
+            score = _logit_score(directory / str(module.get("path", "")) / "config.json")
+    return SentenceConfig("", _max_tokens(directory), activation, score)
+
+
+def _logit_score(path: Path) -> LogitScore:
+    config = read_json(path)
+    ids = [config.get("true_token_id"), config.get("false_token_id")]
+    known = [each for each in ids if isinstance(each, int) and each >= 0]
+    if len(known) != len(ids):
+        raise ModelError(
+            f"{path} has true_token_id = {ids[0]!r} and false_token_id = {ids[1]!r}; both must be"
+            " ids of tokens"
+        )
+    return LogitScore(*known)
+
+
+def _max_tokens(directory: Path) -> int | None:
     limit = read_json(directory / "sentence_bert_config.json").get("max_seq_length")
-    return SentenceConfig(pooling, limit if isinstance(limit, int) and limit > 0 else None)
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def _modules_of(path: Path) -> list[dict[str, Any]]:

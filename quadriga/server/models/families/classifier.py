@@ -1,0 +1,136 @@
+"""Heads of `…ForSequenceClassification`, which score a text or a pair of texts, without torch.
+
+First the head of a config.json, then the names of its scores and how they become probabilities.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from quadriga.errors import ModelError
+from quadriga.sampling.pooling import IDENTITY, SIGMOID, SOFTMAX
+
+HEAD_CLASS = "ForSequenceClassification"
+MULTI_LABEL = "multi_label_classification"
+MAX_LABELS = 65_536
+# Activations of sentence-transformers, by the last part of their name.
+_ACTIVATIONS = {"Identity": IDENTITY, "Sigmoid": SIGMOID, "Softmax": SOFTMAX}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig:
+    """A head: a layer with an activation over the first token's hidden state, then the scores.
+
+    Attributes:
+        dense: name of the layer's tensors.
+        activation: of the layer, "tanh" or "relu".
+        out: name of the tensors that make the scores.
+        num_labels: number of scores.
+    """
+
+    dense: str
+    activation: str
+    out: str
+    num_labels: int
+
+
+# By model_type.
+_HEADS = {
+    "bert": {"dense": "pooler.dense", "activation": "tanh", "out": "classifier"},
+    "distilbert": {"dense": "pre_classifier", "activation": "relu", "out": "classifier"},
+    "roberta": {"dense": "classifier.dense", "activation": "tanh", "out": "classifier.out_proj"},
+}
+_HEADS["xlm-roberta"] = _HEADS["roberta"]
+
+
+def has_head(config: dict[str, Any]) -> bool:
+    """Return whether a config.json is that of a model that classifies or ranks."""
+    names = config.get("architectures") or []
+    return any(str(name).endswith(HEAD_CLASS) for name in names)
+
+
+def read_head(config: dict[str, Any]) -> HeadConfig | None:
+    """Return the head of a config.json; None if the model has none. Raise ModelError."""
+    if not has_head(config):
+        return None
+    known = _HEADS.get(str(config.get("model_type")))
+    if known is None:
+        raise ModelError(
+            f"config.json names {config['architectures'][0]}; heads are served of the model types "
+            + ", ".join(sorted(_HEADS))
+        )
+    return HeadConfig(**known, num_labels=len(_labels(config)))
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The scores of a model, in order.
+
+    Attributes:
+        labels: their names.
+        activation: what makes them of logits, if a request does not say it: IDENTITY, SIGMOID or
+            SOFTMAX.
+        probabilities: what makes probabilities of them, SIGMOID or SOFTMAX.
+    """
+
+    labels: list[str]
+    activation: str
+    probabilities: str
+
+
+def read_scores(config: dict[str, Any], named_activation: str | None = None) -> Scores:
+    """Return the scores of a config.json with a head.
+
+    Args:
+        config: config.json.
+        named_activation: of config_sentence_transformers.json, if it names one.
+
+    Raises:
+        ModelError: its labels or its activation are not supported.
+    """
+    labels = _labels(config)
+    is_multi = len(labels) == 1 or config.get("problem_type") == MULTI_LABEL
+    probabilities = SIGMOID if is_multi else SOFTMAX
+    own = config.get("sentence_transformers")
+    name = (
+        (own.get("activation_fn") if isinstance(own, dict) else None)
+        or config.get("sbert_ce_default_activation_function")
+        or named_activation
+    )
+    return Scores(labels, activation_of_scores(name) or probabilities, probabilities)
+
+
+def activation_of_scores(name: object) -> str:
+    """Return our name of an activation of sentence-transformers; "" if there is none.
+
+    Raises:
+        ModelError: it is not supported.
+    """
+    if not name:
+        return ""
+    kind = str(name).rpartition(".")[2]
+    if kind not in _ACTIVATIONS:
+        raise ModelError(
+            f"the model's activation of scores is {str(name)[:100]!r}; supported: "
+            + ", ".join(_ACTIVATIONS)
+        )
+    return _ACTIVATIONS[kind]
+
+
+def _labels(config: dict[str, Any]) -> list[str]:
+    """Return the names of the scores, of id2label or else of num_labels. Raise ModelError."""
+    named = config.get("id2label")
+    if isinstance(named, dict) and named:
+        numbers = {str(number): str(name) for number, name in named.items()}
+        places = [str(number) for number in range(len(numbers))]
+        if numbers.keys() != set(places):
+            raise ModelError(
+                f"the model's config.json has {len(numbers)} labels in id2label, and not one for"
+                f" each number from 0 to {len(numbers) - 1}"
+            )
+        return [numbers[place] for place in places]
+    count = config.get("num_labels", 2)  # transformers' default
+    if not isinstance(count, int) or not 1 <= count <= MAX_LABELS:
+        raise ModelError(
+            f"the model's config.json has num_labels = {count!r}; supported: 1 to {MAX_LABELS}"
+        )
+    return [f"LABEL_{number}" for number in range(count)]
