@@ -211,6 +211,7 @@ def other_kernels() -> Iterator[Compiled]:
     summing = {"WIDTH": 768, "CHOSEN": 3, "BLOCK": experts.BLOCK}
     yield Compiled("sum of experts", experts._sum_experts, summing, {"weights": FLOATS})
     yield from sampling_kernels()
+    yield mask_kernel()
 
 
 def sampling_kernels() -> Iterator[Compiled]:
@@ -235,6 +236,14 @@ def sampling_kernels() -> Iterator[Compiled]:
             label = f"sampling{kernel.__name__}, {logits[1:]}"
             options = {"num_warps": warps}
             yield Compiled(label, kernel, constants, {**types, "logits": logits}, options)
+
+
+def mask_kernel() -> Compiled:
+    types = {"scores": FLOATS, "rows": IDS, "masks": "*u8"}
+    types |= dict.fromkeys(("vocab_size", "scores_stride", "masks_stride"), "i32")
+    options = {"num_warps": sampling.CHUNK_WARPS}
+    constants = {"BLOCK": sampling.BLOCK}
+    return Compiled("masks of grammars", sampling._mask_forbidden, constants, types, options)
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ import sys
 from collections import Counter
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -29,11 +29,12 @@ from triton.runtime import jit
 from triton.runtime.driver import driver
 
 from quadriga.wire.packing import num_ids, pack_ids
-from quadriga.wire.worker import DECODE, MIXED, NewSlot, StepPlan
+from quadriga.wire.worker import DECODE, MIXED, NewSlot, SlotSamplingParams, StepPlan
 from worker_proc.gpu import pages
 from worker_proc.gpu.engine import TritonEngine
 from worker_proc.gpu.graphs import Captured, GraphOutput, batch_sizes, prompt_sizes
 from worker_proc.models.decoder import build_model
+from worker_proc.sampling.grammar import CompiledGrammar, Mask, SlotConstraint
 from worker_proc.step.runner import Drafter, Runner
 from worker_proc.step.slot_table import SlotTable, ints_of
 
@@ -151,8 +152,41 @@ class RandomDrafts(Drafter):
             self.num_steps += 1
 
 
+class AnyText(SlotConstraint):
+    """Masks no token, and is masked all the same."""
+
+    matcher = None
+
+    def adjust(self, mask: Mask) -> None:
+        """Allow every token."""
+        mask[:] = 0xFF
+
+    def advance(self, token: int) -> str:
+        """Accept a token."""
+        return ""
+
+    def take_forced(self, max_tokens: int) -> list[int]:
+        """Return no tokens."""
+        return []
+
+    def copy(self) -> "AnyText":
+        """Return the same state."""
+        return self
+
+    def ends_with(self, token: int) -> bool:
+        """Return False."""
+        return False
+
+    def begin(self, *_: Any) -> "AnyText":
+        """Return the state of a slot, in place of a CompiledGrammar."""
+        return self
+
+
+GRAMMAR = b"any text"
+
+
 class Load:
-    """Requests that come and go at random, in place of a scheduler."""
+    """Requests that come and go at random, in place of a scheduler. A quarter have a grammar."""
 
     def __init__(self, runner: Runner, seed: int = 0) -> None:
         self._runner, self._draw = runner, random.Random(seed)
@@ -196,8 +230,9 @@ class Load:
         own = [self._pages.pop() for _ in range(-(-length // PAGE_SIZE))]
         self._known[slot], self._left[slot], self._own[slot] = length, draw.randrange(1, 60), own
         kind = draw.choice([(0.0, -1, 1.0), (0.8, -1, 1.0), (0.8, 40, 0.9)])
+        rules = draw.choice([None, None, None, SlotSamplingParams(length, grammar=GRAMMAR)])
         return NewSlot(
-            slot, pack_ids([3] * length), computed, pack_ids(own), *kind, draw.randrange(99)
+            slot, pack_ids([3] * length), computed, pack_ids(own), *kind, draw.randrange(99), rules
         )
 
     @property
@@ -250,6 +285,7 @@ def serve(label: str, runner: Runner, launches: Launches, num_steps: int) -> int
           f" {questions} questions")  # fmt: skip
     drafter = RandomDrafts(runner.table, runner.engine.max_draft_samples)
     runner.drafter = drafter
+    runner.table.sampling.compiled = {GRAMMAR: cast(CompiledGrammar, AnyText())}
     Load(runner).serve(num_steps)
     print(label, drafter.num_steps, "steps with drafts")
     met = [variant[0] for variant in launches.variants if variant not in at_start]

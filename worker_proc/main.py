@@ -106,7 +106,7 @@ def _result_sender(child: Child, runner: "Runner", outbox: Outbox) -> ResultSend
     if runner.table.device.type != "cuda":
         return ResultSender(outbox.send)
 
-    def fail(error: Exception) -> None:
+    def fail(error: BaseException) -> None:
         log_exception()
         _die(child, f"{type(error).__name__}: {error}")
 

@@ -36,7 +36,7 @@ class AsyncResultSender(ResultSender):
     def __init__(
         self,
         send: Callable[[ResultMessage], None],
-        fail: Callable[[Exception], None],
+        fail: Callable[[BaseException], None],
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(send)
@@ -58,5 +58,5 @@ class AsyncResultSender(ResultSender):
             self._prepare()
             while (wait := self._waiting.get()) is not None:
                 self._send(wait())
-        except Exception as error:
+        except BaseException as error:  # a panic of the grammars' library is no Exception
             self._fail(error)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from quadriga.errors import ConfigError
@@ -22,8 +22,8 @@ from worker_proc.gpu.graphs import (
 )
 from worker_proc.gpu.kernels.experts import grouped_experts
 from worker_proc.gpu.kernels.matmul import multiply
-from worker_proc.gpu.kernels.sampling import sample_tokens
-from worker_proc.gpu.ops import Hidden, PaddedHeads, TritonOps
+from worker_proc.gpu.kernels.sampling import mask_forbidden, sample_tokens
+from worker_proc.gpu.ops import Hidden, PaddedHeads, TritonOps, multiply_by_torch
 from worker_proc.gpu.pages import (
     LONG_CONTEXT,
     LONG_SPLITS,
@@ -32,11 +32,30 @@ from worker_proc.gpu.pages import (
     TritonAttention,
     query_blocks,
 )
+from worker_proc.models.attention import Ints
 from worker_proc.models.base import Model
 from worker_proc.models.transfer import send_all
+from worker_proc.sampling.grammar import (
+    Constrained,
+    Mask,
+    all_allowed,
+    compute_in_parallel,
+    masks_of,
+)
+from worker_proc.sampling.logits_processors import (
+    RowLogits,
+    apply_logits_processors,
+    constrained,
+)
+from worker_proc.sampling.sampler import NO_SAMPLE
 from worker_proc.step.engine import Engine
 from worker_proc.step.inputs import StepInputs
-from worker_proc.step.outputs import SampledTokens
+from worker_proc.step.outputs import (
+    NO_TOKENS,
+    SampledTokens,
+    row_logprobs,
+    sampled_logprobs,
+)
 from worker_proc.step.pooling import OutputNorm
 from worker_proc.step.slot_table import SlotTable
 
@@ -92,9 +111,9 @@ class TritonEngine(Engine):
         self.output_norm, self.has_head = OutputNorm.of(model), model.has_head
         self._experts = grouped_experts(model)
         self._heads = PaddedHeads()
-        self._multiply = multiply if deterministic else F.linear
+        self._multiply = multiply if deterministic else multiply_by_torch
         self._pages = Pages(model.attention_shape, num_pages, page_size, kv_dtype, device)
-        dtype = next(model.parameters()).dtype
+        self._dtype = dtype = next(model.parameters()).dtype
         self._attention = TritonAttention(self._pages, dtype, deterministic)
         if flashinfer:
             from worker_proc.gpu.flashinfer import FlashInferAttention
@@ -106,6 +125,7 @@ class TritonEngine(Engine):
         if capture is not None:
             self.max_graph_tokens = max((*graph_sizes, *prompt_sizes), default=0)
         self._min_samples = self.max_draft_samples if drafts else 0
+        self._logits_buffer: Tensor | None = None  # of all graphs, of which one runs at a time
         self._decode_graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
 
@@ -124,6 +144,11 @@ class TritonEngine(Engine):
 
     def _capture_all(self, table: SlotTable, capture: Capture) -> None:
         is_context_long = table.context_length > LONG_CONTEXT
+        max_samples = max(self._graph_sizes[-1], self._min_samples)
+        self._logits_buffer = torch.empty(
+            max_samples, PaddedHeads.size(self.model.vocab_size), dtype=self._dtype,
+            device=table.device,
+        )  # fmt: skip
         self.has_graphs = True
         self._decode_graphs = DecodeGraphs(
             partial(self._decode, table),
@@ -138,7 +163,7 @@ class TritonEngine(Engine):
                 partial(self._compute_prompts, table),
                 self._prompt_sizes,
                 self._graph_sizes[-1],
-                max(self._graph_sizes[-1], self._min_samples),
+                max_samples,
                 self._attention.max_queries,
                 table.device,
                 capture,
@@ -151,24 +176,66 @@ class TritonEngine(Engine):
         ops = self._ops(metadata)
         logits = self.model.compute_logits(ops, self.model.forward(ops)).x
         self._sample(table, logits, metadata.slots, metadata.positions)
-        # Logits that processors have changed are float32.
-        self._sample(table, logits.float(), metadata.slots, metadata.positions)
+        # Logits that processors have changed are float32, and their rows lie close together.
+        scores = logits.clone(memory_format=torch.contiguous_format).float()
+        _mask(scores, np.zeros(1, dtype=np.int64), all_allowed(1, scores.shape[1]))
+        self._sample(table, scores, metadata.slots, metadata.positions)
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        if inputs.has_single_tokens and (computed := self._replay(inputs)) is not None:
-            return computed.hidden
         return self._forward(self._attention.plan_step(inputs))
 
     def forward_and_sample(self, inputs: StepInputs) -> SampledTokens:
         computed = self._replay(inputs) if len(inputs.samples) else None
-        if computed is None:
-            metadata, sampled = self._attention.plan_step(inputs), inputs.last_tokens
-            return self.sample_rows(inputs, self._forward(metadata, sampled))
-        if inputs.table.sampling.unprocessed[inputs.sampled_slots].all():
-            return SampledTokens(computed.token_ids, stored=True)
-        if inputs.table.has_drafts:  # the graph has written its own samples over them
-            inputs.table.write_drafts()
-        return self.sample_rows(inputs, computed.hidden)
+        if computed is not None:
+            return self._sample_by_rules(inputs, computed)
+        metadata, sampled = self._attention.plan_step(inputs), inputs.last_tokens
+        return self.sample_rows(inputs, self._forward(metadata, sampled))
+
+    def sample_rows(self, inputs: StepInputs, hidden: Tensor) -> SampledTokens:
+        if not len(inputs.samples):
+            return SampledTokens(NO_TOKENS)
+        logits = self.logits(hidden)
+        return self._sample_by_rules(inputs, GraphOutput(logits, self.sample_slots(logits, inputs)))
+
+    def _sample_by_rules(self, inputs: StepInputs, computed: GraphOutput) -> SampledTokens:
+        """Sample the rows again whose logits are changed by processors.
+
+        A grammar may have to accept the last token of its slot first. The host waits for that token
+        here, where the device is busy with this step.
+
+        Args:
+            inputs: the step, which is launched.
+            computed: logits and tokens of all rows that sample.
+        """
+        table, token_ids = inputs.table, computed.token_ids
+        if table.sampling.unprocessed[inputs.sampled_slots].all():
+            return SampledTokens(token_ids, stored=True)
+        if table.has_drafts:  # over which the step has written its samples
+            table.write_drafts()
+        rules = table.sampling.row_logits(inputs.sampled_slots)
+        asked = row_logprobs(computed.logits, rules)
+        changing = [row for row in rules if row.changes_logits]
+        if changing:
+            self._sample_again(inputs, computed, changing)
+        logprobs = asked and sampled_logprobs(asked, token_ids, inputs.sampled_rows, table.copier)
+        return SampledTokens(token_ids, logprobs, constrained(rules), not table.has_drafts)
+
+    def _sample_again(
+        self, inputs: StepInputs, computed: GraphOutput, rows: Sequence[RowLogits]
+    ) -> None:
+        """Sample rows from their changed logits, and write their tokens to those of the step."""
+        table, numbers = inputs.table, np.array([row.row for row in rows])
+        positions = inputs.sample_positions[numbers]
+        slots, places, index = send_all(
+            table.device, inputs.sampled_slots[numbers], positions - 1, numbers
+        )
+        alone = [row._replace(row=number) for number, row in enumerate(rows)]
+        logits = computed.logits.index_select(0, index)
+        scores = apply_logits_processors(logits, alone, positions, table.tokens, _mask_by_grammar)
+        again = self._sample(table, scores, slots, places).clamp_(min=0)
+        # What processors mask is no error of the model, nor does it hide one.
+        is_finite = computed.token_ids[index] >= 0
+        computed.token_ids[index] = again.masked_fill_(~is_finite, NO_SAMPLE)
 
     def kv_parts(self) -> Sequence[Tensor]:
         return [part for layer in self._pages.layers for part in layer.unbind()]
@@ -192,12 +259,16 @@ class TritonEngine(Engine):
         return sample_tokens(logits, slots, positions, table.sampling, table.tokens)
 
     def _ops(
-        self, metadata: AttentionMetadata | None = None, sampled: Tensor | None = None
+        self,
+        metadata: AttentionMetadata | None = None,
+        sampled: Tensor | None = None,
+        logits_buffer: Tensor | None = None,
     ) -> TritonOps:
         """Return the operations of a step; without metadata, those of `compute_logits`."""
         return TritonOps(
-            self._pages, metadata, self._multiply, self.ranks, self._experts, self._heads, sampled
-        )
+            self._pages, metadata, self._multiply, self.ranks, self._experts, self._heads,
+            sampled, logits_buffer,
+        )  # fmt: skip
 
     def _replay(self, inputs: StepInputs) -> GraphOutput | None:
         """Run a step as a graph; None if no graph was captured for such a step."""
@@ -222,20 +293,28 @@ class TritonEngine(Engine):
     def _decode(self, table: SlotTable, inputs: DecodeInputs, is_long: bool) -> GraphOutput:
         """Decode and store a token of each row, without synchronising with the host."""
         metadata = self._attention.plan_decode(table, *inputs, is_long)
-        ops = self._ops(metadata)
-        hidden = self.model.forward(ops)
-        logits = self.model.compute_logits(ops, hidden).x
-        token_ids = self._sample(table, logits, *inputs)
-        return GraphOutput(hidden.settled(), token_ids)
+        ops = self._ops(metadata, logits_buffer=self._logits_buffer)
+        logits = self.model.compute_logits(ops, self.model.forward(ops)).x
+        return GraphOutput(logits, self._sample(table, logits, *inputs))
 
     def _compute_prompts(self, table: SlotTable, inputs: PromptInputs) -> GraphOutput:
         """Compute a step with prompts, and store the sampled tokens."""
         metadata = self._attention.plan_blocks(table, inputs.slots, inputs.positions, inputs.blocks)
-        hidden = self._forward(metadata, inputs.sampled)
-        token_ids = self._sample(
-            table, self.logits(hidden), inputs.sampled_slots, inputs.sampled_positions
-        )
-        return GraphOutput(hidden, token_ids)
+        hidden = Hidden(self._forward(metadata, inputs.sampled))
+        logits = self.model.compute_logits(self._ops(logits_buffer=self._logits_buffer), hidden).x
+        token_ids = self._sample(table, logits, inputs.sampled_slots, inputs.sampled_positions)
+        return GraphOutput(logits, token_ids)
+
+
+def _mask_by_grammar(scores: Tensor, rows: Sequence[Constrained]) -> None:
+    """Set the tokens that grammars forbid to -inf, as sampling.grammar's function does."""
+    numbers, masks = masks_of(rows, scores.shape[1], compute_in_parallel)
+    if len(numbers):
+        _mask(scores, numbers, masks)
+
+
+def _mask(scores: Tensor, numbers: Ints, masks: Mask) -> None:
+    mask_forbidden(scores, *send_all(scores.device, numbers, masks))
 
 
 def prompt_step(inputs: StepInputs, max_queries: int) -> PromptStep:

@@ -68,9 +68,14 @@ NO_ROWS: Ints = np.empty(0, dtype=np.int64)
 
 
 class GraphOutput(NamedTuple):
-    """Hidden states `[rows, hidden]` and tokens `[rows]` int64 of the rows that sample."""
+    """What a step has computed of the rows that sample.
 
-    hidden: Tensor
+    Attributes:
+        logits: `[rows, vocab_size]`, in a buffer that all graphs share.
+        token_ids: `[rows]` int64, sampled from the logits as they are.
+    """
+
+    logits: Tensor
     token_ids: Tensor
 
 
@@ -139,12 +144,12 @@ class CapturedStep:
     def run(self, inputs: Ints, num_rows: int, clock: RunningStep) -> GraphOutput:
         """Replay the step with padded inputs, and return the first rows of its output.
 
-        The hidden states are valid until the next step.
+        The logits are valid until the next step.
         """
         send_into(self._inputs, inputs, clock.start)
         self.replay()
-        hidden, token_ids = self._output
-        return GraphOutput(hidden[:num_rows], token_ids[:num_rows].clone())
+        logits, token_ids = self._output
+        return GraphOutput(logits[:num_rows], token_ids[:num_rows].clone())
 
 
 class DecodeGraphs:

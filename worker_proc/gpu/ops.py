@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -19,7 +20,6 @@ from worker_proc.models.layers import (
     Linear,
     Parallel,
     RMSNorm,
-    cap,
 )
 from worker_proc.models.ops import Ops
 
@@ -28,8 +28,20 @@ if TYPE_CHECKING:
 
 HEAD_MULTIPLE = 64
 
-# x [rows, inputs], weight [outputs, inputs] and bias [outputs] or None to [rows, outputs].
-Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# x [rows, inputs], weight [outputs, inputs] and bias [outputs] or None to [rows, outputs], which is
+# written to the last argument unless it is None.
+Multiply = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+
+
+def multiply_by_torch(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Multiply as torch's linear does."""
+    if out is None:
+        return F.linear(x, weight, bias)
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
 
 
 @dataclass(slots=True)
@@ -67,6 +79,11 @@ class PaddedHeads:
     the module becomes a part of the padded one, so that it is in memory once.
     """
 
+    @staticmethod
+    def size(vocab_size: int) -> int:
+        """Return the number of outputs of a padded head."""
+        return -(-vocab_size // HEAD_MULTIPLE) * HEAD_MULTIPLE
+
     def __init__(self) -> None:
         self._padded: dict[nn.Module, tuple[Tensor, Tensor | None]] = {}
 
@@ -74,7 +91,7 @@ class PaddedHeads:
         """Return weight `[padded, inputs]` and bias `[padded]` of a head."""
         if head not in self._padded:
             bias = head.bias if isinstance(head, Linear) else None
-            lacking = -len(head.weight) % HEAD_MULTIPLE
+            lacking = self.size(len(head.weight)) - len(head.weight)
             if lacking:
                 num_rows = len(head.weight)
                 weight = F.pad(head.weight.data, (0, 0, 0, lacking))
@@ -98,17 +115,20 @@ class TritonOps(Ops[Hidden]):
         heads: the padded heads of the model.
         sampled: `[samples]` the tokens that sample, fewer than all. What follows the last attention
             is computed of them only, as no other token needs the rest. None: of all tokens.
+        logits_buffer: `[rows, outputs of the padded head]` whose first rows get the logits; None:
+            new memory gets them.
     """
 
     def __init__(
         self,
         pages: Pages,
         metadata: AttentionMetadata | None = None,
-        multiply: Multiply = F.linear,
+        multiply: Multiply = multiply_by_torch,
         tp_group: "TPGroup | None" = None,
         experts: Mapping[Experts, GroupedExperts] | None = None,
         heads: PaddedHeads | None = None,
         sampled: Tensor | None = None,
+        logits_buffer: Tensor | None = None,
     ) -> None:
         self._pages = pages
         self._metadata = metadata
@@ -117,6 +137,7 @@ class TritonOps(Ops[Hidden]):
         self._experts = experts or {}
         self._heads = heads or PaddedHeads()
         self._sampled = sampled
+        self._logits_buffer = logits_buffer
         self._has_attended = False  # in the last layer
 
     def embed(
@@ -149,7 +170,7 @@ class TritonOps(Ops[Hidden]):
         if proj.product is not None:
             projected = proj.product(rows)
         else:
-            projected = self._multiply(rows, proj.weight, proj.bias)
+            projected = self._multiply(rows, proj.weight, proj.bias, None)
         if self._tp_group is not None and proj.parallel is Parallel.ROW:
             projected = self._tp_group.all_reduce(projected)
         return Hidden(projected)
@@ -194,9 +215,17 @@ class TritonOps(Ops[Hidden]):
         scale: float = 1.0,
         softcap: float | None = None,
     ) -> Hidden:
+        buffer, vocab_size = self._logits_buffer, len(head.weight)
+        out = None if buffer is None else buffer[: len(x.x)]
         if isinstance(head, Linear) and head.product is not None:
             logits = head.product(x.x)
+            if out is not None:
+                logits = out[:, :vocab_size].copy_(logits)
         else:
             weight, bias = self._heads.of(head)
-            logits = self._multiply(x.x, weight, bias)[:, : len(head.weight)]
-        return Hidden(cap(logits if scale == 1.0 else logits * scale, softcap))
+            logits = self._multiply(x.x, weight, bias, out)[:, :vocab_size]
+        if scale != 1.0:
+            logits.mul_(scale)
+        if softcap is not None:
+            logits.div_(softcap).tanh_().mul_(softcap)
+        return Hidden(logits)

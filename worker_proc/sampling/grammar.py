@@ -6,15 +6,16 @@ of a slot that reasons before it answers, and a `CompiledGrammar` begins either 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,9 +26,14 @@ from worker_proc.models.attention import Ints
 from worker_proc.models.transfer import send_all
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 MASKED = float("-inf")
+# `[bytes]` uint8, or `[rows, bytes]`: a bit for each token, the lowest id in the lowest bit.
+Mask = npt.NDArray[np.uint8]
+# Matchers, and the row of a mask that each computes; of no two rows are they the same one.
+Matchers = list[tuple["LLMatcher", int]]
+ComputeMasks = Callable[[Matchers, Mask], None]
 
 
 class SlotConstraint(ABC):
@@ -43,12 +49,17 @@ class SlotConstraint(ABC):
         """Whether some tokens are forbidden now."""
         return True
 
+    @property
     @abstractmethod
-    def fill(self, mask: np.ndarray) -> None:
-        """Set the bits of the allowed tokens.
+    def matcher(self) -> "LLMatcher | None":
+        """What computes the mask that `adjust` takes; None: that is 0 everywhere."""
+
+    @abstractmethod
+    def adjust(self, mask: Mask) -> None:
+        """Let a mask have the bits of the allowed tokens, and no others.
 
         Args:
-            mask: [bytes] uint8, with a bit for each token, the lowest id in the lowest bit.
+            mask: as `matcher` has computed it.
         """
 
     @abstractmethod
@@ -93,17 +104,18 @@ class SlotGrammar(SlotConstraint):
         """Accept tokens `[tokens]` that were generated before."""
         self._matcher.consume_tokens(token_ids.tolist())
 
-    def fill(self, mask: np.ndarray) -> None:
-        """Set the bits of the allowed tokens, and none if the library has given up."""
-        mask[:] = 0
-        if self._matcher.is_error():
-            return
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        bits = (1 << (self._stop_ids & 7)).astype(np.uint8)
+    @property
+    def matcher(self) -> "LLMatcher | None":
+        """The grammar's own; None if the library has given up."""
+        return None if self._matcher.is_error() else self._matcher
+
+    def adjust(self, mask: Mask) -> None:
+        """Allow the stop tokens where the text can end, and only there."""
         if self._matcher.is_accepting():
-            np.bitwise_or.at(mask, self._stop_ids >> 3, bits)
+            for token in self._stop_set:
+                _allow(mask, token)
         else:
-            np.bitwise_and.at(mask, self._stop_ids >> 3, ~bits)
+            _bar(mask, self._stop_ids)
 
     def advance(self, token: int) -> str:
         """Accept a sampled token. Return why the request cannot continue, or an empty string."""
@@ -149,16 +161,51 @@ class Constrained(NamedTuple):
     grammar: SlotConstraint
 
 
+def compute_in_turn(matchers: Matchers, masks: Mask) -> None:
+    """Compute the mask of each matcher into a row of `masks`."""
+    for matcher, row in matchers:
+        matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, masks.shape[1])
+
+
+def compute_in_parallel(matchers: Matchers, masks: Mask) -> None:
+    """Compute masks as `compute_in_turn` does, in the library's threads if there are several."""
+    if len(matchers) < 2:
+        compute_in_turn(matchers, masks)
+    else:
+        _executor().unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.shape[1], len(masks))
+
+
+@cache
+def _executor() -> "LLExecutor":
+    from llguidance import LLExecutor
+
+    return LLExecutor()
+
+
+def all_allowed(num_rows: int, vocab_size: int) -> Mask:
+    """Return masks `[rows, bytes]` that allow every token."""
+    return np.full((num_rows, -(-vocab_size // 32) * 4), 0xFF, dtype=np.uint8)
+
+
+def masks_of(
+    rows: Sequence[Constrained], vocab_size: int, compute: ComputeMasks = compute_in_turn
+) -> tuple[Ints, Mask]:
+    """Return the rows in which some tokens are forbidden, and their masks `[rows, bytes]`."""
+    rows = [row for row in rows if row.grammar.masks]
+    masks = np.zeros((len(rows), -(-vocab_size // 32) * 4), dtype=np.uint8)
+    begun = ((row.grammar.matcher, number) for number, row in enumerate(rows))
+    compute([(matcher, number) for matcher, number in begun if matcher is not None], masks)
+    for mask, row in zip(masks, rows, strict=True):
+        row.grammar.adjust(mask)
+    return np.array([row.row for row in rows], dtype=np.int64), masks
+
+
 def mask_by_grammar(scores: Tensor, rows: Sequence[Constrained]) -> None:
     """Set the tokens that the rows' grammars forbid to -inf, in scores [rows, vocab_size]."""
-    rows = [row for row in rows if row.grammar.masks]
-    if not rows:
-        return
     vocab_size = scores.shape[1]
-    masks = np.empty((len(rows), -(-vocab_size // 32) * 4), dtype=np.uint8)
-    for mask, constrained in zip(masks, rows, strict=True):
-        constrained.grammar.fill(mask)
-    numbers = np.array([constrained.row for constrained in rows])
+    numbers, masks = masks_of(rows, vocab_size)
+    if not len(numbers):
+        return
     if scores.device.type != "cpu":
         mask_packed(scores, *send_all(scores.device, numbers, masks))
         return
@@ -173,7 +220,7 @@ def mask_packed(scores: Tensor, rows: Tensor, masks: Tensor) -> None:
     Args:
         scores: `[…, vocab_size]`.
         rows: `[rows]` of the scores.
-        masks: `[rows, bytes]` uint8, see SlotConstraint.fill.
+        masks: `[rows, bytes]`, see Mask.
     """
     bits = masks.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=masks.device)
     forbidden = (bits & 1).flatten(1)[:, : scores.shape[1]] == 0
@@ -424,23 +471,27 @@ class GrammarAfterThinking(SlotConstraint):
         """Whether a grammar follows, or the end of the reasoning is being written."""
         return self._phase is Phase.CLOSING or self._matcher is not None
 
-    def fill(self, mask: np.ndarray) -> None:
-        """Set the bits of the tokens that are allowed in this phase."""
+    @property
+    def matcher(self) -> "LLMatcher | None":
+        """That of the grammar, unless the answer is in the reasoning or at its end."""
+        is_answer = self._phase is Phase.ANSWER or self._phase is Phase.START
+        return self._grammar.matcher if is_answer and self._grammar is not None else None
+
+    def adjust(self, mask: Mask) -> None:
+        """Allow the tokens of this phase."""
         match self._phase:
             case Phase.ANSWER:
                 assert self._grammar is not None
-                self._grammar.fill(mask)
+                self._grammar.adjust(mask)
             case Phase.CLOSING:
-                mask[:] = 0
                 _allow(mask, self._closing[0])
             case Phase.THINKING:
                 mask[:] = 0xFF
                 _bar(mask, self._stop_ids)
                 _bar(mask, self._marks.overshooting[self._scanned.num_matched])
             case Phase.START:
-                mask[:] = 0
                 if self._grammar is not None:
-                    self._grammar.fill(mask)
+                    self._grammar.adjust(mask)
                 if self._num_start_tokens < len(self._marks.start_ids):
                     _allow(mask, self._marks.start_ids[self._num_start_tokens])
 
@@ -542,11 +593,11 @@ class GrammarAfterThinking(SlotConstraint):
         return SlotGrammar(self._matcher.deep_copy(), self._stop_ids, nothing, self._jump_forward)
 
 
-def _allow(mask: np.ndarray, token: int) -> None:
+def _allow(mask: Mask, token: int) -> None:
     mask[token >> 3] |= np.uint8(1 << (token & 7))
 
 
-def _bar(mask: np.ndarray, ids: Ints) -> None:
+def _bar(mask: Mask, ids: Ints) -> None:
     bits = (1 << (ids & 7)).astype(np.uint8)
     np.bitwise_and.at(mask, ids >> 3, ~bits)
 

@@ -5,7 +5,7 @@ computed from the known tokens of a slot, so a request that continues in another
 restart, gets the same tokens. All rows of a step are processed together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from worker_proc.sampling.grammar import (
     mask_by_grammar,
 )
 
+MaskByGrammar = Callable[[Tensor, Sequence[Constrained]], None]
 ANY_TOKEN = -1  # pads the prefix of a bad word
 NO_TOKEN = -2
 
@@ -97,7 +98,11 @@ class RowLogits(NamedTuple):
 
 
 def apply_logits_processors(
-    logits: Tensor, rows: Sequence[RowLogits], positions: Ints, tokens: Tensor
+    logits: Tensor,
+    rows: Sequence[RowLogits],
+    positions: Ints,
+    tokens: Tensor,
+    mask: MaskByGrammar = mask_by_grammar,
 ) -> Tensor:
     """Return a float32 copy of the logits with the processors of `rows` applied.
 
@@ -106,12 +111,13 @@ def apply_logits_processors(
         rows: the rows to process.
         positions: [sampling rows] on the host, the index of the token to be sampled.
         tokens: [slots, context + 1] on the device, the known tokens.
+        mask: sets what grammars forbid to -inf.
     """
     scores = logits.to(torch.float32, copy=True)
     _add_bias(scores, [row for row in rows if len(row.rules.bias_ids)])
     _penalise(scores, [row for row in rows if row.rules.penalises], positions, tokens)
     _mask_all_but_allowed(scores, [row for row in rows if len(row.rules.allowed_ids)])
-    mask_by_grammar(scores, constrained(rows))
+    mask(scores, constrained(rows))
     with_bad_words = [row for row in rows if len(row.rules.bad_word_ends)]
     _mask_bad_words(scores, with_bad_words, positions, tokens)
     _mask_stops(scores, [row for row in rows if _is_too_short(row, int(positions[row.row]))])

@@ -3,7 +3,7 @@
 `sample` draws; `SamplingState` keeps the parameters of all slots.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -235,6 +235,8 @@ class SamplingState:
         uses_min_p: [slots] on the host.
         prompt_logprobs: parameters of the slots that ask for prompt logprobs.
         compiled: grammars that slots can have, by key.
+        accept_tokens: waits until the grammars of all slots have accepted the tokens of the last
+            step, in which some of them took part; None: they have.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
@@ -251,6 +253,7 @@ class SamplingState:
         self.prompt_logprobs: dict[int, SlotSamplingParams] = {}
         self._logits: dict[int, SlotLogits] = {}
         self.compiled: Mapping[bytes, CompiledGrammar] = {}
+        self.accept_tokens: Callable[[], object] | None = None
 
     def admit(self, new: Sequence[NewSlot]) -> None:
         """Store the parameters of new requests."""
@@ -322,6 +325,9 @@ class SamplingState:
     def row_logits(self, slots: Ints) -> list[RowLogits]:
         """Return the rows that have logits processors or logprobs.
 
+        Their grammars have accepted all tokens of earlier steps, which the host may have to wait
+        for.
+
         Args:
             slots: [rows] of a slot with drafts, those after them follow the first one.
         """
@@ -336,10 +342,19 @@ class SamplingState:
                 after = rules.after_drafts
                 grammar = after[place - 1] if place and after else rules.grammar
                 rows.append(RowLogits(row, slot, rules, grammar))
+        if any(row.grammar is not None and not row.grammar.is_over for row in rows):
+            self._catch_up()
         return rows
+
+    def _catch_up(self) -> None:
+        """Let the grammars accept the tokens of the last step."""
+        if self.accept_tokens is not None:
+            self.accept_tokens()
+            self.accept_tokens = None
 
     def grammar_of(self, slot: int) -> SlotConstraint | None:
         """Return the state of a slot's grammar, or of the reasoning before it."""
+        self._catch_up()
         rules = self._logits.get(slot)
         return None if rules is None else rules.grammar
 
@@ -352,6 +367,7 @@ class SamplingState:
         rules = self._logits.get(slot)
         if rules is None or rules.grammar is None:
             return list(token_ids)
+        self._catch_up()
         state, rules.after_drafts = rules.grammar, []
         for token in token_ids:
             state = state.copy()

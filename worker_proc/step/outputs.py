@@ -1,5 +1,6 @@
 """The output of a step: logprobs, sampled tokens, and a handle to wait for them."""
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from worker_proc.sampling.grammar import Constrained, advance
 from worker_proc.sampling.logits_processors import RowLogits
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.pooling import has_nonfinite
-from worker_proc.step.slot_table import ALL_FINITE
+from worker_proc.step.slot_table import ALL_FINITE, SlotTable
 
 # Logprobs of the model's own distribution: before bias, penalties, temperature and masks.
 #
@@ -262,9 +263,8 @@ class PendingStep(msgspec.Struct, frozen=True):
 
     Attributes:
         wait: wait for the end of the step, in any thread, and return its output.
-        blocks_next: True if `wait` must return before the next step is launched, since grammars
-            have to accept their tokens before they mask the next ones, and the next step begins
-            after the last right draft.
+        blocks_next: True if `wait` must return before the next step is launched, since that one
+            begins after the last right draft, or computes the tokens that a grammar forces.
     """
 
     wait: Callable[[], EngineOutput]
@@ -330,7 +330,34 @@ def pending_step(
             add_nonfinite(output, broken, inputs.plan_rows, first, inputs.layout.num_computed)
         return output
 
-    return PendingStep(wait, blocks_next=bool(sampled.constrained))
+    return _begin_accepting(wait, table, jump_forward) if sampled.constrained else PendingStep(wait)
+
+
+def _begin_accepting(
+    wait: Callable[[], EngineOutput], table: SlotTable, jump_forward: bool
+) -> PendingStep:
+    """Return the handle of a step whose tokens grammars accept while the host waits for it.
+
+    The next step with grammars waits, too, when it is launched and only its masks are missing.
+    """
+    once = _Once(wait)
+    table.sampling.accept_tokens = once
+    return PendingStep(once, blocks_next=jump_forward)
+
+
+class _Once:
+    """A function that runs in the first thread that calls it; further calls wait for its result."""
+
+    def __init__(self, function: Callable[[], EngineOutput]) -> None:
+        self._function = function
+        self._lock = threading.Lock()
+        self._output: EngineOutput | None = None
+
+    def __call__(self) -> EngineOutput:
+        with self._lock:
+            if self._output is None:
+                self._output = self._function()
+            return self._output
 
 
 def add_nonfinite(

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from quadriga.errors import ConfigError
@@ -37,7 +36,7 @@ from tests.unit.worker_driver import (
 )
 from worker_proc.engines.factory import make_engine
 from worker_proc.gpu.engine import TritonEngine
-from worker_proc.gpu.ops import PaddedHeads
+from worker_proc.gpu.ops import PaddedHeads, multiply_by_torch
 from worker_proc.models.layers import Linear
 
 TRITON = {"device": str(DEVICE), "attention_backend": "triton", "max_total_tokens": 512}
@@ -100,9 +99,9 @@ def test_only_rows_that_sample_are_computed_after_the_last_attention(
     assert isinstance(runner.engine, TritonEngine)
     rows: list[int] = []
 
-    def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(x: torch.Tensor, *factors: torch.Tensor | None) -> torch.Tensor:
         rows.append(len(x))
-        return F.linear(x, weight, bias)
+        return multiply_by_torch(x, *factors)  # type: ignore[arg-type]
 
     monkeypatch.setattr(runner.engine, "_multiply", multiply)
     driver = Driver(runner)

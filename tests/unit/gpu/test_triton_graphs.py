@@ -63,7 +63,7 @@ def test_a_step_is_padded_to_the_next_size_with_rows_of_no_slot() -> None:
     slots, positions, clock = np.array([7, 3]), np.array([5, 9]), HostStep()
     decoded = graphs.run(slots, positions, False, clock)
     assert seen[-1] == [[7, 3, -1, -1], [5, 9, 0, 0]]
-    assert decoded.token_ids.tolist() == [5, 9] and len(decoded.hidden) == 2
+    assert decoded.token_ids.tolist() == [5, 9] and len(decoded.logits) == 2
     assert graphs.run(slots, positions, True, clock).token_ids.tolist() == [105, 109]
     alone = graphs.run(slots[:1], positions[:1], True, clock)
     assert alone.token_ids.tolist() == [5], "one row has no graph for long contexts"

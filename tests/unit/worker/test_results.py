@@ -10,7 +10,7 @@ from worker_proc.result_sender import AsyncResultSender, Wait
 SECONDS = 10.0
 
 
-def fail(error: Exception) -> None:
+def fail(error: BaseException) -> None:
     raise AssertionError("nothing goes wrong here") from error
 
 
@@ -45,7 +45,7 @@ def test_the_thread_is_prepared_before_it_waits_for_a_step() -> None:
 
 
 def test_an_error_in_a_step_is_reported() -> None:
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
 
     def broken() -> StepResult:
         raise RuntimeError("the GPU is gone")

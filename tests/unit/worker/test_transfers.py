@@ -62,7 +62,11 @@ class FixedConstraint(SlotConstraint):
     def __init__(self, allowed: npt.NDArray[np.uint8]) -> None:
         self._allowed = allowed
 
-    def fill(self, mask: npt.NDArray[np.uint8]) -> None:
+    @property
+    def matcher(self) -> None:
+        return None
+
+    def adjust(self, mask: npt.NDArray[np.uint8]) -> None:
         mask[:] = self._allowed
 
     def advance(self, token: int) -> str:

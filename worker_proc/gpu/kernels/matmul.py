@@ -79,19 +79,23 @@ def _multiply(
     tl.store(out + places, sums.to(out.dtype.element_ty), mask=is_row & is_column[None, :])
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """Return x Wᵀ + b as torch's linear does, each row as if it were alone.
 
     Args:
         x: `[rows, depth]`.
         weight: `[columns, depth]`.
         bias: `[columns]`.
+        out: where the result is written; None: to new memory.
 
     Returns:
         `[rows, columns]` in x's dtype.
     """
     rows, columns = len(x), len(weight)
-    out = x.new_empty(rows, columns)
+    if out is None:
+        out = x.new_empty(rows, columns)
     tile = tile_of(x.dtype)
     grid = (triton.cdiv(rows, tile.rows), triton.cdiv(columns, tile.columns))
     _multiply[grid](

@@ -455,6 +455,34 @@ def sample_tokens(
     return token_ids
 
 
+@triton.jit(do_not_specialize_on_alignment=["rows", "masks"])
+def _mask_forbidden(
+    scores, rows, masks, vocab_size, scores_stride, masks_stride, BLOCK: tl.constexpr
+):
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = column < vocab_size
+    of_mask = masks + tl.program_id(0).to(tl.int64) * masks_stride
+    bits = tl.load(of_mask + column // 8, mask=exists, other=255).to(tl.int32)
+    is_forbidden = exists & (((bits >> (column % 8)) & 1) == 0)
+    of_row = scores + tl.load(rows + tl.program_id(0)) * scores_stride
+    tl.store(of_row + column, float("-inf"), mask=is_forbidden)
+
+
+def mask_forbidden(scores: Tensor, rows: Tensor, masks: Tensor) -> None:
+    """Set the scores of tokens that have no bit to -inf.
+
+    Args:
+        scores: `[…, vocab_size]`.
+        rows: `[rows]` int64 of the scores.
+        masks: `[rows, bytes]` uint8, a bit for each token, the lowest id in the lowest bit.
+    """
+    vocab_size = scores.shape[1]
+    _mask_forbidden[(len(rows), triton.cdiv(vocab_size, BLOCK))](
+        scores, rows, masks, vocab_size, scores.stride(0), masks.stride(0), BLOCK=BLOCK,
+        num_warps=CHUNK_WARPS,
+    )  # fmt: skip
+
+
 def likely_of_span(spans: int) -> int:
     """Return how many likely tokens the list of a span holds, of so many spans in a row."""
     return max(1, MAX_LIKELY // spans)
