@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -36,7 +36,8 @@ from tests.unit.worker_driver import (
 )
 from worker_proc.engines.factory import make_engine
 from worker_proc.gpu.engine import TritonEngine
-from worker_proc.gpu.ops import PaddedHeads, multiply_by_torch
+from worker_proc.gpu.ops import Hidden, PaddedHeads, TritonOps, multiply_by_torch
+from worker_proc.gpu.pages import Pages
 from worker_proc.models.layers import Linear
 
 TRITON = {"device": str(DEVICE), "attention_backend": "triton", "max_total_tokens": 512}
@@ -161,6 +162,25 @@ def test_a_head_is_padded_to_aligned_rows_of_logits_and_kept_once() -> None:
     assert len(padded) == 128 and bias is not None and len(bias) == 128
     assert head.weight.equal(weight) and head.weight.data_ptr() == padded.data_ptr()
     assert padded[100:].eq(0).all() and heads.of(head)[0] is padded
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("is_quantized", [True, False])
+def test_logits_of_a_graph_are_those_of_new_memory_in_a_buffer(
+    is_quantized: bool, has_bias: bool
+) -> None:
+    head, x = Linear(8, 100, bias=has_bias).bfloat16(), torch.randn(3, 8).bfloat16()
+    for values in head.parameters():
+        values.data = torch.randn(values.shape).bfloat16()
+    if is_quantized:
+        weight, bias = head.weight.clone(), head.bias
+        head.product = lambda rows: multiply_by_torch(rows, weight, bias)
+    buffer = torch.full((4, 128), 7.0, dtype=torch.bfloat16)
+    pages = cast(Pages, None)
+    plain = TritonOps(pages).logits(head, Hidden(x), 0.5, 2.0).x
+    kept = TritonOps(pages, logits_buffer=buffer).logits(head, Hidden(x), 0.5, 2.0).x
+    assert kept.data_ptr() == buffer.data_ptr() and kept.equal(plain)
+    assert plain.abs().max() <= 2.0 and (buffer[3] == 7.0).all()
 
 
 def test_fp8_keeps_keys_and_values_in_a_byte(llama_dir: Path) -> None:
