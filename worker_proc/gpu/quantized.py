@@ -40,7 +40,7 @@ MEGABYTE = 1_000_000
 MIN_SCALE = 1e-8  # a group whose scale is smaller becomes all zeros
 # Inputs that may share a scale, besides all of a row: what the kernels were compiled for.
 GROUP_SIZES = (16, 32, 64, 128, 256)
-OUTPUT_MULTIPLE, INPUT_MULTIPLE = 64, 128  # to which the kernels' weights are padded
+OUTPUT_MULTIPLE = INPUT_MULTIPLE = 128  # to which the kernels' weights are padded
 NUM_LOCKS = 2048  # int32 of a product, with which its programs add up their parts
 GGUF_BITS = {
     "Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6,
