@@ -25,7 +25,7 @@ from triton import compiler
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 
-from worker_proc.gpu.kernels import attention, experts, matmul, rows, sampling
+from worker_proc.gpu.kernels import attention, experts, few_rows, matmul, rows, sampling
 from worker_proc.gpu.kernels import attention as rotate_write
 from worker_proc.gpu.kernels import rows as activations
 from worker_proc.models.layers import Activation
@@ -36,6 +36,7 @@ SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 10
                 120: 99 * 1024}  # fmt: skip
 MAX_STACK_BYTES = 256
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+ALIGNED = ("inputs", "outputs")  # numbers that are multiples of 16
 DTYPES = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}
 HEADS = {"KV_HEADS": 8, "DIM": 64, "PAGE_SIZE": 16}
 
@@ -69,14 +70,15 @@ def compile_for(one: Compiled, capability: int) -> list[str]:
     attributes = {
         (names.index(name),): [["tt.divisibility", 16]]
         for name, kind in signature.items()
-        if (kind.startswith("*") or name.endswith("stride")) and name not in unaligned
+        if (kind.startswith("*") or name in ALIGNED or name.endswith("stride"))
+        and name not in unaligned
     }
     source = compiler.ASTSource(kernel, signature, places, attributes)
     target = GPUTarget("cuda", capability, 32)
     compiled = compiler.compile(source, target=target, options=one.options)
     usage = resources(compiled.asm["cubin"])
     shared = int(compiled.metadata.shared)
-    print(f"sm_{capability:<4}{one.label:<56}shared {shared / 1024:6.1f} KiB  registers"
+    print(f"sm_{capability:<4}{one.label:<60}shared {shared / 1024:6.1f} KiB  registers"
           f" {usage['REG']:>3}  stack {usage['STACK']:>4} B", flush=True)  # fmt: skip
     wrong = []
     if shared > SHARED_BYTES[capability]:
@@ -212,6 +214,33 @@ def other_kernels() -> Iterator[Compiled]:
     yield Compiled("sum of experts", experts._sum_experts, summing, {"weights": FLOATS})
     yield from sampling_kernels()
     yield mask_kernel()
+    yield from few_rows_kernels()
+
+
+def few_rows_kernels() -> Iterator[Compiled]:
+    """Return the kernel for few rows with each of its tiles, and what surrounds the products."""
+    types = dict.fromkeys(("rows", "inputs", "outputs", "splits"), "i32") | {"arrived": "*i32"}
+    types |= dict.fromkeys(("epsilon", "offset", "factor"), "fp32") | {"parts": FLOATS}
+    for num_rows, is_gated, norm, adds in (
+        (1, True, "rms", False),
+        (1, False, "layer", False),
+        (1, False, "", True),
+        (16, True, "", False),
+        (16, False, "", True),
+    ):
+        for tile in few_rows.tiles_of(num_rows, is_gated):
+            constants = {
+                "ROWS": tile.rows, "BLOCK_OUTPUTS": tile.outputs, "BLOCK_INPUTS": tile.inputs,
+                "STAGES": tile.stages, "IS_SPLIT": not norm, "NORM": norm, "HAS_BIAS": True,
+                "GATED": is_gated, "ACTIVATION": "silu" if is_gated else "", "ADDS": adds,
+                "SLOPE": 1.7, "LIMIT": 7.0,
+            }  # fmt: skip
+            label = f"{num_rows} rows by {tile.outputs} x {tile.inputs}, norm {norm or None},"
+            label += f" gated {is_gated}, adds {adds}"
+            special = {"x": FLOATS} if norm else {}
+            special |= {"out": FLOATS} if adds else {}
+            yield Compiled(label, few_rows._multiply_few, constants, types | special,
+                           {"num_warps": tile.warps})  # fmt: skip
 
 
 def sampling_kernels() -> Iterator[Compiled]:

@@ -30,7 +30,9 @@ from triton.runtime.driver import driver
 
 from quadriga.wire.packing import num_ids, pack_ids
 from quadriga.wire.worker import DECODE, MIXED, NewSlot, SlotSamplingParams, StepPlan
-from worker_proc.gpu import pages
+from tests.always_few_rows import AlwaysFewRows
+from worker_proc.gpu import engine as gpu_engine
+from worker_proc.gpu import pages, products
 from worker_proc.gpu.engine import TritonEngine
 from worker_proc.gpu.graphs import Captured, GraphOutput, batch_sizes, prompt_sizes
 from worker_proc.models.decoder import build_model
@@ -95,7 +97,8 @@ def pretend_gpu() -> Launches:
     )
     launches = Launches()
     jit.JITFunction.run = lambda *args, **kwargs: launches.run(*args, **kwargs)
-    pages._num_multiprocessors = lambda device: 132
+    for module in (pages, products):
+        module.__dict__["num_multiprocessors"] = lambda device: 132
     return launches
 
 
@@ -266,6 +269,8 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     launches, num_met = pretend_gpu(), 0
+    if not arguments.deterministic:
+        gpu_engine.__dict__["Products"] = AlwaysFewRows
     for model, with_graphs in product(arguments.models, (True, False)):
         launches.variants.clear()
         runner = build_runner(model, with_graphs, arguments.deterministic)

@@ -8,11 +8,13 @@ tokens of context, ms of a step: as a graph and kernel by kernel, each launched 
 before it has ended, as in a server; of the graph alone, replayed without the copies of a step; the
 floor (bytes of weights and keys over the measured read speed, or operations over the measured rate
 of a large product, whichever takes longer, product by product: bench/roofline/roofline_model.py);
-and graph over floor.
+and graph over floor. With `--plain` also of a graph in which cuBLAS computes every product, and no
+kernel does what others can (QUADRIGA_GPU_STEPS=plain).
 """
 
 import argparse
 import gc
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -102,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="ROWS",
         help=f"of the matrices of the ceiling (default: {CEILING_WIDTH})",
     )
+    parser.add_argument("--plain", action="store_true", help="measure plain steps, too")
     add_json_flag(parser)
     server_flags.add_flags(parser)
     arguments = parser.parse_args(argv)
@@ -109,13 +112,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: argparse.Namespace) -> int:
-    """Load the model twice, and show a row for each batch and context."""
+    """Load the model two or three times, and show a row for each batch and context."""
     config = server_flags.from_namespace(arguments)
     files = resolve_model(config.model, show_progress=True)
     sizes = FloorSizes(tuple(arguments.batches), tuple(arguments.contexts), arguments.steps)
     sizes = sizes.cut_to(files.context_length)
     config = sizes.fitted(config)
     graphs = times_of(config, files, sizes)
+    plain = _plain_times_of(config, files, sizes) if arguments.plain else {}
     eager = times_of(config.replace(disable_cuda_graph=True), files, sizes)
     device, dtype, speed, rate = describe(config, arguments.ceiling_width)
     work = work_of(files.config, "none", NUMBER_BYTES[dtype])
@@ -127,6 +131,7 @@ def _main(arguments: argparse.Namespace) -> int:
             "rows": batch,
             "context": context,
             "graph ms": ms,
+            **({"plain ms": plain[batch, context][0]} if plain else {}),
             "eager ms": eager[batch, context][0],
             "alone ms": alone,
             "floor ms": least,
@@ -152,6 +157,18 @@ def times_of(
     del runner, bench
     _free_gpu_memory()
     return times
+
+
+def _plain_times_of(
+    config: ServerConfig, files: ModelFiles, sizes: FloorSizes
+) -> dict[tuple[int, int], tuple[float, float | None]]:
+    from worker_proc.gpu.products import PLAIN, STEPS_VARIABLE
+
+    os.environ[STEPS_VARIABLE] = PLAIN
+    try:
+        return times_of(config, files, sizes)
+    finally:
+        del os.environ[STEPS_VARIABLE]
 
 
 def _measure(

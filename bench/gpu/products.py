@@ -13,6 +13,7 @@ at the measured rate, whichever takes longer. Floors of quantized weights count 
 | way | computed by |
 |---|---|
 | cublas, cublaslt | torch, with either library |
+| gemv | our kernel for up to 16 rows, with the fastest of its tiles |
 | tinygemm | FlashInfer, up to 8 rows |
 | fp8 | `torch._scaled_mm`, rows and weights in e4m3 with one scale each |
 | humming-int4, humming-fp8 | humming-kernels, 4 bits in groups of 128, or e4m3 by column |
@@ -35,6 +36,8 @@ from bench.report.table import Value, add_json_flag, show
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from worker_proc.gpu.kernels.few_rows import FewRowsTile
 
 ROTATED_BYTES = 512 * 2**20
 ROWS = (1, 4, 8, 16, 64, 256)
@@ -304,6 +307,24 @@ class LtProduct(TorchProduct):
     floor_name = ""
 
 
+class FewRowsProduct(Way):
+    """Our kernel for few rows, with each of its tiles."""
+
+    def variants(self, x: "Tensor") -> Iterator[Multiply]:
+        from worker_proc.gpu.kernels.few_rows import MAX_ROWS, multiply_few, new_arrivals, tiles_of
+        from worker_proc.gpu.products import num_programs
+
+        if len(x) > MAX_ROWS:
+            raise NotHere(f"takes up to {MAX_ROWS} rows")
+        arrivals, programs = new_arrivals(x.device), num_programs(x.device)
+        for tile in tiles_of(len(x), is_gated=False):
+
+            def multiply(x: "Tensor", weight: "Tensor", tile: "FewRowsTile" = tile) -> "Tensor":
+                return multiply_few(x, weight, None, tile, programs, arrivals)
+
+            yield multiply
+
+
 class ScaledProduct(Way):
     """torch's product of e4m3 rows and weights."""
 
@@ -401,6 +422,7 @@ class HummingFP8Product(HummingProduct):
 WAYS: dict[str, type[Way]] = {
     "cublas": TorchProduct,
     "cublaslt": LtProduct,
+    "gemv": FewRowsProduct,
     "tinygemm": TinyProduct,
     "fp8": ScaledProduct,
     "humming-int4": HummingProduct,

@@ -23,7 +23,7 @@ from worker_proc.gpu.graphs import (
 from worker_proc.gpu.kernels.experts import grouped_experts
 from worker_proc.gpu.kernels.matmul import multiply
 from worker_proc.gpu.kernels.sampling import mask_forbidden, sample_tokens
-from worker_proc.gpu.ops import Hidden, PaddedHeads, TritonOps, multiply_by_torch
+from worker_proc.gpu.ops import Hidden, PaddedHeads, TritonOps
 from worker_proc.gpu.pages import (
     LONG_CONTEXT,
     LONG_SPLITS,
@@ -32,6 +32,7 @@ from worker_proc.gpu.pages import (
     TritonAttention,
     query_blocks,
 )
+from worker_proc.gpu.products import Products, chooses, multiply_by_torch
 from worker_proc.models.attention import Ints
 from worker_proc.models.base import Model
 from worker_proc.models.transfer import send_all
@@ -111,9 +112,13 @@ class TritonEngine(Engine):
         self.output_norm, self.has_head = OutputNorm.of(model), model.has_head
         self._experts = grouped_experts(model)
         self._heads = PaddedHeads()
-        self._multiply = multiply if deterministic else multiply_by_torch
         self._pages = Pages(model.attention_shape, num_pages, page_size, kv_dtype, device)
         self._dtype = dtype = next(model.parameters()).dtype
+        self._products = Products(
+            device,
+            multiply if deterministic else multiply_by_torch,
+            not deterministic and chooses(device, dtype),
+        )
         self._attention = TritonAttention(self._pages, dtype, deterministic)
         if flashinfer:
             from worker_proc.gpu.flashinfer import FlashInferAttention
@@ -131,6 +136,7 @@ class TritonEngine(Engine):
 
     @torch.inference_mode()
     def capture_graphs(self, table: SlotTable) -> None:
+        self._products.choose(partial(self._compile, table))
         self._compile(table)
         if self._capture is None:
             return
@@ -266,7 +272,7 @@ class TritonEngine(Engine):
     ) -> TritonOps:
         """Return the operations of a step; without metadata, those of `compute_logits`."""
         return TritonOps(
-            self._pages, metadata, self._multiply, self.ranks, self._experts, self._heads,
+            self._pages, metadata, self._products, self.ranks, self._experts, self._heads,
             sampled, logits_buffer,
         )  # fmt: skip
 

@@ -1,16 +1,16 @@
-"""Execute a model's operations on a GPU: torch multiplies matrices, Triton kernels do the rest."""
+"""Execute a model's operations on a GPU: products in the fastest way, and Triton kernels."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from worker_proc.gpu.kernels.experts import GroupedExperts
-from worker_proc.gpu.kernels.rows import activate_, add_and_norm, embed, gate_up, norm_and_add
+from worker_proc.gpu.kernels.rows import add_and_norm, embed, norm_and_add
 from worker_proc.gpu.pages import AttentionMetadata, Pages
+from worker_proc.gpu.products import Products, Projection
 from worker_proc.models.layers import (
     Activation,
     Attention,
@@ -28,21 +28,6 @@ if TYPE_CHECKING:
 
 HEAD_MULTIPLE = 64
 
-# x [rows, inputs], weight [outputs, inputs] and bias [outputs] or None to [rows, outputs], which is
-# written to the last argument unless it is None.
-Multiply = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
-
-
-def multiply_by_torch(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
-    """Multiply as torch's linear does."""
-    if out is None:
-        return F.linear(x, weight, bias)
-    if bias is None:
-        return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias, x, weight.t(), out=out)
-
 
 @dataclass(slots=True)
 class Hidden:
@@ -52,14 +37,24 @@ class Hidden:
         x: [tokens, width].
         added: what is still to be added to `x`; the next norm adds it in its own kernel.
         factor: of `added`.
+        norm: the norm of `residual` that is still to be computed, whose place `x` keeps. A product
+            may do that in its own kernel.
+        residual: the residual stream, see `norm`.
     """
 
     x: Tensor
     added: Tensor | None = None
     factor: float = 1.0
+    norm: LayerNorm | RMSNorm | None = None
+    residual: "Hidden | None" = None
 
     def settled(self) -> Tensor:
-        """Return `x` with everything added."""
+        """Return `x` with everything added, or normalized."""
+        if self.norm is not None:
+            assert self.residual is not None
+            added, self.residual.added = self.residual.added, None
+            self.x = add_and_norm(self.residual.x, added, self.norm, self.residual.factor)
+            self.norm = None
         if self.added is not None:
             self.x.add_(self.added, alpha=self.factor)
             self.added = None
@@ -109,7 +104,7 @@ class TritonOps(Ops[Hidden]):
     Args:
         pages: the KV pages.
         metadata: tokens, positions and pages of the step; None for `compute_logits` alone.
-        multiply: the matrix product.
+        products: how linear layers are computed.
         tp_group: the ranks that have the other parts of the model, if there are several.
         experts: the mixtures of experts of the model.
         heads: the padded heads of the model.
@@ -123,7 +118,7 @@ class TritonOps(Ops[Hidden]):
         self,
         pages: Pages,
         metadata: AttentionMetadata | None = None,
-        multiply: Multiply = multiply_by_torch,
+        products: Products | None = None,
         tp_group: "TPGroup | None" = None,
         experts: Mapping[Experts, GroupedExperts] | None = None,
         heads: PaddedHeads | None = None,
@@ -132,7 +127,7 @@ class TritonOps(Ops[Hidden]):
     ) -> None:
         self._pages = pages
         self._metadata = metadata
-        self._multiply = multiply
+        self._products = products or Products(pages.layers[0].device)
         self._tp_group = tp_group
         self._experts = experts or {}
         self._heads = heads or PaddedHeads()
@@ -154,11 +149,10 @@ class TritonOps(Ops[Hidden]):
 
     def norm(self, norm: LayerNorm | RMSNorm, x: Hidden) -> Hidden:
         self._keep_sampled(x)
-        added, x.added = x.added, None
-        return Hidden(add_and_norm(x.x, added, norm, x.factor))
+        return Hidden(x.x, norm=norm, residual=x)
 
     def norm_residual(self, norm: LayerNorm | RMSNorm, residual: Hidden) -> Hidden:
-        return Hidden(self.norm(norm, residual).x.float())
+        return Hidden(self.norm(norm, residual).settled().float())
 
     def norm_add(self, residual: Hidden, norm: RMSNorm, x: Hidden) -> Hidden:
         self._keep_sampled(residual)
@@ -166,30 +160,67 @@ class TritonOps(Ops[Hidden]):
         return residual
 
     def linear(self, proj: Linear, x: Hidden) -> Hidden:
-        rows = x.settled().to(proj.weight.dtype)  # which the residual stream does not have
-        if proj.product is not None:
-            projected = proj.product(rows)
-        else:
-            projected = self._multiply(rows, proj.weight, proj.bias, None)
-        if self._tp_group is not None and proj.parallel is Parallel.ROW:
-            projected = self._tp_group.all_reduce(projected)
-        return Hidden(projected)
+        return Hidden(self._projected(Projection(proj), x))
 
     def linear_activation(self, proj: Linear, x: Hidden, activation: Activation) -> Hidden:
-        return Hidden(activate_(self.linear(proj, x).x, activation))
+        return Hidden(self._projected(Projection(proj, activation=activation), x))
 
     def linear_gated(self, proj: Linear, x: Hidden, activation: Activation) -> Hidden:
-        return Hidden(gate_up(self.linear(proj, x).x, activation))
+        return Hidden(self._projected(Projection(proj, activation=activation, is_gated=True), x))
 
     def linear_add(self, residual: Hidden, proj: Linear, x: Hidden, scale: float = 1.0) -> Hidden:
         self._keep_sampled(residual)
-        return Hidden(residual.settled(), self.linear(proj, x).x, scale)
+        product, rows = Projection(proj, adds=True), x.settled()
+        if self._may_choose(proj) and (way := self._products.way_of(product, len(rows))):
+            self._products.project_few(way, rows, product, residual.settled(), scale)
+            return residual
+        return Hidden(residual.settled(), self._projected(product, x), scale)
+
+    def _projected(self, product: Projection, x: Hidden) -> Tensor:
+        """Compute a product and its activation; behind a norm in one kernel, if that was chosen."""
+        proj = product.proj
+        if not self._may_choose(proj):
+            return product.finish(self._multiplied(proj, self._rows(proj, x)))
+        residual = x.residual if x.norm is not None else None
+        if residual is not None:
+            normed = replace(product, norm=x.norm)
+            way = self._products.way_of(normed, len(residual.x))
+            if way is not None and residual.added is None:
+                return self._products.project_few(way, residual.x, normed)
+        rows = self._rows(proj, x)
+        if not product.adds and (way := self._products.way_of(product, len(rows))):
+            return self._products.project_few(way, rows, product)
+        return self._products.project(rows, product)
+
+    def _rows(self, proj: Linear, x: Hidden) -> Tensor:
+        """Return rows in the dtype of a weight, which the residual stream does not have."""
+        return x.settled().to(proj.weight.dtype)
+
+    def _may_choose(self, proj: Linear) -> bool:
+        """Return whether a product may be computed by what was the fastest here.
+
+        Quantized weights have a product of their own. Ranks that compute the same numbers must
+        compute them alike, and sums over the ranks are added up before anything else.
+        """
+        is_alone = self._tp_group is None or proj.parallel is Parallel.COLUMN
+        return is_alone and proj.product is None
+
+    def _multiplied(self, proj: Linear, rows: Tensor) -> Tensor:
+        """Return x Wᵀ + b by the usual library, summed over the ranks."""
+        if proj.product is not None:
+            projected = proj.product(rows)
+        else:
+            projected = self._products.multiply(rows, proj.weight, proj.bias)
+        if self._tp_group is not None and proj.parallel is Parallel.ROW:
+            return self._tp_group.all_reduce(projected)
+        return projected
 
     def experts_add(
         self, residual: Hidden, experts: Experts, x: Hidden, scale: float = 1.0
     ) -> Hidden:
         self._keep_sampled(residual)
-        added = self._experts[experts].output(x.x, self.linear(experts.router, x).x)
+        rows = x.settled()
+        added = self._experts[experts].output(rows, self.linear(experts.router, x).x)
         if self._tp_group is not None:
             added = self._tp_group.all_reduce(added)
         return Hidden(residual.settled(), added, scale)
@@ -215,15 +246,15 @@ class TritonOps(Ops[Hidden]):
         scale: float = 1.0,
         softcap: float | None = None,
     ) -> Hidden:
-        buffer, vocab_size = self._logits_buffer, len(head.weight)
-        out = None if buffer is None else buffer[: len(x.x)]
+        rows, buffer, vocab_size = x.settled(), self._logits_buffer, len(head.weight)
+        out = None if buffer is None else buffer[: len(rows)]
         if isinstance(head, Linear) and head.product is not None:
-            logits = head.product(x.x)
+            logits = head.product(rows)
             if out is not None:
                 logits = out[:, :vocab_size].copy_(logits)
         else:
             weight, bias = self._heads.of(head)
-            logits = self._multiply(x.x, weight, bias, out)[:, :vocab_size]
+            logits = self._products.multiply(rows, weight, bias, out)[:, :vocab_size]
         if scale != 1.0:
             logits.mul_(scale)
         if softcap is not None:

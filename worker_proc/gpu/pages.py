@@ -42,7 +42,7 @@ class Pages:
     ) -> None:
         self.shape = shape
         size = (2, num_pages + 1, page_size, shape.kv_heads, shape.head_dim)
-        self._num_programs = PROGRAMS_PER_PROCESSOR * _num_multiprocessors(device)
+        self._num_programs = PROGRAMS_PER_PROCESSOR * num_multiprocessors(device)
         self.layers = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
 
     def num_splits(self, num_blocks: int, is_long: bool) -> int:
@@ -60,7 +60,8 @@ class Pages:
         return splits
 
 
-def _num_multiprocessors(device: torch.device) -> int:
+def num_multiprocessors(device: torch.device) -> int:
+    """Return the multiprocessors of a GPU; 2 in Triton's interpreter."""
     if device.type != "cuda":
         return 2  # in Triton's interpreter: enough for tests to see keys split
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -15,7 +15,7 @@ from worker_proc.models.attention import AttentionShape, BatchLayout
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Pages:
     """Return pages of 8 key heads on a GPU with 132 multiprocessors, such as an H100."""
-    monkeypatch.setattr(pages, "_num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(pages, "num_multiprocessors", lambda device: 132)
     shape = AttentionShape(layers=1, heads=8, kv_heads=8, head_dim=16)
     return Pages(shape, 4, 4, torch.float32, DEVICE)
 

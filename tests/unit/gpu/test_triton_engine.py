@@ -27,6 +27,7 @@ from tests.tiny_models import (
 
 from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
 
+from tests.always_few_rows import AlwaysFewRows
 from tests.unit.worker_driver import (
     Driver,
     failures_of_unknown_ids,
@@ -35,6 +36,7 @@ from tests.unit.worker_driver import (
     runner_of,
 )
 from worker_proc.engines.factory import make_engine
+from worker_proc.gpu import engine
 from worker_proc.gpu.engine import TritonEngine
 from worker_proc.gpu.ops import Hidden, PaddedHeads, TritonOps, multiply_by_torch
 from worker_proc.gpu.pages import Pages
@@ -79,6 +81,32 @@ def test_greedy_tokens_equal_those_of_transformers(
     assert generated(directory, lengths, count, chunk, **TRITON) == expected
 
 
+@pytest.mark.parametrize(("build", "changes"), FAMILIES)
+def test_products_of_few_rows_give_the_tokens_of_transformers(
+    build: Callable[..., Path],
+    changes: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With norms, activations and additions within the products."""
+    monkeypatch.setattr(engine, "Products", AlwaysFewRows)
+    directory = build(tmp_path, **changes)
+    prompts = prompts_of([3, 9])
+    expected = greedy_of(directory, prompts, 3)
+    for together in (True, False):
+        runner = runner_of(directory, **TRITON)
+        assert isinstance(runner.engine, TritonEngine)
+        runner.engine.capture_graphs(runner.table)
+        products, driver = runner.engine._products, Driver(runner)
+        assert isinstance(products, AlwaysFewRows)
+        before = products.num_computed
+        requests = [driver.add(prompt) for prompt in prompts]
+        for some in [requests] if together else [[request] for request in requests]:
+            driver.generate(some, 3)
+        assert [request.output for request in requests] == expected
+        assert products.num_computed > before
+
+
 def test_draws_equal_those_of_plain_torch(gpt2_dir: Path) -> None:
     outputs = []
     for flags in (TRITON, {"attention_backend": "torch"}):
@@ -104,7 +132,7 @@ def test_only_rows_that_sample_are_computed_after_the_last_attention(
         rows.append(len(x))
         return multiply_by_torch(x, *factors)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(runner.engine, "_multiply", multiply)
+    monkeypatch.setattr(runner.engine._products, "_multiply", multiply)
     driver = Driver(runner)
     driver.step(*((driver.add(prompt), len(prompt)) for prompt in prompts_of([5, 7])))
     all_tokens, samples, head = [12] * 4, [2] * 3, [2]

@@ -154,7 +154,7 @@ def norm_and_add(residual: Tensor, norm: RMSNorm, x: Tensor) -> None:
 
 
 @triton.jit
-def _function(x, ACTIVATION: tl.constexpr):
+def activated(x, ACTIVATION: tl.constexpr):
     """Apply an activation, by its value in `Activation`, to float32 numbers."""
     if ACTIVATION == "silu":
         y = x * tl.sigmoid(x)
@@ -170,6 +170,20 @@ def _function(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def gated(
+    gate, up, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, LIMIT: tl.constexpr
+):  # fmt: skip
+    """Return activation(gate) * up of float32 numbers, or the function of gpt-oss."""
+    if ACTIVATION == "clamped_swiglu":
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        result = gate * tl.sigmoid(SLOPE * gate) * (up + 1)
+    else:
+        result = activated(gate, ACTIVATION) * up
+    return result
+
+
+@triton.jit
 def _gate(
     x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
     SLOPE: tl.constexpr, LIMIT: tl.constexpr,
@@ -179,13 +193,8 @@ def _gate(
     exists = column < WIDTH
     gate = tl.load(x + row * 2 * WIDTH + column, mask=exists, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * WIDTH + WIDTH + column, mask=exists, other=0.0).to(tl.float32)
-    if ACTIVATION == "clamped_swiglu":
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        gated = gate * tl.sigmoid(SLOPE * gate) * (up + 1)
-    else:
-        gated = _function(gate, ACTIVATION) * up
-    tl.store(out + row * WIDTH + column, gated.to(out.dtype.element_ty), mask=exists)
+    result = gated(gate, up, ACTIVATION, SLOPE, LIMIT)
+    tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty), mask=exists)
 
 
 def gate_up(x: Tensor, activation: Activation) -> Tensor:
@@ -204,7 +213,7 @@ def _activate(x, count, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     exists = place < count
     value = tl.load(x + place, mask=exists, other=0.0).to(tl.float32)
-    value = _function(value, ACTIVATION)
+    value = activated(value, ACTIVATION)
     tl.store(x + place, value.to(x.dtype.element_ty), mask=exists)
 
 
