@@ -127,7 +127,7 @@ class TritonOps(Ops[Hidden]):
     ) -> None:
         self._pages = pages
         self._metadata = metadata
-        self._products = products or Products(pages.layers[0].device)
+        self._products = products or Products()
         self._tp_group = tp_group
         self._experts = experts or {}
         self._heads = heads or PaddedHeads()

@@ -132,13 +132,16 @@ class Products:
     """Computes products, each in the way that `choose` has found for its shape and rows.
 
     Args:
-        device: where the weights are.
+        device: where the weights are, if anything is to be chosen.
         multiply: computes a product in which nothing was chosen.
         can_choose: else `multiply` computes all of them.
     """
 
     def __init__(
-        self, device: torch.device, multiply: Multiply = multiply_by_torch, can_choose: bool = False
+        self,
+        device: torch.device | None = None,
+        multiply: Multiply = multiply_by_torch,
+        can_choose: bool = False,
     ) -> None:
         self.can_choose = can_choose
         self._multiply = multiply
@@ -147,6 +150,7 @@ class Products:
         self._notes = False
         self._failures: list[str] = []
         if can_choose:
+            assert device is not None
             self._num_programs = num_programs(device)
             self._arrivals, self._stopwatch = new_arrivals(device), Stopwatch(device)
 

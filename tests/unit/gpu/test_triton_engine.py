@@ -38,8 +38,9 @@ from tests.unit.worker_driver import (
 from worker_proc.engines.factory import make_engine
 from worker_proc.gpu import engine
 from worker_proc.gpu.engine import TritonEngine
-from worker_proc.gpu.ops import Hidden, PaddedHeads, TritonOps, multiply_by_torch
+from worker_proc.gpu.ops import Hidden, PaddedHeads, TritonOps
 from worker_proc.gpu.pages import Pages
+from worker_proc.gpu.products import multiply_by_torch
 from worker_proc.models.layers import Linear
 
 TRITON = {"device": str(DEVICE), "attention_backend": "triton", "max_total_tokens": 512}
