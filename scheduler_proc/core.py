@@ -11,8 +11,8 @@ from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire.packing import unpack_ids
 from quadriga.wire.worker import StepResult
 from scheduler_proc.planning.admission import CoreState
-from scheduler_proc.planning.batching import Batching
-from scheduler_proc.planning.flags import make_batching, make_queue, make_turns
+from scheduler_proc.planning.batching import Batching, make_batching
+from scheduler_proc.planning.fairness import make_queue, make_turns
 from scheduler_proc.planning.prefill import CoreParts, PrefillBudget, PrefillPlanner
 from scheduler_proc.planning.retraction import PageGrowth, Retraction
 from scheduler_proc.planning.speculation import make_guess_policy

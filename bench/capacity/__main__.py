@@ -31,6 +31,7 @@ from bench.report.report import Result
 from bench.serving import CONNECT_TIMEOUT_S, open_runs
 from bench.simulate.fit_cost_model import calibrate
 from quadriga.errors import ConfigError, ServerFailed
+from quadriga.programs import PROGRAMS_DIR
 from quadriga.server.config import server_config as server_flags
 from quadriga.server.config.flags import flag_name
 from quadriga.server.config.server_config import ServerConfig
@@ -267,7 +268,7 @@ async def measure_cost_model(config: ServerConfig, path: Path) -> CostModel:
     command = ["-m", "bench.simulate.fit_cost_model", "--quick", "--repeats", str(FIT_REPEATS)]
     process = await asyncio.create_subprocess_exec(
         sys.executable, *command, "--out", str(path), *config.to_argv(),
-        cwd=Path(__file__).resolve().parents[2],
+        cwd=PROGRAMS_DIR,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=None if sys.stderr.isatty() else asyncio.subprocess.STDOUT,

@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.cli.command import EXIT_FAILED, EXIT_OK, command_parser, run_command
-from bench.gpu.prepare import ROOT
 from bench.report.table import markdown_table, table_of
 from quadriga.errors import ConfigError
+from quadriga.programs import PROGRAMS_DIR
 from quadriga.server.processes.control_channel import signal_at_parents_death
 
 FIRST_LIMIT_S = 600  # of the stages that answer first, together
@@ -337,7 +337,7 @@ def run_stage(stage: Stage, out: Path) -> StageResult:
     with log.open("w") as output:
         process = subprocess.Popen(
             command,
-            cwd=ROOT,
+            cwd=PROGRAMS_DIR,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

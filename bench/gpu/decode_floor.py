@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from bench.cli.command import command_parser, run_command
 from bench.report.table import FigureRow, add_json_flag, show
-from bench.roofline.model_work import work_of
+from bench.roofline.model_work import NUMBER_BYTES, work_of
 from bench.roofline.roofline_model import Speed, floor
 from bench.worker_steps import Row, WorkerBench
 from quadriga.errors import ConfigError
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 BATCHES, CONTEXTS = (1, 8, 64, 256), (128, 1000)
 NUM_STEPS, NUM_WARM_UP = 50, 5
 CEILING_WIDTH = 8192
-NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from statistics import median
 
 from bench.cli.command import command_parser, run_command
-from bench.gpu.decode_floor import NUMBER_BYTES
 from bench.report.table import FigureRow, add_json_flag, show
-from bench.roofline.model_work import work_of
+from bench.roofline.model_work import NUMBER_BYTES, work_of
 from bench.roofline.roofline_model import Work, num_rows, pairs, sampled_pairs
 from bench.worker_steps import Row, WorkerBench
 from quadriga.errors import ConfigError

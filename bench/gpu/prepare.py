@@ -21,12 +21,12 @@ from typing import Any
 from bench.cli.command import EXIT_FAILED, EXIT_OK, command_parser, run_command
 from bench.peers.models import TOKENIZER_FILES
 from quadriga.errors import ConfigError
+from quadriga.programs import PROGRAMS_DIR
 from quadriga.server.config.engine_args import BUILTIN_MODEL
 from quadriga.server.models.families import gpt
 from quadriga.server.models.formats.gguf_config import header_files
 from quadriga.server.models.sources import builtin_weights
 
-ROOT = Path(__file__).resolve().parents[2]
 WHEELS = (
     "pyzmq",
     "msgspec",
@@ -162,7 +162,7 @@ def download_wheels(directory: Path, python_version: str, further: Sequence[str]
         *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"),
         *(f"--python-version={python_version}", "--implementation=cp", *tags, "--platform=any"),
         *(f"--abi={abi}", "--abi=abi3", "--abi=none", f"--dest={directory}"),
-        *(f"--constraint={ROOT / 'constraints.txt'}", *WHEELS, *further),
+        *(f"--constraint={PROGRAMS_DIR / 'constraints.txt'}", *WHEELS, *further),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:

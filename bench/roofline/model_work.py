@@ -18,6 +18,7 @@ from worker_proc.models.layers import (
 )
 from worker_proc.models.ops import Ops
 
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Bytes of a quantized weight, with its share of the scales of a group of 32.
 WEIGHT_BYTES = {"int8": 1 + 2 / 32, "int4": 0.5 + 4 / 32}
 

@@ -1,4 +1,4 @@
-"""Fairness: weighted shares of clients or tenants.
+"""The waiting queue that the flags ask for, and fairness: weighted shares of clients or tenants.
 
 `FairShares` (--fair-clients, --keys, --tenants-by) is a waiting queue of waiting queues,
 `WeightedTurns` gives decode rows by the weights of tenants.
@@ -11,9 +11,16 @@ from typing import NamedTuple
 
 from sortedcontainers import SortedDict
 
+from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.server.tenants import parent_name
-from scheduler_proc.planning.policies import WaitingQueue
-from scheduler_proc.state.batch import move_to_end
+from scheduler_proc.planning.policies import (
+    REGISTRY,
+    WINDOW,
+    MatchPrefix,
+    PolicyContext,
+    WaitingQueue,
+)
+from scheduler_proc.state.batch import NextRows, move_to_end, take_turns
 from scheduler_proc.state.request import Request
 
 # The owners of shares of the server: clients, or tenants and their users.
@@ -338,3 +345,38 @@ class WeightedTurns:
         owners = [(self._passes[name], name, iter(group)) for name, group in groups.items()]
         heapq.heapify(owners)
         return owners
+
+
+# The waiting queue and the turns of decode rows that the flags ask for.
+#
+# Of each client: a step that serves 16 clients then looks at as many requests as without fairness.
+FAIR_WINDOW = 8
+
+
+def make_queue(args: SchedulerArgs, match_prefix: MatchPrefix, page_size: int) -> WaitingQueue:
+    """Return the queue of --schedule-policy.
+
+    With --fair-clients each client has one of its own, with tenants each user of a tenant.
+
+    Args:
+        args: flags of the scheduler.
+        match_prefix: as in PolicyContext; only the policies that look at the prefix tree call it.
+        page_size: number of tokens in a page.
+    """
+    window = FAIR_WINDOW if args.is_fair else WINDOW
+    context = PolicyContext(args, match_prefix, page_size, window)
+
+    def make_one() -> WaitingQueue:
+        return REGISTRY[args.schedule_policy].create(context)
+
+    def make_users() -> WaitingQueue:
+        return FairShares(make_one, user_share)
+
+    if args.fair_tenants:
+        return FairShares(make_users, tenant_share)
+    return FairShares(make_one, client_share) if args.fair_clients else make_one()
+
+
+def make_turns(args: SchedulerArgs) -> NextRows:
+    """Return how decode rows are given: equally, or with tenants by weight."""
+    return WeightedTurns(tenant_share).next_rows if args.fair_tenants else take_turns

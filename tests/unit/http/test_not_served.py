@@ -5,7 +5,7 @@ import re
 import pytest
 
 from http_proc.server import ENDPOINTS
-from http_proc.web.not_served import NOT_SERVED, reason_of
+from http_proc.web.request_scope import NOT_SERVED, reason_of
 from tests.unit.http.calls import answer_of
 from tests.unit.scripted_ring import ScriptedRing
 

@@ -4,7 +4,8 @@ import pytest
 
 from quadriga.server.config.engine_args import SchedulerArgs
 from scheduler_proc.planning.admission import CoreState
-from scheduler_proc.planning.flags import make_batching, make_queue, make_turns
+from scheduler_proc.planning.batching import make_batching
+from scheduler_proc.planning.fairness import make_queue, make_turns
 from scheduler_proc.planning.retraction import PageGrowth, Retraction
 from scheduler_proc.state.batch import Plan, ScheduleBatch
 from scheduler_proc.state.kv_cache import KVCache

@@ -13,9 +13,9 @@ from scheduler_proc.planning.fairness import (
     FairShares,
     ShareOf,
     client_share,
+    make_queue,
     tenant_share,
 )
-from scheduler_proc.planning.flags import make_queue
 from scheduler_proc.planning.policies import (
     FirstComeFirstServed,
     Pack,

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quadriga.server.config.engine_args import POLICIES, SchedulerArgs
-from scheduler_proc.planning.flags import make_queue
+from scheduler_proc.planning.fairness import make_queue
 from scheduler_proc.planning.policies import (
     OLDEST_FIRST_EVERY,
     REGISTRY,

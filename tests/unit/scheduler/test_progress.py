@@ -9,7 +9,7 @@ from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire.client import RequestProgress, RequestState
 from quadriga.wire.to_detok import ProgressReply
 from quadriga.wire.to_scheduler import ProgressRequest
-from scheduler_proc.queries import MAX_AGE_S, ProgressReport
+from scheduler_proc.scheduler import MAX_AGE_S, ProgressReport
 from tests.unit.simulation import STEP_S, World, submit
 
 PREPARING, QUEUED, PREFILL, DECODING, UNKNOWN = RequestState

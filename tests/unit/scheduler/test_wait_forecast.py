@@ -9,7 +9,7 @@ import pytest
 from quadriga.server.config.engine_args import BATCH_MODES, SchedulerArgs
 from scheduler_proc.forecast import MAX_STEPS, RecentEnds, SharedPrefixes, WaitForecast
 from scheduler_proc.planning.step_cost import StepCosts
-from scheduler_proc.queries import places_in_queue
+from scheduler_proc.scheduler import places_in_queue
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.request import FinishReason, Request
 from tests.unit.simulation import STEP_S, World, submit

@@ -39,8 +39,7 @@ from worker_proc.loading.loader import load_model
 from worker_proc.models.base import Model
 from worker_proc.models.layers import Embedding, Linear
 from worker_proc.models.quantized_weights import PackedRows
-from worker_proc.startup.build import make_runner
-from worker_proc.startup.quantization import choose_quantization
+from worker_proc.startup.build import choose_quantization, make_runner
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16

@@ -11,7 +11,7 @@ from tests.unit.worker_driver import load_on_cpu
 from worker_proc.cpu.weights import round_to_int4
 from worker_proc.models.layers import Embedding, Linear
 from worker_proc.models.quantized_weights import GROUP
-from worker_proc.startup.quantization import measure_inputs
+from worker_proc.startup.build import measure_inputs
 
 INPUTS = 4 * GROUP
 

@@ -41,7 +41,7 @@ from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of, runner_of
 from worker_proc.loading.loader import load_model
 from worker_proc.loading.sharding import TPRank
 from worker_proc.models.layers import Attention
-from worker_proc.startup.quantization import log_rounding
+from worker_proc.startup.build import log_rounding
 from worker_proc.step.runner import Runner
 from worker_proc.step.slot_table import SlotTable
 

@@ -23,7 +23,7 @@ from tests.unit.quantized_checkpoint import (
     quantize_checkpoint,
 )
 from worker_proc.loading.loader import load_model
-from worker_proc.startup.quantization import choose_quantization
+from worker_proc.startup.build import choose_quantization
 
 CPU = torch.device("cpu")
 

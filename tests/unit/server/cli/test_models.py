@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quadriga.server.cli.main import main
-from quadriga.server.cli.model_report import check_model
+from quadriga.server.cli.models import check_model
 from quadriga.server.config.engine_args import OTHER_FRACTION
 from quadriga.server.models.weight_modes import (
     PROCESS_BYTES,
@@ -37,7 +37,7 @@ def own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = tmp_path / "hub"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
     monkeypatch.setattr("quadriga.server.cli.models.memory_bandwidth", lambda threads: 50e9)
-    monkeypatch.setattr("quadriga.server.cli.model_report.find_compiler", lambda: "c++")
+    monkeypatch.setattr("quadriga.server.cli.models.find_compiler", lambda: "c++")
 
 
 def check(model: Path | str, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
@@ -137,9 +137,7 @@ def test_the_context_that_fits_is_not_bounded_by_the_pool_where_every_layer_has_
     for num_tokens, expected in ((48, 256), (47, 47)):  # 24 tokens begin or end in 3 pages of 16
         available = weights + (num_tokens + 0.5) * token_bytes / OTHER_FRACTION
         memory = SimpleNamespace(available=available)
-        monkeypatch.setattr(
-            "quadriga.server.cli.model_report.psutil.virtual_memory", lambda m=memory: m
-        )
+        monkeypatch.setattr("psutil.virtual_memory", lambda m=memory: m)
         assert check(windowed, capsys)["max_context_here"] == expected
         assert check(whole, capsys)["max_context_here"] == num_tokens
 
@@ -195,9 +193,7 @@ def test_the_best_mode_fits_in_the_memory_that_is_free(
     modes = by_name(check(model, capsys))
     for name, more in (("int8", 1), ("int4", 1), ("", 0)):
         memory = SimpleNamespace(available=modes[name or "int4"]["memory_bytes"] + more)
-        monkeypatch.setattr(
-            "quadriga.server.cli.model_report.psutil.virtual_memory", lambda m=memory: m
-        )
+        monkeypatch.setattr("psutil.virtual_memory", lambda m=memory: m)
         assert check(model, capsys)["best_mode"] == name
 
 
@@ -208,7 +204,7 @@ def test_a_mode_that_fits_is_named_where_the_default_one_does_not(
     modes = by_name(check(model, capsys))
     monkeypatch.setattr("quadriga.server.models.weight_modes.PROCESS_BYTES", 0)
     memory = SimpleNamespace(available=modes["bfloat16"]["weight_bytes"])
-    monkeypatch.setattr("quadriga.server.cli.model_report.psutil.virtual_memory", lambda: memory)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
     refusal = check(model, capsys)["refusal"]
     assert refusal.endswith("take --quantization int8, a smaller model or free memory")
 
@@ -323,11 +319,10 @@ def test_the_model_of_a_server_that_answers_is_listed(capsys: pytest.CaptureFixt
 
 
 def test_a_package_that_is_not_installed_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.delitem(sys.modules, "quadriga.server.cli.model_report", raising=False)
     monkeypatch.setitem(sys.modules, "psutil", None)
-    assert main(["models", "check", "a/b"]) == 1
+    assert main(["models", "check", str(tiny_llama(tmp_path / "model"))]) == 1
     assert "models check needs the package psutil: pip install" in capsys.readouterr().err
 
 

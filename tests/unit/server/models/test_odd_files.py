@@ -16,7 +16,7 @@ from gguf.scripts.gguf_convert_endian import convert_byteorder  # noqa: F401  th
 from transformers import AutoConfig
 
 from quadriga.errors import ModelError, QuadrigaError
-from quadriga.server.cli.model_report import check_model
+from quadriga.server.cli.models import check_model
 from quadriga.server.config.engine_args import ModelArgs
 from quadriga.server.models.families.architectures import CONFIGS, read_architecture
 from quadriga.server.models.formats.gguf_reader import checked_metadata, read_header

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quadriga.errors import ModelError
-from quadriga.server.cli.model_report import check_model
+from quadriga.server.cli.models import check_model
 from quadriga.server.models.formats.quantization import read_quantization
 from tests.tiny_models import tiny_llama
 from tests.unit.quantized_checkpoint import (
