@@ -4,9 +4,10 @@ Requests with a JSON schema each take turns with the same requests without a sch
 as many tokens. A validator that is independent of the grammars checks every answer. The compilation
 of each schema's grammar is part of the measurement.
 
-Without --endpoint the bench starts a server of its own, which takes the server's flags. Exit codes:
-0 all answers valid and the median throughput of the turns within the bound, 1 otherwise, 2 bad
-flags, 3 no server.
+Without --endpoint the bench starts a server of its own, which takes the server's flags. Several
+loads follow one another on one server: `--concurrency 1 64 --num-requests 32 512`. Exit codes:
+0 all answers valid and the median throughput of the turns within the bound in every load, 1
+otherwise, 2 bad flags, 3 no server.
 """
 
 import argparse
@@ -25,9 +26,11 @@ from typing import Any
 from bench.cli.command import EXIT_FAILED, EXIT_OK, run_command, run_until_signal
 from bench.client.server import start_server
 from bench.load.workload import word
+from bench.report.table import FigureRow, add_json_flag, show
 from bench.serving import CONNECT_TIMEOUT_S
 from bench.turns import Column, Turns
 from quadriga.client import AsyncClient, Completion, SamplingParams
+from quadriga.errors import ConfigError
 from quadriga.server.config import server_config as server_flags
 from quadriga.server.config.flags import check_positive
 from quadriga.server.config.server_config import ServerConfig
@@ -125,6 +128,14 @@ MAX_SHOWN_COMPLAINTS = 5
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """So many requests, at most `concurrency` of them in flight."""
+
+    num_requests: int
+    concurrency: int
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """One request, whose number determines prompt and seed."""
 
@@ -203,19 +214,29 @@ async def run_pass(
     return Pass(completions, seconds, (await client.info())["steps"] - steps_before)
 
 
-async def measure(client: AsyncClient, arguments: Namespace) -> tuple[Turns[Pass], list[str]]:
-    """Warm up, then run all turns; return them, and a complaint for each invalid answer."""
+async def measure(
+    client: AsyncClient, arguments: Namespace, load: Load, first: int = 0
+) -> tuple[Turns[Pass], list[str]]:
+    """Warm up, then run all turns; return them, and a complaint for each invalid answer.
+
+    Args:
+        client: of the server.
+        arguments: the number of turns and schemas, and the seed.
+        load: the requests.
+        first: number of the first task; the tasks of earlier loads have lower ones.
+    """
     others = schemas(NUM_WARM_UP, arguments.seed + 1)
-    await _turn(client, _tasks(NUM_WARM_UP, others, FIRST_WARM_UP_NUMBER), arguments.concurrency)
-    tasks = _tasks(arguments.num_requests, schemas(arguments.num_schemas, arguments.seed))
+    warm_up = _tasks(NUM_WARM_UP, others, FIRST_WARM_UP_NUMBER + NUM_WARM_UP * first)
+    await _turn(client, warm_up, load.concurrency)
+    tasks = _tasks(load.num_requests, schemas(arguments.num_schemas, arguments.seed), first)
     size = -(-len(tasks) // arguments.turns)
     turns: Turns[Pass] = Turns(["free", "schemas"])
     complaints: list[str] = []
-    for first in range(0, len(tasks), size):
-        sent = tasks[first : first + size]
-        constrained, free = await _turn(client, sent, arguments.concurrency)
+    for begin in range(0, len(tasks), size):
+        sent = tasks[begin : begin + size]
+        constrained, free = await _turn(client, sent, load.concurrency)
         shown = f"{constrained.rate:.0f} tok/s with schemas, {free.rate:.0f} without"
-        print(f"from request {first}: {shown}", file=sys.stderr, flush=True)
+        print(f"from request {begin}: {shown}", file=sys.stderr, flush=True)
         turns.results["schemas"].append(constrained)
         turns.results["free"].append(free)
         pairs = zip(sent, constrained.completions, strict=True)
@@ -236,17 +257,35 @@ async def _turn(client: AsyncClient, tasks: Sequence[Task], concurrency: int) ->
 
 
 def text_of(
-    arguments: Namespace, info: dict[str, Any], turns: Turns[Pass], complaints: Sequence[str]
+    arguments: Namespace,
+    load: Load,
+    info: dict[str, Any],
+    turns: Turns[Pass],
+    complaints: Sequence[str],
 ) -> str:
-    """Return what is printed."""
-    count = arguments.num_requests
+    """Return what is printed of a load."""
+    count = load.num_requests
     lines = [
         f"{info['model']} ({info['dtype']}, {info['device']}, {info['attention_backend']}):"
-        f" {count} requests of {arguments.num_schemas} schemas, {arguments.concurrency} at a time",
+        f" {count} requests of {arguments.num_schemas} schemas, {load.concurrency} at a time",
         f"Valid answers: {count - len(complaints)} of {count}",
         turns.table(COLUMNS),
     ]
     return "\n".join([*lines, *(f"invalid: {text}" for text in complaints[:MAX_SHOWN_COMPLAINTS])])
+
+
+def row_of(load: Load, turns: Turns[Pass], complaints: Sequence[str]) -> FigureRow:
+    """Return the figures of a load, medians of its turns."""
+    row: dict[str, str | int | float | None] = {"streams": load.concurrency}
+    for name in turns.results:
+        row[f"{name} tok/s"] = turns.median(name, lambda one: one.rate)
+    ratios = turns.ratios("schemas", lambda one: one.rate)
+    row["ratio"] = None if ratios is None else ratios.median
+    row["tokens of an answer"] = turns.median(
+        "schemas", lambda one: one.tokens / len(one.completions)
+    )
+    row["valid"] = f"{load.num_requests - len(complaints)} of {load.num_requests}"
+    return row
 
 
 async def bench(arguments: Namespace) -> int:
@@ -261,11 +300,17 @@ async def bench(arguments: Namespace) -> int:
             AsyncClient(endpoint, CONNECT_TIMEOUT_S, curve_dir=keys)
         )
         info = await client.info()
-        turns, complaints = await measure(client, arguments)
-    print(text_of(arguments, info, turns, complaints))
-    ratios = turns.ratios("schemas", lambda one: one.rate)
-    missed = ratios is None or ratios.median < MIN_THROUGHPUT_RATIO
-    is_good = not complaints and (not missed or arguments.report_only)
+        rows: list[FigureRow] = []
+        is_good, first = True, 0
+        for load in arguments.loads:
+            turns, complaints = await measure(client, arguments, load, first)
+            print(text_of(arguments, load, info, turns, complaints), end="\n\n", flush=True)
+            rows.append(row_of(load, turns, complaints))
+            ratios = turns.ratios("schemas", lambda one: one.rate)
+            missed = ratios is None or ratios.median < MIN_THROUGHPUT_RATIO
+            is_good &= not complaints and (not missed or arguments.report_only)
+            first += load.num_requests
+    show(f"JSON schemas and free text, {info['model']} on {info['device']}", rows, arguments.json)
     return EXIT_OK if is_good else EXIT_FAILED
 
 
@@ -274,11 +319,15 @@ def _parse(argv: Sequence[str] | None) -> Namespace:
         "python -m bench.structured", usage="%(prog)s [FLAGS]", description=__doc__.split("\n")[0]
     )
     group = parser.add_argument_group("load")
+    for name, defaults, what in (
+        ("--num-requests", [500], "requests of each load"),
+        ("--concurrency", [16], "requests in flight, of each load"),
+    ):
+        shown = f"{what} (default: {defaults[0]})"
+        group.add_argument(name, type=int, nargs="+", default=defaults, metavar="N", help=shown)
     for name, default, what in (
-        ("--num-requests", 500, "requests"),
         ("--num-schemas", 50, "different schemas"),
-        ("--concurrency", 16, "requests in flight"),
-        ("--turns", 10, "parts of the load, each sent with and without schemas"),
+        ("--turns", 10, "parts of a load, each sent with and without schemas"),
     ):
         group.add_argument(name, type=int, default=default, help=f"{what} (default: {default})")
     group.add_argument("--seed", type=int, default=0, help="seed of schemas, prompts and sampling")
@@ -288,11 +337,31 @@ def _parse(argv: Sequence[str] | None) -> Namespace:
     group.add_argument(
         "--server-log", type=Path, metavar="FILE", help="log of the server that the bench starts"
     )
+    add_json_flag(parser)
     server_flags.add_flags(parser)
     arguments = parser.parse_args(argv)
-    check_positive(arguments, "num_requests", "num_schemas", "concurrency", "turns")
+    check_positive(arguments, "num_schemas", "turns")
+    arguments.loads = loads_of(arguments.num_requests, arguments.concurrency)
     arguments.server_config = server_flags.from_namespace(arguments)
     return arguments
+
+
+def loads_of(num_requests: Sequence[int], concurrency: Sequence[int]) -> list[Load]:
+    """Return the loads of two flags.
+
+    Raises:
+        ConfigError: one flag has more numbers than the other one, or one is not positive.
+    """
+    if len(num_requests) != len(concurrency) or min(*num_requests, *concurrency) < 1:
+        raise ConfigError(
+            f"--num-requests {_numbers(num_requests)} --concurrency {_numbers(concurrency)}: each"
+            " load has a number of both, at least 1"
+        )
+    return [Load(*pair) for pair in zip(num_requests, concurrency, strict=True)]
+
+
+def _numbers(values: Sequence[int]) -> str:
+    return " ".join(map(str, values))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -99,8 +99,11 @@ PROMPTS = f"{SERVE} --num-requests 256 --max-new-tokens 1 --prompt-repeats 37 --
 PROMPTS += " --max-batch-size 16 --prefill-max-batch-size 16"
 PACED = f"{SERVE} --num-requests 64 --max-new-tokens 128 --submit-interval-ms 20 --pretok"
 PACED += " --submit-schedule absolute --max-batch-size 64 --stream-interval 8"
+SCHEMAS = "bench.structured --report-only --num-schemas 8 --turns 4 --concurrency 1 64"
+SCHEMAS += " --num-requests 16 256 --max-batch-size 64"
 # What is added with --device cpu.
 TINY_LOAD = "--num-requests 4 --max-new-tokens 4 --warmup-runs 1 --repeat-runs 1 --max-batch-size 4"
+TINY_SCHEMAS = "--num-requests 2 4 --concurrency 1 4 --turns 2"
 TINY_FLOOR = "--batches 1 2 --contexts 16 --steps 3 --ceiling-width 64"
 TINY_PROFILE = "--batches 2 --context 16 --prompt 8 --steps 2"
 TINY_PREFILL = "--shapes 1x8 2x16 1x4+32 --steps 2 --ceiling-width 64"
@@ -146,6 +149,8 @@ def stages_of(setup: Setup) -> list[Stage]:
     return [
         *(replace(stage, is_first=True) for stage in first),
         run("width-top-p", 90, drawn, TINY_LOAD, "gpt2"),
+        run("schemas", 90, SCHEMAS, TINY_SCHEMAS, "gpt2"),
+        run("schemas-8b", 180, SCHEMAS, TINY_SCHEMAS, "llama8b"),
         run("products", 240, "bench.gpu.products", "--tiny"),
         run("profile", 120, profile, TINY_PROFILE, "gpt2"),
         run("profile-8b", 120, profile, TINY_PROFILE, "llama8b"),

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from bench import structured
 from bench.structured import complaint, schemas
 from quadriga.client import Completion, SamplingParams, Timings
+from quadriga.errors import ConfigError
 from quadriga.wire.client import Usage
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -67,14 +68,24 @@ def test_every_request_is_sent_with_and_without_its_schema_and_no_prompt_twice(
 ) -> None:
     monkeypatch.setattr(structured, "schemas", lambda count, seed: [SCHEMA] * count)
     arguments = structured._parse(["--num-requests", "8", "--num-schemas", "2", "--turns", "2"])
-    arguments.concurrency = 3
-    client: Any = FakeClient()
-    turns, complaints = asyncio.run(structured.measure(client, arguments))
-    assert len(client.prompts) == len(set(client.prompts)) == 2 * (8 + structured.NUM_WARM_UP)
+    load, client = structured.Load(8, 3), cast(Any, FakeClient())
+    asyncio.run(structured.measure(client, arguments, structured.Load(5, 1)))
+    turns, complaints = asyncio.run(structured.measure(client, arguments, load, first=5))
+    assert len(client.prompts) == len(set(client.prompts)) == 2 * (13 + 2 * structured.NUM_WARM_UP)
     assert client.most == 3 and [len(of) for of in turns.results.values()] == [2, 2]
     assert len(complaints) == 8, "no answer has the field of the schema"
     info = dict.fromkeys(("model", "dtype", "device", "attention_backend"), "x")
-    lines = structured.text_of(arguments, info, turns, complaints).splitlines()
+    lines = structured.text_of(arguments, load, info, turns, complaints).splitlines()
     assert "Valid answers: 0 of 8" in lines
     assert "| steps of a turn | 4 | 4 |" in lines
-    assert capsys.readouterr().err.count("with schemas") == 2
+    assert capsys.readouterr().err.count("with schemas") == 4
+    row = structured.row_of(load, turns, complaints)
+    assert row["streams"] == 3 and row["valid"] == "0 of 8" and row["tokens of an answer"] == 7
+
+
+def test_loads_have_a_number_of_requests_and_one_of_streams() -> None:
+    arguments = structured._parse(["--num-requests", "8", "64", "--concurrency", "1", "16"])
+    assert arguments.loads == [structured.Load(8, 1), structured.Load(64, 16)]
+    for flags in (["--concurrency", "1", "16"], ["--concurrency", "0"]):
+        with pytest.raises(ConfigError, match="each load has a number of both"):
+            structured._parse(flags)
