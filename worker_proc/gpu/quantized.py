@@ -9,6 +9,7 @@ https://github.com/vllm-project/humming
 
 import dataclasses
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,7 @@ from worker_proc.models.quantized_weights import (
 PACKAGE = "humming-kernels"
 MIN_CAPABILITY = (7, 5)
 MEGABYTE = 1_000_000
+CHUNK_OUTPUTS = 8192  # of a matrix that are converted at a time, so that numbers of 4 bytes fit
 MIN_SCALE = 1e-8  # a group whose scale is smaller becomes all zeros
 # Inputs that may share a scale, besides all of a row: what the kernels were compiled for.
 GROUP_SIZES = (16, 32, 64, 128, 256)
@@ -115,6 +117,13 @@ class KernelRows:
         if self.order is None:
             return values
         return torch.empty_like(values).index_copy_(1, self.order.to(values.device), values)
+
+    def split(self) -> "Iterator[KernelRows]":
+        """Yield the rows, some at a time."""
+        for first in range(0, len(self.codes), CHUNK_OUTPUTS):
+            part = slice(first, first + CHUNK_OUTPUTS)
+            zero = None if self.zero is None else self.zero[part]
+            yield replace(self, codes=self.codes[part], scale=self.scale[part], zero=zero)
 
     def _factors(self) -> Tensor:
         if self.scale.dtype != torch.uint8:
@@ -290,7 +299,9 @@ def _humming_tensors(rows: KernelRows, bias: Tensor | None) -> dict[str, Tensor]
     if scale.dtype == torch.uint8:
         scale = scale.view(torch.float8_e8m0fnu)
     tensors: dict[str, Any] = {
-        "weight": ops.pack_weight(rows.codes.int().contiguous(), rows.bits),
+        "weight": torch.cat(
+            [ops.pack_weight(part.int(), rows.bits) for part in rows.codes.split(CHUNK_OUTPUTS)]
+        ),
         "weight_scale": scale.contiguous(),
     }
     if rows.zero is not None:
@@ -324,6 +335,11 @@ def round_rows(weight: Tensor, bits: int, dtype: torch.dtype) -> KernelRows:
     8 bits are symmetric around zero. In 4 bits a group has a zero of its own, and of several scales
     the one with the least squared error.
     """
+    (rows,) = join_alike([_round(part, bits, dtype) for part in weight.split(CHUNK_OUTPUTS)])
+    return rows
+
+
+def _round(weight: Tensor, bits: int, dtype: torch.dtype) -> KernelRows:
     outputs, inputs = weight.shape
     groups = weight.float().view(outputs, -1, GROUP if inputs % GROUP == 0 else inputs)
     if bits == 8:
@@ -488,8 +504,10 @@ class Packer:
         try:
             product = PackedProduct(rows, bias, self._dtype, self._deterministic)
             if key not in self._tried:
+                began = time.monotonic()
                 self._check(product, rows, bias)
                 self._tried.add(key)
+                logging.info("compiled products of %s in %.1f s", key, time.monotonic() - began)
         except Exception as error:  # of the package, which compiles for each shape and GPU
             self._refused[key] = f"{key} ({type(error).__name__}: {str(error)[:100]})"
             raise DoesNotFit(self._refused[key]) from error
@@ -500,7 +518,8 @@ class Packer:
         generator = torch.Generator(self._device).manual_seed(0)
         shape = (TEST_ROWS, rows.codes.shape[1])
         x = torch.randn(shape, generator=generator, device=self._device).to(self._dtype)
-        exact = F.linear(x.float(), rows.dense(), None if bias is None else bias.float())
+        exact = torch.cat([x.float() @ part.dense().T for part in rows.split()], 1)
+        exact = exact if bias is None else exact + bias.float()
         error = float((product(x).float() - exact).norm() / exact.norm())
         if not error <= MAX_ERROR:
             raise ValueError(f"differs by {error:.3g} from float32")

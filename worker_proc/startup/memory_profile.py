@@ -110,7 +110,7 @@ def check_weights(
     if dtype == torch.float32:
         remedies.insert(1, "half the bytes with --dtype bfloat16")
     if stored:
-        as_dtype += f" (a GPU does not keep them as {stored})"
+        as_dtype += f" (the log says why they do not stay as {stored})"
         remedies.append("--device cpu, which keeps them as they are")
     raise ConfigError(
         f"the model's weights take {needed / MIB:.0f} MiB in {as_dtype}, but {device} has"

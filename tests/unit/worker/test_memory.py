@@ -81,7 +81,7 @@ def test_weights_that_do_not_fit_are_refused_with_their_size() -> None:
     [
         (torch.bfloat16, "", "take a smaller model, or more GPUs with --tp"),
         (torch.float32, "", "half the bytes with --dtype bfloat16, or more GPUs"),
-        (torch.bfloat16, "AWQ", "does not keep them as AWQ.* --tp, or --device cpu, which keeps"),
+        (torch.bfloat16, "AWQ", "do not stay as AWQ.* --tp, or --device cpu, which keeps"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_with_what_helps_in_their_format(
