@@ -5,7 +5,7 @@
 The log is that of a server with --log-format json and --log-requests. Give the flags that it ran
 with; each --vary adds flags to these. The steps of the cost model are stretched by one factor, so
 that the time per token is the measured one. If "as it was" is not near to "measured" even so, the
-cost model is not that of this server (docs/capacity.md). Exit codes: 0 done, 1 a request failed in
+cost model is not that of this server (docs/tune.md). Exit codes: 0 done, 1 a request failed in
 a simulation, 2 bad flags.
 """
 

@@ -1,4 +1,4 @@
-"""docs/errors.md has every error code, and docs/troubleshooting.md quotes texts of the product."""
+"""docs/troubleshooting.md has every error code, and quotes texts of the product."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ def test_every_code_is_on_the_page() -> None:
         for name, error in vars(errors).items()
         if isinstance(error, type) and issubclass(error, QuadrigaError)
     }
-    assert set(CODES.findall((DOCS / "errors.md").read_text())) == public
+    assert set(CODES.findall((DOCS / "troubleshooting.md").read_text())) == public
 
 
 def test_quoted_texts_are_those_of_the_product() -> None:

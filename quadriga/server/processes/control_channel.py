@@ -1,6 +1,6 @@
 """The channels between the launcher, its children and its owner, and what the end of one means.
 
-In order: exit codes, as docs/errors.md lists them, the kernel's signal at the death of a
+In order: exit codes, as docs/troubleshooting.md lists them, the kernel's signal at the death of a
 parent, the socket pair that a child inherits from the launcher, and the launcher's channel to the
 program that started the server for itself, whose other end is OwnedServer in quadriga/llm/llm.py.
 
@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# Exit codes of the launcher, as docs/errors.md lists them, and of its children.
+# Exit codes of the launcher, as docs/troubleshooting.md lists them, and of its children.
 
 EXIT_OK = 0
 EXIT_USAGE = 2

@@ -1,4 +1,4 @@
-"""The yes and no of docs/supported.md are those of the code, and docs/comparison.md agrees."""
+"""The yes and no of docs/supported.md are those of the code, and docs/coming-from.md agrees."""
 
 import re
 
@@ -17,7 +17,7 @@ FLAGS = {
     "`--kv-cache-dtype int8`": (WorkerArgs(kv_cache_dtype="int8"),),
     "`--kv-cache-dtype fp8`": (WorkerArgs(kv_cache_dtype="fp8"),),
 }
-# Begin of a row of docs/supported.md -> begin of the row of docs/comparison.md about the same.
+# Begin of a row of docs/supported.md -> begin of the row of docs/coming-from.md about the same.
 SAME = {
     "mixtures of experts": "mixtures of experts",
     "GGUF weights as stored": "GGUF, as stored",
@@ -62,7 +62,7 @@ def test_a_flag_works_where_the_engines_take_it(
 @pytest.mark.parametrize(("supported", "compared"), SAME.items())
 def test_the_comparison_does_not_contradict_it(supported: str, compared: str) -> None:
     cpu, cuda = map(says_yes, row("supported.md", supported)[:2])
-    cell = row("comparison.md", compared)[0]
+    cell = row("coming-from.md", compared)[0]
     assert bool(ON_CPUS_ONLY.search(cell)) == (cpu and not cuda), cell
 
 
