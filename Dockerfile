@@ -26,8 +26,10 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /build
 COPY pyproject.toml constraints.txt ./
 RUN pip install --index-url "$TORCH_INDEX" "torch>=2.11,<2.14"
-RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-print(*p['dependencies'], *p['optional-dependencies']['serve'], sep='\n')" > requirements.txt \
+RUN python -c "import tomllib, torch; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+extras = ['serve', 'gpu'] if torch.version.cuda else ['serve']; \
+print(*p['dependencies'], *sum(map(p['optional-dependencies'].get, extras), []), sep='\n')" \
+        > requirements.txt \
     && pip install -c constraints.txt -r requirements.txt
 
 COPY . .
@@ -39,7 +41,7 @@ RUN useradd --system --create-home --uid 10001 quadriga \
 USER 10001
 WORKDIR /var/lib/quadriga
 ENV QUADRIGA_CACHE=/var/cache/quadriga HF_HOME=/var/cache/quadriga/huggingface \
-    TRITON_CACHE_DIR=/var/cache/quadriga/triton \
+    TRITON_CACHE_DIR=/var/cache/quadriga/triton HUMMING_CACHE_DIR=/var/cache/quadriga/humming \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 VOLUME /var/cache/quadriga
 

@@ -47,6 +47,8 @@ def test_the_container_starts_a_server_that_its_port_reaches() -> None:
     (service,) = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"].values()
     # `:?`: compose refuses to start without the variable.
     assert service["environment"]["QUADRIGA_API_KEY"].startswith("${QUADRIGA_API_KEY:?")
+    # `on-failure` would not start it after a reboot.
+    assert service["restart"] == "unless-stopped"
 
 
 def test_the_variant_of_compose_for_gpus_starts_a_server_and_builds_torch_with_cuda() -> None:
@@ -56,6 +58,12 @@ def test_the_variant_of_compose_for_gpus_starts_a_server_and_builds_torch_with_c
     assert base["build"] == "." and not base["command"][0].startswith("quadriga")
     ((name, index),) = service["build"]["args"].items()
     assert f"ARG {name}=" in (ROOT / "Dockerfile").read_text() and "/cpu" not in index
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "deploy/quadriga-gpu.conf"])
+def test_compiled_kernels_are_kept_where_a_server_on_a_gpu_may_write(name: str) -> None:
+    caches = set(re.findall(r"(\w+)=/var/cache/quadriga", (ROOT / name).read_text()))
+    assert caches >= {"TRITON_CACHE_DIR", "HUMMING_CACHE_DIR"}
 
 
 def test_what_the_files_copy_and_the_workflows_run_exists() -> None:
