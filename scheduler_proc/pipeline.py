@@ -8,8 +8,10 @@ millisecond) and no longer, because a result is always answered at once.
 import math
 from collections import deque
 
+import msgspec
+
 from quadriga.wire.sockets import Sender
-from quadriga.wire.worker import ResultMessage, StepResult
+from quadriga.wire.worker import LoadPages, ResultMessage, StepResult, StorePages
 from scheduler_proc.planning.step_cost import StepCosts
 from scheduler_proc.state.batch import ScheduleBatch
 from scheduler_proc.state.request import Request
@@ -25,7 +27,7 @@ MAX_TOTAL_DELAY_S = 5 * MAX_DELAY_S
 
 
 class Pipeline:
-    """Send plans to the worker, at most two ahead of its results."""
+    """Send plans to the worker, at most two ahead of its results, and what belongs to them."""
 
     def __init__(self, worker: Sender, plan_at_once: bool, costs: StepCosts) -> None:
         """Initialize.
@@ -92,6 +94,10 @@ class Pipeline:
         self._worker.send(batch.to_plan(released, self._session))
         self._outstanding.append(batch)
         self._batch_delay.reset()
+
+    def send_transfer(self, message: StorePages | LoadPages) -> None:
+        """Let the worker copy pages; a worker that takes its place drops the message."""
+        self._worker.send(msgspec.structs.replace(message, session=self._session))
 
     def complete(self, result: StepResult) -> ScheduleBatch:
         """Return the step of this result. Results come in the order of the plans."""

@@ -101,7 +101,7 @@ class Scheduler:
         while plan_at <= now:
             plan_at = self._plan_at(now) if self._dispatch_plan(now) else math.inf
         for transfer in lifecycle.core.offload.take_messages():
-            self._worker.send(transfer)
+            self.pipeline.send_transfer(transfer)
         lifecycle.queue_wait_s = self.progress.wait_if_nearly_full(now)
         lifecycle.publish()
         has_replays = lifecycle.continue_replays()

@@ -15,7 +15,6 @@ from quadriga.server.processes.machine import format_cpus, use_one_heap
 from quadriga.wire.sockets import Inbox, Outbox
 from quadriga.wire.worker import (
     ResetWorker,
-    StepPlan,
     StopWorker,
     WorkerMessage,
     WorkerReady,
@@ -58,7 +57,7 @@ def body(child: Child) -> None:
     sender = _result_sender(child, runner, results)
     from torch import inference_mode  # loaded by now
 
-    from worker_proc.rank import Rank
+    from worker_proc.rank import Rank, is_stale
 
     rank = Rank(
         runner,
@@ -70,7 +69,7 @@ def body(child: Child) -> None:
     receive, handle = inbox.receive, rank.handle
     with inference_mode():
         while not isinstance(message := receive(), StopWorker):
-            if isinstance(message, StepPlan) and message.session != ready.session:
+            if is_stale(message, ready.session):
                 continue
             if leader is not None:
                 leader.relay(message)
@@ -156,6 +155,8 @@ def start(
     part = TPRank(0, child.config.worker.tp)
     run_dir = child.endpoints.run_dir
     runner = make_runner(child.config, files, part, meeting, clock.begin, child.replica, run_dir)
+    if child.config.worker.has_offload:
+        clock.begin("open the KV tiers")
     mover = open_tiers(child.config.worker, files, runner, child.replica, child.endpoints.results)
     clock.begin("warm up")
     runner.warm_up()

@@ -9,6 +9,7 @@ from quadriga.wire.worker import (
     ForgetGrammar,
     LoadPages,
     ResetWorker,
+    ResultMessage,
     StepPlan,
     StorePages,
     WorkerMessage,
@@ -17,6 +18,14 @@ from worker_proc.kv_tiers.page_mover import PageMover
 from worker_proc.result_sender import Wait
 from worker_proc.sampling.grammar_compiler import GrammarCompiler
 from worker_proc.step.runner import Runner
+
+
+def is_stale(message: WorkerMessage, session: int) -> bool:
+    """Return whether a message is about slots or pages of another session.
+
+    Such a message was on its way to the worker before this one, or is of a scheduler that has died.
+    """
+    return isinstance(message, StepPlan | StorePages | LoadPages) and message.session != session
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +51,11 @@ class Rank:
         """Do what a message asks for; StopWorker is left to the caller."""
         match message:
             case StepPlan():
-                if self.mover is not None:
+                if self.mover is None:
+                    self.send(self.runner.launch(message))
+                else:
                     self.mover.before_step(message)
-                self.send(self.runner.launch(message))
+                    self.send(_then(self.runner.launch(message), self.mover.after_step))
             case CompileGrammar():
                 self.compile_grammar(message.grammar)
             case ForgetGrammar():
@@ -60,3 +71,14 @@ class Rank:
     def _tiers(self) -> PageMover:
         assert self.mover is not None, "pages are moved only where a worker has said that it can"
         return self.mover
+
+
+def _then(wait: Wait, after: Callable[[], None]) -> Wait:
+    """Return a function that waits for a step and calls `after` before its result is sent."""
+
+    def finish() -> ResultMessage:
+        result = wait()
+        after()
+        return result
+
+    return finish

@@ -24,10 +24,12 @@ class StorePages(msgspec.Struct, tag="store", array_like=True, frozen=True):
     Attributes:
         pages: int32 bytes.
         hashes: PAGE_HASH_BYTES for each page.
+        session: of the worker that has computed them; another one has other pages there.
     """
 
     pages: bytes
     hashes: bytes
+    session: int = 0
 
 
 class LoadPages(msgspec.Struct, tag="load", array_like=True, frozen=True):
@@ -39,11 +41,13 @@ class LoadPages(msgspec.Struct, tag="load", array_like=True, frozen=True):
         load: number of the load.
         pages: int32 bytes.
         hashes: PAGE_HASH_BYTES for each page.
+        session: of the worker that is asked.
     """
 
     load: int
     pages: bytes
     hashes: bytes
+    session: int = 0
 
 
 # --- worker_proc -> scheduler_proc ----------------------------------------------------------------

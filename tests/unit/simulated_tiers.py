@@ -63,7 +63,6 @@ class TieredWorker(SimulatedWorker):
         super().restart()
         self._stores.clear()
         self._loads.clear()
-        self._unordered.clear()
         self._num_run = self._num_sent
         self.tier = {n: p for n, p in self.tier.items() if self.source.random() > LOSS_RATE}
 
@@ -84,6 +83,8 @@ class TieredWorker(SimulatedWorker):
         """Take in the messages that came after plans which were run."""
         while self._unordered and self._unordered[0][0] <= self._num_run:
             _sent_after, message = self._unordered.popleft()
+            if message.session != self.session:  # it was on its way as the worker crashed
+                continue
             pages = unpack_ids(message.pages).tolist()
             self._give_up(pages)
             if isinstance(message, StorePages):

@@ -70,6 +70,7 @@ class TritonEngine(Engine):
     """A model on a GPU, with attention over its pages."""
 
     name = "triton"
+    is_for_gpu = True
     stores_tokens = True
     supports_jump_forward = False  # with a row of several tokens a step is no decode graph
     max_draft_samples = 64  # so that the graphs of short steps with prompts hold them
@@ -245,6 +246,9 @@ class TritonEngine(Engine):
 
     def kv_parts(self) -> Sequence[Tensor]:
         return [part for layer in self._pages.layers for part in layer.unbind()]
+
+    def kv_pools(self) -> Sequence[Tensor]:
+        return [self._pages.pool.flatten(0, 1)]
 
     def _forward(self, metadata: AttentionMetadata, sampled: Tensor | None = None) -> Tensor:
         """Compute hidden states `[tokens, hidden]`, or `[samples, hidden]` of sampled tokens."""

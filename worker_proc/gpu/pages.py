@@ -30,6 +30,10 @@ class Pages:
 
     A layer is `[2 (keys, values), pages + 1, page_size, kv_heads, head_dim]`; page tables are
     padded with the last page.
+
+    Attributes:
+        pool: `[layers, 2, pages + 1, page_size, kv_heads, head_dim]`.
+        layers: the layers of the pool.
     """
 
     def __init__(
@@ -43,7 +47,8 @@ class Pages:
         self.shape = shape
         size = (2, num_pages + 1, page_size, shape.kv_heads, shape.head_dim)
         self._num_programs = PROGRAMS_PER_PROCESSOR * num_multiprocessors(device)
-        self.layers = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
+        self.pool = torch.zeros((shape.layers, *size), dtype=dtype, device=device)
+        self.layers = self.pool.unbind()
 
     def num_splits(self, num_blocks: int, is_long: bool) -> int:
         """Return into how many parts the keys of each block of queries are split.

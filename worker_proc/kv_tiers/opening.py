@@ -7,8 +7,11 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
+
+import torch
 
 from quadriga import __version__
 from quadriga.errors import ConfigError
@@ -16,8 +19,17 @@ from quadriga.server.config.engine_args import REPLICA_PREFIX, ReplicaPlace, Wor
 from quadriga.server.models.resolve import ModelFiles, weights_digest
 from quadriga.server.processes.logs import log_exception
 from quadriga.wire.sockets import Outbox
-from worker_proc.kv_tiers.page_mover import PageMover
-from worker_proc.kv_tiers.tiers import HostPages, PageFiles, PoolPages, Tier
+from worker_proc.kv_tiers.page_mover import PageMover, Report
+from worker_proc.kv_tiers.pool_pages import (
+    CudaStream,
+    DevicePool,
+    HostPool,
+    HostStream,
+    PoolPages,
+)
+from worker_proc.kv_tiers.tiers import HostPages, PageFiles
+from worker_proc.startup.devices import free_memory
+from worker_proc.step.engine import Engine
 from worker_proc.step.runner import Runner
 
 NAMESPACE_BYTES = 16
@@ -71,14 +83,46 @@ def open_tiers(
     if not args.has_offload:
         return None
     _check(args, runner)
-    pages = PoolPages(runner.engine.kv_parts(), runner.engine.kv_numbers())
-    tiers: list[Tier] = []
+    device = runner.table.device
+    pages = pool_pages(runner.engine, device)
+    memory = on_disk = None
     if args.kv_offloading_size:
         num_bytes = int(args.kv_offloading_size * GIB / replica.num_replicas)
-        tiers.append(HostPages(_num_pages("kv_offloading_size", num_bytes, pages.page_bytes)))
+        memory = HostPages(_num_pages("kv_offloading_size", num_bytes, pages.page_bytes))
+        if device.type == "cuda":
+            _check_pinned(args, num_bytes)
     if args.kv_cache_dir:
-        tiers.append(_page_files(args, files, runner, replica, pages.page_bytes))
-    return PageMover(pages, args.page_size, tiers, lambda: Outbox(results).send, _die)
+        on_disk = _page_files(args, files, runner, replica, pages.page_bytes)
+
+    def make_sender() -> Callable[[Report], object]:
+        if device.type == "cuda":  # a thread begins on GPU 0
+            torch.cuda.set_device(device)
+        return Outbox(results).send
+
+    return PageMover(pages, args.page_size, memory, on_disk, make_sender, _die)
+
+
+def pool_pages(engine: Engine, device: torch.device) -> PoolPages:
+    """Return access to the pages of an engine.
+
+    The engine for a GPU has it as on a GPU, also where it runs on a CPU in tests.
+    """
+    if device.type == "cuda":
+        return DevicePool(engine.kv_pools(), CudaStream(device))
+    if engine.is_for_gpu:
+        return DevicePool(engine.kv_pools(), HostStream())
+    return HostPool(engine.kv_parts(), engine.kv_numbers())
+
+
+def _check_pinned(args: WorkerArgs, num_bytes: int) -> None:
+    """Raise ConfigError if memory that is pinned at once is more than what is free."""
+    free_bytes = free_memory(torch.device("cpu"))
+    if num_bytes > free_bytes:
+        raise ConfigError(
+            f"kv_offloading_size is {args.kv_offloading_size:g}: a GPU needs it pinned, and of"
+            f" {num_bytes / GIB:.1f} GiB for each replica {free_bytes / GIB:.1f} GiB are free in"
+            " the computer's memory: lower it"
+        )
 
 
 def _die() -> None:
@@ -116,10 +160,10 @@ def _num_pages(flag: str, num_bytes: int, page_bytes: int) -> int:
 
 def _check(args: WorkerArgs, runner: Runner) -> None:
     flags = args.offload_flags
-    if runner.table.device.type != "cpu":
+    if runner.table.device.type not in ("cpu", "cuda"):
         raise ConfigError(
-            f"{flags} works with --device cpu only, and the device is {runner.table.device}: leave"
-            " it out"
+            f"{flags} works on a CPU and on CUDA, and the device is {runner.table.device}: leave it"
+            " out"
         )
     if runner.window:
         raise ConfigError(

@@ -1,8 +1,10 @@
 """Copies pages between the pool and the tiers, in a thread beside the steps.
 
-A step waits for the thread only while it copies the very page that the step is about to overwrite.
-Pages that wait to be stored and are overwritten before it is their turn are not stored, nor are
-pages with a number that is NaN or infinite.
+A page is stored when the step that computes it has ended. A step waits only for a copy of the very
+page that it is about to overwrite: on a GPU the device waits, and the host goes on. Pages that wait
+to be stored and are overwritten before it is their turn are not stored, nor are pages with a number
+that is NaN or infinite. A load is reported when its pages are in the pool, so that the scheduler
+plans other rows meanwhile, and no step waits for them.
 """
 
 import os
@@ -10,30 +12,61 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
-
-import numpy as np
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from quadriga.server.prefix_blocks import PAGE_HASH_BYTES, split_hashes
 from quadriga.wire.worker import LoadPages, PagesLoaded, StepPlan, StoredPages, StorePages
-from worker_proc.kv_tiers.tiers import PoolPages, Tier
+from worker_proc.kv_tiers.pool_pages import Bytes, PageCopy, PoolPages
+from worker_proc.kv_tiers.tiers import HostPages, PageFiles
 from worker_proc.step.slot_table import ints_of
 
 NICENESS = 10
 MAX_UNREPORTED = 64  # pages
 CLOSE_TIMEOUT_S = 3.0
+MAX_LOADING = 2  # copies of one load in flight: the next batch is read from disk meanwhile
 
 Report = StoredPages | PagesLoaded
 
 
+class _WaitingStore(NamedTuple):
+    """A page to store under a name, when so many steps have ended."""
+
+    name: bytes
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """A batch of pages that is copied to the pool, and the buffers that it is copied from."""
+
+    copy: PageCopy
+    buffers: list[Bytes]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What was found of a batch of pages to load, up to the first one that is missing."""
+
+    pages: list[int] = field(default_factory=list)
+    sources: list[Bytes | None] = field(default_factory=list)
+    buffers: list[Bytes] = field(default_factory=list)
+    missing: bytes | None = None
+
+
 class PageMover:
-    """Stores and loads pages. Every method is for the thread that runs the steps."""
+    """Stores and loads pages. Its methods are for the thread that runs the steps.
+
+    Only `after_step` is for any thread.
+    """
 
     def __init__(
         self,
         pages: PoolPages,
         page_size: int,
-        tiers: Sequence[Tier],
+        memory: HostPages | None,
+        files: PageFiles | None,
         make_sender: Callable[[], Callable[[Report], object]],
         on_error: Callable[[], object],
     ) -> None:
@@ -42,32 +75,36 @@ class PageMover:
         Args:
             pages: the pool.
             page_size: tokens of a page.
-            tiers: the fastest one first.
+            memory: the tier in memory, which is looked at first.
+            files: the tier on disk.
             make_sender: called in the thread: makes what sends its reports to the scheduler.
             on_error: called in the thread where it cannot go on, while the exception is handled.
         """
         self._pages = pages
         self._page_size = page_size
-        self._tiers = tiers
+        self._memory, self._files = memory, files
         self._make_sender = make_sender
         self._on_error = on_error
         self._session = 0
-        self._staging = np.empty(pages.page_bytes, dtype=np.uint8)
+        num_kept = 0 if memory is None else memory.max_pages
+        pages.reserve(num_kept + MAX_LOADING * pages.max_batch)
         # All of these are guarded by the condition.
         self._changed = threading.Condition()
-        self._stores: OrderedDict[int, bytes] = OrderedDict()  # names by page
+        self._num_launched = self._num_ended = 0  # steps
+        self._stores: OrderedDict[int, _WaitingStore] = OrderedDict()  # by page
         self._loads: deque[LoadPages] = deque()
         self._unreported: dict[bytes, None] = {}  # names of pages that were gained or lost
-        self._copying = -1  # page
+        self._launching: set[int] = set()  # pages whose copy to a tier is being launched
+        self._leaving: dict[int, PageCopy] = {}  # copies to a tier that were launched, by page
         self._is_busy = False
         self._is_beginning = False  # a session
         self._num_reported = 0  # damaged pages; of the thread
         threading.Thread(target=self._run, name="kv offload", daemon=True).start()
 
-    # --- messages of the scheduler ----------------------------------------------------------------
+    # --- messages of the scheduler, and steps -----------------------------------------------------
 
     def begin_session(self, session: int) -> bytes:
-        """Drop what is under way for an earlier scheduler.
+        """Drop what is under way for an earlier scheduler, whose steps have to end first.
 
         Returns:
             The names of all pages that can be loaded.
@@ -76,44 +113,64 @@ class PageMover:
             self._stores.clear()
             self._loads.clear()
             self._session, self._is_beginning = session, True
-            self._changed.wait_for(lambda: not self._is_busy)
+            self._changed.wait_for(
+                lambda: not self._is_busy and self._num_ended == self._num_launched
+            )
             self._is_beginning = False
             self._unreported.clear()
-            return b"".join(dict.fromkeys(name for tier in self._tiers for name in tier.names()))
+            tiers = (self._memory, self._files)
+            return b"".join(
+                dict.fromkeys(name for tier in tiers if tier is not None for name in tier.names())
+            )
 
     def store(self, message: StorePages) -> None:
-        """Store pages that earlier steps have computed."""
+        """Store pages that the steps launched before compute."""
         pages = ints_of(message.pages).tolist()
         with self._changed:
-            self._overwrite(pages)
+            self._give_up_stores(pages)
             names = split_hashes(message.hashes, PAGE_HASH_BYTES)
-            self._stores.update(zip(pages, names, strict=True))
+            for page, name in zip(pages, names, strict=True):
+                self._stores[page] = _WaitingStore(name, self._num_launched)
             self._changed.notify_all()
 
     def load(self, message: LoadPages) -> None:
         """Load pages to places in the pool that no step uses."""
         with self._changed:
-            self._overwrite(ints_of(message.pages).tolist())
+            self._give_up_stores(ints_of(message.pages).tolist())
             self._loads.append(message)
             self._changed.notify_all()
 
     def before_step(self, plan: StepPlan) -> None:
-        """Give up the stores of pages that a step is about to overwrite."""
+        """Give up the stores of pages that a step, which is launched next, is to overwrite."""
         with self._changed:
-            if not self._stores and self._copying < 0:
+            self._num_launched += 1
+            if not self._stores and not self._launching and not self._leaving:
                 return
-            self._overwrite(ints_of(plan.grown)[1::2].tolist())
+            self._before_overwriting(ints_of(plan.grown)[1::2].tolist())
             for new in plan.new:
                 first_written = new.computed // self._page_size
-                self._overwrite(ints_of(new.pages)[first_written:].tolist())
+                self._before_overwriting(ints_of(new.pages)[first_written:].tolist())
 
-    def _overwrite(self, pages: Iterable[int]) -> None:
+    def after_step(self) -> None:
+        """Note that the next of the steps that were launched has ended."""
+        with self._changed:
+            self._num_ended += 1
+            if self._stores or self._is_beginning:
+                self._changed.notify_all()
+
+    def _before_overwriting(self, pages: Sequence[int]) -> None:
+        self._give_up_stores(pages)
         for page in pages:
-            name = self._stores.pop(page, None)
-            if name is not None:
-                self._unreported[name] = None
-            if page == self._copying:
-                self._changed.wait_for(lambda page=page: self._copying != page)  # type: ignore[misc]
+            if page in self._launching:
+                self._changed.wait_for(lambda page=page: page not in self._launching)  # type: ignore[misc]
+            if (copy := self._leaving.get(page)) is not None:
+                copy.hold_steps()
+
+    def _give_up_stores(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            store = self._stores.pop(page, None)
+            if store is not None:
+                self._unreported[store.name] = None
 
     def close(self) -> None:
         """Wait until all pages are stored, or a few seconds have passed."""
@@ -135,11 +192,11 @@ class PageMover:
 
     def _move(self, send: Callable[[Report], object]) -> None:
         """Wait for something to do, do it, and report it."""
-        load, page, name = self._next()
+        load, stores = self._next()
         if load is not None:
             self._load(load, send)
         else:
-            self._store(page, name)
+            self._store(stores)
         with self._changed:
             self._is_busy = False
             is_due = not self._stores or len(self._unreported) >= MAX_UNREPORTED
@@ -148,62 +205,132 @@ class PageMover:
         if report is not None:
             send(report)
 
-    def _next(self) -> tuple[LoadPages | None, int, bytes]:
-        """Return the next load, or the next page with its name to store."""
+    def _next(self) -> tuple[LoadPages | None, dict[int, bytes]]:
+        """Return the next load, or a batch of pages to store with their names."""
         with self._changed:
-            self._changed.wait_for(lambda: self._loads or self._stores)
+            self._changed.wait_for(lambda: self._loads or self._is_store_due())
             self._is_busy = True
             if self._loads:
-                return self._loads.popleft(), -1, b""
-            self._copying, name = self._stores.popitem(last=False)
-            return None, self._copying, name
+                return self._loads.popleft(), {}
+            batch: dict[int, bytes] = {}
+            while self._is_store_due() and len(batch) < self._pages.max_batch:
+                page, store = self._stores.popitem(last=False)
+                batch[page] = store.name
+            self._launching.update(batch)
+            return None, batch
 
-    def _store(self, page: int, name: bytes) -> None:
-        is_finite = self._pages.is_finite(page)
-        if is_finite:
-            self._pages.copy_out(page, self._staging)
+    def _is_store_due(self) -> bool:
+        if not self._stores:
+            return False
+        return next(iter(self._stores.values())).num_steps <= self._num_ended
+
+    def _store(self, names: dict[int, bytes]) -> None:
+        pages = list(names)
+        buffers = [self._pages.take_buffer() for _ in pages]
+        copy = self._pages.begin_copy_out(pages, buffers)
         with self._changed:
-            self._copying = -1
+            self._launching.clear()
+            self._leaving = dict.fromkeys(pages, copy)
             self._changed.notify_all()
+        finite = copy.wait()
+        with self._changed:
+            self._leaving = {}
         lost: list[bytes] = []
-        for tier in self._tiers if is_finite else ():
-            lost += tier.write(name, self._staging)
+        for name, buffer, is_finite in zip(names.values(), buffers, finite, strict=True):
+            if is_finite:
+                lost += self._keep(name, buffer)
+            else:
+                self._pages.give_back([buffer])
         with self._changed:
             self._unreported.update((each, None) for each in lost if not self._has(each))
-            self._unreported[name] = None
+            self._unreported.update((name, None) for name in names.values())
+
+    def _keep(self, name: bytes, buffer: Bytes) -> list[bytes]:
+        """Give a page to the tiers. Return the names of those that made room for it."""
+        lost = [] if self._files is None else self._files.write(name, buffer)
+        freed = [buffer]
+        if self._memory is not None:
+            removed, freed = self._memory.keep(name, buffer)
+            lost += removed
+        self._pages.give_back(freed)
+        return lost
 
     def _load(self, message: LoadPages, send: Callable[[Report], object]) -> None:
-        began, session, num_loaded = time.monotonic(), self._session, 0
+        began, session = time.monotonic(), self._session
+        under_way: deque[_Loading] = deque()
+        finite: list[bool] = []
+        for batch in self._find(message):
+            if batch.pages:
+                copy = self._pages.begin_copy_in(batch.pages, batch.sources)
+                under_way.append(_Loading(copy, batch.buffers))
+            else:
+                self._pages.give_back(batch.buffers)
+            if batch.missing is not None:
+                with self._changed:
+                    self._unreported[batch.missing] = None
+            if len(under_way) == MAX_LOADING:
+                finite += self._end(under_way.popleft())
+            if session != self._session:
+                break
+        while under_way:
+            finite += self._end(under_way.popleft())
+        if session == self._session:
+            num_loaded = [*finite, False].index(False)
+            send(PagesLoaded(message.load, num_loaded, session, time.monotonic() - began))
+
+    def _end(self, loading: _Loading) -> list[bool]:
+        """Wait for a batch to be in the pool, and take its buffers back."""
+        finite = loading.copy.wait()
+        self._pages.give_back(loading.buffers)
+        return finite
+
+    def _find(self, message: LoadPages) -> Iterator[_Batch]:
+        """Yield the pages of a load in batches, up to the first one that is missing."""
         pages = ints_of(message.pages).tolist()
         names = split_hashes(message.hashes, PAGE_HASH_BYTES)
+        batch = _Batch()
         for page, name in zip(pages, names, strict=True):
-            if session != self._session:
-                return
-            buffers = self._pages.buffers(page)
-            if not any(tier.read(name, buffers) for tier in self._tiers):
-                with self._changed:
-                    self._unreported[name] = None
+            if not self._take_page(page, name, batch):
+                batch.missing = name
                 break
-            if not self._pages.is_finite(page):
-                break
-            num_loaded += 1
-        send(PagesLoaded(message.load, num_loaded, session, time.monotonic() - began))
+            if len(batch.pages) == self._pages.max_batch:
+                yield batch
+                batch = _Batch()
+        yield batch
+
+    def _take_page(self, page: int, name: bytes, batch: _Batch) -> bool:
+        """Add a page of a tier to a batch; return False if it is not there."""
+        source = None if self._memory is None else self._memory.get(name)
+        if source is None:
+            if self._files is None or name not in self._files:
+                return False
+            place = self._pages.place_of(page)
+            if place is None:
+                source = self._pages.take_buffer()
+                batch.buffers.append(source)
+                place = [source]
+            if not self._files.read(name, place):
+                return False
+        batch.pages.append(page)
+        batch.sources.append(source)
+        return True
 
     def _has(self, name: bytes) -> bool:
-        return any(name in tier for tier in self._tiers)
+        tiers = (self._memory, self._files)
+        return any(tier is not None and name in tier for tier in tiers)
 
     def _report(self) -> StoredPages | None:
         """Return what has changed since the last report, with the condition held."""
         if not self._unreported:
             return None
         names, self._unreported = self._unreported, {}
-        num_damaged = sum(tier.num_damaged for tier in self._tiers)
+        num_damaged = 0 if self._files is None else self._files.num_damaged
         report = StoredPages(
             b"".join(name for name in names if self._has(name)),
             b"".join(name for name in names if not self._has(name)),
             self._session,
             num_damaged - self._num_reported,
-            any(tier.has_failed for tier in self._tiers),
+            self._files is not None and self._files.has_failed,
         )
         self._num_reported = num_damaged
         return report

@@ -1,7 +1,6 @@
-"""The tiers of KV pages beyond the pool: their contract, and those in host memory and on disk.
+"""The tiers of KV pages beyond the pool: copies by their names, up to a size.
 
-`PoolPages` gives access to the pages of the pool, whatever an engine keeps in them; a `Tier` is a
-bounded store of copies by their names; `HostPages` is in memory, `PageFiles` on disk.
+`HostPages` is in memory, `PageFiles` on disk. Each is used by one thread at a time.
 """
 
 import fcntl
@@ -15,119 +14,50 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from quadriga import disk
 from quadriga.errors import ConfigError
-
-Bytes = NDArray[np.uint8]
-
-
-class PoolPages:
-    """Access to the pages of a pool in the computer's memory.
-
-    Attributes:
-        page_bytes: size of a page, in all layers together.
-    """
-
-    def __init__(self, parts: Sequence[Tensor], numbers: Sequence[Tensor] | None = None) -> None:
-        """Take what `Engine.kv_parts` and `Engine.kv_numbers` return."""
-        self._numbers = parts if numbers is None else numbers
-        self._parts: list[Bytes] = [part.flatten(1).view(torch.uint8).numpy() for part in parts]
-        self.page_bytes = sum(part.shape[1] for part in self._parts)
-
-    def buffers(self, page: int) -> list[Bytes]:
-        """Return the memory of a page, in pieces."""
-        return [part[page] for part in self._parts]
-
-    def is_finite(self, page: int) -> bool:
-        """Return whether no number of a page is NaN or infinite."""
-        return all(
-            torch.stack(part[page].aminmax()).isfinite().all()
-            for part in self._numbers
-            if part.is_floating_point()
-        )
-
-    def copy_out(self, page: int, out: Bytes) -> None:
-        """Copy a page to `out`, of `page_bytes`."""
-        np.concatenate(self.buffers(page), out=out)
-
-
-class Tier(Protocol):
-    """Pages by their names. All pages have one size. It is used by one thread at a time.
-
-    Attributes:
-        num_damaged: number of pages that were found changed since they were written.
-        has_failed: whether it takes no pages at present.
-    """
-
-    num_damaged: int
-    has_failed: bool
-
-    def names(self) -> Iterable[bytes]:
-        """Return the names of all pages, the least recently used first."""
-
-    def __contains__(self, name: bytes) -> bool: ...
-
-    def read(self, name: bytes, buffers: Sequence[Bytes]) -> bool:
-        """Copy a page to memory in pieces.
-
-        Returns:
-            False if the page is not there, or is not what was written. It is forgotten then, and
-            the memory holds anything.
-        """
-
-    def write(self, name: bytes, page: Bytes) -> list[bytes]:
-        """Take a page in. Return the names of those that made room for it, or its own."""
+from worker_proc.kv_tiers.pool_pages import Bytes
 
 
 class HostPages:
     """Copies of pages in memory, up to a number of them; the least recently used ones go first.
 
-    Attributes:
-        num_damaged, has_failed: as in Tier. Memory does not fail.
+    It keeps the memory that it is given, and gives it back with the page.
     """
 
-    num_damaged = 0
-    has_failed = False
-
     def __init__(self, max_pages: int) -> None:
-        self._max_pages = max_pages
+        self.max_pages = max_pages
         self._pages: OrderedDict[bytes, Bytes] = OrderedDict()
 
     def names(self) -> Iterable[bytes]:
+        """Return the names of all pages, the least recently used first."""
         return list(self._pages)
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._pages
 
-    def read(self, name: bytes, buffers: Sequence[Bytes]) -> bool:
+    def get(self, name: bytes) -> Bytes | None:
+        """Return a page, which is valid until the next call of `keep`; None if it is not there."""
         page = self._pages.get(name)
-        if page is None:
-            return False
-        self._pages.move_to_end(name)
-        start = 0
-        for buffer in buffers:
-            np.copyto(buffer, page[start : start + len(buffer)])
-            start += len(buffer)
-        return True
+        if page is not None:
+            self._pages.move_to_end(name)
+        return page
 
-    def write(self, name: bytes, page: Bytes) -> list[bytes]:
-        removed = []
-        memory = self._pages.pop(name, None)
-        if memory is None and len(self._pages) == self._max_pages:
+    def keep(self, name: bytes, page: Bytes) -> tuple[list[bytes], list[Bytes]]:
+        """Keep a page in its own memory.
+
+        Returns:
+            The names of the pages that made room for it, and the memory that is not needed now.
+        """
+        old = self._pages.pop(name, None)
+        removed, freed = [], [] if old is None else [old]
+        if len(self._pages) == self.max_pages:
             oldest, memory = self._pages.popitem(last=False)
             removed.append(oldest)
-        if memory is None:
-            memory = np.empty_like(page)
-        np.copyto(memory, page)
-        self._pages[name] = memory
-        return removed
+            freed.append(memory)
+        self._pages[name] = page
+        return removed, freed
 
 
 # The tier on disk (--kv-cache-dir): one file for each page.
@@ -157,7 +87,8 @@ class PageFiles:
     Those of other namespaces count, too, and are removed when it is their turn.
 
     Attributes:
-        num_damaged, has_failed: as in Tier.
+        num_damaged: number of pages that were found changed since they were written.
+        has_failed: whether it takes no pages at present.
     """
 
     def __init__(self, directory: Path, namespace: bytes, page_bytes: int, max_bytes: int) -> None:
@@ -195,6 +126,7 @@ class PageFiles:
             ) from None
 
     def names(self) -> Iterable[bytes]:
+        """Return the names of all pages of the namespace, the least recently used first."""
         prefix = f"{self._own}/"
         return [_name_of(path) for path in self._sizes if path.startswith(prefix)]
 
@@ -202,6 +134,12 @@ class PageFiles:
         return self._path(name) in self._sizes
 
     def read(self, name: bytes, buffers: Sequence[Bytes]) -> bool:
+        """Copy a page to memory in pieces.
+
+        Returns:
+            False if the page is not there, or is not what was written. It is forgotten then, and
+            the memory holds anything.
+        """
         path = self._path(name)
         if path not in self._sizes:
             return False
@@ -219,6 +157,7 @@ class PageFiles:
         return is_whole
 
     def write(self, name: bytes, page: Bytes) -> list[bytes]:
+        """Take a page in. Return the names of those that made room for it, or its own."""
         path, size = self._path(name), HEADER.size + self._page_bytes
         if path in self._sizes:
             return []

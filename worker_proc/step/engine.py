@@ -135,6 +135,7 @@ class Engine(ABC):
         stores_tokens: `sample_slots` writes the tokens to the slot table.
         last_replay: launches the last step again, as it was, for measurements; None if it was not
             a graph.
+        is_for_gpu: it is written for a GPU, and runs on a CPU in tests only.
         has_graphs: decode steps are CUDA graphs.
         max_graph_tokens: tokens of the largest step that will be captured as a graph.
         supports_jump_forward: a row with a few more tokens hardly makes a step longer, so that the
@@ -153,6 +154,7 @@ class Engine(ABC):
     ranks: "TPGroup | None" = None
     stores_tokens = False
     last_replay: Callable[[], None] | None = None
+    is_for_gpu = False
     has_graphs = False
     max_graph_tokens = 0
     supports_jump_forward = True
@@ -324,6 +326,14 @@ class Engine(ABC):
             copy of them in the rows of another page means the same.
         """
         raise NotImplementedError
+
+    def kv_pools(self) -> Sequence[Tensor]:
+        """Return the memory of the KV pages in as few tensors as there are, for copies on a GPU.
+
+        Returns:
+            Contiguous tensors `[pieces, pages, …]`: `kv_parts` in order, joined.
+        """
+        return [part.unsqueeze(0) for part in self.kv_parts()]
 
     def kv_numbers(self) -> Sequence[Tensor]:
         """Return the floating-point numbers of the KV pages, `[pages, …]` as in `kv_parts`."""

@@ -99,7 +99,8 @@ MESSAGES: list[msgspec.Struct] = [
     KnownRequests([EndedRequest(b"c", "a", {0: 1}), EndedRequest(b"c", "b", {0: 1})]),
 ]
 NO_DECISIONS = {
-    "StepPlan.session", "StepOutput.session",  # of a link
+    "StepPlan.session", "StorePages.session", "LoadPages.session",  # of a link
+    "StepOutput.session",
     "StreamStart.placement", "StreamEnd.placement", "EndedRequest.placements",  # of the frontend
     "LoadPages.load", "HandedBack.number",  # names of messages
     "StepOutput.news",  # follows from the rest

@@ -12,6 +12,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,12 +22,21 @@ from quadriga.server.config.engine_args import ModelArgs
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.models.resolve import resolve_model
 from quadriga.wire.packing import pack_ids
-from quadriga.wire.worker import LoadPages, NewSlot, PagesLoaded, StoredPages, StorePages
+from quadriga.wire.worker import (
+    LoadPages,
+    NewSlot,
+    PagesLoaded,
+    ResetWorker,
+    StoredPages,
+    StorePages,
+)
 from tests.tiny_models import tiny_mistral
 from tests.unit.worker_driver import Driver, Request, plan_of, prompts_of, runner_of
 from worker_proc.kv_tiers.opening import namespace_of, open_tiers
 from worker_proc.kv_tiers.page_mover import PageMover
-from worker_proc.kv_tiers.tiers import HEADER, Bytes, HostPages, PageFiles, PoolPages
+from worker_proc.kv_tiers.pool_pages import Bytes, HostPool
+from worker_proc.kv_tiers.tiers import HEADER, HostPages, PageFiles
+from worker_proc.rank import is_stale
 
 PAGE_BYTES = 256
 NAMESPACE = bytes(range(16))
@@ -48,6 +58,8 @@ def open_files(directory: Path, namespace: bytes = NAMESPACE, max_pages: int = 1
 
 
 def read(files: PageFiles | HostPages, number: int) -> Bytes | None:
+    if isinstance(files, HostPages):
+        return files.get(name_of(number))
     page = np.zeros(PAGE_BYTES, dtype=np.uint8)
     return page if files.read(name_of(number), [page[:100], page[100:]]) else None
 
@@ -184,10 +196,14 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 
 def test_memory_holds_the_pages_that_were_used_last() -> None:
     pages = HostPages(3)
-    assert [pages.write(name_of(n), page_of(n)) for n in range(3)] == [[]] * 3
+    first = page_of(1)
+    kept = [pages.keep(name_of(n), first if n == 1 else page_of(n)) for n in range(3)]
+    assert kept == [([], [])] * 3
     np.testing.assert_array_equal(read(pages, 0), page_of(0))
-    assert pages.write(name_of(3), page_of(3)) == [name_of(1)]
-    assert pages.write(name_of(3), page_of(3)) == []
+    removed, freed = pages.keep(name_of(3), page_of(3))
+    assert removed == [name_of(1)] and freed[0] is first
+    removed, freed = pages.keep(name_of(3), page_of(3))
+    assert (removed, len(freed)) == ([], 1)
     assert [number for number in range(4) if read(pages, number) is not None] == [0, 2, 3]
 
 
@@ -195,16 +211,16 @@ def test_memory_holds_the_pages_that_were_used_last() -> None:
 
 
 class GatedPages(HostPages):
-    """Pages in memory, each of which is written only when the test allows it."""
+    """Pages in memory, each of which is kept only when the test allows it."""
 
     def __init__(self) -> None:
         super().__init__(100)
         self.begun, self.allowed = threading.Semaphore(0), threading.Semaphore(0)
 
-    def write(self, name: bytes, page: Bytes) -> list[bytes]:
+    def keep(self, name: bytes, page: Bytes) -> tuple[list[bytes], list[Bytes]]:
         self.begun.release()
         assert self.allowed.acquire(timeout=TIMEOUT_S)
-        return super().write(name, page)
+        return super().keep(name, page)
 
 
 class Moved:
@@ -215,7 +231,7 @@ class Moved:
         self.reports: SimpleQueue[StoredPages | PagesLoaded] = SimpleQueue()
         self.failed = threading.Event()
         self.mover = PageMover(
-            PoolPages([self.pool]), 4, [tier], lambda: self.reports.put, self.failed.set
+            HostPool([self.pool]), 4, tier, None, lambda: self.reports.put, self.failed.set
         )
         self.mover.begin_session(1)
 
@@ -292,7 +308,7 @@ def test_a_thread_that_cannot_go_on_says_so_before_requests_wait_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Broken(HostPages):
-        def write(self, name: bytes, page: Bytes) -> list[bytes]:
+        def keep(self, name: bytes, page: Bytes) -> tuple[list[bytes], list[Bytes]]:
             raise RuntimeError("a mistake")
 
     unhandled: SimpleQueue[threading.ExceptHookArgs] = SimpleQueue()
@@ -325,13 +341,13 @@ def test_pages_copied_to_other_places_of_another_pool_give_the_same_tokens(
     first.generate([request], 12)
     second = Driver(loaded, seed=8)
     pages = [second.free_pages.pop() for _ in range(32 // loaded.table.page_size)]
-    source, target = PoolPages(computed.engine.kv_parts()), PoolPages(loaded.engine.kv_parts())
-    tier = HostPages(100)
+    source, target = (
+        HostPool(r.engine.kv_parts(), r.engine.kv_numbers()) for r in (computed, loaded)
+    )
     for number, page in enumerate(pages):
-        staging = np.empty(source.page_bytes, dtype=np.uint8)
-        source.copy_out(request.pages[number], staging)
-        tier.write(name_of(number), staging)
-        assert tier.read(name_of(number), target.buffers(page))
+        buffer = source.take_buffer()
+        assert source.begin_copy_out([request.pages[number]], [buffer]).wait() == [True]
+        assert target.begin_copy_in([page], [buffer]).wait() == [True]
     again = second.add(prompt, like=Request(prompt, 0, pages, 0, 32, 41), shared=32)
     second.generate([again], 12)
     assert again.output == request.output
@@ -390,3 +406,16 @@ def test_each_model_and_number_format_has_a_namespace_of_its_own(
     ):
         found.append(namespace(llama_dir, **{"page_size": 16, **values}))
     assert len(set(found)) == len(found)
+
+
+def test_messages_about_pages_of_a_worker_before_are_dropped() -> None:
+    """They wait in the socket where a worker was killed, and name pages that another one has."""
+    pages, hashes = pack_ids([1]), name_of(1)
+    for message in (
+        plan_of(),
+        StorePages(pages, hashes, session=4),
+        LoadPages(0, pages, hashes, session=4),
+    ):
+        assert is_stale(message, 5)
+        assert not is_stale(msgspec.structs.replace(message, session=5), 5)
+    assert not is_stale(ResetWorker(), 5)

@@ -38,7 +38,7 @@ from tests.unit.tiny_vocabulary import tiny_vocabulary
 from tests.unit.worker.native_matrices import NativeMatrix
 from tests.unit.worker.packed_matrices import random_inputs, random_rows
 from tests.unit.worker_driver import Driver, prompts_of
-from worker_proc.kv_tiers.tiers import PoolPages
+from worker_proc.kv_tiers.pool_pages import HostPool
 from worker_proc.sampling.grammar import compile_form
 from worker_proc.speculation.ngram import NgramDrafter
 from worker_proc.startup.build import make_runner
@@ -205,7 +205,7 @@ def test_a_chunk_with_numbers_that_overflow_is_reported_from_its_first_bad_token
     assert row.position == 40
     third = runner.run(driver.plan([(request, 21)]))
     assert failures(third) == [(0, NonFiniteLogits.code)]
-    pages = PoolPages(runner.engine.kv_parts(), runner.engine.kv_numbers())
+    pages = HostPool(runner.engine.kv_parts(), runner.engine.kv_numbers())
     full = 40 // runner.table.page_size
     assert [pages.is_finite(page) for page in request.pages[:full]] == [True] * full
     assert not pages.is_finite(request.pages[40 // runner.table.page_size])

@@ -1,0 +1,330 @@
+"""Access to the pages of the pool for the thread that moves them to the tiers and back.
+
+`PoolPages` is the contract; `HostPool` is a pool in the computer's memory, `DevicePool` one on a
+GPU. A GPU copies pages on a `CopyStream` of its own, beside the steps: it gathers a batch of pages
+into one staging tensor, whose rows then go to pinned memory, or come from there and are scattered.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from worker_proc.models.transfer import send
+
+Bytes = NDArray[np.uint8]
+
+
+class PageCopy(ABC):
+    """A copy of a batch of pages that was begun."""
+
+    @abstractmethod
+    def wait(self) -> list[bool]:
+        """Wait for the end of the copy.
+
+        Returns:
+            Of each page whether no number of it is NaN or infinite.
+        """
+
+    @abstractmethod
+    def hold_steps(self) -> None:
+        """Let no step that is launched from now on, by this thread, run before the copy's end."""
+
+
+class PoolPages(ABC):
+    """The pages of a pool. All pages have one size.
+
+    Attributes:
+        page_bytes: size of a page, in all layers together.
+        max_batch: pages of one copy at most.
+    """
+
+    page_bytes: int
+    max_batch: int
+
+    def __init__(self) -> None:
+        self._free: list[Bytes] = []
+
+    def reserve(self, count: int) -> None:  # noqa: B027 (most memory is allocated where it is used)
+        """Allocate buffers for so many pages, if that takes long."""
+
+    def take_buffer(self) -> Bytes:
+        """Return memory of the host for a page, `[page_bytes]`."""
+        return self._free.pop() if self._free else self._allocate()
+
+    def give_back(self, buffers: Iterable[Bytes]) -> None:
+        """Take buffers back that no copy uses."""
+        self._free += buffers
+
+    def _allocate(self) -> Bytes:
+        return np.empty(self.page_bytes, dtype=np.uint8)
+
+    @abstractmethod
+    def place_of(self, page: int) -> Sequence[Bytes] | None:
+        """Return the memory of a page, in pieces; None if the host cannot write to it."""
+
+    @abstractmethod
+    def begin_copy_out(self, pages: Sequence[int], buffers: Sequence[Bytes]) -> PageCopy:
+        """Copy pages that no step in flight writes to into buffers."""
+
+    @abstractmethod
+    def begin_copy_in(self, pages: Sequence[int], sources: Sequence[Bytes | None]) -> PageCopy:
+        """Copy pages to places that no step in flight uses.
+
+        Args:
+            pages: the places.
+            sources: `[page_bytes]` for each, which must not change before the copy's end; None: the
+                page was written to `place_of` it.
+        """
+
+
+def are_finite(pages: Tensor) -> Tensor:
+    """Return `[pages]` whether no number of a page is NaN or infinite.
+
+    Args:
+        pages: `[pages, numbers]`. Numbers that are not floating-point are finite.
+    """
+    if not pages.is_floating_point():
+        return pages.new_ones(len(pages), dtype=torch.bool)
+    if pages.dtype == torch.float8_e4m3fn:  # has no infinity, and two codes of NaN: 7F and FF
+        positive = pages.view(torch.int8).amax(1) == 0x7F
+        negative = pages.view(torch.uint8).amax(1) == 0xFF
+        return ~(positive | negative)
+    lowest, highest = pages.aminmax(dim=1)
+    return lowest.isfinite() & highest.isfinite()
+
+
+@dataclass(frozen=True, slots=True)
+class _EndedCopy(PageCopy):
+    """A copy that had ended when it was begun."""
+
+    finite: list[bool]
+
+    def wait(self) -> list[bool]:
+        return self.finite
+
+    def hold_steps(self) -> None:
+        pass
+
+
+class HostPool(PoolPages):
+    """A pool in the computer's memory, which the thread copies itself."""
+
+    max_batch = 1
+
+    def __init__(self, parts: Sequence[Tensor], numbers: Sequence[Tensor] | None = None) -> None:
+        """Take what `Engine.kv_parts` and `Engine.kv_numbers` return."""
+        super().__init__()
+        self._numbers = parts if numbers is None else numbers
+        self._parts: list[Bytes] = [part.flatten(1).view(torch.uint8).numpy() for part in parts]
+        self.page_bytes = sum(part.shape[1] for part in self._parts)
+
+    def place_of(self, page: int) -> Sequence[Bytes]:
+        return [part[page] for part in self._parts]
+
+    def is_finite(self, page: int) -> bool:
+        """Return whether no number of a page is NaN or infinite."""
+        return all(bool(are_finite(part[page].reshape(1, -1))) for part in self._numbers)
+
+    def begin_copy_out(self, pages: Sequence[int], buffers: Sequence[Bytes]) -> PageCopy:
+        finite = [self.is_finite(page) for page in pages]
+        for page, buffer, is_finite in zip(pages, buffers, finite, strict=True):
+            if is_finite:
+                np.concatenate(self.place_of(page), out=buffer)
+        return _EndedCopy(finite)
+
+    def begin_copy_in(self, pages: Sequence[int], sources: Sequence[Bytes | None]) -> PageCopy:
+        for page, source in zip(pages, sources, strict=True):
+            if source is not None:
+                begin = 0
+                for piece in self.place_of(page):
+                    np.copyto(piece, source[begin : begin + len(piece)])
+                    begin += len(piece)
+        return _EndedCopy([self.is_finite(page) for page in pages])
+
+
+class StreamEvent(Protocol):
+    """The end of work on a CopyStream."""
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+
+    def hold_steps(self) -> None:
+        """Let the device begin what is launched from now on, by this thread, after the work."""
+
+
+class CopyStream(Protocol):
+    """Where a device copies pages, one batch after the other, beside the steps."""
+
+    def launch(self, work: Callable[[], None]) -> StreamEvent:
+        """Launch the operations of `work`, and return their end."""
+
+
+class HostStream:
+    """In place of a stream on a CPU: operations have ended when they are launched."""
+
+    def launch(self, work: Callable[[], None]) -> "HostStream":
+        """Run `work`."""
+        work()
+        return self
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def hold_steps(self) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaEvent:
+    """The end of work on a CUDA stream."""
+
+    event: torch.cuda.Event
+    device: torch.device
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        self.event.synchronize()
+
+    def hold_steps(self) -> None:
+        """Let the current stream of the device, that of the steps, wait."""
+        torch.cuda.current_stream(self.device).wait_event(self.event)
+
+
+class CudaStream:
+    """A CUDA stream beside that of the steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def launch(self, work: Callable[[], None]) -> CudaEvent:
+        """Launch `work` on the stream."""
+        with torch.cuda.stream(self._stream):
+            work()
+            event = torch.cuda.Event(blocking=True)
+            event.record(self._stream)
+        return CudaEvent(event, self._device)
+
+
+# Large enough that the launch of a batch takes a fraction of its copy, and that loads of other
+# pages need not wait long for it.
+BATCH_BYTES = 32 * 2**20
+SLAB_BYTES = 2**28  # torch makes a power of two of each piece of pinned memory
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceCopy(PageCopy):
+    end: StreamEvent
+    finite: Tensor  # [pages], in pinned memory
+
+    def wait(self) -> list[bool]:
+        self.end.synchronize()
+        finite: list[bool] = self.finite.tolist()
+        return finite
+
+    def hold_steps(self) -> None:
+        self.end.hold_steps()
+
+
+class DevicePool(PoolPages):
+    """A pool on a GPU, or in tests on a CPU.
+
+    A copy needs no work of the steps to be waited for: pages are copied out when the step that has
+    computed them has ended, and in where no step in flight uses them.
+    """
+
+    def __init__(self, pools: Sequence[Tensor], stream: CopyStream) -> None:
+        """Allocate the staging tensor, and copy a page once, for which kernels are loaded.
+
+        Args:
+            pools: what `Engine.kv_pools` returns.
+            stream: copies.
+        """
+        super().__init__()
+        (self._dtype,) = {pool.dtype for pool in pools}
+        self._device = pools[0].device
+        self._stream = stream
+        piece_bytes = [pool[0, 0].nbytes for pool in pools]
+        self.page_bytes = sum(len(pool) * size for pool, size in zip(pools, piece_bytes))  # noqa: B905
+        self.max_batch = max(1, BATCH_BYTES // self.page_bytes)
+        word = _widest_word(piece_bytes)
+        # Each [pages, pieces, words], a view.
+        self._pools = [pool.flatten(2).view(word).transpose(0, 1) for pool in pools]
+        self._staging = torch.empty(
+            self.max_batch, self.page_bytes, dtype=torch.uint8, device=self._device
+        )
+        self._rows = self._staging.unbind()
+        self._columns: list[Tensor] = []  # of the pools in the staging tensor, [batch, pieces, …]
+        begin = 0
+        for pool in self._pools:
+            end = begin + pool[0].nbytes
+            columns = self._staging[:, begin:end].view(word)
+            self._columns.append(columns.unflatten(1, pool.shape[1:]))
+            begin = end
+        buffer = self.take_buffer()
+        self.begin_copy_out([0], [buffer]).wait()
+        self.give_back([buffer])
+
+    def reserve(self, count: int) -> None:
+        """Pin memory for so many pages: while steps run, that would let the GPU wait."""
+        num_per_slab = max(1, SLAB_BYTES // self.page_bytes)
+        while (num_missing := count - len(self._free)) > 0:
+            self.give_back(self._pinned(min(num_missing, num_per_slab)))
+
+    def _allocate(self) -> Bytes:
+        return self._pinned(1)[0]
+
+    def _pinned(self, count: int) -> list[Bytes]:
+        is_pinned = self._device.type == "cuda"
+        slab = torch.empty(count, self.page_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        return list(slab.numpy())
+
+    def place_of(self, page: int) -> None:  # noqa: ARG002
+        return None
+
+    @torch.inference_mode()
+    def begin_copy_out(self, pages: Sequence[int], buffers: Sequence[Bytes]) -> PageCopy:
+        finite = self._host_flags(len(pages))
+
+        def gather() -> None:
+            numbers = send(np.array(pages), self._device)
+            for pool, columns in zip(self._pools, self._columns):  # noqa: B905
+                torch.index_select(pool, 0, numbers, out=columns[: len(pages)])
+            finite.copy_(self._are_staged_finite(len(pages)), non_blocking=True)
+            for row, buffer in zip(self._rows, buffers):  # noqa: B905
+                torch.from_numpy(buffer).copy_(row, non_blocking=True)
+
+        return _DeviceCopy(self._stream.launch(gather), finite)
+
+    @torch.inference_mode()
+    def begin_copy_in(self, pages: Sequence[int], sources: Sequence[Bytes | None]) -> PageCopy:
+        finite = self._host_flags(len(pages))
+
+        def scatter() -> None:
+            numbers = send(np.array(pages), self._device)
+            for row, source in zip(self._rows, sources):  # noqa: B905
+                assert source is not None, "the host cannot write to the pages of a device"
+                row.copy_(torch.from_numpy(source), non_blocking=True)
+            for pool, columns in zip(self._pools, self._columns):  # noqa: B905
+                pool.index_copy_(0, numbers, columns[: len(pages)])
+            finite.copy_(self._are_staged_finite(len(pages)), non_blocking=True)
+
+        return _DeviceCopy(self._stream.launch(scatter), finite)
+
+    def _host_flags(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.bool, pin_memory=self._device.type == "cuda")
+
+    def _are_staged_finite(self, count: int) -> Tensor:
+        return are_finite(self._staging[:count].view(self._dtype))
+
+
+def _widest_word(sizes: Sequence[int]) -> torch.dtype:
+    """Return the widest integer type that pieces of these sizes, in bytes, consist of."""
+    words = (torch.int64, torch.int32, torch.int16, torch.uint8)
+    return next(word for word in words if all(size % word.itemsize == 0 for size in sizes))
