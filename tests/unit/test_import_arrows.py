@@ -16,6 +16,7 @@ BENCHES_OF_THE_WORKER = {
     "bench/gpu/ceilings.py",
     "bench/gpu/decode_floor.py",
     "bench/gpu/products.py",
+    "bench/gpu/tiers.py",
     "bench/gpu/profile.py",
     "bench/peers/models.py",
     "bench/quality.py",
