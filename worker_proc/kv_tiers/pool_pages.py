@@ -293,7 +293,7 @@ class DevicePool(PoolPages):
         finite = self._host_flags(len(pages))
 
         def gather() -> None:
-            numbers = send(np.array(pages), self._device)
+            numbers = self._send(pages)
             for pool, columns in zip(self._pools, self._columns):  # noqa: B905
                 torch.index_select(pool, 0, numbers, out=columns[: len(pages)])
             finite.copy_(self._are_staged_finite(len(pages)), non_blocking=True)
@@ -307,7 +307,7 @@ class DevicePool(PoolPages):
         finite = self._host_flags(len(pages))
 
         def scatter() -> None:
-            numbers = send(np.array(pages), self._device)
+            numbers = self._send(pages)
             for row, source in zip(self._rows, sources):  # noqa: B905
                 assert source is not None, "the host cannot write to the pages of a device"
                 row.copy_(torch.from_numpy(source), non_blocking=True)
@@ -317,8 +317,15 @@ class DevicePool(PoolPages):
 
         return _DeviceCopy(self._stream.launch(scatter), finite)
 
+    def _send(self, pages: Sequence[int]) -> Tensor:
+        """Send `[pages]` to the device. One size of pinned memory serves all batches."""
+        numbers = np.zeros(self.max_batch, dtype=np.int64)
+        numbers[: len(pages)] = pages
+        return send(numbers, self._device)[: len(pages)]
+
     def _host_flags(self, count: int) -> Tensor:
-        return torch.empty(count, dtype=torch.bool, pin_memory=self._device.type == "cuda")
+        is_pinned = self._device.type == "cuda"
+        return torch.empty(self.max_batch, dtype=torch.bool, pin_memory=is_pinned)[:count]
 
     def _are_staged_finite(self, count: int) -> Tensor:
         return are_finite(self._staging[:count].view(self._dtype))
