@@ -166,8 +166,9 @@ def test_a_page_is_stored_when_the_step_that_computes_it_has_ended() -> None:
     moved.mover.before_step(overwriting(4))
     moved.store(3)
     moved.mover.after_step()
-    moved.load(7, 9)
-    assert isinstance(moved.report(), PagesLoaded), "a load does not wait for steps"
+    for _ in range(20):  # the thread has the time to store the page too early
+        moved.load(7, 9)
+        assert isinstance(moved.report(), PagesLoaded), "a load does not wait for steps"
     moved.pool[:, 3] = 5.0  # the second step goes on
     expected = bytes_of(moved.pool, 3)
     assert name_of(3) not in tier
