@@ -13,7 +13,7 @@ MAX_WORDS_OF = {
     "coming-from.md": 1700,
     "configuration.md": 4200,
     "http.md": 2000,
-    "protocol.md": 5500,
+    "protocol.md": 4000,
     "security.md": 1900,
     "troubleshooting.md": 2250,
 }
