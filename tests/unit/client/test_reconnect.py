@@ -188,65 +188,55 @@ def test_the_error_after_giving_up_names_the_cause_and_the_unknown_outcome() -> 
         served_by(script, reconnect_timeout=0.3)
 
 
-def test_questions_are_asked_again_and_a_farewell_is_believed_at_once() -> None:
-    async def run() -> None:
-        async with client_and_door() as (client, door):
-            asking = asyncio.ensure_future(client.info())
-            assert isinstance(await door.next(), GetInfo)
-            door.close()
-            door = await ScriptedDoor.open(client.endpoint)
-            question = await door.next()
-            door.say(Info(question.request_id, {"running": 7}))
-            assert await asking == {"running": 7}
-            handle = client.submit("x")
-            await door.next()
-            door.say(ServerGone(ErrorInfo("server_stopping", "good bye")))
-            with pytest.raises(ServerStopping, match="good bye"):
-                await handle.completion()
-            with pytest.raises(ServerStopping):
-                client.submit("x")
-            door.close()
-
-    asyncio.run(asyncio.wait_for(run(), 2 * PATIENCE))
+async def test_questions_are_asked_again_and_a_farewell_is_believed_at_once() -> None:
+    async with client_and_door() as (client, door):
+        asking = asyncio.ensure_future(client.info())
+        assert isinstance(await door.next(), GetInfo)
+        door.close()
+        door = await ScriptedDoor.open(client.endpoint)
+        question = await door.next()
+        door.say(Info(question.request_id, {"running": 7}))
+        assert await asking == {"running": 7}
+        handle = client.submit("x")
+        await door.next()
+        door.say(ServerGone(ErrorInfo("server_stopping", "good bye")))
+        with pytest.raises(ServerStopping, match="good bye"):
+            await handle.completion()
+        with pytest.raises(ServerStopping):
+            client.submit("x")
+        door.close()
 
 
-def test_a_request_cancelled_while_the_server_was_away_is_aborted_when_it_is_back() -> None:
-    async def run() -> None:
-        async with client_and_door() as (client, door):
-            handle = client.submit("x")
-            await door.next()
-            door.close()
-            door = await ScriptedDoor.open(client.endpoint)
-            assert (await door.next()).request_id == handle.request_id
-            door.say(Chunks([make_chunk("another", 0, "a", [1])]))
-            message = await door.next()
-            assert message == Abort(PROTOCOL_VERSION, "another")
-            handle.abort()
-            assert (await door.next()).request_id == handle.request_id
-            door.close()
-
-    asyncio.run(asyncio.wait_for(run(), 2 * PATIENCE))
+async def test_a_request_cancelled_while_the_server_was_away_is_aborted_when_it_is_back() -> None:
+    async with client_and_door() as (client, door):
+        handle = client.submit("x")
+        await door.next()
+        door.close()
+        door = await ScriptedDoor.open(client.endpoint)
+        assert (await door.next()).request_id == handle.request_id
+        door.say(Chunks([make_chunk("another", 0, "a", [1])]))
+        message = await door.next()
+        assert message == Abort(PROTOCOL_VERSION, "another")
+        handle.abort()
+        assert (await door.next()).request_id == handle.request_id
+        door.close()
 
 
-def test_a_socket_that_has_stopped_reconnecting_is_replaced(
+async def test_a_socket_that_has_stopped_reconnecting_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connection, "MAX_SOCKET_SILENCE_S", 0.25)
-
-    async def run() -> None:
-        async with client_and_door() as (client, door):
-            handle = client.submit("x")
-            message = await door.next()
-            door.close()
-            socket = client._connection._link._port.socket  # type: ignore[union-attr]
-            while not client._connection._search.is_running:  # until it has noticed
-                await asyncio.sleep(0.005)
-            socket.disconnect(client.endpoint)  # whatever happens, this one does not come back
-            door = await ScriptedDoor.open(client.endpoint)
-            assert await door.next() == msgspec.structs.replace(message, resent=True)
-            door.say(Replay([make_chunk(message.request_id, 0, "ab", [1, 2], make_end(2))]))
-            assert (await handle.completion()).text == "ab"
-            assert socket.closed
-            door.close()
-
-    asyncio.run(asyncio.wait_for(run(), 2 * PATIENCE))
+    async with client_and_door() as (client, door):
+        handle = client.submit("x")
+        message = await door.next()
+        door.close()
+        socket = client._connection._link._port.socket  # type: ignore[union-attr]
+        while not client._connection._search.is_running:  # until it has noticed
+            await asyncio.sleep(0.005)
+        socket.disconnect(client.endpoint)  # whatever happens, this one does not come back
+        door = await ScriptedDoor.open(client.endpoint)
+        assert await door.next() == msgspec.structs.replace(message, resent=True)
+        door.say(Replay([make_chunk(message.request_id, 0, "ab", [1, 2], make_end(2))]))
+        assert (await handle.completion()).text == "ab"
+        assert socket.closed
+        door.close()

@@ -126,70 +126,58 @@ class World:
         await asyncio.wait_for(self.task, TIMEOUT_S)
 
 
-def test_it_is_ready_when_all_replicas_have_joined_and_ends_when_all_have_left() -> None:
-    async def run() -> None:
-        world = World()
-        await world.until(lambda: len(world.crews.crews) == 2)
-        first, second = world.crews.crews
-        first.join()
-        await world.until(lambda: len(world.control.take("joined")) == 1)
-        assert not world.is_ready
-        second.join()
-        await world.until(lambda: world.is_ready)
-        addresses = [f"tcp://127.0.0.1:9 {crew.delivery}" for crew in (first, second)]
-        assert world.control.take("joined") == list(enumerate(addresses))
-        assert first.delivery != second.delivery
-        await world.stop()
-        assert first.is_closed and second.is_closed and world.crews.is_closed
-
-    asyncio.run(run())
+async def test_it_is_ready_when_all_replicas_have_joined_and_ends_when_all_have_left() -> None:
+    world = World()
+    await world.until(lambda: len(world.crews.crews) == 2)
+    first, second = world.crews.crews
+    first.join()
+    await world.until(lambda: len(world.control.take("joined")) == 1)
+    assert not world.is_ready
+    second.join()
+    await world.until(lambda: world.is_ready)
+    addresses = [f"tcp://127.0.0.1:9 {crew.delivery}" for crew in (first, second)]
+    assert world.control.take("joined") == list(enumerate(addresses))
+    assert first.delivery != second.delivery
+    await world.stop()
+    assert first.is_closed and second.is_closed and world.crews.is_closed
 
 
-def test_a_lost_replica_is_placed_again_with_another_address_of_results() -> None:
-    async def run() -> None:
-        world = World()
-        await world.serve()
-        lost = world.crews.crews[1]
-        lost.queue.put_nowait({"report": "lost", "reason": "its machine is gone"})
-        await world.until(lambda: len(world.crews.crews) == 3)
-        assert world.control.take("lost") == [(1, "its machine is gone")]
-        again = world.crews.crews[2]
-        assert lost.is_closed and again.arguments[:2] == ["--replica", "1"]
-        again.join()
-        await world.until(lambda: len(world.control.take("joined")) == 3)
-        assert [report["report"] for report in world.control.reports].count("ready") == 1
-        await world.stop()
-
-    asyncio.run(run())
+async def test_a_lost_replica_is_placed_again_with_another_address_of_results() -> None:
+    world = World()
+    await world.serve()
+    lost = world.crews.crews[1]
+    lost.queue.put_nowait({"report": "lost", "reason": "its machine is gone"})
+    await world.until(lambda: len(world.crews.crews) == 3)
+    assert world.control.take("lost") == [(1, "its machine is gone")]
+    again = world.crews.crews[2]
+    assert lost.is_closed and again.arguments[:2] == ["--replica", "1"]
+    again.join()
+    await world.until(lambda: len(world.control.take("joined")) == 3)
+    assert [report["report"] for report in world.control.reports].count("ready") == 1
+    await world.stop()
 
 
-def test_a_drain_gives_up_a_replica_that_waits_for_its_place() -> None:
-    async def run() -> None:
-        world = World()
-        await world.serve()
-        world.crews.has_place.clear()
-        world.crews.crews[0].queue.put_nowait({"report": "lost", "reason": "x"})
-        await world.until(lambda: len(world.crews.crews) == 3)
-        await world.stop()
-        assert world.crews.crews[2].is_closed
-
-    asyncio.run(run())
+async def test_a_drain_gives_up_a_replica_that_waits_for_its_place() -> None:
+    world = World()
+    await world.serve()
+    world.crews.has_place.clear()
+    world.crews.crews[0].queue.put_nowait({"report": "lost", "reason": "x"})
+    await world.until(lambda: len(world.crews.crews) == 3)
+    await world.stop()
+    assert world.crews.crews[2].is_closed
 
 
-def test_commands_of_the_launcher_reach_the_crews_that_they_concern() -> None:
-    async def run() -> None:
-        world = World()
-        await world.serve()
-        world.driver.obey(Command.RELOAD, "1")
-        world.driver.obey(Command.ABORT, "it is late")
-        assert [crew.sent for crew in world.crews.crews] == [
-            ["abort it is late"], ["reload", "abort it is late"],
-        ]  # fmt: skip
-        world.crews.crews[0].queue.put_nowait({"report": "died", "process": "detok_proc/0"})
-        await world.until(lambda: world.control.take("died") == [(0, "detok_proc/0")])
-        await world.stop()
-
-    asyncio.run(run())
+async def test_commands_of_the_launcher_reach_the_crews_that_they_concern() -> None:
+    world = World()
+    await world.serve()
+    world.driver.obey(Command.RELOAD, "1")
+    world.driver.obey(Command.ABORT, "it is late")
+    assert [crew.sent for crew in world.crews.crews] == [
+        ["abort it is late"], ["reload", "abort it is late"],
+    ]  # fmt: skip
+    world.crews.crews[0].queue.put_nowait({"report": "died", "process": "detok_proc/0"})
+    await world.until(lambda: world.control.take("died") == [(0, "detok_proc/0")])
+    await world.stop()
 
 
 @pytest.mark.parametrize(
@@ -202,92 +190,77 @@ def test_commands_of_the_launcher_reach_the_crews_that_they_concern() -> None:
         ),
     ],
 )
-def test_a_replica_that_cannot_start_ends_the_start(report: Report, message: str) -> None:
-    async def run() -> None:
-        world = World()
-        await world.until(lambda: len(world.crews.crews) == 2)
-        world.crews.crews[0].queue.put_nowait(report)
-        with pytest.raises(ServerFailed, match=message):
-            await asyncio.wait_for(world.task, TIMEOUT_S)
-        assert all(crew.is_closed for crew in world.crews.crews)
-
-    asyncio.run(run())
+async def test_a_replica_that_cannot_start_ends_the_start(report: Report, message: str) -> None:
+    world = World()
+    await world.until(lambda: len(world.crews.crews) == 2)
+    world.crews.crews[0].queue.put_nowait(report)
+    with pytest.raises(ServerFailed, match=message):
+        await asyncio.wait_for(world.task, TIMEOUT_S)
+    assert all(crew.is_closed for crew in world.crews.crews)
 
 
-def test_a_machine_that_cannot_replace_a_lost_one_is_named_and_the_others_go_on(
+async def test_a_machine_that_cannot_replace_a_lost_one_is_named_and_the_others_go_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def run() -> None:
-        world = World()
-        await world.serve()
-        world.crews.crews[1].queue.put_nowait({"report": "lost", "reason": "x"})
-        await world.until(lambda: len(world.crews.crews) == 3)
-        world.crews.crews[2].join("0.0.1")
-        await world.until(lambda: "replica 1 cannot start again: the replica at" in caplog.text)
-        assert "tcp://127.0.0.1:9 runs quadriga 0.0.1, and this machine" in caplog.text
-        assert world.crews.crews[2].is_closed and not world.crews.crews[0].is_closed
-        world.driver.obey(Command.DRAIN, "")
-        world.crews.crews[0].queue.put_nowait({"report": "left"})
-        await asyncio.wait_for(world.task, TIMEOUT_S)
-
-    asyncio.run(run())
+    world = World()
+    await world.serve()
+    world.crews.crews[1].queue.put_nowait({"report": "lost", "reason": "x"})
+    await world.until(lambda: len(world.crews.crews) == 3)
+    world.crews.crews[2].join("0.0.1")
+    await world.until(lambda: "replica 1 cannot start again: the replica at" in caplog.text)
+    assert "tcp://127.0.0.1:9 runs quadriga 0.0.1, and this machine" in caplog.text
+    assert world.crews.crews[2].is_closed and not world.crews.crews[0].is_closed
+    world.driver.obey(Command.DRAIN, "")
+    world.crews.crews[0].queue.put_nowait({"report": "left"})
+    await asyncio.wait_for(world.task, TIMEOUT_S)
 
 
-def test_replicas_are_added_under_a_load_and_leave_without_it() -> None:
-    async def run() -> None:
-        flags = {"target_ongoing_requests": 4, "scale_up_after": 0.0, "scale_down_after": 0.0}
-        world = World(max_replicas=3, **flags)
-        await world.serve()
-        world.driver.obey(Command.LOAD, "99")
-        await world.until(lambda: len(world.crews.crews) == 3)
-        third = world.crews.crews[2]
-        assert third.arguments[:2] == ["--replica", "2"]
-        third.join()
-        await world.until(lambda: len(world.control.take("joined")) == 3)
-        world.driver.obey(Command.LOAD, "6")
-        await world.until(lambda: world.control.take("leaving") == [(2, "")])
-        assert not third.is_closed
-        for _ in range(2):  # the answer comes again where the frontend was restarted
-            world.driver.obey(Command.REMOVE, "2")
-            await world.until(lambda: third.is_closed)
-        await world.until(lambda: world.control.take("left") == [(2, "")])
-        assert world.control.take("lost") == []
-        await world.stop()
-
-    asyncio.run(run())
+async def test_replicas_are_added_under_a_load_and_leave_without_it() -> None:
+    flags = {"target_ongoing_requests": 4, "scale_up_after": 0.0, "scale_down_after": 0.0}
+    world = World(max_replicas=3, **flags)
+    await world.serve()
+    world.driver.obey(Command.LOAD, "99")
+    await world.until(lambda: len(world.crews.crews) == 3)
+    third = world.crews.crews[2]
+    assert third.arguments[:2] == ["--replica", "2"]
+    third.join()
+    await world.until(lambda: len(world.control.take("joined")) == 3)
+    world.driver.obey(Command.LOAD, "6")
+    await world.until(lambda: world.control.take("leaving") == [(2, "")])
+    assert not third.is_closed
+    for _ in range(2):  # the answer comes again where the frontend was restarted
+        world.driver.obey(Command.REMOVE, "2")
+        await world.until(lambda: third.is_closed)
+    await world.until(lambda: world.control.take("left") == [(2, "")])
+    assert world.control.take("lost") == []
+    await world.stop()
 
 
-def test_a_replica_that_has_no_place_yet_is_given_up_when_the_load_is_gone() -> None:
-    async def run() -> None:
-        flags = {"target_ongoing_requests": 4, "scale_up_after": 0.0, "scale_down_after": 0.0}
-        world = World(max_replicas=3, min_replicas=2, **flags)
-        await world.serve()
-        world.crews.has_place.clear()
-        world.driver.obey(Command.LOAD, "99")
-        await world.until(lambda: len(world.crews.crews) == 3)
-        world.driver.obey(Command.LOAD, "0")
-        await world.until(lambda: world.crews.crews[2].is_closed)
-        await world.until(lambda: world.control.take("left") == [(2, "")])
-        assert world.control.take("leaving") == []
-        await world.stop()
-
-    asyncio.run(run())
+async def test_a_replica_that_has_no_place_yet_is_given_up_when_the_load_is_gone() -> None:
+    flags = {"target_ongoing_requests": 4, "scale_up_after": 0.0, "scale_down_after": 0.0}
+    world = World(max_replicas=3, min_replicas=2, **flags)
+    await world.serve()
+    world.crews.has_place.clear()
+    world.driver.obey(Command.LOAD, "99")
+    await world.until(lambda: len(world.crews.crews) == 3)
+    world.driver.obey(Command.LOAD, "0")
+    await world.until(lambda: world.crews.crews[2].is_closed)
+    await world.until(lambda: world.control.take("left") == [(2, "")])
+    assert world.control.take("leaving") == []
+    await world.stop()
 
 
-def test_a_replica_that_is_lost_while_it_leaves_does_not_come_back() -> None:
-    async def run() -> None:
-        flags = {"target_ongoing_requests": 4, "scale_up_after": 0.0, "scale_down_after": 0.0}
-        world = World(max_replicas=2, **flags)
-        await world.serve()
-        world.driver.obey(Command.LOAD, "0")
-        await world.until(lambda: world.control.take("leaving") == [(1, "")])
-        world.crews.crews[1].queue.put_nowait({"report": "lost", "reason": "x"})
-        await world.until(lambda: world.control.take("left") == [(1, "")])
-        assert world.control.take("lost") == [(1, "x")]
-        assert len(world.crews.crews) == 2
-        await world.stop()
-
-    asyncio.run(run())
+async def test_a_replica_that_is_lost_while_it_leaves_does_not_come_back() -> None:
+    flags = {"target_ongoing_requests": 4, "scale_up_after": 0.0, "scale_down_after": 0.0}
+    world = World(max_replicas=2, **flags)
+    await world.serve()
+    world.driver.obey(Command.LOAD, "0")
+    await world.until(lambda: world.control.take("leaving") == [(1, "")])
+    world.crews.crews[1].queue.put_nowait({"report": "lost", "reason": "x"})
+    await world.until(lambda: world.control.take("left") == [(1, "")])
+    assert world.control.take("lost") == [(1, "x")]
+    assert len(world.crews.crews) == 2
+    await world.stop()
 
 
 def test_links_that_other_machines_reach_need_keys() -> None:

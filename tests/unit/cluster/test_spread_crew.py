@@ -57,64 +57,55 @@ async def placed(placement: FakePlacement) -> SpreadCrew:
     return crew
 
 
-def test_the_crew_starts_with_the_addresses_that_the_rank_crews_have_reported() -> None:
-    async def run() -> None:
-        placement = FakePlacement()
-        crew = await placed(placement)
-        assert {n: (one.module, one.arguments) for n, one in placement.started.items()} == {
-            1: (CREW, ["--first-rank", "2", "--replica", "4"]),
-            2: (CREW, ["--first-rank", "4", "--replica", "4"]),
-        }
-        crew.send("reload")  # too early: nothing to reload
-        reports = crew.reports()
-        first = asyncio.ensure_future(anext(reports))
-        report_ranks(placement.started[2], "tcp://c:5", "tcp://c:6")
-        report_ranks(placement.started[1], "tcp://b:3", "tcp://b:4")
-        while 0 not in placement.started:
-            await asyncio.sleep(0)
-        main = placement.started[0]
-        addresses = ",,tcp://b:3,tcp://b:4,tcp://c:5,tcp://c:6"
-        assert main.module == CREW
-        assert main.arguments == ["--rank-addresses", addresses, "--replica", "4"]
-        main.queue.put_nowait({"report": "joined"})
-        assert await asyncio.wait_for(first, TIMEOUT_S) == {"report": "joined"}
-        crew.send("reload")
-        assert main.sent == ["reload"]
-        await crew.close()
-        assert all(one.is_stopped for one in placement.started.values())
-        assert placement.is_removed
-
-    asyncio.run(run())
+async def test_the_crew_starts_with_the_addresses_that_the_rank_crews_have_reported() -> None:
+    placement = FakePlacement()
+    crew = await placed(placement)
+    assert {n: (one.module, one.arguments) for n, one in placement.started.items()} == {
+        1: (CREW, ["--first-rank", "2", "--replica", "4"]),
+        2: (CREW, ["--first-rank", "4", "--replica", "4"]),
+    }
+    crew.send("reload")  # too early: nothing to reload
+    reports = crew.reports()
+    first = asyncio.ensure_future(anext(reports))
+    report_ranks(placement.started[2], "tcp://c:5", "tcp://c:6")
+    report_ranks(placement.started[1], "tcp://b:3", "tcp://b:4")
+    while 0 not in placement.started:
+        await asyncio.sleep(0)
+    main = placement.started[0]
+    addresses = ",,tcp://b:3,tcp://b:4,tcp://c:5,tcp://c:6"
+    assert main.module == CREW
+    assert main.arguments == ["--rank-addresses", addresses, "--replica", "4"]
+    main.queue.put_nowait({"report": "joined"})
+    assert await asyncio.wait_for(first, TIMEOUT_S) == {"report": "joined"}
+    crew.send("reload")
+    assert main.sent == ["reload"]
+    await crew.close()
+    assert all(one.is_stopped for one in placement.started.values())
+    assert placement.is_removed
 
 
 @pytest.mark.parametrize("machine", [0, 2])
-def test_the_end_of_a_crew_is_that_of_the_replica(machine: int) -> None:
-    async def run() -> None:
-        placement = FakePlacement()
-        crew = await placed(placement)
-        lost = asyncio.ensure_future(anext(crew.reports()))
-        for number in (1, 2):
-            report_ranks(placement.started[number], "tcp://a:1", "tcp://a:2")
-        while 0 not in placement.started:
-            await asyncio.sleep(0)
-        placement.started[machine].queue.put_nowait({"report": "lost", "reason": "power"})
-        assert await asyncio.wait_for(lost, TIMEOUT_S) == {"report": "lost", "reason": "power"}
-        await crew.close()
-
-    asyncio.run(run())
+async def test_the_end_of_a_crew_is_that_of_the_replica(machine: int) -> None:
+    placement = FakePlacement()
+    crew = await placed(placement)
+    lost = asyncio.ensure_future(anext(crew.reports()))
+    for number in (1, 2):
+        report_ranks(placement.started[number], "tcp://a:1", "tcp://a:2")
+    while 0 not in placement.started:
+        await asyncio.sleep(0)
+    placement.started[machine].queue.put_nowait({"report": "lost", "reason": "power"})
+    assert await asyncio.wait_for(lost, TIMEOUT_S) == {"report": "lost", "reason": "power"}
+    await crew.close()
 
 
-def test_a_machine_of_the_ranks_with_another_version_is_named() -> None:
-    async def run() -> None:
-        placement = FakePlacement()
-        crew = await placed(placement)
-        report_ranks(placement.started[1], "tcp://10.0.0.8:1", version="0.0.1")
-        lost = await asyncio.wait_for(anext(crew.reports()), TIMEOUT_S)
-        assert lost["report"] == "lost"
-        assert lost["reason"].startswith("a machine of its ranks, at tcp://10.0.0.8:1, runs")
-        await crew.close()
-
-    asyncio.run(run())
+async def test_a_machine_of_the_ranks_with_another_version_is_named() -> None:
+    placement = FakePlacement()
+    crew = await placed(placement)
+    report_ranks(placement.started[1], "tcp://10.0.0.8:1", version="0.0.1")
+    lost = await asyncio.wait_for(anext(crew.reports()), TIMEOUT_S)
+    assert lost["report"] == "lost"
+    assert lost["reason"].startswith("a machine of its ranks, at tcp://10.0.0.8:1, runs")
+    await crew.close()
 
 
 @pytest.mark.parametrize(

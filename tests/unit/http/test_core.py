@@ -137,14 +137,10 @@ def test_a_prompt_that_is_refused_has_a_status_whatever_the_others_have(failing:
     assert caught.value.status == 400
 
 
-def test_a_model_on_disk_answers_to_its_name_and_to_its_path() -> None:
+async def test_a_model_on_disk_answers_to_its_name_and_to_its_path() -> None:
     config = ServerConfig().replace(model="/models/tiny.gguf", served_model_name="tiny.gguf")
-
-    async def check() -> None:
-        gateway = Gateway(config, ScriptedRing([]))  # type: ignore[arg-type]
-        for name in ("tiny.gguf", "/models/tiny.gguf", None):
-            gateway.check_model(name)
-        with pytest.raises(ApiError, match=r"use 'tiny\.gguf'"):
-            gateway.check_model("/other/tiny.gguf")
-
-    asyncio.run(check())
+    gateway = Gateway(config, ScriptedRing([]))  # type: ignore[arg-type]
+    for name in ("tiny.gguf", "/models/tiny.gguf", None):
+        gateway.check_model(name)
+    with pytest.raises(ApiError, match=r"use 'tiny\.gguf'"):
+        gateway.check_model("/other/tiny.gguf")

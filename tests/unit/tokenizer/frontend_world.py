@@ -1,10 +1,9 @@
 """The frontend in the test's process, without sockets and other processes."""
 
 import asyncio
-import functools
 import threading
 from array import array
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,16 +70,6 @@ class Recorder:
 
     async def open(self, timeout: float) -> None:
         pass
-
-
-def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """Return a test function that runs an asynchronous one in an event loop."""
-
-    @functools.wraps(test)
-    def run() -> None:
-        asyncio.run(test())
-
-    return run
 
 
 class Port(Recorder):

@@ -58,112 +58,91 @@ def test_a_refusal_is_logged_with_its_reason_but_not_one_of_the_gateway(
     ]
 
 
-def test_messages_wait_for_a_slow_reader_and_reach_it_in_order() -> None:
-    async def run() -> None:
-        clients, port, lost = make(room=2)
-        messages = [b"%d" % number for number in range(50)]
-        for message in messages[:30]:
-            clients.deliver(b"c", message)
-        assert port.sent == messages[:2]
-        port.room = 5
-        await wait_until_async(lambda: len(port.sent) == 7, TIMEOUT_S)
-        for message in messages[30:]:
-            clients.deliver(b"c", message)
-        port.room = 100
-        await wait_until_async(lambda: len(port.sent) == 50, TIMEOUT_S)
-        assert port.sent == messages
-        clients.deliver(b"c", b"at once")
-        assert port.sent[-1] == b"at once"
-        assert lost == []
-
-    asyncio.run(run())
+async def test_messages_wait_for_a_slow_reader_and_reach_it_in_order() -> None:
+    clients, port, lost = make(room=2)
+    messages = [b"%d" % number for number in range(50)]
+    for message in messages[:30]:
+        clients.deliver(b"c", message)
+    assert port.sent == messages[:2]
+    port.room = 5
+    await wait_until_async(lambda: len(port.sent) == 7, TIMEOUT_S)
+    for message in messages[30:]:
+        clients.deliver(b"c", message)
+    port.room = 100
+    await wait_until_async(lambda: len(port.sent) == 50, TIMEOUT_S)
+    assert port.sent == messages
+    clients.deliver(b"c", b"at once")
+    assert port.sent[-1] == b"at once"
+    assert lost == []
 
 
-def test_a_flush_ends_when_a_slow_reader_has_everything_or_reads_no_more() -> None:
-    async def run() -> None:
-        clients, port, _ = make(room=1)
-        for number in range(4):
-            clients.deliver(b"c", b"%d" % number)
-        flush = asyncio.create_task(clients.flush(stall_timeout_s=TIMEOUT_S))
-        for room in (2, 1):
-            await asyncio.sleep(0.05)
-            assert not flush.done()
-            port.room = room
-        await asyncio.wait_for(flush, TIMEOUT_S)
-        assert port.sent == [b"0", b"1", b"2", b"3"]
-        clients.deliver(b"c", b"never read")
-        await asyncio.wait_for(clients.flush(stall_timeout_s=0.05), TIMEOUT_S)
-
-    asyncio.run(run())
+async def test_a_flush_ends_when_a_slow_reader_has_everything_or_reads_no_more() -> None:
+    clients, port, _ = make(room=1)
+    for number in range(4):
+        clients.deliver(b"c", b"%d" % number)
+    flush = asyncio.create_task(clients.flush(stall_timeout_s=TIMEOUT_S))
+    for room in (2, 1):
+        await asyncio.sleep(0.05)
+        assert not flush.done()
+        port.room = room
+    await asyncio.wait_for(flush, TIMEOUT_S)
+    assert port.sent == [b"0", b"1", b"2", b"3"]
+    clients.deliver(b"c", b"never read")
+    await asyncio.wait_for(clients.flush(stall_timeout_s=0.05), TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
     ("bound", "value", "size"), [("MAX_UNREAD_BYTES", 1000, 101), ("MAX_UNREAD_MESSAGES", 9, 1)]
 )
-def test_a_client_that_does_not_read_is_disconnected_at_a_bound_and_notified_when_it_reads(
+async def test_a_client_that_does_not_read_is_disconnected_at_a_bound_and_notified_when_it_reads(
     bound: str, value: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, bound, value)
     monkeypatch.setattr(module, "CUT_OFF_RETRY_S", 0.01)
-
-    async def run() -> None:
-        clients, port, lost = make(room=0)
-        for _ in range(9):
-            clients.deliver(b"c", bytes(size))
-        assert lost == []
+    clients, port, lost = make(room=0)
+    for _ in range(9):
         clients.deliver(b"c", bytes(size))
-        assert lost == [b"c"]
-        clients.deliver(b"c", b"is dropped")
-        port.room = 1
-        await wait_until_async(lambda: bool(port.sent), TIMEOUT_S)
-        (payload,) = port.sent
-        gone = msgspec.msgpack.decode(payload, type=ServerGone)
-        assert gone.error.code == "slow_reader"
+    assert lost == []
+    clients.deliver(b"c", bytes(size))
+    assert lost == [b"c"]
+    clients.deliver(b"c", b"is dropped")
+    port.room = 1
+    await wait_until_async(lambda: bool(port.sent), TIMEOUT_S)
+    (payload,) = port.sent
+    gone = msgspec.msgpack.decode(payload, type=ServerGone)
+    assert gone.error.code == "slow_reader"
 
-    asyncio.run(run())
 
-
-def test_a_message_over_the_bound_may_wait_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_message_over_the_bound_may_wait_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_UNREAD_BYTES", 1000)
-
-    async def run() -> None:
-        clients, port, lost = make(room=0)
-        clients.deliver(b"c", bytes(5000))
-        port.room = 1
-        await wait_until_async(lambda: port.sent == [bytes(5000)], TIMEOUT_S)
-        assert lost == []
-
-    asyncio.run(run())
+    clients, port, lost = make(room=0)
+    clients.deliver(b"c", bytes(5000))
+    port.room = 1
+    await wait_until_async(lambda: port.sent == [bytes(5000)], TIMEOUT_S)
+    assert lost == []
 
 
-def test_a_client_that_leaves_while_messages_wait_for_it_is_lost() -> None:
-    async def run() -> None:
-        clients, port, lost = make(room=0)
-        clients.deliver(b"c", b"1")
-        port.is_gone = True
-        await wait_until_async(lambda: lost == [b"c"], TIMEOUT_S)
-        port.is_gone, port.room = False, 10
-        clients.mark_seen(b"c")
-        clients.deliver(b"c", b"2")
-        assert port.sent == [b"2"]
-
-    asyncio.run(run())
+async def test_a_client_that_leaves_while_messages_wait_for_it_is_lost() -> None:
+    clients, port, lost = make(room=0)
+    clients.deliver(b"c", b"1")
+    port.is_gone = True
+    await wait_until_async(lambda: lost == [b"c"], TIMEOUT_S)
+    port.is_gone, port.room = False, 10
+    clients.mark_seen(b"c")
+    clients.deliver(b"c", b"2")
+    assert port.sent == [b"2"]
 
 
-def test_after_the_close_nothing_is_sent_to_a_client_that_lags_or_may_be_lost(
+async def test_after_the_close_nothing_is_sent_to_a_client_that_lags_or_may_be_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "PROBE_DELAYS_S", (0.0, 0.01))
-
-    async def run() -> None:
-        clients, port, lost = make(room=1)
-        clients.deliver(b"c", b"1")
-        clients.deliver(b"c", b"2")
-        clients.mark_seen(b"d")
-        clients.on_disconnect()
-        clients.close()
-        port.room = 100
-        await asyncio.sleep(0.1)
-        assert (port.sent, lost) == ([b"1"], [])
-
-    asyncio.run(run())
+    clients, port, lost = make(room=1)
+    clients.deliver(b"c", b"1")
+    clients.deliver(b"c", b"2")
+    clients.mark_seen(b"d")
+    clients.on_disconnect()
+    clients.close()
+    port.room = 100
+    await asyncio.sleep(0.1)
+    assert (port.sent, lost) == ([b"1"], [])

@@ -47,72 +47,59 @@ def check(validator: GrammarValidator, text: str, is_new: bool = True) -> "async
     return asyncio.create_task(validator.check(Grammar("regex", text), is_new))
 
 
-def test_requests_that_want_the_same_grammar_wait_together_however_many() -> None:
-    async def run() -> None:
-        validator = SlowValidator()
-        checks = [check(validator, "a+") for _ in range(3 * MAX_PENDING)]
-        await asyncio.sleep(0)
-        assert validator.known_form(Grammar("regex", "a+")) is None
-        validator.go.set()
-        assert set(await asyncio.gather(*checks)) == {"form of a+"}
-        assert len(validator.checked) == 1
-        assert validator.known_form(Grammar("regex", "a+")) == "form of a+"
-
-    asyncio.run(run())
+async def test_requests_that_want_the_same_grammar_wait_together_however_many() -> None:
+    validator = SlowValidator()
+    checks = [check(validator, "a+") for _ in range(3 * MAX_PENDING)]
+    await asyncio.sleep(0)
+    assert validator.known_form(Grammar("regex", "a+")) is None
+    validator.go.set()
+    assert set(await asyncio.gather(*checks)) == {"form of a+"}
+    assert len(validator.checked) == 1
+    assert validator.known_form(Grammar("regex", "a+")) == "form of a+"
 
 
-def test_a_request_that_is_cancelled_leaves_the_check_to_others() -> None:
-    async def run() -> None:
-        validator = SlowValidator()
-        checks = [check(validator, "a+") for _ in range(2)]
-        await asyncio.sleep(0)
-        checks[0].cancel()
-        await asyncio.sleep(0)
-        validator.go.set()
-        assert await checks[1] == "form of a+"
-        assert checks[0].cancelled()
-
-    asyncio.run(run())
+async def test_a_request_that_is_cancelled_leaves_the_check_to_others() -> None:
+    validator = SlowValidator()
+    checks = [check(validator, "a+") for _ in range(2)]
+    await asyncio.sleep(0)
+    checks[0].cancel()
+    await asyncio.sleep(0)
+    validator.go.set()
+    assert await checks[1] == "form of a+"
+    assert checks[0].cancelled()
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_only_a_new_grammar_beyond_the_limit_of_pending_checks_is_refused(
+async def test_only_a_new_grammar_beyond_the_limit_of_pending_checks_is_refused(
     is_new: bool,
 ) -> None:
-    async def run() -> None:
-        validator = SlowValidator()
-        checks = [check(validator, str(number)) for number in range(MAX_PENDING)]
-        last = check(validator, "one more", is_new)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert last.done() == is_new
-        validator.go.set()
-        await asyncio.gather(*checks)
-        if is_new:
-            with pytest.raises(QueueFull, match=f"{MAX_PENDING} grammars wait"):
-                await last
-        else:
-            assert await last == "form of one more"
-
-    asyncio.run(run())
+    validator = SlowValidator()
+    checks = [check(validator, str(number)) for number in range(MAX_PENDING)]
+    last = check(validator, "one more", is_new)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert last.done() == is_new
+    validator.go.set()
+    await asyncio.gather(*checks)
+    if is_new:
+        with pytest.raises(QueueFull, match=f"{MAX_PENDING} grammars wait"):
+            await last
+    else:
+        assert await last == "form of one more"
 
 
 @pytest.mark.parametrize("num_deaths", [1, MAX_ATTEMPTS])
-def test_a_check_whose_process_dies_is_tried_again(num_deaths: int, tmp_path: Path) -> None:
+async def test_a_check_whose_process_dies_is_tried_again(num_deaths: int, tmp_path: Path) -> None:
     deaths = tmp_path / "deaths"
     deaths.touch()
-
-    async def run() -> None:
-        validator = GrammarValidator(MODEL)
-        validator._command = [sys.executable, "-c", CHECKER, str(deaths), str(num_deaths)]
-        checks = [check(validator, "a+") for _ in range(2)]
-        results = await asyncio.gather(*checks, return_exceptions=True)
-        if num_deaths < MAX_ATTEMPTS:
-            assert results == ["the form"] * 2
-        else:
-            assert [type(result) for result in results] == [RequestFailed] * 2
-
-    asyncio.run(run())
+    validator = GrammarValidator(MODEL)
+    validator._command = [sys.executable, "-c", CHECKER, str(deaths), str(num_deaths)]
+    checks = [check(validator, "a+") for _ in range(2)]
+    results = await asyncio.gather(*checks, return_exceptions=True)
+    if num_deaths < MAX_ATTEMPTS:
+        assert results == ["the form"] * 2
+    else:
+        assert [type(result) for result in results] == [RequestFailed] * 2
 
 
 def test_a_lenient_schema_that_takes_too_long_is_any_value_of_its_type(llama_dir: Path) -> None:

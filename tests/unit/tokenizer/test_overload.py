@@ -33,7 +33,7 @@ from quadriga.wire.to_scheduler import (
     Shutdown,
     Submit,
 )
-from tests.unit.tokenizer.frontend_world import SENDER, FrontendWorld, in_loop
+from tests.unit.tokenizer.frontend_world import SENDER, FrontendWorld
 from tokenizer_proc.info import EXPIRY_S, MAX_PENDING_OF_CLIENT, InfoRequests
 from tokenizer_proc.intake.overload import OverloadGuard
 
@@ -161,7 +161,6 @@ def test_a_new_scheduler_ends_the_requests_of_a_lost_client_unless_it_has_come_b
     )
 
 
-@in_loop
 async def test_a_request_that_loses_its_client_in_encoding_is_dropped_and_may_be_resent() -> None:
     world = FrontendWorld(max_queued=100, limit=1)
     world.ask("a", late=True)
@@ -178,7 +177,6 @@ async def test_a_request_that_loses_its_client_in_encoding_is_dropped_and_may_be
     assert world.submitted == ["a", "b"]
 
 
-@in_loop
 async def test_choices_in_preparation_count_as_they_wait() -> None:
     world = FrontendWorld(max_queued=2)
     world.ask("a", late=True)
@@ -192,7 +190,6 @@ async def test_choices_in_preparation_count_as_they_wait() -> None:
     assert world.submitted == ["a", "b"]
 
 
-@in_loop
 async def test_a_request_whose_grammar_is_not_known_is_submitted_when_it_is_checked() -> None:
     world = FrontendWorld()
     params = SamplingParams(regex="a+")
@@ -209,7 +206,6 @@ async def test_a_request_whose_grammar_is_not_known_is_submitted_when_it_is_chec
     assert world.frontend.intake.num_open == 3
 
 
-@in_loop
 async def test_a_request_whose_grammar_is_refused_is_answered_and_forgotten() -> None:
     world = FrontendWorld()
     world.ask("a", params=SamplingParams(regex="wrong"))
@@ -221,7 +217,6 @@ async def test_a_request_whose_grammar_is_refused_is_answered_and_forgotten() ->
     assert world.scheduler.sent == [Drain()]
 
 
-@in_loop
 async def test_a_request_sent_again_while_it_is_being_encoded_is_replayed() -> None:
     world = FrontendWorld()
     world.ask("a", late=True)
@@ -232,7 +227,6 @@ async def test_a_request_sent_again_while_it_is_being_encoded_is_replayed() -> N
     assert submit.client_retry
 
 
-@in_loop
 async def test_a_request_aborted_while_it_is_being_encoded_is_aborted_afterwards() -> None:
     world = FrontendWorld()
     world.ask("a", late=True)
@@ -249,7 +243,6 @@ async def test_a_request_aborted_while_it_is_being_encoded_is_aborted_afterwards
     assert world.scheduler.sent[0] == world.scheduler.sent[2] == abort
 
 
-@in_loop
 async def test_an_end_does_not_take_away_what_is_sent_again_meanwhile() -> None:
     world = FrontendWorld()
     world.ask("a")
@@ -384,7 +377,6 @@ def test_a_frontend_that_replaces_another_leaves_what_is_sent_again_to_the_sched
     assert world.refusal() == ("c", "queue_full")
 
 
-@in_loop
 async def test_requests_unprepared_at_the_end_of_a_stop_are_refused_and_the_stop_goes_on() -> None:
     world = FrontendWorld()
     world.ask("a", late=True)
@@ -411,7 +403,6 @@ def test_questions_that_travel_the_ring_are_bounded_for_each_client() -> None:
     assert len(world.scheduler.sent) == MAX_PENDING_OF_CLIENT + 2
 
 
-@in_loop
 async def test_the_progress_of_a_bounded_number_of_requests_is_asked_of_the_scheduler() -> None:
     world = FrontendWorld()
     world.ask("late", late=True)

@@ -2,8 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 import pytest
@@ -13,8 +13,6 @@ from quadriga.wire.client import Refused, Tokenize
 from quadriga.wire.sockets import encode
 from tokenizer_proc.intake import pool as module
 from tokenizer_proc.intake.pool import LENGTH, LONG_FRAME_BYTES, MAX_ATTEMPTS, PreparePool
-
-TIMEOUT_S = 10.0
 
 
 class ScriptedWorkers:
@@ -45,7 +43,7 @@ class ScriptedWorkers:
         return len(self._tasks)
 
     async def next_frame(self) -> tuple[bytes, asyncio.StreamWriter]:
-        return await asyncio.wait_for(self.received.get(), TIMEOUT_S)
+        return await self.received.get()
 
     async def answer_next(self) -> bytes:
         """Answer the next frame by itself, and return it."""
@@ -65,19 +63,14 @@ class ScriptedWorkers:
             task.cancel()
 
 
-Play = Callable[[PreparePool, ScriptedWorkers], Coroutine[Any, Any, None]]
-
-
-def play(test: Play, num_workers: int = 1) -> None:
-    async def run() -> None:
-        workers = ScriptedWorkers()
-        pool = PreparePool(workers, num_workers)  # type: ignore[arg-type]
-        pool.open()
-        await asyncio.wait_for(test(pool, workers), TIMEOUT_S)
-        pool.close()
-        workers.close()
-
-    asyncio.run(run())
+@contextmanager
+def scripted_pool(num_workers: int = 1) -> Iterator[tuple[PreparePool, ScriptedWorkers]]:
+    workers = ScriptedWorkers()
+    pool = PreparePool(workers, num_workers)  # type: ignore[arg-type]
+    pool.open()
+    yield pool, workers
+    pool.close()
+    workers.close()
 
 
 def submit(pool: PreparePool, client: bytes, frame: bytes, outcomes: list[bytes]) -> None:
@@ -91,8 +84,8 @@ async def until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-def test_clients_take_turns_and_a_worker_prepares_one_message_after_the_other() -> None:
-    async def test(pool: PreparePool, workers: ScriptedWorkers) -> None:
+async def test_clients_take_turns_and_a_worker_prepares_one_message_after_the_other() -> None:
+    with scripted_pool() as (pool, workers):
         outcomes: list[bytes] = []
         for client, frame in ((b"a", b"a1"), (b"a", b"a2"), (b"a", b"a3"), (b"b", b"b1")):
             submit(pool, client, frame, outcomes)
@@ -101,11 +94,9 @@ def test_clients_take_turns_and_a_worker_prepares_one_message_after_the_other() 
         assert order == outcomes == [b"a1", b"a2", b"b1", b"a3"]
         assert workers.num_forked == 1
 
-    play(test)
 
-
-def test_a_worker_that_prepared_a_long_message_is_replaced() -> None:
-    async def test(pool: PreparePool, workers: ScriptedWorkers) -> None:
+async def test_a_worker_that_prepared_a_long_message_is_replaced() -> None:
+    with scripted_pool() as (pool, workers):
         outcomes: list[bytes] = []
         for frame in (bytes(LONG_FRAME_BYTES), b"short"):
             submit(pool, b"a", frame, outcomes)
@@ -113,13 +104,12 @@ def test_a_worker_that_prepared_a_long_message_is_replaced() -> None:
         await until(lambda: len(outcomes) == 2)
         assert workers.num_forked == 2
 
-    play(test)
 
-
-def test_long_messages_are_not_prepared_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_messages_are_not_prepared_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "MAX_RUNNING_BYTES", 100)
-
-    async def test(pool: PreparePool, workers: ScriptedWorkers) -> None:
+    with scripted_pool(num_workers=3) as (pool, workers):
         outcomes: list[bytes] = []
         for client, size in ((b"a", 1000), (b"b", 60), (b"c", 40)):
             submit(pool, client, bytes(size), outcomes)
@@ -130,16 +120,13 @@ def test_long_messages_are_not_prepared_at_the_same_time(monkeypatch: pytest.Mon
         assert sorted([len(await workers.answer_next()) for _ in range(2)]) == [40, 60]
         await until(lambda: len(outcomes) == 3)
 
-    play(test, num_workers=3)
 
-
-def test_messages_that_wait_are_bounded_in_bytes_for_all_and_for_each_client(
+async def test_messages_that_wait_are_bounded_in_bytes_for_all_and_for_each_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "MAX_PENDING_BYTES", 100)
     monkeypatch.setattr(module, "MAX_PENDING_BYTES_OF_CLIENT", 60)
-
-    async def test(pool: PreparePool, workers: ScriptedWorkers) -> None:
+    with scripted_pool() as (pool, workers):
         outcomes: list[bytes] = []
         submit(pool, b"a", bytes(60), outcomes)
         with pytest.raises(QueueFull, match="60 bytes of messages of this client are") as caught:
@@ -156,11 +143,9 @@ def test_messages_that_wait_are_bounded_in_bytes_for_all_and_for_each_client(
         await until(lambda: len(outcomes) == 2)
         submit(pool, b"a", bytes(60), outcomes)
 
-    play(test)
 
-
-def test_a_message_whose_worker_dies_is_prepared_once_more_and_then_refused_by_name() -> None:
-    async def test(pool: PreparePool, workers: ScriptedWorkers) -> None:
+async def test_a_message_whose_worker_dies_is_prepared_once_more_and_then_refused_by_name() -> None:
+    with scripted_pool() as (pool, workers):
         outcomes: list[bytes] = []
         frame = encode(Tokenize(1, "name", "text"))
         submit(pool, b"a", frame, outcomes)
@@ -177,5 +162,3 @@ def test_a_message_whose_worker_dies_is_prepared_once_more_and_then_refused_by_n
         submit(pool, b"a", b"next", outcomes)
         assert await workers.answer_next() == b"next"
         await until(lambda: len(outcomes) == 3)
-
-    play(test)

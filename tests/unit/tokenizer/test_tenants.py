@@ -14,7 +14,7 @@ from quadriga.server.tenants import Tenant
 from quadriga.wire.client import Info, ProgressAnswer, Refused, gateway_address
 from quadriga.wire.sockets import encode
 from quadriga.wire.to_scheduler import AbortRequest, Submit
-from tests.unit.tokenizer.frontend_world import FrontendWorld, in_loop
+from tests.unit.tokenizer.frontend_world import FrontendWorld
 from tokenizer_proc.intake.tenants import WINDOW_S, Quotas, RequestOwners
 
 GATEWAY = gateway_address().bytes
@@ -47,7 +47,6 @@ def refusal(world: FrontendWorld) -> str:
     return refused.error.message
 
 
-@in_loop
 async def test_only_a_gateway_names_the_tenant_of_its_requests() -> None:
     world = world_of(TenantArgs(tenants_by="address"))
     world.ask("1", GATEWAY, tenant="10.0.0.1")
@@ -88,71 +87,55 @@ def owners(args: TenantArgs) -> RequestOwners:
     return RequestOwners(args, TINY)
 
 
-def test_weight_priority_and_salt_go_with_a_request(args: TenantArgs) -> None:
-    @in_loop
-    async def test() -> None:
-        world = world_of(args)
-        world.ask("1", GATEWAY, tenant="alice")
-        world.ask("2", GATEWAY, tenant="alice", priority=-7)
-        world.ask("3", GATEWAY)
-        own, chosen, none = submitted(world)
-        assert (own.tenant, own.weight, own.cache_salt, own.priority) == ("alice", 3, "alice", -1)
-        assert chosen.priority == -7
-        assert (none.tenant, none.weight, none.cache_salt, none.priority) == ("", 1, "", 0)
-        world.ask("4", GATEWAY, tenant="alice", priority=5)
-        assert "tenant alice may use -10 to -1" in refusal(world)
-        world.ask("5", GATEWAY, tenant="bob/u")
-        assert "model is 'tiny', and tenant bob may use other" in refusal(world)
-        world.ask("6", GATEWAY, tenant="dora")
-        assert "there is no tenant 'dora' any more" in refusal(world)
-
-    test()
+async def test_weight_priority_and_salt_go_with_a_request(args: TenantArgs) -> None:
+    world = world_of(args)
+    world.ask("1", GATEWAY, tenant="alice")
+    world.ask("2", GATEWAY, tenant="alice", priority=-7)
+    world.ask("3", GATEWAY)
+    own, chosen, none = submitted(world)
+    assert (own.tenant, own.weight, own.cache_salt, own.priority) == ("alice", 3, "alice", -1)
+    assert chosen.priority == -7
+    assert (none.tenant, none.weight, none.cache_salt, none.priority) == ("", 1, "", 0)
+    world.ask("4", GATEWAY, tenant="alice", priority=5)
+    assert "tenant alice may use -10 to -1" in refusal(world)
+    world.ask("5", GATEWAY, tenant="bob/u")
+    assert "model is 'tiny', and tenant bob may use other" in refusal(world)
+    world.ask("6", GATEWAY, tenant="dora")
+    assert "there is no tenant 'dora' any more" in refusal(world)
 
 
-def test_open_requests_are_counted_until_their_ends_or_the_loss_of_their_client(
+async def test_open_requests_are_counted_until_their_ends_or_the_loss_of_their_client(
     args: TenantArgs,
 ) -> None:
-    @in_loop
-    async def test() -> None:
-        world = world_of(args)
-        for name in ("1", "2", "3"):
-            world.ask(name, GATEWAY, tenant="alice")
-        assert len(submitted(world)) == 2
-        assert "has 2 open requests and its max_open_requests is 2" in refusal(world)
-        world.deliver(GATEWAY, ended=("1",))
-        world.ask("4", GATEWAY, tenant="alice")
-        assert len(submitted(world)) == 3
-        world.lose(GATEWAY)
-        world.ask("5", GATEWAY, tenant="alice")
-        world.ask("6", GATEWAY, tenant="alice")
-        world.ask("7", GATEWAY, tenant="alice")
-        assert len(submitted(world)) == 5
-
-    test()
+    world = world_of(args)
+    for name in ("1", "2", "3"):
+        world.ask(name, GATEWAY, tenant="alice")
+    assert len(submitted(world)) == 2
+    assert "has 2 open requests and its max_open_requests is 2" in refusal(world)
+    world.deliver(GATEWAY, ended=("1",))
+    world.ask("4", GATEWAY, tenant="alice")
+    assert len(submitted(world)) == 3
+    world.lose(GATEWAY)
+    world.ask("5", GATEWAY, tenant="alice")
+    world.ask("6", GATEWAY, tenant="alice")
+    world.ask("7", GATEWAY, tenant="alice")
+    assert len(submitted(world)) == 5
 
 
-def test_a_request_that_is_sent_again_is_counted_once(args: TenantArgs) -> None:
-    @in_loop
-    async def test() -> None:
-        world = world_of(args)
-        for _ in range(3):
-            world.ask("1", GATEWAY, tenant="alice", resent=True)
-        world.ask("2", GATEWAY, tenant="alice")
-        assert {message.request_id for message in submitted(world)} == {"1", "2"}
-
-    test()
+async def test_a_request_that_is_sent_again_is_counted_once(args: TenantArgs) -> None:
+    world = world_of(args)
+    for _ in range(3):
+        world.ask("1", GATEWAY, tenant="alice", resent=True)
+    world.ask("2", GATEWAY, tenant="alice")
+    assert {message.request_id for message in submitted(world)} == {"1", "2"}
 
 
-def test_generated_tokens_count_when_a_request_ends(args: TenantArgs) -> None:
-    @in_loop
-    async def test() -> None:
-        world = world_of(args)
-        world.ask("1", GATEWAY, tenant="carol")
-        world.deliver(GATEWAY, ended=("1",), generated=(9,))
-        world.ask("2", GATEWAY, tenant="carol")
-        assert "has used 10 tokens in the last 60 s and its tokens_per_minute" in refusal(world)
-
-    test()
+async def test_generated_tokens_count_when_a_request_ends(args: TenantArgs) -> None:
+    world = world_of(args)
+    world.ask("1", GATEWAY, tenant="carol")
+    world.deliver(GATEWAY, ended=("1",), generated=(9,))
+    world.ask("2", GATEWAY, tenant="carol")
+    assert "has used 10 tokens in the last 60 s and its tokens_per_minute" in refusal(world)
 
 
 class Clock:
@@ -224,128 +207,100 @@ def ids_of(world: FrontendWorld) -> list[str]:
     return [message.request_id for message in submitted(world)]
 
 
-def test_a_connection_that_is_lost_again_and_again_brings_no_further_requests(
+async def test_a_connection_that_is_lost_again_and_again_brings_no_further_requests(
     per_minute: TenantArgs,
 ) -> None:
-    @in_loop
-    async def test() -> None:
-        world = world_of(per_minute)
+    world = world_of(per_minute)
+    for name in ("a", "b"):
+        world.ask(name, GATEWAY, tenant="dan")
+    for turn in range(5):
+        world.lose(GATEWAY)
         for name in ("a", "b"):
-            world.ask(name, GATEWAY, tenant="dan")
-        for turn in range(5):
-            world.lose(GATEWAY)
-            for name in ("a", "b"):
-                params = SamplingParams(seed=turn + 1)
-                world.ask(name, GATEWAY, tenant="dan", params=params, resent=turn % 2 == 0)
-        assert ids_of(world) == ["a", "b"]
-        assert "has used 2 requests in the last 60 s" in refusal(world)
-
-    test()
+            params = SamplingParams(seed=turn + 1)
+            world.ask(name, GATEWAY, tenant="dan", params=params, resent=turn % 2 == 0)
+    assert ids_of(world) == ["a", "b"]
+    assert "has used 2 requests in the last 60 s" in refusal(world)
 
 
-def test_a_request_that_comes_back_after_a_lost_connection_counts_once_and_answers_the_same(
+async def test_a_request_that_comes_back_after_a_lost_connection_counts_once_and_answers_the_same(
     per_minute: TenantArgs,
 ) -> None:
-    @in_loop
-    async def test() -> None:
-        world = world_of(per_minute)
-        world.ask("a", GATEWAY, tenant="dan")
+    world = world_of(per_minute)
+    world.ask("a", GATEWAY, tenant="dan")
+    world.lose(GATEWAY)
+    world.ask("a", GATEWAY, tenant="dan", resent=True)
+    world.ask("b", GATEWAY, tenant="dan")
+    assert ids_of(world) == ["a", "a", "b"]
+    first, again, _ = submitted(world)
+    assert first.params.seed == again.params.seed
+    for _ in range(4):  # more of them count
         world.lose(GATEWAY)
         world.ask("a", GATEWAY, tenant="dan", resent=True)
-        world.ask("b", GATEWAY, tenant="dan")
-        assert ids_of(world) == ["a", "a", "b"]
-        first, again, _ = submitted(world)
-        assert first.params.seed == again.params.seed
-        for _ in range(4):  # more of them count
-            world.lose(GATEWAY)
-            world.ask("a", GATEWAY, tenant="dan", resent=True)
-        assert ids_of(world) == ["a", "a", "b", "a", "a"]
-
-    test()
+    assert ids_of(world) == ["a", "a", "b", "a", "a"]
 
 
-def test_the_end_of_a_request_may_be_asked_for_again_and_an_aborted_one_is_a_new_one(
+async def test_the_end_of_a_request_may_be_asked_for_again_and_an_aborted_one_is_a_new_one(
     per_minute: TenantArgs,
 ) -> None:
-    @in_loop
-    async def test() -> None:
-        world = world_of(per_minute)
-        world.ask("a", GATEWAY, tenant="dan")
-        world.deliver(GATEWAY, ended=("a",))
-        world.ask("a", GATEWAY, tenant="dan", resent=True)
-        world.ask("b", GATEWAY, tenant="dan")
-        assert ids_of(world) == ["a", "a", "b"]
-        world.frontend.intake.abort(GATEWAY, "b")
-        world.ask("b", GATEWAY, tenant="dan", resent=True)
-        assert "has used 2 requests" in refusal(world)
-
-    test()
+    world = world_of(per_minute)
+    world.ask("a", GATEWAY, tenant="dan")
+    world.deliver(GATEWAY, ended=("a",))
+    world.ask("a", GATEWAY, tenant="dan", resent=True)
+    world.ask("b", GATEWAY, tenant="dan")
+    assert ids_of(world) == ["a", "a", "b"]
+    world.frontend.intake.abort(GATEWAY, "b")
+    world.ask("b", GATEWAY, tenant="dan", resent=True)
+    assert "has used 2 requests" in refusal(world)
 
 
 @pytest.mark.parametrize("resent", [True, False])
-def test_after_a_death_of_the_frontend_only_what_the_scheduler_knows_is_free(
+async def test_after_a_death_of_the_frontend_only_what_the_scheduler_knows_is_free(
     per_minute: TenantArgs, resent: bool
 ) -> None:
-    @in_loop
-    async def test() -> None:
-        world = FrontendWorld(
-            max_queued=1000, replaces=True, owners=RequestOwners(per_minute, TINY)
-        )
-        for name in ("known", "x1", "x2", "x3"):
-            world.ask(name, GATEWAY, tenant="dan", resent=resent)
-        if resent:
-            assert ids_of(world) == []
-            world.restate([(GATEWAY, "known")])
-            assert ids_of(world) == ["known", "x1", "x2"]
-        else:
-            assert ids_of(world) == ["known", "x1"]
-            world.restate()
-        assert "has used 2 requests" in refusal(world)
-        world.ask("late", GATEWAY, tenant="dan", resent=True)
-        assert "late" not in ids_of(world)
-
-    test()
+    world = FrontendWorld(max_queued=1000, replaces=True, owners=RequestOwners(per_minute, TINY))
+    for name in ("known", "x1", "x2", "x3"):
+        world.ask(name, GATEWAY, tenant="dan", resent=resent)
+    if resent:
+        assert ids_of(world) == []
+        world.restate([(GATEWAY, "known")])
+        assert ids_of(world) == ["known", "x1", "x2"]
+    else:
+        assert ids_of(world) == ["known", "x1"]
+        world.restate()
+    assert "has used 2 requests" in refusal(world)
+    world.ask("late", GATEWAY, tenant="dan", resent=True)
+    assert "late" not in ids_of(world)
 
 
-def test_a_request_that_waits_for_the_scheduler_may_be_aborted_or_lost(
+async def test_a_request_that_waits_for_the_scheduler_may_be_aborted_or_lost(
     per_minute: TenantArgs,
 ) -> None:
-    @in_loop
-    async def test() -> None:
-        world = FrontendWorld(
-            max_queued=1000, replaces=True, owners=RequestOwners(per_minute, TINY)
-        )
-        world.ask("a", GATEWAY, tenant="dan", resent=True)
-        world.frontend.intake.abort(GATEWAY, "a")
-        world.ask("b", b"gone", resent=True)
-        world.restate([(GATEWAY, "a")])
-        aborted = [m for m in world.scheduler.sent if isinstance(m, AbortRequest)]
-        assert ids_of(world) == ["a", "b"]
-        assert aborted[-1].request_id == "a"
-        world.lose(GATEWAY)
-        assert world.frontend.intake.num_open == 1
-
-    test()
+    world = FrontendWorld(max_queued=1000, replaces=True, owners=RequestOwners(per_minute, TINY))
+    world.ask("a", GATEWAY, tenant="dan", resent=True)
+    world.frontend.intake.abort(GATEWAY, "a")
+    world.ask("b", b"gone", resent=True)
+    world.restate([(GATEWAY, "a")])
+    aborted = [m for m in world.scheduler.sent if isinstance(m, AbortRequest)]
+    assert ids_of(world) == ["a", "b"]
+    assert aborted[-1].request_id == "a"
+    world.lose(GATEWAY)
+    assert world.frontend.intake.num_open == 1
 
 
-def test_tokens_that_a_lost_connection_cut_off_count_and_repeated_ends_do_not(
+async def test_tokens_that_a_lost_connection_cut_off_count_and_repeated_ends_do_not(
     per_minute: TenantArgs,
 ) -> None:
-    @in_loop
-    async def test() -> None:
-        world = world_of(per_minute)
-        world.ask("a", GATEWAY, tenant="eve")
-        world.lose(GATEWAY)
-        world.deliver(GATEWAY, ended=("a",), generated=(60,), lost=True)
+    world = world_of(per_minute)
+    world.ask("a", GATEWAY, tenant="eve")
+    world.lose(GATEWAY)
+    world.deliver(GATEWAY, ended=("a",), generated=(60,), lost=True)
+    world.ask("a", GATEWAY, tenant="eve", resent=True)
+    for _ in range(2):
+        world.deliver(GATEWAY, ended=("a",), generated=(30,))
         world.ask("a", GATEWAY, tenant="eve", resent=True)
-        for _ in range(2):
-            world.deliver(GATEWAY, ended=("a",), generated=(30,))
-            world.ask("a", GATEWAY, tenant="eve", resent=True)
-        world.ask("b", GATEWAY, tenant="eve")
-        assert ids_of(world)[-1] == "b"  # 1 + 60 + 30 + 1 of 100
-        params = SamplingParams(max_new_tokens=4)
-        for number in range(9):
-            world.ask(f"c{number}", GATEWAY, tenant="eve", params=params)
-        assert "has used 100 tokens" in refusal(world)
-
-    test()
+    world.ask("b", GATEWAY, tenant="eve")
+    assert ids_of(world)[-1] == "b"  # 1 + 60 + 30 + 1 of 100
+    params = SamplingParams(max_new_tokens=4)
+    for number in range(9):
+        world.ask(f"c{number}", GATEWAY, tenant="eve", params=params)
+    assert "has used 100 tokens" in refusal(world)

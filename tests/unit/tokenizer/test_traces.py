@@ -11,7 +11,7 @@ from quadriga.wire.client import GetTraces, Refused, Traces, gateway_address
 from quadriga.wire.sockets import encode
 from quadriga.wire.to_scheduler import Submit
 from quadriga.wire.trace import RequestTrace, Span, TraceContext
-from tests.unit.tokenizer.frontend_world import FrontendWorld, in_loop
+from tests.unit.tokenizer.frontend_world import FrontendWorld
 from tokenizer_proc.deliver import traces as traces_module
 from tokenizer_proc.deliver.traces import RingTraces
 
@@ -64,7 +64,6 @@ def kept(world: FrontendWorld, client: bytes, *names: str) -> list[RequestTrace]
     return answer.traces
 
 
-@in_loop
 async def test_a_client_whose_own_span_is_sampled_is_traced_below_it() -> None:
     world = world_of(keep_traces="sampled")
     world.ask("1", traceparent=TRACEPARENT)
@@ -77,7 +76,6 @@ async def test_a_client_whose_own_span_is_sampled_is_traced_below_it() -> None:
     assert others == [None, None, None]
 
 
-@in_loop
 async def test_the_gateway_has_decided_about_its_requests() -> None:
     world = world_of(trace_sampling_ratio=1.0)
     world.ask("1", GATEWAY)
@@ -88,7 +86,6 @@ async def test_the_gateway_has_decided_about_its_requests() -> None:
     assert own.sampled
 
 
-@in_loop
 async def test_the_end_of_a_request_brings_its_trace_which_only_its_client_gets() -> None:
     exporter = Exported()
     world = world_of(exporter)
@@ -104,7 +101,6 @@ async def test_the_end_of_a_request_brings_its_trace_which_only_its_client_gets(
     assert len(exporter.traces) == 3
 
 
-@in_loop
 async def test_an_end_that_a_frontend_before_this_one_missed_says_so() -> None:
     world = world_of()
     ended(world, b"c", trace_of("a"))
@@ -112,7 +108,6 @@ async def test_an_end_that_a_frontend_before_this_one_missed_says_so() -> None:
     assert [event.name for event in trace.spans[-1].events] == ["frontend ready"]
 
 
-@in_loop
 async def test_an_end_that_is_delivered_again_is_exported_once() -> None:
     exporter = Exported()
     world = world_of(exporter)
@@ -122,7 +117,6 @@ async def test_an_end_that_is_delivered_again_is_exported_once() -> None:
     assert len(kept(world, b"c", "a")) == 1
 
 
-@in_loop
 async def test_a_trace_that_is_not_sampled_is_kept_and_not_exported() -> None:
     exporter = Exported()
     world = world_of(exporter)
@@ -135,12 +129,8 @@ async def test_a_trace_that_is_not_sampled_is_kept_and_not_exported() -> None:
     assert not exporter.traces
 
 
-def test_the_oldest_traces_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_oldest_traces_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces_module, "MAX_KEPT_BYTES", 10_000)
-    in_loop(keep_a_hundred)()
-
-
-async def keep_a_hundred() -> None:
     world = world_of()
     for number in range(100):
         ended(world, b"c", trace_of(f"r{number}", size=900))
@@ -151,19 +141,14 @@ async def keep_a_hundred() -> None:
     assert world.frontend.traces._num_bytes <= 10_000
 
 
-def test_an_answer_fits_into_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_fits_into_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces_module, "MAX_ANSWER_BYTES", 10_000)
-    in_loop(ask_for_thirty)()
-
-
-async def ask_for_thirty() -> None:
     world = world_of()
     for number in range(30):
         ended(world, b"c", trace_of(f"r{number}", size=900))
     assert 8 <= len(kept(world, b"c", *(f"r{n}" for n in range(30)))) <= 10
 
 
-@in_loop
 async def test_too_many_ids_are_refused_by_name() -> None:
     world = world_of()
     world.frontend.on_public([b"c", encode(GetTraces(1, "q", ["x"] * 65))])

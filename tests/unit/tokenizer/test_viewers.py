@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,122 +43,97 @@ class Link:
         return client != self.slow
 
 
-def run(
-    test: Callable[[Viewers, Link], Awaitable[None]],
-    clock: Callable[[], float] = time.monotonic,
-    num_replicas: int = 1,
-) -> None:
-    async def main() -> None:
-        link = Link()
-        usage = ProcessUsage(os.getpid())
-        viewers = Viewers(
-            cast(Outbox, link), cast(Clients, link), usage, lambda: 3, num_replicas, clock
-        )
-        await test(viewers, link)
-        viewers.close()
-
-    asyncio.run(asyncio.wait_for(main(), 30))
+def make(
+    clock: Callable[[], float] = time.monotonic, num_replicas: int = 1
+) -> tuple[Viewers, Link]:
+    link, usage = Link(), ProcessUsage(os.getpid())
+    outbox, clients = cast(Outbox, link), cast(Clients, link)
+    return Viewers(outbox, clients, usage, lambda: 3, num_replicas, clock), link
 
 
 def watch(seconds: float = 10.0, replica: int = 0) -> Watch:
     return Watch(1, "watch-1", seconds, replica)
 
 
-def test_the_scheduler_learns_of_new_viewers_and_of_the_end_of_the_last_one() -> None:
-    async def test(viewers: Viewers, link: Link) -> None:
-        for client, seconds in ((b"a", 10.0), (b"a", 10.0), (b"b", 5.0), (b"a", 0.0), (b"b", 0.0)):
-            viewers.watch(client, watch(seconds))
-        assert link.sent == [
-            WatchSteps(10.0, is_new=True),
-            WatchSteps(10.0, is_new=False),
-            WatchSteps(5.0, is_new=True),
-            WatchSteps(0.0),
-        ]
-
-    run(test)
+async def test_the_scheduler_learns_of_new_viewers_and_of_the_end_of_the_last_one() -> None:
+    viewers, link = make()
+    for client, seconds in ((b"a", 10.0), (b"a", 10.0), (b"b", 5.0), (b"a", 0.0), (b"b", 0.0)):
+        viewers.watch(client, watch(seconds))
+    assert link.sent == [
+        WatchSteps(10.0, is_new=True),
+        WatchSteps(10.0, is_new=False),
+        WatchSteps(5.0, is_new=True),
+        WatchSteps(0.0),
+    ]
 
 
-def test_a_frame_goes_to_every_viewer_whose_time_has_not_passed() -> None:
+async def test_a_frame_goes_to_every_viewer_whose_time_has_not_passed() -> None:
     now = 100.0
-
-    async def test(viewers: Viewers, link: Link) -> None:
-        nonlocal now
-        viewers.watch(b"a", watch(5.0))
-        viewers.watch(b"b", watch(20.0))
-        viewers.show(b"1")
-        now += 10.0
-        viewers.show(b"2")
-        frames = [item for item in link.offered if item[1] in (b"1", b"2")]
-        assert frames == [(b"a", b"1"), (b"b", b"1"), (b"b", b"2")]
-
-    run(test, lambda: now)
+    viewers, link = make(lambda: now)
+    viewers.watch(b"a", watch(5.0))
+    viewers.watch(b"b", watch(20.0))
+    viewers.show(b"1")
+    now += 10.0
+    viewers.show(b"2")
+    frames = [item for item in link.offered if item[1] in (b"1", b"2")]
+    assert frames == [(b"a", b"1"), (b"b", b"1"), (b"b", b"2")]
 
 
-def test_the_processes_are_reported_with_what_slow_viewers_have_lost() -> None:
-    async def test(viewers: Viewers, link: Link) -> None:
-        link.slow = b"slow"
-        viewers.watch(b"slow", watch())
-        viewers.show(b"lost")
+async def test_the_processes_are_reported_with_what_slow_viewers_have_lost() -> None:
+    viewers, link = make()
+    link.slow = b"slow"
+    viewers.watch(b"slow", watch())
+    viewers.show(b"lost")
+    link.arrived.clear()
+    while len(link.offered) < 2:
         link.arrived.clear()
-        while len(link.offered) < 2:
-            link.arrived.clear()
-            await link.arrived.wait()
-        report = msgspec.msgpack.decode(link.offered[1][1], type=LiveServer)
-        assert (report.dropped, report.viewers, report.open_requests) == (1, 1, 3)
-        assert os.getpid() in [process.pid for process in report.processes]
-
-    run(test)
+        await link.arrived.wait()
+    report = msgspec.msgpack.decode(link.offered[1][1], type=LiveServer)
+    assert (report.dropped, report.viewers, report.open_requests) == (1, 1, 3)
+    assert os.getpid() in [process.pid for process in report.processes]
 
 
-def test_a_client_that_watches_a_replica_gets_the_frames_of_that_one() -> None:
-    async def test(viewers: Viewers, link: Link) -> None:
-        for client, replica in ((b"a", 0), (b"a", 1), (b"b", 1)):
-            viewers.watch(client, watch(replica=replica))
-        viewers.show(b"0", 0)
-        viewers.show(b"1", 1)
-        assert sorted(link.offered) == [(b"a", b"0"), (b"a", b"1"), (b"b", b"1")]
-        link.sent.clear()
-        viewers.forget(b"a")
-        assert link.sent == [WatchSteps(0.0, replica=0)]
-
-    run(test, num_replicas=2)
+async def test_a_client_that_watches_a_replica_gets_the_frames_of_that_one() -> None:
+    viewers, link = make(num_replicas=2)
+    for client, replica in ((b"a", 0), (b"a", 1), (b"b", 1)):
+        viewers.watch(client, watch(replica=replica))
+    viewers.show(b"0", 0)
+    viewers.show(b"1", 1)
+    assert sorted(link.offered) == [(b"a", b"0"), (b"a", b"1"), (b"b", b"1")]
+    link.sent.clear()
+    viewers.forget(b"a")
+    assert link.sent == [WatchSteps(0.0, replica=0)]
 
 
 @pytest.mark.parametrize(
     ("replica", "num_replicas", "there"),
     [(1, 1, "the only one is 0"), (2, 2, "0 to 1 are there"), (-1, 2, "0 to 1 are there")],
 )
-def test_a_replica_that_does_not_exist_is_refused(
+async def test_a_replica_that_does_not_exist_is_refused(
     replica: int, num_replicas: int, there: str
 ) -> None:
-    async def test(viewers: Viewers, link: Link) -> None:
-        with pytest.raises(InvalidRequest, match=f"replica is {replica}: {there}"):
-            viewers.watch(b"a", watch(replica=replica))
-        assert not link.sent
-
-    run(test, num_replicas=num_replicas)
+    viewers, link = make(num_replicas=num_replicas)
+    with pytest.raises(InvalidRequest, match=f"replica is {replica}: {there}"):
+        viewers.watch(b"a", watch(replica=replica))
+    assert not link.sent
 
 
 @pytest.mark.parametrize("seconds", [-1.0, 31.0, float("nan"), float("inf")])
-def test_a_time_out_of_range_is_refused_with_the_range(seconds: float) -> None:
-    async def test(viewers: Viewers, link: Link) -> None:
-        with pytest.raises(InvalidRequest, match="0 to 30"):
-            viewers.watch(b"a", watch(seconds))
-        assert not link.sent
-
-    run(test)
+async def test_a_time_out_of_range_is_refused_with_the_range(seconds: float) -> None:
+    viewers, link = make()
+    with pytest.raises(InvalidRequest, match="0 to 30"):
+        viewers.watch(b"a", watch(seconds))
+    assert not link.sent
 
 
-def test_a_viewer_too_many_is_refused() -> None:
-    async def test(viewers: Viewers, _: Link) -> None:
-        for number in range(MAX_VIEWERS):
-            viewers.watch(b"%d" % number, watch())
-        with pytest.raises(QueueFull, match=f"{MAX_VIEWERS} clients watch"):
-            viewers.watch(b"more", watch())
-        viewers.forget(b"0")
+async def test_a_viewer_too_many_is_refused() -> None:
+    viewers, _ = make()
+    for number in range(MAX_VIEWERS):
+        viewers.watch(b"%d" % number, watch())
+    with pytest.raises(QueueFull, match=f"{MAX_VIEWERS} clients watch"):
         viewers.watch(b"more", watch())
-
-    run(test)
+    viewers.forget(b"0")
+    viewers.watch(b"more", watch())
 
 
 def test_with_tenants_only_the_gateway_may_watch(tmp_path: Path) -> None:

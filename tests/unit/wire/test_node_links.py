@@ -174,31 +174,28 @@ def test_a_key_directory_without_inner_keys_gets_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_inner", [True, False])
-def test_a_process_with_clients_lets_only_the_inner_key_deliver(
+async def test_a_process_with_clients_lets_only_the_inner_key_deliver(
     port: ReservedPort, tmp_path: Path, is_inner: bool
 ) -> None:
-    async def run() -> None:
-        guard = Guard(Path(keys(tmp_path)))
-        links = NodeLinks(delivery=port.address, key_dir=str(tmp_path))
-        results = bind_frames(links.delivery, links.prepare_bind)
-        monitor = results.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-        got: list[list[bytes]] = []
-        received = AsyncPort(results, got.append)
+    guard = Guard(Path(keys(tmp_path)))
+    links = NodeLinks(delivery=port.address, key_dir=str(tmp_path))
+    results = bind_frames(links.delivery, links.prepare_bind)
+    monitor = results.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+    got: list[list[bytes]] = []
+    received = AsyncPort(results, got.append)
 
-        def as_client(socket: "zmq.Socket[bytes]") -> None:
-            socket.curve_serverkey = load_pair(tmp_path, INNER).public
-            socket.curve_publickey, socket.curve_secretkey = load_pair(tmp_path, SERVER)
+    def as_client(socket: "zmq.Socket[bytes]") -> None:
+        socket.curve_serverkey = load_pair(tmp_path, INNER).public
+        socket.curve_publickey, socket.curve_secretkey = load_pair(tmp_path, SERVER)
 
-        outbox = Outbox(links.delivery, links.prepare_connect if is_inner else as_client)
-        outbox.send(MESSAGE)
-        countdown = Countdown(TIMEOUT_MS / 1000)
-        while not (got if is_inner else monitor.poll(0)):
-            assert countdown.left()
-            await asyncio.sleep(0.001)
-        assert bool(got) == is_inner
-        outbox.close()
-        results.disable_monitor()
-        received.close(0)
-        guard.close()
-
-    asyncio.run(run())
+    outbox = Outbox(links.delivery, links.prepare_connect if is_inner else as_client)
+    outbox.send(MESSAGE)
+    countdown = Countdown(TIMEOUT_MS / 1000)
+    while not (got if is_inner else monitor.poll(0)):
+        assert countdown.left()
+        await asyncio.sleep(0.001)
+    assert bool(got) == is_inner
+    outbox.close()
+    results.disable_monitor()
+    received.close(0)
+    guard.close()

@@ -146,29 +146,23 @@ def put_some(ring: ScriptedRing) -> None:
     ring.live.put_nowait(server(10.0, process(1.0)))
 
 
-def test_the_messages_of_a_gateway_are_those_of_the_ring() -> None:
-    async def test() -> None:
-        ring = ScriptedRing([])
-        async with gateway_before(ring) as (url, _):
-            put_some(ring)
-            messages = gateway_messages(url, "", 0)
-            first, second = await anext(messages), await anext(messages)
-            await messages.aclose()
-        assert first == make_step(0, {1: RowKind.DECODE}, {}, [make_request(1)], is_whole=True)
-        assert second == server(10.0, process(1.0))
-
-    asyncio.run(asyncio.wait_for(test(), 60))
+async def test_the_messages_of_a_gateway_are_those_of_the_ring() -> None:
+    ring = ScriptedRing([])
+    async with gateway_before(ring) as (url, _):
+        put_some(ring)
+        messages = gateway_messages(url, "", 0)
+        first, second = await anext(messages), await anext(messages)
+        await messages.aclose()
+    assert first == make_step(0, {1: RowKind.DECODE}, {}, [make_request(1)], is_whole=True)
+    assert second == server(10.0, process(1.0))
 
 
-def test_a_missing_key_and_a_missing_server_are_errors_with_the_reason() -> None:
-    async def test() -> None:
-        async with gateway_before(ScriptedRing([]), api_key="secret") as (url, _):
-            with pytest.raises(CallRefused, match=r"401 for /v1/live.*: no valid API key"):
-                await anext(gateway_messages(url, "wrong", 0))
-        with pytest.raises(ServerUnreachable, match="no server answers"):
+async def test_a_missing_key_and_a_missing_server_are_errors_with_the_reason() -> None:
+    async with gateway_before(ScriptedRing([]), api_key="secret") as (url, _):
+        with pytest.raises(CallRefused, match=r"401 for /v1/live.*: no valid API key"):
             await anext(gateway_messages(url, "wrong", 0))
-
-    asyncio.run(asyncio.wait_for(test(), 60))
+    with pytest.raises(ServerUnreachable, match="no server answers"):
+        await anext(gateway_messages(url, "wrong", 0))
 
 
 @pytest.mark.parametrize("interval", ["0", "nan", "1000"])
@@ -221,32 +215,30 @@ def read_until(outer: int, wanted: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("how", ["q", "SIGTERM", "SIGINT", "SIGHUP"])
-def test_the_terminal_is_given_back_however_it_ends(terminal: tuple[int, int], how: str) -> None:
+async def test_the_terminal_is_given_back_however_it_ends(
+    terminal: tuple[int, int], how: str
+) -> None:
     outer, inner = terminal
-
-    async def test() -> None:
-        ring = ScriptedRing([])
-        async with gateway_before(ring) as (url, _):
-            put_some(ring)
-            top = subprocess.Popen(
-                [sys.executable, "-m", "quadriga", "top", "--endpoint", url],
-                stdin=inner, stdout=inner, stderr=inner, env=os.environ | {"TERM": "xterm"},
-            )  # fmt: skip
-            try:
-                shown = await asyncio.to_thread(read_until, outer, b"1 running")
-                assert ENTER.encode() in shown
-                if how == "q":
-                    os.write(outer, b"q")
-                else:
-                    top.send_signal(getattr(signal, how))
-                rest = await asyncio.to_thread(read_until, outer, LEAVE.encode())
-                await asyncio.to_thread(top.wait, 30)
-                assert b"Traceback" not in rest
-            finally:
-                top.kill()
-                await asyncio.to_thread(top.wait, 30)
-
-    asyncio.run(asyncio.wait_for(test(), 90))
+    ring = ScriptedRing([])
+    async with gateway_before(ring) as (url, _):
+        put_some(ring)
+        top = subprocess.Popen(
+            [sys.executable, "-m", "quadriga", "top", "--endpoint", url],
+            stdin=inner, stdout=inner, stderr=inner, env=os.environ | {"TERM": "xterm"},
+        )  # fmt: skip
+        try:
+            shown = await asyncio.to_thread(read_until, outer, b"1 running")
+            assert ENTER.encode() in shown
+            if how == "q":
+                os.write(outer, b"q")
+            else:
+                top.send_signal(getattr(signal, how))
+            rest = await asyncio.to_thread(read_until, outer, LEAVE.encode())
+            await asyncio.to_thread(top.wait, 30)
+            assert b"Traceback" not in rest
+        finally:
+            top.kill()
+            await asyncio.to_thread(top.wait, 30)
 
 
 def test_feeds_name_a_wrong_address() -> None:

@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from tests.unit.scripted_ring import TIMEOUT_S
+TIMEOUT_S = 60.0
 
 
 @pytest.hookimpl(tryfirst=True)
