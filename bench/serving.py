@@ -71,8 +71,7 @@ async def bench(
     output = options.output
     if output.result_path is not None:
         files.append_json(
-            output.result_path,
-            [files.document(options, result, files.now()) for result in results],
+            output.result_path, [files.document(options, result, files.now()) for result in results]
         )
     if output.json_path is not None:
         files.write_json(output.json_path, options, runs.info, results, warmups)

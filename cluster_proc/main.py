@@ -22,14 +22,7 @@ from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.processes.child import Child, run_child
 from quadriga.server.processes.control_channel import Command
 from quadriga.server.processes.machine import other_version, runs_on_gpu
-from quadriga.server.processes.replicas import (
-    DIED,
-    JOINED,
-    LEAVING,
-    LEFT,
-    LOST,
-    RESTARTED,
-)
+from quadriga.server.processes.replicas import DIED, JOINED, LEAVING, LEFT, LOST, RESTARTED
 from quadriga.wire.curve import inner_key_id
 from quadriga.wire.links import ReservedPort
 

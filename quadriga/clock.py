@@ -65,10 +65,7 @@ class Countdown:
     """A timeout in running time: a suspension uses up at most `max_tick_s` of it."""
 
     def __init__(
-        self,
-        seconds: float,
-        max_tick_s: float = 0.5,
-        clock: Callable[[], float] = time.monotonic,
+        self, seconds: float, max_tick_s: float = 0.5, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._seconds = seconds
         self._max_tick_s = max_tick_s

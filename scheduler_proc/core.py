@@ -48,11 +48,7 @@ class StepCompletion:
     """
 
     def __init__(
-        self,
-        running: RunningBatch,
-        batching: Batching,
-        retraction: Retraction,
-        kv: KVCache,
+        self, running: RunningBatch, batching: Batching, retraction: Retraction, kv: KVCache
     ) -> None:
         self._running = running
         self._batching = batching

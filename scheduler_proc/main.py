@@ -14,10 +14,7 @@ from quadriga.server.processes.child import Child, run_child
 from quadriga.server.processes.control_channel import Command, ControlChannel
 from quadriga.server.processes.logs import RequestLogLevel
 from quadriga.wire.sockets import Inbox, Outbox, Poller
-from quadriga.wire.to_scheduler import (
-    AbortAll,
-    SchedulerMessage,
-)
+from quadriga.wire.to_scheduler import AbortAll, SchedulerMessage
 from quadriga.wire.worker import ResultMessage
 from scheduler_proc.journal.writer import (
     check_number_of_replicas,

@@ -34,11 +34,7 @@ from quadriga.wire.client import (
     Tokenize,
     Watch,
 )
-from quadriga.wire.to_scheduler import (
-    InfoRequest,
-    ProgressRequest,
-    Shutdown,
-)
+from quadriga.wire.to_scheduler import InfoRequest, ProgressRequest, Shutdown
 from tokenizer_proc.deliver.clients import Clients
 from tokenizer_proc.deliver.live import ProcessUsage, Viewers
 from tokenizer_proc.deliver.traces import RingTraces

@@ -144,10 +144,7 @@ def _make_frontend(
 ) -> Frontend:
     key_names = None if keys is None else keys.key_names
     owners = RequestOwners(
-        child.config.tenants,
-        child.config.model,
-        key_names,
-        child.endpoints.run_dir,
+        child.config.tenants, child.config.model, key_names, child.endpoints.run_dir
     )
     limits, traces = child.config.scheduler, child.config.traces
     max_queued = limits.max_queued_requests * child.config.replicas.num_slots

@@ -146,14 +146,7 @@ class Answer:
 
 def text(answer: Answer) -> str:
     """Return the answer in one line, and the table of all points."""
-    return "\n".join(
-        [
-            *_headline(answer),
-            f"{answer.server}; {answer.load}",
-            "",
-            *_table(answer),
-        ]
-    )
+    return "\n".join([*_headline(answer), f"{answer.server}; {answer.load}", "", *_table(answer)])
 
 
 def _headline(answer: Answer) -> list[str]:

@@ -388,10 +388,7 @@ def _arguments(argv: list[str], prog: str) -> tuple[Namespace, set[str]]:
 
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog,
-        usage="%(prog)s [FLAGS]",
-        description=DESCRIPTION,
-        allow_abbrev=False,
+        prog, usage="%(prog)s [FLAGS]", description=DESCRIPTION, allow_abbrev=False
     )
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
     for title, group in groups.items():

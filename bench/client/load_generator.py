@@ -193,10 +193,7 @@ class _Driver:
         chunks: AsyncIterator[Any] | QuadrigaError
         try:
             chunks = self._connections[request.client].submit(
-                sent,
-                params,
-                truncate_prompt=self._options.truncate,
-                **priority,
+                sent, params, truncate_prompt=self._options.truncate, **priority
             )
         except QuadrigaError as error:
             chunks = error

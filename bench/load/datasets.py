@@ -62,10 +62,7 @@ def read_sharegpt(path: Path) -> list[Exchange]:
 
 
 def sample(
-    exchanges: list[Exchange],
-    count: int,
-    count_tokens: Callable[[str], int],
-    seed: int,
+    exchanges: list[Exchange], count: int, count_tokens: Callable[[str], int], seed: int
 ) -> list[Sample]:
     """Return `count` exchanges in random order, the same for the same seed, none twice.
 

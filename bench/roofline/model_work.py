@@ -90,11 +90,7 @@ class _WorkRecorder(Ops[None]):
         self._sampled_from = len(self.products)
 
     def logits(
-        self,
-        head: Linear | Embedding,
-        x: None,
-        scale: float = 1.0,
-        softcap: float | None = None,
+        self, head: Linear | Embedding, x: None, scale: float = 1.0, softcap: float | None = None
     ) -> None:
         self._add(head, head=True)
 

@@ -38,13 +38,7 @@ from quadriga.server.config.engine_args import DOWN_AFTER_S, TARGET_REQUESTS, UP
 from quadriga.server.config.flags import check_positive, flag_name
 from simulator import cost_model
 from simulator.clock import START
-from simulator.flags import (
-    add_flags_of_world,
-    config_of,
-    num_pages_of,
-    parsed,
-    source_of,
-)
+from simulator.flags import add_flags_of_world, config_of, num_pages_of, parsed, source_of
 from simulator.fleet import Loss
 from simulator.latency import Slo
 from simulator.report import Figures, block, comparison, figures
@@ -206,8 +200,7 @@ def _arrivals(arguments: argparse.Namespace) -> tuple[int, Iterable[tuple[int, T
             )
         requests = read_requests(arguments.trace)
         indexed = sorted(
-            enumerate(requests),
-            key=lambda item: 0.0 if item[1].follows is not None else item[1].at,
+            enumerate(requests), key=lambda item: 0.0 if item[1].follows is not None else item[1].at
         )
         return len(requests), indexed
     values = DEFAULTS | given

@@ -1066,12 +1066,7 @@ def make_parser(
     if calls is not None and tools:
         calls_parser = CallsParser(CallContext(source, writer, calls, tools), takes_unmarked)
     return MarkedAnswerParser(
-        source,
-        writer,
-        answer_format.reasoning,
-        calls_parser,
-        begins_in_reasoning,
-        parses_reasoning,
+        source, writer, answer_format.reasoning, calls_parser, begins_in_reasoning, parses_reasoning
     )
 
 

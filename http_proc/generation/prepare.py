@@ -172,9 +172,7 @@ def _chat_options(call: ChatCall, answer_format: AnswerFormat) -> ChatOptions:
     options = template_options(call.visible_tools, _template_args(call, answer_format))
     if call.continues_message or not call.has_generation_prompt:
         return msgspec.structs.replace(
-            options,
-            continue_final_message=call.continues_message,
-            add_generation_prompt=False,
+            options, continue_final_message=call.continues_message, add_generation_prompt=False
         )
     return options
 

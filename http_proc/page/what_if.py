@@ -28,13 +28,7 @@ from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.programs import command_of
 from quadriga.server.config.flags import flag_name, value_type
 from quadriga.server.config.server_config import ServerConfig, help_text
-from quadriga.wire.what_if import (
-    MAX_VARIANTS,
-    FlagVariant,
-    MeasuredChoice,
-    WhatIfAnswer,
-    WhatIfJob,
-)
+from quadriga.wire.what_if import MAX_VARIANTS, FlagVariant, MeasuredChoice, WhatIfAnswer, WhatIfJob
 
 # The flags that a simulation may change, and those of the server as it was.
 

@@ -25,13 +25,7 @@ from http_proc.core.gateway import Gateway, Key, wall_seconds, without_prefix
 from http_proc.core.resumption import Resumption, new_key
 from http_proc.core.shares import holding
 from http_proc.web.endpoint import STREAM, Endpoint
-from http_proc.web.exchange import (
-    GATEWAY,
-    ConnectionSink,
-    json_response,
-    receive_call,
-    send_answer,
-)
+from http_proc.web.exchange import GATEWAY, ConnectionSink, json_response, receive_call, send_answer
 from http_proc.web.stream_rows import StreamName, StreamRow, StreamRows
 from quadriga.clock import now
 from quadriga.errors import QuadrigaError
@@ -487,8 +481,7 @@ async def answer_resumably(request: web.Request) -> web.StreamResponse:
         return await send_answer(request, call)
     if not fields.stream:
         raise invalid(
-            "resumable is true, and the answer is no stream: send stream: true as well",
-            "resumable",
+            "resumable is true, and the answer is no stream: send stream: true as well", "resumable"
         )
     return await _send_stream(request, call)
 

@@ -181,10 +181,7 @@ class AsyncClient(ServerSession):
         **options: "Unpack[RequestOptions]",
     ) -> list[Completion]: ...
     async def generate(
-        self,
-        prompt: Any,
-        params: Any = None,
-        **options: "Unpack[RequestOptions]",
+        self, prompt: Any, params: Any = None, **options: "Unpack[RequestOptions]"
     ) -> Completion | list[Completion]:
         """Return the completion of a prompt, or those of a list of prompts in the same order.
 
@@ -272,10 +269,7 @@ class AsyncClient(ServerSession):
 
     @overload  # a str is a sequence of str, too, but the first overload wins
     async def embed(  # type: ignore[overload-overlap]
-        self,
-        prompt: str,
-        pooling: Pooling = DEFAULT_POOLING,
-        **options: "Unpack[RequestOptions]",
+        self, prompt: str, pooling: Pooling = DEFAULT_POOLING, **options: "Unpack[RequestOptions]"
     ) -> TextEmbedding: ...
     @overload
     async def embed(
@@ -285,10 +279,7 @@ class AsyncClient(ServerSession):
         **options: "Unpack[RequestOptions]",
     ) -> list[TextEmbedding]: ...
     async def embed(
-        self,
-        prompt: Any,
-        pooling: Pooling = DEFAULT_POOLING,
-        **options: "Unpack[RequestOptions]",
+        self, prompt: Any, pooling: Pooling = DEFAULT_POOLING, **options: "Unpack[RequestOptions]"
     ) -> TextEmbedding | list[TextEmbedding]:
         """Return the vector of a text, or those of a list of texts in the same order.
 

@@ -320,10 +320,7 @@ class Client:
 
     @overload  # a str is a sequence of str, too, but the first overload wins
     def embed(  # type: ignore[overload-overlap]
-        self,
-        prompt: str,
-        pooling: Pooling = DEFAULT_POOLING,
-        **options: "Unpack[RequestOptions]",
+        self, prompt: str, pooling: Pooling = DEFAULT_POOLING, **options: "Unpack[RequestOptions]"
     ) -> TextEmbedding: ...
     @overload
     def embed(
@@ -333,10 +330,7 @@ class Client:
         **options: "Unpack[RequestOptions]",
     ) -> list[TextEmbedding]: ...
     def embed(
-        self,
-        prompt: Any,
-        pooling: Pooling = DEFAULT_POOLING,
-        **options: "Unpack[RequestOptions]",
+        self, prompt: Any, pooling: Pooling = DEFAULT_POOLING, **options: "Unpack[RequestOptions]"
     ) -> TextEmbedding | list[TextEmbedding]:
         """Return the vector of a text, or those of a list of texts in the same order.
 

@@ -136,11 +136,7 @@ class ServerFlags(TypedDict, total=False):
 
 
 # Values that differ from the command line's: the program is the only client.
-OWNED_SERVER = {
-    "endpoint": PRIVATE_ENDPOINT,
-    "no_http": True,
-    "log_level": "warning",
-}
+OWNED_SERVER = {"endpoint": PRIVATE_ENDPOINT, "no_http": True, "log_level": "warning"}
 
 
 def server_argv(model: str | Path, flags: Mapping[str, Any]) -> list[str]:
@@ -365,10 +361,7 @@ class LLM:
 
     @overload  # a str is a sequence of str, too, but the first overload wins
     def embed(  # type: ignore[overload-overlap]
-        self,
-        prompt: str,
-        pooling: Pooling = DEFAULT_POOLING,
-        **options: "Unpack[RequestOptions]",
+        self, prompt: str, pooling: Pooling = DEFAULT_POOLING, **options: "Unpack[RequestOptions]"
     ) -> TextEmbedding: ...
     @overload
     def embed(
@@ -378,10 +371,7 @@ class LLM:
         **options: "Unpack[RequestOptions]",
     ) -> list[TextEmbedding]: ...
     def embed(
-        self,
-        prompt: Any,
-        pooling: Pooling = DEFAULT_POOLING,
-        **options: "Unpack[RequestOptions]",
+        self, prompt: Any, pooling: Pooling = DEFAULT_POOLING, **options: "Unpack[RequestOptions]"
     ) -> TextEmbedding | list[TextEmbedding]:
         """Return the vector of a text, or those of a list of texts in the same order.
 

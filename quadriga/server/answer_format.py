@@ -170,10 +170,7 @@ _QWEN3_CODER = CallFormat(
 
 # An older model writes a list of objects after the mark, which the style accepts, too.
 _MISTRAL = CallFormat(
-    style=CallStyle.NAMED_JSON,
-    open="[TOOL_CALLS]",
-    name_close="[ARGS]",
-    id_open="[CALL_ID]",
+    style=CallStyle.NAMED_JSON, open="[TOOL_CALLS]", name_close="[ARGS]", id_open="[CALL_ID]"
 )
 
 _LLAMA3_JSON = CallFormat(

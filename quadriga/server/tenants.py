@@ -358,10 +358,7 @@ class TenantFile:
     """
 
     def __init__(
-        self,
-        path: Path,
-        clock: Callable[[], float] = time.monotonic,
-        directory: Path | None = None,
+        self, path: Path, clock: Callable[[], float] = time.monotonic, directory: Path | None = None
     ) -> None:
         self._path = path
         self._clock = clock

@@ -13,12 +13,7 @@ import msgspec
 
 from quadriga.errors import QueueFull, ServerStopping
 from quadriga.wire.sockets import Sender
-from quadriga.wire.to_detok import (
-    EndedRequest,
-    ForgetStreams,
-    ReplicaNews,
-    StreamReplay,
-)
+from quadriga.wire.to_detok import EndedRequest, ForgetStreams, ReplicaNews, StreamReplay
 from quadriga.wire.to_scheduler import Submit
 from scheduler_proc.journal.events import StepEvents, stream_replay
 from scheduler_proc.state.request import FinishReason, Request

@@ -87,8 +87,7 @@ def _line(request: Request, seconds: float) -> str:
     parts += token_counts(request.num_prompt, request.cached_tokens, request.num_generated)
     if request.first_token_at:
         parts += first_token_times(
-            request.admitted_at - request.tokenized_at,
-            request.first_token_at - request.received_at,
+            request.admitted_at - request.tokenized_at, request.first_token_at - request.received_at
         )
     if request.error is not None:
         reason = in_a_line(request.error.message, MAX_REASON_CHARS)
@@ -297,10 +296,7 @@ class TerminalStatusLine:
     """
 
     def __init__(
-        self,
-        show: Callable[[str], None],
-        erase: Callable[[], None],
-        info: Callable[[], InfoValues],
+        self, show: Callable[[str], None], erase: Callable[[], None], info: Callable[[], InfoValues]
     ) -> None:
         self.wake_at: float | None = None
         self.close = erase

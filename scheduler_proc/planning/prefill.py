@@ -191,11 +191,7 @@ class PrefillSharing:
         return min(count, max(share, self._page_size))
 
     def is_held_back(
-        self,
-        request: Request,
-        num_uncached: int,
-        budget: int,
-        partial: Collection[Request],
+        self, request: Request, num_uncached: int, budget: int, partial: Collection[Request]
     ) -> bool:
         """Return whether a waiting request stays behind prompts that are partly computed.
 

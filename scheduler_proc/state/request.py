@@ -396,10 +396,7 @@ class Request:
         return self.priority == BACKGROUND_PRIORITY
 
     def finish(
-        self,
-        reason: FinishReason,
-        matched_stop: int | None = None,
-        error: ErrorInfo | None = None,
+        self, reason: FinishReason, matched_stop: int | None = None, error: ErrorInfo | None = None
     ) -> None:
         """Mark the request as ended."""
         self.status = RequestStatus.FINISHED

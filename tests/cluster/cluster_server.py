@@ -20,10 +20,7 @@ SEEDED = SamplingParams(temperature=1.0, seed=5, max_new_tokens=NEW_TOKENS, igno
 
 
 async def run_streams(
-    endpoint: str,
-    started: asyncio.Event,
-    curve_dir: Path | None = None,
-    num_streams: int = STREAMS,
+    endpoint: str, started: asyncio.Event, curve_dir: Path | None = None, num_streams: int = STREAMS
 ) -> list[tuple[str, ...]]:
     """Run many streams; set `started` when each has its first tokens."""
     streaming = 0

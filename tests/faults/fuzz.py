@@ -22,13 +22,7 @@ import psutil
 from quadriga.client import Client, SamplingParams
 from quadriga.wire.client import Chunk, Chunks, ClientMessage, ServerMessage
 from quadriga.wire.packing import pack_ids
-from quadriga.wire.to_detok import (
-    Delivered,
-    DetokMessage,
-    StepOutput,
-    StreamEnd,
-    StreamStart,
-)
+from quadriga.wire.to_detok import Delivered, DetokMessage, StepOutput, StreamEnd, StreamStart
 from quadriga.wire.to_scheduler import (
     AbortRequest,
     InfoRequest,

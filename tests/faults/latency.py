@@ -52,10 +52,7 @@ INPUTS: dict[str, tuple[int, Callable[[], list[Any]]]] = {
     "a text of 7 MiB": (8, lambda: ["generate", 1, "", WORDS[: 7 * MIB], PARAMS]),
     "to tokenize: 15 MiB": (16, lambda: ["tokenize", 1, "", WORDS]),
     "to tokenize: 7 MiB": (8, lambda: ["tokenize", 1, "", WORDS[: 7 * MIB]]),
-    "to detokenize: 3 million ids": (
-        4,
-        lambda: ["detokenize", 1, "", pack_ids([7]) * 3_000_000],
-    ),
+    "to detokenize: 3 million ids": (4, lambda: ["detokenize", 1, "", pack_ids([7]) * 3_000_000]),
     "3 million token ids": (
         16,
         lambda: ["generate", 1, "", "", PARAMS, True, None, pack_ids([7]) * 3_000_000],

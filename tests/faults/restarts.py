@@ -71,10 +71,7 @@ class Restarts:
 
 @contextmanager
 def resumed_server(
-    directory: Path,
-    endpoint: str,
-    flags: list[str],
-    environment: Mapping[str, str] | None = None,
+    directory: Path, endpoint: str, flags: list[str], environment: Mapping[str, str] | None = None
 ) -> Iterator[Restarts]:
     """Run a server that may be started again, and stop the last one."""
     servers = Restarts(directory, endpoint, flags, environment)

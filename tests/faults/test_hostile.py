@@ -100,14 +100,7 @@ def test_a_client_that_does_not_read_is_cut_off_alone_and_notified(server: Serve
         assert message[1][0] == "slow_reader"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "a role of 15 MiB",
-        "700,000 turns",
-        "get_info, 10,000 times",
-    ],
-)
+@pytest.mark.parametrize("name", ["a role of 15 MiB", "700,000 turns", "get_info, 10,000 times"])
 def test_other_clients_are_answered_while_one_sends_what_costs_most(
     server: Server, name: str
 ) -> None:

@@ -99,9 +99,7 @@ def kill_both(server: Server) -> None:
 
 @pytest.mark.parametrize("strike", [kill_the_detokenizer, kill_the_frontend, kill_both])
 def test_ends_that_a_stopped_frontend_did_not_read_are_delivered_later(
-    own_server: Server,
-    undisturbed: list[tuple[list[int], str]],
-    strike: Callable[[Server], None],
+    own_server: Server, undisturbed: list[tuple[list[int], str]], strike: Callable[[Server], None]
 ) -> None:
     async def run() -> list[tuple[list[int], str]]:
         async with AsyncClient(own_server.endpoint) as client:

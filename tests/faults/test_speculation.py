@@ -48,10 +48,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     """Return the answers of a server that guesses nothing."""
     log = tmp_path_factory.mktemp("plain") / "log"
-    with (
-        running_server(log, *server_flags(model_dir)) as server,
-        Client(server.endpoint) as client,
-    ):
+    with running_server(log, *server_flags(model_dir)) as server, Client(server.endpoint) as client:
         return [answer.token_ids for answer in client.generate(PROMPTS, PARAMS)]
 
 

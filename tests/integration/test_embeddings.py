@@ -45,9 +45,7 @@ def expected(directory: Path, texts: list[str]) -> npt.NDArray[np.float32]:
     return np.array(vectors)
 
 
-def test_an_encoder_gives_the_vectors_of_transformers_alone_and_after_kills(
-    tmp_path: Path,
-) -> None:
+def test_an_encoder_gives_the_vectors_of_transformers_alone_and_after_kills(tmp_path: Path) -> None:
     directory = tiny_bert(tmp_path / "model")
     flags = ("--model", str(directory), *FLAGS)
     with running_server(tmp_path / "log", *flags) as server:

@@ -59,11 +59,7 @@ def test_the_prompt_of_a_suffix_has_the_ids_of_the_marks(url: str, model_dir: Pa
 
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
     answer = client.completions.create(
-        model=MODEL,
-        prompt="def f(",
-        suffix="):\n",
-        max_tokens=4,
-        extra_body={"prompt_logprobs": 0},
+        model=MODEL, prompt="def f(", suffix="):\n", max_tokens=4, extra_body={"prompt_logprobs": 0}
     )
     given = answer.choices[0].prompt_logprobs  # type: ignore[attr-defined]
     assert [int(next(iter(token))) for token in given[1:]] == [

@@ -34,10 +34,7 @@ def test_receipts_name_what_an_answer_is_a_function_of(llama_dir: Path, tmp_path
     port, text = free_port(), "The quick brown fox"
     flags = ["--model", str(llama_dir), "--worker-threads", "1", "--port", str(port)]
     drawn = SamplingParams(max_new_tokens=5, temperature=1.0, seed=7, n=2)
-    with (
-        running_server(tmp_path / "log", *flags) as server,
-        Client(server.endpoint) as client,
-    ):
+    with running_server(tmp_path / "log", *flags) as server, Client(server.endpoint) as client:
         ids, info = client.tokenize(text), client.info()
         answer, again, other = (
             client.generate(prompt, params, receipt=True)

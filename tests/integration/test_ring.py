@@ -10,12 +10,7 @@ import pytest
 
 from quadriga.client import AsyncClient, ChatOptions, Client, Completion, SamplingParams
 from quadriga.client.types import Prompt
-from quadriga.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
-    PromptTooLong,
-    ServerUnreachable,
-)
+from quadriga.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, ServerUnreachable
 from tests.server import ROOT, Server, settle, wait_until
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)

@@ -81,8 +81,7 @@ def test_ranks_must_divide_the_heads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [{"quantization": "int8"}, {"attention_backend": "native"}, {"kv_cache_dtype": "int8"}],
+    "flags", [{"quantization": "int8"}, {"attention_backend": "native"}, {"kv_cache_dtype": "int8"}]
 )
 def test_features_of_a_single_process_are_refused_with_tensor_parallelism(
     flags: dict[str, str],

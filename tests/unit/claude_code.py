@@ -91,7 +91,7 @@ def claude_code_request(model: str, nonce: str = "eb6c6") -> dict[str, Any]:
                         "content": "README.md\nsetup.py",
                         "is_error": False,
                         "cache_control": EPHEMERAL,
-                    },
+                    }
                 ],
             },
         ],

@@ -75,10 +75,7 @@ def generate(
 
 
 def take_in(
-    result: StepResult,
-    slots: list[int],
-    tokens: dict[int, list[int]],
-    logprobs: dict[int, bytes],
+    result: StepResult, slots: list[int], tokens: dict[int, list[int]], logprobs: dict[int, bytes]
 ) -> None:
     assert result.failed == []
     for slot, token in zip(slots, unpack_ids(result.token_ids), strict=True):

@@ -22,10 +22,7 @@ from quadriga.wire.client import ClientMessage, ServerMessage
 from quadriga.wire.sockets import encode
 
 GOLDEN = Path(__file__).parent / "golden" / "frames.json"
-LINKS: dict[str, Any] = {
-    "client to frontend": ClientMessage,
-    "frontend to client": ServerMessage,
-}
+LINKS: dict[str, Any] = {"client to frontend": ClientMessage, "frontend to client": ServerMessage}
 FRAMES_OF_A_MESSAGE = 3
 
 # Link, tag, and then `fields`: names, `whole`: frames in hex, `short`: a frame and its meaning.

@@ -118,11 +118,7 @@ def hash_of(data: bytes) -> str:
 
 
 def _open(
-    directory: Path,
-    run: str,
-    log: DecisionLog,
-    start_us: int,
-    flags: dict[str, Any] | None = None,
+    directory: Path, run: str, log: DecisionLog, start_us: int, flags: dict[str, Any] | None = None
 ) -> RunningServer:
     trace = priorities()
     chosen = {"schedule_policy": "priority", "max_num_partial_prefills": 1, **(flags or {})}

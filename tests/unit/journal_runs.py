@@ -171,12 +171,7 @@ class MortalWorld(World):
             journal._clock = lambda: self.worker.now
         self.journal = journal
         self.scheduler = Scheduler(
-            self._args,
-            EOS,
-            self.worker,
-            self.detok,
-            lambda: self.worker.now,
-            journal,
+            self._args, EOS, self.worker, self.detok, lambda: self.worker.now, journal
         )
         self.scheduler.lifecycle.restore(recovered, first_seq_after_restart() if is_restart else 0)
         self.worker.restart()

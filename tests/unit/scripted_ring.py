@@ -62,12 +62,7 @@ class ScriptedRing:
     """
 
     def __init__(
-        self,
-        pieces: list[str],
-        *,
-        leaves_open: Any = False,
-        error: Any = None,
-        **facts: Any,
+        self, pieces: list[str], *, leaves_open: Any = False, error: Any = None, **facts: Any
     ) -> None:
         self.pieces = pieces
         self.leaves_open: bool = leaves_open
@@ -166,11 +161,7 @@ def chunk(text: str, completion: Completion | None = None) -> StreamChunk:
 
 @asynccontextmanager
 async def gateway_before(
-    ring: ScriptedRing,
-    rows: StreamRows | None = None,
-    run_dir: Path | None = None,
-    /,
-    **flags: Any,
+    ring: ScriptedRing, rows: StreamRows | None = None, run_dir: Path | None = None, /, **flags: Any
 ) -> AsyncIterator[tuple[str, Gateway]]:
     """Yield the URL of a gateway, which keeps its streams in `rows`, and the gateway."""
     port = free_port()

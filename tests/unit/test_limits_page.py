@@ -54,10 +54,7 @@ def none(value: object) -> str:
 
 HTTP, SCHEDULER, LAUNCH = CONFIG.http, CONFIG.scheduler, CONFIG.launch
 VALUES: dict[str, tuple[Callable[..., str], object]] = {
-    "tokens of an answer without a limit of its own": (
-        number,
-        CONFIG.frontend.default_max_tokens,
-    ),
+    "tokens of an answer without a limit of its own": (number, CONFIG.frontend.default_max_tokens),
     "bytes of a body": (size, HTTP.max_body_bytes),
     "seconds in which a body must arrive": (number, exchange.BODY_TIMEOUT_S),
     "bytes of a prompt, after the chat template": (size, prepare.MAX_TEXT_BYTES),
@@ -116,10 +113,7 @@ VALUES: dict[str, tuple[Callable[..., str], object]] = {
     "ended batches": (number, batches.MAX_KEPT_BATCHES),
     "GiB of KV pages on disk": (number, CONFIG.worker.kv_cache_dir_size),
     "bytes of traces": (size, traces.MAX_KEPT_BYTES),
-    "bytes of the gateway's part of traces, and of recent requests": (
-        size,
-        observe.MAX_KEPT_BYTES,
-    ),
+    "bytes of the gateway's part of traces, and of recent requests": (size, observe.MAX_KEPT_BYTES),
     "recent requests of one list": (number, service.MAX_RECENT),
     "bytes of a message": (size, wire.MAX_FRAME_BYTES),
     "messages that a client leaves unread": (number, clients.MAX_UNREAD_MESSAGES),

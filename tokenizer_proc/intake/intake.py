@@ -15,13 +15,7 @@ from quadriga.server.processes.logs import log_exception
 from quadriga.wire.client import Accepted, Generate, Refused
 from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.packing import num_ids
-from quadriga.wire.to_scheduler import (
-    CLIENT,
-    CLIENT_LOST,
-    Drain,
-    FrontendRestarted,
-    Submit,
-)
+from quadriga.wire.to_scheduler import CLIENT, CLIENT_LOST, Drain, FrontendRestarted, Submit
 from tokenizer_proc.deliver.clients import Clients
 from tokenizer_proc.deliver.traces import RingTraces
 from tokenizer_proc.intake.grammar_validator import GrammarValidator

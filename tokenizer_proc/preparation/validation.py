@@ -13,12 +13,7 @@ from quadriga.sampling.params import Grammar, SamplingParams
 from quadriga.sampling.pooling import CLASSIFY, LOGPROBS, Pooling
 from quadriga.sampling.validation import UnservedTokens, check_number
 from quadriga.server.models.resolve import ModelFiles
-from quadriga.wire.client import (
-    MAX_FRAME_BYTES,
-    PROTOCOL_VERSION,
-    ClientMessage,
-    Generate,
-)
+from quadriga.wire.client import MAX_FRAME_BYTES, PROTOCOL_VERSION, ClientMessage, Generate
 from quadriga.wire.packing import unpack_ids, unpack_integer
 
 MAX_REQUEST_ID_CHARS = 128

@@ -26,13 +26,7 @@ from quadriga.wire.client import (
     encode_chunks,
 )
 from quadriga.wire.sockets import Outbox, encode
-from quadriga.wire.to_detok import (
-    Delivered,
-    HandedBack,
-    KnownRequests,
-    StepNews,
-    Withdrawn,
-)
+from quadriga.wire.to_detok import Delivered, HandedBack, KnownRequests, StepNews, Withdrawn
 from quadriga.wire.to_scheduler import (
     CLIENT_LOST,
     AbortRequest,
@@ -210,11 +204,7 @@ class Dispatch:
     """
 
     def __init__(
-        self,
-        replicas: ReplicaSet,
-        router: Router[RouterKey],
-        requests: OpenRequests,
-        sender: int,
+        self, replicas: ReplicaSet, router: Router[RouterKey], requests: OpenRequests, sender: int
     ) -> None:
         self._replicas = replicas
         self._router = router

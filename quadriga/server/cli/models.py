@@ -23,10 +23,7 @@ from quadriga.server.models.families.windows import common_window, num_seen_page
 from quadriga.server.models.formats.directory import read_json
 from quadriga.server.models.formats.gguf_reader import read_architecture_name
 from quadriga.server.models.formats.quantization import BLOCK_SIZES, FLOAT_TYPES, read_quantization
-from quadriga.server.models.formats.tokenizer import (
-    load_tokenizer,
-    template_source,
-)
+from quadriga.server.models.formats.tokenizer import load_tokenizer, template_source
 from quadriga.server.models.model_impl import check_native_heads, check_servable, check_tokenizer
 from quadriga.server.models.resolve import ModelFiles, resolve_model
 from quadriga.server.models.sources import (

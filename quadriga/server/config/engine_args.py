@@ -26,8 +26,7 @@ class ModelArgs:
         basic=True,
     )
     served_model_name: str = flag(
-        "",
-        "name that clients see (default: --model, or of a path the name of its file or folder)",
+        "", "name that clients see (default: --model, or of a path the name of its file or folder)"
     )
     revision: str = flag("", "branch, tag or commit of a Hub id (default: main)", unit="REVISION")
     tokenizer: str = flag(
@@ -375,9 +374,7 @@ class WorkerArgs:
         unit="GIB",
     )
     tp: int = flag(
-        1,
-        "tensor parallelism: processes that share each layer, one device each",
-        basic=True,
+        1, "tensor parallelism: processes that share each layer, one device each", basic=True
     )
     worker_threads: int | None = flag(
         None, "CPU threads of the worker (default: by the number of cores)"

@@ -144,8 +144,7 @@ class LaunchArgs:
         30.0, "seconds that open requests may go on after a signal", unit="SECONDS"
     )
     max_restarts: int = flag(
-        10,
-        "restarts of one process within five minutes; 0: the first death ends the server",
+        10, "restarts of one process within five minutes; 0: the first death ends the server"
     )
     watchdog_timeout: float = flag(
         120.0,

@@ -61,12 +61,7 @@ def exact_rule(document: dict[str, Any], options: Mapping[str, Any], add: AddRul
 
 
 class _ExactRules:
-    def __init__(
-        self,
-        document: dict[str, Any],
-        options: Mapping[str, Any],
-        add: AddRule,
-    ) -> None:
+    def __init__(self, document: dict[str, Any], options: Mapping[str, Any], add: AddRule) -> None:
         self._definitions: dict[str, Any] = document.get("$defs", {})
         self._draft = {key: document[key] for key in ("$schema",) if key in document}
         self._options = dict(options)

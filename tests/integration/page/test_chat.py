@@ -163,9 +163,7 @@ def test_continue_goes_on_where_the_answer_was_stopped(chromium: str) -> None:
     assert chats(ring)[1] == [("user", "A tale"), ("assistant", "Once")]
 
 
-def test_an_edited_message_and_a_second_answer_are_versions_beside_the_first(
-    chromium: str,
-) -> None:
+def test_an_edited_message_and_a_second_answer_are_versions_beside_the_first(chromium: str) -> None:
     ring = ScriptedRing(["first"])
 
     async def test(page: Page) -> None:
@@ -264,9 +262,7 @@ def test_the_user_types_in_the_results_of_calls(chromium: str) -> None:
     assert chats(ring)[1][-1] == ("tool", "wet")
 
 
-def test_probabilities_are_shown_by_token_and_another_token_is_a_new_version(
-    chromium: str,
-) -> None:
+def test_probabilities_are_shown_by_token_and_another_token_is_a_new_version(chromium: str) -> None:
     ring = ScriptedRing(["One", " two"])
     ring.logprobs = fair_logprobs
 

@@ -7,14 +7,7 @@ import pytest
 
 from http_proc.page import live
 from quadriga.errors import RequestFailed
-from quadriga.wire.live import (
-    EventKind,
-    LiveEvent,
-    LiveProcess,
-    LiveServer,
-    LiveStep,
-    RowKind,
-)
+from quadriga.wire.live import EventKind, LiveEvent, LiveProcess, LiveServer, LiveStep, RowKind
 from tests.browser import Page
 from tests.integration.page.live_page import NUM_REQUESTS, live_ring, until_live
 from tests.integration.page.page_ring import OpenRing

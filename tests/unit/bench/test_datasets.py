@@ -91,14 +91,7 @@ def test_answers_are_as_long_as_the_files_unless_the_command_line_says_how_long(
 def test_conversations_come_at_a_rate_and_differ_from_run_to_run(conversations: str) -> None:
     options = parse([*conversations.split(), "--request-rate", "5", "--burstiness", "inf"])
     requests = options.load.workload.requests
-    assert [round(r.at, 1) for r in requests] == [
-        0.0,
-        0.2,
-        0.4,
-        0.6,
-        0.8,
-        1.0,
-    ]
+    assert [round(r.at, 1) for r in requests] == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     first, second = ([job.prompt for job in options.load.workload.jobs(run)] for run in (0, 1))
     assert second == [f"a {prompt}" for prompt in first]
 

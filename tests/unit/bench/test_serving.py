@@ -10,13 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench import serving
-from bench.cli.command import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_NO_SERVER,
-    EXIT_OK,
-    EXIT_USAGE,
-)
+from bench.cli.command import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_NO_SERVER, EXIT_OK, EXIT_USAGE
 from bench.client.load_generator import LoadRun, RequestRecord
 from bench.client.server import free_port
 from bench.load.workload import PlannedRequest

@@ -246,9 +246,7 @@ def test_the_default_load_has_a_rate_and_a_closed_loop_has_none(
     assert call(model_file, "--num-requests", "40", "--max-concurrency", "4") == 0
 
 
-def test_help_shows_only_flags_that_change_a_simulation(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_help_shows_only_flags_that_change_a_simulation(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main(["--help-all"])
     out = capsys.readouterr().out

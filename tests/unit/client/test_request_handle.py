@@ -17,10 +17,7 @@ FAILURE = ErrorInfo(NonFiniteLogits.code, "no numbers")
     "chunks",
     [
         [make_chunk("r", 0, "Hello", [1, 2], make_end(2, error=FAILURE))],
-        [
-            make_chunk("r", 0, "Hel", [1]),
-            make_chunk("r", 3, "lo", [2], make_end(2, error=FAILURE)),
-        ],
+        [make_chunk("r", 0, "Hel", [1]), make_chunk("r", 3, "lo", [2], make_end(2, error=FAILURE))],
         [
             make_chunk("r", 0, "Hello", [1, 2]),
             make_chunk("r", 5, "", [], make_end(2, error=FAILURE)),

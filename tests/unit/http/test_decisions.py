@@ -13,12 +13,7 @@ from quadriga.client.types import Completion, RenderedPrompt, StreamChunk, Timin
 from quadriga.sampling.pooling import LOGPROBS
 from quadriga.wire.client import Usage
 from tests.unit.http.calls import send
-from tests.unit.scripted_ring import (
-    ScriptedHandle,
-    ScriptedRing,
-    gateway_before,
-    openai_before,
-)
+from tests.unit.scripted_ring import ScriptedHandle, ScriptedRing, gateway_before, openai_before
 
 ROLE = "\nassistant:"
 # Probabilities of words after anything.

@@ -11,10 +11,7 @@ from http_proc.generation.vectors import MAX_AT_ONCE
 from quadriga.errors import InvalidRequest
 from quadriga.sampling.pooling import Pooling
 from tests.unit.http.calls import send
-from tests.unit.scripted_ring import (
-    gateway_before,
-    openai_before,
-)
+from tests.unit.scripted_ring import gateway_before, openai_before
 from tests.unit.vector_ring import VectorRing
 
 

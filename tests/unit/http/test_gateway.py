@@ -17,13 +17,7 @@ from quadriga.errors import (
     ServerStopping,
 )
 from quadriga.server.answer_format import AnswerFormat, to_info
-from tests.unit.scripted_ring import (
-    ASK,
-    LLAMA3,
-    ScriptedRing,
-    chunk,
-    openai_before,
-)
+from tests.unit.scripted_ring import ASK, LLAMA3, ScriptedRing, chunk, openai_before
 
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'

@@ -48,10 +48,7 @@ def test_a_program_gets_json(accept: str) -> None:
 
 @pytest.mark.parametrize("agent", ["ollama/0.6.1 (amd64 linux)", "ollama-python/0.6.1"])
 async def test_a_client_of_ollama_finds_its_server_and_anthropics_its_models(agent: str) -> None:
-    async with (
-        gateway_before(ScriptedRing([])) as (url, _),
-        aiohttp.ClientSession(url) as session,
-    ):
+    async with gateway_before(ScriptedRing([])) as (url, _), aiohttp.ClientSession(url) as session:
         async with session.get("/", headers={"User-Agent": agent}) as response:
             assert await response.text() == "Ollama is running"
         async with session.head("/", headers={"User-Agent": agent}) as response:

@@ -20,12 +20,7 @@ from http_proc.core.call import (
 )
 from http_proc.core.errors import ApiError
 from http_proc.generation.chat_call import MAX_CONTENT_PARTS
-from quadriga.wire.client import (
-    MAX_NAME_CHARS,
-    MAX_TEMPLATE_ARGS,
-    MAX_TOOLS,
-    MAX_TURNS,
-)
+from quadriga.wire.client import MAX_NAME_CHARS, MAX_TEMPLATE_ARGS, MAX_TOOLS, MAX_TURNS
 from tests.unit.scripted_ring import ScriptedRing, gateway_before
 
 MAX_HOLD_S = 1.0
@@ -140,10 +135,7 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: chat(messages=[TURN | {"content": [PART] * 150_000}]),
         "the body has",
     ),
-    "a role of 3 MB": (
-        lambda: chat(messages=[{"role": "a b " * 710_000, "content": "x"}]),
-        "role",
-    ),
+    "a role of 3 MB": (lambda: chat(messages=[{"role": "a b " * 710_000, "content": "x"}]), "role"),
     "a name of 3 MB": (lambda: chat(messages=[TURN | {"name": "a b " * 710_000}]), "a name of"),
     "100,000 tools": (lambda: chat(tools=[TOOL] * 100_000), "the body has"),
     "100,000 biases": (
@@ -160,10 +152,7 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
     "2 million digits": (lambda: listed(b"1", 2 * 10**6), "the body has"),
     "long floats": (lambda: listed(b"1." + b"1" * 300 + b"e-300", 10_000), "digits"),
     "a text of 3 MB": (lambda: chat(messages=[TURN | {"content": '{[,"\\' * 300_000}]), ""),
-    "keyword arguments of 3 MB": (
-        lambda: chat(chat_template_kwargs={"x": "a b " * 710_000}),
-        "",
-    ),
+    "keyword arguments of 3 MB": (lambda: chat(chat_template_kwargs={"x": "a b " * 710_000}), ""),
     "arguments of 3 MB": (
         lambda: chat(
             messages=[

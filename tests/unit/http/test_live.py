@@ -11,12 +11,7 @@ import pytest
 
 from http_proc.page import live as hub_module
 from http_proc.page.live import MAX_BEHIND, LiveHub, PageViewer
-from quadriga.client.live import (
-    server_from_json,
-    server_to_json,
-    step_from_json,
-    step_to_json,
-)
+from quadriga.client.live import server_from_json, server_to_json, step_from_json, step_to_json
 from quadriga.errors import RequestFailed
 from quadriga.wire.live import (
     EventKind,
@@ -133,10 +128,7 @@ async def test_a_failing_ring_is_an_event_and_is_asked_again(
 
 async def test_a_view_too_many_is_refused_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_module, "MAX_VIEWERS", 1)
-    async with (
-        gateway_before(ScriptedRing([])) as (_, gateway),
-        aiohttp.ClientSession() as session,
-    ):
+    async with gateway_before(ScriptedRing([])) as (_, gateway), aiohttp.ClientSession() as session:
         url = f"{gateway.args.url}/v1/live"
         async with session.get(url) as first, session.get(url) as second:
             assert first.status == 200

@@ -78,10 +78,7 @@ def families() -> Iterator[Metric]:
         files=AnyNumber(),
     )
     store = Mock(
-        spec=StoredResponses,
-        size=AnyNumber(),
-        has_failed=True,
-        outcomes={"stored": 1, "failed": 1},
+        spec=StoredResponses, size=AnyNumber(), has_failed=True, outcomes={"stored": 1, "failed": 1}
     )
     any_number: Any = AnyNumber()
     exporter = {key: 1 for key, _ in TRACE_COUNTERS.values()}

@@ -169,10 +169,7 @@ def test_options_have_ollamas_names_and_the_rest_of_the_context_is_no_error() ->
     assert given["clamp_max_new_tokens"] and given["truncate_prompt"]
     ask(ring, options={"num_predict": -1}, format={"type": "array"})
     assert ring.submitted[1][1].max_new_tokens == 100  # the context
-    assert ring.submitted[1][1].json_schema == {
-        "type": "array",
-        "x-guidance": {"lenient": True},
-    }
+    assert ring.submitted[1][1].json_schema == {"type": "array", "x-guidance": {"lenient": True}}
     ask(ring)
     assert ring.submitted[2][1].max_new_tokens is None
 

@@ -5,12 +5,7 @@ from typing import Any
 import pytest
 
 from http_proc.core.errors import ApiError, from_server
-from http_proc.generation.sampling import (
-    CHAT,
-    OPENAI,
-    SGLANG,
-    take_sampling,
-)
+from http_proc.generation.sampling import CHAT, OPENAI, SGLANG, take_sampling
 from quadriga.errors import InvalidRequest
 from quadriga.sampling.params import SamplingParams
 

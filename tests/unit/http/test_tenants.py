@@ -91,9 +91,7 @@ async def test_a_key_that_is_added_works_and_a_removed_one_is_refused_at_the_nex
         assert await ask(gateway, Authorization="Bearer c-key") == 200
 
 
-async def test_a_removed_key_is_refused_while_every_shared_thread_is_busy(
-    keys: Path,
-) -> None:
+async def test_a_removed_key_is_refused_while_every_shared_thread_is_busy(keys: Path) -> None:
     ring, is_over = ScriptedRing(["a"]), threading.Event()
     async with gateway_before(ring, keys=str(keys)) as (_, gateway):
         loop = asyncio.get_running_loop()

@@ -23,12 +23,7 @@ from quadriga.wire.client import Chunk, Chunks, Replay
 from quadriga.wire.packing import pack_ids, unpack_ids
 from quadriga.wire.sockets import Outbox, encode
 from quadriga.wire.to_detok import DetokMessage
-from quadriga.wire.to_scheduler import (
-    CLIENT,
-    FrontendRestarted,
-    SchedulerMessage,
-    Submit,
-)
+from quadriga.wire.to_scheduler import CLIENT, FrontendRestarted, SchedulerMessage, Submit
 from quadriga.wire.worker import WorkerReady
 from scheduler_proc.journal.file import JournalRecord
 from scheduler_proc.journal.recovery import JournalState

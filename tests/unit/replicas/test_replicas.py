@@ -10,14 +10,7 @@ from quadriga import __version__
 from quadriga.errors import InvalidRequest
 from quadriga.sampling.params import SamplingParams
 from quadriga.server.config.engine_args import IN_TURN
-from quadriga.wire.client import (
-    Chunk,
-    Chunks,
-    Info,
-    ProgressAnswer,
-    RequestProgress,
-    RequestState,
-)
+from quadriga.wire.client import Chunk, Chunks, Info, ProgressAnswer, RequestProgress, RequestState
 from quadriga.wire.live import RowKind
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.sockets import Outbox, encode
@@ -95,13 +88,7 @@ class World:
         self.shown: list[tuple[int, bytes]] = []
         self.known: list[set[Name]] = []
         router = Router[RouterKey](IN_TURN, num_replicas, BLOCK, PAGE, 100)
-        self.replicas = Replicas(
-            num_replicas,
-            router,
-            BLOCK,
-            self.recalled.append,
-            sender=SENDER,
-        )
+        self.replicas = Replicas(num_replicas, router, BLOCK, self.recalled.append, sender=SENDER)
         self.replicas.listener = self
         self.router = router
         for number, outbox in enumerate(self.outboxes):
@@ -306,10 +293,7 @@ def test_a_new_scheduler_is_sent_what_its_replica_has() -> None:
     world.replicas.on_restarted(home, "scheduler_proc")
     assert world.outboxes[home].num_renewals == 1
     (message,) = moved(world.outboxes[home].take())
-    assert (message.request_id, message.progress) == (
-        "a",
-        [ChoiceProgress(0, pack_ids([1]), 5.0)],
-    )
+    assert (message.request_id, message.progress) == ("a", [ChoiceProgress(0, pack_ids([1]), 5.0)])
     assert home in [world.submit(f"later-{n}") for n in range(2)]
 
 

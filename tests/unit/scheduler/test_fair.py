@@ -16,12 +16,7 @@ from scheduler_proc.planning.fairness import (
     make_queue,
     tenant_share,
 )
-from scheduler_proc.planning.policies import (
-    FirstComeFirstServed,
-    Pack,
-    PriorityFirst,
-    WaitingQueue,
-)
+from scheduler_proc.planning.policies import FirstComeFirstServed, Pack, PriorityFirst, WaitingQueue
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.request import Request
 from tests.unit.scheduler.requests import waiting_request

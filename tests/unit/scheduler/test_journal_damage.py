@@ -126,8 +126,7 @@ def swap_frames(data: bytearray, source: random.Random, _place: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [flip, cut, blank, drop, insert, repeat, drop_frames, repeat_frames, swap_frames],
+    "damage", [flip, cut, blank, drop, insert, repeat, drop_frames, repeat_frames, swap_frames]
 )
 def test_a_damaged_journal_is_read_as_it_was_after_some_frame(
     tmp_path: Path, damage: Damage

@@ -8,13 +8,7 @@ import pytest
 from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.to_detok import HandedBack, StepOutput
-from quadriga.wire.to_scheduler import (
-    ChoiceProgress,
-    DetokReady,
-    FrontendRestarted,
-    Recall,
-    Submit,
-)
+from quadriga.wire.to_scheduler import ChoiceProgress, DetokReady, FrontendRestarted, Recall, Submit
 from scheduler_proc.journal.events import StepEvents
 from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.state.request import FinishReason

@@ -174,9 +174,7 @@ def test_a_server_whose_frontend_crashed_does_not_stop_before_its_clients_could_
     assert world.scheduler.stopped
 
 
-def test_logprobs_of_requests_that_ended_do_not_pile_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_logprobs_of_requests_that_ended_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detok_outbox, "MAX_REMEMBERED_BYTES", 20_000)
     table, outbox = RequestTable(frozenset()), DetokOutbox(Detok())
     for number in range(100):

@@ -11,10 +11,7 @@ from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.to_detok import PROMPT_END_TOKENS, StepOutput, StreamStart
 from quadriga.wire.to_scheduler import Shutdown, Submit
-from scheduler_proc.journal.writer import (
-    FILE_NAME,
-    RETRY_INTERVAL_S,
-)
+from scheduler_proc.journal.writer import FILE_NAME, RETRY_INTERVAL_S
 from tests.unit.journal_runs import FaultyOs, MortalWorld, faulty_os, full_disk, release_journal
 from tests.unit.simulation import abort, reference, submit
 
@@ -75,9 +72,7 @@ def test_the_detokenizer_gets_the_end_of_a_prompt_that_is_continued_after_every_
     assert len(seen) == 2 * 3
 
 
-def test_a_client_gets_an_empty_replay_where_no_token_was_journaled(
-    tmp_path: Path,
-) -> None:
+def test_a_client_gets_an_empty_replay_where_no_token_was_journaled(tmp_path: Path) -> None:
     world = MortalWorld(SchedulerArgs(), tmp_path)
     world.send(submit("a", [5], 3, ignore_eos=True))
     world.restart_scheduler()

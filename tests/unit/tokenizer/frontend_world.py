@@ -20,13 +20,7 @@ from quadriga.wire.async_sockets import Unreachable
 from quadriga.wire.client import Chunks, Generate, Refused, ServerMessage
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.sockets import Outbox, encode
-from quadriga.wire.to_detok import (
-    Delivered,
-    EndedRequest,
-    KnownRequests,
-    ReplicaNews,
-    StepNews,
-)
+from quadriga.wire.to_detok import Delivered, EndedRequest, KnownRequests, ReplicaNews, StepNews
 from quadriga.wire.to_scheduler import FrontendRestarted, Submit
 from quadriga.wire.trace import RequestTrace
 from tokenizer_proc.deliver.traces import RingTraces
@@ -162,13 +156,7 @@ class FrontendWorld:
         self.grammars = SlowGrammars()
         preparation = RequestPreparation(preparer, self.pool, self.grammars)  # type: ignore[arg-type]
         self.frontend = Frontend(
-            preparation,
-            guard,
-            self.replicas,
-            {},
-            replaces,
-            owners=owners,
-            traces=traces,
+            preparation, guard, self.replicas, {}, replaces, owners=owners, traces=traces
         )
         self.frontend.clients.open(self.port)  # type: ignore[arg-type]
         self.replicas.listener = self.frontend

@@ -32,8 +32,7 @@ WITH_CALLS = (
 AS_OBJECT = WITH_CALLS.replace("CALL", "{{ c.function.arguments | tojson }}")
 AS_TEXT = WITH_CALLS.replace("CALL", "{{ c.function.arguments + '' }}")
 SHORT_IDS = AS_OBJECT.replace(
-    "[{{ c.id }}]",
-    "{% if c.id | length != 9 %}{{ raise_exception('id') }}{% endif %}[{{ c.id }}]",
+    "[{{ c.id }}]", "{% if c.id | length != 9 %}{{ raise_exception('id') }}{% endif %}[{{ c.id }}]"
 )
 
 TOOL = {

@@ -165,10 +165,7 @@ def test_the_marks_of_a_real_template_are_found(file: Path) -> None:
         Derived(found.source)
         if reasoning is None
         else Derived(
-            found.source,
-            (reasoning.open, reasoning.close),
-            reasoning.switch,
-            reasoning.is_default,
+            found.source, (reasoning.open, reasoning.close), reasoning.switch, reasoning.is_default
         )
     )
     assert derived == EXPECTED[file.stem]

@@ -8,11 +8,7 @@ import pytest
 
 from quadriga.server.answer_format import KNOWN_FORMATS, CallFormat, CallStyle, ReasoningFormat
 from tokenizer_proc.preparation.chat import ChatTemplate
-from tokenizer_proc.preparation.templates.derive import (
-    GIVEN,
-    ResponseMarks,
-    read_response_template,
-)
+from tokenizer_proc.preparation.templates.derive import GIVEN, ResponseMarks, read_response_template
 
 TRANSFORM = {
     "type": "function",

@@ -215,10 +215,7 @@ def test_a_schema_is_called_by_its_name_in_errors() -> None:
             {**an_object(a={}), "required": ["b"]},
             {key: value for key, value in an_object(a={}).items() if key != "required"},
         ),
-        (
-            an_object(n={"type": "string", "const": BIG}),
-            an_object(n={"type": "string"}),
-        ),
+        (an_object(n={"type": "string", "const": BIG}), an_object(n={"type": "string"})),
         (
             {"allOf": [{"const": BIG}, {"type": "integer"}], "type": "integer"},
             {"allOf": [{"type": "integer"}, {"type": "integer"}], "type": "integer"},

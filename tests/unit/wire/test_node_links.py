@@ -12,14 +12,7 @@ import zmq
 from quadriga.clock import Countdown
 from quadriga.errors import AddressInUse, ConfigError
 from quadriga.wire.async_sockets import AsyncPort
-from quadriga.wire.curve import (
-    INNER,
-    SERVER,
-    Guard,
-    inner_key_id,
-    load_pair,
-    make_server_keys,
-)
+from quadriga.wire.curve import INNER, SERVER, Guard, inner_key_id, load_pair, make_server_keys
 from quadriga.wire.links import ON_THIS_MACHINE, Endpoints, NodeLinks, ReservedPort
 from quadriga.wire.sockets import Inbox, Outbox, bind_frames
 from quadriga.wire.to_scheduler import AbortRequest, SchedulerMessage

@@ -230,10 +230,7 @@ _EXAMPLES: dict[str, Any] = {
 
 
 def with_tools(
-    messages: list[Turn],
-    tools: list[dict[str, Any]],
-    needs: TemplateNeeds,
-    form: CallFormat,
+    messages: list[Turn], tools: list[dict[str, Any]], needs: TemplateNeeds, form: CallFormat
 ) -> list[Turn]:
     """Return a chat that describes the tools in its system message.
 
@@ -354,10 +351,7 @@ _SHORT_ID_ALPHABET = string.ascii_letters + string.digits
 
 
 def template_messages(
-    messages: list[ChatMessage],
-    tools: list[dict[str, Any]],
-    needs: TemplateNeeds,
-    form: CallFormat,
+    messages: list[ChatMessage], tools: list[dict[str, Any]], needs: TemplateNeeds, form: CallFormat
 ) -> list[dict[str, Any]]:
     """Return the messages as the template takes them; tools that it does not take are described.
 

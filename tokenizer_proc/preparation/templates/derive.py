@@ -278,10 +278,7 @@ GENERIC = "hermes"
 GENERIC_SOURCE = "hermes, as the chat template has no tools"
 UNKNOWN_SOURCE = "hermes, as the chat template does not show how calls are written"
 # Texts of templates that do not show how calls are written, or show a part of it only.
-HINTS = {
-    "harmony": ("<|channel|>", "<|message|>", "commentary"),
-    "lfm2": ("<|tool_list_start|>",),
-}
+HINTS = {"harmony": ("<|channel|>", "<|message|>", "commentary"), "lfm2": ("<|tool_list_start|>",)}
 
 
 class Derivation(NamedTuple):

@@ -367,11 +367,7 @@ def _to_json(
     """Return JSON without HTML escapes, in place of Jinja's own filter."""
     check_size(value, MAX_JSON_VALUES)
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

@@ -428,9 +428,7 @@ def rope_divisors_of(path: Path, header: GGUFHeader) -> dict[str, list[float]]:
 
 
 def make_config(
-    metadata: Mapping[str, Any],
-    tensors: TensorIndex,
-    rope_divisors: Mapping[str, list[float]],
+    metadata: Mapping[str, Any], tensors: TensorIndex, rope_divisors: Mapping[str, list[float]]
 ) -> dict[str, Any]:
     """Return config.json with Hugging Face's keys.
 

@@ -384,10 +384,7 @@ ANSWERS = [
         calls=(RICH_CALL,),
     ),
     Recorded(
-        "granite",
-        "<think>Hm.\n</think>\n<response>Yes.</response>",
-        text="Yes.",
-        reasoning="Hm.",
+        "granite", "<think>Hm.\n</think>\n<response>Yes.</response>", text="Yes.", reasoning="Hm."
     ),
     Recorded(
         "granite",

@@ -204,11 +204,7 @@ async def test_logprobs_are_those_of_the_text() -> None:
     ]
     async with asking(ring) as client:
         answer = await both(
-            client,
-            **ASK,
-            tools=[WEATHER],
-            include=["message.output_text.logprobs"],
-            top_logprobs=1,
+            client, **ASK, tools=[WEATHER], include=["message.output_text.logprobs"], top_logprobs=1
         )
         (message, _) = answer.output
         assert isinstance(message, ResponseOutputMessage)

@@ -61,10 +61,7 @@ async def reading(
     """Yield the response to a request for the rest of a stream."""
     query = "" if after is None else f"?starting_after={after}"
     url = f"{gateway.args.url}/v1/streams/{stream_id}{query}"
-    async with (
-        aiohttp.ClientSession() as session,
-        session.get(url, headers=headers) as response,
-    ):
+    async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as response:
         yield response
 
 

@@ -20,13 +20,7 @@ from quadriga.server.models.weight_modes import (
     weight_modes,
 )
 from tests.tiny_encoders import tiny_bert
-from tests.tiny_models import (
-    add_unserved_tokens,
-    like_llama,
-    tiny_gpt2,
-    tiny_llama,
-    tiny_mistral,
-)
+from tests.tiny_models import add_unserved_tokens, like_llama, tiny_gpt2, tiny_llama, tiny_mistral
 from tests.unit.fake_server import running_fake_server
 from tests.unit.tiny_gguf import write_tiny_gguf
 

@@ -31,14 +31,7 @@ from quadriga.server.models.formats.tokenizer import (
 )
 from quadriga.server.models.resolve import ModelFiles, resolve_model
 from quadriga.server.models.sources import builtin_weights
-from tests.unit.tiny_gguf import (
-    BYTES,
-    CONTROL,
-    NORMAL,
-    TOKENS,
-    USER_DEFINED,
-    write_tiny_gguf,
-)
+from tests.unit.tiny_gguf import BYTES, CONTROL, NORMAL, TOKENS, USER_DEFINED, write_tiny_gguf
 from tokenizer_proc.preparation.prepare import sampling_defaults
 from worker_proc.loading.checkpoints import from_gguf
 
@@ -259,9 +252,7 @@ def test_chat_templates_are_kept_by_their_names(tmp_path: Path) -> None:
     assert tool_template_source(directory, config) == "T"
 
 
-def test_recommended_sampling_parameters_are_those_of_requests_without_them(
-    tmp_path: Path,
-) -> None:
+def test_recommended_sampling_parameters_are_those_of_requests_without_them(tmp_path: Path) -> None:
     sampling = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.05}
     path = write_tiny_gguf(tmp_path / "tiny.gguf", sampling=sampling)
     config = resolve_model(ModelArgs(model=str(path))).generation_config

@@ -56,10 +56,7 @@ def test_the_configuration_is_that_of_the_workers_model(build: Any, tmp_path: Pa
             "names mpnet, MPNetModel as its",
         ),
         ({"hidden_act": "mish"}, "hidden_act = 'mish'; supported: silu, swish, gelu_pytorch_tanh"),
-        (
-            {"rope_parameters": {"rope_type": "longest"}},
-            "rope_type = 'longest'; supported",
-        ),
+        ({"rope_parameters": {"rope_type": "longest"}}, "rope_type = 'longest'; supported"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quant_method = 'hqq'; supported: awq"),
     ],
 )

@@ -68,10 +68,7 @@ def test_a_container_with_less_time_than_cores_has_fewer_threads_and_no_places()
 
 @pytest.mark.parametrize(
     ("args", "threads"),
-    [
-        (WorkerArgs(device="cpu", worker_threads=8), 8),
-        (WorkerArgs(device="cuda"), 7),
-    ],
+    [(WorkerArgs(device="cpu", worker_threads=8), 8), (WorkerArgs(device="cuda"), 7)],
 )
 def test_places_are_left_open_where_they_are_not_wanted(args: WorkerArgs, threads: int) -> None:
     assert assign_cpus(cores_of(8), math.inf, args) == CpuPlan(threads, NO_CPUS, NO_CPUS)
@@ -114,9 +111,7 @@ def test_this_machine_has_shares() -> None:
     assert bool(found.worker) == bool(found.others)
 
 
-def test_without_cpu_pinning_the_plan_names_no_cpus(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_cpu_pinning_the_plan_names_no_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_cores", lambda allowed: cores_of(8))
     monkeypatch.setattr(module, "_quota", lambda: math.inf)
     assert plan_cpus(ON_CPU).worker

@@ -38,10 +38,7 @@ def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
     handlers = {number: signal.getsignal(number) for number in (1, 2, 15)}
     args = LaunchArgs(max_restarts=1, watchdog_timeout=WATCHDOG_S)
     supervisor = Supervisor(
-        [],
-        lambda name: [sys.executable, str(tmp_path / f"{name}.py")],
-        args,
-        ["second"],
+        [], lambda name: [sys.executable, str(tmp_path / f"{name}.py")], args, ["second"]
     )
     yield supervisor
     supervisor.clean_up()

@@ -27,9 +27,7 @@ def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporter, "BATCH_DELAY_S", 0.01)
 
 
-def test_traces_arrive_with_the_headers_of_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_traces_arrive_with_the_headers_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HEADERS_VARIABLE, "x-key=a%20b, x-other = 2")
     with running_collector() as collector:
         otlp = OtlpExporter(collector.url, {"service.name": "q"})
