@@ -100,7 +100,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 def attend(
     head_dim: int, group: int, one_query: bool, dtype: str, kv_dtype: str, is_split: bool,
-    **special: Any,
+    writes: bool = False, **special: Any,
 ) -> Compiled:  # fmt: skip
     """Return the attention kernel as `attend_over_pages` compiles it."""
     tile = attention.tile_of(group, one_query, head_dim, DTYPES[dtype])
@@ -108,24 +108,31 @@ def attend(
         "KV_HEADS": 8, "GROUP": group, "DIM": head_dim, "PAGE_SIZE": 16, "BLOCK_ROWS": tile.rows,
         "BLOCK_KEYS": tile.keys, "BLOCK_DIM": attention.block_dim(head_dim),
         "ONE_QUERY": one_query, "IS_SPLIT": is_split, "WINDOW": 0, "CAPPED": False,
-        "HAS_SINKS": False, "LOG2_E": attention.LOG2_E, **special,
+        "HAS_SINKS": False, "LOG2_E": attention.LOG2_E, "WRITES": writes,
+        "HALF": head_dim // 2, "ROTATED": writes, "NORMED": writes, **special,
     }  # fmt: skip
-    types = dict.fromkeys((*attention.INDICES, "page_table"), IDS)
+    types = dict.fromkeys((*attention.INDICES, "page_table", "nonfinite_from"), IDS)
+    types |= dict.fromkeys(("cosines", "sines"), FLOATS) | {"epsilon": "fp32", "offset": "fp32"}
+    types |= dict.fromkeys(("query_gain", "key_gain"), dtype)
     types |= dict.fromkeys(("q_stride", "page_table_stride", "out_stride", "splits"), "i32")
     types |= {"scale": "fp32", "softcap": "fp32", "q": dtype, "keys": kv_dtype,
               "values": kv_dtype, "sinks": dtype}  # fmt: skip
     types |= dict.fromkeys(("out", "weights"), FLOATS if is_split else dtype)
     kind = ("decode" if one_query else "prompts") + (", split" if is_split else "")
+    kind += ", writes" if writes else ""
     label = f"attention {kind}, {head_dim} wide, group {group}, {dtype[1:]}"
     label += f" over {kv_dtype[1:]}" if kv_dtype != dtype else ""
     options = {"num_stages": tile.stages, "num_warps": tile.warps}
+    if writes:
+        options["maxnreg"] = attention.MAX_WRITING_REGISTERS
     return Compiled(label, attention._attend, constants, types, options)
 
 
 def chosen_attention(capability: int) -> Iterator[Compiled]:
     """Return the shapes that have needed the most, and the most common ones."""
-    special = {"WINDOW": 100, "CAPPED": True, "HAS_SINKS": True}
+    special: dict[str, Any] = {"WINDOW": 100, "CAPPED": True, "HAS_SINKS": True}
     yield attend(128, 4, True, NUMBERS, NUMBERS, False)
+    yield attend(128, 4, True, NUMBERS, NUMBERS, True, writes=True)
     yield attend(128, 4, False, NUMBERS, NUMBERS, False)
     if SHARED_BYTES[capability] == min(SHARED_BYTES.values()):
         # The others have the least room there.
@@ -142,6 +149,8 @@ def all_attention(capability: int) -> Iterator[Compiled]:
         for dtype in DTYPES:
             for is_split in (False, True):
                 yield attend(head_dim, group, one_query, dtype, dtype, is_split)
+            if one_query:
+                yield attend(head_dim, group, True, dtype, dtype, True, writes=True)
         if capability >= 89:
             yield attend(head_dim, group, one_query, NUMBERS, FP8, False)
 

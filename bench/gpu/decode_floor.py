@@ -161,7 +161,7 @@ def times_of(
 def _plain_times_of(
     config: ServerConfig, files: ModelFiles, sizes: FloorSizes
 ) -> dict[tuple[int, int], tuple[float, float | None]]:
-    from worker_proc.gpu.products import PLAIN, STEPS_VARIABLE
+    from worker_proc.gpu.pages import PLAIN, STEPS_VARIABLE
 
     os.environ[STEPS_VARIABLE] = PLAIN
     try:

@@ -35,6 +35,7 @@ from worker_proc.gpu.pages import (
 from worker_proc.gpu.products import Products, chooses, multiply_by_torch
 from worker_proc.models.attention import Ints
 from worker_proc.models.base import Model
+from worker_proc.models.layers import Attention
 from worker_proc.models.transfer import send_all
 from worker_proc.sampling.grammar import (
     Constrained,
@@ -137,6 +138,9 @@ class TritonEngine(Engine):
 
     @torch.inference_mode()
     def capture_graphs(self, table: SlotTable) -> None:
+        if table.device.type == "cuda":
+            layers = [module for module in self.model.modules() if isinstance(module, Attention)]
+            self._attention.check_writing(layers)
         self._products.choose(partial(self._compile, table))
         self._compile(table)
         if self._capture is None:

@@ -75,7 +75,14 @@ class PromptLaunch(Launch):
 
     wrappers: dict[int, Any]
 
-    def attend(self, q: Tensor, pool: Tensor, out: Tensor, attention: Attention) -> None:
+    def attend(
+        self,
+        q: Tensor,
+        pool: Tensor,
+        out: Tensor,
+        attention: Attention,
+        nonfinite_from: Tensor | None = None,
+    ) -> None:
         wrapper = self.wrappers[_window_left(attention.window)]
         wrapper.run(q.contiguous(), (pool[0], pool[1]), out=out.view(q.shape))
 

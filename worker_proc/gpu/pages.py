@@ -1,7 +1,11 @@
 """KV pages on a GPU, and the attention of one step over them."""
 
+import logging
+import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -22,7 +26,17 @@ from worker_proc.step.slot_table import SlotTable
 PROGRAMS_PER_PROCESSOR = 2  # with fewer on each multiprocessor, a row's keys are split
 LONG_CONTEXT = 8192  # tokens; steps with a longer row split every row's keys
 LONG_SPLITS = 16
+MAX_WRITING_ERROR = 0.01  # relative, of results that are rounded to 8 bits
 MIN_SPLIT_CONTEXT = 1024  # tokens; shorter prompts are not split
+
+
+# For comparisons: with "plain", cuBLAS computes all products, and every kernel does one thing.
+STEPS_VARIABLE, PLAIN = "QUADRIGA_GPU_STEPS", "plain"
+
+
+def wants_plain_steps() -> bool:
+    """Return whether steps are to be computed without what makes those of few rows faster."""
+    return os.environ.get(STEPS_VARIABLE) == PLAIN
 
 
 class Pages:
@@ -79,8 +93,19 @@ class Launch(ABC):
     first: int
     last: int
 
+    def can_write(self, attention: Attention) -> bool:
+        """Return whether `attend` can do what `rotate_and_write` does, too."""
+        return False
+
     @abstractmethod
-    def attend(self, q: Tensor, pool: Tensor, out: Tensor, attention: Attention) -> None:
+    def attend(
+        self,
+        q: Tensor,
+        pool: Tensor,
+        out: Tensor,
+        attention: Attention,
+        nonfinite_from: Tensor | None = None,
+    ) -> None:
         """Attend.
 
         Args:
@@ -88,6 +113,7 @@ class Launch(ABC):
             pool: a layer's pages.
             out: receives `[tokens, heads * head_dim]`.
             attention: scale, soft cap, window and sinks of the layer.
+            nonfinite_from: as in `attend_over_pages`, if the launch can write.
         """
 
 
@@ -130,26 +156,46 @@ class AttentionMetadata:
         """
         heads = qkv.shape[1] - 2 * pool.shape[3]
         out = qkv.new_empty(len(qkv), heads * qkv.shape[2])
-        rotate_and_write(
-            qkv, pool, self.page_table, self.slots, self.positions, attention,
-            self.nonfinite_from, out,
-        )  # fmt: skip
-        for launch in self.launches:
+        writing = [launch.can_write(attention) for launch in self.launches]
+        if not all(writing):
+            rotate_and_write(
+                qkv, pool, self.page_table, self.slots, self.positions, attention,
+                self.nonfinite_from, out,
+            )  # fmt: skip
+        for launch, writes in zip(self.launches, writing, strict=True):
             tokens = slice(launch.first, launch.last)
-            launch.attend(qkv[tokens, :heads], pool, out[tokens], attention)
+            nonfinite_from = self.nonfinite_from if writes else None
+            launch.attend(qkv[tokens, :heads], pool, out[tokens], attention, nonfinite_from)
         return out
 
 
 @dataclass(frozen=True, slots=True)
 class TritonLaunch(Launch):
-    """A launch of our kernel; `blocks` and `splits` as in attend_over_pages."""
+    """A launch of our kernel; `blocks` and `splits` as in attend_over_pages.
+
+    Attributes:
+        writes: all launches of the step are of single tokens, whose keys the kernel writes itself.
+    """
 
     page_table: Tensor
     blocks: Tensor
     splits: int
+    writes: bool = False
 
-    def attend(self, q: Tensor, pool: Tensor, out: Tensor, attention: Attention) -> None:
-        attend_over_pages(q, pool, self.page_table, self.blocks, out, attention, self.splits)
+    def can_write(self, attention: Attention) -> bool:
+        return self.writes and (attention.norms is None or not attention.norms.whole)
+
+    def attend(
+        self,
+        q: Tensor,
+        pool: Tensor,
+        out: Tensor,
+        attention: Attention,
+        nonfinite_from: Tensor | None = None,
+    ) -> None:
+        attend_over_pages(
+            q, pool, self.page_table, self.blocks, out, attention, self.splits, nonfinite_from
+        )
 
 
 class TritonAttention:
@@ -167,11 +213,51 @@ class TritonAttention:
     """
 
     def __init__(self, pages: Pages, dtype: torch.dtype, deterministic: bool) -> None:
-        self._pages = pages
+        self._pages, self._dtype = pages, dtype
         self._deterministic = deterministic
+        self._writes = not deterministic and not wants_plain_steps()
         shape = pages.shape
         group = shape.heads // shape.kv_heads
         self.max_queries = queries_of_block(group, shape.head_dim, dtype)
+
+    def check_writing(self, layers: Sequence[Attention]) -> None:
+        """Let the kernel of decode rows write keys only if that gives what two kernels give.
+
+        Args:
+            layers: the attention of every layer, of which the first two are tried.
+        """
+        if not self._writes:
+            return
+        try:
+            for attention, splits in product(layers[:2], (1, 2)):
+                usual, ours = (
+                    self._attended(attention, splits, writes) for writes in (False, True)
+                )
+                if not (ours - usual).norm() <= MAX_WRITING_ERROR * usual.norm():
+                    raise ArithmeticError("its results differ")
+        except Exception as error:  # of the compiler or the driver
+            self._writes = False
+            logging.warning(
+                "attention cannot write keys, which a kernel of its own does: %s: %s",
+                type(error).__name__, str(error)[:200],
+            )  # fmt: skip
+
+    def _attended(self, attention: Attention, splits: int, writes: bool) -> Tensor:
+        """Return attention and pages of two random rows, in float32."""
+        shape, layer = self._pages.shape, self._pages.layers[0]
+        device, page_size = layer.device, layer.shape[2]
+        generator = torch.Generator(device).manual_seed(0)
+        size = (2, shape.heads + 2 * shape.kv_heads, shape.head_dim)
+        qkv = torch.randn(size, device=device, generator=generator).to(self._dtype)
+        pool = torch.randn(2, 3, *layer.shape[2:], device=device, generator=generator)
+        pool = pool.to(layer.dtype)
+        slots = torch.arange(2, device=device)
+        positions = slots * (page_size - 1)
+        page_table, nonfinite_from = slots[:, None].contiguous(), torch.full_like(slots, 1 << 40)
+        launch = TritonLaunch(0, 2, page_table, torch.stack((slots, positions)), splits, writes)
+        metadata = AttentionMetadata(slots, page_table, slots, positions, nonfinite_from, (launch,))
+        out = metadata.attend(pool, qkv, attention)
+        return torch.cat((out.float().flatten(), pool.float().flatten()))
 
     def plan_blocks(
         self, table: SlotTable, slots: Tensor, positions: Tensor, blocks: Tensor
@@ -185,9 +271,11 @@ class TritonAttention:
         slots = torch.full((1,), -1, device=table.device)
         positions = torch.zeros_like(slots)
         one, several = (torch.stack([slots, positions] * pairs) for pairs in (1, 2))
-        kinds = [(several, 1)]
+        kinds = [(several, 1, False)]
         if not self._deterministic:
-            kinds += [(several, 2), (one, 1), (one, 2)]
+            kinds += [(several, 2, False), (one, 1, False), (one, 2, False)]
+        if self._writes:
+            kinds += [(one, 1, True), (one, 2, True)]
         launches = tuple(TritonLaunch(0, 1, table.pages, *kind) for kind in kinds)
         return AttentionMetadata.of(table, slots, positions, *launches)
 
@@ -207,7 +295,8 @@ class TritonAttention:
         if num_single:
             decode = torch.stack((slots[:num_single], positions[:num_single]))
             splits = self._pages.num_splits(num_single, is_long)
-            launches.append(TritonLaunch(0, num_single, table.pages, decode, splits))
+            writes = self._writes and num_single == len(slots)
+            launches.append(TritonLaunch(0, num_single, table.pages, decode, splits, writes))
         if num_single < len(slots):
             launches.append(self.launch_prompts(inputs, num_single, cut, blocks))
         return AttentionMetadata.of(table, slots, positions, *launches)
@@ -249,7 +338,7 @@ class TritonAttention:
         if self._deterministic:
             index = torch.arange(num_rows, device=slots.device)
             blocks, splits = [*blocks, index, torch.ones_like(index)], 1
-        launch = TritonLaunch(0, num_rows, table.pages, torch.stack(blocks), splits)
+        launch = TritonLaunch(0, num_rows, table.pages, torch.stack(blocks), splits, self._writes)
         return AttentionMetadata.of(table, slots, positions, launch)
 
 

@@ -5,7 +5,6 @@ also does what comes before and after it, so that a step has fewer launches.
 """
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from worker_proc.gpu.kernels.few_rows import (
     tiles_of,
 )
 from worker_proc.gpu.kernels.rows import activate_, add_and_norm, gate_up
-from worker_proc.gpu.pages import num_multiprocessors
+from worker_proc.gpu.pages import num_multiprocessors, wants_plain_steps
 from worker_proc.models.layers import Activation, LayerNorm, Linear, RMSNorm
 
 ROWS = (1, 4, 8, 16, 64, 256)  # a product of more rows is cuBLAS's
@@ -35,8 +34,6 @@ NUM_WEIGHTS = 16  # that are multiplied one after the other, so that none is in 
 NUM_RUNS = 3
 PROGRAMS_PER_PROCESSOR = 2  # that run at the same time
 CUBLAS, CUBLASLT, FEW_ROWS = "cublas", "cublaslt", "few rows"
-# For comparisons: with "plain", cuBLAS computes all products, and every kernel does one thing.
-STEPS_VARIABLE, PLAIN = "QUADRIGA_GPU_STEPS", "plain"
 
 # x [rows, inputs], weight [outputs, inputs] and bias [outputs] or None to [rows, outputs], which is
 # written to the last argument unless it is None.
@@ -61,8 +58,7 @@ def num_programs(device: torch.device) -> int:
 
 def chooses(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether products of a dtype are measured on a device: not on a CPU, nor of float32."""
-    is_wanted = os.environ.get(STEPS_VARIABLE) != PLAIN
-    return is_wanted and device.type == "cuda" and dtype in DTYPES
+    return not wants_plain_steps() and device.type == "cuda" and dtype in DTYPES
 
 
 class ProductWay(NamedTuple):
@@ -219,7 +215,8 @@ class Products:
         """Return the fastest way for products of one shape; None: cuBLAS."""
         seconds: dict[ProductWay, float] = {}
         expected: Tensor | None = None
-        for way in ways_of(products[0], rows):
+        ways = list(ways_of(products[0], rows))
+        for way in ways if len(ways) > 1 else ():
             try:
                 compute, result = self.try_way(way, products[0], rows)
                 if expected is None:

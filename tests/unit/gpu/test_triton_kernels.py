@@ -16,9 +16,12 @@ from tests.triton_device import DEVICE  # isort: skip (before what it has to pre
 
 from quadriga.server.models.families.decoder_config import RopeScaling
 from tests import EVERYTHING
+from worker_proc.gpu import pages
 from worker_proc.gpu.kernels.attention import attend_over_pages, queries_of_block, rotate_and_write
 from worker_proc.gpu.kernels.matmul import multiply
 from worker_proc.gpu.kernels.rows import activate_, add_and_norm, embed, gate_up, norm_and_add
+from worker_proc.gpu.pages import Pages, TritonAttention
+from worker_proc.models.attention import AttentionShape
 from worker_proc.models.decoder import rope_frequencies
 from worker_proc.models.layers import (
     Activation,
@@ -32,6 +35,7 @@ from worker_proc.models.layers import (
     cap,
 )
 from worker_proc.models.layers import gate_up as gate_up_in_torch
+from worker_proc.step.slot_table import SlotTable
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 TOLERANCE = {FLOAT32: 1e-5, BFLOAT16: 1e-2}
@@ -185,6 +189,73 @@ def test_decode_rows_attend_alike_however_their_keys_are_split(
     attend_over_pages(padded, pool, case.page_table(), blocks, out, attention, splits)
     assert close(out[:-1], case.expected(q, pool, attention), dtype)
     assert out[-1].eq(0).all(), "a row that stands for nothing gives zeros"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rotated", "is_normed", "dtype", "splits", "window"),
+    [
+        ((4, 4, 12), 1.0, True, FLOAT32, 4, None),
+        ((6, 2, 16), 0.5, False, FLOAT32, 1, 9),
+        ((6, 2, 24), 0.5, True, BFLOAT16, 1, None),
+        ((6, 2, 16), None, False, BFLOAT16, 4, 9),
+    ],
+)
+def test_rows_that_decode_write_their_keys_as_the_kernel_before_does(
+    sizes: tuple[int, int, int],
+    rotated: float | None,
+    is_normed: bool,
+    dtype: torch.dtype,
+    splits: int,
+    window: int | None,
+) -> None:
+    heads, kv_heads, dim = sizes
+    case = Case(heads, kv_heads, dim, 4, [])
+    slots, positions = ints([3, -1, 0, 1]), ints([17, 0, 0, 64])
+    qkv, table = draw(4, heads + 2 * kv_heads, dim, dtype=dtype), case.page_table()
+    attention = case.plain() if window is None else case.special(window, dtype)
+    if is_normed:
+        norms = attention.norms = QKNorms(dim, dim, 1e-5, offset=0.5).to(DEVICE, dtype)
+        norms.queries.weight.copy_(draw(dim, seed=1))
+        norms.keys.weight.copy_(draw(dim, seed=2))
+    if rotated is not None:
+        frequencies = 100.0 ** -torch.arange(0, 1, 2 / (dim * rotated))
+        attention.rope = Rope(frequencies, CONTEXT, DEVICE, attention_factor=1.2)
+    results = []
+    for writes in (False, True):
+        q, pool, out = qkv.clone(), case.pool(dtype), qkv.new_empty(4, heads * dim)
+        pool[1, table[1, 64 // 4], 64 % 4, 0, 0] = 1.0
+        nonfinite_from = torch.full((SLOTS,), 1 << 40, device=DEVICE)
+        q[3, -1, 3] = float("inf")
+        if not writes:
+            rotate_and_write(q, pool, table, slots, positions, attention, nonfinite_from, out)
+        blocks = torch.stack((slots, positions))
+        attend_over_pages(q[:, :heads], pool, table, blocks, out, attention, splits,
+                          nonfinite_from if writes else None)  # fmt: skip
+        results.append((out, pool, nonfinite_from))
+    (expected, expected_pool, expected_from), (out, pool, nonfinite_from) = results
+    assert nonfinite_from.equal(expected_from) and nonfinite_from[1] == 64
+    assert close(out[:3], expected[:3], dtype) and out[1].eq(0).all()
+    assert pool[torch.isinf(expected_pool)].isinf().all()
+    finite = expected_pool.isfinite()
+    assert close(pool[finite], expected_pool[finite], dtype)
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_keys_are_written_by_a_kernel_of_its_own_where_attention_writes_wrong_ones(
+    is_wrong: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = AttentionShape(1, 4, 2, 16)
+    pool = Pages(shape, 8, 4, BFLOAT16, DEVICE)
+    attention = TritonAttention(pool, BFLOAT16, deterministic=False)
+    if is_wrong:
+        monkeypatch.setattr(pages, "attend_over_pages", lambda q, pool, table, blocks, out, *_:
+                            out.fill_(1.0 if _[-1] is None else 0.5))  # fmt: skip
+    attention.check_writing([Case(4, 2, 16, 4, []).plain()])
+    slots = ints([0])
+    table = SlotTable(1, 16, 8, 4, DEVICE)
+    launch = attention.plan_decode(table, slots, slots, False).launches[0]
+    assert launch.can_write(Attention(1.0)) is not is_wrong
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * is_wrong
 
 
 @pytest.mark.parametrize("window", [None, 20])

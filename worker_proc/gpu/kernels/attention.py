@@ -190,6 +190,7 @@ def rotate_and_write(
 LOG2_E = 1.4426950408889634
 MIN_ROWS = 16  # of the smallest product of tensor cores
 MAX_SPLITS = 32
+MAX_WRITING_REGISTERS = 128  # of a thread, so that as many programs run as without the writing
 # Arrays of numbers, read one at a time, whose places in memory change from step to step: a kernel
 # compiled for each of their alignments would gain nothing.
 INDICES = ["slots", "positions", "first_tokens", "counts"]
@@ -258,10 +259,61 @@ def _walk(
     return highest, total, attended
 
 
-@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=INDICES)
+@triton.jit
+def _turned(
+    heads, dim, exists, gain, cosines, sines, position, epsilon, offset,
+    DIM: tl.constexpr, HALF: tl.constexpr, ROTATED: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    """Load heads `[heads, channels]` of a token from their places, normalize and rotate them."""
+    x = tl.load(heads + dim, mask=exists, other=0.0)
+    is_first = dim < HALF
+    other = tl.where(is_first, dim + HALF, dim - HALF)
+    has_other = exists & (dim < 2 * HALF) & (other < DIM)
+    if ROTATED:
+        y = tl.load(heads + other, mask=has_other, other=0.0)
+    if NORMED:
+        squares = tl.sum(x.to(tl.float32) * x, 1)[:, None]
+        scale = tl.rsqrt(squares / DIM + epsilon)
+        gains = tl.load(gain + dim, mask=dim < DIM, other=0.0).to(tl.float32) + offset
+        x = (x.to(tl.float32) * scale * gains).to(x.dtype)
+        if ROTATED:
+            gains = tl.load(gain + other, mask=(dim < 2 * HALF) & (other < DIM), other=0.0)
+            y = (y.to(tl.float32) * scale * (gains.to(tl.float32) + offset)).to(x.dtype)
+    if ROTATED:
+        angle = position * HALF + tl.where(is_first, dim, dim - HALF)
+        cosine = tl.load(cosines + angle, mask=dim < 2 * HALF, other=1.0)
+        sine = tl.load(sines + angle, mask=dim < 2 * HALF, other=0.0)
+        y = y.to(tl.float32)
+        turned = x.to(tl.float32) * cosine + tl.where(is_first, -y, y) * sine
+        x = tl.where(has_other, turned.to(x.dtype), x)
+    return x
+
+
+@triton.jit
+def _write_new(
+    k, v, keys, values, page_row, position, kv_head, dim, nonfinite,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Write key and value `[1, channels]` of the token at a position to its page."""
+    page = tl.load(page_row + position // PAGE_SIZE)
+    place = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * DIM + dim
+    tl.store(keys + place, k.to(keys.dtype.element_ty), mask=dim < DIM)
+    tl.store(values + place, v.to(values.dtype.element_ty), mask=dim < DIM)
+    is_finite = (tl.abs(k.to(tl.float32)) < float("inf")) & (
+        tl.abs(v.to(tl.float32)) < float("inf")
+    )
+    num_wrong = tl.sum(tl.sum(((dim < DIM) & ~is_finite).to(tl.int32), 1), 0)
+    tl.atomic_min(nonfinite, position, mask=num_wrong > 0)
+
+
+@triton.jit(
+    do_not_specialize=["splits"], do_not_specialize_on_alignment=[*INDICES, "nonfinite_from"]
+)
 def _attend(
     q, keys, values, out, weights, sinks, slots, positions, first_tokens, counts, page_table,
-    scale, softcap, q_stride, page_table_stride, out_stride, splits,
+    cosines, sines, query_gain, key_gain, nonfinite_from, scale, softcap, epsilon, offset,
+    q_stride, page_table_stride, out_stride, splits,
+    WRITES: tl.constexpr, HALF: tl.constexpr, ROTATED: tl.constexpr, NORMED: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     ONE_QUERY: tl.constexpr, IS_SPLIT: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
@@ -287,8 +339,23 @@ def _attend(
     dim = tl.arange(0, BLOCK_DIM)
     in_dim = dim < DIM
     is_query = query < tl.minimum(count, BLOCK_ROWS // GROUP)
-    q_places = (first_token + query)[:, None] * q_stride + head[:, None] * DIM + dim[None, :]
-    q_block = tl.load(q + q_places, mask=is_query[:, None] & in_dim[None, :], other=0.0)
+    q_heads = q + (first_token + query)[:, None] * q_stride + head[:, None] * DIM
+    is_q = is_query[:, None] & in_dim[None, :]
+    page_row = page_table + slot * page_table_stride
+    if WRITES:  # the query of the only token, and its key and value, as _rotate_write does
+        q_block = _turned(q_heads, dim[None, :], is_q, query_gain, cosines, sines, first_position,
+                          epsilon, offset, DIM, HALF, ROTATED, NORMED)  # fmt: skip
+        if (begin < length) & (end == length):
+            k_head = q + first_token * q_stride + (KV_HEADS * GROUP + kv_head) * DIM
+            k_head += tl.zeros([1, 1], tl.int32)
+            k = _turned(k_head, dim[None, :], in_dim[None, :], key_gain, cosines, sines,
+                        first_position, epsilon, offset, DIM, HALF, ROTATED, NORMED)  # fmt: skip
+            v = tl.load(k_head + KV_HEADS * DIM + dim[None, :], mask=in_dim[None, :], other=0.0)
+            _write_new(k, v, keys, values, page_row, first_position, kv_head, dim[None, :],
+                       nonfinite_from + slot, KV_HEADS, DIM, PAGE_SIZE)  # fmt: skip
+        tl.debug_barrier()  # this program reads what its threads have written
+    else:
+        q_block = tl.load(q_heads + dim[None, :], mask=is_q, other=0.0)
 
     highest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
@@ -298,7 +365,6 @@ def _attend(
         highest = sink.to(tl.float32) * LOG2_E
         total += tl.where(has_sink, 1.0, 0.0)
     attended = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
-    page_row = page_table + slot * page_table_stride
     if not ONE_QUERY and WINDOW == 0:
         # Every query sees the blocks of keys before the first query.
         all_see = tl.minimum(end, (first_position + 1) // BLOCK_KEYS * BLOCK_KEYS)
@@ -407,11 +473,13 @@ def attend_over_pages(
     out: Tensor,
     attention: Attention,
     splits: int = 1,
+    nonfinite_from: Tensor | None = None,
 ) -> None:
     """Attend to the keys of each query's row, up to its own position.
 
     Args:
-        q: `[tokens, heads, head_dim]`, which may be strided by token.
+        q: `[tokens, heads, head_dim]`, which may be strided by token. With `nonfinite_from`, a
+            token's keys and values lie behind its queries.
         pool: `[2, pages, page_size, kv_heads, head_dim]`, keys and values.
         page_table: `[slots, pages]` int64.
         blocks: `[2, blocks]` int64 slots and positions, where each token is a block, or
@@ -420,6 +488,8 @@ def attend_over_pages(
         out: receives `[tokens, heads * head_dim]`.
         attention: scale, soft cap, window and sinks of the layer.
         splits: programs for the keys of a block, at most MAX_SPLITS.
+        nonfinite_from: if given, each token is a block, and the kernel does for it what
+            `rotate_and_write` does. Not with norms of all heads together.
     """
     tokens, heads, head_dim = q.shape
     _, _, page_size, kv_heads, _ = pool.shape
@@ -431,15 +501,28 @@ def attend_over_pages(
         weights = q.new_empty(tokens * heads * splits, dtype=torch.float32)
     softcap, sinks = attention.softcap, attention.sinks
     scale = attention.scale * (LOG2_E if softcap is None else 2 / softcap)
+    writes = nonfinite_from is not None
+    rope = attention.rope if writes else None
+    norms = attention.norms if writes else None
+    assert one_query or not writes
+    assert norms is None or not norms.whole
     _attend[(blocks.shape[1], kv_heads, splits)](
         q, pool[0], pool[1], parts, weights, out if sinks is None else sinks,
-        blocks[0], blocks[1], blocks[-2], blocks[-1], page_table, scale,
-        (softcap or 0.0) * LOG2_E, q.stride(0), page_table.stride(0), out.stride(0), splits,
+        blocks[0], blocks[1], blocks[-2], blocks[-1], page_table,
+        q if rope is None else rope.cosines, q if rope is None else rope.sines,
+        q if norms is None else norms.queries.weight, q if norms is None else norms.keys.weight,
+        blocks[0] if nonfinite_from is None else nonfinite_from, scale,
+        (softcap or 0.0) * LOG2_E, 0.0 if norms is None else norms.keys.epsilon,
+        0.0 if norms is None else norms.keys.offset, q.stride(0), page_table.stride(0),
+        out.stride(0), splits, WRITES=writes,
+        HALF=1 if rope is None else rope.cosines.shape[1], ROTATED=rope is not None,
+        NORMED=norms is not None,
         KV_HEADS=kv_heads, GROUP=group, DIM=head_dim, PAGE_SIZE=page_size, BLOCK_ROWS=tile.rows,
         BLOCK_KEYS=tile.keys, BLOCK_DIM=block_dim(head_dim), ONE_QUERY=one_query,
         IS_SPLIT=splits > 1,
         WINDOW=attention.window or 0, CAPPED=softcap is not None, HAS_SINKS=sinks is not None,
         LOG2_E=LOG2_E, num_stages=tile.stages, num_warps=tile.warps,
+        maxnreg=MAX_WRITING_REGISTERS if writes else None,
     )  # fmt: skip
     if splits > 1:
         _combine[(tokens, heads)](
