@@ -21,7 +21,7 @@ from tests.integration.page.chat_page import ask, set_settings
 
 NUM_STREAMS, LIVE_S, RUN_S = 20, 12.0, 20.0
 TEXT = "The prefix cache keeps the pages of earlier prompts. "
-QUESTION = "Explain how a prefix cache saves work, with an example."
+QUESTION = "How do plants make food?"
 PRESETS = ("fewer streams at once", "streams before prompts", "twice the replicas")
 SHOWN = frozenset([
     "page-chat", "page-settings-dark", "page-chat-phone", "page-live", "page-live-dark",

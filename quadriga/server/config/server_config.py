@@ -375,7 +375,8 @@ def help_text(field: "dataclasses.Field[Any]") -> str:
     """Return the help of a flag, with an alias that means a value, but without the default."""
     text: str = field.metadata["help"]
     if field.metadata["alias_value"]:
-        text += f"; {flag_name(field.metadata['alias'])}: {field.metadata['alias_value']}"
+        alias, value = field.metadata["alias"], field.metadata["alias_value"]
+        text += f"; {flag_name(alias)} is short for {value}"
     return text
 
 

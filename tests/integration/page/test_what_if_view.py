@@ -17,6 +17,7 @@ def test_variants_are_simulated_beside_what_happened_also_on_a_phone(chromium: s
         heads = await text_of(page, ".what-if-results thead")
         for name in ("measured", "as it was", "variant A", "--max-running-requests 1", "--dp 2"):
             assert name in heads
+        assert "it takes 20 at least" in await text_of(page, ".what-if-results .error-text")
         rows = await text_of(page, ".what-if-results tbody")
         assert "Time to first token, median" in rows and "1.01 s" in rows
         await page.evaluate("location.hash = '#/live'")

@@ -7,8 +7,6 @@ const SPREADS = [
   ["latency", "Latency", "from the arrival to the end"],
 ];
 
-const FAR = 0.25; // of the simulated server from the measured one, from which the page says so
-
 /** Return the rows: { name, about, value(column), text(value), isLessBetter }. */
 export const ROWS = [
   ...SPREADS.flatMap(([key, name, about]) =>
@@ -44,13 +42,4 @@ export function change(row, column, base) {
   if (Math.abs(ratio - 1) < 0.02) return null;
   const text = ratio >= 10 ? `× ${ratio.toFixed(0)}` : `${ratio > 1 ? "+" : "−"}${Math.abs(100 * (ratio - 1)).toFixed(0)} %`;
   return { text, isGood: ratio < 1 === Boolean(row.isLessBetter) };
-}
-
-/** Return the names of the figures by which the simulator is far from what was measured. */
-export function untrusted([measured, asItWas]) {
-  return SPREADS.filter(([key]) => {
-    const [real, simulated] = [measured[key]?.p50, asItWas[key]?.p50];
-    if (!real || !simulated || Math.max(real, simulated) < 20) return false;
-    return Math.abs(Math.log(simulated / real)) > Math.log(1 + FAR);
-  }).map(([, name]) => name.toLowerCase());
 }

@@ -7,7 +7,7 @@
 import { useEffect, useMemo, useRef } from "preact/hooks";
 import { palette } from "../live/canvas.js";
 import { drawLines, niceMax } from "../live/charts.js";
-import { change, ROWS, untrusted } from "./figures.js";
+import { change, ROWS } from "./figures.js";
 
 /** Colours of the columns, measured first. */
 const COLORS = ["text", "muted", "accent", "prefill", "decode", "speculated", "retracted", "cached"];
@@ -15,17 +15,12 @@ const COLORS = ["text", "muted", "accent", "prefill", "decode", "speculated", "r
 export function Results({ answer, changes, page }) {
   const colors = useMemo(() => palette(page.color), [page.theme.value]);
   const { columns } = answer;
-  const far = untrusted(columns);
   return (
     <section class="what-if-results" aria-label="Results">
       <p class="muted what-if-about">
         {answer.num_requests} answers in {answer.duration_s.toFixed(0)} s. Steps as those of {answer.cost_model}, {answer.slowdown.toFixed(2)} times as long.
       </p>
-      {far.length > 0 && (
-        <p class="error-text">
-          The simulator is more than 25 % off what was measured ({far.join(", ")}): read the columns as a tendency, or measure the steps of this model (<code>--what-if-cost-model</code>).
-        </p>
-      )}
+      {answer.doubt && <p class="error-text">Read the columns as a tendency: {answer.doubt}.</p>}
       <ul class="what-if-legend">
         {columns.map((column, place) => <li key={column.name}><i class={`swatch line-${COLORS[place]}`} />{column.name}</li>)}
       </ul>
