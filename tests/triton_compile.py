@@ -236,6 +236,8 @@ def few_rows_kernels() -> Iterator[Compiled]:
         (1, False, "", True),
         (16, True, "", False),
         (16, False, "", True),
+        (64, True, "", False),
+        (64, False, "", True),
     ):
         for tile in few_rows.tiles_of(num_rows, is_gated):
             constants = {

@@ -13,7 +13,7 @@ at the measured rate, whichever takes longer. Floors of quantized weights count 
 | way | computed by |
 |---|---|
 | cublas, cublaslt | torch, with either library |
-| gemv | our kernel for up to 16 rows, with the fastest of its tiles |
+| gemv | our kernel for up to 64 rows, with the fastest of its tiles |
 | tinygemm | FlashInfer, up to 8 rows |
 | fp8 | `torch._scaled_mm`, rows and weights in e4m3 with one scale each |
 | humming-int4, humming-fp8 | humming-kernels, 4 bits in groups of 128, or e4m3 by column |

@@ -24,6 +24,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 TOLERANCE = {FLOAT32: 1e-5, BFLOAT16: 1e-2}
 ROW = FewRowsTile(1, 4, 64, stages=1, warps=4)
 ROWS = FewRowsTile(16, 32, 32, stages=2, warps=4)
+MANY_ROWS = FewRowsTile(64, 32, 32, stages=2, warps=4)
 
 
 def draw(*size: int, dtype: torch.dtype = FLOAT32, seed: int = 0) -> Tensor:
@@ -38,7 +39,7 @@ def close(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 100, 9), (2, 96, 70), (7, 33, 33),
-                                                         (16, 130, 40)])  # fmt: skip
+                                                         (16, 130, 40), (37, 80, 50)])  # fmt: skip
 @pytest.mark.parametrize("num_programs", [1, 12])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_few_rows_are_multiplied_as_by_torch(
@@ -46,7 +47,7 @@ def test_few_rows_are_multiplied_as_by_torch(
 ) -> None:
     x, weight = draw(rows, inputs, dtype=dtype), draw(outputs, inputs, dtype=dtype, seed=1)
     bias, arrivals = draw(outputs, dtype=dtype) if has_bias else None, new_arrivals(DEVICE)
-    tile = ROW if rows == 1 else ROWS
+    tile = next(tile for tile in (ROW, ROWS, MANY_ROWS) if rows <= tile.rows)
     ours = multiply_few(x, weight, bias, tile, num_programs, arrivals)
     exact = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     assert ours.dtype == dtype and close(ours, exact, dtype)
@@ -106,9 +107,9 @@ def test_one_row_is_normalized_before_the_product(
 
 
 def test_tiles_hold_the_rows_and_share_a_gate() -> None:
-    assert {tile.rows for rows in range(2, 17) for tile in tiles_of(rows, False)} == {16}
-    assert {tile.rows for tile in tiles_of(1, True)} == {1}
-    assert not tiles_of(17, False)
+    for rows, most in ((1, 1), (2, 16), (16, 16), (17, 64), (64, 64)):
+        assert {tile.rows for tile in tiles_of(rows, rows == 1)} == {most}
+    assert not tiles_of(65, False)
     halves = [tile._replace(outputs=tile.outputs // 2) for tile in tiles_of(9, False)]
     assert tiles_of(9, True) == halves
 
@@ -150,7 +151,7 @@ def test_the_fastest_way_is_chosen_for_each_number_of_rows(
         products.choose(lambda: products.way_of(product, 1))
     way = products.way_of(product, 1)
     assert way is not None and str(way) == "few rows 8x512"
-    assert products.way_of(product, 2) is None and products.way_of(product, 17) is None
+    assert products.way_of(product, 2) is None and products.way_of(product, 65) is None
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert "1 x 40 to 24 by few rows 8x512 (3000000.0 us, not 5000000.0)" in caplog.text
 
@@ -169,7 +170,7 @@ def test_ways_that_fail_or_are_wrong_leave_their_products_to_cublas(
     products, product = Measured(times), Projection(linear(40, 24))
     with caplog.at_level("INFO"):
         products.choose(lambda: products.way_of(product, 1))
-    assert all(products.way_of(product, rows) is None for rows in range(1, 17))
+    assert all(products.way_of(product, rows) is None for rows in range(1, 65))
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
     assert ("differs from that of cuBLAS" if is_wrong else "shared memory") in caplog.text
     x = draw(2, 40, dtype=BFLOAT16)

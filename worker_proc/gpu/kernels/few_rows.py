@@ -42,12 +42,13 @@ class FewRowsTile(NamedTuple):
     warps: int
 
 
-MAX_ROWS = 16
+MAX_ROWS = 64
 TILES = (
     FewRowsTile(1, 4, 1024, stages=4, warps=4),
     FewRowsTile(1, 8, 512, stages=4, warps=4),
     FewRowsTile(1, 16, 512, stages=3, warps=8),
-    FewRowsTile(MAX_ROWS, 64, 128, stages=4, warps=4),
+    FewRowsTile(16, 64, 128, stages=4, warps=4),
+    FewRowsTile(16, 128, 64, stages=4, warps=4),
     FewRowsTile(MAX_ROWS, 128, 64, stages=4, warps=4),
 )
 LOADED = tl.constexpr(8)  # numbers of 16 bits in the widest load of a thread
