@@ -214,13 +214,20 @@ def other_kernels() -> Iterator[Compiled]:
                        {"num_stages": tile.stages, "num_warps": tile.warps})  # fmt: skip
     tiles = {"BLOCK_ROWS": 32, "BLOCK_COLUMNS": 64, "BLOCK_DEPTH": 64, "HAS_BIAS": True}
     tiles |= {"CHOSEN": 2, "NUM_EXPERTS": 8}
-    ids = dict.fromkeys(("weights", "biases", "pairs", "experts", "firsts", "lasts"), IDS)
-    for scattered in (True, False):
-        yield Compiled(f"experts, scattered {scattered}", experts._multiply_experts,
-                       {**tiles, "SCATTERED": scattered},
+    routed = dict.fromkeys(experts.ROUTED, "*i32")
+    ids = dict.fromkeys(("weights", "biases"), IDS) | routed
+    for is_sorted in (True, False):
+        yield Compiled(f"experts, sorted {is_sorted}", experts._multiply_experts,
+                       {**tiles, "SORTED": is_sorted},
                        {**ids, "columns": "i32", "depth": "i32"})  # fmt: skip
+    for ordered in (True, False):
+        gathering = {"WIDTH": 2880, "CHOSEN": 4, "HAS_ORDER": ordered, "BLOCK": experts.BLOCK}
+        yield Compiled(f"rows of experts, ordered {ordered}", experts._gather_rows, gathering,
+                       {**routed, "orders": "*i32"})  # fmt: skip
     summing = {"WIDTH": 768, "CHOSEN": 3, "BLOCK": experts.BLOCK}
-    yield Compiled("sum of experts", experts._sum_experts, summing, {"weights": FLOATS})
+    yield Compiled("sum of experts", experts._sum_experts, summing,
+                   {**routed, "weights": FLOATS})  # fmt: skip
+    yield from routing_kernels()
     yield from sampling_kernels()
     yield mask_kernel()
     yield from few_rows_kernels()
@@ -252,6 +259,25 @@ def few_rows_kernels() -> Iterator[Compiled]:
             special |= {"out": FLOATS} if adds else {}
             yield Compiled(label, few_rows._multiply_few, constants, types | special,
                            {"num_warps": tile.warps})  # fmt: skip
+
+
+def routing_kernels() -> Iterator[Compiled]:
+    types = dict.fromkeys(experts.ROUTED, "*i32") | {"weights": FLOATS}
+    types |= {"tokens": "i32", "num_blocks": "i32"}
+    for num_experts, chosen, alone in product((8, 60, 128, 256), (1, 2, 4, 8), (True, False)):
+        block_chosen = triton.next_power_of_2(chosen)
+        shape = {
+            "EXPERTS": num_experts, "CHOSEN": chosen, "BLOCK_CHOSEN": block_chosen,
+            "TOKENS": experts.ROUTED_PAIRS // block_chosen, "BLOCK_ROWS": experts.BLOCK_ROWS,
+            "BLOCK_EXPERTS": max(16, triton.next_power_of_2(num_experts)),
+        }  # fmt: skip
+        label = f"{chosen} of {num_experts} experts"
+        kinds = {"RENORMALIZE": True, "ALONE": alone}
+        warps = {"num_warps": experts.ROUTING_WARPS}
+        yield Compiled(f"{label}, alone {alone}", experts._route, shape | kinds, types, warps)
+        if not alone:
+            yield Compiled(f"{label} sorted", experts._sort,
+                           {**shape, "COUNTED": experts.COUNTED}, types, warps)  # fmt: skip
 
 
 def sampling_kernels() -> Iterator[Compiled]:

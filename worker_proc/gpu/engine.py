@@ -185,6 +185,8 @@ class TritonEngine(Engine):
         """Launch every kernel once on padding, so that none is compiled while requests wait."""
         metadata = self._attention.plan_all_kinds(table)
         ops = self._ops(metadata)
+        for experts in self._experts.values():
+            experts.compile_routing(next(self.model.parameters()).dtype, table.device)
         logits = self.model.compute_logits(ops, self.model.forward(ops)).x
         self._sample(table, logits, metadata.slots, metadata.positions)
         # Logits that processors have changed are float32, and their rows lie close together.

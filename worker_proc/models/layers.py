@@ -5,6 +5,7 @@
 
 import enum
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -206,6 +207,27 @@ class Attention(nn.Module):
         self.rope: Rope | None = None
 
 
+class ExpertProduct(Protocol):
+    """The product with one projection of all experts of a layer, in fewer bits.
+
+    Attributes:
+        orders: [num_experts, inputs] int32, the input that each column of an expert's rows is
+            multiplied by; None: in order.
+    """
+
+    @property
+    def orders(self) -> Tensor | None: ...
+
+    def __call__(self, rows: Tensor, starts: Tensor) -> Tensor:
+        """Multiply rows [rows, inputs] to [rows, outputs].
+
+        Args:
+            rows: sorted by expert, their columns in the order of `orders`.
+            starts: [num_experts + 1] int32, the first row of each expert; the last one: all rows.
+        """
+        ...
+
+
 class Experts(nn.Module):
     """A mixture of experts: each token's router chooses the experts whose outputs are added.
 
@@ -219,6 +241,8 @@ class Experts(nn.Module):
         renormalize: the weights of the chosen experts add up to 1; else they are their part of
             the softmax over all experts.
         activation: of the gate.
+        products: with `gate_up` and `down`, on a GPU that keeps their weights in fewer bits; their
+            layers then have no storage.
     """
 
     def __init__(
@@ -243,6 +267,7 @@ class Experts(nn.Module):
         self.num_chosen = num_chosen
         self.renormalize = renormalize
         self.activation = activation
+        self.products: tuple[ExpertProduct, ExpertProduct] | None = None
 
 
 # gpt-oss: https://arxiv.org/abs/2508.10925
@@ -275,7 +300,7 @@ def cap(x: Tensor, softcap: float | None) -> Tensor:
 
 
 def route(experts: Experts, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose the experts of each token.
+    """Choose the experts of each token: of equal scores, the first one is better.
 
     Args:
         experts: the experts.
@@ -285,8 +310,8 @@ def route(experts: Experts, scores: Tensor) -> tuple[Tensor, Tensor]:
         The weights of the chosen experts `[tokens, num_chosen]` in float32, and their numbers.
     """
     scores = scores.float()
+    best, chosen = scores.sort(dim=-1, descending=True, stable=True)
+    best, chosen = best[:, : experts.num_chosen], chosen[:, : experts.num_chosen]
     if experts.renormalize:
-        best, chosen = scores.topk(experts.num_chosen, -1)
         return best.softmax(-1), chosen
-    weights, chosen = scores.softmax(-1).topk(experts.num_chosen, -1)
-    return weights, chosen
+    return scores.softmax(-1).gather(-1, chosen), chosen
