@@ -315,6 +315,8 @@ class Stopwatch:
         self._is_gpu = device.type == "cuda"
         if self._is_gpu:
             self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+            # A pool ends with its last graph, and cannot be used again: the first one stays.
+            self._first: torch.cuda.CUDAGraph | None = None
 
     def seconds_of(
         self, compute: Callable[[Projection], Tensor], products: Sequence[Projection]
@@ -352,4 +354,5 @@ class Stopwatch:
             finally:
                 graph.capture_end()
         torch.cuda.synchronize()
+        self._first = self._first or graph
         return graph

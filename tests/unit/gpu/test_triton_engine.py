@@ -100,7 +100,8 @@ def test_products_of_few_rows_give_the_tokens_of_transformers(
         runner.engine.capture_graphs(runner.table)
         products, driver = runner.engine._products, Driver(runner)
         assert isinstance(products, AlwaysFewRows)
-        before = products.num_computed
+        # On a GPU the kernel runs in graphs, and is called as they are captured.
+        before = 0 if runner.engine.has_graphs else products.num_computed
         requests = [driver.add(prompt) for prompt in prompts]
         for some in [requests] if together else [[request] for request in requests]:
             driver.generate(some, 3)
