@@ -12,9 +12,8 @@ MAX_WORDS_OF = {
     "architecture.md": 3300,
     "coming-from.md": 1700,
     "configuration.md": 4200,
-    "http.md": 2000,
+    "http.md": 1800,
     "protocol.md": 4000,
-    "security.md": 1900,
     "troubleshooting.md": 2250,
 }
 
