@@ -30,10 +30,14 @@ _LOADER = "_deferred_loader"
 def import_torch(args: WorkerArgs, impl: ModelImpl) -> None:
     """Import torch, without DEFERRED where nothing will need them.
 
+    Its C++ code logs errors only, unless TORCH_CPP_LOG_LEVEL is set: a choice between cuBLAS and
+    cuBLASLt would be a warning at each start.
+
     Args:
         args: the worker's flags.
         impl: what runs the model.
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if can_defer(args, impl):
         with deferred_imports(DEFERRED):
             _import_uncollected()
