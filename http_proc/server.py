@@ -33,6 +33,7 @@ from http_proc.apis.embeddings import EMBEDDING_ENDPOINTS
 from http_proc.apis.llama_cpp import LLAMA_CPP_ENDPOINTS
 from http_proc.apis.ollama import OLLAMA_ENDPOINTS
 from http_proc.apis.openai import OPENAI_ENDPOINTS
+from http_proc.apis.rerank import RERANK_ENDPOINTS
 from http_proc.apis.responses.background import background_lifetime
 from http_proc.apis.responses.conversations import CONVERSATION_ENDPOINTS
 from http_proc.apis.responses.endpoints import RESPONSES_ENDPOINTS
@@ -191,6 +192,7 @@ ENDPOINTS = [
     *LLAMA_CPP_ENDPOINTS,
     *EMBEDDING_ENDPOINTS,
     *DECISION_ENDPOINTS,
+    *RERANK_ENDPOINTS,
     *FILE_ENDPOINTS,
     *BATCH_ENDPOINTS,
     *STREAM_ENDPOINTS,

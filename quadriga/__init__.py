@@ -12,6 +12,7 @@
     ChatOptions             tools and variables of the chat template
     Completion, Timings     a finished request
     Pooling, TextEmbedding  what vectors of texts are asked for, and one of them
+    TextScore, RankedText, TextLabels  what models that rank or classify say of texts
     StreamChunk             a part of a stream
 
 Every error that the library raises on purpose is a `QuadrigaError`, or a TypeError for a keyword
@@ -25,9 +26,12 @@ if TYPE_CHECKING:
     from quadriga.client.async_client import AsyncClient as AsyncClient
     from quadriga.client.sync_client import Client as Client
     from quadriga.client.types import Completion as Completion
+    from quadriga.client.types import RankedText as RankedText
     from quadriga.client.types import RequestOptions as RequestOptions
     from quadriga.client.types import StreamChunk as StreamChunk
     from quadriga.client.types import TextEmbedding as TextEmbedding
+    from quadriga.client.types import TextLabels as TextLabels
+    from quadriga.client.types import TextScore as TextScore
     from quadriga.client.types import Timings as Timings
     from quadriga.errors import AddressInUse as AddressInUse
     from quadriga.errors import ConfigError as ConfigError
@@ -58,7 +62,8 @@ _MODULES = {
     "quadriga.client.async_client": ("AsyncClient",),
     "quadriga.client.sync_client": ("Client",),
     "quadriga.client.types": (
-        "Completion", "TextEmbedding", "RequestOptions", "StreamChunk", "Timings",
+        "Completion", "RankedText", "RequestOptions", "StreamChunk", "TextEmbedding", "TextLabels",
+        "TextScore", "Timings",
     ),
     "quadriga.errors": (
         "AddressInUse", "ConfigError", "DeadlineExceeded", "InvalidRequest", "ModelError",

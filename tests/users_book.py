@@ -36,6 +36,7 @@ BOOK = (
     "storage.md",
     "security.md",
     "embeddings.md",
+    "rerank.md",
     "python.md",
     "replay.md",
     "command-line.md",

@@ -210,7 +210,7 @@ def static_server_info(
         "max_queued_requests": config.scheduler.max_queued_requests,
         "default_max_tokens": config.frontend.default_max_tokens,
         "chat": has_chat,
-        "embeddings": "" if model.scores else config.frontend.pooling or model.pooling,
+        "embeddings": ("" if model.is_encoder else config.frontend.pooling) or model.pooling,
         "scores": scores_to_info(model),
         "encoder": model.is_encoder,
         "answer_format": to_info(answer_format),

@@ -33,7 +33,8 @@ from tokenizer_proc.intake.overload import OverloadGuard
 from tokenizer_proc.intake.pool import ForkServer, PreparePool
 from tokenizer_proc.intake.tenants import RequestOwners
 from tokenizer_proc.preparation.chat import ChatTemplate, token_marks
-from tokenizer_proc.preparation.prepare import Encoder, Preparer
+from tokenizer_proc.preparation.encode import Encoder
+from tokenizer_proc.preparation.prepare import Preparer
 from tokenizer_proc.preparation.templates.derive import ParserNames
 from tokenizer_proc.replicas.links import ReplicaLinks
 from tokenizer_proc.replicas.replicas import Replicas

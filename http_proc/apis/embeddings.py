@@ -20,7 +20,7 @@ from http_proc.core.streaming import EventSink
 from http_proc.generation.chat_call import chat_prompt
 from http_proc.generation.sampling import convert
 from http_proc.generation.schema import Message, Priority, RequestBody
-from http_proc.generation.vectors import vectors
+from http_proc.generation.vectors import cut_to, vectors
 from http_proc.web.endpoint import answering
 from quadriga.client.async_client import RequestOptions
 from quadriga.client.types import Completion, Prompt
@@ -205,7 +205,8 @@ def _base64(completion: Completion) -> str:
     return base64.b64encode(vector_of(completion).tobytes()).decode()
 
 
-def _num_tokens(completions: Sequence[Completion]) -> int:
+def num_tokens_of(completions: Sequence[Completion]) -> int:
+    """Return the number of tokens of all texts."""
     return sum(completion.usage.prompt_tokens for completion in completions)
 
 
@@ -216,25 +217,16 @@ async def openai_embeddings(gateway: Gateway, call: Call, _: EventSink) -> Embed
     """Return the vectors of texts in OpenAI's format."""
     fields = convert(await call.parse(), EmbeddingRequest)
     gateway.check_model(fields.model)
-    cut = fields.truncate_prompt_tokens
-    if cut is not None and cut != -1 and cut < 1:
-        raise invalid(
-            f"truncate_prompt_tokens is {cut}: it must be at least 1, or -1 for the context",
-            "truncate_prompt_tokens",
-        )
+    most = cut_to(fields.truncate_prompt_tokens)
     prompts = _prompts_of(fields)
-    pooling = Pooling(
-        normalize=fields.normalize,
-        dimensions=fields.dimensions,
-        max_tokens=cut if cut != -1 else None,
-    )
+    pooling = Pooling(normalize=fields.normalize, dimensions=fields.dimensions, max_tokens=most)
     options: RequestOptions = {"priority": fields.priority}
-    if cut is not None:
+    if fields.truncate_prompt_tokens is not None:
         options["truncate_prompt"] = True
     completions = await embed(gateway, call, prompts, pooling, options, "input")
     written = _base64 if fields.encoding_format == "base64" else _numbers
     data = [EmbeddingObject(number, written(one)) for number, one in enumerate(completions)]
-    num_tokens = _num_tokens(completions)
+    num_tokens = num_tokens_of(completions)
     return EmbeddingAnswer(data, gateway.model, EmbeddingUsage(num_tokens, num_tokens))
 
 
@@ -274,7 +266,7 @@ async def cohere_embed(gateway: Gateway, call: Call, _: EventSink) -> CohereEmbe
     }
     meta = {
         "api_version": {"version": "2"},
-        "billed_units": {"input_tokens": _num_tokens(completions)},
+        "billed_units": {"input_tokens": num_tokens_of(completions)},
     }
     return CohereEmbedAnswer(call.record.id, by_type, fields.texts, meta)
 
@@ -308,7 +300,7 @@ async def ollama_embed(gateway: Gateway, call: Call, _: EventSink) -> OllamaEmbe
         fields.model,
         list(map(_numbers, completions)),
         max(0, round((end - begin) * 1e9)),
-        _num_tokens(completions),
+        num_tokens_of(completions),
     )
 
 

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from http_proc.core.call import Call
+from http_proc.core.errors import invalid
 from http_proc.core.gateway import Gateway
 from quadriga.client.async_client import RequestOptions
 from quadriga.client.types import Completion, Prompt
@@ -12,6 +13,19 @@ from quadriga.sampling.pooling import Pooling
 
 # Prompts of one call that are in the server at one time; the next ones follow as they end.
 MAX_AT_ONCE = 64
+
+
+def cut_to(truncate_prompt_tokens: int | None) -> int | None:
+    """Return the number of tokens to which texts are cut; None: the context. Raise ApiError."""
+    if truncate_prompt_tokens is None or truncate_prompt_tokens == -1:
+        return None
+    if truncate_prompt_tokens < 1:
+        raise invalid(
+            f"truncate_prompt_tokens is {truncate_prompt_tokens}: it must be at least 1, or -1 for"
+            " the context",
+            "truncate_prompt_tokens",
+        )
+    return truncate_prompt_tokens
 
 
 async def vectors(

@@ -58,11 +58,12 @@ NOT_SERVED = (
         " models that see, and diffusion servers draw",
     ),
     NotServed(
-        ("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking", "/score",
-         "/v1/score", "/classify", "/v1/classify", "/predict", "/pooling"),
-        "heads that classify or rank are not served: POST /v1/embeddings returns vectors, whose"
-        " products rank texts, and POST /v1/decisions the probabilities of given answers",
+        ("/pooling",),
+        "hidden states are not served: POST /v1/embeddings returns vectors, POST /score and"
+        " POST /classify return scores",
     ),
+    NotServed(("/reranking", "/v1/reranking"), "use POST /rerank"),
+    NotServed(("/v1/classify",), "use POST /classify"),
     NotServed(
         ("/v1/moderations",),
         "moderation is not served: ask a guard model by POST /v1/chat/completions, or"

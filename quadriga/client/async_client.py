@@ -4,6 +4,7 @@ session.py keeps the connection and what is open on it.
 """
 
 import asyncio
+from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
@@ -17,21 +18,25 @@ from quadriga.client.types import (
     Completion,
     KeptRequest,
     Prompt,
+    RankedText,
     RenderedPrompt,
     StreamChunk,
     TextEmbedding,
+    TextLabels,
+    TextScore,
     check_is_one_prompt,
     check_options,
     checked_params,
     is_list_of_prompts,
     is_time_limit,
+    pairs_of,
     params_of_each,
     wire_prompt,
 )
 from quadriga.client.types import RequestOptions as RequestOptions
 from quadriga.errors import InvalidRequest
 from quadriga.sampling.params import SamplingParams
-from quadriga.sampling.pooling import Pooling
+from quadriga.sampling.pooling import CLASSIFY, PROBABILITIES, SCORE, Pooling
 from quadriga.wire.client import (
     PROTOCOL_VERSION,
     ChatOptions,
@@ -59,6 +64,7 @@ if TYPE_CHECKING:
 # Texts of one `embed` that are in the server at one time; the next ones follow as they end.
 MAX_TEXTS_AT_ONCE = 256
 DEFAULT_POOLING = Pooling()
+DEFAULT_SCORING, DEFAULT_CLASSIFYING = Pooling(SCORE), Pooling(CLASSIFY, activation=PROBABILITIES)
 
 
 class AsyncClient(ServerSession):
@@ -300,12 +306,126 @@ class AsyncClient(ServerSession):
         check_options("embed", options, RequestOptions.__annotations__)
         is_single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
         prompts: list[Any] = [prompt] if is_single else list(prompt)
+        vectors = await self._vectors([(item, pooling) for item in prompts], options)
+        embeddings = [TextEmbedding(*each) for each in vectors]
+        return embeddings[0] if is_single else embeddings
+
+    async def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        pooling: Pooling = DEFAULT_SCORING,
+        **options: "Unpack[RequestOptions]",
+    ) -> list[TextScore]:
+        """Return the scores of pairs of texts, of a model that ranks, in their order.
+
+            (score,) = await client.score("Who has horses?", "Four horses draw the chariot.")
+
+        Args:
+            text_1: the first texts, such as queries; a single one goes with every second text.
+            text_2: the second texts, such as documents.
+            pooling: of the method "score": activation, instruction, and what texts are cut to.
+            **options: timeout, priority, truncate_prompt, … (see RequestOptions), for each pair.
+
+        Raises:
+            InvalidRequest: the model ranks no texts, or a text or `pooling` is wrong.
+            QuadrigaError: as `generate`.
+        """
+        check_options("score", options, RequestOptions.__annotations__)
+        pairs = pairs_of(text_1, text_2)
+        asked: list[tuple[Prompt, Pooling]] = [
+            (first, msgspec.structs.replace(pooling, text_pair=second)) for first, second in pairs
+        ]
+        return [TextScore(vector[0], num) for vector, num in await self._vectors(asked, options)]
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        pooling: Pooling = DEFAULT_SCORING,
+        **options: "Unpack[RequestOptions]",
+    ) -> list[RankedText]:
+        """Return documents with their scores, those that match a query best first.
+
+            best, *_ = await client.rerank("Who has horses?", ["A fox.", "Four horses."])
+
+        Args:
+            query: the first text of each pair.
+            documents: the second ones; at most MAX_TEXTS_AT_ONCE are in the server at one time.
+            top_n: return so many; None: all.
+            pooling: as in `score`.
+            **options: timeout, priority, truncate_prompt, … (see RequestOptions), for each pair.
+
+        Raises:
+            InvalidRequest: the model ranks no texts, or a text or `pooling` is wrong.
+            QuadrigaError: as `generate`.
+        """
+        check_options("rerank", options, RequestOptions.__annotations__)
+        scores = await self.score(query, documents, pooling, **options)
+        ranked = [
+            RankedText(number, score.score, text)
+            for number, (score, text) in enumerate(zip(scores, documents, strict=True))
+        ]
+        return sorted(ranked, key=lambda each: -each.score)[:top_n]
+
+    @overload  # a str is a sequence of str, too, but the first overload wins
+    async def classify(  # type: ignore[overload-overlap]
+        self,
+        prompt: str,
+        pooling: Pooling = DEFAULT_CLASSIFYING,
+        **options: "Unpack[RequestOptions]",
+    ) -> TextLabels: ...
+    @overload
+    async def classify(
+        self,
+        prompt: Sequence[str],
+        pooling: Pooling = DEFAULT_CLASSIFYING,
+        **options: "Unpack[RequestOptions]",
+    ) -> list[TextLabels]: ...
+    async def classify(
+        self,
+        prompt: str | Sequence[str],
+        pooling: Pooling = DEFAULT_CLASSIFYING,
+        **options: "Unpack[RequestOptions]",
+    ) -> TextLabels | list[TextLabels]:
+        """Return the labels of a text, or those of a list of texts in the same order.
+
+            labels = await client.classify("What a day!")
+            print(labels.label, labels.probs[labels.label])
+
+        Args:
+            prompt: a text, or a list of texts. `[]` gives `[]`.
+            pooling: of the method "classify": activation.
+            **options: timeout, priority, truncate_prompt, … (see RequestOptions), for each text.
+
+        Raises:
+            InvalidRequest: the model has no labels, or a text or `pooling` is wrong.
+            QuadrigaError: as `generate`.
+        """
+        check_options("classify", options, RequestOptions.__annotations__)
+        texts = [prompt] if isinstance(prompt, str) else list(prompt)
+        vectors = await self._vectors([(text, pooling) for text in texts], options)
+        if not vectors:
+            return []
+        labels = (await self.info())["scores"]["labels"]
+        found = [
+            TextLabels(max(probs, key=probs.__getitem__), probs, num_tokens)
+            for vector, num_tokens in vectors
+            if (probs := dict(zip(labels, vector, strict=True)))
+        ]
+        return found[0] if isinstance(prompt, str) else found
+
+    async def _vectors(
+        self, asked: Sequence[tuple[Prompt, Pooling]], options: RequestOptions
+    ) -> "list[tuple[array[float], int]]":
+        """Return the vectors of prompts with their numbers of tokens, in order."""
         began_at = _now()
         await self._connect_within(options.get("timeout"))
-        params = SamplingParams(pooling=pooling)
         turns = asyncio.Semaphore(MAX_TEXTS_AT_ONCE)
 
-        async def embed_one(item: Prompt) -> TextEmbedding:
+        async def vector_of(item: Prompt, pooling: Pooling) -> "tuple[array[float], int]":
+            params = SamplingParams(pooling=pooling)
             async with turns:
                 handle = self._submit(item, params, began_at, False, None, options)
                 try:
@@ -313,15 +433,14 @@ class AsyncClient(ServerSession):
                 finally:
                     handle.abort()
                 assert completion.vector is not None
-                return TextEmbedding(completion.vector, completion.usage.prompt_tokens)
+                return completion.vector, completion.usage.prompt_tokens
 
-        tasks = [asyncio.ensure_future(embed_one(item)) for item in prompts]
+        tasks = [asyncio.ensure_future(vector_of(*each)) for each in asked]
         try:
-            embeddings = await asyncio.gather(*tasks)
+            return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        return embeddings[0] if is_single else embeddings
 
     async def abort(self, request_id: str = "") -> None:
         """Abort a request of this client, or all of them if the id is empty.

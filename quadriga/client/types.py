@@ -437,6 +437,68 @@ class TextEmbedding:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class TextScore:
+    """The score of a pair of texts.
+
+    Attributes:
+        score: a probability, if the model does not say otherwise.
+        num_tokens: number of tokens of the pair.
+    """
+
+    score: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankedText:
+    """A document, and how well it matches a query.
+
+    Attributes:
+        index: its number in the list.
+        score: as in TextScore.
+        text: the document.
+    """
+
+    index: int
+    score: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextLabels:
+    """The labels of a text.
+
+    Attributes:
+        label: the likeliest one.
+        probs: the probability of each label, in the model's order.
+        num_tokens: number of tokens of the text.
+    """
+
+    label: str
+    probs: dict[str, float]
+    num_tokens: int
+
+
+def pairs_of(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[tuple[str, str]]:
+    """Return the pairs of two texts or lists; a single first text goes with every second one.
+
+    Raises:
+        InvalidRequest: the lists do not have the same length.
+    """
+    firsts = [text_1] if isinstance(text_1, str) else list(text_1)
+    seconds = [text_2] if isinstance(text_2, str) else list(text_2)
+    if len(firsts) == 1:
+        firsts = firsts * len(seconds)
+    if len(firsts) != len(seconds):
+        raise InvalidRequest(
+            f"text_1 has {len(firsts)} texts, and text_2 has {len(seconds)}: give one first text,"
+            " or as many as there are second ones",
+            "text_1",
+        )
+    return list(zip(firsts, seconds, strict=True))
+
+
 class RenderedPrompt(NamedTuple):
     """A prompt as the model reads it: its text, a chat as the template writes it, and its ids."""
 

@@ -17,14 +17,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from quadriga import errors
-from quadriga.client.async_client import DEFAULT_POOLING, RequestOptions
+from quadriga.client.async_client import (
+    DEFAULT_CLASSIFYING,
+    DEFAULT_POOLING,
+    DEFAULT_SCORING,
+    RequestOptions,
+)
 from quadriga.client.sync_client import Client
 from quadriga.client.types import (
     Chat,
     Completion,
     Prompt,
+    RankedText,
     StreamChunk,
     TextEmbedding,
+    TextLabels,
+    TextScore,
     check_is_chat,
     check_options,
 )
@@ -388,6 +396,91 @@ class LLM:
             QuadrigaError: as `generate`.
         """
         result: TextEmbedding | list[TextEmbedding] = self.client.embed(prompt, pooling, **options)
+        return result
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        pooling: Pooling = DEFAULT_SCORING,
+        **options: "Unpack[RequestOptions]",
+    ) -> list[TextScore]:
+        """Return the scores of pairs of texts, of a model that ranks, in their order.
+
+            (score,) = llm.score("Who has horses?", "Four horses draw the chariot.")
+
+        Args:
+            text_1: the first texts, such as queries; a single one goes with every second text.
+            text_2: the second texts, such as documents.
+            pooling: of the method "score": activation, instruction, and what texts are cut to.
+            **options: timeout, priority, truncate_prompt, … (see RequestOptions), for each pair.
+
+        Raises:
+            InvalidRequest: the model ranks no texts, or a text or `pooling` is wrong.
+            QuadrigaError: as `generate`.
+        """
+        return self.client.score(text_1, text_2, pooling, **options)
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        pooling: Pooling = DEFAULT_SCORING,
+        **options: "Unpack[RequestOptions]",
+    ) -> list[RankedText]:
+        """Return documents with their scores, those that match a query best first.
+
+            best, *_ = llm.rerank("Who has horses?", ["A fox.", "Four horses."])
+
+        Args:
+            query: the first text of each pair.
+            documents: the second ones.
+            top_n: return so many; None: all.
+            pooling: as in `score`.
+            **options: timeout, priority, truncate_prompt, … (see RequestOptions), for each pair.
+
+        Raises:
+            InvalidRequest: the model ranks no texts, or a text or `pooling` is wrong.
+            QuadrigaError: as `generate`.
+        """
+        return self.client.rerank(query, documents, top_n, pooling, **options)
+
+    @overload  # a str is a sequence of str, too, but the first overload wins
+    def classify(  # type: ignore[overload-overlap]
+        self,
+        prompt: str,
+        pooling: Pooling = DEFAULT_CLASSIFYING,
+        **options: "Unpack[RequestOptions]",
+    ) -> TextLabels: ...
+    @overload
+    def classify(
+        self,
+        prompt: Sequence[str],
+        pooling: Pooling = DEFAULT_CLASSIFYING,
+        **options: "Unpack[RequestOptions]",
+    ) -> list[TextLabels]: ...
+    def classify(
+        self,
+        prompt: Any,
+        pooling: Pooling = DEFAULT_CLASSIFYING,
+        **options: "Unpack[RequestOptions]",
+    ) -> TextLabels | list[TextLabels]:
+        """Return the labels of a text, or those of a list of texts in the same order.
+
+            labels = llm.classify("What a day!")
+            print(labels.label, labels.probs[labels.label])
+
+        Args:
+            prompt: a text, or a list of texts. `[]` gives `[]`.
+            pooling: of the method "classify": activation.
+            **options: timeout, priority, truncate_prompt, … (see RequestOptions), for each text.
+
+        Raises:
+            InvalidRequest: the model has no labels, or a text or `pooling` is wrong.
+            QuadrigaError: as `generate`.
+        """
+        result: TextLabels | list[TextLabels] = self.client.classify(prompt, pooling, **options)
         return result
 
     @overload

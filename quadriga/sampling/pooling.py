@@ -12,8 +12,9 @@ LAST, MEAN, WEIGHTED_MEAN, CLS = "last", "mean", "weighted-mean", "cls"
 POOLINGS = (LAST, MEAN, WEIGHTED_MEAN, CLS)
 # Not of hidden states: the log-probabilities of tokens.
 LOGPROBS = "logprobs"
-# Not either: the scores of the head of a model that classifies or ranks.
-CLASSIFY = "classify"
+# Not either: the scores of a model that classifies or ranks. SCORE: of one that has a single score.
+CLASSIFY, SCORE = "classify", "score"
+SCORINGS = (CLASSIFY, SCORE)
 # What scores are made of logits; "": as the model says.
 IDENTITY, SIGMOID, SOFTMAX, PROBABILITIES = "identity", "sigmoid", "softmax", "probabilities"
 ACTIVATIONS = (IDENTITY, SIGMOID, SOFTMAX, PROBABILITIES)
@@ -29,7 +30,8 @@ class Pooling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
     Attributes:
         method: one of POOLINGS; "": the server's --pooling. LOGPROBS: the vector has natural
             logarithms of probabilities, of `token_ids` or of the last tokens of the prompt.
-            CLASSIFY: it has the scores of the model's head.
+            CLASSIFY: it has the scores of a model that classifies or ranks. SCORE: the same, of a
+            model with a single score.
         normalize: divide the vector by its Euclidean length.
         dimensions: keep only the first of its numbers, before it is normalized; None: all.
         max_tokens: number of tokens to which a text that may be cut is cut; None: the context.
@@ -37,11 +39,13 @@ class Pooling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
         num_last: with LOGPROBS, number of tokens at the end of the prompt whose probabilities are
             wanted, each after those before it; 0: those of `token_ids`.
         whole: set by the server: every token sees the whole text, which goes into one step.
-        activation: with CLASSIFY, one of ACTIVATIONS, which makes scores of the head's logits;
+        activation: of scores, one of ACTIVATIONS, which makes them of the model's logits;
             PROBABILITIES: SIGMOID or SOFTMAX, as fits the model's labels. "": as the model says.
-        text_pair: with CLASSIFY, the second text of a pair whose first text is the prompt; None:
-            there is one text.
-        max_pair_tokens: number of tokens to which the second text is cut; None: the context.
+        text_pair: of scores, the second text of a pair whose first text is the prompt; None: there
+            is one text.
+        max_first_tokens, max_second_tokens: numbers of tokens to which the texts of a pair are cut;
+            None: the context.
+        instruction: what makes a pair match, for a model that is instructed; "": its own.
         num_first: set by the server: number of tokens before those of the second type; 0: all are
             of the first type.
     """
@@ -55,7 +59,9 @@ class Pooling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
     whole: bool = False
     activation: str = ""
     text_pair: str | None = None
-    max_pair_tokens: int | None = None
+    max_first_tokens: int | None = None
+    max_second_tokens: int | None = None
+    instruction: str = ""
     num_first: int = 0
 
     @property
@@ -87,7 +93,7 @@ def filled_pooling(
     if pooling.text_pair is not None:
         raise InvalidRequest(
             f"text_pair is given with the method {(pooling.method or server_method)!r}: pairs of"
-            f" texts are scored by the method {CLASSIFY}",
+            f" texts are scored by the method {SCORE}",
             "text_pair",
         )
     if not server_method:
@@ -120,7 +126,7 @@ def check_scoring(pooling: Pooling) -> None:
             f"activation is {pooling.activation!r}: it must be one of {', '.join(ACTIVATIONS)}",
             "activation",
         )
-    for name in ("max_tokens", "max_pair_tokens"):
+    for name in ("max_tokens", "max_first_tokens", "max_second_tokens"):
         if (most := getattr(pooling, name)) is not None and most < 1:
             raise InvalidRequest(f"{name} is {most}: a text is cut to at least 1 token", name)
 

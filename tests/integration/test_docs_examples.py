@@ -7,6 +7,7 @@ stands for anything. A comment above a fence changes that:
     <!-- not run: REASON -->        the example needs what a test does not have
     <!-- needs: PACKAGE -->         it runs where the package is installed
     <!-- model: fill -->            it runs on a server of a tiny model that fills in the middle
+    <!-- model: rank -->            it runs on a server of a tiny reranker
     <!-- exit code: N -->           it ends with this code instead of 0
 
 Commands that start a server are not run: their flags are parsed and validated.
@@ -32,6 +33,7 @@ from quadriga.server.config import server_config as configuration
 from quadriga.server.config.engine_args import BUILTIN_MODEL
 from quadriga.server.models.formats.tokenizer import load_tokenizer
 from tests.server import ROOT, running_server
+from tests.tiny_encoders import CLASSIFIERS
 from tests.tiny_models import VOCAB_SIZE, tiny_llama
 from tests.users_book import BOOK, DOCS, Fence, fences
 
@@ -101,6 +103,15 @@ def fill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     tokenizer.save(str(model / "tokenizer.json"))
     flags = ("--model", str(model), "--served-model-name", "qwen2.5-coder", "--dtype", "float32")
     with serving(directory, *flags) as place:
+        yield place
+
+
+@pytest.fixture(scope="session")
+def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """Start a server of a model that ranks texts."""
+    directory = tmp_path_factory.mktemp("book-rank")
+    model = CLASSIFIERS["bert"](directory / "model")
+    with serving(directory, "--model", str(model), "--dtype", "float32") as place:
         yield place
 
 

@@ -25,7 +25,7 @@ from tests.users_book import DOCS
 from tokenizer_proc import info
 from tokenizer_proc.deliver import clients, live, traces
 from tokenizer_proc.intake import grammar_sandbox, grammar_validator, pool
-from tokenizer_proc.preparation import prepare, validation
+from tokenizer_proc.preparation import encode, validation
 from tokenizer_proc.preparation.templates import sandbox
 
 CONFIG = ServerConfig()
@@ -57,7 +57,7 @@ VALUES: dict[str, tuple[Callable[..., str], object]] = {
     "tokens of an answer without a limit of its own": (number, CONFIG.frontend.default_max_tokens),
     "bytes of a body": (size, HTTP.max_body_bytes),
     "seconds in which a body must arrive": (number, exchange.BODY_TIMEOUT_S),
-    "bytes of a prompt, after the chat template": (size, prepare.MAX_TEXT_BYTES),
+    "bytes of a prompt, after the chat template": (size, encode.MAX_TEXT_BYTES),
     "strings in a body over 256 KiB": (number, call.MAX_STRINGS),
     "objects and arrays in it": (number, call.MAX_CONTAINERS),
     "values in it": (number, call.MAX_COMMAS),

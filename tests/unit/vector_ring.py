@@ -1,4 +1,4 @@
-"""A scripted ring that gives each text a vector."""
+"""Scripted rings that give each text a vector, or scores."""
 
 import asyncio
 from array import array
@@ -6,7 +6,7 @@ from typing import Any
 
 from quadriga.client.types import Completion, StreamChunk, Timings
 from quadriga.wire.client import Usage
-from tests.unit.scripted_ring import ScriptedHandle, ScriptedRing
+from tests.unit.scripted_ring import FACTS, ScriptedHandle, ScriptedRing
 
 
 class VectorRing(ScriptedRing):
@@ -22,8 +22,16 @@ class VectorRing(ScriptedRing):
         self._open: list[tuple[ScriptedHandle, Any, Any]] = []
 
     def submit(self, prompt: Any, *arguments: Any, **options: Any) -> ScriptedHandle:
-        self._prompt = prompt
+        self._prompt = self.prompt_of(prompt, *arguments)
         return super().submit(prompt, *arguments, **options)
+
+    def prompt_of(self, prompt: Any, *_: Any) -> Any:
+        """Return that of a request on which its vector depends."""
+        return prompt
+
+    def vector(self, prompt: Any) -> "array[float]":
+        """Return the vector of a prompt."""
+        return array("f", [float(len(prompt)), -1.5, 0.25])
 
     def _answer(self, handle: ScriptedHandle, sink: Any) -> None:
         if self.error is not None:
@@ -37,7 +45,24 @@ class VectorRing(ScriptedRing):
         if self._open:
             handle, sink, prompt = self._open.pop()
             handle.done = True
-            vector = array("f", [float(len(prompt)), -1.5, 0.25])
+            vector = self.vector(prompt)
             usage = Usage(len(prompt), 0)
             completion = Completion("r", "", [], "stop", usage, Timings(0.0), vector=vector)
             sink(StreamChunk("r", "", [], [], 0.0, completion))
+
+
+class ScoreRing(VectorRing):
+    """Scores a pair by the length of its second text, and a text by its own for each label."""
+
+    def __init__(self, *labels: str) -> None:
+        super().__init__()
+        self.labels = labels
+        self.facts = {**FACTS, "scores": {"labels": list(labels), "probabilities": "softmax"}}
+
+    def prompt_of(self, prompt: Any, *arguments: Any) -> Any:
+        second = arguments[0].pooling.text_pair
+        return prompt if second is None else second
+
+    def vector(self, prompt: Any) -> "array[float]":
+        numbers = range(max(1, len(self.labels)))
+        return array("f", [len(prompt) + 0.5 * (number % 2) for number in numbers])

@@ -1,6 +1,6 @@
 """Turn a client's message into what the scheduler, or the client itself, is sent.
 
-`Encoder` turns texts and chats into token ids, `Preparer` does the rest.
+encode.py turns texts and chats into token ids, `Preparer` does the rest.
 """
 
 import hashlib
@@ -24,6 +24,7 @@ from quadriga.sampling.params import (
 from quadriga.sampling.pooling import (
     CLASSIFY,
     PROBABILITIES,
+    SCORINGS,
     Pooling,
     check_scoring,
     filled_pooling,
@@ -49,10 +50,11 @@ from quadriga.wire.grammar import ThinkingForm
 from quadriga.wire.packing import pack_ids, with_large_integers
 from quadriga.wire.sockets import encode
 from tokenizer_proc.preparation import validation
-from tokenizer_proc.preparation.chat import ChatTemplate
+from tokenizer_proc.preparation.encode import Encoder
+from tokenizer_proc.preparation.ranking import PairPrompts
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    pass
 
 
 def thinking_form(
@@ -85,193 +87,6 @@ def without_thinking(params: SamplingParams) -> SamplingParams:
     return msgspec.structs.replace(
         params, thinking_token_budget=None, thinking_start="", thinking_end=""
     )
-
-
-# The tokenizers library takes about 200 bytes of memory for a byte of text (150 to 195 with
-# byte-level BPE), so that the longest text takes 1.6 GiB.
-MAX_TEXT_BYTES = 8 * 1024 * 1024
-MAX_BAD_WORD_TOKENS = 32
-
-
-def _ids_around(tokenizer: "Tokenizer") -> tuple[list[int], list[int]]:
-    """Return the ids that a tokenizer puts before and behind every text, such as that of <bos>."""
-    plain = tokenizer.encode("a", add_special_tokens=False).ids
-    full = tokenizer.encode("a").ids
-    starts = range(len(full) - len(plain) + 1)
-    found = [start for start in starts if full[start : start + len(plain)] == plain]
-    return (full[: found[0]], full[found[0] + len(plain) :]) if found else ([], [])
-
-
-class PairForm(NamedTuple):
-    """What a tokenizer writes around the two texts of a pair.
-
-    Attributes:
-        leading, between, trailing: ids before the first text, between both, and behind the second.
-        num_first_between: number of `between` that are of the first type; None: all tokens of a
-            pair are.
-    """
-
-    leading: list[int]
-    between: list[int]
-    trailing: list[int]
-    num_first_between: int | None
-
-    @classmethod
-    def of(cls, tokenizer: "Tokenizer") -> "PairForm | None":
-        """Return the form of a tokenizer's pairs; None if it has none."""
-        first, second = (tokenizer.encode(text, add_special_tokens=False).ids for text in "ab")
-        encoded = tokenizer.encode("a", "b")
-        ids, types = encoded.ids, encoded.type_ids
-        begin = _find(ids, first, 0)
-        middle = None if begin is None else _find(ids, second, begin + len(first))
-        if begin is None or middle is None:
-            return None
-        end = begin + len(first)
-        is_typed = types[middle] == 1
-        num_first = types[end:middle].count(0) if is_typed else None
-        return cls(ids[:begin], ids[end:middle], ids[middle + len(second) :], num_first)
-
-    @property
-    def num_added(self) -> int:
-        """Number of ids beside those of the two texts."""
-        return len(self.leading) + len(self.between) + len(self.trailing)
-
-
-def _find(ids: list[int], part: list[int], begin: int) -> int | None:
-    """Return where a part of ids is, from `begin` on; None if it is not there."""
-    places = range(begin, len(ids) - len(part) + 1)
-    return next((place for place in places if ids[place : place + len(part)] == part), None)
-
-
-def fitted_lengths(first: int, second: int, room: int) -> tuple[int, int]:
-    """Return the lengths of two texts that are cut to `room` tokens together, the longest first.
-
-    As in tokenizers, `TruncationStrategy.LongestFirst`.
-    """
-    if first + second <= room:
-        return first, second
-    shorter, longer = min(first, second), max(first, second)
-    longer = max(shorter, room - shorter)
-    if shorter + longer > room:
-        shorter, longer = room // 2, room - room // 2
-    return (shorter, longer) if first <= second else (longer, shorter)
-
-
-class Encoder:
-    """Encode texts, pairs and chats, and decode token ids."""
-
-    def __init__(self, tokenizer: "Tokenizer", chat: ChatTemplate) -> None:
-        self._tokenizer = tokenizer
-        self._chat = chat
-        self._leading_ids, self._trailing_ids = _ids_around(tokenizer)
-        self._pair_form = PairForm.of(tokenizer)
-
-    def render(self, prompt: str | list[ChatMessage], chat: ChatOptions) -> str:
-        """Return a text as it is, or a chat as the model's template writes it.
-
-        Raises:
-            InvalidRequest: the template refuses the chat.
-        """
-        return prompt if isinstance(prompt, str) else self._chat.render(prompt, chat)
-
-    def encode(self, text: str, is_chat: bool) -> "array[int]":
-        """Return the token ids of a text, or of a rendered chat.
-
-        A text that is not empty begins with the tokenizer's beginning-of-text token, if it has one
-        that it adds to texts; templates write it themselves.
-
-        Raises:
-            InvalidRequest: the text is over MAX_TEXT_BYTES.
-        """
-        ids = self._ids_of(text)
-        leading = self._leading_ids if ids and not is_chat else []
-        return array("i", ids if ids[: len(leading)] == leading else leading + ids)
-
-    def encode_whole(self, text: str, limit: int | None) -> "array[int]":
-        """Return the ids of a text between those that the tokenizer puts around texts.
-
-        Args:
-            text: the text.
-            limit: number of ids, to which the end of the text is cut; None: it is not cut.
-
-        Raises:
-            InvalidRequest: the text is over MAX_TEXT_BYTES.
-        """
-        ids, leading, trailing = self._ids_of(text), self._leading_ids, self._trailing_ids
-        if limit is not None:
-            ids = ids[: max(limit - len(leading) - len(trailing), 0)]
-        return array("i", leading + ids + trailing)
-
-    def encode_pair(
-        self, first: str, second: str, most_second: int | None, limit: int | None
-    ) -> "tuple[array[int], int]":
-        """Return the ids of a pair of texts as the tokenizer writes it.
-
-        Args:
-            first: the first text.
-            second: the second text.
-            most_second: number of ids of the second text, to which its end is cut; None: all.
-            limit: number of ids, to which the ends of both texts are cut; None: they are not cut.
-
-        Returns:
-            The ids, and the number of ids of the first type; 0: all are.
-
-        Raises:
-            InvalidRequest: a text is over MAX_TEXT_BYTES, or the tokenizer writes no pairs.
-        """
-        form = self._pair_form
-        if form is None:
-            raise InvalidRequest(
-                "the model's tokenizer.json has no form of a pair of texts: serve a model that"
-                " ranks, or send one text",
-                "text_pair",
-            )
-        one, other = self._ids_of(first), self._ids_of(second)[:most_second]
-        if limit is not None:
-            room = max(limit - form.num_added, 0)
-            num_one, num_other = fitted_lengths(len(one), len(other), room)
-            one, other = one[:num_one], other[:num_other]
-        num_first = form.num_first_between
-        if num_first is not None:
-            num_first += len(form.leading) + len(one)
-        ids = form.leading + one + form.between + other + form.trailing
-        return array("i", ids), num_first or 0
-
-    def _ids_of(self, text: str) -> list[int]:
-        """Return the ids of a text alone. Raise InvalidRequest if it is over MAX_TEXT_BYTES."""
-        num_bytes = len(text.encode())
-        if num_bytes > MAX_TEXT_BYTES:
-            raise InvalidRequest(
-                f"the prompt's text is {num_bytes} bytes: at most {MAX_TEXT_BYTES} are encoded;"
-                " shorten it, or send token ids",
-                "prompt",
-            )
-        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return ids
-
-    def decode(self, ids: "array[int]", skip_special_tokens: bool) -> str:
-        """Return the text of token ids."""
-        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens))
-
-    def bad_words(self, words: list[str]) -> list[list[int]]:
-        """Return the token ids of each spelling of each word.
-
-        A word is spelled with a space before it, and without one, as within another word.
-
-        Raises:
-            InvalidRequest: a word has more than MAX_BAD_WORD_TOKENS tokens.
-        """
-        spellings = [text for word in words for text in (word, " " + word.lstrip(" "))]
-        encodings = self._tokenizer.encode_batch_fast(spellings, add_special_tokens=False)
-        distinct_ids = {tuple(encoding.ids): None for encoding in encodings if encoding.ids}
-        max_length = max(map(len, distinct_ids), default=0)
-        if max_length > MAX_BAD_WORD_TOKENS:
-            raise InvalidRequest(
-                f"bad_words has a word of {max_length} tokens: at most {MAX_BAD_WORD_TOKENS} are"
-                " allowed; shorten it",
-                "bad_words",
-            )
-        return [list(ids) for ids in distinct_ids]
 
 
 # Turn a client's message into what the scheduler, or the client itself, is sent.
@@ -342,6 +157,8 @@ class Preparer:
         self._model = model
         self._encoder = encoder
         self._unserved = unserved or UnservedTokens(model.vocab_size)
+        score, kind = model.scores and model.scores.logit_score, str(model.config.get("model_type"))
+        self._pair_prompts = PairPrompts(encoder, score, kind) if score else None
         self._defaults = sampling_defaults(args.sampling_defaults, model.generation_config)
 
     def prepare_frame(self, frame: bytes) -> bytes:
@@ -414,25 +231,28 @@ class Preparer:
         text, limit = message.prompt, model.context_length
         if may_cut and pooling.max_tokens is not None:
             limit = min(limit, pooling.max_tokens)
-        room = limit if may_cut else None
+        room, num_first = limit if may_cut else None, 0
         if (second := pooling.text_pair) is not None:
             first = validation.checked_first(message)
-            num_first = 0
 
             def encode() -> _Prompt:
                 nonlocal num_first
-                most = pooling.max_pair_tokens
-                ids, num_first = self._encoder.encode_pair(first, second, most, room)
+                if self._pair_prompts is not None:
+                    return _Prompt(self._pair_prompts.encode(first, second, pooling, room))
+                ids, num_first = self._encoder.encode_pair(first, second, pooling, room)
                 return _Prompt(ids)
 
             ids = self._guarded(encode).ids
-            pooling = msgspec.structs.replace(pooling, text_pair=None, num_first=num_first)
         elif isinstance(text, str) and message.prompt_token_ids is None:
             ids = self._guarded(lambda: _Prompt(self._encoder.encode_whole(text, room))).ids
         else:
             ids = self._encode_prompt(message).ids
             ids = ids[:limit] if may_cut else ids
-        validation.check_fits_whole(ids, limit, pooling.num_last)
+        validation.check_fits_whole(ids, limit, pooling)
+        if pooling.text_pair is not None:
+            pooling = msgspec.structs.replace(
+                pooling, text_pair=None, instruction="", num_first=num_first
+            )
         params = SamplingParams(max_new_tokens=1, seed=0, pooling=pooling)
         request = self._ready(message, ids, params)
         return Prepared(request, [], None, digest=_digest(message))
@@ -440,14 +260,22 @@ class Preparer:
     def _filled(self, asked: Pooling) -> Pooling:
         """Return what vector is asked for with all that the model says. Raise InvalidRequest."""
         model, args = self._model, self._args
-        if asked.method == CLASSIFY:
+        if asked.method in SCORINGS:
             scores = model.scores
             assert scores is not None
+            check_scoring(asked)
             activation = asked.activation or scores.activation
             if activation == PROBABILITIES:
                 activation = scores.probabilities
-            check_scoring(asked)
-            return msgspec.structs.replace(asked, activation=activation, num_first=0, whole=True)
+            return msgspec.structs.replace(
+                asked,
+                method=CLASSIFY,
+                activation=activation,
+                token_ids=self._pair_prompts.token_ids if self._pair_prompts else [],
+                num_last=0,
+                num_first=0,
+                whole=model.is_encoder,
+            )
         method = args.pooling or model.pooling
         pooling = filled_pooling(asked, method, model.hidden_size, model.vocab_size)
         return msgspec.structs.replace(pooling, num_first=0, whole=model.is_encoder)

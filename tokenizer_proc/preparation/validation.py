@@ -10,7 +10,7 @@ import msgspec
 
 from quadriga.errors import InvalidRequest, PromptTooLong
 from quadriga.sampling.params import Grammar, SamplingParams
-from quadriga.sampling.pooling import CLASSIFY, LOGPROBS, Pooling
+from quadriga.sampling.pooling import LOGPROBS, SCORE, SCORINGS, Pooling
 from quadriga.sampling.validation import UnservedTokens, check_number
 from quadriga.server.models.resolve import ModelFiles
 from quadriga.wire.client import MAX_FRAME_BYTES, PROTOCOL_VERSION, ClientMessage, Generate
@@ -20,6 +20,7 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_TIMEOUT_S = 7 * 24 * 3600
 # Bytes that hold the first fields of every message whose request_id is not too long.
 NUM_PEEKED_BYTES = 1024
+MAX_SHOWN_LABELS = 5
 # Kinds of grammars that are JSON, and keys of a schema whose values no text has to obey.
 JSON_GRAMMARS = ("json_schema", "choice", "structural_tag")
 _NOTES = ("title", "description", "$comment", "default", "examples")
@@ -163,12 +164,8 @@ def check_ids(packed: bytes, field: str, unserved: UnservedTokens) -> "array[int
 
 def check_served_tokens(model: ModelFiles) -> None:
     """Raise InvalidRequest for a request for tokens where the model makes vectors only."""
-    if model.scores is not None:
-        raise InvalidRequest(
-            f"the model is a classifier ({model.config['model_type']}), which scores texts and"
-            " makes none: use /rerank, /score or /classify, or the same methods of a client",
-            "prompt",
-        )
+    if model.is_encoder and model.scores is not None:
+        raise _is_classifier(model, "prompt")
     if model.is_encoder:
         raise InvalidRequest(
             f"the model is an encoder ({model.config['model_type']}), which makes embeddings and no"
@@ -179,23 +176,51 @@ def check_served_tokens(model: ModelFiles) -> None:
 
 def check_served_vector(pooling: Pooling, model: ModelFiles) -> None:
     """Raise InvalidRequest for numbers of a kind that the model does not make."""
-    if pooling.method == CLASSIFY and model.scores is None:
-        raise InvalidRequest(
-            f"the model ({model.config.get('model_type')}) has no head that scores texts: serve a"
-            " cross-encoder or a classifier, whose config.json names …ForSequenceClassification",
-            "pooling",
-        )
-    if pooling.method != CLASSIFY and model.scores is not None:
-        raise InvalidRequest(
-            f"the model is a classifier ({model.config['model_type']}), which scores texts and"
-            " makes no embeddings: use /rerank, /score or /classify, or serve an embedding model",
-            "pooling",
-        )
+    if pooling.method in SCORINGS:
+        _check_scores(pooling, model)
+    elif model.is_encoder and model.scores is not None:
+        raise _is_classifier(model, "pooling")
     if model.is_encoder and pooling.method == LOGPROBS:
         raise InvalidRequest(
             f"the model is an encoder ({model.config['model_type']}), which has no probabilities of"
             " tokens: ask a model that makes text",
             "pooling",
+        )
+
+
+def _is_classifier(model: ModelFiles, field: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"the model is a classifier ({model.config['model_type']}), which scores texts, and makes"
+        " neither text nor embeddings: use /rerank, /score or /classify, or the same methods of a"
+        " client",
+        field,
+    )
+
+
+def _check_scores(pooling: Pooling, model: ModelFiles) -> None:
+    """Raise InvalidRequest for scores that the model does not have."""
+    kind, scores = model.config.get("model_type"), model.scores
+    if scores is None:
+        raise InvalidRequest(
+            f"the model ({kind}) has no scores: serve a cross-encoder or a classifier, whose"
+            " config.json names …ForSequenceClassification, or a reranker such as Qwen3-Reranker",
+            "pooling",
+        )
+    if pooling.method == SCORE and len(scores.labels) != 1:
+        shown = ", ".join(scores.labels[:MAX_SHOWN_LABELS])
+        raise InvalidRequest(
+            f"the model has {len(scores.labels)} scores ({shown}): only a model with one ranks"
+            " texts; use /classify, or classify of a client",
+            "pooling",
+        )
+    if scores.logit_score is not None and pooling.text_pair is None:
+        raise InvalidRequest(
+            f"the model ({kind}) scores pairs of texts: give a second text, by /rerank or /score",
+            "text_pair",
+        )
+    if scores.logit_score is None and pooling.instruction:
+        raise InvalidRequest(
+            f"the model ({kind}) has a head, and reads no instruction: leave it out", "instruction"
         )
 
 
@@ -214,23 +239,25 @@ def check_vector_params(message: Generate) -> None:
         raise InvalidRequest(f"n is {message.params.n}: a text has one vector; leave n out", "n")
 
 
-def check_fits_whole(ids: "array[int]", limit: int, num_last: int) -> None:
-    """Raise for the ids of a text that has none, or more than the context of `limit` tokens.
+def check_fits_whole(ids: "array[int]", limit: int, pooling: Pooling) -> None:
+    """Raise for the ids of a text or pair that has none, or more than `limit` tokens, the context.
 
     Raises:
-        InvalidRequest: there are none, or no token before the last `num_last`.
+        InvalidRequest: there are none, or none before the last ones whose probabilities are asked.
         PromptTooLong: there are too many.
     """
     if not ids:
         raise InvalidRequest("the text is empty: it has no token, and no vector", "prompt")
+    num_last = pooling.num_last
     if num_last >= len(ids):
         raise InvalidRequest(
             f"num_last is {num_last}, and the prompt has {len(ids)} tokens: it must be fewer",
             "num_last",
         )
     if len(ids) > limit:
+        what = "text" if pooling.text_pair is None else "pair of texts"
         raise PromptTooLong(
-            f"the text has {len(ids)} tokens, the model's context is {limit}; shorten it, or let"
+            f"the {what} has {len(ids)} tokens, the model's context is {limit}; shorten it, or let"
             " its end be cut",
             "prompt",
         )

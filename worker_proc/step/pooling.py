@@ -73,10 +73,14 @@ class Classifier:
     def __call__(self, state: Tensor, activation: str) -> Tensor:
         """Return the scores `[labels]` of a first token's hidden state `[hidden]`."""
         inner = self._activation(F.linear(state[: self._dense[0].shape[1]].float(), *self._dense))
-        logits = F.linear(inner, *self._out)
-        if activation == SIGMOID:
-            return logits.sigmoid()
-        return logits.softmax(-1) if activation == SOFTMAX else logits
+        return activated(F.linear(inner, *self._out), activation)
+
+
+def activated(logits: Tensor, activation: str) -> Tensor:
+    """Return scores `[labels]` of logits: their sigmoid or softmax, or the logits themselves."""
+    if activation == SIGMOID:
+        return logits.sigmoid()
+    return logits.softmax(-1) if activation == SOFTMAX else logits.clone()
 
 
 class VectorHeads(NamedTuple):
@@ -151,9 +155,7 @@ def begin_vectors(
             vectors.append(partial(_fetched, row.row, copier.begin(scores)))
             continue
         if row.pooling.method == CLASSIFY:
-            if heads.classifier is None:
-                raise ValueError(f"row {row.row} asks for scores, and the model has no head")
-            scores = heads.classifier(hidden[row.begin], row.pooling.activation)
+            scores = _scores(row, hidden, heads)
             vectors.append(partial(_fetched, row.row, copier.begin(scores)))
             continue
         begin = row.end - 1 if row.pooling.method == LAST else row.begin
@@ -161,6 +163,22 @@ def begin_vectors(
         states = states.float() if heads.norm is None else heads.norm(states)
         vectors.append(partial(_fetched, row.row, copier.begin(pooled(states, row.pooling))))
     return vectors
+
+
+def _scores(row: PooledRow, hidden: Tensor, heads: VectorHeads) -> Tensor:
+    """Return the scores `[labels]` that a row asks for.
+
+    Of a model that makes text, it is the logit of the first of its `token_ids` less the second's.
+    """
+    if token_ids := row.pooling.token_ids:
+        logits = heads.logits(hidden[row.end - 1 : row.end]).float()[0]
+        score = logits[token_ids[0]]
+        for token_id in token_ids[1:]:
+            score = score - logits[token_id]
+        return activated(score.unsqueeze(0), row.pooling.activation)
+    if heads.classifier is None:
+        raise ValueError(f"row {row.row} asks for scores, and the model has no head")
+    return heads.classifier(hidden[row.begin], row.pooling.activation)
 
 
 def pooled(states: Tensor, pooling: Pooling) -> Tensor:

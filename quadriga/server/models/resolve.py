@@ -18,7 +18,12 @@ from quadriga.server.config.engine_args import BUILTIN_MODEL, ModelArgs
 from quadriga.server.models.families import gpt
 from quadriga.server.models.families.architectures import find_architecture
 from quadriga.server.models.families.bert import ENCODERS, num_padding_positions
-from quadriga.server.models.families.classifier import Scores, has_head, read_scores
+from quadriga.server.models.families.classifier import (
+    Scores,
+    has_head,
+    read_logit_score,
+    read_scores,
+)
 from quadriga.server.models.families.config_values import check_shared_types
 from quadriga.server.models.families.gpt import find_gpt2_size
 from quadriga.server.models.formats.directory import find_problem, has_code, read_config, read_json
@@ -228,11 +233,13 @@ class ModelFiles:
 
     @property
     def scores(self) -> Scores | None:
-        """The scores of the model's head; None if it has none. Raises ModelError."""
-        if not self.is_encoder or not has_head(self.config):
-            return None
+        """The scores of a model that classifies or ranks; None for others. Raises ModelError."""
         named = self.sentence.activation if self.sentence is not None else ""
-        return read_scores(self.config, named)
+        if self.is_encoder:
+            return read_scores(self.config, named, None) if has_head(self.config) else None
+        logit_score = self.sentence.logit_score if self.sentence is not None else None
+        logit_score = logit_score or read_logit_score(self.config, self.name)
+        return None if logit_score is None else read_scores(self.config, named, logit_score)
 
     @property
     def pooling(self) -> str:

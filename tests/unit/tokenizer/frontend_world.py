@@ -30,7 +30,8 @@ from tokenizer_proc.intake.intake import RequestPreparation
 from tokenizer_proc.intake.overload import OverloadGuard
 from tokenizer_proc.intake.tenants import RequestOwners
 from tokenizer_proc.preparation.chat import ChatTemplate
-from tokenizer_proc.preparation.prepare import MAX_INLINE_BYTES, Encoder, Preparer
+from tokenizer_proc.preparation.encode import Encoder
+from tokenizer_proc.preparation.prepare import MAX_INLINE_BYTES, Preparer
 from tokenizer_proc.replicas.placed import RouterKey
 from tokenizer_proc.replicas.replicas import Replicas
 from tokenizer_proc.replicas.router import Router

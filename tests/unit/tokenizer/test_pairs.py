@@ -9,45 +9,26 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from quadriga.errors import InvalidRequest, PromptTooLong
-from quadriga.sampling.params import SamplingParams
 from quadriga.sampling.pooling import (
     CLASSIFY,
     IDENTITY,
     LOGPROBS,
     MEAN,
     PROBABILITIES,
+    SCORE,
     SIGMOID,
     SOFTMAX,
     Pooling,
 )
-from quadriga.server.config.engine_args import ModelArgs
-from quadriga.server.config.frontend_args import FrontendArgs
 from quadriga.server.models.formats.tokenizer import load_tokenizer
-from quadriga.server.models.resolve import resolve_model
 from quadriga.wire.client import PROTOCOL_VERSION, ChatMessage, Generate
 from quadriga.wire.packing import unpack_ids
 from tests.tiny_encoders import CLASSIFIERS, CONTEXT_LENGTH, tiny_bert
+from tests.unit.tokenizer.pairs import pooling_of, prepared, preparer_of
 from tokenizer_proc.preparation.chat import ChatTemplate
-from tokenizer_proc.preparation.prepare import Encoder, Preparer
+from tokenizer_proc.preparation.encode import Encoder
 
 TEXTS = ["", "a", "the dog", "the lazy dog sleeps " * 9, "four horses and 👋🏽 你好 " * 40]
-
-
-def preparer_of(directory: Path) -> Preparer:
-    model = resolve_model(ModelArgs(model=str(directory)))
-    encoder = Encoder(load_tokenizer(directory), ChatTemplate(directory, None))
-    return Preparer(FrontendArgs(), model, encoder)
-
-
-def prepared(preparer: Preparer, prompt: object, pooling: Pooling, **fields: object) -> Generate:
-    params = SamplingParams(pooling=pooling)
-    message = Generate(PROTOCOL_VERSION, "r", prompt, params, **fields)  # type: ignore[arg-type]
-    return preparer.prepare(message).request
-
-
-def pooling_of(request: Generate) -> Pooling:
-    assert request.params.pooling is not None
-    return request.params.pooling
 
 
 @pytest.mark.parametrize("family", list(CLASSIFIERS))
@@ -62,7 +43,7 @@ def test_ids_types_and_cuts_are_those_of_tokenizers(
         reference.enable_truncation(limit, strategy="longest_first")
     for first, second in itertools.product(TEXTS, TEXTS):
         expected = reference.encode(first, second)
-        ids, num_first = encoder.encode_pair(first, second, None, limit)
+        ids, num_first = encoder.encode_pair(first, second, Pooling(), limit)
         assert ids.tolist() == expected.ids
         types = [int(bool(num_first) and place >= num_first) for place in range(len(ids))]
         assert types == expected.type_ids
@@ -71,7 +52,7 @@ def test_ids_types_and_cuts_are_those_of_tokenizers(
 def test_the_second_text_is_cut_by_itself(tmp_path: Path) -> None:
     preparer = preparer_of(CLASSIFIERS["bert"](tmp_path / "model"))
     whole = Pooling(CLASSIFY, text_pair="a b c d e f")
-    request = prepared(preparer, "x", msgspec.structs.replace(whole, max_pair_tokens=2))
+    request = prepared(preparer, "x", msgspec.structs.replace(whole, max_second_tokens=2))
     assert request.prompt_token_ids == (
         prepared(preparer, "x", Pooling(CLASSIFY, text_pair="a b")).prompt_token_ids
     )
@@ -95,14 +76,17 @@ def test_a_prepared_pair_has_no_text_and_the_models_activation(tmp_path: Path) -
 def test_what_cannot_be_scored_is_refused_with_the_remedy(tmp_path: Path) -> None:
     ranker = preparer_of(CLASSIFIERS["bert"](tmp_path / "ranker"))
     encoder = preparer_of(tiny_bert(tmp_path / "encoder"))
+    classifier = preparer_of(CLASSIFIERS["roberta"](tmp_path / "classifier"))
     pair, long = Pooling(CLASSIFY, text_pair="b"), "dog " * 99
     for preparer, prompt, pooling, words in (
-        (encoder, "a", pair, "has no head that scores texts"),
-        (encoder, "a", Pooling(MEAN, text_pair="b"), "scored by the method classify"),
-        (ranker, "a", Pooling(), "makes no embeddings: use /rerank"),
-        (ranker, "a", Pooling(LOGPROBS, token_ids=[1]), "makes no embeddings: use /rerank"),
+        (encoder, "a", pair, "has no scores"),
+        (encoder, "a", Pooling(MEAN, text_pair="b"), "scored by the method score"),
+        (ranker, "a", Pooling(), "neither text nor embeddings: use /rerank"),
+        (ranker, "a", Pooling(LOGPROBS, token_ids=[1]), "neither text nor embeddings: use /rerank"),
+        (ranker, "a", Pooling(SCORE, text_pair="b", instruction="x"), "reads no instruction"),
+        (classifier, "a", Pooling(SCORE, text_pair="b"), r"has 3 scores \(negative, neutral"),
         (ranker, "a", Pooling(CLASSIFY, activation="tanh"), "must be one of identity, sigmoid"),
-        (ranker, "a", Pooling(CLASSIFY, max_pair_tokens=0), "at least 1 token"),
+        (ranker, "a", Pooling(CLASSIFY, max_second_tokens=0), "at least 1 token"),
         (ranker, [ChatMessage("user", "a")], pair, "a pair is two texts"),
     ):
         with pytest.raises(InvalidRequest, match=words):
@@ -123,4 +107,4 @@ def test_a_tokenizer_without_a_form_of_pairs_is_refused(tmp_path: Path) -> None:
     )
     encoder = Encoder(tokenizer, ChatTemplate(directory, None))
     with pytest.raises(InvalidRequest, match="no form of a pair"):
-        encoder.encode_pair("a", "b", None, None)
+        encoder.encode_pair("a", "b", Pooling(), None)

@@ -20,7 +20,8 @@ from quadriga.wire.client import ChatMessage, Detokenize, Generate, Tokenize, To
 from quadriga.wire.packing import pack_ids
 from tests.tiny_models import PLAIN, SPECIAL, VOCAB_SIZE, add_unserved_tokens, tiny_llama
 from tokenizer_proc.preparation.chat import ChatTemplate
-from tokenizer_proc.preparation.prepare import Encoder, Prepared, Preparer
+from tokenizer_proc.preparation.encode import Encoder
+from tokenizer_proc.preparation.prepare import Prepared, Preparer
 
 RULE = f"ids of this model are 0 to {VOCAB_SIZE - 1}"
 

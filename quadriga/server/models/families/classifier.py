@@ -1,6 +1,7 @@
-"""Heads of `…ForSequenceClassification`, which score a text or a pair of texts, without torch.
+"""Models that score a text or a pair of texts, without torch.
 
-First the head of a config.json, then the names of its scores and how they become probabilities.
+First the heads of `…ForSequenceClassification`, then models that make text and score by the logits
+of their next token, then the names of scores and how they become probabilities.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,11 @@ from quadriga.sampling.pooling import IDENTITY, SIGMOID, SOFTMAX
 HEAD_CLASS = "ForSequenceClassification"
 MULTI_LABEL = "multi_label_classification"
 MAX_LABELS = 65_536
+# The key of vLLM for the texts of two tokens that say that a pair does not match, and that it does.
+TOKENS_KEY = "classifier_from_token"
+# A part of the names of the models whose first published files do not say that they score.
+QWEN3_RERANKER = "qwen3-reranker"
+RELEVANT = "relevant"
 # Activations of sentence-transformers, by the last part of their name.
 _ACTIVATIONS = {"Identity": IDENTITY, "Sigmoid": SIGMOID, "Softmax": SOFTMAX}
 
@@ -50,7 +56,7 @@ def has_head(config: dict[str, Any]) -> bool:
 
 def read_head(config: dict[str, Any]) -> HeadConfig | None:
     """Return the head of a config.json; None if the model has none. Raise ModelError."""
-    if not has_head(config):
+    if not has_head(config) or TOKENS_KEY in config:
         return None
     known = _HEADS.get(str(config.get("model_type")))
     if known is None:
@@ -62,6 +68,43 @@ def read_head(config: dict[str, Any]) -> HeadConfig | None:
 
 
 @dataclass(frozen=True, slots=True)
+class LogitScore:
+    """How a model that makes text scores a pair: by the logits of the token after its prompt.
+
+    Attributes:
+        true: id or text of the token that says that the texts match, such as "yes".
+        false: of the token that says that they do not; its logit is subtracted. None: none is.
+        instruction: what makes a pair match, if a request does not say; "": as the template says.
+    """
+
+    true: int | str
+    false: int | str | None
+    instruction: str = ""
+
+
+def read_logit_score(config: dict[str, Any], name: str) -> LogitScore | None:
+    """Return how a model scores that makes text; None if it does not.
+
+    Args:
+        config: config.json.
+        name: the model's name or path.
+
+    Raises:
+        ModelError: the tokens of config.json are not two texts.
+    """
+    tokens = config.get(TOKENS_KEY)
+    if tokens is None:
+        known = config.get("model_type") == "qwen3" and QWEN3_RERANKER in name.lower()
+        return LogitScore("yes", "no") if known else None
+    if not isinstance(tokens, list) or [type(token) for token in tokens] != [str, str]:
+        raise ModelError(
+            f"the model's config.json has {TOKENS_KEY} = {tokens!r}; it should be the texts of two"
+            " tokens, such as no and yes"
+        )
+    return LogitScore(tokens[1], tokens[0])
+
+
+@dataclass(frozen=True, slots=True)
 class Scores:
     """The scores of a model, in order.
 
@@ -70,23 +113,31 @@ class Scores:
         activation: what makes them of logits, if a request does not say it: IDENTITY, SIGMOID or
             SOFTMAX.
         probabilities: what makes probabilities of them, SIGMOID or SOFTMAX.
+        logit_score: how a model that makes text scores; None: the model has a head.
     """
 
     labels: list[str]
     activation: str
     probabilities: str
+    logit_score: LogitScore | None = None
 
 
-def read_scores(config: dict[str, Any], named_activation: str | None = None) -> Scores:
-    """Return the scores of a config.json with a head.
+def read_scores(
+    config: dict[str, Any], named_activation: str, logit_score: LogitScore | None
+) -> Scores:
+    """Return the scores of a model with a head, or of one that makes text and scores.
 
     Args:
         config: config.json.
-        named_activation: of config_sentence_transformers.json, if it names one.
+        named_activation: of config_sentence_transformers.json; "": it names none.
+        logit_score: how a model that makes text scores; None: the model has a head.
 
     Raises:
         ModelError: its labels or its activation are not supported.
     """
+    if logit_score is not None:
+        activation = activation_of_scores(named_activation) or SIGMOID
+        return Scores([RELEVANT], activation, SIGMOID, logit_score)
     labels = _labels(config)
     is_multi = len(labels) == 1 or config.get("problem_type") == MULTI_LABEL
     probabilities = SIGMOID if is_multi else SOFTMAX

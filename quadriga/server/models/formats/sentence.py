@@ -12,6 +12,7 @@ import msgspec
 
 from quadriga.errors import ModelError
 from quadriga.sampling.pooling import CLS, LAST, MEAN, WEIGHTED_MEAN
+from quadriga.server.models.families.classifier import LogitScore
 from quadriga.server.models.formats.directory import read_json, read_text
 
 MODULES = "modules.json"
@@ -26,19 +27,6 @@ POOLING_MODES = {
 SERVED_MODULES = ("Transformer", "Pooling", "Normalize")
 SCORING_MODULES = ("Transformer", "LogitScore")
 SETTINGS = "config_sentence_transformers.json"
-
-
-@dataclass(frozen=True, slots=True)
-class LogitScore:
-    """How a model that makes text scores a pair of texts: by the logits of its next token.
-
-    Attributes:
-        true_id: id of the token that says that they match, such as "yes".
-        false_id: id of the token that says that they do not, such as "no".
-    """
-
-    true_id: int
-    false_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +57,7 @@ def read_sentence_config(directory: Path) -> SentenceConfig | None:
     if not (directory / MODULES).is_file() and not is_ranker:
         return None
     if is_ranker:
-        return _ranker(directory, str(settings.get("activation_fn") or ""))
+        return _ranker(directory, settings)
     pooling = ""
     for module in _modules_of(directory / MODULES):
         kind = str(module.get("type", "")).rpartition(".")[2]
@@ -85,7 +73,7 @@ def read_sentence_config(directory: Path) -> SentenceConfig | None:
     return SentenceConfig(pooling, _max_tokens(directory))
 
 
-def _ranker(directory: Path, activation: str) -> SentenceConfig:
+def _ranker(directory: Path, settings: dict[str, Any]) -> SentenceConfig:
     """Return what a cross-encoder's directory says of its scores. Raise ModelError."""
     modules = _modules_of(directory / MODULES) if (directory / MODULES).is_file() else []
     score = None
@@ -97,20 +85,26 @@ def _ranker(directory: Path, activation: str) -> SentenceConfig:
                 f" {', '.join(SCORING_MODULES)}"
             )
         if kind == "LogitScore":
-            score = _logit_score(directory / str(module.get("path", "")) / "config.json")
+            path = directory / str(module.get("path", "")) / "config.json"
+            score = _logit_score(path, _default_prompt(settings))
+    activation = str(settings.get("activation_fn") or "")
     return SentenceConfig("", _max_tokens(directory), activation, score)
 
 
-def _logit_score(path: Path) -> LogitScore:
+def _default_prompt(settings: dict[str, Any]) -> str:
+    prompts, name = settings.get("prompts"), settings.get("default_prompt_name")
+    return str(prompts.get(name) or "") if isinstance(prompts, dict) else ""
+
+
+def _logit_score(path: Path, instruction: str) -> LogitScore:
     config = read_json(path)
-    ids = [config.get("true_token_id"), config.get("false_token_id")]
-    known = [each for each in ids if isinstance(each, int) and each >= 0]
-    if len(known) != len(ids):
+    true, false = config.get("true_token_id"), config.get("false_token_id")
+    if not isinstance(true, int) or not isinstance(false, int | None) or min(true, false or 0) < 0:
         raise ModelError(
-            f"{path} has true_token_id = {ids[0]!r} and false_token_id = {ids[1]!r}; both must be"
+            f"{path} has true_token_id = {true!r} and false_token_id = {false!r}; they should be"
             " ids of tokens"
         )
-    return LogitScore(*known)
+    return LogitScore(true, false, instruction)
 
 
 def _max_tokens(directory: Path) -> int | None:
