@@ -125,7 +125,7 @@ async def operate(page: Page, folder: Folder) -> None:
     """Take the views for operators."""
     await go(page, "live", ".live-charts")
     await asyncio.sleep(LIVE_S)
-    await take(page, folder, "page-live", pointer=(790, 380))
+    await take(page, folder, "page-live", pointer=(790, 540))
     await go(page, "request", ".recent tbody tr")
     await take(page, folder, "page-requests")
     await page.click(".recent tbody a")

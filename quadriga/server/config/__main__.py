@@ -54,6 +54,9 @@ READ_HERE = (
     EnvironmentVariable(
         "QUADRIGA_BENCH_STEP_MS", "", "ms of a step of `bench.paced_worker`, which computes nothing"
     ),
+    EnvironmentVariable(
+        "QUADRIGA_GPU_STEPS", "", "`plain`: decode steps of a GPU by cuBLAS, for comparisons"
+    ),
     EnvironmentVariable("CXX", "`g++`, `clang++` or `c++`", "C++ compiler of the CPU kernels"),
     EnvironmentVariable(
         "QUADRIGA_KERNEL_ARCH", "`native`", "`-march` of the CPU kernels, such as `x86-64-v3`"
