@@ -422,7 +422,8 @@ def make_runner(
         on_phase("compile kernels and measure a step")
         step_bytes = _measure_step(config, context_length, with_pages)
         torch.cuda.empty_cache()
-    on_phase("make the KV pool")
+    packs = "pack weights and " if device.type == "cpu" else ""  # as its engine is made
+    on_phase(f"{packs}make the KV pool")
     kv_dtype, max_tokens = kv_cache_dtype(args, dtype), num_slots * context_length
     num_pages = num_pool_pages(
         args, model.attention_shape, kv_dtype, device, max_tokens, step_bytes,
