@@ -111,11 +111,9 @@ class SlotGrammar(SlotConstraint):
 
     def adjust(self, mask: Mask) -> None:
         """Allow the stop tokens where the text can end, and only there."""
-        if self._matcher.is_accepting():
-            for token in self._stop_set:
-                _allow(mask, token)
-        else:
-            _bar(mask, self._stop_ids)
+        change = _allow if self._matcher.is_accepting() else _bar
+        for token in self._stop_set:
+            change(mask, token)
 
     def advance(self, token: int) -> str:
         """Accept a sampled token. Return why the request cannot continue, or an empty string."""
@@ -487,8 +485,8 @@ class GrammarAfterThinking(SlotConstraint):
                 _allow(mask, self._closing[0])
             case Phase.THINKING:
                 mask[:] = 0xFF
-                _bar(mask, self._stop_ids)
-                _bar(mask, self._marks.overshooting[self._scanned.num_matched])
+                _bar_all(mask, self._stop_ids)
+                _bar_all(mask, self._marks.overshooting[self._scanned.num_matched])
             case Phase.START:
                 if self._grammar is not None:
                     self._grammar.adjust(mask)
@@ -597,7 +595,11 @@ def _allow(mask: Mask, token: int) -> None:
     mask[token >> 3] |= np.uint8(1 << (token & 7))
 
 
-def _bar(mask: Mask, ids: Ints) -> None:
+def _bar(mask: Mask, token: int) -> None:
+    mask[token >> 3] &= np.uint8(0xFF ^ (1 << (token & 7)))
+
+
+def _bar_all(mask: Mask, ids: Ints) -> None:
     bits = (1 << (ids & 7)).astype(np.uint8)
     np.bitwise_and.at(mask, ids >> 3, ~bits)
 

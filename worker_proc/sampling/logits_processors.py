@@ -114,11 +114,11 @@ def apply_logits_processors(
         mask: sets what grammars forbid to -inf.
     """
     scores = logits.to(torch.float32, copy=True)
-    _add_bias(scores, [row for row in rows if len(row.rules.bias_ids)])
+    _add_bias(scores, [row for row in rows if row.rules.params.bias_ids])
     _penalise(scores, [row for row in rows if row.rules.penalises], positions, tokens)
-    _mask_all_but_allowed(scores, [row for row in rows if len(row.rules.allowed_ids)])
+    _mask_all_but_allowed(scores, [row for row in rows if row.rules.params.allowed_ids])
     mask(scores, constrained(rows))
-    with_bad_words = [row for row in rows if len(row.rules.bad_word_ends)]
+    with_bad_words = [row for row in rows if row.rules.params.bad_words]
     _mask_bad_words(scores, with_bad_words, positions, tokens)
     _mask_stops(scores, [row for row in rows if _is_too_short(row, int(positions[row.row]))])
     return scores
