@@ -247,8 +247,8 @@ class TritonEngine(Engine):
         scores = apply_logits_processors(logits, alone, positions, table.tokens, _mask_by_grammar)
         again = self._sample(table, scores, slots, places).clamp_(min=0)
         # What processors mask is no error of the model, nor does it hide one.
-        is_finite = computed.token_ids[index] >= 0
-        computed.token_ids[index] = again.masked_fill_(~is_finite, NO_SAMPLE)
+        before = computed.token_ids[index]
+        computed.token_ids[index] = torch.where(before == NO_SAMPLE, before, again)
 
     def kv_parts(self) -> Sequence[Tensor]:
         return [part for layer in self._pages.layers for part in layer.unbind()]

@@ -44,11 +44,16 @@ def test_the_thread_is_prepared_before_it_waits_for_a_step() -> None:
     assert called == ["prepared", "sent"]
 
 
-def test_an_error_in_a_step_is_reported() -> None:
+class Panic(BaseException):
+    """What a library in Rust raises."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
+def test_an_error_in_a_step_is_reported(kind: type[BaseException]) -> None:
     errors: list[BaseException] = []
 
     def broken() -> StepResult:
-        raise RuntimeError("the GPU is gone")
+        raise kind("the GPU is gone")
 
     results = AsyncResultSender(lambda result: pytest.fail(str(result)), errors.append)
     results.send(broken)
