@@ -23,7 +23,13 @@ class AlwaysFewRows(Products):
         num_computed: products that it has computed.
     """
 
-    def __init__(self, device: torch.device, multiply: Multiply, can_choose: bool) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        multiply: Multiply,
+        can_choose: bool,
+        may_begin_early: bool,
+    ) -> None:
         super().__init__(device, multiply, can_choose=True)
         self.num_computed = 0
 

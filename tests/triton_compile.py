@@ -155,13 +155,13 @@ def all_attention(capability: int) -> Iterator[Compiled]:
             yield attend(head_dim, group, one_query, NUMBERS, FP8, False)
 
 
-def one_of_each_kernel() -> Iterator[Compiled]:
+def one_of_each_kernel(capability: int) -> Iterator[Compiled]:
     """Return every kernel but attention once, with the last of its shapes."""
-    kernels = {one.kernel: one for one in other_kernels()}
+    kernels = {one.kernel: one for one in other_kernels(capability)}
     yield from kernels.values()
 
 
-def other_kernels() -> Iterator[Compiled]:
+def other_kernels(capability: int) -> Iterator[Compiled]:
     combining = {"HEADS": 9, "DIM": 64, "BLOCK_DIM": 64, "MAX_SPLITS": attention.MAX_SPLITS}
     yield Compiled("combine", attention._combine, combining,
                    {"parts": FLOATS, "weights": FLOATS, "splits": "i32"})  # fmt: skip
@@ -230,10 +230,10 @@ def other_kernels() -> Iterator[Compiled]:
     yield from routing_kernels()
     yield from sampling_kernels()
     yield mask_kernel()
-    yield from few_rows_kernels()
+    yield from few_rows_kernels(capability)
 
 
-def few_rows_kernels() -> Iterator[Compiled]:
+def few_rows_kernels(capability: int) -> Iterator[Compiled]:
     """Return the kernel for few rows with each of its tiles, and what surrounds the products."""
     types = dict.fromkeys(("rows", "inputs", "outputs", "splits"), "i32") | {"arrived": "*i32"}
     types |= dict.fromkeys(("epsilon", "offset", "factor"), "fp32") | {"parts": FLOATS}
@@ -251,7 +251,7 @@ def few_rows_kernels() -> Iterator[Compiled]:
                 "ROWS": tile.rows, "BLOCK_OUTPUTS": tile.outputs, "BLOCK_INPUTS": tile.inputs,
                 "STAGES": tile.stages, "IS_SPLIT": not norm, "NORM": norm, "HAS_BIAS": True,
                 "GATED": is_gated, "ACTIVATION": "silu" if is_gated else "", "ADDS": adds,
-                "SLOPE": 1.7, "LIMIT": 7.0,
+                "SLOPE": 1.7, "LIMIT": 7.0, "EARLY": capability >= 90,
             }  # fmt: skip
             label = f"{num_rows} rows by {tile.outputs} x {tile.inputs}, norm {norm or None},"
             label += f" gated {is_gated}, adds {adds}"
@@ -324,8 +324,9 @@ def main() -> int:
         attending = all_attention if arguments.matrix else chosen_attention
         for one in attending(capability):
             wrong += compile_for(one, capability)
+        every = other_kernels if arguments.matrix else one_of_each_kernel
         if arguments.matrix or capability == 90:
-            for one in other_kernels() if arguments.matrix else one_of_each_kernel():
+            for one in every(capability):
                 wrong += compile_for(one, capability)
     print("\n".join(wrong))
     return 1 if wrong else 0

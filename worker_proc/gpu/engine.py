@@ -120,6 +120,7 @@ class TritonEngine(Engine):
             device,
             multiply if deterministic else multiply_by_torch,
             not deterministic and chooses(device, dtype),
+            may_begin_early=ranks is None,
         )
         self._attention = TritonAttention(self._pages, dtype, deterministic)
         if flashinfer:

@@ -32,6 +32,7 @@ DTYPES = (torch.bfloat16, torch.float16)  # of weights; float32 is multiplied by
 MAX_ERROR = 0.02  # relative, of two results that are rounded to 8 bits
 NUM_WEIGHTS = 16  # that are multiplied one after the other, so that none is in the cache
 NUM_RUNS = 3
+EARLY_CAPABILITY = (9, 0)  # compute capability of the first GPUs whose kernels can begin early
 PROGRAMS_PER_PROCESSOR = 2  # that run at the same time
 CUBLAS, CUBLASLT, FEW_ROWS = "cublas", "cublaslt", "few rows"
 
@@ -62,14 +63,21 @@ def chooses(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class ProductWay(NamedTuple):
-    """How a product is computed: by which library, or by the kernel for few rows and its tile."""
+    """How a product is computed: by which library, or by the kernel for few rows.
+
+    Attributes:
+        name: of the library or the kernel.
+        tile: of the kernel for few rows.
+        begins_early: see `multiply_few`.
+    """
 
     name: str
     tile: FewRowsTile | None = None
+    begins_early: bool = False
 
     def __str__(self) -> str:
-        tile = self.tile
-        return self.name if tile is None else f"{self.name} {tile.outputs}x{tile.inputs}"
+        tile, early = self.tile, ", early" if self.begins_early else ""
+        return self.name if tile is None else f"{self.name} {tile.outputs}x{tile.inputs}{early}"
 
 
 CUBLAS_WAY = ProductWay(CUBLAS)
@@ -131,6 +139,7 @@ class Products:
         device: where the weights are, if anything is to be chosen.
         multiply: computes a product in which nothing was chosen.
         can_choose: else `multiply` computes all of them.
+        may_begin_early: kernels may begin while the one before them runs, if the device can do so.
     """
 
     def __init__(
@@ -138,6 +147,7 @@ class Products:
         device: torch.device | None = None,
         multiply: Multiply = multiply_by_torch,
         can_choose: bool = False,
+        may_begin_early: bool = False,
     ) -> None:
         self.can_choose = can_choose
         self._multiply = multiply
@@ -145,10 +155,14 @@ class Products:
         self._seen: dict[ProductShape, list[Projection]] = {}
         self._notes = False
         self._failures: list[str] = []
+        self._can_begin_early = False
         if can_choose:
             assert device is not None
             self._num_programs = num_programs(device)
             self._arrivals, self._stopwatch = new_arrivals(device), Stopwatch(device)
+            if may_begin_early and device.type == "cuda":
+                capability = torch.cuda.get_device_capability(device)
+                self._can_begin_early = capability >= EARLY_CAPABILITY
 
     def way_of(self, product: Projection, rows: int) -> ProductWay | None:
         """Return the way of the kernel for few rows, if it was chosen for this product."""
@@ -187,6 +201,7 @@ class Products:
         return multiply_few(
             x, product.proj.weight, product.proj.bias, way.tile, self._num_programs,
             self._arrivals, product.norm, product.activation, product.is_gated, residual, factor,
+            way.begins_early,
         )  # fmt: skip
 
     def choose(self, run: Callable[[], object]) -> None:
@@ -213,24 +228,30 @@ class Products:
 
     def fastest(self, products: Sequence[Projection], rows: int) -> "Fastest | None":
         """Return the fastest way for products of one shape; None: cuBLAS."""
-        seconds: dict[ProductWay, float] = {}
-        expected: Tensor | None = None
         ways = list(ways_of(products[0], rows))
-        for way in ways if len(ways) > 1 else ():
-            try:
-                compute, result = self.try_way(way, products[0], rows)
-                if expected is None:
-                    expected = result
-                elif not (result - expected).norm() <= MAX_ERROR * expected.norm():
-                    raise ArithmeticError("its result differs from that of cuBLAS")
-                seconds[way] = self._stopwatch.seconds_of(compute, products)
-            except Exception as error:  # of the compiler or the driver: another way computes it
-                reason = f"{type(error).__name__}: {str(error).split(chr(10))[0][:200]}"
-                self._failures.append(f"{rows} rows by {way}, {products[0].shape}: {reason}")
-        if CUBLAS_WAY not in seconds:
+        if len(ways) == 1:
             return None
-        best = min(seconds, key=lambda way: seconds[way])
-        return None if best == CUBLAS_WAY else Fastest(best, seconds[best], seconds[CUBLAS_WAY])
+        times = {way: self._seconds_of(way, products, rows) for way in ways}
+        tiled = [way for way in ways if way.tile is not None]
+        if self._can_begin_early and tiled:
+            early = min(tiled, key=lambda way: times[way])._replace(begins_early=True)
+            times[early] = self._seconds_of(early, products, rows)
+        best = min(times, key=lambda way: times[way])
+        return None if best == CUBLAS_WAY else Fastest(best, times[best], times[CUBLAS_WAY])
+
+    def _seconds_of(self, way: ProductWay, products: Sequence[Projection], rows: int) -> float:
+        """Return the seconds of a product in one way; infinity if that fails or gives others."""
+        try:
+            compute, result = self.try_way(way, products[0], rows)
+            if way != CUBLAS_WAY:
+                expected = self.try_way(CUBLAS_WAY, products[0], rows).result
+                if not (result - expected).norm() <= MAX_ERROR * expected.norm():
+                    raise ArithmeticError("its result differs from that of cuBLAS")
+            return self._stopwatch.seconds_of(compute, products)
+        except Exception as error:  # of the compiler or the driver: another way computes it
+            reason = f"{type(error).__name__}: {str(error).split(chr(10))[0][:200]}"
+            self._failures.append(f"{rows} rows by {way}, {products[0].shape}: {reason}")
+            return float("inf")
 
     def try_way(self, way: ProductWay, product: Projection, rows: int) -> "Tried":
         """Return what computes products of a shape in one way, and a first result in float32."""

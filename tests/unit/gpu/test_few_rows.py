@@ -1,6 +1,7 @@
 """The kernel for few rows against plain torch, and the choice of a way to multiply."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
 
 from worker_proc.gpu.kernels.few_rows import FewRowsTile, multiply_few, new_arrivals, tiles_of
-from worker_proc.gpu.products import CUBLAS_WAY, Products, ProductWay, Projection, Tried
+from worker_proc.gpu.products import Products, ProductWay, Projection
 from worker_proc.models.layers import (
     Activation,
     LayerNorm,
@@ -115,21 +116,26 @@ def test_tiles_hold_the_rows_and_share_a_gate() -> None:
 
 
 class Measured(Products):
-    """Products whose times are given by the name and the outputs of a way's tile."""
+    """Products whose times are given by the name and the outputs of a way's tile.
+
+    Attributes:
+        early: the time of a kernel that begins early.
+    """
 
     def __init__(self, times: dict[tuple[str, int], float]) -> None:
         super().__init__(DEVICE, can_choose=True)
         self._stopwatch = self  # type: ignore[assignment]
-        self._times, self._last = times, CUBLAS_WAY
+        self._times, self.early = times, 0.0
 
-    def try_way(self, way: ProductWay, product: Projection, rows: int) -> Tried:
-        self._last = way
-        return super().try_way(way, product, rows)
+    def project_few(self, way: ProductWay, *args: Any) -> Tensor:
+        return super().project_few(way._replace(begins_early=False), *args)
 
-    def seconds_of(self, compute: object, products: object) -> float:
+    def seconds_of(self, compute: Any, products: object) -> float:
         """Stand in for a Stopwatch."""
-        tile = self._last.tile
-        return self._times[self._last.name, 0 if tile is None else tile.outputs]
+        (way, *_) = compute.args
+        if way.begins_early:
+            return self.early
+        return self._times[way.name, 0 if way.tile is None else way.tile.outputs]
 
 
 def linear(inputs: int, outputs: int) -> Linear:
@@ -175,6 +181,16 @@ def test_ways_that_fail_or_are_wrong_leave_their_products_to_cublas(
     assert ("differs from that of cuBLAS" if is_wrong else "shared memory") in caplog.text
     x = draw(2, 40, dtype=BFLOAT16)
     assert products.project(x, product).equal(F.linear(x, product.proj.weight))
+
+
+@pytest.mark.parametrize(("early", "is_early"), [(2.0, True), (9.0, False)])
+def test_the_fastest_kernel_begins_early_if_that_is_faster(early: float, is_early: bool) -> None:
+    times = USUAL | {("few rows", 4): 4.0, ("few rows", 8): 3.0, ("few rows", 16): 9.0}
+    products, product = Measured(times), Projection(linear(40, 24))
+    products._can_begin_early, products.early = True, early
+    found = products.fastest([product], 1)
+    assert found is not None and found.way.begins_early is is_early
+    assert found.way.tile is not None and found.way.tile.outputs == 8
 
 
 def test_products_are_measured_by_a_clock() -> None:

@@ -52,6 +52,7 @@ TILES = (
     FewRowsTile(MAX_ROWS, 128, 64, stages=4, warps=4),
 )
 LOADED = tl.constexpr(8)  # numbers of 16 bits in the widest load of a thread
+LINE = tl.constexpr(64)  # numbers of 16 bits in a line of the cache
 MAX_ARRIVALS = 4096  # counters of tiles whose inputs are split
 MAX_SPLITS = 8
 
@@ -177,6 +178,34 @@ def _finished(
     return sums
 
 
+@triton.jit
+def _prefetch(places):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places.to(tl.int64)], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _wait_for_inputs(
+    weight, output, begin, inputs, outputs, BLOCK_INPUTS: tl.constexpr, GATED: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """If the kernel before may still run, prefetch the first weights and wait until it has ended.
+
+    Programmatic dependent launch: https://docs.nvidia.com/cuda/cuda-c-programming-guide/
+    """
+    if EARLY:
+        line = begin + LINE * tl.arange(0, 2 * BLOCK_INPUTS // LINE)
+        row = tl.minimum(output, outputs - 1).to(tl.int64)
+        places = weight + row[:, None] * inputs + tl.minimum(line, inputs - 1)[None, :]
+        _prefetch(places)
+        if GATED:
+            _prefetch(places + outputs.to(tl.int64) * inputs)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _multiply_few(
     x, weight, bias, gain, shift, out, parts, arrived, rows, inputs, outputs, splits, epsilon,
@@ -184,7 +213,7 @@ def _multiply_few(
     ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     STAGES: tl.constexpr, IS_SPLIT: tl.constexpr, NORM: tl.constexpr, HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr, ACTIVATION: tl.constexpr, ADDS: tl.constexpr, SLOPE: tl.constexpr,
-    LIMIT: tl.constexpr,
+    LIMIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     output, row = tile * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS), tl.arange(0, ROWS)
@@ -193,6 +222,7 @@ def _multiply_few(
     part = tl.cdiv(tl.cdiv(inputs, splits), BLOCK_INPUTS) * BLOCK_INPUTS
     begin = split * part
     end = tl.minimum(inputs, begin + part)
+    _wait_for_inputs(weight, output, begin, inputs, outputs, BLOCK_INPUTS, GATED, EARLY)
     if ROWS == 1:
         mean, scale = 0.0, 1.0
         if NORM == "layer":
@@ -254,6 +284,7 @@ def multiply_few(
     is_gated: bool = False,
     residual: Tensor | None = None,
     factor: float = 1.0,
+    begins_early: bool = False,
 ) -> Tensor:
     """Return x Wᵀ + b of few rows, with what surrounds it. Equal shapes give equal bits.
 
@@ -269,6 +300,8 @@ def multiply_few(
         is_gated: the result is activation(gate) * up of gate and up `[rows, outputs / 2]`.
         residual: `[rows, outputs]` float32, to which the product times `factor` is added in place.
         factor: see `residual`.
+        begins_early: the kernel begins while the one before it still runs, and prefetches weights
+            until that has ended. Needs compute capability 9.0.
 
     Returns:
         `[rows, outputs]`, or half as many columns if gated, in the dtype of the weight; or
@@ -296,7 +329,8 @@ def multiply_few(
         ROWS=tile.rows, BLOCK_OUTPUTS=tile.outputs, BLOCK_INPUTS=tile.inputs, STAGES=tile.stages,
         IS_SPLIT=splits > 1, NORM=kind_of_norm(norm), HAS_BIAS=bias is not None, GATED=is_gated,
         ACTIVATION="" if activation is None else activation.value, ADDS=residual is not None,
-        SLOPE=CLAMPED_SWIGLU_SLOPE, LIMIT=CLAMPED_SWIGLU_LIMIT, num_warps=tile.warps,
+        SLOPE=CLAMPED_SWIGLU_SLOPE, LIMIT=CLAMPED_SWIGLU_LIMIT, EARLY=begins_early,
+        num_warps=tile.warps, **({"launch_pdl": True} if begins_early else {}),
     )  # fmt: skip
     return out
 
