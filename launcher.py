@@ -130,8 +130,8 @@ class Launcher:
         if note := self._replicas.cores_note(worker.info):
             say(note)
         info = self._processes[FRONTEND].info
-        has_chat, is_encoder = info.get("chat", True), info.get("encoder", False)
-        for text in first_screen.usage_lines(self._config, has_chat, endpoint, is_encoder):
+        has_chat, only_task = info.get("chat", True), info.get("only_task", "")
+        for text in first_screen.usage_lines(self._config, has_chat, endpoint, only_task):
             say(text)
 
     # --- serve, and stop --------------------------------------------------------------------------

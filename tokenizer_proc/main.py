@@ -108,7 +108,7 @@ async def serve(child: Child, loaded: Loaded) -> None:
     frontend.open(port)
     links.open(frontend)
     watch = ConnectionWatch(public, frontend.clients.on_disconnect, on_accept=FileWatch().on_accept)
-    child.ready(chat=loaded.static_info["chat"], encoder=loaded.model.is_encoder)
+    child.ready(chat=loaded.static_info["chat"], only_task=loaded.model.only_task)
     gc.freeze()
     child.control.answer_in_loop()
     if not child.config.scheduler.journal:  # else clients wait for a server that resumes them

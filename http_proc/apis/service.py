@@ -62,13 +62,16 @@ class AbortBody(RequestBody):
 class ModelCapabilities(msgspec.Struct, omit_defaults=True):
     """Whether the model answers chats, whether their tools are used, and whether it reasons.
 
-    embeddings: the server makes vectors of texts; absent otherwise.
+    embeddings: the server makes vectors of texts. rerank: it scores pairs. classify: it has the
+    labels of texts. They are absent otherwise.
     """
 
     chat: bool
     tools: bool
     reasoning: bool
     embeddings: bool = False
+    rerank: bool = False
+    classify: bool = False
 
 
 class ModelCard(msgspec.Struct):
@@ -173,11 +176,14 @@ async def model(request: web.Request) -> web.Response:
 async def _model(gateway: Gateway) -> ModelCard:
     info = await gateway.server_info.static()
     answers, has_chat = from_info(info["answer_format"]), bool(info["chat"])
+    labels = (info.get("scores") or {}).get("labels", ())
     capabilities = ModelCapabilities(
         chat=has_chat,
         tools=has_chat and answers.calls is not None,
         reasoning=has_chat and answers.reasoning is not None,
         embeddings=bool(info.get("embeddings")),
+        rerank=len(labels) == 1,
+        classify=bool(labels) and bool(info.get("encoder")),
     )
     return ModelCard(
         gateway.model,

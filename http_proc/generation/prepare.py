@@ -108,6 +108,8 @@ async def prepare_chat(gateway: Gateway, call: ChatCall) -> PreparedChat:
         kind, remedy = "it is a base model", "send a plain prompt to /v1/completions"
         if info.get("encoder"):
             kind, remedy = "it is an encoder", "send texts to /v1/embeddings"
+            if info.get("scores"):
+                kind, remedy = "it scores texts", "send them to /rerank, /score or /classify"
         raise invalid(
             f"{gateway.model} has no chat template, {kind}: {remedy}",
             call.name("messages"),

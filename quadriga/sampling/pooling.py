@@ -18,6 +18,8 @@ SCORINGS = (CLASSIFY, SCORE)
 # What scores are made of logits; "": as the model says.
 IDENTITY, SIGMOID, SOFTMAX, PROBABILITIES = "identity", "sigmoid", "softmax", "probabilities"
 ACTIVATIONS = (IDENTITY, SIGMOID, SOFTMAX, PROBABILITIES)
+# What a model does that makes no text.
+EMBED, RANK, LABEL = "embed", "rank", "label"
 MAX_SCORED_TOKENS = 4096  # of one request
 MAX_LAST_TOKENS = 256
 # These read the hidden states of all tokens, so that no part of the text may come from the cache.

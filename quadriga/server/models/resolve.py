@@ -13,7 +13,7 @@ from typing import Any
 
 from quadriga import disk
 from quadriga.errors import ConfigError, ModelError
-from quadriga.sampling.pooling import MEAN
+from quadriga.sampling.pooling import EMBED, LABEL, MEAN, RANK
 from quadriga.server.config.engine_args import BUILTIN_MODEL, ModelArgs
 from quadriga.server.models.families import gpt
 from quadriga.server.models.families.architectures import find_architecture
@@ -230,6 +230,15 @@ class ModelFiles:
     def is_encoder(self) -> bool:
         """Whether the model makes vectors or scores only: each token sees the whole text."""
         return self.config.get("model_type") in ENCODERS
+
+    @property
+    def only_task(self) -> str:
+        """What a model does that makes no text, EMBED, RANK or LABEL; "": it makes text."""
+        if not self.is_encoder:
+            return ""
+        if self.scores is None:
+            return EMBED
+        return RANK if len(self.scores.labels) == 1 else LABEL
 
     @property
     def scores(self) -> Scores | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from quadriga.sampling.pooling import EMBED, LABEL, RANK
 from quadriga.server.config.frontend_args import HttpArgs
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.processes.child_process import ChildProcess
@@ -21,9 +22,14 @@ from quadriga.wire.sockets import IPC
 CHAT_QUESTION = "Name the capital of France."
 PLAIN_QUESTION = "The capital of France is"
 # An endpoint, and a body for it.
-CHAT = ("chat/completions", {"messages": [{"role": "user", "content": CHAT_QUESTION}]})
-COMPLETIONS = ("completions", {"prompt": PLAIN_QUESTION})
-EMBEDDINGS = ("embeddings", {"input": PLAIN_QUESTION})
+CHAT = ("v1/chat/completions", {"messages": [{"role": "user", "content": CHAT_QUESTION}]})
+COMPLETIONS = ("v1/completions", {"prompt": PLAIN_QUESTION})
+# Of models that make no text, by ModelFiles.only_task.
+ONLY_TASKS: dict[str, tuple[str, object]] = {
+    EMBED: ("v1/embeddings", {"input": PLAIN_QUESTION}),
+    RANK: ("rerank", {"query": "Who draws it?", "documents": ["A fox.", "Four horses."]}),
+    LABEL: ("classify", {"input": "What a day!"}),
+}
 # Addresses of a server on all interfaces, and what a client on this machine connects to.
 ALL_INTERFACES = {"//0.0.0.0:": "//127.0.0.1:", "//*:": "//127.0.0.1:", "//[::]:": "//[::1]:"}
 
@@ -141,7 +147,7 @@ def doors(config: ServerConfig) -> str:
 
 
 def usage_lines(
-    config: ServerConfig, has_chat: bool, endpoint: str, is_encoder: bool = False
+    config: ServerConfig, has_chat: bool, endpoint: str, only_task: str = ""
 ) -> list[str]:
     """Return which doors are open, where to find the server, and commands that ask it.
 
@@ -149,13 +155,13 @@ def usage_lines(
         config: the server's flags.
         has_chat: whether the model has a chat template.
         endpoint: the public ZeroMQ socket.
-        is_encoder: the model makes embeddings only.
+        only_task: what a model does that makes no text; "": it makes text.
     """
     lines = [f"  open    {doors(config)}"]
     if not config.http.no_http:
-        example = EMBEDDINGS if is_encoder else CHAT if has_chat else COMPLETIONS
+        example = ONLY_TASKS.get(only_task) or (CHAT if has_chat else COMPLETIONS)
         lines += _http_lines(config.http, config.http_needs_keys, example)
-    if is_encoder:
+    if only_task:
         return lines
     return [*lines, f"  ask     {_ask_command(config, has_chat, endpoint)}"]
 
@@ -169,7 +175,7 @@ def _http_lines(http: HttpArgs, needs_key: bool, example: tuple[str, object]) ->
         *page,
         f"  OpenAI  {url}/v1",
         f"  docs    {url}/docs",
-        f"  curl    curl {url}/v1/{call}{key} -d {shlex.quote(json.dumps(body))}",
+        f"  curl    curl {url}/{call}{key} -d {shlex.quote(json.dumps(body))}",
     ]
 
 
