@@ -13,6 +13,8 @@ from transformers import (
     DistilBertConfig,
     DistilBertForSequenceClassification,
     DistilBertModel,
+    NomicBertConfig,
+    NomicBertModel,
     RobertaConfig,
     RobertaForSequenceClassification,
     RobertaModel,
@@ -33,7 +35,7 @@ def _save(model: Any, path: Path, pair: str = BERT_PAIR) -> Path:
     """Save a model with random weights, and a tokenizer with the marks of BERT."""
     torch.manual_seed(0)
     for name, weight in model.named_parameters():
-        is_gain = "LayerNorm.weight" in name or "layer_norm.weight" in name
+        is_gain = "norm.weight" in name.lower()
         weight.data = torch.randn_like(weight) * 0.1 + float(is_gain)
     model.save_pretrained(path)
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
@@ -82,9 +84,18 @@ def tiny_distilbert(path: Path) -> Path:
     return _save(DistilBertModel(config), path)
 
 
+def tiny_nomic_bert(path: Path) -> Path:
+    config = NomicBertConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=48, num_hidden_layers=2, num_attention_heads=3,
+        intermediate_size=80, max_position_embeddings=CONTEXT_LENGTH,
+    )  # fmt: skip
+    return _save(NomicBertModel(config), path)
+
+
 ENCODERS: dict[str, Callable[[Path], Path]] = {
     "bert": tiny_bert,
     "distilbert": tiny_distilbert,
+    "nomic_bert": tiny_nomic_bert,
     "roberta": tiny_roberta,
     "xlm-roberta": tiny_xlm_roberta,
 }

@@ -227,11 +227,11 @@ class Decoder(Model):
 
     def finish_loading(self, context_length: int) -> None:
         device = self.embedding.weight.device
-        if self.token_types is not None and self.position_embedding is not None:
+        if self.token_types is not None:
             types = self.token_types.weight
             if len(types) > 1:
                 self.second_type = types[1].float() - types[0].float()
-            self.position_embedding.weight += types[0]
+            (self.position_embedding or self.embedding).weight += types[0]
         ropes: dict[int, Rope] = {}
         for block, scaling in zip(self._blocks(), self.config.ropes, strict=True):
             if (block.attention.window or 0) >= context_length:

@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import AutoModel
 
+from quadriga.errors import ModelError
 from quadriga.sampling.pooling import CLS, MEAN, Pooling
+from quadriga.server.models.families.architectures import read_architecture
 from tests.tiny_encoders import CONTEXT_LENGTH, ENCODERS, tiny_bert
 from tests.unit.worker.vectors import vectors_of
 from tests.unit.worker_driver import prompts_of, runner_of
@@ -73,3 +75,21 @@ def test_what_an_earlier_text_left_in_a_page_does_not_matter(tmp_path: Path) -> 
         layer.view(torch.uint8).fill_(0xFF)  # NaN
     (after,) = vectors_of(runner, [prompt], pooling)
     assert before.tobytes() == after.tobytes()
+
+
+def test_the_first_config_of_nomic_bert_says_the_same_in_other_names() -> None:
+    shared = {"model_type": "nomic_bert", "vocab_size": 512, "type_vocab_size": 2}
+    first = {
+        "n_embd": 48, "n_head": 3, "n_inner": 80, "n_layer": 2, "n_positions": 96,
+        "layer_norm_epsilon": 1e-12, "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0,
+        "activation_function": "swiglu", "qkv_proj_bias": False, "prenorm": False, "causal": False,
+    }  # fmt: skip
+    newer = {
+        "hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 80,
+        "num_hidden_layers": 2, "max_position_embeddings": 96, "layer_norm_eps": 1e-12,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}, "hidden_act": "silu",
+    }  # fmt: skip
+    one, other = read_architecture(shared | first), read_architecture(shared | newer)
+    assert one == other
+    with pytest.raises(ModelError, match="prenorm = True"):
+        read_architecture(shared | first | {"prenorm": True})

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quadriga.errors import ModelError
-from quadriga.server.models.families.bert import bert, distilbert, roberta
+from quadriga.server.models.families.bert import bert, distilbert, nomic_bert, roberta
 from quadriga.server.models.families.classifier import read_head
 from quadriga.server.models.families.config_values import (
     check_native_types,
@@ -66,6 +66,7 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], DecoderConfig]] = {
     "llama": llama,
     "mistral": mistral,
     "mixtral": mixtral,
+    "nomic_bert": nomic_bert,
     "olmo2": olmo2,
     "olmo3": olmo3,
     "opt": opt,

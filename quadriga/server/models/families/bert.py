@@ -1,4 +1,4 @@
-"""Encoders: BERT, RoBERTa and XLM-RoBERTa, DistilBERT.
+"""Encoders: BERT, RoBERTa and XLM-RoBERTa, DistilBERT, NomicBERT.
 
 One function for each model_type. A token sees the whole text, and norms are of the residual stream
 after attention and MLP. The hidden states become vectors, or scores if there is a head.
@@ -7,11 +7,21 @@ after attention and MLP. The hidden states become vectors, or scores if there is
 from typing import Any
 
 from quadriga.server.models.families.classifier import read_head
-from quadriga.server.models.families.config_values import require, setting
-from quadriga.server.models.families.decoder_config import DecoderConfig, activation_of
+from quadriga.server.models.families.config_values import (
+    head_dim_of,
+    require,
+    setting,
+    with_aliases,
+    with_defaults,
+)
+from quadriga.server.models.families.decoder_config import (
+    DecoderConfig,
+    RopeScaling,
+    activation_of,
+)
 
 # By model_type.
-ENCODERS = ("bert", "distilbert", "roberta", "xlm-roberta")
+ENCODERS = ("bert", "distilbert", "nomic_bert", "roberta", "xlm-roberta")
 # Tensors of heads: of masked language models, poolers and classifiers.
 HEADS = ("cls.", "lm_head.", "classifier.", "vocab_", "pooler.", "pre_classifier.", "qa_outputs.")
 EMBEDDING_NAMES = {
@@ -42,6 +52,33 @@ DISTILBERT_NAMES = EMBEDDING_NAMES | {
     "down": "ffn.lin2",
     "mlp_residual_norm": "output_layer_norm",
 }
+
+
+NOMIC_NAMES = EMBEDDING_NAMES | {
+    "embedding_norm": "emb_ln",
+    "layers": "encoder.layers",
+    "qkv": "attn.Wqkv",
+    "q": "attn.q_proj",
+    "k": "attn.k_proj",
+    "v": "attn.v_proj",
+    "out": "attn.out_proj",
+    "attention_residual_norm": "norm1",
+    "gate": "mlp.fc12",
+    "up": "mlp.fc11",
+    "down": "mlp.fc2",
+    "mlp_residual_norm": "norm2",
+}
+# Names of the first published config.json of NomicBERT.
+NOMIC_ALIASES = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "rotary_emb_base": "rope_theta",
+}
+NOMIC_THETA = 1000.0
 
 
 def bert(config: dict[str, Any]) -> DecoderConfig:
@@ -79,8 +116,36 @@ def distilbert(config: dict[str, Any]) -> DecoderConfig:
     return _encoder(config | sizes, DISTILBERT_NAMES, ("distilbert.",))
 
 
+def nomic_bert(config: dict[str, Any]) -> DecoderConfig:
+    """Read a NomicBERT's config.json (Nussbaum et al. 2024, https://arxiv.org/abs/2402.01613).
+
+    Positions are rotary, the MLP is gated, and projections have no biases.
+    """
+    require(config, "activation_function", ("swiglu", None))
+    require(config, "rotary_emb_fraction", (1.0, None))
+    require(config, "rotary_scaling_factor", (None,))
+    for name in ("prenorm", "use_rms_norm", "rotary_emb_interleaved"):
+        require(config, name, (False, None))
+    for name in ("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"):
+        require(config, name, (False, None))
+    config = with_aliases(config, NOMIC_ALIASES)
+    config = with_defaults(config, rope_theta=NOMIC_THETA, hidden_act="silu")
+    rope = RopeScaling.from_hf(config, head_dim_of(config))
+    return _encoder(
+        config,
+        NOMIC_NAMES,
+        ("nomic_bert.", "bert."),
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        gated=True,
+        ropes=(rope,) * setting(config, "num_hidden_layers"),
+        num_positions=0,
+    )
+
+
 def _encoder(
-    config: dict[str, Any], names: dict[str, str], removed: tuple[str, ...], **fields: Any
+    config: dict[str, Any], names: dict[str, str], removed: tuple[str, ...], **given: Any
 ) -> DecoderConfig:
     head = read_head(config)
     read = () if head is None else (head.dense, head.out)
@@ -88,18 +153,20 @@ def _encoder(
     require(config, "position_embedding_type", ("absolute", None))
     require(config, "is_decoder", (False, None))
     require(config, "add_cross_attention", (False, None))
+    fields: dict[str, Any] = {
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "gated": False,
+        "ropes": (None,) * setting(config, "num_hidden_layers"),
+        "num_positions": setting(config, "max_position_embeddings"),
+    }
     return DecoderConfig.from_hf(
         config | {"num_key_value_heads": setting(config, "num_attention_heads")},
         norm="layer",
         norm_eps=setting(config, "layer_norm_eps", 1e-12),
         norm_places="residual",
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
         activation=activation_of(config, "hidden_act", "gelu"),
-        gated=False,
-        ropes=(None,) * setting(config, "num_hidden_layers"),
-        num_positions=setting(config, "max_position_embeddings"),
         num_token_types=config.get("type_vocab_size") or 0,
         embedding_norm=True,
         bidirectional=True,
@@ -109,7 +176,7 @@ def _encoder(
         skipped_starts=tuple(start for start in skipped if not _is_read(start, removed, read)),
         classifier=head,
         removed=removed,
-        **fields,
+        **fields | given,
     )
 
 
