@@ -108,7 +108,7 @@ def attend(
         "KV_HEADS": 8, "GROUP": group, "DIM": head_dim, "PAGE_SIZE": 16, "BLOCK_ROWS": tile.rows,
         "BLOCK_KEYS": tile.keys, "BLOCK_DIM": attention.block_dim(head_dim),
         "ONE_QUERY": one_query, "IS_SPLIT": is_split, "WINDOW": 0, "CAPPED": False,
-        "HAS_SINKS": False, "LOG2_E": attention.LOG2_E, "WRITES": writes,
+        "HAS_SINKS": False, "LOG2_E": attention.LOG2_E, "EARLY": False, "WRITES": writes,
         "HALF": head_dim // 2, "ROTATED": writes, "NORMED": writes, **special,
     }  # fmt: skip
     types = dict.fromkeys((*attention.INDICES, "page_table", "nonfinite_from"), IDS)
@@ -163,6 +163,7 @@ def one_of_each_kernel(capability: int) -> Iterator[Compiled]:
 
 def other_kernels(capability: int) -> Iterator[Compiled]:
     combining = {"HEADS": 9, "DIM": 64, "BLOCK_DIM": 64, "MAX_SPLITS": attention.MAX_SPLITS}
+    combining["EARLY"] = early = capability >= 90
     yield Compiled("combine", attention._combine, combining,
                    {"parts": FLOATS, "weights": FLOATS, "splits": "i32"})  # fmt: skip
     paged = {"slots": IDS, "positions": IDS, "page_table": IDS, "page_table_stride": "i32"}
@@ -191,7 +192,7 @@ def other_kernels(capability: int) -> Iterator[Compiled]:
         sizes = {"WIDTH": width, "BLOCK": triton.next_power_of_2(width)}
         warps = {"num_warps": rows.num_warps_of(sizes["BLOCK"])}
         yield Compiled(f"add and norm, {width} wide, centred {centred}", rows._add_norm,
-                       {**sizes, "HAS_ADDED": True, "CENTRED": centred}, scalars,
+                       {**sizes, "HAS_ADDED": True, "CENTRED": centred, "EARLY": early}, scalars,
                        warps)  # fmt: skip
         if centred:
             yield Compiled(f"norm and add, {width} wide", rows._norm_add, sizes, scalars, warps)

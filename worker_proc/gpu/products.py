@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from worker_proc.gpu.kernels.early import can_begin_early
 from worker_proc.gpu.kernels.few_rows import (
     MAX_ROWS,
     FewRowsTile,
@@ -32,7 +33,6 @@ DTYPES = (torch.bfloat16, torch.float16)  # of weights; float32 is multiplied by
 MAX_ERROR = 0.02  # relative, of two results that are rounded to 8 bits
 NUM_WEIGHTS = 16  # that are multiplied one after the other, so that none is in the cache
 NUM_RUNS = 3
-EARLY_CAPABILITY = (9, 0)  # compute capability of the first GPUs whose kernels can begin early
 PROGRAMS_PER_PROCESSOR = 2  # that run at the same time
 CUBLAS, CUBLASLT, FEW_ROWS = "cublas", "cublaslt", "few rows"
 
@@ -160,9 +160,7 @@ class Products:
             assert device is not None
             self._num_programs = num_programs(device)
             self._arrivals, self._stopwatch = new_arrivals(device), Stopwatch(device)
-            if may_begin_early and device.type == "cuda":
-                capability = torch.cuda.get_device_capability(device)
-                self._can_begin_early = capability >= EARLY_CAPABILITY
+            self._can_begin_early = may_begin_early and can_begin_early(device)
 
     def way_of(self, product: Projection, rows: int) -> ProductWay | None:
         """Return the way of the kernel for few rows, if it was chosen for this product."""

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker_proc.gpu.kernels.early import can_begin_early, let_next_begin
 from worker_proc.gpu.kernels.matmul import dot, dot_add
 from worker_proc.models.layers import Attention
 
@@ -317,8 +318,9 @@ def _attend(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     ONE_QUERY: tl.constexpr, IS_SPLIT: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    HAS_SINKS: tl.constexpr, LOG2_E: tl.constexpr,
+    HAS_SINKS: tl.constexpr, LOG2_E: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(EARLY)
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + block)
     first_position = tl.load(positions + block)
@@ -397,8 +399,9 @@ def _attend(
 @triton.jit(do_not_specialize=["splits"])
 def _combine(
     parts, weights, out, splits, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     split, dim = tl.arange(0, MAX_SPLITS), tl.arange(0, BLOCK_DIM)
     exists = split < splits
@@ -521,11 +524,13 @@ def attend_over_pages(
         BLOCK_KEYS=tile.keys, BLOCK_DIM=block_dim(head_dim), ONE_QUERY=one_query,
         IS_SPLIT=splits > 1,
         WINDOW=attention.window or 0, CAPPED=softcap is not None, HAS_SINKS=sinks is not None,
-        LOG2_E=LOG2_E, num_stages=tile.stages, num_warps=tile.warps,
+        LOG2_E=LOG2_E, EARLY=one_query and can_begin_early(q.device),
+        num_stages=tile.stages, num_warps=tile.warps,
         maxnreg=MAX_WRITING_REGISTERS if writes else None,
     )  # fmt: skip
     if splits > 1:
         _combine[(tokens, heads)](
             parts, weights, out, splits, HEADS=heads, DIM=head_dim,
             BLOCK_DIM=block_dim(head_dim), MAX_SPLITS=MAX_SPLITS,
+            EARLY=can_begin_early(q.device),
         )  # fmt: skip

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker_proc.gpu.kernels.early import let_next_begin
 from worker_proc.gpu.kernels.matmul import dot_add
 from worker_proc.gpu.kernels.rows import activated, gated
 from worker_proc.models.layers import (
@@ -191,10 +192,7 @@ def _wait_for_inputs(
     weight, output, begin, inputs, outputs, BLOCK_INPUTS: tl.constexpr, GATED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """If the kernel before may still run, prefetch the first weights and wait until it has ended.
-
-    Programmatic dependent launch: https://docs.nvidia.com/cuda/cuda-c-programming-guide/
-    """
+    """If the kernel before may still run, prefetch the first weights and wait for its end."""
     if EARLY:
         line = begin + LINE * tl.arange(0, 2 * BLOCK_INPUTS // LINE)
         row = tl.minimum(output, outputs - 1).to(tl.int64)
@@ -203,7 +201,7 @@ def _wait_for_inputs(
         if GATED:
             _prefetch(places + outputs.to(tl.int64) * inputs)
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        let_next_begin(EARLY)
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker_proc.gpu.kernels.early import can_begin_early, let_next_begin
 from worker_proc.models.layers import (
     CLAMPED_SWIGLU_LIMIT,
     CLAMPED_SWIGLU_SLOPE,
@@ -71,7 +72,9 @@ def embed(
 def _add_norm(
     residual, added, weight, bias, out, epsilon, offset, factor,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_ADDED: tl.constexpr, CENTRED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     exists = column < WIDTH
@@ -117,7 +120,7 @@ def add_and_norm(
         norm.bias if isinstance(norm, LayerNorm) else norm.weight, out, norm.epsilon,
         norm.offset if isinstance(norm, RMSNorm) else 0.0, factor,
         WIDTH=width, BLOCK=block, HAS_ADDED=added is not None, CENTRED=centred,
-        num_warps=num_warps_of(block),
+        EARLY=can_begin_early(residual.device), num_warps=num_warps_of(block),
     )  # fmt: skip
     return out
 
