@@ -123,8 +123,8 @@ def attend(
     label = f"attention {kind}, {head_dim} wide, group {group}, {dtype[1:]}"
     label += f" over {kv_dtype[1:]}" if kv_dtype != dtype else ""
     options = {"num_stages": tile.stages, "num_warps": tile.warps}
-    if writes:
-        options["maxnreg"] = attention.MAX_WRITING_REGISTERS
+    if most := attention.max_registers(tile, writes):
+        options["maxnreg"] = most
     return Compiled(label, attention._attend, constants, types, options)
 
 

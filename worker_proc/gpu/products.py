@@ -152,7 +152,7 @@ class Products:
         self.can_choose = can_choose
         self._multiply = multiply
         self._ways: dict[tuple[ProductShape, int], ProductWay] = {}
-        self._seen: dict[ProductShape, list[Projection]] = {}
+        self._seen: dict[ProductShape, dict[Linear, Projection]] = {}
         self._notes = False
         self._failures: list[str] = []
         self._can_begin_early = False
@@ -211,9 +211,10 @@ class Products:
         run()
         self._notes = False
         chosen: list[str] = []
-        for shape, products in self._seen.items():
+        for shape, by_layer in self._seen.items():
+            products = list(by_layer.values())[:NUM_WEIGHTS]
             for rows in ROWS:
-                found = self.fastest(products[:NUM_WEIGHTS], rows)
+                found = self.fastest(products, rows)
                 if found is not None:
                     self._ways[shape, rows] = found.way
                     chosen.append(f"{rows} x {shape.inputs} to {shape.outputs} by {found}")
@@ -259,10 +260,9 @@ class Products:
 
     def _note(self, product: Projection) -> None:
         """Note a product that is to be measured, and what it is behind a norm by itself."""
-        self._seen.setdefault(product.shape, []).append(product)
+        self._seen.setdefault(product.shape, {})[product.proj] = product
         if product.norm is not None:
-            alone = replace(product, norm=None)
-            self._seen.setdefault(alone.shape, []).append(alone)
+            self._note(replace(product, norm=None))
 
     def _compute(self, way: ProductWay, x: Tensor, residual: Tensor, product: Projection) -> Tensor:
         """Compute a product in one way, with all launches that it needs or saves."""

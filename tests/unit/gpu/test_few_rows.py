@@ -1,5 +1,7 @@
 """The kernel for few rows against plain torch, and the choice of a way to multiply."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -160,6 +162,27 @@ def test_the_fastest_way_is_chosen_for_each_number_of_rows(
     assert products.way_of(product, 2) is None and products.way_of(product, 65) is None
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert "1 x 40 to 24 by few rows 8x512 (3000000.0 us, not 5000000.0)" in caplog.text
+
+
+def test_each_layer_is_measured_once_with_its_norm_and_behind_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A weight that is multiplied twice in a row is in the cache the second time."""
+    products, norm = Products(DEVICE, can_choose=True), RMSNorm(40, 1e-5)
+    layers = [Projection(linear(40, 24), norm) for _ in range(2)]
+    measured: dict[str, list[Linear]] = {}
+
+    def fastest(products: Sequence[Projection], rows: int) -> None:
+        measured[products[0].shape.norm] = [one.proj for one in products]
+
+    def run() -> None:
+        for layer in layers:
+            products.way_of(layer, 1)
+            products.way_of(replace(layer, norm=None), 1)
+
+    monkeypatch.setattr(products, "fastest", fastest)
+    products.choose(run)
+    assert measured == {"rms": [one.proj for one in layers], "": [one.proj for one in layers]}
 
 
 @pytest.mark.parametrize("is_wrong", [True, False])

@@ -191,7 +191,7 @@ def rotate_and_write(
 LOG2_E = 1.4426950408889634
 MIN_ROWS = 16  # of the smallest product of tensor cores
 MAX_SPLITS = 32
-MAX_WRITING_REGISTERS = 128  # of a thread, so that as many programs run as without the writing
+REGISTERS = 65_536  # of a multiprocessor
 # Arrays of numbers, read one at a time, whose places in memory change from step to step: a kernel
 # compiled for each of their alignments would gain nothing.
 INDICES = ["slots", "positions", "first_tokens", "counts"]
@@ -463,6 +463,11 @@ def tile_of(group: int, one_query: bool, head_dim: int, dtype: torch.dtype) -> A
     return AttentionTile(max(min_rows, 128), 64, stages=3, warps=4 if head_dim <= 64 else 8)
 
 
+def max_registers(tile: AttentionTile, writes: bool) -> int | None:
+    """Return the registers of a thread that let as many programs run as without the writing."""
+    return REGISTERS // (4 * 32 * tile.warps) if writes and tile.warps == 4 else None
+
+
 def queries_of_block(group: int, head_dim: int, dtype: torch.dtype) -> int:
     """Return the queries of a row that one program takes."""
     return tile_of(group, False, head_dim, dtype).rows // group
@@ -526,7 +531,7 @@ def attend_over_pages(
         WINDOW=attention.window or 0, CAPPED=softcap is not None, HAS_SINKS=sinks is not None,
         LOG2_E=LOG2_E, EARLY=one_query and can_begin_early(q.device),
         num_stages=tile.stages, num_warps=tile.warps,
-        maxnreg=MAX_WRITING_REGISTERS if writes else None,
+        maxnreg=max_registers(tile, writes),
     )  # fmt: skip
     if splits > 1:
         _combine[(tokens, heads)](
