@@ -43,17 +43,17 @@ class PairForm(NamedTuple):
     @classmethod
     def of(cls, tokenizer: "Tokenizer") -> "PairForm | None":
         """Return the form of a tokenizer's pairs; None if it has none."""
-        first, second = (tokenizer.encode(text, add_special_tokens=False).ids for text in "ab")
-        encoded = tokenizer.encode("a", "b")
+        text = tokenizer.encode("a", add_special_tokens=False).ids
+        encoded = tokenizer.encode("a", "a")
         ids, types = encoded.ids, encoded.type_ids
-        begin = _find(ids, first, 0)
-        middle = None if begin is None else _find(ids, second, begin + len(first))
-        if begin is None or middle is None:
+        begin = _find(ids, text, 0)
+        middle = None if begin is None else _find(ids, text, begin + len(text))
+        if not text or begin is None or middle is None or types[begin] == 1:
             return None
-        end = begin + len(first)
+        end = begin + len(text)
         is_typed = types[middle] == 1
         num_first = types[end:middle].count(0) if is_typed else None
-        return cls(ids[:begin], ids[end:middle], ids[middle + len(second) :], num_first)
+        return cls(ids[:begin], ids[end:middle], ids[middle + len(text) :], num_first)
 
     @property
     def num_added(self) -> int:

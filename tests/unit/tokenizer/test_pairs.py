@@ -103,7 +103,7 @@ def test_a_tokenizer_without_a_form_of_pairs_is_refused(tmp_path: Path) -> None:
     directory = CLASSIFIERS["bert"](tmp_path / "model")
     tokenizer = load_tokenizer(directory)
     tokenizer.post_processor = TemplateProcessing(
-        single="$A [SEP]", pair="$B [SEP] $A", special_tokens=[("[SEP]", 3)]
+        single="$A [SEP]", pair="$B:1 [SEP]:1 $A", special_tokens=[("[SEP]", 3)]
     )
     encoder = Encoder(tokenizer, ChatTemplate(directory, None))
     with pytest.raises(InvalidRequest, match="no form of a pair"):
