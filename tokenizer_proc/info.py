@@ -211,6 +211,7 @@ def static_server_info(
         "default_max_tokens": config.frontend.default_max_tokens,
         "chat": has_chat,
         "embeddings": ("" if model.is_encoder else config.frontend.pooling) or model.pooling,
+        "prompts": list(model.prompts),
         "scores": scores_to_info(model),
         "encoder": model.is_encoder,
         "answer_format": to_info(answer_format),

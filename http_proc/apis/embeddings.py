@@ -27,6 +27,8 @@ from quadriga.client.types import Completion, Prompt
 from quadriga.sampling.pooling import Pooling
 
 MAX_TEXTS = 8192  # of one request
+# Names of prompts that models have for Cohere's types of inputs.
+_INPUT_TYPES = {"search_query": ("query",), "search_document": ("document", "passage")}
 NAMES = {"prompt": "input", "prompt_token_ids": "input", "pooling": "model"}
 
 Texts = str | list[str | int | list[int]]
@@ -38,7 +40,8 @@ class EmbeddingRequest(RequestBody, kw_only=True):
     input: a text, token ids, or a list of either; or messages: a chat, in vLLM's format.
     dimensions: keep the first numbers only. encoding_format: float, or base64 of little-endian
     float32. truncate_prompt_tokens: cut a text to so many tokens; -1: to the model's context.
-    normalize: divide each vector by its length. user has no effect but in the usage log.
+    normalize: divide each vector by its length. prompt_name: the model's prompt that is put before
+    each text; left out: its default one, if it has one. user has no effect but in the usage log.
     """
 
     input: Texts | None = None
@@ -48,6 +51,7 @@ class EmbeddingRequest(RequestBody, kw_only=True):
     encoding_format: Literal["float", "base64"] = "float"
     truncate_prompt_tokens: int | None = None
     normalize: bool = True
+    prompt_name: str | None = None
     priority: Priority = 0
     user: str | None = None
 
@@ -80,10 +84,12 @@ class TeiEmbedRequest(RequestBody, kw_only=True):
     """POST /embed, in the format of text-embeddings-inference.
 
     inputs: a text, token ids, or a list of either. truncate: cut long texts at their end.
+    prompt_name: as in /v1/embeddings.
     """
 
     inputs: Texts
     normalize: bool = True
+    prompt_name: str | None = None
     truncate: bool = False
     truncation_direction: Literal["Right", "right"] = "Right"
     dimensions: int | None = None
@@ -95,9 +101,10 @@ CohereType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 class CohereEmbedRequest(RequestBody, kw_only=True):
     """POST /v2/embed, in Cohere's format.
 
-    input_type has no effect on models without prompts of their own. int8 and uint8: 127 times the
-    numbers, rounded. binary and ubinary: a bit for each number, 1 above 0. max_tokens: cut each
-    text to so many tokens. truncate: END cuts long texts, NONE refuses them.
+    input_type chooses the model's prompt of this name, or for search_query and search_document of
+    the name query, document or passage; without such a prompt it has no effect. int8 and uint8: 127
+    times the numbers, rounded. binary and ubinary: a bit for each number, 1 above 0. max_tokens:
+    cut each text to so many tokens. truncate: END cuts long texts, NONE refuses them.
     """
 
     texts: list[str]
@@ -219,7 +226,12 @@ async def openai_embeddings(gateway: Gateway, call: Call, _: EventSink) -> Embed
     gateway.check_model(fields.model)
     most = cut_to(fields.truncate_prompt_tokens)
     prompts = _prompts_of(fields)
-    pooling = Pooling(normalize=fields.normalize, dimensions=fields.dimensions, max_tokens=most)
+    pooling = Pooling(
+        normalize=fields.normalize,
+        dimensions=fields.dimensions,
+        max_tokens=most,
+        prompt_name=fields.prompt_name,
+    )
     options: RequestOptions = {"priority": fields.priority}
     if fields.truncate_prompt_tokens is not None:
         options["truncate_prompt"] = True
@@ -243,7 +255,9 @@ def _prompts_of(fields: EmbeddingRequest) -> list[Prompt]:
 async def tei_embed(gateway: Gateway, call: Call, _: EventSink) -> list[list[float]]:
     """Return the vectors of texts in the format of text-embeddings-inference."""
     fields = convert(await call.parse(), TeiEmbedRequest)
-    pooling = Pooling(normalize=fields.normalize, dimensions=fields.dimensions)
+    pooling = Pooling(
+        normalize=fields.normalize, dimensions=fields.dimensions, prompt_name=fields.prompt_name
+    )
     options: RequestOptions = {"truncate_prompt": fields.truncate}
     prompts = list_prompts(fields.inputs, "inputs")
     return list(map(_numbers, await embed(gateway, call, prompts, pooling, options, "inputs")))
@@ -253,7 +267,13 @@ async def cohere_embed(gateway: Gateway, call: Call, _: EventSink) -> CohereEmbe
     """Return the vectors of texts in Cohere's format."""
     fields = convert(await call.parse(), CohereEmbedRequest)
     gateway.check_model(fields.model)
-    pooling = Pooling(dimensions=fields.output_dimension, max_tokens=fields.max_tokens)
+    known = (await gateway.server_info.static()).get("prompts") or ()
+    names = (fields.input_type, *_INPUT_TYPES.get(fields.input_type or "", ()))
+    pooling = Pooling(
+        dimensions=fields.output_dimension,
+        max_tokens=fields.max_tokens,
+        prompt_name=next((name for name in names if name in known), None),
+    )
     options: RequestOptions = {
         "priority": fields.priority,
         "truncate_prompt": fields.truncate == "END" or fields.max_tokens is not None,

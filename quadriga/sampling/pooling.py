@@ -48,6 +48,8 @@ class Pooling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
         max_first_tokens, max_second_tokens: numbers of tokens to which the texts of a pair are cut;
             None: the context.
         instruction: what makes a pair match, for a model that is instructed; "": its own.
+        prompt_name: of a vector, the model's prompt that is put before the text; None: its default
+            one, if it has one; "": none.
         num_first: set by the server: number of tokens before those of the second type; 0: all are
             of the first type.
     """
@@ -65,6 +67,7 @@ class Pooling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
     max_second_tokens: int | None = None
     instruction: str = ""
     num_first: int = 0
+    prompt_name: str | None = None
 
     @property
     def num_read(self) -> int | None:

@@ -23,6 +23,7 @@ from quadriga.sampling.params import (
 )
 from quadriga.sampling.pooling import (
     CLASSIFY,
+    POOLINGS,
     PROBABILITIES,
     SCORINGS,
     Pooling,
@@ -244,6 +245,11 @@ class Preparer:
 
             ids = self._guarded(encode).ids
         elif isinstance(text, str) and message.prompt_token_ids is None:
+            text = (
+                model.prompt_before(pooling.prompt_name) + text
+                if pooling.method in POOLINGS
+                else text
+            )
             ids = self._guarded(lambda: _Prompt(self._encoder.encode_whole(text, room))).ids
         else:
             ids = self._encode_prompt(message).ids

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quadriga import disk
-from quadriga.errors import ConfigError, ModelError
+from quadriga.errors import ConfigError, InvalidRequest, ModelError
 from quadriga.sampling.pooling import EMBED, LABEL, MEAN, RANK
 from quadriga.server.config.engine_args import BUILTIN_MODEL, ModelArgs
 from quadriga.server.models.families import gpt
@@ -261,6 +261,26 @@ class ModelFiles:
         if self.sentence is not None:
             return self.sentence.pooling
         return MEAN if self.is_encoder else ""
+
+    @property
+    def prompts(self) -> dict[str, str]:
+        """What can be put before a text whose vector is asked for, by name."""
+        return {} if self.sentence is None else self.sentence.prompts
+
+    def prompt_before(self, name: str | None) -> str:
+        """Return the prompt of a name; None: the default one, if there is one; "": none.
+
+        Raises:
+            InvalidRequest: the model has no such prompt.
+        """
+        if name is None:
+            name = self.sentence.default_prompt if self.sentence is not None else ""
+        if name and name not in self.prompts:
+            known = ", ".join(self.prompts) or "none"
+            raise InvalidRequest(
+                f"prompt_name is {name[:100]!r}: the model's prompts are {known}", "prompt_name"
+            )
+        return self.prompts.get(name, "") if name else ""
 
     @property
     def model_context_length(self) -> int:

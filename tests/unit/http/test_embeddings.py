@@ -106,3 +106,16 @@ async def test_an_error_of_one_text_ends_the_request_with_the_name_of_its_field(
         ):
             answer = await send(gateway, path, body)
             assert (answer.status, answer.body["error"]["param"]) == (400, field)
+
+
+async def test_the_models_prompts_are_chosen_by_name_or_by_coheres_type_of_input() -> None:
+    ring = VectorRing()
+    ring.facts = {**ring.facts, "prompts": ["query", "passage", "clustering"]}
+    async with gateway_before(ring) as (_, gateway):
+        await send(gateway, "/v1/embeddings", {"input": "a", "prompt_name": "query"})
+        await send(gateway, "/embed", {"inputs": "a", "prompt_name": "query"})
+        for kind in ("search_query", "search_document", "clustering", "classification", None):
+            await send(gateway, "/v2/embed", {"texts": ["a"], "input_type": kind})
+    assert [params.pooling.prompt_name for _, params, _ in ring.submitted] == [
+        "query", "query", "query", "passage", "clustering", None, None,
+    ]  # fmt: skip

@@ -1,6 +1,7 @@
 """Pairs of texts: ids and types of tokens, and what is cut, as by the tokenizers library."""
 
 import itertools
+import json
 from pathlib import Path
 
 import msgspec
@@ -108,3 +109,22 @@ def test_a_tokenizer_without_a_form_of_pairs_is_refused(tmp_path: Path) -> None:
     encoder = Encoder(tokenizer, ChatTemplate(directory, None))
     with pytest.raises(InvalidRequest, match="no form of a pair"):
         encoder.encode_pair("a", "b", Pooling(), None)
+
+
+def test_the_models_prompt_is_put_before_a_text_and_not_before_a_pair(tmp_path: Path) -> None:
+    directory = tiny_bert(tmp_path / "model")
+    files = {
+        "modules": [{"type": "x.Transformer"}, {"type": "x.Pooling", "path": ""}],
+        "config_sentence_transformers": {"prompts": {"query": "the dog "}},
+    }
+    config = json.loads((directory / "config.json").read_text())
+    files["config"] = config | {"pooling_mode_mean_tokens": True}
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    preparer = preparer_of(directory)
+    plain = prepared(preparer, "sleeps", Pooling()).prompt_token_ids
+    whole = prepared(preparer, "the dog sleeps", Pooling()).prompt_token_ids
+    assert prepared(preparer, "sleeps", Pooling(prompt_name="query")).prompt_token_ids == whole
+    assert prepared(preparer, "sleeps", Pooling(prompt_name="")).prompt_token_ids == plain != whole
+    with pytest.raises(InvalidRequest, match="prompts are query"):
+        prepared(preparer, "sleeps", Pooling(prompt_name="passage"))

@@ -4,7 +4,7 @@ An embedder's hidden states become the vector of a text, and a cross-encoder's l
 pair of texts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,16 @@ class SentenceConfig:
         max_tokens: longest text, in tokens; None: the model's context.
         activation: of scores, as sentence-transformers names it; "": it names none.
         logit_score: how the scores are read from a model that makes text; None: it has a head.
+        prompts: what can be put before a text, by name.
+        default_prompt: name of the one that is, if a request does not say it; "": none is.
     """
 
     pooling: str
     max_tokens: int | None
     activation: str = ""
     logit_score: LogitScore | None = None
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str = ""
 
 
 def read_sentence_config(directory: Path) -> SentenceConfig | None:
@@ -70,7 +74,14 @@ def read_sentence_config(directory: Path) -> SentenceConfig | None:
             pooling = _pooling_of(directory / str(module.get("path", "")) / "config.json")
     if not pooling:
         raise ModelError(f"{directory / MODULES} has no module Pooling: its texts have no vector")
-    return SentenceConfig(pooling, _max_tokens(directory))
+    prompts = _prompts_of(settings)
+    default = str(settings.get("default_prompt_name") or "")
+    if default and default not in prompts:
+        raise ModelError(
+            f"{directory / SETTINGS} has default_prompt_name = {default!r}, which is not in prompts"
+        )
+    max_tokens = _max_tokens(directory)
+    return SentenceConfig(pooling, max_tokens, prompts=prompts, default_prompt=default)
 
 
 def _ranker(directory: Path, settings: dict[str, Any]) -> SentenceConfig:
@@ -86,14 +97,17 @@ def _ranker(directory: Path, settings: dict[str, Any]) -> SentenceConfig:
             )
         if kind == "LogitScore":
             path = directory / str(module.get("path", "")) / "config.json"
-            score = _logit_score(path, _default_prompt(settings))
+            instruction = _prompts_of(settings).get(str(settings.get("default_prompt_name")), "")
+            score = _logit_score(path, instruction)
     activation = str(settings.get("activation_fn") or "")
     return SentenceConfig("", _max_tokens(directory), activation, score)
 
 
-def _default_prompt(settings: dict[str, Any]) -> str:
-    prompts, name = settings.get("prompts"), settings.get("default_prompt_name")
-    return str(prompts.get(name) or "") if isinstance(prompts, dict) else ""
+def _prompts_of(settings: dict[str, Any]) -> dict[str, str]:
+    prompts = settings.get("prompts")
+    if not isinstance(prompts, dict):
+        return {}
+    return {str(name): str(text or "") for name, text in prompts.items()}
 
 
 def _logit_score(path: Path, instruction: str) -> LogitScore:
@@ -121,6 +135,11 @@ def _modules_of(path: Path) -> list[dict[str, Any]]:
 
 def _pooling_of(path: Path) -> str:
     config = read_json(path)
+    if config.get("include_prompt") is False:
+        raise ModelError(
+            f"{path} has include_prompt = false: vectors without the tokens of a prompt are not"
+            " served"
+        )
     modes = [name for name, value in config.items() if name.startswith("pooling_mode") and value]
     known = [POOLING_MODES[name] for name in modes if name in POOLING_MODES]
     if named := _named_mode(config):
