@@ -14,6 +14,7 @@ kernel does what others can (QUADRIGA_GPU_STEPS=plain).
 
 import argparse
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -112,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(arguments: argparse.Namespace) -> int:
     """Load the model two or three times, and show a row for each batch and context."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # such as the chosen products
     config = server_flags.from_namespace(arguments)
     files = resolve_model(config.model, show_progress=True)
     sizes = FloorSizes(tuple(arguments.batches), tuple(arguments.contexts), arguments.steps)

@@ -14,6 +14,7 @@ at the measured rate, whichever takes longer. Floors of quantized weights count 
 |---|---|
 | cublas, cublaslt | torch, with either library |
 | gemv | our kernel for up to 64 rows, with the fastest of its tiles |
+| gemv-early | the same, and each begins while the one before it runs |
 | tinygemm | FlashInfer, up to 8 rows |
 | fp8 | `torch._scaled_mm`, rows and weights in e4m3 with one scale each |
 | humming-int4, humming-fp8 | humming-kernels, 4 bits in groups of 128, or e4m3 by column |
@@ -308,7 +309,13 @@ class LtProduct(TorchProduct):
 
 
 class FewRowsProduct(Way):
-    """Our kernel for few rows, with each of its tiles."""
+    """Our kernel for few rows, with each of its tiles.
+
+    Attributes:
+        begins_early: see `multiply_few`.
+    """
+
+    begins_early = False
 
     def variants(self, x: "Tensor") -> Iterator[Multiply]:
         from worker_proc.gpu.kernels.few_rows import MAX_ROWS, multiply_few, new_arrivals, tiles_of
@@ -320,9 +327,24 @@ class FewRowsProduct(Way):
         for tile in tiles_of(len(x), is_gated=False):
 
             def multiply(x: "Tensor", weight: "Tensor", tile: "FewRowsTile" = tile) -> "Tensor":
-                return multiply_few(x, weight, None, tile, programs, arrivals)
+                return multiply_few(
+                    x, weight, None, tile, programs, arrivals, begins_early=self.begins_early
+                )
 
             yield multiply
+
+
+class EarlyFewRowsProduct(FewRowsProduct):
+    """The kernel that begins while the one before it runs."""
+
+    begins_early = True
+
+    def prepared(self, weight: "Tensor") -> Any:
+        from worker_proc.gpu.kernels.early import can_begin_early
+
+        if not can_begin_early(self._device):
+            raise NotHere("needs a GPU of compute capability 9.0")
+        return weight
 
 
 class ScaledProduct(Way):
@@ -423,6 +445,7 @@ WAYS: dict[str, type[Way]] = {
     "cublas": TorchProduct,
     "cublaslt": LtProduct,
     "gemv": FewRowsProduct,
+    "gemv-early": EarlyFewRowsProduct,
     "tinygemm": TinyProduct,
     "fp8": ScaledProduct,
     "humming-int4": HummingProduct,
