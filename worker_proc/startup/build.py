@@ -15,7 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quadriga.errors import ConfigError, ModelError
-from quadriga.server.config.engine_args import ONLY_REPLICA, ReplicaPlace, WorkerArgs
+from quadriga.server.config.engine_args import (
+    GPU_PREFILL_TOKENS,
+    ONLY_REPLICA,
+    ReplicaPlace,
+    WorkerArgs,
+)
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.models.formats.directory import read_json
 from quadriga.server.models.formats.gguf_reader import gguf_files
@@ -74,7 +79,6 @@ from worker_proc.startup.memory_profile import (
     rows_of,
     wait_for_memory,
 )
-from worker_proc.startup.prefill_tuning import GPU_PREFILL_TOKENS
 from worker_proc.step.dummy_plans import pooled_plan, release_plan, spread_plan
 from worker_proc.step.inputs import StepInputs, make_inputs
 from worker_proc.step.runner import Runner

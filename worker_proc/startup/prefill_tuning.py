@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from quadriga.server.config.engine_args import GPU_PREFILL_TOKENS
 from worker_proc.step.dummy_plans import prefill_plan, release_plan
 
 if TYPE_CHECKING:
     from worker_proc.step.runner import Runner  # the simulator uses this module without torch
 
-GPU_PREFILL_TOKENS = 8192
 # A smaller step may have the rate, but what comes with every step then counts too much.
 CANDIDATE_SIZES = (128, 256, 512, 1024)
 NUM_TRIES = 2  # the faster one of a size counts

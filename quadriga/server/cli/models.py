@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import json
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,7 +17,12 @@ from quadriga.programs import install_command
 from quadriga.sampling.validation import find_unserved_tokens
 from quadriga.server.cli.server_api import ServerApi
 from quadriga.server.cli.shared import add_server, is_web_address
-from quadriga.server.config.engine_args import OTHER_FRACTION, ModelArgs, WorkerArgs
+from quadriga.server.config.engine_args import (
+    CUDA_FRACTION,
+    OTHER_FRACTION,
+    ModelArgs,
+    WorkerArgs,
+)
 from quadriga.server.models.families.architectures import find_architecture, kv_bytes_per_token
 from quadriga.server.models.families.decoder_config import DecoderConfig
 from quadriga.server.models.families.gpt import find_gpt2_size
@@ -24,6 +31,13 @@ from quadriga.server.models.formats.directory import read_json
 from quadriga.server.models.formats.gguf_reader import read_architecture_name
 from quadriga.server.models.formats.quantization import BLOCK_SIZES, FLOAT_TYPES, read_quantization
 from quadriga.server.models.formats.tokenizer import load_tokenizer, template_source
+from quadriga.server.models.gpu_modes import (
+    GpuMode,
+    GpuWeights,
+    best_gpu_mode,
+    gpu_modes,
+    step_bytes,
+)
 from quadriga.server.models.model_impl import check_native_heads, check_servable, check_tokenizer
 from quadriga.server.models.resolve import ModelFiles, resolve_model
 from quadriga.server.models.sources import (
@@ -41,7 +55,7 @@ from quadriga.server.models.weight_modes import (
     memory_bandwidth,
     weight_modes,
 )
-from quadriga.server.models.weights import summarize_weights, weight_files
+from quadriga.server.models.weights import WeightSummary, summarize_weights, weight_files
 from quadriga.server.processes.machine import NoCompiler, find_compiler, num_usable_cores
 
 EXIT_NOT_SERVABLE = 1
@@ -58,7 +72,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         description="Say whether a server can serve a model that is on this machine, and what to"
         " expect of each way to keep its weights on this machine's CPU: bytes, memory and tokens/s"
         " of one stream, estimated from the memory bandwidth, which is measured in a second."
-        " No weights are read and no GPU is looked at.",
+        " With --device cuda: what fits a GPU of --gpu-memory, which need not be here. No weights"
+        " are read.",
         allow_abbrev=False,
     )
     check.add_argument("model", help="Hub id in the cache, directory, .gguf file or built-in name")
@@ -69,6 +84,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "native", "transformers"),
         default="auto",
         help="as of quadriga serve",
+    )
+    check.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="what is to compute: this machine's CPU, or an NVIDIA GPU (default: cpu)",
+    )
+    check.add_argument(
+        "--gpu-memory",
+        metavar="SIZE",
+        help="memory of the GPU, such as 24GiB (default: that of the first one here)",
     )
     check.add_argument("--trust-remote-code", action="store_true", help="as of quadriga serve")
     check.add_argument(
@@ -101,6 +127,7 @@ def _check(arguments: argparse.Namespace) -> None:
         report = check_model(
             arguments.model,
             lambda: memory_bandwidth(num_usable_cores()),
+            _gpu_bytes(arguments),
             tokenizer=arguments.tokenizer,
             context_length=arguments.context_length,
             model_impl=arguments.model_impl,
@@ -126,7 +153,10 @@ def _check(arguments: argparse.Namespace) -> None:
             ("KV bytes per token", ", ".join(cache)),
             ("context", _count(report.context_length)),
             ("window", _count(report.window or None)),
-            ("context that fits here", _count(report.max_context_here)),
+            (
+                "context that fits" if report.gpu_bytes else "context that fits here",
+                _count(report.max_context_here),
+            ),
             ("rope", report.rope),
             ("vocabulary", _count(report.vocab_size)),
             ("chat template", _yes_no(report.chat_template)),
@@ -136,6 +166,8 @@ def _check(arguments: argparse.Namespace) -> None:
         _print_table([row for row in rows if row[1]])
         if report.modes:
             _print_modes(report)
+        if report.gpu_modes:
+            _print_gpu_modes(report)
     if not report.is_servable:
         sys.exit(EXIT_NOT_SERVABLE)
 
@@ -169,6 +201,72 @@ def _print_modes(report: "ModelReport") -> None:
             f" {report.memory_bandwidth / 1e9:.0f} GB/s (measured now):\none stream, a short"
             " context, no guessed tokens, nothing else running; the KV pool is not counted"
         )
+
+
+def _print_gpu_modes(report: "ModelReport") -> None:
+    """Print what fits a GPU in each mode, and which one to take."""
+    rows: list[tuple[str, ...]] = [
+        ("mode", "flags of quadriga serve", "weights", "KV tokens", "with fp8 KV", "")
+    ]
+    best = "none: no mode fits"
+    for mode in report.gpu_modes:
+        rows.append(
+            (
+                mode.name,
+                mode.flags or "none (default)",
+                _size(mode.weight_bytes),
+                f"{mode.num_tokens:,}" if mode.fits else "does not fit",
+                "-" if mode.num_tokens_fp8 is None else f"{mode.num_tokens_fp8:,}",
+                mode.note,
+            )
+        )
+        if mode.name == report.best_mode:
+            best = f"{mode.name}, {mode.flags or 'which needs no flag'}"
+    print()
+    _print_table(rows)
+    print(f"best there: {best}")
+    print(
+        f"\nestimates for a GPU with {(report.gpu_bytes or 0) / GIB:.1f} GiB: steps, graphs and"
+        f" CUDA take {_size(report.step_bytes)}, the KV cache\n{CUDA_FRACTION:.0%} of the rest"
+        " (--mem-fraction-static). Tokens are those of all open requests together;"
+        " --kv-cache-dtype fp8 needs compute\ncapability 8.9. Fewer than 16 bits a weight need the"
+        f" extra gpu: {install_command('gpu')}"
+    )
+
+
+GIB = 2**30
+SIZE = re.compile(r"([0-9.]+) *(GiB|GB|MiB|G|)", re.IGNORECASE)
+UNITS = {"gib": GIB, "g": GIB, "": GIB, "gb": 10**9, "mib": 2**20}
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader")
+NVIDIA_SMI_TIMEOUT_S = 10.0
+
+
+def _gpu_bytes(arguments: argparse.Namespace) -> int | None:
+    """Return the memory of the GPU of the command line; None: the CPU is to compute."""
+    if arguments.device == "cpu":
+        if arguments.gpu_memory is not None:
+            raise ConfigError("--gpu-memory is about --device cuda: add that, or leave it out")
+        return None
+    text = arguments.gpu_memory
+    if text is None:
+        try:
+            done = subprocess.run(
+                NVIDIA_SMI, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            raise ConfigError(
+                "nvidia-smi finds no GPU here: say how much memory it has, such as --gpu-memory"
+                " 24GiB"
+            ) from None
+        text = done.stdout.partition("\n")[0].strip()
+    found = SIZE.fullmatch(text)
+    try:
+        num_bytes = int(float(found[1]) * UNITS[found[2].lower()]) if found else 0
+    except ValueError:  # such as 1.2.3
+        num_bytes = 0
+    if num_bytes < 1:
+        raise ConfigError(f"--gpu-memory is {text!r}: write a size such as 24GiB, 80GB or 24564MiB")
+    return num_bytes
 
 
 def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
@@ -255,6 +353,7 @@ def _from_hub(name: str, path: Path) -> ListedModel:
 
 
 NATIVE, TORCH, REFUSED = "native kernels", "torch", "refused"
+ON_GPU = "Triton kernels on a GPU"
 TRANSFORMERS = "transformers (its attention is checked at the start)"
 ITEM_BYTES = {NATIVE: 2, TORCH: 4}  # bfloat16 and float32: --dtype auto on a CPU
 
@@ -264,7 +363,8 @@ class ModelReport:
     """What is known of a model; a refused one may lack everything after `refusal`.
 
     Attributes:
-        way: how a CPU computes it: native kernels, torch, transformers or refused.
+        way: how a CPU, or the GPU, computes it: native kernels, Triton kernels, torch, transformers
+            or refused.
         refusal: the server's error; "" if it can be served.
         weight_bytes: bytes by format, as stored.
         quantization: method and bits of a quantized checkpoint.
@@ -276,6 +376,10 @@ class ModelReport:
         modes: how the native kernels can keep the weights, the default mode first; none of an
             encoder, which takes no steps.
         best_mode: name of the mode to take in the memory that is free now; "" if none fits.
+        gpu_bytes: memory of the GPU that is to compute; None: a CPU is.
+        step_bytes: of the GPU's memory, beside weights and KV cache.
+        gpu_modes: how the GPU can keep the weights, the default mode first; none of an encoder and
+            of a model of transformers.
         memory_bandwidth: bytes per second that this machine reads; None: not measured.
         notes: what the start of a server says about the model.
     """
@@ -295,6 +399,9 @@ class ModelReport:
     rope: str = ""
     modes: list[WeightMode] = field(default_factory=list)
     best_mode: str = ""
+    gpu_bytes: int | None = None
+    step_bytes: int | None = None
+    gpu_modes: list[GpuMode] = field(default_factory=list)
     memory_bandwidth: float | None = None
     vocab_size: int | None = None
     chat_template: bool | None = None
@@ -308,7 +415,10 @@ class ModelReport:
 
 
 def check_model(
-    model: str, measure_bandwidth: Callable[[], float] | None = None, **flags: Any
+    model: str,
+    measure_bandwidth: Callable[[], float] | None = None,
+    gpu_bytes: int | None = None,
+    **flags: Any,
 ) -> ModelReport:
     """Report on a built-in name, a Hub id in the cache, a directory or a .gguf.
 
@@ -316,9 +426,10 @@ def check_model(
         model: value of --model.
         measure_bandwidth: returns the bytes per second that this machine reads; None: no speeds
             are estimated.
+        gpu_bytes: memory of the GPU that is to compute; None: this machine's CPU is.
         flags: further fields of ModelArgs.
     """
-    report = ModelReport(model)
+    report = ModelReport(model, gpu_bytes=gpu_bytes)
     try:
         location = _on_this_machine(model)
         files = resolve_model(ModelArgs(model=location, **flags))
@@ -331,7 +442,11 @@ def check_model(
         report.weight_bytes = dict(weights.bytes_by_format)
         report.num_parameters = weights.num_parameters
         report.way = TRANSFORMERS if config is None else _way(config)
-        if config is not None:
+        if config is not None and gpu_bytes is not None:
+            report.way = TORCH if files.is_encoder else ON_GPU
+            if not files.is_encoder:
+                _fit_gpu(report, files, config, weights, gpu_bytes)
+        elif config is not None:
             if report.way == NATIVE and not files.is_encoder:
                 _list_modes(report, config, measure_bandwidth)
             _fit_memory(report)
@@ -429,6 +544,40 @@ def _free_bytes() -> int:
     return int(psutil.virtual_memory().available)
 
 
+def _fit_gpu(
+    report: ModelReport,
+    files: ModelFiles,
+    config: DecoderConfig,
+    summary: WeightSummary,
+    gpu_bytes: int,
+) -> None:
+    """Add what fits a GPU. Raise ModelError if the default mode does not."""
+    quantization = read_quantization(files.config)
+    weights = GpuWeights.of_files(config, summary, quantization)
+    report.step_bytes = step_bytes(config, summary.num_parameters)
+    is_checkpoint = quantization is not None
+    modes = gpu_modes(config, weights, gpu_bytes, files.context_length, is_checkpoint)
+    best = best_gpu_mode(modes)
+    report.gpu_modes, report.best_mode = modes, "" if best is None else best.name
+    report.max_context_here = _longest_context(report, modes[0].num_tokens)
+    if not modes[0].fits:
+        taken = modes[0].weight_bytes + report.step_bytes
+        flags = "" if best is None else f"{best.flags}, "
+        raise ModelError(
+            f"{report.name}: the weights, {modes[0].name}, and steps take {taken / GIB:.1f} GiB of"
+            f" the GPU's {gpu_bytes / GIB:.1f}: take {flags}a smaller model, or --tp"
+        )
+
+
+def _longest_context(report: ModelReport, num_tokens: int) -> int:
+    """Return the tokens of the longest request in a KV pool of `num_tokens`."""
+    context_length = needed = report.context_length or num_tokens
+    if report.window:
+        page_size = WorkerArgs().page_size
+        needed = min(needed, (num_seen_pages(report.window, page_size) + 1) * page_size)
+    return context_length if num_tokens >= needed else max(0, num_tokens)
+
+
 def _fit_memory(report: ModelReport) -> None:
     """Compute the context from the memory that is free now and the default KV pool's share."""
     weight_bytes = (report.num_parameters or 0) * ITEM_BYTES[report.way]
@@ -437,11 +586,7 @@ def _fit_memory(report: ModelReport) -> None:
     pool_bytes = (_free_bytes() - weight_bytes) * OTHER_FRACTION
     dtype = "bfloat16" if report.way == NATIVE else "float32"
     num_tokens = int(pool_bytes // report.kv_bytes_per_token[dtype])
-    context_length = needed = report.context_length or num_tokens
-    if report.window:
-        page_size = WorkerArgs().page_size
-        needed = min(needed, (num_seen_pages(report.window, page_size) + 1) * page_size)
-    report.max_context_here = context_length if num_tokens >= needed else max(0, num_tokens)
+    report.max_context_here = _longest_context(report, num_tokens)
     if num_tokens < 1:
         flags = next((mode.flags for mode in report.modes if mode.name == report.best_mode), "")
         raise ModelError(

@@ -306,6 +306,7 @@ class SchedulerArgs:
         return None if self.chunked_prefill_size == -1 else self.chunked_prefill_size
 
 
+GPU_PREFILL_TOKENS = 8192  # prompt tokens of a step on a GPU
 # Fractions of the free memory for the KV pool if --mem-fraction-static is not set.
 CUDA_FRACTION, OTHER_FRACTION = 0.8, 0.2
 

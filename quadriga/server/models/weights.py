@@ -14,6 +14,9 @@ from quadriga.server.models.formats.gguf_reader import gguf_files
 from quadriga.server.models.formats.quantization import parameters_of, read_quantization
 from quadriga.server.models.resolve import ModelFiles
 
+# Parts of the names of tensors that are no weights of a linear layer of their own.
+NOT_LINEAR = ("token_embd.", "_exps.", ".experts.")
+
 
 @dataclass(slots=True)
 class WeightSummary:
@@ -21,21 +24,30 @@ class WeightSummary:
 
     Attributes:
         bytes_by_format: bytes of the tensors of each format, such as BF16 or Q4_1.
-        num_parameters: number of values of all tensors.
+        parameters_by_format: number of their values.
+        linear_by_format: without the embeddings of a GGUF, and without experts.
     """
 
     bytes_by_format: Counter[str] = field(default_factory=Counter)
-    num_parameters: int = 0
+    parameters_by_format: Counter[str] = field(default_factory=Counter)
+    linear_by_format: Counter[str] = field(default_factory=Counter)
 
-    def add(self, kind: str, num_parameters: int, num_bytes: int) -> None:
+    @property
+    def num_parameters(self) -> int:
+        """Number of values of all tensors."""
+        return sum(self.parameters_by_format.values())
+
+    def add(self, name: str, kind: str, num_parameters: int, num_bytes: int) -> None:
         """Count a tensor."""
         self.bytes_by_format[kind] += num_bytes
-        self.num_parameters += num_parameters
+        self.parameters_by_format[kind] += num_parameters
+        if not any(part in name for part in NOT_LINEAR):
+            self.linear_by_format[kind] += num_parameters
 
     def add_mxfp4(self, name: str, shape: list[int], num_bytes: int) -> None:
         """Count the codes of gpt-oss, two in a byte, or their scales, which are no parameters."""
-        self.bytes_by_format["MXFP4"] += num_bytes
-        self.num_parameters += 2 * math.prod(shape) if name.endswith("_blocks") else 0
+        count = 2 * math.prod(shape) if name.endswith("_blocks") else 0
+        self.add(name, "MXFP4", count, num_bytes)
 
 
 class _Tensor(msgspec.Struct):
@@ -61,8 +73,8 @@ def summarize_weights(files: ModelFiles, checks_files: bool = True) -> WeightSum
         return summary
     if files.tensor_index is not None:
         ends = Counter[int]()
-        for entry in read_json(files.tensor_index).values():
-            summary.add(entry["type"], math.prod(entry["shape"]), entry["bytes"])
+        for name, entry in read_json(files.tensor_index).items():
+            summary.add(name, entry["type"], math.prod(entry["shape"]), entry["bytes"])
             part = entry.get("part", 0)
             ends[part] = max(ends[part], entry["offset"] + entry["bytes"])
         for part, file in enumerate(gguf_files(files.weights)):
@@ -76,7 +88,7 @@ def summarize_weights(files: ModelFiles, checks_files: bool = True) -> WeightSum
                 summary.add_mxfp4(name, entry.shape, end - begin)
                 continue
             count = parameters_of(name, entry.shape, quantization)
-            summary.add(entry.dtype, count, end - begin)
+            summary.add(name, entry.dtype, count, end - begin)
     return summary
 
 
