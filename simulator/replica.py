@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from quadriga.errors import PromptTooLong
 from quadriga.sampling.params import SamplingParams
+from quadriga.server.config.engine_args import GPU_PREFILL_TOKENS
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.to_detok import HandedBack, StepOutput, StreamEnd
@@ -29,11 +30,7 @@ from simulator.cost_model import CostModel, features_of
 from simulator.latency import MS
 from simulator.records import Growing
 from simulator.trace import MIN_TOKEN_ID, TraceRequest
-from worker_proc.startup.prefill_tuning import (
-    CANDIDATE_SIZES,
-    GPU_PREFILL_TOKENS,
-    smallest_good_size,
-)
+from worker_proc.startup.prefill_tuning import CANDIDATE_SIZES, smallest_good_size
 
 # The simulated worker: steps take the time of the cost model, and tokens come from a hash.
 

@@ -140,7 +140,9 @@ def test_the_experts_of_gpt_oss_become_16_bits(
 
 
 def test_a_gguf_stays_as_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = check(write_tiny_gguf(tmp_path / "a.gguf", in_8_bits=True), capsys, "--gpu-memory", "8")
+    report = check(
+        write_tiny_gguf(tmp_path / "a.gguf", in_8_bits=True), capsys, "--gpu-memory", "8"
+    )
     stored, dense = modes_of(report)["as stored"], modes_of(report)["bfloat16"]
     num_packed = report["weight_bytes"]["Q8_0"] * 32 // 34
     in_16_bits = report["num_parameters"] - num_packed
