@@ -8,7 +8,7 @@ import torch
 
 from quadriga.errors import NonFiniteLogits
 from quadriga.wire.packing import pack_ids, unpack_ids
-from quadriga.wire.worker import EXTEND, NewSlot, StepPlan
+from quadriga.wire.worker import EXTEND, NewSlot, SlotSamplingParams, StepPlan
 from tests.tiny_experts import tiny_mixtral
 from tests.tiny_models import let_token_overflow, tiny_gemma2, tiny_llama
 
@@ -60,6 +60,18 @@ def test_a_request_that_overflows_ends_and_the_others_go_on_unchanged(
     assert driver.step((good, 1), (bad, 1)) == [alone[0][1], -1]
     runner.table.release_all()
     assert answers(runner) == alone
+
+
+def test_rules_neither_hide_an_overflow_nor_make_one(tmp_path: Path) -> None:
+    runner = build(tmp_path, "llama")
+    driver = Driver(runner)
+    good, bad = driver.add(GOOD[0]), driver.add([BAD] * 5)
+    for request in (good, bad):
+        rules = SlotSamplingParams(len(request.prompt), allowed_ids=pack_ids([7]))
+        driver.set_rules(request, rules)
+    result = runner.run(driver.plan([(good, 7), (bad, 5)]))
+    assert list(unpack_ids(result.token_ids)) == [7, -1]
+    assert [(row.row, row.code) for row in result.failed] == [(1, NonFiniteLogits.code)]
 
 
 def test_a_wrong_draft_that_overflows_changes_nothing(tmp_path: Path) -> None:
