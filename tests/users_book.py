@@ -33,7 +33,6 @@ BOOK = (
     "batches.md",
     "deploy.md",
     "upgrade.md",
-    "storage.md",
     "security.md",
     "embeddings.md",
     "rerank.md",

@@ -1,4 +1,4 @@
-"""The commands of docs/storage.md back up a server and restore it on an empty directory."""
+"""The commands of docs/upgrade.md back up a server and restore it on an empty directory."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tests.server import launch, stop, wait_until, wait_until_ready
 from tests.users_book import DOCS, fences
 
 MODEL = DOCS.parent / "tests" / "fixtures" / "version_0_1_0" / "model"
-PAGE = DOCS / "storage.md"
+PAGE = DOCS / "upgrade.md"
 STREAM = {"prompt": "fox", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True,
           "resumable": True}  # fmt: skip
 
