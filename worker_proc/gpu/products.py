@@ -300,7 +300,7 @@ def ways_of(product: Projection, rows: int) -> Iterator[ProductWay]:
     yield CUBLAS_WAY
     if product.norm is None and product.proj.weight.is_cuda:
         yield ProductWay(CUBLASLT)
-    if product.norm is None or rows == 1:
+    if product.proj.weight.is_contiguous() and (product.norm is None or rows == 1):
         yield from (ProductWay(FEW_ROWS, tile) for tile in tiles_of(rows, product.is_gated))
 
 

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
 
+from worker_proc.gpu.kernels.early import can_begin_early
 from worker_proc.gpu.kernels.few_rows import FewRowsTile, multiply_few, new_arrivals, tiles_of
+from worker_proc.gpu.kernels.rows import add_and_norm
 from worker_proc.gpu.products import Products, ProductWay, Projection
 from worker_proc.models.layers import (
     Activation,
@@ -107,6 +109,40 @@ def test_one_row_is_normalized_before_the_product(
     ours = multiply_few(x, weight, None, ROW, 1, new_arrivals(DEVICE), norm)
     assert ours.dtype == dtype and close(ours, normed @ weight.float().T, dtype)
     assert x.equal(before)
+
+
+@pytest.mark.skipif(not can_begin_early(DEVICE), reason="needs compute capability 9.0")
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_a_kernel_that_begins_early_reads_what_the_one_before_has_written(rows: int) -> None:
+    """A chain of products in a graph, each of which reads the result of the one before."""
+    weights = [draw(4096, 4096, dtype=BFLOAT16, seed=seed) / 64 for seed in range(4)]
+    arrivals, norm = new_arrivals(DEVICE), RMSNorm(4096, 1e-5).to(DEVICE, BFLOAT16)
+    norm.weight.fill_(1.0)
+    tile, first = tiles_of(rows, False)[0], draw(rows, 4096)
+
+    def chain(begins_early: bool) -> Tensor:
+        residual = first.clone()
+        for step in range(12):
+            x = residual if rows == 1 else add_and_norm(residual, None, norm)
+            inner = multiply_few(
+                x, weights[step % 4], None, tile, 264, arrivals, norm if rows == 1 else None,
+                begins_early=begins_early,
+            )  # fmt: skip
+            multiply_few(
+                inner, weights[(step + 1) % 4], None, tile, 264, arrivals, residual=residual,
+                begins_early=begins_early,
+            )  # fmt: skip
+        return residual
+
+    expected = chain(False)
+    assert chain(True).equal(expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = chain(True)
+    for _ in range(5):
+        result.zero_()
+        graph.replay()
+        assert result.equal(expected)
 
 
 def test_tiles_hold_the_rows_and_share_a_gate() -> None:

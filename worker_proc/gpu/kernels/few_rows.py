@@ -320,7 +320,8 @@ def multiply_few(
         size = num_tiles * splits * tile.outputs * tile.rows * (2 if is_gated else 1)
         parts = torch.empty(size, device=x.device)
     _multiply_few[(num_tiles, splits)](
-        x, weight, weight if bias is None else bias, weight if norm is None else norm.weight,
+        x.contiguous(), weight, weight if bias is None else bias,
+        weight if norm is None else norm.weight,
         norm.bias if isinstance(norm, LayerNorm) else weight, out, parts, arrivals, rows, inputs,
         outputs, splits, 0.0 if norm is None else norm.epsilon,
         norm.offset if isinstance(norm, RMSNorm) else 0.0, factor,
