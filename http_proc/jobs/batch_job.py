@@ -116,6 +116,8 @@ ENDPOINTS = (
     "/v1/responses",
     "/v1/embeddings",
     "/v1/decisions",
+    "/v1/rerank",
+    "/v1/score",
 )
 LOWEST_PRIORITY = int(LIMITS["priority"].minimum or 0)
 

@@ -1,4 +1,4 @@
-"""Scores of a whole server: those of transformers, and the same after deaths of the worker."""
+"""Scores of a whole server: those of transformers, and the same after deaths of its processes."""
 
 import asyncio
 import os
@@ -45,7 +45,7 @@ def expected(directory: Path, pairs: list[tuple[str, str]]) -> list[list[float]]
 
 
 async def checked_scores(endpoint: str, directory: Path) -> None:
-    """Compare scores, alone and while the worker is killed."""
+    """Compare scores, alone and while each of the four processes is killed."""
     async with AsyncClient(endpoint) as client:
         scores = await client.score(QUERY, TEXTS)
         logits = expected(directory, [(QUERY, text) for text in TEXTS])
@@ -56,8 +56,8 @@ async def checked_scores(endpoint: str, directory: Path) -> None:
         ranked = await client.rerank(QUERY, TEXTS, top_n=5)
         assert ranked[0].score == max(each.score for each in scores)
         assert [each.text for each in ranked] == [TEXTS[each.index] for each in ranked]
-        for _ in range(2):
-            pid = (await client.info())["pids"]["worker_proc"]
+        for name in ("worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc"):
+            pid = (await client.info())["pids"][name]
             task = asyncio.ensure_future(client.score(QUERY, TEXTS))
             await asyncio.sleep(0)
             os.kill(pid, signal.SIGKILL)

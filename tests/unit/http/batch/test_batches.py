@@ -20,7 +20,7 @@ from quadriga.errors import QueueFull
 from quadriga.server.config.server_config import ServerConfig
 from tests.unit.http.batch.batch_client import CHAT, http_before, ids, input_file, ring
 from tests.unit.scripted_ring import ScriptedHandle, ScriptedRing
-from tests.unit.vector_ring import VectorRing
+from tests.unit.vector_ring import ScoreRing, VectorRing
 
 EMBEDDINGS = "/v1/embeddings"
 
@@ -181,6 +181,20 @@ async def test_lines_may_ask_for_vectors(tmp_path: Path) -> None:
     }
     firsts = {name: body["data"][0]["embedding"][0] for name, body in answers.items()}
     assert firsts == {"line-1": 1.0, "line-2": 2.0, "line-3": 3.0}
+    assert {options["priority"] for _, _, options in scripted.submitted} == {-1000}
+
+
+async def test_lines_may_rank_documents(tmp_path: Path) -> None:
+    line = {"custom_id": "one", "method": "POST", "url": "/v1/rerank",
+            "body": {"model": "tiny", "query": "q", "documents": ["a", "bbb", "cc"]}}  # fmt: skip
+    scripted = ScoreRing("LABEL_0")
+    scripted.facts |= {"running": 0, "waiting": 0}
+    async with http_before(scripted, data_dir=str(tmp_path)) as http:
+        started = await http.start(json.dumps(line).encode(), endpoint="/v1/rerank")
+        batch = await http.until(started, "completed")
+        content = await http.content(batch["output_file_id"])
+    (answer,) = map(json.loads, content.splitlines())
+    assert [each["index"] for each in answer["response"]["body"]["results"]] == [1, 2, 0]
     assert {options["priority"] for _, _, options in scripted.submitted} == {-1000}
 
 
