@@ -51,6 +51,7 @@ class PairPrompts:
                 f"the model ({model_type}) scores pairs of texts, and its chat template shows no"
                 " messages of the roles query and document: give one with --chat-template"
             )
+        self._after = self._render(*_PROBES, "").rpartition(_PROBES[1])[2]
         named = (score.true,) if score.false is None else (score.true, score.false)
         self.token_ids = [self._id_of(token) for token in named]
 
@@ -61,7 +62,8 @@ class PairPrompts:
             first: the first text, such as a query.
             second: the second one, such as a document.
             pooling: the instruction, and the tokens to which each text is cut.
-            limit: number of ids, to which the end of the second text is cut; None: it is not cut.
+            limit: number of ids, to which the end of the second text is cut, as far as that
+                suffices; None: it is not cut.
 
         Raises:
             InvalidRequest: a text cannot be encoded.
@@ -70,12 +72,12 @@ class PairPrompts:
         second = self._cut(second, pooling.max_second_tokens)
         text = self._render(first, second, pooling.instruction or self._instruction)
         ids = self._encoder.encode(text, is_chat=True)
-        end = text.rfind(second) + len(second)
-        if limit is None or len(ids) <= limit or not second or end < len(second):
+        if limit is None or len(ids) <= limit or not text.endswith(self._after):
             return ids
-        before = self._encoder.encode(text[:end], is_chat=True)
-        after = self._encoder.encode(text[end:], is_chat=True)
-        return before[: max(limit - len(after), 0)] + after
+        before = self._encoder.encode(text.removesuffix(self._after), is_chat=True)
+        after = self._encoder.encode(self._after, is_chat=True)
+        room, length = limit - len(after), len(self._encoder.encode(second, is_chat=True))
+        return before[:room] + after if len(before) - length <= room else ids
 
     def _render(self, first: str, second: str, instruction: str) -> str:
         if self._has_template:

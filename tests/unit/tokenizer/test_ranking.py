@@ -72,6 +72,10 @@ def test_the_end_of_the_document_is_cut_and_what_follows_it_stays(tmp_path: Path
     end = ids_of(directory, "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert len(ids) == CONTEXT_LENGTH
     assert ids[-len(end) :] == end
+    for document in ("a", "assistant", ""):  # parts of what follows it
+        asked = Pooling(SCORE, text_pair=document)
+        with pytest.raises(PromptTooLong):
+            prepared(preparer, "The lazy dog " * CONTEXT_LENGTH, asked, truncate_prompt=True)
     short = Pooling(SCORE, text_pair="a b c d e f", max_first_tokens=2, max_second_tokens=3)
     cut = Tokenizer.from_file(str(directory / "tokenizer.json"))
     first, second = (cut.decode(ids_of(directory, text)[:count], skip_special_tokens=False)
