@@ -29,7 +29,11 @@ from quadriga.server.models.families.gpt import find_gpt2_size
 from quadriga.server.models.formats.directory import find_problem, has_code, read_config, read_json
 from quadriga.server.models.formats.gguf_config import header_files
 from quadriga.server.models.formats.gguf_reader import first_file, gguf_files
-from quadriga.server.models.formats.sentence import SentenceConfig, read_sentence_config
+from quadriga.server.models.formats.sentence import (
+    SentenceConfig,
+    has_modules,
+    read_sentence_config,
+)
 from quadriga.server.models.formats.tokenizer import end_token_id
 from quadriga.server.models.sources import (
     BUILTINS,
@@ -389,6 +393,7 @@ def _find(args: ModelArgs, show_progress: bool) -> ModelFiles:
         is_complete=lambda cached: (
             find_problem(cached, not dummy, not args.tokenizer) is None
             and (has_code(cached) or not args.trust_remote_code)
+            and has_modules(cached)
         ),
         remedy=_remedy(size),
         revision=args.revision,

@@ -26,6 +26,7 @@ POOLING_MODES = {
 # Clients ask for normalized vectors or not, whatever the directory says.
 SERVED_MODULES = ("Transformer", "Pooling", "Normalize")
 SCORING_MODULES = ("Transformer", "LogitScore")
+MODULES_WITH_FILES = ("Pooling", "LogitScore")
 SETTINGS = "config_sentence_transformers.json"
 
 
@@ -82,6 +83,18 @@ def read_sentence_config(directory: Path) -> SentenceConfig | None:
         )
     max_tokens = _max_tokens(directory)
     return SentenceConfig(pooling, max_tokens, prompts=prompts, default_prompt=default)
+
+
+def has_modules(directory: Path) -> bool:
+    """Return whether a directory has the files of the modules that it names. Raise ModelError."""
+    if not (directory / MODULES).is_file():
+        return True
+    paths = [
+        str(module.get("path", ""))
+        for module in _modules_of(directory / MODULES)
+        if str(module.get("type", "")).endswith(MODULES_WITH_FILES)
+    ]
+    return all((directory / path / "config.json").is_file() for path in paths)
 
 
 def _ranker(directory: Path, settings: dict[str, Any]) -> SentenceConfig:

@@ -9,6 +9,7 @@ import pytest
 from quadriga.errors import InvalidRequest, ModelError
 from quadriga.sampling.pooling import IDENTITY, MEAN, SIGMOID, SOFTMAX
 from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.models.formats.sentence import has_modules
 from quadriga.server.models.resolve import ModelFiles, resolve_model
 from tests.tiny_encoders import CLASSIFIERS, tiny_bert
 
@@ -78,6 +79,15 @@ def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.raises(ModelError, match="true_token_id = None"):
         resolved(directory)
+
+
+def test_a_cache_without_the_files_of_modules_is_not_complete(tmp_path: Path) -> None:
+    directory = embedder(tmp_path / "model", MEAN_POOLING)
+    assert has_modules(directory)
+    (directory / "1_Pooling" / "config.json").unlink()
+    assert not has_modules(directory)
+    (directory / "modules.json").unlink()
+    assert has_modules(directory)
 
 
 @pytest.mark.parametrize(
