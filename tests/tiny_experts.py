@@ -1,9 +1,12 @@
 """Tiny random models with a mixture of experts, written as those of tiny_models.py."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
@@ -14,6 +17,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.tiny_models import like_llama
 
@@ -74,6 +78,29 @@ def tiny_gpt_oss(directory: Path, **changes: Any) -> Path:
         **changes,
     }
     return like_llama(GptOssForCausalLM, GptOssConfig, directory, False, changes)
+
+
+def tiny_mxfp4(directory: Path) -> tuple[Path, Path]:
+    """Write a gpt-oss twice: with decoded experts, and with experts in MXFP4."""
+    decoded, stored = tiny_gpt_oss(directory / "decoded"), tiny_gpt_oss(directory / "stored")
+    tensors = load_file(decoded / "model.safetensors")
+    draw, packed = torch.Generator().manual_seed(3), dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors[name].shape
+        shape = (experts, outputs, inputs // 32, 16)
+        codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=draw)
+        scales = torch.randint(121, 126, shape[:3], dtype=torch.uint8, generator=draw)
+        packed |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+        del packed[name]
+        values = convert_moe_packed_tensors(codes, scales).float()
+        assert values.shape == tensors[name].shape
+        tensors[name] = values.contiguous()
+    save_file(tensors, decoded / "model.safetensors", {"format": "pt"})
+    save_file(packed, stored / "model.safetensors", {"format": "pt"})
+    config = json.loads((stored / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (stored / "config.json").write_text(json.dumps(config))
+    return decoded, stored
 
 
 EXPERTS: dict[str, Callable[..., Path]] = {

@@ -54,6 +54,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_positions": CONTEXT, "vocab_size": 1000, "layer_norm_epsilon": 1e-5,
         "activation_function": "gelu_new",
     },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe", "hidden_act": "silu", "hidden_size": 128,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 16,
+        "intermediate_size": 256, "moe_intermediate_size": 64, "num_experts": 128,
+        "num_experts_per_tok": 8, "norm_topk_prob": True, "num_hidden_layers": 2,
+        "vocab_size": 1000, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 QUESTIONS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal")
 

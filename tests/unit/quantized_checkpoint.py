@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 LayerWriter = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
+# Of a Llama, and of Mixtral's experts.
+PROJECTIONS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 
 
 def quantize_checkpoint(
@@ -28,7 +30,7 @@ def quantize_checkpoint(
     tensors: dict[str, Tensor] = {}
     values: dict[str, Tensor] = {}
     for name, tensor in load_file(file).items():
-        if name.endswith("_proj.weight") and ignore not in name:
+        if name.endswith(PROJECTIONS) and ignore not in name:
             parts, dense = write(tensor.float())
             layer = name.removesuffix(".weight")
             tensors |= {f"{layer}.{part}": t.contiguous() for part, t in parts.items()}

@@ -151,6 +151,8 @@ def _of_coded(rows: CodedRows, dtype: torch.dtype) -> KernelRows:
         raise DoesNotFit(reason)
     scale, zero, bits = rows.scale.to(dtype), rows.zero, 8
     numbers = Numbers.E4M3
+    if rows.kind is CodeKind.MXFP4:
+        return KernelRows(Numbers.E2M1, 4, rows.unpack(), rows.scale)
     if rows.kind is CodeKind.TABLE4:
         numbers, bits = Numbers.E2M1, 4
     elif rows.kind is not CodeKind.FLOAT8:
@@ -241,25 +243,15 @@ class PackedProduct:
             dtype: of inputs and outputs, bfloat16 or float16.
             deterministic: the numbers of a row do not depend on the number of rows.
         """
-        from humming.schema import HummingWeightSchema
         from humming.transform import prepare_and_transform_humming_tensors
 
         outputs, inputs = rows.codes.shape
-        is_whole = rows.scale.shape[1] == 1
-        name = rows.numbers.value + (str(rows.bits) if rows.numbers is Numbers.UNSIGNED else "")
-        schema = HummingWeightSchema(
-            b_dtype=name,
-            bs_dtype="float8e8m0" if rows.scale.dtype == torch.uint8 else None,
-            weight_scale_group_size=0 if is_whole else rows.group_size,
-            has_zero_point=rows.zero is not None,
-            is_fp_zero_point=rows.zero is not None and rows.zero.dtype != torch.uint8,
-        )
-        tensors = _humming_tensors(rows, bias)
+        tensors = humming_tensors(rows, bias)
         self._config, self._tensors = prepare_and_transform_humming_tensors(
             tensors,
             outputs,
             inputs,
-            schema,
+            humming_schema(rows),
             pad_n_to_multiple=OUTPUT_MULTIPLE,
             pad_k_to_multiple=INPUT_MULTIPLE,
             has_bias=bias is not None,
@@ -291,7 +283,22 @@ class PackedProduct:
         return product
 
 
-def _humming_tensors(rows: KernelRows, bias: Tensor | None) -> dict[str, Tensor]:
+def humming_schema(rows: KernelRows) -> Any:
+    """Return the form of a weight in the words of humming-kernels."""
+    from humming.schema import HummingWeightSchema
+
+    is_whole = rows.scale.shape[1] == 1
+    name = rows.numbers.value + (str(rows.bits) if rows.numbers is Numbers.UNSIGNED else "")
+    return HummingWeightSchema(
+        b_dtype=name,
+        bs_dtype="float8e8m0" if rows.scale.dtype == torch.uint8 else None,
+        weight_scale_group_size=0 if is_whole else rows.group_size,
+        has_zero_point=rows.zero is not None,
+        is_fp_zero_point=rows.zero is not None and rows.zero.dtype != torch.uint8,
+    )
+
+
+def humming_tensors(rows: KernelRows, bias: Tensor | None) -> dict[str, Tensor]:
     """Return the tensors of a weight by the names of humming-kernels."""
     from humming import ops
 
@@ -441,7 +448,7 @@ class Packer:
         parts: list[CodedRows | PackedRows] = [*layer.coded, *layer.blocks]
         if not parts and (self._bits is None or isinstance(layer, Embedding) or is_expert):
             return
-        reason = "the weights of experts" if is_expert else "embeddings"
+        reason = "routers of experts" if is_expert else "embeddings"
         if isinstance(layer, Linear) and not is_expert:
             reason = self._try(layer, parts)
         layer.coded, layer.blocks = (), ()

@@ -23,7 +23,7 @@ from quadriga.server.models.formats.gguf_config import ROPE_TENSORS, VOCABULARY_
 from quadriga.server.models.formats.gguf_reader import gguf_files
 from quadriga.server.models.formats.quantization import BLOCK_SIZES, check_packed_types
 from worker_proc.models.base import Model, plain_name
-from worker_proc.models.quantized_weights import PackedRows
+from worker_proc.models.quantized_weights import PackedRows, StackedRows
 
 
 def seeded_generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
@@ -37,19 +37,19 @@ def seeded_generator(seed: int, device: torch.device | str = "cpu") -> torch.Gen
     return torch.Generator(device).manual_seed(seed)
 
 
-# Decode the MXFP4 weights of gpt-oss, which are a tensor of codes and one of scales.
+# Join or decode the MXFP4 weights of gpt-oss, which are a tensor of codes and one of scales.
 #
 # Format: OCP Microscaling Formats 1.0, https://www.opencompute.org/documents.
 
 CODES, SCALES = "_blocks", "_scales"
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-SCALE_BIAS = 127
 
 
-def with_mxfp4_decoded(
-    tensors: Iterator[tuple[str, Tensor | PackedRows]],
-) -> Iterator[tuple[str, Tensor | PackedRows]]:
+def with_mxfp4(
+    tensors: Iterator[tuple[str, Tensor | PackedRows]], packed: bool = False
+) -> Iterator[tuple[str, Tensor | PackedRows | StackedRows]]:
     """Yield the tensors of a checkpoint, those in MXFP4 as [experts, inputs, outputs] bfloat16.
+
+    With `packed`, they keep their codes.
 
     Raises:
         ModelError: codes have no scales, or scales no codes.
@@ -65,7 +65,13 @@ def with_mxfp4_decoded(
         parts[end] = tensor
         if len(parts) == 2:
             del waiting[whole]
-            yield whole, decode(parts[CODES], parts[SCALES]).transpose(1, 2)
+            codes, scales = parts[CODES], parts[SCALES]
+            if tuple(scales.shape) != tuple(codes.shape[:3]):
+                raise ModelError(
+                    f"MXFP4 codes of {list(codes.shape)} have scales of {list(scales.shape)}; they"
+                    f" need {list(codes.shape[:3])}: fetch the files again"
+                )
+            yield whole, StackedRows(codes, scales) if packed else decoded(codes, scales)
     if waiting:
         name, parts = next(iter(waiting.items()))
         raise ModelError(
@@ -74,26 +80,13 @@ def with_mxfp4_decoded(
         )
 
 
-def decode(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return the exact values [experts, outputs, inputs] in bfloat16.
-
-    Args:
-        codes: [experts, outputs, groups, 16] uint8, two codes in a byte, the first in the low half.
-        scales: [experts, outputs, groups] uint8, exponents of 2 plus SCALE_BIAS.
-    """
+def decoded(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the exact values [experts, inputs, outputs] of `StackedRows` in bfloat16."""
     experts, outputs, groups, half = codes.shape
-    if tuple(scales.shape) != (experts, outputs, groups):
-        raise ModelError(
-            f"MXFP4 codes of {list(codes.shape)} have scales of {list(scales.shape)}; they need"
-            f" {[experts, outputs, groups]}: fetch the files again"
-        )
-    table = torch.tensor([*VALUES, *(-value for value in VALUES)], device=codes.device)
     values = codes.new_empty((experts, outputs, groups * half * 2), dtype=torch.bfloat16)
-    for number in range(experts):
-        pairs = torch.stack((codes[number] & 15, codes[number] >> 4), -1).flatten(-2)
-        exponents = scales[number].int().sub(SCALE_BIAS).unsqueeze(-1)
-        values[number] = torch.ldexp(table[pairs.int()], exponents).flatten(1)
-    return values
+    for number, rows in enumerate(StackedRows(codes, scales)):
+        values[number] = rows.dense()
+    return values.transpose(1, 2)
 
 
 # Read the tensors of a checkpoint: safetensors, GGUF, or random numbers.
@@ -108,6 +101,7 @@ COMPARED_ROWS = 4096  # of a head and an embedding at a time
 POSITION_EMBEDDING = "position_embd.weight"
 
 NamedTensors = Iterator[tuple[str, Tensor | PackedRows]]
+ExpertTensors = Iterator[tuple[str, Tensor | PackedRows | StackedRows]]
 
 
 def from_safetensors(directory: Path, device: torch.device) -> NamedTensors:
@@ -211,7 +205,7 @@ def _are_equal(first: Any, second: Any) -> bool:
     )
 
 
-def head_as_embedding(source: NamedTensors, config: DecoderConfig) -> NamedTensors:
+def head_as_embedding(source: ExpertTensors, config: DecoderConfig) -> ExpertTensors:
     """Yield the tensors, the head under the name of the embedding."""
     head = f"{config.name('head')}.weight"
     for name, tensor in source:

@@ -12,7 +12,7 @@ from quadriga.server.models.families.architectures import read_architecture
 from quadriga.server.models.formats.quantization import is_mxfp4, read_quantization
 from quadriga.server.models.resolve import ModelFiles
 from worker_proc.loading.checkpoints import (
-    NamedTensors,
+    ExpertTensors,
     StoredHead,
     fill_at_random,
     find_stored_head,
@@ -20,7 +20,7 @@ from worker_proc.loading.checkpoints import (
     from_safetensors,
     head_as_embedding,
     safetensors_files,
-    with_mxfp4_decoded,
+    with_mxfp4,
 )
 from worker_proc.loading.quantized_checkpoints import QuantizedTensors, from_quantized
 from worker_proc.loading.sharding import WHOLE, TPRank, WeightSharder, memory_of
@@ -139,8 +139,13 @@ def load_model(
             another shape.
         ConfigError: `packed` is set, but no matrix is quantized.
     """
-    quantization = read_quantization(files.config)
-    if packed and quantization is None and (files.weights is None or files.tensor_index is None):
+    quantization, is_coded = read_quantization(files.config), is_mxfp4(files.config)
+    if (
+        packed
+        and quantization is None
+        and not is_coded
+        and (files.weights is None or files.tensor_index is None)
+    ):
         raise ConfigError(
             f"quantization gguf keeps the packed weights of a GGUF, but {files.location} is not"
             " read from one: leave it out, or use int8 or int4, which round any model"
@@ -154,21 +159,24 @@ def load_model(
         source = from_quantized(safetensors_files(files.weights), quantization, files.location)
         fill(model, source, files.location, rank, packed)
     elif files.tensor_index is None:
-        stored = from_safetensors(files.weights, device)
-        if is_mxfp4(files.config):
+        stored: ExpertTensors = from_safetensors(files.weights, device)
+        if is_coded and packed:
+            stored = with_mxfp4(from_safetensors(files.weights, device), packed)
+        elif is_coded:
             logging.warning(
                 "the experts' MXFP4 weights become %s, about %d times their size in the file",
                 str(dtype).removeprefix("torch."),
                 round(dtype.itemsize * 8 / MXFP4_BITS),
             )
-            stored = with_mxfp4_decoded(stored)
+            stored = with_mxfp4(from_safetensors(files.weights, device))
         if head is StoredHead.ONLY:
             stored = head_as_embedding(stored, read_architecture(files.config))
-        fill(model, stored, files.location, rank)
+        fill(model, stored, files.location, rank, packed)
     else:
         tensors = from_gguf(files.weights, files.tensor_index, files.config, packed)
         fill(model, tensors, files.location, rank)
-    if packed and quantization is None and not any(layer.blocks for layer in _layers(model)):
+    is_kept = any(layer.blocks or layer.coded for layer in _layers(model))
+    if packed and quantization is None and not is_kept:
         raise ConfigError(
             f"quantization gguf keeps a GGUF's packed weights, but no matrix of {files.location} is"
             " quantized: leave it out, or use int8 or int4, which round any model"
@@ -195,7 +203,7 @@ def _stored_head(files: ModelFiles) -> StoredHead:
 
 def fill(
     model: Model,
-    source: NamedTensors | QuantizedTensors,
+    source: ExpertTensors | QuantizedTensors,
     location: str,
     rank: TPRank = WHOLE,
     packed_codes: bool = False,

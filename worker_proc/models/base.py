@@ -17,21 +17,21 @@ from quadriga.server.models.families.windows import common_window
 from worker_proc.models.attention import AttentionShape
 from worker_proc.models.layers import Attention, ClassifierHead, LayerNorm, RMSNorm
 from worker_proc.models.ops import Ops, Value
-from worker_proc.models.quantized_weights import CodedRows, PackedRows
+from worker_proc.models.quantized_weights import CodedRows, PackedRows, StackedRows
 
 
 def expert_parts(
     config: DecoderConfig, name: str, tensor: object
-) -> Iterator[tuple[str, Tensor]] | None:
+) -> Iterator[tuple[str, Tensor | CodedRows]] | None:
     """Return the names and tensors of each expert; None if the stored tensor is not stacked.
 
     Args:
         config: the model, whose `names` has "experts_gate_up" and "experts_down".
         name: the stored name.
         tensor: [experts, outputs, inputs], [experts, inputs, outputs] or a bias
-            [experts, outputs], or packed rows, which are never stacked.
+            [experts, outputs], or their codes; or rows of one matrix, which are never stacked.
     """
-    if not isinstance(tensor, Tensor):
+    if not isinstance(tensor, Tensor | StackedRows):
         return None
     for key in ("experts_gate_up", "experts_down"):
         layer, found, end = name.partition(f".{config.names.get(key)}")
@@ -41,23 +41,34 @@ def expert_parts(
 
 
 def _parts(
-    config: DecoderConfig, layer: str, tensor: Tensor, key: str, kind: str
-) -> Iterator[tuple[str, Tensor]]:
-    experts = config.experts
-    assert experts is not None
-    for number, rows in enumerate(tensor):
-        if experts.transposed and kind == "weight":
-            rows = rows.t()
-        parts = {"expert_down": rows}
-        if key == "experts_gate_up":
-            halves = (rows[::2], rows[1::2]) if experts.interleaved else rows.chunk(2)
-            parts = dict(zip(("expert_gate", "expert_up"), halves, strict=True))
+    config: DecoderConfig, layer: str, tensor: Tensor | StackedRows, key: str, kind: str
+) -> Iterator[tuple[str, Tensor | CodedRows]]:
+    names = ("expert_gate", "expert_up") if key == "experts_gate_up" else ("expert_down",)
+    for number, parts in enumerate(_of_each_expert(config, tensor, len(names) == 2, kind)):
         expert = f"{layer}.{config.name('expert').format(number)}"
-        for part, values in parts.items():
+        for part, values in zip(names, parts, strict=True):
             yield f"{expert}.{config.name(part)}.{kind}", values
 
 
-StoredTensor = Tensor | PackedRows | CodedRows
+def _of_each_expert(
+    config: DecoderConfig, tensor: Tensor | StackedRows, is_halved: bool, kind: str
+) -> Iterator[tuple[Tensor | CodedRows, ...]]:
+    """Yield the gate and up rows of each expert, or all rows of each."""
+    experts = config.experts
+    assert experts is not None
+    if isinstance(tensor, StackedRows):
+        yield from tensor.halves(experts.interleaved) if is_halved else zip(tensor, strict=True)
+        return
+    for rows in tensor:
+        if experts.transposed and kind == "weight":
+            rows = rows.t()
+        if is_halved:
+            yield (rows[::2], rows[1::2]) if experts.interleaved else rows.chunk(2)
+        else:
+            yield (rows,)
+
+
+StoredTensor = Tensor | PackedRows | CodedRows | StackedRows
 Stored = TypeVar("Stored", Tensor, PackedRows, CodedRows)
 
 

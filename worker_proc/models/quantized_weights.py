@@ -7,7 +7,7 @@ both as they are; `dense` returns the values.
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -259,19 +259,22 @@ _DECODERS: dict[str, Callable[[Tensor], _Fields]] = {
 
 def _powers(exponents: Tensor) -> Tensor:
     """Return 2^(e - 128) for bytes e, in float32."""
-    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 128)
+    ones = torch.ones(exponents.shape, device=exponents.device)
+    return torch.ldexp(ones, exponents.int() - 128)
 
 
 class CodeKind(enum.Enum):
     """What a code stands for.
 
     INT4, INT8: The integer code - zero. FLOAT8: A float8_e4m3fn. TABLE4: An entry of a table.
+    MXFP4: A float4_e2m1, with scales that are powers of two.
     """
 
     INT4 = enum.auto()
     INT8 = enum.auto()
     FLOAT8 = enum.auto()
     TABLE4 = enum.auto()
+    MXFP4 = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +287,8 @@ class CodedRows:
         group_size: neighbouring columns of a row that share a scale.
         packed: the codes as they are in the file.
         decode: returns the codes [outputs, inputs] uint8 of `packed`, on its device.
-        scale: [outputs, groups] in float16, bfloat16 or float32.
+        scale: [outputs, groups] in float16, bfloat16 or float32; MXFP4: uint8, the exponents of
+            powers of two, plus 127.
         zero: [outputs, groups] uint8, for integers; else None.
         table: [16] float32, for TABLE4; else None.
         order: [inputs] int64, the input that each column is multiplied by; None: in order.
@@ -331,7 +335,9 @@ class CodedRows:
 
     def dense(self) -> Tensor:
         """Return the values [outputs, inputs] in float32, in the order of the inputs."""
-        values = self._numbers().mul_(self._spread(self.scale.float()))
+        is_power = self.kind is CodeKind.MXFP4
+        scale = 2 * _powers(self.scale) if is_power else self.scale.float()
+        values = self._numbers().mul_(self._spread(scale))
         if self.order is None:
             return values
         return torch.empty_like(values).index_copy_(1, self.order, values)
@@ -341,6 +347,8 @@ class CodedRows:
         codes = self.unpack()
         if self.kind is CodeKind.FLOAT8:
             return codes.view(torch.float8_e4m3fn).float()
+        if self.kind is CodeKind.MXFP4:
+            return torch.tensor(MXFP4_VALUES, device=codes.device).float().div_(2)[codes.int()]
         if self.table is not None:
             return self.table[codes.int()]
         assert self.zero is not None
@@ -351,3 +359,50 @@ class CodedRows:
         if values.shape[1] == 1:
             return values
         return values.repeat_interleave(self.group_size, 1)[:, : self.shape[1]]
+
+
+@dataclass(frozen=True, slots=True)
+class StackedRows:
+    """The matrices of one projection of all experts in MXFP4, as a checkpoint of gpt-oss has them.
+
+    Format: OCP Microscaling Formats 1.0, https://www.opencompute.org/documents.
+
+    Attributes:
+        codes: [experts, outputs, groups, 16] uint8, two codes in a byte, the first in the low half.
+        scales: [experts, outputs, groups] uint8, exponents of 2 plus 127.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    def __iter__(self) -> Iterator[CodedRows]:
+        """Yield the rows of each expert."""
+        for codes, scales in zip(self.codes, self.scales, strict=True):
+            yield self._rows(codes, scales)
+
+    def halves(self, interleaved: bool) -> Iterator[tuple[CodedRows, CodedRows]]:
+        """Yield the gate and up rows of each expert, which take turns if they are interleaved."""
+        half = self.codes.shape[1] // 2
+        parts = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (
+            slice(0, half), slice(half, None)
+        )  # fmt: skip
+        for codes, scales in zip(self.codes, self.scales, strict=True):
+            gate, up = (self._rows(codes[part], scales[part]) for part in parts)
+            yield gate, up
+
+    @staticmethod
+    def _rows(codes: Tensor, scales: Tensor) -> CodedRows:
+        outputs, groups, _ = codes.shape
+        return CodedRows(
+            CodeKind.MXFP4,
+            (outputs, groups * GROUP),
+            GROUP,
+            codes,
+            _low_halves_first,
+            scale=scales,
+            stored_bytes=codes.numel() + scales.numel(),
+        )
+
+
+def _low_halves_first(packed: Tensor) -> Tensor:
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(1)

@@ -27,6 +27,7 @@ from quadriga.server.models.formats.gguf_reader import gguf_files
 from quadriga.server.models.formats.quantization import (
     FLOAT_TYPES,
     check_packed_types,
+    is_mxfp4,
     read_quantization,
 )
 from quadriga.server.models.model_impl import (
@@ -119,6 +120,8 @@ def choose_quantization(
         return "none" if wanted == "auto" else wanted
     if quantization is not None:
         return _of_checkpoint(config, files, str(quantization), dtype, device)
+    if is_mxfp4(files.config) and wanted == "auto":
+        return _of_mxfp4(config, dtype, device)
     if wanted != "auto" or files.tensor_index is None:
         return "none" if wanted == "auto" else wanted
     types = quantized_types(files)
@@ -186,6 +189,18 @@ def _of_checkpoint(
         method, _name(dtype), dtype.itemsize * 8, reason,
     )  # fmt: skip
     return "none"
+
+
+def _of_mxfp4(config: ServerConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """Return how the experts of a gpt-oss are kept; a CPU's kernels multiply them in 16 bits."""
+    args = config.worker
+    if native_kernels_compute(args, device):
+        return "none"
+    if reason := why_not_as_stored(args, dtype, device):
+        logging.info("weights: experts in MXFP4 become %s, as %s", _name(dtype), reason)
+        return "none"
+    logging.info("weights: experts in MXFP4, multiplied as they are")
+    return "checkpoint"
 
 
 def log_rounding(config: ServerConfig, files: ModelFiles, dtype: torch.dtype) -> None:
@@ -541,11 +556,17 @@ def _load_packed(
     all of them at once. There, one matrix is unpacked at a time.
     """
     from worker_proc.gpu.quantized import Packer
+    from worker_proc.gpu.quantized_experts import ExpertPacker
 
     bits = QUANTIZATION_BITS[args.quantization]
-    packer = Packer(device, dtype, bits, args.enable_deterministic_inference)
+    settings = device, dtype, bits, args.enable_deterministic_inference
+
+    def pack(model: Model) -> None:
+        ExpertPacker(*settings).pack(model)
+        Packer(*settings).pack(model)
+
     reads_on = torch.device("cpu")
     is_rounded = bits is not None and device.type == "cuda"
     if is_rounded and dense_bytes(build_model(files.config), dtype) < free_memory(device):
         reads_on = device
-    return load_model(files, dtype, reads_on, bits is None, take_weights=packer.pack)
+    return load_model(files, dtype, reads_on, bits is None, take_weights=pack)

@@ -1,16 +1,13 @@
 """Mixtures of experts: the kernels compute what plain torch does; MXFP4 checkpoints are read."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from quadriga.errors import ModelError
 from tests.references import greedy_of
-from tests.tiny_experts import EXPERTS, tiny_gpt_oss, tiny_mixtral
+from tests.tiny_experts import EXPERTS, tiny_gpt_oss, tiny_mixtral, tiny_mxfp4
 from tests.unit.worker.compared_engines import (
     QUANTIZED_TOLERANCE,
     TOLERANCE,
@@ -21,7 +18,7 @@ from tests.unit.worker.compared_engines import (
     round_weights,
 )
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
-from worker_proc.loading.checkpoints import with_mxfp4_decoded
+from worker_proc.loading.checkpoints import with_mxfp4
 
 COUNT = 8
 LENGTHS = [5, 17, 40, 90]
@@ -77,24 +74,7 @@ def test_mxfp4_weights_of_gpt_oss_give_the_tokens_of_their_values(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The same model in both forms; transformers reads the decoded one."""
-    decoded, stored = tiny_gpt_oss(tmp_path / "decoded"), tiny_gpt_oss(tmp_path / "stored")
-    tensors = load_file(decoded / "model.safetensors")
-    draw, packed = torch.Generator().manual_seed(3), dict(tensors)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = tensors[name].shape
-        shape = (experts, outputs, inputs // 32, 16)
-        codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=draw)
-        scales = torch.randint(121, 126, shape[:3], dtype=torch.uint8, generator=draw)
-        packed |= {f"{name}_blocks": codes, f"{name}_scales": scales}
-        del packed[name]
-        values = convert_moe_packed_tensors(codes, scales).float()
-        assert values.shape == tensors[name].shape
-        tensors[name] = values.contiguous()
-    save_file(tensors, decoded / "model.safetensors", {"format": "pt"})
-    save_file(packed, stored / "model.safetensors", {"format": "pt"})
-    config = json.loads((stored / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (stored / "config.json").write_text(json.dumps(config))
+    decoded, stored = tiny_mxfp4(tmp_path)
     prompts = prompts_of(LENGTHS)
     expected = greedy_of(decoded, prompts, COUNT)
     for backend in ("torch", "native"):
@@ -108,4 +88,4 @@ def test_mxfp4_weights_of_gpt_oss_give_the_tokens_of_their_values(
 def test_mxfp4_codes_without_scales_are_refused() -> None:
     tensors = [("experts.down_proj_blocks", torch.zeros(1, 2, 1, 16, dtype=torch.uint8))]
     with pytest.raises(ModelError, match=r"has experts\.down_proj_blocks, but not the other one"):
-        list(with_mxfp4_decoded(iter(tensors)))
+        list(with_mxfp4(iter(tensors)))
