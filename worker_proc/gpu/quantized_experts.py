@@ -6,6 +6,7 @@ of all experts, one expert at a time, and gives a layer two such products.
 
 import json
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -290,8 +291,10 @@ class ExpertPacker:
                 raise ValueError("exponents of 8 bits need --dtype bfloat16")
             product = PackedExperts(rows_of, count, bias, self._dtype, self._deterministic)
             if key not in self._tried:
+                began = time.monotonic()
                 check_experts(product, rows_of, count, bias, self._dtype)
                 self._tried.add(key)
+                logging.info("compiled products of %s in %.1f s", key, time.monotonic() - began)
         except DoesNotFit:
             raise
         except Exception as error:  # of the package, which compiles for each shape and GPU

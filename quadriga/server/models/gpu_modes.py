@@ -32,7 +32,9 @@ GGUF_BITS = {
     "Q6_K": 6 + 16 / 16,
     "MXFP4": 4 + 8 / 32,
 }
-OTHER_CODES = "codes that become 16 bits: embeddings, experts, or a format without kernels"
+# Of a weight of the experts of gpt-oss: 2,880 inputs and outputs are padded to 2,944.
+MXFP4_EXPERT_BITS = 1.03 * GGUF_BITS["MXFP4"]
+OTHER_CODES = "codes that become 16 bits: embeddings, or a format without kernels"
 # Formats of safetensors in which codes are stored.
 CODES = ("I32", "I8", "U8", "F8_E4M3")
 # The CUDA context, cuBLAS and the code of the kernels.
@@ -50,10 +52,10 @@ class GpuWeights:
 
     Attributes:
         num_parameters: of all tensors.
-        num_linear: of linear layers, the head among them, which `--quantization` rounds.
+        num_linear: of linear layers, head and experts among them, which `--quantization` rounds.
         stored: of linear layers that stay as stored, by bits of a weight.
-        num_other_codes: of quantized tensors that become dense: embeddings, experts, and formats
-            that the kernels do not multiply.
+        num_other_codes: of quantized tensors that become dense: embeddings, and formats that the
+            kernels do not multiply.
     """
 
     num_parameters: int
@@ -75,19 +77,29 @@ class GpuWeights:
             if kind in FLOAT_TYPES:
                 continue
             num_codes += count
-            if (bits := stored_bits(kind, quantization)) and summary.linear_by_format[kind]:
+            bits = stored_bits(kind, quantization)
+            if kind == "MXFP4" and config.experts is not None:
+                bits = MXFP4_EXPERT_BITS
+            if bits and summary.linear_by_format[kind]:
                 stored[bits] += summary.linear_by_format[kind]
         total, num_stored = summary.num_parameters, sum(stored.values())
-        num_linear = total - _num_embeddings(config) - _num_experts(config)
+        num_linear = total - _num_embeddings(config)
         return cls(total, num_linear, stored, num_codes - num_stored)
 
     @classmethod
-    def of_config(cls, config: DecoderConfig, bits: float = DENSE_BITS) -> "GpuWeights":
-        """Return the sizes of a published model whose layers, but not its head, have `bits`."""
+    def of_config(
+        cls, config: DecoderConfig, bits: float = DENSE_BITS, only_experts: bool = False
+    ) -> "GpuWeights":
+        """Return the sizes of a published model whose layers, but not its head, have `bits`.
+
+        With `only_experts`, only its experts have them.
+        """
         head = config.vocab_size * config.hidden_size
-        num_linear = _num_linear(config)
-        total = num_linear + _num_embeddings(config) + _num_experts(config)
+        num_linear = _num_linear(config) + _num_experts(config)
+        total = num_linear + _num_embeddings(config)
         in_layers = num_linear - (0 if config.tie_word_embeddings else head)
+        if only_experts:
+            in_layers = _num_experts(config)
         return cls(total, num_linear, {} if bits == DENSE_BITS else {bits: in_layers})
 
     def num_bytes(self, bits: float | None = None) -> int:

@@ -7,8 +7,14 @@ from typing import Any
 
 from quadriga.server.models.families.architectures import read_architecture
 from quadriga.server.models.families.decoder_config import DecoderConfig
-from quadriga.server.models.formats.quantization import read_quantization
-from quadriga.server.models.gpu_modes import DENSE_BITS, GpuWeights, gpu_modes, stored_bits
+from quadriga.server.models.formats.quantization import is_mxfp4, read_quantization
+from quadriga.server.models.gpu_modes import (
+    DENSE_BITS,
+    MXFP4_EXPERT_BITS,
+    GpuWeights,
+    gpu_modes,
+    stored_bits,
+)
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -71,9 +77,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen3 32B": QWEN3 | _sizes(5120, 25_600, 64, 64),
     "Llama 3.3 70B": LLAMA3 | _sizes(8192, 28_672, 64, 80),
 }
+MXFP4 = {"quant_method": "mxfp4"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 FORMATS: dict[str, dict[str, Any]] = {"bfloat16": {}, "FP8": FP8, "AWQ or GPTQ": AWQ}
+FORMATS_OF_GPT_OSS: dict[str, dict[str, Any]] = {"bfloat16": {}, "MXFP4, its experts": MXFP4}
 CONTEXT_LENGTH = 40_960
 CARDS_GIB = (16, 24, 48, 80)
 
@@ -86,12 +94,14 @@ def table_of_cards() -> str:
     ]
     for name, values in PUBLISHED.items():
         config = read_architecture(values)
-        for kind, settings in FORMATS.items():
-            if config.experts is not None and settings:
-                continue
-            quantization = read_quantization({"quantization_config": settings})
-            bits = stored_bits("I32", quantization) if quantization else DENSE_BITS
-            weights = GpuWeights.of_config(config, bits)
+        is_coded = is_mxfp4(values)
+        for kind, settings in (FORMATS_OF_GPT_OSS if is_coded else FORMATS).items():
+            if settings == MXFP4:
+                weights = GpuWeights.of_config(config, MXFP4_EXPERT_BITS, only_experts=True)
+            else:
+                quantization = read_quantization({"quantization_config": settings})
+                bits = stored_bits("I32", quantization) if quantization else DENSE_BITS
+                weights = GpuWeights.of_config(config, bits)
             cells = [_cell(config, weights, size * 2**30) for size in CARDS_GIB]
             size = f"{weights.num_bytes(None) / 1e9:.1f}"
             lines.append(f"| {name} | {kind} | {size} | {' | '.join(cells)} |")

@@ -15,7 +15,7 @@ from quadriga.server.models.formats.quantization import parameters_of, read_quan
 from quadriga.server.models.resolve import ModelFiles
 
 # Parts of the names of tensors that are no weights of a linear layer of their own.
-NOT_LINEAR = ("token_embd.", "_exps.", ".experts.")
+NOT_LINEAR = ("token_embd.", "_exps.")
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class WeightSummary:
     Attributes:
         bytes_by_format: bytes of the tensors of each format, such as BF16 or Q4_1.
         parameters_by_format: number of their values.
-        linear_by_format: without the embeddings of a GGUF, and without experts.
+        linear_by_format: without the embeddings and experts of a GGUF.
     """
 
     bytes_by_format: Counter[str] = field(default_factory=Counter)

@@ -433,8 +433,8 @@ class GroupedExperts:
         else:
             assert self.experts.products is not None
             gate_and_up, back = self.experts.products
-            rows = gather_rows(x, routing, gate_and_up.orders)
-            inner = gate_up(gate_and_up(rows, routing.starts), self.experts.activation)
+            inner = gate_and_up(gather_rows(x, routing, gate_and_up.orders), routing.starts)
+            inner = gate_up(inner, self.experts.activation)
             outputs = back(inner, routing.starts)
         return sum_experts(outputs, routing)
 
