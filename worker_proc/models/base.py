@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from quadriga.errors import ModelError
 from quadriga.server.models.families.decoder_config import DecoderConfig
 from quadriga.server.models.families.windows import common_window
 from worker_proc.models.attention import AttentionShape
@@ -68,12 +69,12 @@ def _of_each_expert(
             yield (rows,)
 
 
-StoredTensor = Tensor | PackedRows | CodedRows | StackedRows
+StoredTensor = Tensor | PackedRows | CodedRows
 Stored = TypeVar("Stored", Tensor, PackedRows, CodedRows)
 
 
 def checkpoint_parts(
-    config: DecoderConfig, name: str, tensor: StoredTensor
+    config: DecoderConfig, name: str, tensor: StoredTensor | StackedRows
 ) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the parts of a stored tensor, whole over the ranks, by their names in `names`.
 
@@ -92,6 +93,8 @@ def checkpoint_parts(
     if (experts := expert_parts(config, name, tensor)) is not None:
         yield from experts
         return
+    if isinstance(tensor, StackedRows):
+        raise ModelError(f"{name} is in MXFP4, but it is no projection of experts")
     if config.transposed and name.startswith(f"{config.name('layers')}."):
         tensor = tensor.t() if isinstance(tensor, Tensor) and tensor.dim() == 2 else tensor
     for key, parts in (("qkv", ("q", "k", "v")), ("gate_up", ("gate", "up"))):
@@ -191,12 +194,13 @@ class Model(nn.Module):
         """
 
     def checkpoint_parts(
-        self, name: str, tensor: StoredTensor
+        self, name: str, tensor: StoredTensor | StackedRows
     ) -> Iterator[tuple[str, StoredTensor]]:
         """Yield the parts of a stored tensor by the names of `checkpoint_tensors`.
 
         A tensor that the model does not need has no parts.
         """
+        assert not isinstance(tensor, StackedRows)  # which only a Decoder has
         yield name, tensor
 
     def finish_loading(self, context_length: int) -> None:

@@ -31,6 +31,7 @@ from worker_proc.models.layers import (
     parameter,
 )
 from worker_proc.models.ops import Ops, Value
+from worker_proc.models.quantized_weights import StackedRows
 
 # Rotary frequencies of the scaling types of Hugging Face's `rope_parameters`.
 #
@@ -243,7 +244,7 @@ class Decoder(Model):
             block.attention.rope = ropes[id(scaling)]
 
     def checkpoint_parts(
-        self, name: str, tensor: StoredTensor
+        self, name: str, tensor: StoredTensor | StackedRows
     ) -> Iterator[tuple[str, StoredTensor]]:
         return checkpoint_parts(self.config, name, tensor)
 

@@ -104,7 +104,9 @@ def test_experts_of_gpt_oss_keep_their_codes_in_mxfp4(
     one = runner(stored)
     experts = experts_of(one)
     assert_packed(experts)
-    (gate_up, down) = experts[0].products or ()
+    products = experts[0].products
+    assert products is not None
+    gate_up, down = products
     assert isinstance(gate_up, DenseExperts)
     assert isinstance(down, DenseExperts)
     file = sum(
