@@ -183,7 +183,7 @@ class Products:
         if self._ways and rows <= ROWS[-1]:
             way = self._ways.get((product.shape, _class_of(rows)))
             if way is not None and way.name == CUBLASLT:
-                return product.finish(_multiply_by_cublaslt(x, proj.weight, proj.bias))
+                return product.finish(multiply_by_cublaslt(x, proj.weight, proj.bias))
         return product.finish(self._multiply(x, proj.weight, proj.bias, None))
 
     def project_few(
@@ -269,7 +269,7 @@ class Products:
         if way.tile is not None:
             return self.project_few(way, x, product, residual if product.adds else None)
         rows = x if product.norm is None else add_and_norm(x, None, product.norm)
-        multiply = _multiply_by_cublaslt if way.name == CUBLASLT else F.linear
+        multiply = multiply_by_cublaslt if way.name == CUBLASLT else F.linear
         return product.finish(multiply(rows, product.proj.weight, product.proj.bias))
 
 
@@ -319,8 +319,10 @@ def _inputs_of(product: Projection, rows: int) -> tuple[Tensor, Tensor]:
     return x if product.norm is not None else x.to(weight.dtype), residual
 
 
-def _multiply_by_cublaslt(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    before = torch.backends.cuda.preferred_blas_library("cublaslt")
+def multiply_by_cublaslt(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply as torch's linear does, by cuBLASLt; later products are computed as before."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
     try:
         return F.linear(x, weight, bias)
     finally:

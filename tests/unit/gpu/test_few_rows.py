@@ -15,7 +15,7 @@ from tests.triton_device import DEVICE  # isort: skip (before what it has to pre
 from worker_proc.gpu.kernels.early import can_begin_early
 from worker_proc.gpu.kernels.few_rows import FewRowsTile, multiply_few, new_arrivals, tiles_of
 from worker_proc.gpu.kernels.rows import add_and_norm
-from worker_proc.gpu.products import Products, ProductWay, Projection
+from worker_proc.gpu.products import Products, ProductWay, Projection, multiply_by_cublaslt
 from worker_proc.models.layers import (
     Activation,
     LayerNorm,
@@ -250,6 +250,21 @@ def test_the_fastest_kernel_begins_early_if_that_is_faster(early: float, is_earl
     found = products.fastest([product], 1)
     assert found is not None and found.way.begins_early is is_early
     assert found.way.tile is not None and found.way.tile.outputs == 8
+
+
+def test_cublaslt_computes_one_product_and_not_those_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen = ["cublas"]
+
+    def preferred(library: str | None = None) -> str:
+        chosen.extend([library] if library else [])
+        return chosen[-1]
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
+    x, weight = draw(3, 40, dtype=BFLOAT16), draw(24, 40, dtype=BFLOAT16)
+    assert close(multiply_by_cublaslt(x, weight, None), F.linear(x, weight), BFLOAT16)
+    assert chosen == ["cublas", "cublaslt", "cublas"]
 
 
 def test_products_are_measured_by_a_clock() -> None:
