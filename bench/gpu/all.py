@@ -152,7 +152,7 @@ def stages_of(setup: Setup) -> list[Stage]:
         run("schemas", 90, SCHEMAS, TINY_SCHEMAS, "gpt2"),
         run("schemas-8b", 180, SCHEMAS, TINY_SCHEMAS, "llama8b"),
         run("products", 240, "bench.gpu.products", "--tiny"),
-        run("tiers", 60, "bench.gpu.tiers", "--megabytes 4", "gpt2"),
+        run("tiers", 60, "bench.gpu.tiers --megabytes 512", "--megabytes 4", "gpt2"),
         run("profile", 120, profile, TINY_PROFILE, "gpt2"),
         run("profile-8b", 120, profile, TINY_PROFILE, "llama8b"),
         run("prefill", 120, "bench.gpu.prefill", TINY_PREFILL, "llama8b"),

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
@@ -62,6 +63,7 @@ def namespace_of(args: WorkerArgs, files: ModelFiles, runner: Runner, page_bytes
 
 
 GIB = 2**30
+PINNED_WAIT_S, PINNED_POLL_S = 5.0, 0.1
 EXIT_FAILED = 1
 
 
@@ -115,9 +117,15 @@ def pool_pages(engine: Engine, device: torch.device) -> PoolPages:
 
 
 def _check_pinned(args: WorkerArgs, num_bytes: int) -> None:
-    """Raise ConfigError if memory that is pinned at once is more than what is free."""
-    free_bytes = free_memory(torch.device("cpu"))
-    if num_bytes > free_bytes:
+    """Raise ConfigError if memory that is pinned at once is more than what is free.
+
+    That of a worker that was killed may not be back yet.
+    """
+    give_up_at = time.monotonic() + PINNED_WAIT_S
+    while (free_bytes := free_memory(torch.device("cpu"))) < num_bytes:
+        if time.monotonic() < give_up_at:
+            time.sleep(PINNED_POLL_S)
+            continue
         raise ConfigError(
             f"kv_offloading_size is {args.kv_offloading_size:g}: a GPU needs it pinned, and of"
             f" {num_bytes / GIB:.1f} GiB for each replica {free_bytes / GIB:.1f} GiB are free in"

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from quadriga.errors import ConfigError
+from quadriga.server.config.engine_args import WorkerArgs
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.worker import LoadPages, NewSlot, PagesLoaded, StoredPages, StorePages
 
@@ -18,7 +20,7 @@ from tests.triton_device import DEVICE  # isort: skip (before what it has to pre
 
 from tests.unit.gpu.graphs import capture, runner_with, small_llama
 from tests.unit.worker_driver import Driver, Request, plan_of, prompts_of
-from worker_proc.kv_tiers import pool_pages
+from worker_proc.kv_tiers import opening, pool_pages
 from worker_proc.kv_tiers.page_mover import PageMover
 from worker_proc.kv_tiers.pool_pages import (
     Bytes,
@@ -40,6 +42,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 def stream() -> CopyStream:
     return CudaStream(DEVICE) if DEVICE.type == "cuda" else HostStream()
+
+
+def settle() -> None:
+    """Wait for the device, as copies do not wait for the stream of the test."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def name_of(number: int) -> bytes:
@@ -84,6 +92,7 @@ def test_pages_come_back_to_other_places_as_they_were(
 ) -> None:
     pool = random_pool(dtype, shape)
     before = pool.clone()
+    settle()
     pages = DevicePool([pool], stream())
     buffers = [pages.take_buffer() for _ in range(3)]
     assert pages.begin_copy_out([7, 2, 5], buffers).wait() == [True] * 3
@@ -124,6 +133,7 @@ class LateStream:
     def synchronize(self) -> None:
         assert self.may_end.wait(TIMEOUT_S)
         self.hold_steps()
+        settle()
 
     def hold_steps(self) -> None:
         with self._lock, torch.inference_mode():
@@ -170,6 +180,7 @@ def test_a_page_is_stored_when_the_step_that_computes_it_has_ended() -> None:
         moved.load(7, 9)
         assert isinstance(moved.report(), PagesLoaded), "a load does not wait for steps"
     moved.pool[:, 3] = 5.0  # the second step goes on
+    settle()
     expected = bytes_of(moved.pool, 3)
     assert name_of(3) not in tier
     moved.mover.after_step()
@@ -224,6 +235,7 @@ def test_loads_of_many_batches_come_from_memory_and_disk_in_the_buffers_that_wer
     moved = Moved(HostPages(2), files)
     assert moved.pages.max_batch == 3
     before = moved.pool.clone()
+    settle()
     monkeypatch.setattr(moved.pages, "_allocate", lambda: pytest.fail("no buffer is left"))
     moved.store(*range(8))
     added = b""
@@ -233,6 +245,7 @@ def test_loads_of_many_batches_come_from_memory_and_disk_in_the_buffers_that_wer
         added += report.added
     for _ in range(5):
         moved.pool.zero_()
+        settle()
         moved.load(0, 7, 6, 5, 4, 3, 2, 1, 0)
         loaded = moved.report()
         assert isinstance(loaded, PagesLoaded) and loaded.num_loaded == 8
@@ -251,6 +264,7 @@ def test_a_page_with_a_nan_is_neither_stored_nor_loaded() -> None:
     tier = HostPages(100)
     moved = Moved(tier)
     moved.pool[2, 1, 0] = torch.nan
+    settle()
     moved.store(0, 1, 2)
     report = moved.report()
     assert isinstance(report, StoredPages)
@@ -286,3 +300,16 @@ def test_pages_that_left_and_came_back_give_the_same_tokens_in_graphs(
     again = second.add(prompt, like=Request(prompt, 0, places, 0, 12, 14), shared=12)
     second.generate([again], 4)
     assert again.output == request.output
+
+
+def test_memory_that_is_not_there_to_be_pinned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "PINNED_WAIT_S", 0.0)
+    monkeypatch.setattr(opening, "free_memory", lambda device: 3 * 2**30)
+    args = WorkerArgs(kv_offloading_size=4.0)
+    with pytest.raises(ConfigError, match=r"is 4: a GPU needs it pinned, and of 4.0 GiB for each"):
+        opening._check_pinned(args, 4 * 2**30)
+    free = iter([2**30, 2**30, 5 * 2**30])  # the memory of a killed worker comes back
+    monkeypatch.setattr(opening, "PINNED_WAIT_S", TIMEOUT_S)
+    monkeypatch.setattr(opening, "PINNED_POLL_S", 0.0)
+    monkeypatch.setattr(opening, "free_memory", lambda device: next(free))
+    opening._check_pinned(args, 4 * 2**30)
