@@ -28,6 +28,7 @@ from bench.turns import VARIANTS_HELP, Column, Turns, Variant, variant_of
 from quadriga.clock import now
 from quadriga.errors import ServerFailed
 from quadriga.server.answer_format import KNOWN_FORMATS, to_info
+from quadriga.wire import packing, sockets
 from quadriga.wire.async_sockets import AsyncPort
 from quadriga.wire.client import (
     MAX_FRAME_BYTES,
@@ -45,8 +46,6 @@ from quadriga.wire.client import (
     StageTimes,
     Usage,
 )
-from quadriga.wire.packing import pack_ids
-from quadriga.wire.sockets import bind_public
 
 NUM_STREAMS, NUM_TOKENS, NUM_TURNS = 32, 250, 5
 STEP_S, SHORT_STEP_S = 0.01, 0.0005
@@ -84,7 +83,7 @@ class TextServer:
     def __init__(self, endpoint: str) -> None:
         self.tokens: list[str] = []
         self.step_s = STEP_S
-        self._port = AsyncPort(bind_public(endpoint), self._take)
+        self._port = AsyncPort(sockets.bind_public(endpoint), self._take)
         self._open: dict[str, tuple[bytes, int, int]] = {}
 
     def _take(self, frames: list[bytes]) -> None:
@@ -111,7 +110,7 @@ class TextServer:
             for name, (client, number, offset) in list(self._open.items()):
                 text, is_last = self.tokens[number], number + 1 == len(self.tokens)
                 chunk = Chunk(
-                    name, offset, text, pack_ids([1]), [now()], _end() if is_last else None
+                    name, offset, text, packing.pack_ids([1]), [now()], _end() if is_last else None
                 )
                 of_client.setdefault(client, []).append(chunk)
                 if is_last:

@@ -19,8 +19,7 @@ from quadriga import clock
 from quadriga.server.models.resolve import resolve_model
 from quadriga.server.processes.child import Child
 from quadriga.wire.worker import StepPlan, StepResult, WorkerReady
-from simulator.latency import MS
-from simulator.replica import SimulatedSlots
+from simulator import latency, replica
 from worker_proc import main as worker_main
 
 PAGES_A_SLOT = 64
@@ -30,7 +29,7 @@ STEP_MS_VARIABLE = "QUADRIGA_BENCH_STEP_MS"
 def install(name: str) -> None:
     """Change a worker's start before it begins; other processes stay as they are."""
     if name.partition("/")[0] == "worker_proc":
-        step_s = float(os.environ[STEP_MS_VARIABLE]) / MS
+        step_s = float(os.environ[STEP_MS_VARIABLE]) / latency.MS
         worker_main.start = partial(start, step_s)  # type: ignore[assignment]
 
 
@@ -44,7 +43,7 @@ class PacedRunner:
 
     device = SimpleNamespace(type="cpu")
 
-    def __init__(self, slots: SimulatedSlots, step_s: float) -> None:
+    def __init__(self, slots: replica.SimulatedSlots, step_s: float) -> None:
         self._slots = slots
         self._step_s = step_s
         self.table = self.sampling = self
@@ -66,7 +65,7 @@ class PacedRunner:
 def start(step_s: float, child: Child, _: object) -> tuple[PacedRunner, None, WorkerReady]:
     """Take the place of worker_proc.main.start, for steps of `step_s` seconds."""
     num_slots = child.config.scheduler.max_running_requests
-    slots = SimulatedSlots(num_slots, resolve_model(child.config.model).vocab_size)
+    slots = replica.SimulatedSlots(num_slots, resolve_model(child.config.model).vocab_size)
     ready = WorkerReady(
         num_pages=PAGES_A_SLOT * num_slots,
         page_size=child.config.worker.page_size,

@@ -38,8 +38,7 @@ from quadriga.server.models.formats.tokenizer import load_tokenizer
 from quadriga.server.models.resolve import ModelFiles, resolve_model
 from quadriga.wire.packing import pack_ids, unpack_ids
 from quadriga.wire.worker import DECODE, EXTEND, NewSlot, StepPlan
-from worker_proc.startup.build import make_runner
-from worker_proc.startup.devices import take_cores
+from worker_proc.startup import build, devices
 from worker_proc.step.inputs import make_inputs
 from worker_proc.step.runner import Runner
 
@@ -119,7 +118,7 @@ class Scorer:
 
     def __init__(self, config: ServerConfig, texts: ScoredTexts) -> None:
         """Load the model, or raise QuadrigaError."""
-        take_cores(config.worker)
+        devices.take_cores(config.worker)
         self._texts = texts
         self._page_size = config.worker.page_size
         self._pages_per_prompt = self._pages(len(texts.prompts[0]) + texts.continued)
@@ -129,7 +128,7 @@ class Scorer:
         small = config.replace(max_total_tokens=pool, max_running_requests=rows)
         files = resolve_model(config.model)
         self.vocab_size = files.vocab_size
-        self._runner: Runner = make_runner(small, files)
+        self._runner: Runner = build.make_runner(small, files)
         self._steps = 0
 
     @torch.inference_mode()

@@ -17,15 +17,11 @@ import msgspec
 from bench.cli.command import command_parser
 from quadriga.sampling.params import SamplingParams
 from quadriga.server.config.engine_args import BATCH_MODES, POLICIES, SchedulerArgs
-from quadriga.wire.live import MAX_WATCH_S
-from quadriga.wire.packing import pack_ids
-from quadriga.wire.sockets import encode
-from quadriga.wire.to_scheduler import Submit, WatchSteps
+from quadriga.wire import live, packing, sockets, to_scheduler
 from quadriga.wire.worker import StepPlan, StepResult, WorkerReady
 from scheduler_proc.journal.writer import NoJournal
 from scheduler_proc.scheduler import Scheduler
-from simulator.latency import percentile
-from simulator.replica import SimulatedSlots
+from simulator import latency, replica
 
 PAGE_SIZE = 16
 VOCABULARY = 30_000
@@ -42,7 +38,7 @@ class Sink:
 
     def send(self, message: msgspec.Struct) -> None:
         """Encode a message."""
-        self.frames.append(encode(message))
+        self.frames.append(sockets.encode(message))
 
 
 class SpeedCase:
@@ -60,7 +56,7 @@ class SpeedCase:
     def _tokens(self, count: int) -> "array[int]":
         return array("i", self._random.choices(range(3, VOCABULARY), k=count))
 
-    def next(self, now: float) -> Submit:
+    def next(self, now: float) -> to_scheduler.Submit:
         """Return the next request."""
         chosen = self._random
         prompt = self._tokens(chosen.randint(64, 512))
@@ -71,8 +67,8 @@ class SpeedCase:
             max_new_tokens=chosen.randint(32, 512), seed=0, ignore_eos=True, temperature=0
         )
         client = b"%d" % (self._count % NUM_CLIENTS)
-        return Submit(
-            client, f"r{self._count}", pack_ids(prompt), params, True, now, now,
+        return to_scheduler.Submit(
+            client, f"r{self._count}", packing.pack_ids(prompt), params, True, now, now,
             priority=chosen.randint(-5, 5),
         )  # fmt: skip
 
@@ -100,21 +96,21 @@ def measure(
     slots = args.max_running_requests
     scheduler.step([], [WorkerReady(pages, PAGE_SIZE, slots, "", "cpu", window=window)])
     scheduler.step([load.next(now) for _ in range(waiting + args.max_running_requests)], [])
-    simulated = SimulatedSlots(slots, VOCABULARY)
+    simulated = replica.SimulatedSlots(slots, VOCABULARY)
     times: list[float] = []
     while len(times) < steps:
         plan = decode(worker.frames.popleft())
         assert isinstance(plan, StepPlan)
         tokens = simulated.apply(plan).token_ids
         now += 0.01
-        frame = encode(StepResult(plan.step, tokens, now - 0.01, now))
+        frame = sockets.encode(StepResult(plan.step, tokens, now - 0.01, now))
         began = time.perf_counter()
         result = decode(frame)
         assert isinstance(result, StepResult)
         scheduler.step([], [result])
         times.append(time.perf_counter() - began)
         missing = waiting - scheduler.num_queued
-        watch = [WatchSteps(MAX_WATCH_S)] if is_watched else []
+        watch = [to_scheduler.WatchSteps(live.MAX_WATCH_S)] if is_watched else []
         scheduler.step([*watch, *(load.next(now) for _ in range(missing))], [])
     return times
 
@@ -154,7 +150,7 @@ def main() -> None:
             arguments.watched,
         )
         times = times[arguments.steps // 4 :]  # the running batch has filled up by then
-        shares = [percentile(times, share) for share in (50, 90, 99, 99.9, 100)]
+        shares = [latency.percentile(times, share) for share in (50, 90, 99, 99.9, 100)]
         print(f"{policy:12}" + "".join(f"{1e6 * value:8.0f}" for value in shares))
 
 

@@ -22,12 +22,10 @@ from bench.client.load_generator import LoadRun, drive
 from bench.client.resources import Reading, cost_between, cpu_seconds, pids_of, resident_bytes
 from bench.client.server import connection, info_of, start_server
 from bench.load.workload import PlannedRequest
-from bench.report import files, report
+from bench.report import files, metrics, report
 from bench.report import report as overview
-from bench.report.metrics import Summary, summarize
 from bench.report.report import Progress, Result
-from quadriga import clock
-from quadriga.errors import ConfigError, QuadrigaError, ServerUnreachable
+from quadriga import clock, errors
 from quadriga.programs import install_command
 from simulator.trace import TraceRequest, write_trace
 
@@ -139,7 +137,7 @@ class Runs:
         self._send = replace(send, as_chats=send.as_chats and bool(info.get("chat")))
         self._prepare = prepared.prepare
 
-    async def warm_up(self, number: int) -> Summary:
+    async def warm_up(self, number: int) -> metrics.Summary:
         """Run one warm-up, with prompts that no measured run uses."""
         if self._options.output.report == "classic":
             print(f"=== warmup {number + 1}/{self._options.warmup_runs} ===", flush=True)
@@ -169,7 +167,7 @@ class Runs:
         with Progress(len(jobs), title) as progress:
             run = await drive(self._clients, jobs, self._send, on_done=progress.update)
         after = await self._read()
-        summary = summarize(run.records, run.submit_wall, options.output.slo)
+        summary = metrics.summarize(run.records, run.submit_wall, options.output.slo)
         return Result(summary, cost_between(before, after), run.records, after.info), run
 
     async def _read(self) -> Reading:
@@ -177,7 +175,7 @@ class Runs:
         client = self._clients[0]
         try:
             info = await client.info()
-        except QuadrigaError:
+        except errors.QuadrigaError:
             info = {}
         pids = pids_of(info, client.endpoint)
         return Reading(clock.now(), info, cpu_seconds(pids), resident_bytes(pids))
@@ -191,7 +189,7 @@ def _plotter(options: Options) -> Callable[[Result], None]:
     try:
         from bench.report import plots
     except ImportError as error:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"--plot needs {error.name}, which is not installed: {install_command('plot')}"
         ) from None
 
@@ -247,7 +245,7 @@ async def _server(
         running = target.openai or target.endpoint
         info = await info_of(running, target.curve_dir, CONNECT_TIMEOUT_S, CONNECT_TIMEOUT_S)
         if not info.get("ready", True):
-            raise ServerUnreachable(f"the server at {target.endpoint} is still starting")
+            raise errors.ServerUnreachable(f"the server at {target.endpoint} is still starting")
         return running, info
     return await start_server(target.config, target.server_log, stack, target.launcher)
 

@@ -25,8 +25,7 @@ from contextlib import AsyncExitStack
 from typing import Any, NamedTuple
 
 from bench.cli.command import EXIT_FAILED, EXIT_OK, command_parser, run_command, run_until_signal
-from bench.client.resources import cpu_seconds
-from bench.client.server import start_server
+from bench.client import resources, server
 from bench.report.table import markdown_table
 from bench.serving import CONNECT_TIMEOUT_S
 from bench.turns import VARIANTS_HELP, Turns, Variant, split_common, variant_of
@@ -197,7 +196,7 @@ async def counters_of(client: AsyncClient) -> tuple[list[int], float]:
     info = await client.info()
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     counters = [info.get(f"spec_decode_{name}_total", 0) for name in names]
-    return counters, sum(filter(None, cpu_seconds(info["pids"]).values()))
+    return counters, sum(filter(None, resources.cpu_seconds(info["pids"]).values()))
 
 
 async def measure(
@@ -241,7 +240,7 @@ async def bench(variants: Sequence[Variant], common: Sequence[str], args: Any) -
     async with AsyncExitStack() as stack:
         for variant in variants:
             config = variant.config(common)
-            endpoint, _ = await start_server(config, None, stack, variant.launcher)
+            endpoint, _ = await server.start_server(config, None, stack, variant.launcher)
             client = AsyncClient(endpoint, CONNECT_TIMEOUT_S, curve_dir=config.frontend.curve_dir)
             clients[variant.name] = await stack.enter_async_context(client)
             await run(client, tasks_of("chat", 1, -1, 16))

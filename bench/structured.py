@@ -31,9 +31,8 @@ from bench.serving import CONNECT_TIMEOUT_S
 from bench.turns import Column, Turns
 from quadriga.client import AsyncClient, Completion, SamplingParams
 from quadriga.errors import ConfigError
+from quadriga.server.config import flags, server_config
 from quadriga.server.config import server_config as server_flags
-from quadriga.server.config.flags import check_positive
-from quadriga.server.config.server_config import ServerConfig
 from simulator.latency import MS, percentile
 
 # Schemas are objects of a few fields, as programs use them. Texts and lists are bounded, so that a
@@ -291,7 +290,7 @@ def row_of(load: Load, turns: Turns[Pass], complaints: Sequence[str]) -> FigureR
 async def bench(arguments: Namespace) -> int:
     """Start or find the server, measure and print, and return the exit code."""
     async with AsyncExitStack() as stack:
-        config: ServerConfig = arguments.server_config
+        config: server_config.ServerConfig = arguments.server_config
         endpoint = config.frontend.endpoint
         if "endpoint" not in arguments:
             endpoint, _ = await start_server(config, arguments.server_log, stack)
@@ -340,7 +339,7 @@ def _parse(argv: Sequence[str] | None) -> Namespace:
     add_json_flag(parser)
     server_flags.add_flags(parser)
     arguments = parser.parse_args(argv)
-    check_positive(arguments, "num_schemas", "turns")
+    flags.check_positive(arguments, "num_schemas", "turns")
     arguments.loads = loads_of(arguments.num_requests, arguments.concurrency)
     arguments.server_config = server_flags.from_namespace(arguments)
     return arguments

@@ -27,12 +27,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NoReturn
 
-from quadriga import __version__, programs
-from quadriga.errors import ConfigError, QuadrigaError
+from quadriga import __version__, errors, programs
+from quadriga.server.config import server_config
 from quadriga.server.config import server_config as configuration
-from quadriga.server.config.server_config import LaunchArgs, ServerConfig
-from quadriga.server.models.model_impl import check_servable
-from quadriga.server.models.resolve import resolve_model
+from quadriga.server.models import model_impl, resolve
 from quadriga.server.processes.control_channel import (
     EXIT_OK,
     EXIT_START_FAILED,
@@ -69,7 +67,7 @@ class KeptProcesses(ABC):
         names: Sequence[str],
         flags: list[str],
         program_of: Callable[[str], list[str]],
-        launch: LaunchArgs,
+        launch: server_config.LaunchArgs,
         ports: Sequence[ReservedPort],
         check_keys: Callable[[], None],
         connection: socket.socket,
@@ -138,7 +136,7 @@ class Crew(KeptProcesses):
 
     def __init__(
         self,
-        config: ServerConfig,
+        config: server_config.ServerConfig,
         number: int,
         links: list[str],
         port: ReservedPort,
@@ -204,7 +202,7 @@ class RankCrew(KeptProcesses):
 
     def __init__(
         self,
-        config: ServerConfig,
+        config: server_config.ServerConfig,
         number: int,
         first: int,
         ports: Sequence[ReservedPort],
@@ -254,7 +252,7 @@ def check_inner_key(directory: str, expected: str, host: str) -> None:
         host: this machine.
     """
     if inner_key_id(directory) != expected:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"the inner key in {directory} on {host} is another one than the server's: copy the"
             f" server's {directory} to this machine"
         )
@@ -268,12 +266,12 @@ def main() -> NoReturn:
     allow_open_files(MAX_OPEN_FILES)
     try:
         config = configuration.from_namespace(arguments)
-        model = resolve_model(config.model, show_progress=False)
-        check_servable(model, config.worker.quantization)
+        model = resolve.resolve_model(config.model, show_progress=False)
+        model_impl.check_servable(model, config.worker.quantization)
         name = config.model.shown_name
         config = config.replace(**model.location_flags, served_model_name=name)
         code = _crew(arguments, config, connection).run()
-    except QuadrigaError as error:
+    except errors.QuadrigaError as error:
         reason = f"machine {arguments.node_host}: {type(error).__name__}: {error}"
         ControlChannel.report_to(connection, "lost", reason=reason)
         code = EXIT_START_FAILED
@@ -296,7 +294,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _crew(
-    arguments: argparse.Namespace, config: ServerConfig, connection: socket.socket
+    arguments: argparse.Namespace, config: server_config.ServerConfig, connection: socket.socket
 ) -> KeptProcesses:
     """Return the crew of the arguments, with free ports of this machine."""
     host, first, number = arguments.node_host, arguments.first_rank, arguments.replica

@@ -18,8 +18,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from cluster_proc import crew_actor
-from quadriga import programs
-from quadriga.errors import ConfigError
+from quadriga import errors, programs
 from quadriga.server.config.engine_args import ReplicaArgs
 from quadriga.server.processes.machine import other_version
 
@@ -331,7 +330,7 @@ def import_ray() -> ModuleType:
         import ray
         import ray.util.scheduling_strategies  # is not imported with ray
     except ImportError:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"--cluster ray needs the package ray: {programs.install_command(INSTALL)}"
         ) from None
     return ray  # type: ignore[no-any-return]
@@ -360,7 +359,7 @@ class RayCrews:
             check_port(address)
             self._ray.init(address, logging_level=logging.WARNING, configure_logging=False)
         except Exception as error:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"no Ray cluster answers at {ADDRESS_VARIABLE} {address}: {error}. Start one with"
                 f" ray start --head, or set {ADDRESS_VARIABLE} to the address of another"
             ) from None

@@ -16,15 +16,12 @@ from itertools import count, islice
 from cluster_proc.crews import Crews, PlacedCrew, RayCrews, Report
 from cluster_proc.scaling import Scaling, ScalingLimits
 from quadriga.errors import ConfigError, ServerFailed
-from quadriga.server.config.engine_args import ReplicaArgs
-from quadriga.server.config.frontend_args import is_loopback
-from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.config import engine_args, frontend_args, server_config
 from quadriga.server.processes.child import Child, run_child
 from quadriga.server.processes.control_channel import Command
 from quadriga.server.processes.machine import other_version, runs_on_gpu
 from quadriga.server.processes.replicas import DIED, JOINED, LEAVING, LEFT, LOST, RESTARTED
-from quadriga.wire.curve import inner_key_id
-from quadriga.wire.links import ReservedPort
+from quadriga.wire import curve, links
 
 
 class Autoscaler:
@@ -38,7 +35,7 @@ class Autoscaler:
         resize: called with the number of replicas that there should be, when it changes.
     """
 
-    def __init__(self, args: ReplicaArgs, resize: Callable[[int], None]) -> None:
+    def __init__(self, args: engine_args.ReplicaArgs, resize: Callable[[int], None]) -> None:
         limits = ScalingLimits(
             min_replicas=args.num_at_least,
             max_replicas=args.num_slots,
@@ -123,7 +120,7 @@ class Driver:
     def __init__(self, child: Child, crews: Crews) -> None:
         self._child = child
         self._crews = crews
-        self._key_id = inner_key_id(child.config.frontend.curve_dir)
+        self._key_id = curve.inner_key_id(child.config.frontend.curve_dir)
         self._keepers: dict[int, asyncio.Task[None]] = {}
         self._ended: asyncio.Queue[int] = asyncio.Queue()
         self._running: dict[int, PlacedCrew] = {}
@@ -228,7 +225,7 @@ class Driver:
 
     async def _run_once(self, number: int) -> str | None:
         """Run a replica from its place to its end. Return why it is lost; None if it has left."""
-        port = ReservedPort(self._crews.host)
+        port = links.ReservedPort(self._crews.host)
         arguments = ["--replica", str(number), "--delivery-address", port.address]
         arguments += ["--inner-key-id", self._key_id]
         crew = self._crews.new_crew([*arguments, *self._child.config.to_argv()])
@@ -286,10 +283,10 @@ class Driver:
         self._child.control.report("replica", replica=number, state=state, argument=argument)
 
 
-def check_keys(config: ServerConfig, host: str) -> None:
+def check_keys(config: server_config.ServerConfig, host: str) -> None:
     """Raise ConfigError where strangers could reach the links between the machines."""
     args = config.frontend
-    if not (args.curve_dir or args.insecure or is_loopback(host)):
+    if not (args.curve_dir or args.insecure or frontend_args.is_loopback(host)):
         raise ConfigError(
             f"the links between the machines of the cluster use {host}, which other machines may"
             " reach, and there are no keys: make some with quadriga keygen DIR, copy DIR to every"

@@ -10,13 +10,10 @@ from itertools import repeat
 from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire.packing import unpack_ids
 from quadriga.wire.worker import StepResult
-from scheduler_proc.planning.admission import CoreState
+from scheduler_proc.planning import admission, fairness, prefill, speculation, step_cost
 from scheduler_proc.planning.batching import Batching, make_batching
-from scheduler_proc.planning.fairness import make_queue, make_turns
-from scheduler_proc.planning.prefill import CoreParts, PrefillBudget, PrefillPlanner
 from scheduler_proc.planning.retraction import PageGrowth, Retraction
-from scheduler_proc.planning.speculation import make_guess_policy
-from scheduler_proc.planning.step_cost import StepCosts
+from scheduler_proc.state import kv_cache, kv_offload, window
 from scheduler_proc.state.batch import (
     BatchMode,
     Capacity,
@@ -25,8 +22,6 @@ from scheduler_proc.state.batch import (
     ScheduleBatch,
     StepUpdate,
 )
-from scheduler_proc.state.kv_cache import KVCache, PageHolder
-from scheduler_proc.state.kv_offload import KVOffload, NoOffload, OffloadStats, TieredOffload
 from scheduler_proc.state.request import (
     FinishReason,
     Request,
@@ -34,7 +29,6 @@ from scheduler_proc.state.request import (
     RequestStatus,
     RetractReason,
 )
-from scheduler_proc.state.window import make_kv_cache
 
 
 class StepCompletion:
@@ -48,7 +42,11 @@ class StepCompletion:
     """
 
     def __init__(
-        self, running: RunningBatch, batching: Batching, retraction: Retraction, kv: KVCache
+        self,
+        running: RunningBatch,
+        batching: Batching,
+        retraction: Retraction,
+        kv: kv_cache.KVCache,
     ) -> None:
         self._running = running
         self._batching = batching
@@ -171,13 +169,13 @@ class SchedulerCore:
         self,
         args: SchedulerArgs,
         capacity: Capacity,
-        costs: StepCosts,
+        costs: step_cost.StepCosts,
         num_retractions: int,
-        offload_stats: OffloadStats,
+        offload_stats: kv_offload.OffloadStats,
     ) -> None:
         self.mode = BatchMode(args.mode)
-        budget = PrefillBudget(args, capacity)
-        self.kv = kv = make_kv_cache(
+        budget = prefill.PrefillBudget(args, capacity)
+        self.kv = kv = window.make_kv_cache(
             capacity.num_pages,
             capacity.page_size,
             capacity.window,
@@ -185,22 +183,26 @@ class SchedulerCore:
             prefix_cache=not (args.disable_radix_cache or capacity.is_encoder),
         )
         stored = capacity.stored
-        self.offload: KVOffload = NoOffload()
+        self.offload: kv_offload.KVOffload = kv_offload.NoOffload()
         if stored is not None:
-            self.offload = TieredOffload(kv, stored, offload_stats)
-        waiting = make_queue(args, kv.match_prefix, kv.page_size)
-        self._state = state = CoreState(args, kv, self.offload, waiting, make_turns(args))
+            self.offload = kv_offload.TieredOffload(kv, stored, offload_stats)
+        waiting = fairness.make_queue(args, kv.match_prefix, kv.page_size)
+        self._state = state = admission.CoreState(
+            args, kv, self.offload, waiting, fairness.make_turns(args)
+        )
         self.admission = state.admission
         self.waiting = state.waiting
         self.quarantine = state.quarantine
         self.running = state.running
         self.costs = costs
-        self._guesses = make_guess_policy(args, capacity.can_guess, capacity.draft_costs)
+        self._guesses = speculation.make_guess_policy(
+            args, capacity.can_guess, capacity.draft_costs
+        )
         self._batching = batching = make_batching(args, state)
         self.retraction = retraction = Retraction(args, state, num_retractions)
         self._growth = growth = PageGrowth(state, batching, retraction)
-        parts = CoreParts(state, batching, retraction, growth)
-        self.prefill = PrefillPlanner(args, parts, kv.page_size, budget, self.costs)
+        parts = prefill.CoreParts(state, batching, retraction, growth)
+        self.prefill = prefill.PrefillPlanner(args, parts, kv.page_size, budget, self.costs)
         self._completion = StepCompletion(state.running, batching, retraction, kv)
         self._last_step_prefilled = False
 
@@ -323,6 +325,6 @@ class SchedulerCore:
         return is_idle and not self._batching.holds_slots and self.prefill.has_room
 
     @property
-    def page_holders(self) -> list[PageHolder]:
+    def page_holders(self) -> list[kv_cache.PageHolder]:
         """All that hold pages: requests with a slot, and loads of pages."""
         return [*self.admission.holders.values(), *self.offload.loads]

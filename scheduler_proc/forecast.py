@@ -20,8 +20,7 @@ from quadriga.errors import InvalidRequest, QuadrigaError, QueueFull
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.to_scheduler import Submit
 from scheduler_proc.core import SchedulerCore
-from scheduler_proc.planning.admission import MAX_EXPECTED_TOKENS
-from scheduler_proc.planning.policies import SortedQueue
+from scheduler_proc.planning import admission, policies
 from scheduler_proc.state.batch import BatchMode, Plan, ScheduleBatch
 from scheduler_proc.state.kv_offload import NoOffload
 from scheduler_proc.state.prefix_tree import Node
@@ -499,7 +498,7 @@ class SimulatedParts:
 
     def _num_growing(self, request: Request) -> float:
         """Return the tokens for which a request is expected to take further pages."""
-        return self._ratio * min(request.num_remaining_tokens, MAX_EXPECTED_TOKENS)
+        return self._ratio * min(request.num_remaining_tokens, admission.MAX_EXPECTED_TOKENS)
 
     def _draw_length(self, request: Request) -> int:
         """Return the length of an answer."""
@@ -742,7 +741,7 @@ def _requests_ahead(core: SchedulerCore, request: Request) -> list[Request] | No
     queue = core.waiting
     if not len(queue):
         return []
-    if not isinstance(queue, SortedQueue) or not queue.orders_by_due_time:
+    if not isinstance(queue, policies.SortedQueue) or not queue.orders_by_due_time:
         return None
     queued, key = queue.first(MAX_LOOKED_AT, core.prefill.budget.tokens), queue.key(request)
     return list(takewhile(lambda other: queue.key(other) < key, queued))

@@ -9,25 +9,15 @@ from typing import Protocol
 
 from quadriga.errors import QuadrigaError, QueueFull, RequestFailed, ServerStopping
 from quadriga.server.config.engine_args import SchedulerArgs
-from quadriga.wire import to_detok, to_scheduler
-from quadriga.wire.client import ErrorInfo
-from quadriga.wire.sockets import Sender
+from quadriga.wire import client, sockets, to_detok, to_scheduler
 from quadriga.wire.to_detok import EndedRequest
 from quadriga.wire.worker import GrammarReady, WorkerReady
-from scheduler_proc.core import SchedulerCore
-from scheduler_proc.forecast import RecentEnds, refuse_target
-from scheduler_proc.journal.detok_outbox import DetokOutbox
+from scheduler_proc import core, forecast, request_table
+from scheduler_proc.journal import detok_outbox, recovery, writer
 from scheduler_proc.journal.events import StepEvents
-from scheduler_proc.journal.recovery import RecoveredRequest
-from scheduler_proc.journal.writer import Journal
-from scheduler_proc.observe.replica_report import ReplicaReport
-from scheduler_proc.observe.stats import GuessStats, SchedulerStats
-from scheduler_proc.observe.tracer import Tracer
-from scheduler_proc.planning.quarantine import poison_error
-from scheduler_proc.planning.step_cost import StepCosts
-from scheduler_proc.request_table import GrammarQueue, RequestTable
-from scheduler_proc.state.batch import Capacity
-from scheduler_proc.state.kv_offload import OffloadStats
+from scheduler_proc.observe import replica_report, stats, tracer
+from scheduler_proc.planning import quarantine, step_cost
+from scheduler_proc.state import batch, kv_offload
 from scheduler_proc.state.request import FinishReason, Request, RequestFailure, WaitReason
 
 # Limits on new requests. The frontend checks them, too, as far as it knows their state.
@@ -94,34 +84,34 @@ class RequestLifecycle:
         self,
         args: SchedulerArgs,
         eos_ids: frozenset[int],
-        worker: Sender,
-        detok: Sender,
+        worker: sockets.Sender,
+        detok: sockets.Sender,
         clock: Callable[[], float],
-        journal: Journal,
-        costs: StepCosts,
+        journal: writer.Journal,
+        costs: step_cost.StepCosts,
     ) -> None:
         self._args = args
         self._costs = costs
         self._detok = detok
         self._clock = clock
         self._journal = journal
-        self.tracer = Tracer(clock)
+        self.tracer = tracer.Tracer(clock)
         self.end_observers: list[EndObserver] = []
-        self.report = ReplicaReport()
-        self.grammars = GrammarQueue(worker)
-        self.table = RequestTable(eos_ids)
-        self.outbox = DetokOutbox(detok)
-        self.stats = SchedulerStats()
-        self.offload_stats = OffloadStats()
-        self.core = SchedulerCore(args, Capacity(), costs, 0, self.offload_stats)
-        self.recent_ends = RecentEnds()
+        self.report = replica_report.ReplicaReport()
+        self.grammars = request_table.GrammarQueue(worker)
+        self.table = request_table.RequestTable(eos_ids)
+        self.outbox = detok_outbox.DetokOutbox(detok)
+        self.stats = stats.SchedulerStats()
+        self.offload_stats = kv_offload.OffloadStats()
+        self.core = core.SchedulerCore(args, batch.Capacity(), costs, 0, self.offload_stats)
+        self.recent_ends = forecast.RecentEnds()
         self.events = StepEvents()
         self.queue_wait_s: float | None = None
         self._is_draining = False
         self._reported_drained = False
         self._recalls: list[int] = []  # that wait for replays
 
-    def restore(self, recovered: Iterable[RecoveredRequest], first_seq: int) -> None:
+    def restore(self, recovered: Iterable[recovery.RecoveredRequest], first_seq: int) -> None:
         """Take over the requests of a journal. No new request gets a number below `first_seq`."""
         self.table.start_numbering_at(first_seq)
         for choice in recovered:
@@ -171,7 +161,9 @@ class RequestLifecycle:
             num_choices = len(requests)
             error = refusal(self._args, self._is_draining, num_waiting, num_choices, num_open)
             if error is None and requests:
-                error = refuse_target(self.core, self.recent_ends, requests[0], self._clock())
+                error = forecast.refuse_target(
+                    self.core, self.recent_ends, requests[0], self._clock()
+                )
         for request in requests:
             if error is not None:
                 self.fail(request, error)
@@ -240,30 +232,30 @@ class RequestLifecycle:
             "worker process %d is ready: %d pages of %d tokens; %d requests are open",
             ready.pid, ready.num_pages, ready.page_size, len(self.table),
         )  # fmt: skip
-        capacity = Capacity(
+        capacity = batch.Capacity(
             ready.num_pages, ready.page_size, ready.prefill_tokens, ready.window,
             ready.can_guess, ready.draft_costs, ready.stored, ready.is_encoder,
         )  # fmt: skip
         if ready.can_guess and self.stats.guesses is None:
-            self.stats.guesses = GuessStats(self._args.num_speculative_tokens)
+            self.stats.guesses = stats.GuessStats(self._args.num_speculative_tokens)
         self.grammars.forget_all()
         num_retractions = self.core.num_retractions
         self._costs.on_new_worker()
-        self.core = SchedulerCore(
+        self.core = core.SchedulerCore(
             self._args, capacity, self._costs, num_retractions, self.offload_stats
         )
         self.report.watch(self.core.kv)
         for request in self.table:
             request.reset_for_new_worker()
         if poison is not None:
-            self.fail(poison, poison_error(poison))
+            self.fail(poison, quarantine.poison_error(poison))
         for request in self.table:
             self._enqueue(request)
 
     # --- end: the one way out ---------------------------------------------------------------------
 
     def finish(
-        self, request: Request, reason: FinishReason, error: ErrorInfo | None = None
+        self, request: Request, reason: FinishReason, error: client.ErrorInfo | None = None
     ) -> None:
         """End a request, wherever it stands, with one terminal message, for the first reason."""
         if not request.finished:
@@ -273,24 +265,24 @@ class RequestLifecycle:
 
     def fail(self, request: Request, error: QuadrigaError) -> None:
         """End a request with an error."""
-        self.finish(request, FinishReason.ERROR, ErrorInfo.of(error))
+        self.finish(request, FinishReason.ERROR, client.ErrorInfo.of(error))
 
     def fail_all(self, failures: Iterable[RequestFailure]) -> None:
         """End requests with their errors."""
         for request, error in failures:
             self.fail(request, error)
 
-    def abort(self, request: Request, by: str, error: ErrorInfo | None = None) -> None:
+    def abort(self, request: Request, by: str, error: client.ErrorInfo | None = None) -> None:
         """End a request that `by` (CLIENT, CLIENT_LOST, SERVER_STOPPING) gives up."""
         self.stats.aborts[by] += 1
         if by == to_scheduler.CLIENT_LOST:
-            error = ErrorInfo(by, "the connection of its client was lost")
+            error = client.ErrorInfo(by, "the connection of its client was lost")
         self.finish(request, FinishReason.ABORT, error)
 
     def abort_all(self, reason: str) -> None:
         """End every request because the server stops."""
         for request in self.table:
-            error = ErrorInfo("server_stopping", reason)
+            error = client.ErrorInfo("server_stopping", reason)
             self.abort(request, to_scheduler.SERVER_STOPPING, error)
 
     def close(self, request: Request) -> None:

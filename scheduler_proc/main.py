@@ -10,9 +10,8 @@ from collections.abc import Callable
 
 from quadriga.clock import RunningTime, now
 from quadriga.server.models.resolve import resolve_model
+from quadriga.server.processes import control_channel, logs
 from quadriga.server.processes.child import Child, run_child
-from quadriga.server.processes.control_channel import Command, ControlChannel
-from quadriga.server.processes.logs import RequestLogLevel
 from quadriga.wire.sockets import Inbox, Outbox, Poller
 from quadriga.wire.to_scheduler import AbortAll, SchedulerMessage
 from quadriga.wire.worker import ResultMessage
@@ -52,7 +51,7 @@ class StepWatchdog:
         self,
         timeout_s: float,
         pipeline: Pipeline,
-        control: ControlChannel,
+        control: control_channel.ControlChannel,
         clock: Callable[[], float],
     ) -> None:
         """Initialize. timeout_s: 0 for none; clock: the scheduler's."""
@@ -134,7 +133,7 @@ def serve(child: Child) -> None:
         else:
             poller.wait(_seconds_until(wake_at, status.wake_at, watchdog.wake_at))
         for command, reason in child.control.read_commands():
-            if command is Command.ABORT:
+            if command is control_channel.Command.ABORT:
                 scheduler.step([AbortAll(reason)], [])
         wake_at = scheduler.step(inbox.drain(MAX_MESSAGES_PER_STEP), results.drain())
         status.update(now())
@@ -146,7 +145,7 @@ def serve(child: Child) -> None:
 
 def _add_observers(child: Child, lifecycle: RequestLifecycle) -> UsageLog | None:
     """Add what the flags ask for to be noted or reported of requests. Return the usage log."""
-    log_level = RequestLogLevel.of(child.config.launch)
+    log_level = logs.RequestLogLevel.of(child.config.launch)
     lifecycle.report = ReplicaReport(notes_steps=child.config.replicas.survives_loss)
     if not log_level.is_off:
         lifecycle.end_observers.append(RequestLog(log_level))

@@ -12,9 +12,7 @@ from itertools import chain
 from sortedcontainers import SortedDict
 
 from quadriga.errors import DeadlineExceeded
-from quadriga.wire.packing import unpack_ids
-from quadriga.wire.sockets import Sender
-from quadriga.wire.to_scheduler import Submit
+from quadriga.wire import packing, sockets, to_scheduler
 from quadriga.wire.worker import CompileGrammar, ForgetGrammar, GrammarReady
 from scheduler_proc.journal.recovery import RecoveredRequest, restored
 from scheduler_proc.planning.quarantine import count_losses
@@ -52,7 +50,7 @@ class RequestTable:
 
     # --- requests come and go ---------------------------------------------------------------------
 
-    def add(self, message: Submit) -> list[Request]:
+    def add(self, message: to_scheduler.Submit) -> list[Request]:
         """Add a request for each choice that a message asks for, and return them.
 
         Of a request that moves these are the choices that go on, with their tokens. None of them
@@ -67,7 +65,7 @@ class RequestTable:
         for request in requests:
             if request.index in progress:
                 choice = progress[request.index]
-                request.take_over(unpack_ids(choice.token_ids), choice.first_token_at)
+                request.take_over(packing.unpack_ids(choice.token_ids), choice.first_token_at)
                 count_losses(request, message.num_losses)
             self._insert(request)
         return requests
@@ -168,7 +166,7 @@ MAX_UNUSED = 128  # grammars that the worker keeps for requests to come
 class GrammarQueue:
     """Hold requests back until the worker has compiled their grammar."""
 
-    def __init__(self, worker: Sender) -> None:
+    def __init__(self, worker: sockets.Sender) -> None:
         self._worker = worker
         self._num_users: dict[bytes, int] = {}
         self._waiting: dict[bytes, dict[int, Request]] = {}

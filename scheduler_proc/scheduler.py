@@ -22,12 +22,11 @@ from quadriga.wire.sockets import Sender
 from quadriga.wire.to_detok import InfoReply, ProgressReply
 from quadriga.wire.to_scheduler import InfoRequest, ProgressRequest
 from quadriga.wire.worker import WorkerReady
+from scheduler_proc import live_feed, pipeline
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.forecast import WaitForecast
 from scheduler_proc.journal.writer import Journal
 from scheduler_proc.lifecycle import RequestLifecycle
-from scheduler_proc.live_feed import StepFeed
-from scheduler_proc.pipeline import Pipeline
 from scheduler_proc.planning.quarantine import is_quarantined, record_worker_crash
 from scheduler_proc.planning.step_cost import StepCosts
 from scheduler_proc.state.request import FinishReason, Request, RequestStatus
@@ -63,8 +62,8 @@ class Scheduler:
         self.lifecycle = RequestLifecycle(
             args, eos_ids, worker, detok, clock, self._journal, self.costs
         )
-        self.pipeline = Pipeline(worker, args.plan_at_once, self.costs)
-        self._feed: StepFeed | None = None  # only while a client watches
+        self.pipeline = pipeline.Pipeline(worker, args.plan_at_once, self.costs)
+        self._feed: live_feed.StepFeed | None = None  # only while a client watches
         self._frontend = 0  # number of the newest frontend that was heard of
         self.progress = ProgressReport(self.lifecycle, self.costs, args.max_queued_requests)
         self.stopped = False
@@ -259,7 +258,7 @@ class Scheduler:
         observers = self.lifecycle.end_observers
         if message.seconds > 0:
             if self._feed is None:
-                self._feed = StepFeed(self._args, self.lifecycle, self._detok)
+                self._feed = live_feed.StepFeed(self._args, self.lifecycle, self._detok)
                 observers.append(self._feed)
             self._feed.watch(message, self._clock())
         elif self._feed is not None:

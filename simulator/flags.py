@@ -8,17 +8,15 @@ from typing import Any
 import msgspec
 
 from quadriga.errors import ConfigError
+from quadriga.server.config import engine_args, flags, server_config
 from quadriga.server.config import server_config as server_flags
-from quadriga.server.config.engine_args import IN_TURN, LOAD_BALANCE_METHODS, SchedulerArgs
-from quadriga.server.config.flags import flag_fields, flag_name
 from quadriga.server.config.parser import CommandParser
-from quadriga.server.config.server_config import ServerConfig
 from simulator import cost_model
 from simulator.cost_model import CostModel
 
 # Server flags that change a simulation.
 SERVER_FLAGS = {
-    *(field.name for field in flag_fields(SchedulerArgs)),
+    *(field.name for field in flags.flag_fields(engine_args.SchedulerArgs)),
     *("context_length", "allow_auto_truncate", "queue_timeout", "request_timeout"),
     *("page_size", "max_total_tokens"),
 }
@@ -45,7 +43,10 @@ def world_arguments(words: Sequence[str]) -> argparse.Namespace:
 def parsed(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     """Parse a command line, or raise ConfigError; a server's flag without effect is one."""
     arguments, unknown = parser.parse_known_args(argv)
-    known = {flag_name(field.name) for field in flag_fields(*ServerConfig().groups())}
+    known = {
+        flags.flag_name(field.name)
+        for field in flags.flag_fields(*server_config.ServerConfig().groups())
+    }
     idle = [word for word in unknown if word.split("=")[0] in known]
     if idle:
         remedy = "leave it out"
@@ -63,8 +64,8 @@ def add_world(group: Any) -> None:
     add("--replicas", type=int, default=1, metavar="R", help="number of servers")
     add(
         "--load-balance-method",
-        choices=LOAD_BALANCE_METHODS,
-        default=IN_TURN,
+        choices=engine_args.LOAD_BALANCE_METHODS,
+        default=engine_args.IN_TURN,
         help="choice of the replica for a request (default: round-robin)",
     )
     add("--num-pages", type=int, metavar="N", help="KV pages of each replica")
@@ -77,14 +78,16 @@ def add_world(group: Any) -> None:
     )
 
 
-def config_of(arguments: argparse.Namespace) -> ServerConfig:
+def config_of(arguments: argparse.Namespace) -> server_config.ServerConfig:
     """Return the server's configuration, or raise ConfigError."""
     if arguments.replicas <= 0:
         raise ConfigError(f"replicas must be positive (it is {arguments.replicas})")
     return server_flags.from_namespace(arguments)
 
 
-def num_pages_of(arguments: argparse.Namespace, config: ServerConfig, model: CostModel) -> int:
+def num_pages_of(
+    arguments: argparse.Namespace, config: server_config.ServerConfig, model: CostModel
+) -> int:
     """Return --num-pages, or the pages of --max-total-tokens or of the measured machine."""
     if arguments.num_pages is None:
         tokens = config.worker.max_total_tokens or model.measured_on.max_total_tokens

@@ -17,9 +17,7 @@ from cluster_proc.scaling import Scaling
 from quadriga.errors import ConfigError
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.prefix_blocks import pages_per_block
-from quadriga.wire.packing import num_ids
-from quadriga.wire.to_detok import StepOutput
-from quadriga.wire.to_scheduler import Recall, Submit
+from quadriga.wire import packing, to_detok, to_scheduler
 from simulator.clock import Clock
 from simulator.records import Records
 from simulator.replica import Replica, draw_ids
@@ -127,7 +125,7 @@ class Dispatcher:
             self._ideal_blocks += 1
         seen.update(hashes)
 
-    def take_output(self, replica: int, output: StepOutput) -> None:
+    def take_output(self, replica: int, output: to_detok.StepOutput) -> None:
         """Take in what a replica has reported with a step."""
         assert output.news is not None
         is_timed = self._num_reports % TIMED_EVERY == 0
@@ -144,7 +142,7 @@ class Dispatcher:
             self._num_timed += 1
         self._num_reports += 1
 
-    def take_ends(self, output: StepOutput) -> None:
+    def take_ends(self, output: to_detok.StepOutput) -> None:
         """Take in the ends of a step only, of a replica that is gone."""
         ends = (replay.closing for replay in output.replayed)
         for closed in (*output.closed, *(end for end in ends if end is not None)):
@@ -281,7 +279,7 @@ class Fleet:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def send(self, message: Submit) -> Replica | None:
+    def send(self, message: to_scheduler.Submit) -> Replica | None:
         """Send a request to a replica, and return it; None while there is none."""
         if self._dispatcher is None:
             replica = self._serving[0]
@@ -304,7 +302,7 @@ class Fleet:
         placed.choice(0).replica = routed.replica
         message = placed.next_submit()
         if placed.is_moving:
-            num_known = num_ids(message.prompt_ids) + len(placed.choice(0).token_ids)
+            num_known = packing.num_ids(message.prompt_ids) + len(placed.choice(0).token_ids)
             self.counts.num_computed_again += max(0, num_known - 1 - routed.num_cached)
         when = max(message.tokenized_at, self._clock.now)
         self._clock.at(when, self._serving[routed.replica].take_message, message)
@@ -314,11 +312,11 @@ class Fleet:
         self._open.pop(request_id, None)
         self._waiting.pop(request_id, None)
 
-    def take_output(self, replica: Replica, output: StepOutput) -> None:
+    def take_output(self, replica: Replica, output: to_detok.StepOutput) -> None:
         """Give the router what a replica reports, as late as the frontend has it."""
         self._clock.at(output.time + self._delivery_s, partial(self._note, replica), output)
 
-    def _note(self, replica: Replica, output: StepOutput) -> None:
+    def _note(self, replica: Replica, output: to_detok.StepOutput) -> None:
         assert self._dispatcher is not None
         if self._serving.get(replica.number) is replica:
             self._dispatcher.take_output(replica.number, output)
@@ -378,7 +376,7 @@ class Fleet:
         num_tokens = int(records["completion_tokens"][index])
         if not num_tokens:
             return
-        first = num_ids(placed.submit.prompt_ids)
+        first = packing.num_ids(placed.submit.prompt_ids)
         positions = np.arange(first, first + num_tokens)
         tokens = draw_ids(np.array([index]), positions, self._vocab_size)
         choice = placed.choice(0)
@@ -422,7 +420,7 @@ class Fleet:
         assert self._dispatcher is not None
         self._leaving.add(number)
         self._dispatcher.router.set_up(number, False)
-        self._serving[number].take_message(Recall(1))
+        self._serving[number].take_message(to_scheduler.Recall(1))
 
     def take_back(self, replica: Replica) -> None:
         """Move the requests of a replica that has given them back, when the frontend knows it."""

@@ -8,17 +8,11 @@ import msgspec
 import numpy as np
 
 from quadriga.errors import QuadrigaError
-from quadriga.server.config.engine_args import IN_TURN
-from quadriga.server.config.server_config import ServerConfig
-from quadriga.wire.client import RequestState
-from quadriga.wire.to_detok import StreamEnd
-from quadriga.wire.to_scheduler import ProgressRequest
-from simulator import trace
+from quadriga.server.config import engine_args, server_config
+from quadriga.wire import client, to_detok, to_scheduler
+from simulator import cost_model, latency, records, trace
 from simulator.clock import START, Clock
-from simulator.cost_model import CostModel
 from simulator.fleet import Dispatcher, Fleet, Loss
-from simulator.latency import MS
-from simulator.records import ExpectedWait, Records, RecordSample
 from simulator.replica import Replica, SimulatedFrontend, draw_ids
 from simulator.trace import TraceRequest
 
@@ -45,24 +39,24 @@ class World:
 
     def __init__(
         self,
-        config: ServerConfig,
-        model: CostModel,
+        config: server_config.ServerConfig,
+        model: cost_model.CostModel,
         num_pages: int,
         replicas: int = 1,
-        load_balance_method: str = IN_TURN,
+        load_balance_method: str = engine_args.IN_TURN,
         seed: int = 0,
         on_end: Callable[[], object] = lambda: None,
         ask_after_s: float | None = None,
         max_replicas: int | None = None,
     ) -> None:
-        self.records = Records()
-        self.samples: list[RecordSample] = []
+        self.records = records.Records()
+        self.samples: list[records.RecordSample] = []
         self._sample_interval = 0.01
         self._next_sample_at = 0.0
         self._clock = clock = Clock()
         self._frontend = SimulatedFrontend(config, model)
-        self._message_delay = model.delays_ms.message_in / MS
-        self._delivery_delay = model.delays_ms.delivery / MS
+        self._message_delay = model.delays_ms.message_in / latency.MS
+        self._delivery_delay = model.delays_ms.delivery / latency.MS
         self._seed = seed
         self._on_end = on_end
         self._ask_after_s = ask_after_s
@@ -138,23 +132,23 @@ class World:
             self._continued[index] = ids
         replica = self.fleet.send(message)
         if self._ask_after_s is not None and replica is not None:
-            question = ProgressRequest(message.client, "", [message.request_id])
+            question = to_scheduler.ProgressRequest(message.client, "", [message.request_id])
             asked_at = message.tokenized_at + self._ask_after_s
             self._clock.at(asked_at, partial(self._ask, replica), question)
 
-    def _ask(self, replica: Replica, question: ProgressRequest) -> None:
+    def _ask(self, replica: Replica, question: to_scheduler.ProgressRequest) -> None:
         """Record the estimated wait of a request that is queued."""
         (value,) = replica.scheduler.progress.values(question, self._clock.now)
-        if value.state is RequestState.QUEUED:
+        if value.state is client.RequestState.QUEUED:
             index = int(question.request_ids[0])
-            self.records.expected_waits[index] = ExpectedWait(self._clock.now, value.wait_s)
+            self.records.expected_waits[index] = records.ExpectedWait(self._clock.now, value.wait_s)
 
     def _fail(self, index: int, code: str) -> None:
         now = self._clock.now
         self.records.fail(index, code, now)
         self._ended(index, now)
 
-    def _close(self, closed: StreamEnd, when: float) -> None:
+    def _close(self, closed: to_detok.StreamEnd, when: float) -> None:
         """Record the terminal message of a request."""
         index, delivered = int(closed.request_id), when + self._delivery_delay
         self.records.end(index, closed, delivered)
@@ -181,7 +175,7 @@ class World:
     def _sample(self) -> None:
         pools = [replica.load for replica in self.replicas]
         uneven_rows, uneven_queues = self.fleet.imbalance([pool.running for pool in pools])
-        sample = RecordSample(
+        sample = records.RecordSample(
             time=self._clock.now,
             running=sum(pool.running for pool in pools),
             waiting=sum(pool.waiting for pool in pools),

@@ -35,13 +35,10 @@ from quadriga.wire.client import (
     Watch,
 )
 from quadriga.wire.to_scheduler import InfoRequest, ProgressRequest, Shutdown
-from tokenizer_proc.deliver.clients import Clients
-from tokenizer_proc.deliver.live import ProcessUsage, Viewers
+from tokenizer_proc.deliver import clients, live
 from tokenizer_proc.deliver.traces import RingTraces
 from tokenizer_proc.info import InfoRequests
-from tokenizer_proc.intake.intake import RequestIntake, RequestPreparation
-from tokenizer_proc.intake.overload import OverloadGuard
-from tokenizer_proc.intake.tenants import RequestOwners
+from tokenizer_proc.intake import intake, overload, tenants
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.prepare import MAX_INLINE_BYTES
 from tokenizer_proc.replicas.placed import Name
@@ -66,30 +63,30 @@ class Frontend:
 
     def __init__(
         self,
-        preparation: RequestPreparation,
-        guard: OverloadGuard,
+        preparation: intake.RequestPreparation,
+        guard: overload.OverloadGuard,
         replicas: Replicas,
         static_info: InfoValues,
         replaces: bool = False,
         logs_refusals: bool = False,
-        owners: RequestOwners | None = None,
+        owners: tenants.RequestOwners | None = None,
         traces: RingTraces | None = None,
         num_replicas: int = 1,
     ) -> None:
         self.traces = traces or RingTraces(TraceArgs(), NoExporter())
-        self._owners = owners or RequestOwners(TenantArgs())
+        self._owners = owners or tenants.RequestOwners(TenantArgs())
         self._preparation = preparation
         self._guard = guard
         self._replicas = replicas
         self._static_info = static_info
         self._instance = uuid.uuid4().hex
         self._info_requests = InfoRequests()
-        self.clients = Clients(self._on_client_lost, logs_refusals)
-        self.intake = RequestIntake(
+        self.clients = clients.Clients(self._on_client_lost, logs_refusals)
+        self.intake = intake.RequestIntake(
             preparation, guard, replicas, self.clients, replaces, self._owners, self.traces
         )
-        usage = ProcessUsage(os.getppid())
-        self._viewers = Viewers(
+        usage = live.ProcessUsage(os.getppid())
+        self._viewers = live.Viewers(
             replicas, self.clients, usage, lambda: self.intake.num_open, num_replicas
         )
         self.ended = asyncio.Event()

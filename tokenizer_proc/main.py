@@ -12,26 +12,20 @@ import uvloop
 
 from quadriga.errors import ServerFailed
 from quadriga.sampling.validation import find_unserved_tokens
+from quadriga.server.models import model_impl, resolve
 from quadriga.server.models.formats.tokenizer import load_tokenizer
-from quadriga.server.models.model_impl import check_tokenizer
-from quadriga.server.models.resolve import ModelFiles, resolve_model
 from quadriga.server.processes.child import Child, run_child
 from quadriga.server.processes.control_channel import Command
 from quadriga.server.processes.logs import RequestLogLevel
 from quadriga.server.processes.machine import FileWatch, map_large_blocks
 from quadriga.server.tracing.export import make_exporter
+from quadriga.wire import client, curve, sockets
 from quadriga.wire.async_sockets import AsyncPort, ConnectionWatch
-from quadriga.wire.client import InfoValues
-from quadriga.wire.curve import Guard
-from quadriga.wire.sockets import IPC, SocketFile, bind_public
 from tokenizer_proc.deliver.traces import RingTraces
 from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.info import find_fill_format, static_server_info
-from tokenizer_proc.intake.grammar_validator import GrammarValidator
-from tokenizer_proc.intake.intake import RequestPreparation
-from tokenizer_proc.intake.overload import OverloadGuard
+from tokenizer_proc.intake import grammar_validator, intake, overload, tenants
 from tokenizer_proc.intake.pool import ForkServer, PreparePool
-from tokenizer_proc.intake.tenants import RequestOwners
 from tokenizer_proc.preparation.chat import ChatTemplate, token_marks
 from tokenizer_proc.preparation.encode import Encoder
 from tokenizer_proc.preparation.prepare import Preparer
@@ -51,10 +45,10 @@ FLUSH_TIMEOUT_S = 1.0
 class Loaded(NamedTuple):
     """What is loaded before the process has threads or sockets, so that it can fork."""
 
-    model: ModelFiles
+    model: resolve.ModelFiles
     preparer: Preparer
     fork_server: ForkServer
-    static_info: InfoValues
+    static_info: client.InfoValues
 
 
 def main() -> None:
@@ -71,13 +65,13 @@ def _run(child: Child) -> None:
 def _load(child: Child) -> Loaded:
     began_at = time.monotonic()
     config = child.config
-    model = resolve_model(config.model)
+    model = resolve.resolve_model(config.model)
     tokenizer = load_tokenizer(model.tokenizer_dir)
     marks = token_marks(tokenizer, model.eos_token_ids)
     parsers = ParserNames(config.frontend.tool_call_parser, config.frontend.reasoning_parser)
     chat = ChatTemplate(model.tokenizer_dir, model.chat_template, marks, parsers)
     num_ids = tokenizer.get_vocab_size(with_added_tokens=True)
-    check_tokenizer(model, num_ids)
+    model_impl.check_tokenizer(model, num_ids)
     unserved = find_unserved_tokens(tokenizer, model.vocab_size)
     for note in filter(None, (unserved.note, *chat.notes)):
         logging.warning(note)
@@ -94,10 +88,10 @@ def _load(child: Child) -> Loaded:
 async def serve(child: Child, loaded: Loaded) -> None:
     """Serve until everything is delivered after a stop, or the clients know of a failure."""
     args = child.config.frontend
-    guard = Guard(Path(args.curve_dir)) if args.curve_dir else None
+    guard = curve.Guard(Path(args.curve_dir)) if args.curve_dir else None
     endpoint, prepare = child.public_endpoint, [guard.prepare] if guard else []
-    file = SocketFile(endpoint) if endpoint.startswith(IPC) else None
-    public = file.bind(*prepare) if file else bind_public(endpoint, *prepare)
+    file = sockets.SocketFile(endpoint) if endpoint.startswith(sockets.IPC) else None
+    public = file.bind(*prepare) if file else sockets.bind_public(endpoint, *prepare)
     preparation = _start_preparation(child, loaded)
     links = ReplicaLinks(child)
     frontend = _make_frontend(child, loaded, preparation, guard, links.replicas)
@@ -130,26 +124,28 @@ async def serve(child: Child, loaded: Loaded) -> None:
         guard.close()
 
 
-def _start_preparation(child: Child, loaded: Loaded) -> RequestPreparation:
+def _start_preparation(child: Child, loaded: Loaded) -> intake.RequestPreparation:
     pool = PreparePool(loaded.fork_server, child.config.frontend.tokenize_workers)
     pool.open()
-    return RequestPreparation(loaded.preparer, pool, GrammarValidator(loaded.model))
+    return intake.RequestPreparation(
+        loaded.preparer, pool, grammar_validator.GrammarValidator(loaded.model)
+    )
 
 
 def _make_frontend(
     child: Child,
     loaded: Loaded,
-    preparation: RequestPreparation,
-    keys: Guard | None,
+    preparation: intake.RequestPreparation,
+    keys: curve.Guard | None,
     replicas: Replicas,
 ) -> Frontend:
     key_names = None if keys is None else keys.key_names
-    owners = RequestOwners(
+    owners = tenants.RequestOwners(
         child.config.tenants, child.config.model, key_names, child.endpoints.run_dir
     )
     limits, traces = child.config.scheduler, child.config.traces
     max_queued = limits.max_queued_requests * child.config.replicas.num_slots
-    guard = OverloadGuard(max_queued, limits.max_requests_per_client)
+    guard = overload.OverloadGuard(max_queued, limits.max_requests_per_client)
     return Frontend(
         preparation,
         guard,

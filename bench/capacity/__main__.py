@@ -32,13 +32,11 @@ from bench.serving import CONNECT_TIMEOUT_S, open_runs
 from bench.simulate.fit_cost_model import calibrate
 from quadriga.errors import ConfigError, ServerFailed
 from quadriga.programs import PROGRAMS_DIR
+from quadriga.server.config import server_config
 from quadriga.server.config import server_config as server_flags
 from quadriga.server.config.flags import flag_name
-from quadriga.server.config.server_config import ServerConfig
-from simulator import cost_model
+from simulator import cost_model, latency, report
 from simulator.cost_model import CostModel
-from simulator.latency import Slo
-from simulator.report import Figures, figures
 from simulator.world import World
 
 # The name on the command line, and the field of Summary and Figures.
@@ -80,18 +78,18 @@ class LatencyTarget:
         """The percentile's name in tables and plots."""
         return f"{self.metric.upper()} {self.share}"
 
-    def value_ms(self, run: Summary | Figures) -> float | None:
+    def value_ms(self, run: Summary | report.Figures) -> float | None:
         """Return the percentile of a run in ms, or None if nothing was measured."""
         spread = getattr(run, METRICS[self.metric])
         return None if spread is None else float(getattr(spread, self.share))
 
-    def is_kept(self, run: Summary | Figures) -> bool:
+    def is_kept(self, run: Summary | report.Figures) -> bool:
         """Return whether the percentile is within the limit. Answers of one token have no TPOT."""
         value = self.value_ms(run)
         return value is None or value <= self.limit_ms
 
 
-def are_kept(targets: Sequence[LatencyTarget], run: Summary | Figures) -> bool:
+def are_kept(targets: Sequence[LatencyTarget], run: Summary | report.Figures) -> bool:
     """Return whether a run is within all limits and almost no request failed."""
     if run.failed > MAX_FAILED_SHARE * run.requests or run.ttft is None:
         return False
@@ -111,7 +109,7 @@ class Point:
     """A run at a rate in requests per second: measured (Summary) or simulated (Figures)."""
 
     rate: float
-    run: Summary | Figures
+    run: Summary | report.Figures
 
     @property
     def measured(self) -> bool:
@@ -252,7 +250,7 @@ class RealServer:
             return options.load.spec, await runs.measure(0)
 
 
-async def measure_cost_model(config: ServerConfig, path: Path) -> CostModel:
+async def measure_cost_model(config: server_config.ServerConfig, path: Path) -> CostModel:
     """Measure the model's steps on this machine in a process of its own, and write them to `path`.
 
     Raises:
@@ -290,22 +288,22 @@ NO_GAP = {"step_gap_ms_p50": 0.0}  # of a server that reports none
 class Simulation:
     """A server in simulated time, and the load that it gets; `load` is copied for each rate."""
 
-    config: ServerConfig
+    config: server_config.ServerConfig
     model: CostModel
     load: TraceSpec
 
-    def at(self, rate: float) -> Figures:
+    def at(self, rate: float) -> report.Figures:
         """Return the figures of two minutes of the load at a rate, but at least 500 requests."""
         count = min(max(round(rate * SIMULATED_S), MIN_SIMULATED), MAX_SIMULATED)
         return self.run(dataclasses.replace(self.load, request_rate=rate, num_requests=count))
 
-    def run(self, spec: TraceSpec) -> Figures:
+    def run(self, spec: TraceSpec) -> report.Figures:
         """Return the figures of a load."""
         tokens = self.config.worker.max_total_tokens or self.model.measured_on.max_total_tokens
         num_pages = tokens // self.config.worker.page_size
         world = World(self.config, self.model, num_pages, seed=spec.seed)
         world.run(enumerate(generate(spec)))
-        return figures(world, self.model.delays_ms.delivery, Slo(), wall=0.0)
+        return report.figures(world, self.model.delays_ms.delivery, latency.Slo(), wall=0.0)
 
     def fitted_to(self, spec: TraceSpec, measured: Result) -> "Simulation":
         """Return a simulation with the delays and the latency of a measured run of `spec`.
@@ -385,7 +383,7 @@ class CapacityRequest:
     """
 
     targets: Sequence[LatencyTarget]
-    config: ServerConfig
+    config: server_config.ServerConfig
     endpoint: str
     names_model: bool
     load: Mapping[str, Any]
@@ -434,7 +432,7 @@ class Planner:
             simulation = await self._fitted(Simulation(config, model, self._spec), server)
             return self._answer(info, *await self._verified_rate(simulation, server))
 
-    async def _cost_model(self, config: ServerConfig, folder: Path) -> CostModel:
+    async def _cost_model(self, config: server_config.ServerConfig, folder: Path) -> CostModel:
         path = self._request.cost_model
         if path is not None and path.exists():
             return cost_model.load(path)

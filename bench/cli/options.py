@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from bench.client import load_generator, server
 from bench.client.backends import DEFAULT_BASE_URL, OpenAIServer
-from bench.client.load_generator import SendOptions
-from bench.client.server import LAUNCHER
 from bench.load.datasets import read_requests, read_sharegpt, sample
 from bench.load.flags import (
     LOAD_FLAGS,
@@ -41,13 +40,11 @@ from bench.load.workload import (
 )
 from quadriga.errors import ConfigError
 from quadriga.sampling.params import MAX_SEED, SamplingParams
-from quadriga.server.config import server_config
-from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.config import engine_args, server_config
 from quadriga.server.config.flags import flag_name
 from quadriga.server.config.parser import CommandParser
 from quadriga.server.config.server_config import ServerConfig
-from simulator.latency import Slo
-from simulator.trace import TraceRequest
+from simulator import latency, trace
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -420,7 +417,7 @@ class TargetOptions:
     model: str
     tokenizer: str
     server_log: Path | None
-    launcher: Path = LAUNCHER
+    launcher: Path = server.LAUNCHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,7 +432,7 @@ class LoadOptions:
 
     workload: Workload
     spec: TraceSpec | None
-    send: SendOptions
+    send: load_generator.SendOptions
     pretok: bool
     spell: bool
 
@@ -449,7 +446,7 @@ class OutputOptions:
         verbose: print all figures.
     """
 
-    slo: Slo
+    slo: latency.Slo
     report: str
     verbose: bool
     json_path: Path | None
@@ -489,7 +486,7 @@ def parse(argv: list[str], prog: str = PROG) -> Options:
         target=target,
         load=_load(arguments, target),
         output=OutputOptions(
-            slo=Slo.parse(arguments.goodput),
+            slo=latency.Slo.parse(arguments.goodput),
             report=arguments.report,
             verbose=arguments.verbose,
             json_path=arguments.json,
@@ -566,7 +563,7 @@ def _load(arguments: Namespace, target: TargetOptions) -> LoadOptions:
     return LoadOptions(
         workload=workload,
         spec=spec,
-        send=SendOptions(
+        send=load_generator.SendOptions(
             params,
             gap_s=_gap_s(arguments),
             truncate=True if arguments.truncate else None,
@@ -631,7 +628,7 @@ def _conversations(arguments: Namespace, spec: TraceSpec, config: ServerConfig |
     named = given_tokenizer or getattr(arguments, "model", "")
     if not named and config is None:
         raise ConfigError("--dataset-name sharegpt counts tokens: add --tokenizer MODEL")
-    model = ModelArgs(model=named) if config is None else config.model
+    model = engine_args.ModelArgs(model=named) if config is None else config.model
     tokenizer = tokenizer_of(given_tokenizer, model)
     samples = sample(
         read_sharegpt(arguments.dataset_path),
@@ -639,7 +636,7 @@ def _conversations(arguments: Namespace, spec: TraceSpec, config: ServerConfig |
         lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids),
         arguments.seed,
     )
-    requests: list[TraceRequest] = list(generate(spec))
+    requests: list[trace.TraceRequest] = list(generate(spec))
     if arguments.file_lengths:
         requests = [
             msgspec.structs.replace(request, max_new_tokens=chosen.answer_tokens)
@@ -696,10 +693,10 @@ def preparation(options: Options, served: str = "") -> Preparation:
     return Preparation(lambda jobs: jobs, size)
 
 
-def _model_of(options: Options, served: str) -> ModelArgs:
+def _model_of(options: Options, served: str) -> engine_args.ModelArgs:
     if options.target.config is not None:
         return options.target.config.model
-    return ModelArgs(model=options.target.model or served)
+    return engine_args.ModelArgs(model=options.target.model or served)
 
 
 def _encoder(tokenizer: "Tokenizer") -> Callable[[str], list[int]]:

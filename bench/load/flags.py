@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.load.synthetic import LENGTHS_FORM, Lengths, TraceSpec
-from quadriga.server.config.flags import flag_fields, flag_name
-from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.config import flags, server_config
 
 
 class LoadFlag(NamedTuple):
@@ -100,7 +99,7 @@ def add_load_flags(
     """Add flags of a table to a parser; the help shows `defaults`, and absent flags stay unset."""
     for name in names:
         flag, default, add = table[name], defaults[name], group.add_argument
-        options = [*filter(None, (flag_name(name), flag.alias))]
+        options = [*filter(None, (flags.flag_name(name), flag.alias))]
         has_shown_default = default is None or "(default: " in flag.help
         if flag.kind is bool:
             add(*options, dest=name, action="store_true", default=argparse.SUPPRESS, help=flag.help)
@@ -152,5 +151,5 @@ def trace_spec(values: Mapping[str, Any]) -> TraceSpec:
 
 def server_flags_in(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the server flags that were given, with their values."""
-    names = {field.name for field in flag_fields(*ServerConfig().groups())}
+    names = {field.name for field in flags.flag_fields(*server_config.ServerConfig().groups())}
     return {name: value for name, value in vars(arguments).items() if name in names}

@@ -16,8 +16,8 @@ from bench.report.table import markdown_table
 from bench.roofline.roofline_model import Product, StepPart, Work, at_the_rate, floor
 from bench.worker_steps import make_bench
 from quadriga.errors import ConfigError
+from quadriga.server.config import server_config
 from quadriga.server.config import server_config as server_flags
-from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.models.resolve import resolve_model
 
 if TYPE_CHECKING:  # needs torch, which make_bench imports after it has set the environment
@@ -152,7 +152,7 @@ def kinds_for(context_length: int) -> "list[Kind]":
     return kinds + [Kind(1, 0, tokens) for tokens in PREFILLS]
 
 
-def report(config: ServerConfig) -> bool:
+def report(config: server_config.ServerConfig) -> bool:
     """Measure and print, and return whether every bound holds, or raise ConfigError."""
     if config.worker.quantization == "auto":
         config = config.replace(quantization="none")
@@ -210,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def _main(config: ServerConfig, report_only: bool) -> int:
+def _main(config: server_config.ServerConfig, report_only: bool) -> int:
     holds = report(config)
     return EXIT_OK if holds or report_only else EXIT_FAILED
 

@@ -18,9 +18,7 @@ from worker_proc.cpu.engine import NativeEngine
 from worker_proc.cpu.memory import allocate
 from worker_proc.cpu.program import OpKind
 from worker_proc.engines.factory import make_engine
-from worker_proc.models.attention import AttentionShape
-from worker_proc.models.base import Model
-from worker_proc.models.layers import Embedding, Linear, RMSNorm
+from worker_proc.models import attention, base, layers
 from worker_proc.models.ops import Ops, Value
 from worker_proc.step.engine import Engine
 
@@ -107,18 +105,18 @@ class _TimedProduct:
         return self.seconds[-1]
 
 
-class OneProduct(Model):
+class OneProduct(base.Model):
     """A model whose head is a norm and the product, without layers."""
 
-    final_norm: RMSNorm
+    final_norm: layers.RMSNorm
 
     def __init__(self, product: Product) -> None:
         super().__init__()
         self.vocab_size = product.outputs
-        self.attention_shape = AttentionShape(layers=1, heads=1, kv_heads=1, head_dim=16)
-        self._tokens = Embedding(1, product.inputs)
-        self.final_norm = RMSNorm(product.inputs, 1e-5)
-        self.linear = Linear(product.inputs, product.outputs)
+        self.attention_shape = attention.AttentionShape(layers=1, heads=1, kv_heads=1, head_dim=16)
+        self._tokens = layers.Embedding(1, product.inputs)
+        self.final_norm = layers.RMSNorm(product.inputs, 1e-5)
+        self.linear = layers.Linear(product.inputs, product.outputs)
 
     def forward(self, ops: Ops[Value]) -> Value:
         """Return embeddings, which nothing uses."""

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from bench.roofline.roofline_model import Product, Work
+from worker_proc.models import decoder, ops
 from worker_proc.models.attention import AttentionShape
-from worker_proc.models.decoder import build_model
 from worker_proc.models.layers import (
     Activation,
     Attention,
@@ -16,7 +16,6 @@ from worker_proc.models.layers import (
     Linear,
     RMSNorm,
 )
-from worker_proc.models.ops import Ops
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Bytes of a quantized weight, with its share of the scales of a group of 32.
@@ -28,7 +27,7 @@ def work_of(hf_config: dict[str, Any], quantization: str, number_bytes: int) -> 
 
     `number_bytes` is the size of a weight that is not quantized, and of a number in the KV cache.
     """
-    model = build_model(hf_config)  # without storage
+    model = decoder.build_model(hf_config)  # without storage
     recorder = _WorkRecorder(model.attention_shape)
     model.compute_logits(recorder, model.forward(recorder))
     return Work(
@@ -39,7 +38,7 @@ def work_of(hf_config: dict[str, Any], quantization: str, number_bytes: int) -> 
     )
 
 
-class _WorkRecorder(Ops[None]):
+class _WorkRecorder(ops.Ops[None]):
     """Records products and attention; values are None."""
 
     def __init__(self, shape: AttentionShape) -> None:

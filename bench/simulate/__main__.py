@@ -20,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from bench.cli.command import EXIT_USAGE, run_command, strict_parser
-from bench.load.datasets import read_requests
+from bench.load import datasets, synthetic
 from bench.load.flags import (
     LOAD_DEFAULTS,
     LOAD_FLAGS,
@@ -29,20 +29,14 @@ from bench.load.flags import (
     add_trace,
     trace_spec,
 )
-from bench.load.synthetic import generate
 from bench.report.files import now, read_runs
 from cluster_proc.scaling import Scaling, ScalingLimits
 from quadriga.errors import ConfigError
 from quadriga.programs import install_command
 from quadriga.server.config.engine_args import DOWN_AFTER_S, TARGET_REQUESTS, UP_AFTER_S
 from quadriga.server.config.flags import check_positive, flag_name
-from simulator import cost_model
-from simulator.clock import START
+from simulator import clock, cost_model, fleet, latency, report, trace
 from simulator.flags import add_flags_of_world, config_of, num_pages_of, parsed, source_of
-from simulator.fleet import Loss
-from simulator.latency import Slo
-from simulator.report import Figures, block, comparison, figures
-from simulator.trace import TraceRequest
 from simulator.world import World
 
 # The flags of replicas that come and go in a simulation.
@@ -84,7 +78,7 @@ class FleetChanges:
         start_s: seconds until a replica that is added serves.
     """
 
-    losses: list[Loss]
+    losses: list[fleet.Loss]
     return_after_s: float | None
     scaling: ScalingLimits | None
     start_s: float
@@ -97,7 +91,7 @@ class FleetChanges:
             value = getattr(arguments, name)
             if value is not None and not value >= 0:
                 raise ConfigError(f"{flag_name(name)} must be 0 or more (it is {value})")
-        losses = [Loss.parse(text) for text in arguments.lose]
+        losses = [fleet.Loss.parse(text) for text in arguments.lose]
         num_lost = max((loss.count for loss in losses), default=0)
         if losses and num_lost >= arguments.replicas:
             raise ConfigError(
@@ -152,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def simulate(arguments: argparse.Namespace) -> int:
     """Simulate, print and write the figures, and return the exit code."""
     config, model = config_of(arguments), cost_model.load(arguments.cost_model)
-    slo = Slo.parse(arguments.goodput)
+    slo = latency.Slo.parse(arguments.goodput)
     draw_plot = _plotter(arguments.plot)
     measured = None if arguments.compare is None else read_runs(arguments.compare)
     num_requests, arrivals = _arrivals(arguments)
@@ -176,10 +170,10 @@ def simulate(arguments: argparse.Namespace) -> int:
         finally:
             gc.enable()
         wall = time.perf_counter() - began
-    run = figures(world, model.delays_ms.delivery, slo, wall)
-    print(block(run, arguments.replicas, source_of(arguments.cost_model, model)))
+    run = report.figures(world, model.delays_ms.delivery, slo, wall)
+    print(report.block(run, arguments.replicas, source_of(arguments.cost_model, model)))
     if measured is not None:
-        print(comparison(run, [one["summary"] for one in measured]))
+        print(report.comparison(run, [one["summary"] for one in measured]))
     if arguments.json is not None:
         flags = {name: str(value) for name, value in vars(arguments).items()}
         document = {"flags": flags, "summary": dataclasses.asdict(run)}
@@ -189,7 +183,9 @@ def simulate(arguments: argparse.Namespace) -> int:
     return 1 if run.failed else 0
 
 
-def _arrivals(arguments: argparse.Namespace) -> tuple[int, Iterable[tuple[int, TraceRequest]]]:
+def _arrivals(
+    arguments: argparse.Namespace,
+) -> tuple[int, Iterable[tuple[int, trace.TraceRequest]]]:
     """Return the number of requests, and the requests with indexes in the order of World.run."""
     given = vars(arguments)
     drawn = [flag_name(name) for name in LOAD_FLAGS if name in given]
@@ -198,7 +194,7 @@ def _arrivals(arguments: argparse.Namespace) -> tuple[int, Iterable[tuple[int, T
             raise ConfigError(
                 f"{', '.join(drawn)} would change nothing about --trace: leave it out"
             )
-        requests = read_requests(arguments.trace)
+        requests = datasets.read_requests(arguments.trace)
         indexed = sorted(
             enumerate(requests), key=lambda item: 0.0 if item[1].follows is not None else item[1].at
         )
@@ -207,10 +203,10 @@ def _arrivals(arguments: argparse.Namespace) -> tuple[int, Iterable[tuple[int, T
     if "max_concurrency" in given and "request_rate" not in given:
         values |= {"request_rate": math.inf}  # a closed loop has no rate
     spec = trace_spec(values)
-    return spec.num_requests, enumerate(generate(spec))
+    return spec.num_requests, enumerate(synthetic.generate(spec))
 
 
-def _load_text(arguments: argparse.Namespace, run: Figures) -> str:
+def _load_text(arguments: argparse.Namespace, run: report.Figures) -> str:
     """Return the load in a few words, for the title of a plot."""
     given = vars(arguments)
     if arguments.trace is not None:
@@ -223,7 +219,7 @@ def _load_text(arguments: argparse.Namespace, run: Figures) -> str:
     return text + (f" on {arguments.replicas} replicas" if arguments.replicas > 1 else "")
 
 
-def _plotter(path: Path | None) -> Callable[[World, Sequence[str], Slo], None]:
+def _plotter(path: Path | None) -> Callable[[World, Sequence[str], latency.Slo], None]:
     """Return the function that draws a finished run; fail early if matplotlib is missing."""
     if path is None:
         return lambda *_: None
@@ -234,7 +230,7 @@ def _plotter(path: Path | None) -> Callable[[World, Sequence[str], Slo], None]:
             f"--plot needs {error.name}, which is not installed: {install_command('plot')}"
         ) from None
     return lambda world, title, slo: plots.draw_simulation(
-        path, world.records, world.samples, START, title, slo
+        path, world.records, world.samples, clock.START, title, slo
     )
 
 

@@ -6,24 +6,23 @@ from contextlib import ExitStack, contextmanager
 
 import msgspec
 
+from http_proc.core import errors, observe, resumption, streaming
 from http_proc.core.call import Call
 from http_proc.core.caller import Caller, current_caller, set_caller
-from http_proc.core.errors import ApiError, from_server
 from http_proc.core.gateway import Gateway, Key
-from http_proc.core.observe import CallRecord, as_current, log_request
-from http_proc.core.resumption import set_resumption
-from http_proc.core.streaming import EventSink
 from quadriga.errors import QuadrigaError
 from quadriga.server.processes.logs import in_a_line
 
-Answerer = Callable[[Gateway, Call, EventSink], Awaitable[object | None]]
+Answerer = Callable[[Gateway, Call, streaming.EventSink], Awaitable[object | None]]
 """Returns the body of a whole answer; None: the answer went to the sink as a stream."""
 
 APIS = Key[dict[str, Answerer]]("apis")
 """By the path of the endpoint."""
 
 
-async def answer(gateway: Gateway, call: Call, caller: Caller, sink: EventSink) -> bytes | None:
+async def answer(
+    gateway: Gateway, call: Call, caller: Caller, sink: streaming.EventSink
+) -> bytes | None:
     """Answer a call. This task answers nothing else meanwhile.
 
     Args:
@@ -39,29 +38,29 @@ async def answer(gateway: Gateway, call: Call, caller: Caller, sink: EventSink) 
         Exception: whatever prevents the answer; `api_error_of` converts it.
     """
     set_caller(caller)
-    set_resumption(call.resumption)
+    resumption.set_resumption(call.resumption)
     body = await gateway[APIS][call.path](gateway, call, sink)
     return None if body is None else msgspec.json.encode(body)
 
 
-def api_error_of(error: Exception, record: CallRecord) -> ApiError:
+def api_error_of(error: Exception, record: observe.CallRecord) -> errors.ApiError:
     """Convert what a call has raised. An unexpected exception is logged and becomes a 500."""
-    if isinstance(error, ApiError):
+    if isinstance(error, errors.ApiError):
         return error
     if isinstance(error, QuadrigaError):
-        return from_server(error, {})
+        return errors.from_server(error, {})
     logging.error("%s failed", in_a_line(f"{record.method} {record.path}"), exc_info=error)
-    return ApiError(500, "the gateway failed on this request; its log says why")
+    return errors.ApiError(500, "the gateway failed on this request; its log says why")
 
 
-def note_failure(gateway: Gateway, record: CallRecord, error: ApiError) -> None:
+def note_failure(gateway: Gateway, record: observe.CallRecord, error: errors.ApiError) -> None:
     """Note and count the error that answers a call."""
     record.failed(error)
     gateway.metrics.count_error(record.code or str(error.status))
 
 
 @contextmanager
-def observed(gateway: Gateway, record: CallRecord, traceparent: str) -> Iterator[None]:
+def observed(gateway: Gateway, record: observe.CallRecord, traceparent: str) -> Iterator[None]:
     """Trace and log a call of a `with` block: its answer, and the sending of it.
 
     Args:
@@ -72,11 +71,11 @@ def observed(gateway: Gateway, record: CallRecord, traceparent: str) -> Iterator
     trace = gateway.traces.begin(traceparent, record) if record.method == "POST" else None
     with ExitStack() as stack:
         if trace is not None:
-            stack.enter_context(as_current(trace))
+            stack.enter_context(observe.as_current(trace))
         try:
             yield
         finally:
-            log_request(record, gateway.log_level)
+            observe.log_request(record, gateway.log_level)
             if trace is not None:
                 trace.tenant = current_caller().name
                 gateway.traces.finish(trace, record)

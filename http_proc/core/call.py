@@ -11,9 +11,7 @@ from typing import Any
 
 import msgspec
 
-from http_proc.core.caller import current_caller
-from http_proc.core.errors import invalid
-from http_proc.core.observe import CallRecord
+from http_proc.core import caller, errors, observe
 from http_proc.core.resumption import Resumption
 
 # Any body up to this size is decoded in a few milliseconds.
@@ -46,11 +44,13 @@ async def parse_object(data: bytes) -> dict[str, Any]:
         body = _decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         if "out of range" in str(error) and (field := _field_that_fails(data)):
-            raise invalid(f"{field} holds a number {NUMBERS}", field, "invalid_json") from None
-        raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
+            raise errors.invalid(
+                f"{field} holds a number {NUMBERS}", field, "invalid_json"
+            ) from None
+        raise errors.invalid(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
-        raise invalid("the body must be a JSON object", code="invalid_json")
-    current_caller().set_user(body.get("user"))
+        raise errors.invalid("the body must be a JSON object", code="invalid_json")
+    caller.current_caller().set_user(body.get("user"))
     if len(data) > SMALL_BYTES:
         await asyncio.sleep(0)
     return body
@@ -85,7 +85,7 @@ async def check_shape(body: bytes) -> None:
     _check(bare.count(b"{") + bare.count(b"["), MAX_CONTAINERS, "objects and arrays")
     _check(bare.count(b","), MAX_COMMAS, "values")
     if _LONG_NUMBER in bare.translate(_DIGITS_AS_ZEROS):
-        raise invalid(f"the body has a number of more than {MAX_DIGITS} digits; shorten it")
+        raise errors.invalid(f"the body has a number of more than {MAX_DIGITS} digits; shorten it")
 
 
 def num_containers(body: bytes) -> int:
@@ -108,7 +108,7 @@ async def _may_exceed_limits(body: bytes) -> bool:
 
 def _check(count: int, limit: int, what: str) -> None:
     if count > limit:
-        raise invalid(
+        raise errors.invalid(
             f"the body has {count} {what}: at most {limit} are taken; send several smaller requests"
         )
 
@@ -135,7 +135,7 @@ class Call:
     priority: int | None = None
     may_keep: bool = True
     resumption: Resumption | None = None
-    record: CallRecord = field(default_factory=CallRecord)
+    record: observe.CallRecord = field(default_factory=observe.CallRecord)
 
     async def parse(self) -> dict[str, Any]:
         """Return the JSON object in the body, whose bytes are kept no longer.

@@ -11,14 +11,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
+from http_proc.core import errors, observe, progress, request_group, shares
 from http_proc.core.call import Call
 from http_proc.core.caller import current_caller
-from http_proc.core.errors import ApiError, from_server
-from http_proc.core.observe import CallRecord, RecentChoices, RequestMetrics, WebTraces
-from http_proc.core.progress import ProgressPoller
-from http_proc.core.request_group import GroupNotes, RequestGroup
 from http_proc.core.resumption import current_resumption
-from http_proc.core.shares import SharedBound, Shares
 from quadriga.client.async_client import AsyncClient
 from quadriga.errors import QuadrigaError, ServerStopping
 from quadriga.server.config.server_config import ServerConfig
@@ -162,23 +158,23 @@ class Gateway:
         keys = config.tenants.keys
         self.tenant_file = TenantFile(Path(keys), directory=run_dir) if keys else None
         self.server_info = ServerInfo(client)
-        self.metrics = RequestMetrics()
-        self.recent = RecentChoices()
+        self.metrics = observe.RequestMetrics()
+        self.recent = observe.RecentChoices()
         interval_s = config.http.sse_ping_interval
-        self.progress = ProgressPoller(client, interval_s)
-        self._lasting_progress = ProgressPoller(self.lasting_client, interval_s)
+        self.progress = progress.ProgressPoller(client, interval_s)
+        self._lasting_progress = progress.ProgressPoller(self.lasting_client, interval_s)
         self.log_level = RequestLogLevel.of(config.launch)
-        self.traces = WebTraces(config.traces, make_exporter(config.traces, self.model))
+        self.traces = observe.WebTraces(config.traces, make_exporter(config.traces, self.model))
         self.started_at = wall_seconds()
         self.is_draining = False
-        self.shares = Shares(config.tenants, self.tenant_file)
-        self.bodies = SharedBound(
+        self.shares = shares.Shares(config.tenants, self.tenant_file)
+        self.bodies = shares.SharedBound(
             self.shares, max(MAX_TOTAL_BODY_BYTES, 2 * config.http.max_body_bytes)
         )
-        self.stored_items = SharedBound(self.shares, self.bodies.limit)
+        self.stored_items = shares.SharedBound(self.shares, self.bodies.limit)
         self._idle = asyncio.Event()
         self._idle.set()
-        self._groups: dict[str, RequestGroup] = {}
+        self._groups: dict[str, request_group.RequestGroup] = {}
         self._parts: dict[Key[Any], Any] = {}
 
     def __setitem__(self, key: Key[T], part: T) -> None:
@@ -204,7 +200,7 @@ class Gateway:
     def check_model(self, name: str | None) -> None:
         """Raise a 404 for a model that is not served."""
         if name is not None and not self.is_served(name):
-            raise ApiError(
+            raise errors.ApiError(
                 404,
                 f"model {name!r} is not served here: use {self.model!r}",
                 param="model",
@@ -213,8 +209,8 @@ class Gateway:
 
     @contextmanager
     def open_group(
-        self, rid: str, names: Mapping[str, str], record: CallRecord
-    ) -> Iterator[RequestGroup]:
+        self, rid: str, names: Mapping[str, str], record: observe.CallRecord
+    ) -> Iterator[request_group.RequestGroup]:
         """Register a request group for a `with` block. Errors of the server leave it as ApiErrors.
 
         Args:
@@ -224,15 +220,15 @@ class Gateway:
         """
         if self.is_draining:
             error = ServerStopping("the server is stopping and takes no new requests")
-            raise from_server(error, names)
+            raise errors.from_server(error, names)
         while rid in self._groups:
             rid += "+"
         resumption = current_resumption()
         is_resumable = resumption is not None
-        group = self._groups[rid] = RequestGroup(
+        group = self._groups[rid] = request_group.RequestGroup(
             self.lasting_client if is_resumable else self.client,
             self._lasting_progress if is_resumable else self.progress,
-            GroupNotes(names, record, self.metrics, self.recent),
+            request_group.GroupNotes(names, record, self.metrics, self.recent),
             current_caller().name,
             resumption,
         )
@@ -241,7 +237,7 @@ class Gateway:
             with group:
                 yield group
         except QuadrigaError as error:
-            raise from_server(error, names) from None
+            raise errors.from_server(error, names) from None
         except asyncio.CancelledError:
             self.metrics.num_disconnects += 1
             raise
@@ -272,7 +268,7 @@ class Gateway:
             for request_id in group.request_ids
         }
 
-    def open_groups(self, rid: str | None) -> list[RequestGroup]:
+    def open_groups(self, rid: str | None) -> list[request_group.RequestGroup]:
         """Return what is being answered of `rid`, an answer's id or its X-Request-Id; None: all.
 
         A tenant reaches only its own.

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from quadriga.client.async_client import AsyncClient
-from quadriga.client.types import StreamChunk
+from quadriga.client import async_client, types
 from quadriga.errors import QuadrigaError
 from quadriga.wire.client import MAX_PROGRESS_IDS, RequestProgress, RequestState
 
@@ -60,7 +59,7 @@ class Waiting(Protocol):
     def request_ids(self) -> list[str]:
         """Ids of the requests that have not ended."""
 
-    async def next_chunks(self) -> list[tuple[int, StreamChunk]]:
+    async def next_chunks(self) -> list[tuple[int, types.StreamChunk]]:
         """Wait for chunks, or to be woken, and return them by choice."""
 
     def wake(self) -> None:
@@ -90,7 +89,7 @@ class StreamWatch:
         """Ids of the stream's requests that have not ended."""
         return self._group.request_ids
 
-    async def first_chunks(self) -> list[tuple[int, StreamChunk]]:
+    async def first_chunks(self) -> list[tuple[int, types.StreamChunk]]:
         """Wait until the headers are due, and return the chunks that have arrived by then.
 
         They are due with the first chunk, at the admission, or when their time has come. Raise the
@@ -137,7 +136,7 @@ class ProgressPoller:
         ping_interval_s: seconds of silence after which a stream gets a comment; 0: never.
     """
 
-    def __init__(self, client: AsyncClient, ping_interval_s: float) -> None:
+    def __init__(self, client: async_client.AsyncClient, ping_interval_s: float) -> None:
         self._client = client
         self._ping_interval_s = ping_interval_s
         self._watches: set[StreamWatch] = set()

@@ -12,9 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from http_proc.core.errors import ApiError, from_server
-from http_proc.core.observe import CallRecord, RecentChoices, RequestMetrics, Stage, current_trace
-from http_proc.core.progress import ProgressPoller
+from http_proc.core import errors, observe, progress
 from http_proc.core.resumption import Resumption
 from quadriga.client.async_client import AsyncClient, RequestOptions
 from quadriga.client.receipts import Receipt
@@ -104,9 +102,9 @@ class GroupNotes(NamedTuple):
     """
 
     names: Mapping[str, str]
-    record: CallRecord
-    metrics: RequestMetrics
-    recent: RecentChoices
+    record: observe.CallRecord
+    metrics: observe.RequestMetrics
+    recent: observe.RecentChoices
 
 
 class RequestGroup:
@@ -132,7 +130,7 @@ class RequestGroup:
     def __init__(
         self,
         client: AsyncClient,
-        poller: ProgressPoller,
+        poller: progress.ProgressPoller,
         notes: GroupNotes,
         tenant: str,
         resumption: Resumption | None,
@@ -183,7 +181,7 @@ class RequestGroup:
         """Whether every prompt is tokenized."""
         return len(self._accepted) == len(self._handles)
 
-    def stages_until_now(self, stage: str) -> list[Stage]:
+    def stages_until_now(self, stage: str) -> list[observe.Stage]:
         """Return tokenize and `stage`, which ends now, and their seconds by the gateway's clock.
 
         The list is empty before the prompts are tokenized. `stage`: "" for none.
@@ -216,7 +214,7 @@ class RequestGroup:
 
         if params.max_new_tokens == 0:
             params, sink = msgspec.structs.replace(params, max_new_tokens=1), _prompt_only(sink)
-        trace = current_trace()
+        trace = observe.current_trace()
         if trace is not None:
             options = {**options, "traceparent": trace.traceparent}
         kept = None
@@ -348,12 +346,12 @@ class RequestGroup:
         notes.recent.add(completion, self.priority, self.tenant)
         notes.record.completions.append(completion)
 
-    def note_error(self, error: QuadrigaError) -> ApiError:
+    def note_error(self, error: QuadrigaError) -> errors.ApiError:
         """Count and note the error that ends a stream after its begin; return the client's."""
         names, record, metrics, _ = self._notes
         metrics.count_error(error.code)
         record.code, record.error = error.code, f"{error.code}: {error}"
-        api_error = from_server(error, names)
+        api_error = errors.from_server(error, names)
         api_error.request_id = record.request_id
         return api_error
 

@@ -9,10 +9,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from http_proc.core.errors import ApiError
-from http_proc.core.observe import Stage
-from http_proc.core.progress import StreamWatch
-from http_proc.core.request_group import Chunks, RequestGroup
+from http_proc.core import errors, observe, progress, request_group
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.errors import QuadrigaError
 from quadriga.wire.client import Accepted
@@ -49,7 +46,7 @@ class Opening(NamedTuple):
     """
 
     framing: StreamFraming
-    stages: Sequence[Stage] = ()
+    stages: Sequence[observe.Stage] = ()
 
 
 class EventSink(Protocol):
@@ -126,7 +123,7 @@ class Renderer(Protocol):
         """Return the events that follow the last chunk of all choices."""
         return b""
 
-    def error(self, error: ApiError) -> bytes:
+    def error(self, error: errors.ApiError) -> bytes:
         """Return the events that end the stream with an error."""
 
 
@@ -137,14 +134,14 @@ class OpenAIEnd:
         """Return the mark of the end."""
         return DONE
 
-    def error(self, error: ApiError) -> bytes:
+    def error(self, error: errors.ApiError) -> bytes:
         """Return the error and the mark of the end."""
         return event(error.body()) + DONE
 
 
 async def stream_events(
     sink: EventSink,
-    group: RequestGroup,
+    group: request_group.RequestGroup,
     renderer: Renderer,
     last: Callable[[], Awaitable[bytes]] | None = None,
 ) -> None:
@@ -175,7 +172,11 @@ async def stream_events(
 
 
 async def _send(
-    sink: EventSink, group: RequestGroup, renderer: Renderer, watch: StreamWatch, chunks: Chunks
+    sink: EventSink,
+    group: request_group.RequestGroup,
+    renderer: Renderer,
+    watch: progress.StreamWatch,
+    chunks: request_group.Chunks,
 ) -> None:
     """Send chunks, and all that follow, to the end. Raise the error of a request."""
     has_started = is_last = False
@@ -197,7 +198,9 @@ async def _send(
             chunks = await group.next_chunks()
 
 
-def _rendered(group: RequestGroup, renderer: Renderer, chunks: Chunks) -> bytes:
+def _rendered(
+    group: request_group.RequestGroup, renderer: Renderer, chunks: request_group.Chunks
+) -> bytes:
     """Return the events of chunks."""
     pieces = []
     for choice, chunk in chunks:
@@ -207,7 +210,7 @@ def _rendered(group: RequestGroup, renderer: Renderer, chunks: Chunks) -> bytes:
     return b"".join(pieces)
 
 
-async def collect(group: RequestGroup) -> list[Completion]:
+async def collect(group: request_group.RequestGroup) -> list[Completion]:
     """Return the completion of every choice, in order. Raises the first error."""
     completions = await group.completions()
     for completion in completions:

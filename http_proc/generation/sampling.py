@@ -13,8 +13,7 @@ import msgspec.inspect
 
 from http_proc.core.errors import ApiError, from_server, invalid, shortened
 from http_proc.generation.schema import OpenAIRequest, ResponseFormat, StructuredOutputs
-from quadriga.errors import InvalidRequest
-from quadriga.keywords import nearest
+from quadriga import errors, keywords
 from quadriga.sampling.params import GRAMMAR_FIELDS, MAX_CHOICES, MAX_SEED, SamplingParams
 from quadriga.sampling.validation import check_counts, check_numbers
 from quadriga.server.answer_format import AnswerFormat
@@ -90,7 +89,7 @@ def take_sampling(
         params = msgspec.convert(values, SamplingParams, str_keys=True)
         check_numbers(params)
         return Sampling(params, names)
-    except InvalidRequest as error:
+    except errors.InvalidRequest as error:
         raise from_server(error, names) from None
     except msgspec.ValidationError as error:
         raise wrong_type(error, names) from None
@@ -135,7 +134,7 @@ def wrong_type(
     unknown = re.search(r"unknown field `(\w*)`", text)
     if unknown is not None and not field:
         name = unknown[1]
-        near = nearest(name, known)
+        near = keywords.nearest(name, known)
         return invalid(f"{name} is not a field of this request; leave it out{near}", name)
     missing = re.search(r"missing required field `(\w*)`", text)
     if missing is not None and not field:

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from http_proc.core.call import Call
 from http_proc.core.errors import invalid
 from http_proc.core.gateway import Gateway
-from quadriga.client.async_client import RequestOptions
-from quadriga.client.types import Completion, Prompt
+from quadriga.client import async_client, types
 from quadriga.sampling.params import SamplingParams
 from quadriga.sampling.pooling import Pooling
 
@@ -32,10 +31,10 @@ async def vectors(
     gateway: Gateway,
     call: Call,
     answer_id: str,
-    asked: Sequence[tuple[Prompt, Pooling]],
-    options: RequestOptions,
+    asked: Sequence[tuple[types.Prompt, Pooling]],
+    options: async_client.RequestOptions,
     names: Mapping[str, str],
-) -> list[Completion]:
+) -> list[types.Completion]:
     """Return the completions of prompts, which have their vectors, in order.
 
     Args:
@@ -49,7 +48,7 @@ async def vectors(
     Raises:
         ApiError: the server refuses one of the prompts.
     """
-    ended: dict[int, Completion] = {}
+    ended: dict[int, types.Completion] = {}
     waiting = iter(asked)
     with gateway.open_group(answer_id, names, call.record) as group:
         for prompt, pooling in itertools.islice(waiting, MAX_AT_ONCE):

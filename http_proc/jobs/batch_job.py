@@ -17,13 +17,11 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from http_proc.core import observe, shares, streaming
 from http_proc.core.answering import answer, api_error_of, note_failure, observed
 from http_proc.core.call import Call
 from http_proc.core.caller import Caller, set_caller
 from http_proc.core.gateway import Gateway
-from http_proc.core.observe import CallRecord
-from http_proc.core.shares import holding
-from http_proc.core.streaming import Opening
 from http_proc.jobs.batch_lines import (
     BatchStatus,
     FileCheck,
@@ -133,7 +131,7 @@ class LineAnswer(NamedTuple):
 class _NoStream:
     """The EventSink of a line, which is no stream: the check of the file has refused it."""
 
-    async def open(self, opening: Opening) -> None:
+    async def open(self, opening: streaming.Opening) -> None:
         raise RuntimeError(f"a line of a batch is answered by {opening.framing.content_type}")
 
     async def write(self, data: bytes | memoryview) -> None:
@@ -150,10 +148,10 @@ async def answer_line(
     gateway: Gateway, endpoint: str, body: bytes, line_id: str, caller: Caller
 ) -> LineAnswer:
     """Return the answer to the body of a line, with the lowest priority. It keeps nothing."""
-    record = CallRecord(request_id=line_id, path=endpoint, route=endpoint)
+    record = observe.CallRecord(request_id=line_id, path=endpoint, route=endpoint)
     call = Call(endpoint, body, line_id, True, LOWEST_PRIORITY, may_keep=False, record=record)
     set_caller(caller)
-    with observed(gateway, record, ""), holding():
+    with observed(gateway, record, ""), shares.holding():
         try:
             whole = await answer(gateway, call, caller, _NoStream())
         except Exception as caught:

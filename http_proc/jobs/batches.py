@@ -20,8 +20,7 @@ from aiohttp import web
 from http_proc.core.caller import current_caller
 from http_proc.core.errors import RETRY_AFTER_S, ApiError, invalid
 from http_proc.core.gateway import Gateway, Key
-from http_proc.generation.sampling import convert
-from http_proc.generation.schema import check_metadata
+from http_proc.generation import sampling, schema
 from http_proc.jobs.batch_job import ENDPOINTS, BatchJob, JobTools, LineGate
 from http_proc.jobs.batch_lines import (
     BatchList,
@@ -333,11 +332,11 @@ def _unavailable(reason: str) -> ApiError:
 async def create_batch(request: web.Request) -> web.Response:
     """Start a batch: its file is checked and run afterwards."""
     service = await service_of(request)
-    call = convert(await read_object(request), CreateBatchRequest)
+    call = sampling.convert(await read_object(request), CreateBatchRequest)
     if call.endpoint not in ENDPOINTS:
         names = ", ".join(ENDPOINTS)
         raise invalid(f"endpoint is {call.endpoint[:100]!r}: it must be one of {names}", "endpoint")
-    check_metadata(call.metadata)
+    schema.check_metadata(call.metadata)
     try:
         purpose = service.files.get(call.input_file_id).purpose
     except ApiError as error:

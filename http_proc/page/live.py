@@ -14,11 +14,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from http_proc.core.errors import from_server
+from http_proc.core import errors, streaming
 from http_proc.core.gateway import Gateway, Key
-from http_proc.core.streaming import SERVER_SENT_EVENTS, named_event
-from http_proc.web.access import check_operator
-from http_proc.web.exchange import GATEWAY, HEADERS
+from http_proc.web import access, exchange
 from quadriga.client.async_client import AsyncClient
 from quadriga.client.live import server_to_json, step_to_json
 from quadriga.errors import InvalidRequest, QuadrigaError, QueueFull
@@ -257,7 +255,7 @@ class LiveHub:
 
 def sse(name: str, body: Any) -> bytes:
     """Return a server-sent event with a name."""
-    return named_event(name.encode(), _encode(body))
+    return streaming.named_event(name.encode(), _encode(body))
 
 
 _NUMBER = re.compile(r"[0-9]{1,4}", re.ASCII)
@@ -272,16 +270,16 @@ def close_hubs(gateway: Gateway) -> None:
 
 async def live(request: web.Request) -> web.StreamResponse:
     """Send what the server does, for as long as the client reads."""
-    check_operator(request, "the live feed shows requests of")
+    access.check_operator(request, "the live feed shows requests of")
     try:
         with (await _hub(request)).viewer() as viewer:
-            content_type = {"Content-Type": SERVER_SENT_EVENTS.content_type}
-            response = web.StreamResponse(headers=HEADERS | content_type)
+            content_type = {"Content-Type": streaming.SERVER_SENT_EVENTS.content_type}
+            response = web.StreamResponse(headers=exchange.HEADERS | content_type)
             await response.prepare(request)
             while data := await viewer.take():
                 await response.write(data)  # waits while the connection's buffer is full
     except (InvalidRequest, QueueFull) as error:
-        raise from_server(error, {}) from None
+        raise errors.from_server(error, {}) from None
     await response.write_eof()
     return response
 
@@ -292,7 +290,7 @@ async def _hub(request: web.Request) -> LiveHub:
     Raises:
         InvalidRequest: there is no such replica.
     """
-    gateway, text = request.app[GATEWAY], request.query.get("replica", "0")
+    gateway, text = request.app[exchange.GATEWAY], request.query.get("replica", "0")
     hubs = gateway[LIVE]
     if not _NUMBER.fullmatch(text):
         raise InvalidRequest(f"replica is {text[:20]!r}: it must be a number, such as 1", "replica")

@@ -25,9 +25,8 @@ from http_proc.apis.responses.stored_responses import StoredResponses
 from http_proc.core.caller import current_caller
 from http_proc.core.observe import HISTOGRAMS, RequestMetrics
 from http_proc.jobs.batches import BATCHES, BatchService
-from http_proc.web.exchange import GATEWAY
+from http_proc.web import exchange, stream_rows
 from http_proc.web.resumable import STREAM_ROWS, STREAMS, StreamTable
-from http_proc.web.stream_rows import StreamRows
 from quadriga.errors import NonFiniteLogits, QuadrigaError
 from quadriga.server.histogram import buckets
 
@@ -230,7 +229,9 @@ def of_responses(make: Families, store: ResponseStore | None) -> Iterator[Metric
     yield make.labeled("response_saves", text, "outcome", saves)
 
 
-def of_streams(make: Families, table: StreamTable, rows: StreamRows) -> Iterator[Metric]:
+def of_streams(
+    make: Families, table: StreamTable, rows: stream_rows.StreamRows
+) -> Iterator[Metric]:
     """Yield the metrics of resumable streams."""
     text = "Number of resumable streams that are kept"
     yield make.gauge("resumable_streams", text, len(table))
@@ -460,7 +461,7 @@ async def metrics(request: web.Request) -> web.Response:
 
     A tenant's key gets those of the tenant's own usage.
     """
-    gateway = request.app[GATEWAY]
+    gateway = request.app[exchange.GATEWAY]
     make = Families(gateway.model)
     try:
         info = await gateway.server_info.current()

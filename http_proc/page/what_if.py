@@ -18,11 +18,8 @@ from aiohttp import web
 from http_proc.core.errors import ApiError, from_server, invalid
 from http_proc.core.gateway import Gateway, Key
 from http_proc.core.observe import MAX_RECENT_CHOICES, MAX_RECENT_TOKENS
-from http_proc.generation.sampling import convert
-from http_proc.generation.schema import RequestBody
-from http_proc.web.access import check_operator
-from http_proc.web.endpoint import Endpoint, post
-from http_proc.web.exchange import GATEWAY, json_response, read_object
+from http_proc.generation import sampling, schema
+from http_proc.web import access, endpoint, exchange
 from quadriga import clock
 from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.programs import command_of
@@ -235,14 +232,14 @@ MAX_LAST_S, DEFAULT_LAST_S = 86_400.0, 600.0
 MAX_NAME_CHARS = 40
 
 
-class WhatIfVariant(RequestBody):
+class WhatIfVariant(schema.RequestBody):
     """A column. flags: names of server flags, and the values that they have in it."""
 
     name: str
     flags: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class WhatIfRequest(RequestBody):
+class WhatIfRequest(schema.RequestBody):
     """POST /v1/what_if. last_s: seconds until now in which the requests arrived."""
 
     variants: list[WhatIfVariant] = msgspec.field(default_factory=list)
@@ -267,12 +264,12 @@ class WhatIfLoad(msgspec.Struct):
 
 async def what_if_load(request: web.Request) -> web.Response:
     """Say which requests are there to be simulated, and which flags can be others."""
-    check_operator(request, "the load is that of")
-    gateway = request.app[GATEWAY]
+    access.check_operator(request, "the load is that of")
+    gateway = request.app[exchange.GATEWAY]
     choices = gateway.recent.since(0.0)
     config, _ = await _as_it_was(gateway)
     seconds = clock.now() - choices[0].received_at if choices else 0.0
-    return json_response(
+    return exchange.json_response(
         WhatIfLoad(
             len(choices),
             seconds,
@@ -293,10 +290,10 @@ def _most_running(choices: Sequence[MeasuredChoice]) -> int:
 
 async def what_if(request: web.Request) -> web.Response:
     """Simulate the last minutes with the server's flags, and with those of each variant."""
-    check_operator(request, "the load is that of")
-    call = convert(await read_object(request), WhatIfRequest)
+    access.check_operator(request, "the load is that of")
+    call = sampling.convert(await exchange.read_object(request), WhatIfRequest)
     _check(call)
-    gateway = request.app[GATEWAY]
+    gateway = request.app[exchange.GATEWAY]
     choices = gateway.recent.since(clock.now() - call.last_s)
     if not choices:
         raise ApiError(
@@ -356,8 +353,8 @@ def _variant(config: ServerConfig, place: int, variant: WhatIfVariant) -> FlagVa
 
 
 WHAT_IF_ENDPOINTS = [
-    Endpoint("/v1/what_if", what_if_load, "The load and the flags that can be simulated",
+    endpoint.Endpoint("/v1/what_if", what_if_load, "The load and the flags that can be simulated",
              WhatIfLoad),
-    post("/v1/what_if", what_if, "The last minutes with other flags, beside what happened",
+    endpoint.post("/v1/what_if", what_if, "The last minutes with other flags, beside what happened",
          WhatIfRequest, WhatIfAnswer),
 ]  # fmt: skip

@@ -9,17 +9,13 @@ from typing import Any
 import msgspec
 from aiohttp import HttpVersion11, web
 
-from http_proc.core.answering import answer
+from http_proc.core import answering, caller, gateway, observe, streaming
 from http_proc.core.call import Call, parse_object
-from http_proc.core.caller import current_caller
 from http_proc.core.errors import RETRY_AFTER_S, ApiError
-from http_proc.core.gateway import Gateway
-from http_proc.core.observe import SERVER_TIMING, CallRecord, server_timing
-from http_proc.core.streaming import Opening
 
-GATEWAY = web.AppKey("gateway", Gateway)
+GATEWAY = web.AppKey("gateway", gateway.Gateway)
 REQUEST_ID = web.RequestKey("request_id", str)
-RECORD = web.RequestKey("record", CallRecord)
+RECORD = web.RequestKey("record", observe.CallRecord)
 
 BODY_TIMEOUT_S = 60.0
 STEP_BYTES = 1024 * 1024
@@ -100,7 +96,7 @@ async def read_bytes(request: web.Request) -> bytes:
 async def _receive(request: web.Request) -> bytes:
     """Return the body, within the limits for one body and for all bodies together."""
     bodies, max_bytes = request.app[GATEWAY].bodies, request.client_max_size
-    owner = current_caller().owner
+    owner = caller.current_caller().owner
     if (request.content_length or 0) > max_bytes:
         raise _too_large(max_bytes)
     body = bytearray()
@@ -140,11 +136,11 @@ def json_response(body: Any) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 
-def headers_of(opening: Opening) -> dict[str, str]:
+def headers_of(opening: streaming.Opening) -> dict[str, str]:
     """Return the headers of a stream."""
     headers = HEADERS | {"Content-Type": opening.framing.content_type}
-    timing = server_timing(opening.stages)
-    return headers | ({SERVER_TIMING: timing} if timing else {})
+    timing = observe.server_timing(opening.stages)
+    return headers | ({observe.SERVER_TIMING: timing} if timing else {})
 
 
 class ConnectionSink:
@@ -162,7 +158,7 @@ class ConnectionSink:
         self._request, self._headers = request, headers or {}
         self.response = web.StreamResponse()
 
-    async def open(self, opening: Opening) -> None:
+    async def open(self, opening: streaming.Opening) -> None:
         """Send the headers."""
         self.response.headers.update({**headers_of(opening), **self._headers})
         await self.response.prepare(self._request)
@@ -195,7 +191,7 @@ async def receive_call(request: web.Request) -> Call:
 async def send_answer(request: web.Request, call: Call) -> web.StreamResponse:
     """Send the answer of a call. Return a whole one, which the middleware sends."""
     sink = ConnectionSink(request)
-    body = await answer(request.app[GATEWAY], call, current_caller(), sink)
+    body = await answering.answer(request.app[GATEWAY], call, caller.current_caller(), sink)
     return (
         sink.response if body is None else web.Response(body=body, content_type="application/json")
     )

@@ -16,14 +16,12 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import web
 
+from http_proc.core import event_log, resumption, shares
 from http_proc.core.answering import answer
 from http_proc.core.call import Call
 from http_proc.core.caller import Caller, current_caller
 from http_proc.core.errors import RETRY_AFTER_RESTART_S, RETRY_AFTER_S, ApiError, invalid
-from http_proc.core.event_log import EventLog, copy_events
 from http_proc.core.gateway import Gateway, Key, wall_seconds, without_prefix
-from http_proc.core.resumption import Resumption, new_key
-from http_proc.core.shares import holding
 from http_proc.web.endpoint import STREAM, Endpoint
 from http_proc.web.exchange import GATEWAY, ConnectionSink, json_response, receive_call, send_answer
 from http_proc.web.stream_rows import StreamName, StreamRow, StreamRows
@@ -55,7 +53,7 @@ class ResumableStream:
     """
 
     row: StreamRow
-    log: EventLog = field(default_factory=EventLog)
+    log: event_log.EventLog = field(default_factory=event_log.EventLog)
     counted_bytes: int = 0
     task: "asyncio.Task[None] | None" = None
     num_readers: int = 0
@@ -149,7 +147,7 @@ class StreamTable:
         """
         self._make_room(row, is_resent)
         stream = ResumableStream(row)
-        stream.log = EventLog(lambda: self._on_growth(stream))
+        stream.log = event_log.EventLog(lambda: self._on_growth(stream))
         self._streams[row.name] = stream
         self._expired.pop(row.name, None)
         self._on_growth(stream)
@@ -162,7 +160,7 @@ class StreamTable:
     async def _run(self, stream: ResumableStream, answer: Answer) -> None:
         try:
             stream.log.hold(self._rows.add(stream.row))
-            with holding():
+            with shares.holding():
                 await answer(stream)
         except Exception as error:
             if not isinstance(error, ApiError | QuadrigaError):
@@ -304,7 +302,7 @@ class StreamTable:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     @contextmanager
-    def reading(self, stream: ResumableStream) -> Iterator[EventLog]:
+    def reading(self, stream: ResumableStream) -> Iterator[event_log.EventLog]:
         """Read a stream in a `with` block; it is kept meanwhile."""
         stream.num_readers += 1
         self._on_change(stream)
@@ -355,7 +353,9 @@ def answer_of(gateway: Gateway, call: Call, caller: Caller, is_resent: bool = Fa
             row = stream.row = stream.row._replace(decisions=msgspec.json.encode(decisions))
             stream.log.hold(gateway[STREAM_ROWS].decide(row))
 
-        call.resumption = Resumption(row.key, row.created, keep_s, is_resent, decisions, keep)
+        call.resumption = resumption.Resumption(
+            row.key, row.created, keep_s, is_resent, decisions, keep
+        )
         if is_resent:  # a server that answers late must not end a stream that has begun
             await gateway.until_ready()
         await gateway.lasting_client.connect()
@@ -522,7 +522,7 @@ def _row(gateway: Gateway, call: Call) -> StreamRow:
     caller = current_caller()
     return StreamRow(
         id=call.request_id,
-        key=new_key(),
+        key=resumption.new_key(),
         path=call.path,
         body=call.body,
         tenant=caller.tenant,
@@ -555,7 +555,7 @@ async def follow(
             )
         sink = ConnectionSink(request, {STREAM_HEADER: stream.id})
         await sink.open(opening)
-        await copy_events(log, sink, num_read)
+        await event_log.copy_events(log, sink, num_read)
         await sink.close()
     return sink.response
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from quadriga import disk
-from quadriga.errors import ModelError
+from quadriga import disk, errors
 
 
 def cache_directory() -> Path:
@@ -53,14 +52,14 @@ def scratch_directory() -> Iterator[Path]:
         cache.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix="scratch-", dir=cache))
     except OSError as error:
-        raise ModelError(
+        raise errors.ModelError(
             f"cannot write to the cache {cache} ({error.strerror}); set QUADRIGA_CACHE to a"
             " directory that can be written"
         ) from None
     try:
         yield scratch
     except OSError as error:
-        raise ModelError(
+        raise errors.ModelError(
             f"cannot write to the cache {cache} ({error.strerror}); make room there, or set"
             " QUADRIGA_CACHE to another directory"
         ) from None

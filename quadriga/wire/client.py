@@ -15,9 +15,8 @@ import msgspec
 from quadriga import errors
 from quadriga.errors import InvalidRequest, QuadrigaError
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.live import LiveServer, LiveStep
+from quadriga.wire import live, trace
 from quadriga.wire.logprobs import Logprobs, PromptLogprobs
-from quadriga.wire.trace import RequestTrace
 
 # Where the public socket is by default.
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
@@ -570,7 +569,7 @@ class Traces(msgspec.Struct, tag="traces", array_like=True, frozen=True):
     """Answer to GetTraces: the traces that are kept, one for each choice of each request."""
 
     request_id: str
-    traces: list[RequestTrace]
+    traces: list[trace.RequestTrace]
 
 
 class Tokens(msgspec.Struct, tag="tokens", array_like=True, frozen=True):
@@ -601,6 +600,6 @@ ServerMessage = (
     | Text
     | ProgressAnswer
     | Traces
-    | LiveStep
-    | LiveServer
+    | live.LiveStep
+    | live.LiveServer
 )

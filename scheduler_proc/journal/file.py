@@ -17,10 +17,8 @@ from typing import BinaryIO
 import msgspec
 
 from quadriga import disk
-from quadriga.wire.client import ErrorInfo
+from quadriga.wire import client, sockets, to_scheduler
 from quadriga.wire.logprobs import LogprobBlock
-from quadriga.wire.sockets import encode
-from quadriga.wire.to_scheduler import Submit
 from scheduler_proc.state.request import Request
 
 # The format of the journal's file, and how it is read.
@@ -39,10 +37,10 @@ MAGIC = b"QDRJRNL2"
 TAG_BYTES = 8
 NOT_GIVEN_UP = bytes(TAG_BYTES)
 FRAME_HEAD = struct.Struct("<II")
-SUBMIT_TAG = str(Submit.__struct_config__.tag)
+SUBMIT_TAG = str(to_scheduler.Submit.__struct_config__.tag)
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_submit = msgspec.msgpack.Decoder(Submit).decode
+_decode_submit = msgspec.msgpack.Decoder(to_scheduler.Submit).decode
 
 
 class JournalHeader(msgspec.Struct, array_like=True, frozen=True):
@@ -74,16 +72,16 @@ class AcceptedRecord(msgspec.Struct, array_like=True):
     indexes: list[int]
 
     @classmethod
-    def of(cls, seq: int, message: Submit, indexes: list[int]) -> "AcceptedRecord":
+    def of(cls, seq: int, message: to_scheduler.Submit, indexes: list[int]) -> "AcceptedRecord":
         """Return the record of a message that was submitted."""
         return cls(seq, msgspec.Raw(_encode(_written(message))), indexes)
 
-    def submit(self) -> Submit:
+    def submit(self) -> to_scheduler.Submit:
         """Return the message. Raise msgspec.DecodeError if it is none."""
         return _decode_submit(self.message)
 
 
-def _written(message: Submit) -> tuple[object, ...]:
+def _written(message: to_scheduler.Submit) -> tuple[object, ...]:
     """Return the fields that the journal has of a message, behind its tag.
 
     These are those of a request without a tenant, a prefix of its own and a trace; of one that
@@ -120,7 +118,7 @@ class Ended(msgspec.Struct, array_like=True):
     seq: int
     finish_reason: str
     matched_stop: int | None
-    error: ErrorInfo | None
+    error: client.ErrorInfo | None
     cached_tokens: int
     admitted_at: float
 
@@ -309,7 +307,7 @@ class JournalFile:
 
     def _fill(self, fd: int, payloads: Iterable[bytes]) -> tuple[int, int]:
         """Write a whole file. Return its size, and the checksum of its last frame."""
-        frame, checksum = make_frame(encode(self.header), 0)
+        frame, checksum = make_frame(sockets.encode(self.header), 0)
         buffer, size = bytearray(MAGIC + NOT_GIVEN_UP + frame), 0
         for payload in payloads:
             frame, checksum = make_frame(payload, checksum)

@@ -18,9 +18,7 @@ from quadriga.sampling.params import SamplingParams
 from quadriga.server.config.parser import CommandParser
 from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.packing import unpack_ids
-from scheduler_proc.journal.file import JournalHeader
-from scheduler_proc.journal.recovery import RecoveredRequest, read_journal
-from scheduler_proc.journal.writer import FILE_NAME
+from scheduler_proc.journal import file, recovery, writer
 
 # A request as a journal has it, and as it is sent again.
 
@@ -42,10 +40,10 @@ class RecordedJournal(NamedTuple):
     """A journal's header, and its requests in order."""
 
     path: Path
-    header: JournalHeader
-    requests: list[RecoveredRequest]
+    header: file.JournalHeader
+    requests: list[recovery.RecoveredRequest]
 
-    def find(self, request_id: str, index: int) -> RecoveredRequest:
+    def find(self, request_id: str, index: int) -> recovery.RecoveredRequest:
         """Return a choice of a request.
 
         Raises:
@@ -72,9 +70,9 @@ def open_recorded(directory: Path) -> RecordedJournal:
     Raises:
         ConfigError: there is none, or it cannot be read.
     """
-    path = directory / FILE_NAME
+    path = directory / writer.FILE_NAME
     try:
-        contents = read_journal(path)
+        contents = recovery.read_journal(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     if contents.header is None:
@@ -85,12 +83,12 @@ def open_recorded(directory: Path) -> RecordedJournal:
     return RecordedJournal(path, contents.header, contents.requests)
 
 
-def prompt_of(request: RecoveredRequest) -> list[int]:
+def prompt_of(request: recovery.RecoveredRequest) -> list[int]:
     """Return the prompt's token ids."""
     return unpack_ids(request.message.prompt_ids).tolist()
 
 
-def params_of(request: RecoveredRequest) -> SamplingParams:
+def params_of(request: recovery.RecoveredRequest) -> SamplingParams:
     """Return parameters that give the recorded tokens again, and no more of them.
 
     Text does not stop them: the detokenizer finds a stop string after the tokens are computed.

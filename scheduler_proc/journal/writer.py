@@ -23,9 +23,7 @@ from quadriga.server.config.engine_args import (
     journal_dir,
 )
 from quadriga.server.models.resolve import ModelFiles
-from quadriga.wire.packing import pack_ids
-from quadriga.wire.sockets import encode
-from quadriga.wire.to_scheduler import Submit
+from quadriga.wire import packing, sockets, to_scheduler
 from scheduler_proc.journal.events import StepEvents
 from scheduler_proc.journal.file import (
     AcceptedRecord,
@@ -67,7 +65,7 @@ ON, OFF, FAILED = "on", "off", "failed"  # states of a journal, as the server's 
 class JournaledRequest(NamedTuple):
     """A request that stays in the journal: as it was submitted, as it is, and what computes it."""
 
-    message: Submit
+    message: to_scheduler.Submit
     request: Request
     kernels: str
 
@@ -83,7 +81,11 @@ class Journal(Protocol):
         """Note what happened in a step."""
 
     def keep(
-        self, message: Submit, requests: Iterable[Request], acknowledged: bool, kernels: str
+        self,
+        message: to_scheduler.Submit,
+        requests: Iterable[Request],
+        acknowledged: bool,
+        kernels: str,
     ) -> None:
         """Keep requests of an earlier scheduler, with the next `compact`.
 
@@ -116,7 +118,11 @@ class NoJournal:
         """Do nothing."""
 
     def keep(
-        self, message: Submit, requests: Iterable[Request], acknowledged: bool, kernels: str
+        self,
+        message: to_scheduler.Submit,
+        requests: Iterable[Request],
+        acknowledged: bool,
+        kernels: str,
     ) -> None:
         """Do nothing."""
 
@@ -171,7 +177,7 @@ class FileJournal:
             record.accepted.append(AcceptedRecord.of(first_seq, message, indexes))
             self.keep(message, requests)
         if events.seqs:
-            token_ids = pack_ids(events.token_ids)
+            token_ids = packing.pack_ids(events.token_ids)
             record.tokens.append(TokenRecord(events.seqs, token_ids, events.time))
         for request in events.started:
             if request.prompt_logprobs:
@@ -199,7 +205,7 @@ class FileJournal:
 
     def keep(
         self,
-        message: Submit,
+        message: to_scheduler.Submit,
         requests: Iterable[Request],
         acknowledged: bool = False,
         kernels: str = "",
@@ -242,7 +248,7 @@ class FileJournal:
                 self.compact()
             return
         try:
-            self._file.append(encode(record))
+            self._file.append(sockets.encode(record))
         except OSError as error:
             self._give_up(error)
         else:
@@ -252,7 +258,7 @@ class FileJournal:
     def compact(self) -> None:
         """Rewrite the file with the requests that are kept."""
         try:
-            self._file.rewrite(map(encode, self._snapshot()))
+            self._file.rewrite(map(sockets.encode, self._snapshot()))
         except OSError as error:
             self._give_up(error)
             return
@@ -297,7 +303,7 @@ class FileJournal:
                     record.accepted.append(AcceptedRecord.of(first_seq, message, []))
                 record.accepted[0].indexes.append(request.index)
                 if generated := request.generated:
-                    seqs, token_ids = [seq] * len(generated), pack_ids(generated)
+                    seqs, token_ids = [seq] * len(generated), packing.pack_ids(generated)
                     record.tokens.append(TokenRecord(seqs, token_ids, request.first_token_at))
                 if request.logprobs or (request.first_token_at and request.prompt_logprobs):
                     record.logprobs.append(

@@ -11,10 +11,7 @@ from itertools import pairwise
 
 from quadriga.server.histogram import SECONDS, Histogram
 from quadriga.server.tenants import parent_name
-from quadriga.wire.client import InfoValues
-from quadriga.wire.packing import num_ids
-from quadriga.wire.to_scheduler import CLIENT, CLIENT_LOST, SERVER_STOPPING
-from quadriga.wire.worker import StepResult
+from quadriga.wire import client, packing, to_scheduler, worker
 from scheduler_proc.state.batch import ForwardMode, ScheduleBatch, StepUpdate
 from scheduler_proc.state.request import FinishReason, Request
 
@@ -28,15 +25,15 @@ class GuessStats:
         self._num_guesses = 0
         self._num_right = [0] * max_guesses  # by place in the row
 
-    def on_step(self, result: StepResult) -> None:
+    def on_step(self, result: worker.StepResult) -> None:
         """Count the guesses of a step."""
         for row in result.guessed:
             self._num_rows += 1
             self._num_guesses += row.num_guesses
-            for place in range(num_ids(row.token_ids)):
+            for place in range(packing.num_ids(row.token_ids)):
                 self._num_right[place] += 1
 
-    def info(self) -> InfoValues:
+    def info(self) -> client.InfoValues:
         """Return all counters, as docs/protocol.md lists them."""
         return {
             "spec_decode_num_drafts_total": self._num_rows,
@@ -116,7 +113,7 @@ def _add(counts: Counts, more: Counts) -> None:
 
 
 RECENT_STEPS = 4096
-ABORTED_BY = (CLIENT, CLIENT_LOST, SERVER_STOPPING)
+ABORTED_BY = (to_scheduler.CLIENT, to_scheduler.CLIENT_LOST, to_scheduler.SERVER_STOPPING)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 STAGES = ("tokenize", "queue", "prefill", "decode")
 
@@ -158,7 +155,7 @@ class SchedulerStats:
     _gaps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     _last_ended: float = 0.0
 
-    def on_step(self, batch: ScheduleBatch, result: StepResult, update: StepUpdate) -> None:
+    def on_step(self, batch: ScheduleBatch, result: worker.StepResult, update: StepUpdate) -> None:
         """Count a step of the worker, and its tokens."""
         self.steps += 1
         self.prefill_steps += batch.mode is not ForwardMode.DECODE
@@ -187,10 +184,10 @@ class SchedulerStats:
         for stage, seconds in stage_seconds(request, now):
             self.stages[stage].observe(seconds)
 
-    def info(self) -> InfoValues:
+    def info(self) -> client.InfoValues:
         """Return all counters, as docs/protocol.md lists them."""
         gaps = sorted(self._gaps)
-        values: InfoValues = {
+        values: client.InfoValues = {
             "steps": self.steps,
             "prefill_steps": self.prefill_steps,
             "late_plans": self.late_plans,

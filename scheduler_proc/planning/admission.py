@@ -6,11 +6,8 @@ which every part of the core decides.
 
 from quadriga.errors import PromptTooLong, RequestFailed
 from quadriga.server.config.engine_args import SchedulerArgs
-from scheduler_proc.planning.policies import WaitingQueue
-from scheduler_proc.planning.quarantine import Quarantine, is_quarantined
-from scheduler_proc.state.batch import NextRows, RunningBatch
-from scheduler_proc.state.kv_cache import KVCache
-from scheduler_proc.state.kv_offload import KVOffload
+from scheduler_proc.planning import policies, quarantine
+from scheduler_proc.state import batch, kv_cache, kv_offload
 from scheduler_proc.state.request import Request, RequestStatus
 
 INIT_RATIO = 0.7
@@ -53,7 +50,7 @@ class Admission:
             answered.
     """
 
-    def __init__(self, args: SchedulerArgs, kv: KVCache) -> None:
+    def __init__(self, args: SchedulerArgs, kv: kv_cache.KVCache) -> None:
         self.kv = kv
         self.ratio = NewTokenRatio(args.schedule_conservativeness)
         self.holders: dict[int, Request] = {}
@@ -161,21 +158,23 @@ class CoreState:
     def __init__(
         self,
         args: SchedulerArgs,
-        kv: KVCache,
-        offload: KVOffload,
-        waiting: WaitingQueue,
-        next_rows: NextRows,
+        kv: kv_cache.KVCache,
+        offload: kv_offload.KVOffload,
+        waiting: policies.WaitingQueue,
+        next_rows: batch.NextRows,
     ) -> None:
         self.kv = kv
         self.offload = offload
         self.admission = Admission(args, kv)
         self.waiting = waiting
-        self.quarantine = Quarantine()
-        self.running = RunningBatch(args.max_batch_size, args.batch_concurrency_beside, next_rows)
+        self.quarantine = quarantine.Quarantine()
+        self.running = batch.RunningBatch(
+            args.max_batch_size, args.batch_concurrency_beside, next_rows
+        )
 
     def queue(self, request: Request) -> None:
         """Let a request without a slot wait."""
-        (self.quarantine if is_quarantined(request) else self.waiting).push(request)
+        (self.quarantine if quarantine.is_quarantined(request) else self.waiting).push(request)
 
     def remove(self, request: Request) -> None:
         """Let a request neither wait nor run any more."""

@@ -10,11 +10,9 @@ from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from quadriga.server.config.engine_args import SchedulerArgs
-from scheduler_proc.planning.admission import CoreState
+from scheduler_proc.planning import admission, policies, step_cost
 from scheduler_proc.planning.batching import Batching
-from scheduler_proc.planning.policies import AdmissionQueue
 from scheduler_proc.planning.retraction import PageGrowth, Retraction
-from scheduler_proc.planning.step_cost import StepCosts
 from scheduler_proc.state.batch import Capacity, Plan, ScheduleBatch
 from scheduler_proc.state.kv_offload import KVOffload
 from scheduler_proc.state.request import Request, WaitReason
@@ -262,7 +260,7 @@ class StepTarget:
         costs: what steps take.
     """
 
-    def __init__(self, args: SchedulerArgs, costs: StepCosts) -> None:
+    def __init__(self, args: SchedulerArgs, costs: step_cost.StepCosts) -> None:
         self._costs = costs
         self._seconds = None if args.itl_target is None else AIM * args.itl_target / 1000
 
@@ -290,7 +288,7 @@ class PlanParts(Protocol):
     """The requests, slots and pages of a step: the core's own, or those of a simulation."""
 
     @property
-    def waiting(self) -> AdmissionQueue:
+    def waiting(self) -> policies.AdmissionQueue:
         """The requests that wait."""
 
     @property
@@ -354,7 +352,11 @@ class CoreParts:
     """
 
     def __init__(
-        self, state: CoreState, batching: Batching, retraction: Retraction, growth: PageGrowth
+        self,
+        state: admission.CoreState,
+        batching: Batching,
+        retraction: Retraction,
+        growth: PageGrowth,
     ) -> None:
         self.waiting = state.waiting
         self.partial = state.running.partial
@@ -448,7 +450,7 @@ class PrefillPlanner:
         parts: PlanParts,
         page_size: int,
         budget: PrefillBudget,
-        costs: StepCosts,
+        costs: step_cost.StepCosts,
     ) -> None:
         self._parts = parts
         self.budget = budget

@@ -10,10 +10,9 @@ import psutil
 from quadriga.clock import now
 from quadriga.errors import InvalidRequest, QueueFull
 from quadriga.server.config.engine_args import check_replica
+from quadriga.wire import sockets, to_scheduler
 from quadriga.wire.client import Watch
 from quadriga.wire.live import MAX_WATCH_S, LiveProcess, LiveServer
-from quadriga.wire.sockets import Sender, encode
-from quadriga.wire.to_scheduler import WatchSteps
 from tokenizer_proc.deliver.clients import Clients
 
 MAX_PROCESSES = 64
@@ -110,7 +109,7 @@ class Viewers:
 
     def __init__(
         self,
-        scheduler: Sender,
+        scheduler: sockets.Sender,
         clients: Clients,
         usage: ProcessUsage,
         num_open: Callable[[], int],
@@ -154,7 +153,7 @@ class Viewers:
                 " watch by the web gateway, whose viewers count once",
                 MAX_WATCH_S,
             )
-        self._scheduler.send(WatchSteps(seconds, is_new, message.replica))
+        self._scheduler.send(to_scheduler.WatchSteps(seconds, is_new, message.replica))
         self._until[watched] = self._clock() + seconds
         if self._reporting is None:
             self._reporting = asyncio.get_running_loop().create_task(self._report())
@@ -167,7 +166,7 @@ class Viewers:
     def _end(self, watched: Watched) -> None:
         replica = watched[1]
         if self._until.pop(watched, None) is not None and replica not in self._watched_replicas:
-            self._scheduler.send(WatchSteps(0.0, replica=replica))
+            self._scheduler.send(to_scheduler.WatchSteps(0.0, replica=replica))
 
     @property
     def _watched_replicas(self) -> set[int]:
@@ -209,7 +208,7 @@ class Viewers:
                     dropped=self._num_dropped,
                     num_replicas=self._num_replicas,
                 )
-                self._offer(encode(report), clients)
+                self._offer(sockets.encode(report), clients)
                 await asyncio.sleep(SERVER_INTERVAL_S)
                 self._expire()
         finally:

@@ -4,8 +4,7 @@ from collections import OrderedDict
 
 import msgspec
 
-from quadriga import clock
-from quadriga.errors import InvalidRequest
+from quadriga import clock, errors
 from quadriga.server.config.frontend_args import TraceArgs
 from quadriga.server.tracing.context import HeadSampling
 from quadriga.server.tracing.export import Exporter
@@ -82,7 +81,7 @@ class RingTraces:
             InvalidRequest: there are too many ids.
         """
         if len(message.request_ids) > MAX_TRACE_IDS:
-            raise InvalidRequest(
+            raise errors.InvalidRequest(
                 f"request_ids has {len(message.request_ids)} ids: at most {MAX_TRACE_IDS} are"
                 " allowed; ask for the others with another message",
                 "request_ids",

@@ -18,14 +18,11 @@ from quadriga.wire.packing import num_ids
 from quadriga.wire.to_scheduler import CLIENT, CLIENT_LOST, Drain, FrontendRestarted, Submit
 from tokenizer_proc.deliver.clients import Clients
 from tokenizer_proc.deliver.traces import RingTraces
-from tokenizer_proc.intake.grammar_validator import GrammarValidator
-from tokenizer_proc.intake.overload import OverloadGuard
+from tokenizer_proc.intake import grammar_validator, overload, tenants
 from tokenizer_proc.intake.pool import PreparePool
-from tokenizer_proc.intake.tenants import RequestOwners, TenantAccounts
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.prepare import Prepared, Preparer, decode_outcome
-from tokenizer_proc.replicas.open_requests import ClientRequests
-from tokenizer_proc.replicas.placed import PlacedRequest
+from tokenizer_proc.replicas import open_requests, placed
 from tokenizer_proc.replicas.replicas import EndedChoice, Replicas
 
 # The clients of a frontend that died try to connect many times a second; after this time the ones
@@ -40,7 +37,7 @@ class RequestPreparation(NamedTuple):
 
     preparer: Preparer
     pool: PreparePool
-    grammars: GrammarValidator
+    grammars: grammar_validator.GrammarValidator
 
     def close(self) -> None:
         """End the processes."""
@@ -84,21 +81,21 @@ class RequestIntake:
     def __init__(
         self,
         preparation: RequestPreparation,
-        guard: OverloadGuard,
+        guard: overload.OverloadGuard,
         replicas: Replicas,
         clients: Clients,
         replaces: bool,
-        owners: RequestOwners,
+        owners: tenants.RequestOwners,
         traces: RingTraces,
     ) -> None:
         self._traces = traces
-        self._tenants = TenantAccounts(owners)
+        self._tenants = tenants.TenantAccounts(owners)
         self._preparation = preparation
         self._guard = guard
         self._replicas = replicas
         self._clients = clients
         self._replaces = replaces
-        self._incoming = ClientRequests[IncomingRequest]()
+        self._incoming = open_requests.ClientRequests[IncomingRequest]()
         self._open = replicas.requests
         self._is_draining = False
         self._awaits_clients = replaces
@@ -319,7 +316,7 @@ class RequestIntake:
             loop.call_later(request.keep_s, self._end_kept, request, request.submit)
         self._drain_if_idle()
 
-    def _end_kept(self, request: PlacedRequest, submit: Submit | None) -> None:
+    def _end_kept(self, request: placed.PlacedRequest, submit: Submit | None) -> None:
         """End a request whose client is gone for too long."""
         if self._replicas.end(request, submit, CLIENT_LOST):
             self._tenants.on_lost([request])

@@ -16,8 +16,7 @@ from functools import partial
 from typing import BinaryIO
 
 from quadriga.errors import RequestFailed
-from quadriga.server.processes.control_channel import signal_at_parents_death
-from quadriga.server.processes.logs import log_exception
+from quadriga.server.processes import control_channel, logs
 from quadriga.wire.client import Refused
 from quadriga.wire.sockets import encode
 from tokenizer_proc.intake.overload import check_room
@@ -71,13 +70,13 @@ def _run_forked(keep: socket.socket, main: Callable[[], None]) -> None:
     A process at the other end of an inherited socket would not notice that its peer has died.
     """
     try:
-        signal_at_parents_death(signal.SIGKILL)
+        control_channel.signal_at_parents_death(signal.SIGKILL)
         os.closerange(3, keep.fileno())
         os.closerange(keep.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         main()
         os._exit(0)
     except BaseException:
-        log_exception()
+        logs.log_exception()
         os._exit(1)
 
 

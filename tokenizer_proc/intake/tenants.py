@@ -16,8 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from quadriga.errors import InvalidRequest, QuotaExceeded
-from quadriga.server.config.engine_args import ModelArgs
-from quadriga.server.config.frontend_args import TenantArgs
+from quadriga.server.config import engine_args, frontend_args
 from quadriga.server.tenants import MIN_PRIORITY, Tenant, TenantFile, own_info, parent_name
 from quadriga.wire.client import Generate, Info, is_gateway
 from quadriga.wire.sockets import encode
@@ -25,7 +24,7 @@ from tokenizer_proc.intake.overload import RETRY_AFTER_S
 from tokenizer_proc.preparation.prepare import Prepared
 from tokenizer_proc.replicas.placed import PlacedRequest
 
-DEFAULT_MODEL = ModelArgs()
+DEFAULT_MODEL = engine_args.ModelArgs()
 NUM_SHOWN_CHARS = 12
 
 _decode_info = msgspec.msgpack.Decoder(Info).decode
@@ -70,8 +69,8 @@ class RequestOwners:
 
     def __init__(
         self,
-        args: TenantArgs,
-        model: ModelArgs = DEFAULT_MODEL,
+        args: frontend_args.TenantArgs,
+        model: engine_args.ModelArgs = DEFAULT_MODEL,
         key_names: MutableMapping[bytes, str] | None = None,
         directory: Path | None = None,
     ) -> None:

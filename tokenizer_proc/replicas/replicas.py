@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from quadriga import __version__
-from quadriga.errors import InvalidRequest
+from quadriga import __version__, errors
 from quadriga.wire.client import (
     Chunks,
     Info,
@@ -532,7 +531,7 @@ class Replicas:
         if replica is not None:
             replica.outbox.send(message)
         elif message.seconds > 0:
-            raise InvalidRequest(
+            raise errors.InvalidRequest(
                 f"replica {message.replica} is lost: watch another one, or start the server again",
                 "replica",
             )

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from quadriga.client import Client
-from quadriga.client.types import Completion, Prompt
+from quadriga.client import Client, types
 from quadriga.errors import (
     InvalidRequest,
     PromptTooLong,
@@ -255,7 +254,7 @@ class Chat:
         self._conversation.add(question, "".join(pieces))
         return True
 
-    def _stream(self, question: str, pieces: list[str]) -> Completion | None:
+    def _stream(self, question: str, pieces: list[str]) -> types.Completion | None:
         """Print and collect an answer; return its completion, None if the server sent none."""
         completion = None
         chunks = self._client.stream(
@@ -313,7 +312,9 @@ def run_ask(arguments: argparse.Namespace) -> None:
         note(timing_line(completion))
 
 
-def _print_chat_answer(client: AnyClient, text: str, params: SamplingParams) -> Completion | None:
+def _print_chat_answer(
+    client: AnyClient, text: str, params: SamplingParams
+) -> types.Completion | None:
     try:
         return _print_answer(client, [{"role": "user", "content": text}], params)
     except (InvalidRequest, CallRefused):
@@ -323,7 +324,9 @@ def _print_chat_answer(client: AnyClient, text: str, params: SamplingParams) -> 
     return _print_answer(client, text, params)
 
 
-def _print_answer(client: AnyClient, prompt: Prompt, params: SamplingParams) -> Completion | None:
+def _print_answer(
+    client: AnyClient, prompt: types.Prompt, params: SamplingParams
+) -> types.Completion | None:
     """Print an answer and return it; None if the server sent no end of it."""
     completion = None
     for chunk in client.stream(prompt, params):

@@ -13,8 +13,7 @@ from tqdm import tqdm
 from quadriga.client.sync_client import Client
 from quadriga.errors import InvalidRequest
 from quadriga.sampling.pooling import Pooling
-from quadriga.server.cli.server_api import GatewayClient
-from quadriga.server.cli.shared import add_server, is_web_address, note
+from quadriga.server.cli import server_api, shared
 
 TEXTS_AT_ONCE = 512
 NPY_MAGIC = b"\x93NUMPY\x01\x00"
@@ -35,7 +34,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dimensions", type=int, metavar="N", help="keep the first N numbers")
     parser.add_argument("--no-normalize", action="store_true", help="leave the vectors' lengths")
     parser.add_argument("--truncate", action="store_true", help="cut texts that are too long")
-    add_server(parser)
+    shared.add_server(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -57,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
                 file.writelines(f"{json.dumps(list(each))}\n".encode() for each in vectors)
             bar.update(len(vectors))
     partial.replace(output)
-    note(f"{output} has {count} vectors")
+    shared.note(f"{output} has {count} vectors")
 
 
 def _texts(path: Path, field: str) -> Iterator[str]:
@@ -84,8 +83,8 @@ def _vectors(arguments: argparse.Namespace) -> Iterator[list["array[float]"]]:
     """Yield the vectors of the lines, some hundred at a time."""
     pooling = Pooling(normalize=not arguments.no_normalize, dimensions=arguments.dimensions)
     texts = _texts(arguments.input, arguments.field)
-    if is_web_address(arguments.endpoint):
-        gateway = GatewayClient(arguments.endpoint, arguments.api_key, lambda _: None)
+    if shared.is_web_address(arguments.endpoint):
+        gateway = server_api.GatewayClient(arguments.endpoint, arguments.api_key, lambda _: None)
         while block := list(islice(texts, TEXTS_AT_ONCE)):
             yield gateway.embed(block, pooling, arguments.truncate)
         return

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from quadriga.client.async_client import AsyncClient
-from quadriga.client.live import server_from_json, step_from_json
+from quadriga.client import async_client, live
 from quadriga.errors import RequestFailed, ServerUnreachable
 from quadriga.server.cli.server_api import ServerApi, events_of
 from quadriga.wire.live import (
@@ -41,7 +40,7 @@ async def ring_messages(
     endpoint: str, curve_dir: str | None, replica: int
 ) -> AsyncGenerator[LiveMessage, None]:
     """Yield the messages of a server's public socket."""
-    async with AsyncClient(endpoint, curve_dir=curve_dir) as client:
+    async with async_client.AsyncClient(endpoint, curve_dir=curve_dir) as client:
         async for message in client.watch(replica):
             yield message
 
@@ -71,9 +70,9 @@ async def gateway_messages(url: str, key: str, replica: int) -> AsyncGenerator[L
 def _decode(data: str) -> list[LiveMessage]:
     body = json.loads(data)
     try:
-        messages: list[LiveMessage] = [step_from_json(step) for step in body["steps"]]
+        messages: list[LiveMessage] = [live.step_from_json(step) for step in body["steps"]]
         if body["server"] is not None:
-            messages.append(server_from_json(body["server"]))
+            messages.append(live.server_from_json(body["server"]))
     except msgspec.ValidationError as error:
         raise RequestFailed(
             f"the server speaks another version of the live feed: {error}; use the quadriga of"

@@ -11,10 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from quadriga import __version__
-from quadriga.errors import QuadrigaError
-from quadriga.keywords import similar
-from quadriga.programs import load_function
+from quadriga import __version__, errors, keywords, programs
 from quadriga.server.config.parser import advice_on
 
 # Shells report these exit codes for a program that SIGINT or SIGPIPE ended.
@@ -86,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if arguments[0] in PROGRAMS:
         program = PROGRAMS[arguments[0]]
-        return load_function(program.module, program.function)(arguments[1:])
+        return programs.load_function(program.module, program.function)(arguments[1:])
     _check_command(arguments[0])
     try:
         namespace, others = _parser(arguments[0]).parse_known_args(arguments)
@@ -99,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe has left, as after `quadriga ask ... | head`
         _discard_stdout()
         return EXIT_BROKEN_PIPE
-    except QuadrigaError as error:
+    except errors.QuadrigaError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_FAILED
     except OSError as error:
@@ -114,7 +111,7 @@ def _check_command(word: str) -> None:
     names = [*PROGRAMS, *COMMANDS]
     if word in names or word.startswith("-"):
         return
-    near = similar(word, names)
+    near = keywords.similar(word, names)
     remedy = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(names)}"
     _parser().error(f"there is no command {word}; {remedy}")
 

@@ -13,9 +13,7 @@ from typing import Any
 import msgspec
 
 from quadriga.errors import ConfigError, InvalidRequest
-from quadriga.server.cli.live_picture import add_replica, gateway_messages
-from quadriga.server.cli.server_api import ServerApi
-from quadriga.server.cli.shared import add_url, note
+from quadriga.server.cli import live_picture, server_api, shared
 from quadriga.server.tracing.chrome import LiveRecording
 
 MAX_LIVE_S = 600.0
@@ -27,11 +25,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--live", type=seconds, metavar="10s", help="record all requests and steps for so long"
     )
-    add_replica(parser)
+    live_picture.add_replica(parser)
     parser.add_argument(
         "-o", "--output", type=Path, metavar="trace.json", help="(default: standard output)"
     )
-    add_url(parser)
+    shared.add_url(parser)
 
 
 def seconds(text: str) -> float:
@@ -49,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
     if (arguments.id is None) == (arguments.live is None):
         raise InvalidRequest("give the ID of a request, or --live 10s for all of them")
     if arguments.live is None:
-        trace = ServerApi(arguments.url, arguments.api_key).trace(arguments.id)
+        trace = server_api.ServerApi(arguments.url, arguments.api_key).trace(arguments.id)
         num_spans = sum(event["ph"] == "X" for event in trace["traceEvents"])
         _write(trace, f"{num_spans} spans", arguments.output)
         return
@@ -63,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
 async def _record(arguments: argparse.Namespace) -> LiveRecording:
     """Record the live feed for some seconds, counted from its first message."""
     recording, ends_at = LiveRecording(), 0.0
-    feed = gateway_messages(arguments.url, arguments.api_key, arguments.replica)
+    feed = live_picture.gateway_messages(arguments.url, arguments.api_key, arguments.replica)
     async with aclosing(feed) as messages:
         async for message in messages:
             now = time.monotonic()
@@ -88,4 +86,4 @@ def _write(trace: dict[str, Any], what: str, output: Path | None) -> None:
         output.write_text(text)
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error.strerror}") from None
-    note(f"{what} are in {output}: open it at https://ui.perfetto.dev")
+    shared.note(f"{what} are in {output}: open it at https://ui.perfetto.dev")

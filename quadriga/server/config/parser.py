@@ -4,9 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from quadriga import __version__
-from quadriga.errors import ConfigError
-from quadriga.keywords import similar
+from quadriga import __version__, errors, keywords
 from quadriga.server.config import server_config
 from quadriga.server.config.flags import flag_fields, flag_name, missing_flag_advice
 from quadriga.server.config.server_config import ServerConfig
@@ -44,7 +42,7 @@ def advice_on(others: Sequence[str], parser: argparse.ArgumentParser) -> str:
 
 def _near(flag: str, known: Sequence[str]) -> str:
     words = {name.lstrip("-"): name for name in known}
-    near = [words[word] for word in similar(flag.lstrip("-").replace("_", "-"), words)]
+    near = [words[word] for word in keywords.similar(flag.lstrip("-").replace("_", "-"), words)]
     if SYNONYMS.get(flag) in known:
         near.insert(0, SYNONYMS[flag])
     shown = f"near it: {', '.join(dict.fromkeys(near))}" if near else "--help shows the flags"
@@ -67,7 +65,7 @@ class CommandParser(AdvisingParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError."""
-        raise ConfigError(f"{message}; --help shows all flags")
+        raise errors.ConfigError(f"{message}; --help shows all flags")
 
 
 class ServerParser(argparse.ArgumentParser):
@@ -116,6 +114,6 @@ def _advice(flag: str) -> str:
     names = [field.name for field in fields]
     names += [field.metadata["alias"] for field in fields if field.metadata["alias"]]
     word = flag.lstrip("-").replace("-", "_")
-    if near := similar(word, names):
+    if near := keywords.similar(word, names):
         return f"there is no flag {flag}; near it: {', '.join(map(flag_name, near))}"
     return f"there is no flag {flag}; --help-all shows all flags"

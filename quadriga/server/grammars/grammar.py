@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quadriga.sampling.params import Grammar
-from quadriga.server.grammars.exact_integers import holds_exact
-from quadriga.server.grammars.json_schema import parse_schema, prepared_schema
+from quadriga.server.grammars import exact_integers, json_schema
 from quadriga.server.grammars.structural_tag import (
     Format,
     JsonValue,
@@ -159,16 +158,16 @@ def to_library_form(
     schemas = LibrarySchemas()
 
     def prepared(schema: Any) -> dict[str, Any]:
-        return prepared_schema(
+        return json_schema.prepared_schema(
             schema, schemas, finds_faults=finds_faults, frees_lenient=frees_lenient
         )
 
     if grammar.kind == "json_schema":
-        schema = parse_schema(grammar.text)
+        schema = json_schema.parse_schema(grammar.text)
         if not isinstance(schema, dict):
             raise ValueError("the schema must be an object")
         ready = prepared(schema)
-        if not holds_exact(ready):
+        if not exact_integers.holds_exact(ready):
             return _json_grammar(ready)
         tag: Format = JsonValue(json_schema=ready)
         return LLMatcher.grammar_from_lark(to_lark(tag, vocabulary, lambda _: ready, JSON_OPTIONS))

@@ -17,11 +17,8 @@ from typing import Any
 
 from quadriga.errors import ConfigError, ModelError
 from quadriga.programs import install_command
-from quadriga.server.config.engine_args import WorkerArgs
-from quadriga.server.config.server_config import ServerConfig
-from quadriga.server.models.families.architectures import find_architecture, read_architecture
-from quadriga.server.models.families.config_values import BrokenConfig
-from quadriga.server.models.families.decoder_config import DecoderConfig
+from quadriga.server.config import engine_args, server_config
+from quadriga.server.models.families import architectures, config_values, decoder_config
 from quadriga.server.models.formats.directory import read_json
 from quadriga.server.models.formats.quantization import check_packed_types, read_quantization
 from quadriga.server.models.resolve import ModelFiles, resolve_model
@@ -130,7 +127,7 @@ def choose_model_impl(files: ModelFiles) -> ModelImpl:
         try:
             read_native(files)
             return ModelImpl.NATIVE
-        except BrokenConfig:
+        except config_values.BrokenConfig:
             raise
         except ModelError as error:
             if files.model_impl == ModelImpl.NATIVE.value:
@@ -142,14 +139,14 @@ def choose_model_impl(files: ModelFiles) -> ModelImpl:
     return ModelImpl.TRANSFORMERS
 
 
-def read_native(files: ModelFiles) -> DecoderConfig:
+def read_native(files: ModelFiles) -> decoder_config.DecoderConfig:
     """Return what a model asks of a native file.
 
     Raises:
         ModelError: no native file runs the model.
     """
     try:
-        return read_architecture(files.config)
+        return architectures.read_architecture(files.config)
     except ModelError as error:
         raise type(error)(f"{files.location}: {error}") from None
 
@@ -157,11 +154,11 @@ def read_native(files: ModelFiles) -> DecoderConfig:
 def native_refusal(files: ModelFiles) -> str | None:
     """Return why no native file runs a model of a known family; None for other models."""
     try:
-        find_architecture(files.config)
+        architectures.find_architecture(files.config)
     except ModelError:
         return None
     try:
-        read_architecture(files.config)
+        architectures.read_architecture(files.config)
     except ModelError as error:
         return str(error)
     return None
@@ -223,7 +220,7 @@ def _refuse_known(
     return None
 
 
-def check_flags(args: WorkerArgs, impl: ModelImpl) -> None:
+def check_flags(args: engine_args.WorkerArgs, impl: ModelImpl) -> None:
     """Raise ConfigError for the first flag that is not supported by what runs the model."""
     if impl is ModelImpl.NATIVE:
         return
@@ -248,7 +245,9 @@ def check_flags(args: WorkerArgs, impl: ModelImpl) -> None:
 MAX_HEAD_DIM, MAX_GROUP_SIZE = 256, 128
 
 
-def check_servable(files: ModelFiles, quantization: str = "none") -> DecoderConfig | None:
+def check_servable(
+    files: ModelFiles, quantization: str = "none"
+) -> decoder_config.DecoderConfig | None:
     """Return what the model asks of a native file; None if transformers runs it.
 
     Args:
@@ -307,7 +306,7 @@ def check_native_heads(
             )
 
 
-def find_served_model(config: ServerConfig, show_progress: bool) -> ModelFiles:
+def find_served_model(config: server_config.ServerConfig, show_progress: bool) -> ModelFiles:
     """Find or fetch the files of the model that the flags name.
 
     Args:

@@ -14,17 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quadriga import clock
-from quadriga.errors import ConfigError, QuadrigaError, ServerFailed
+from quadriga import clock, errors
+from quadriga.server.config import engine_args, server_config
 from quadriga.server.config import server_config as configuration
-from quadriga.server.config.engine_args import ONLY_REPLICA, ReplicaPlace
-from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.processes.control_channel import EXIT_OK, EXIT_START_FAILED, ControlChannel
 from quadriga.server.processes.logs import drop_unwritten, log_exception, set_up_logging
 from quadriga.server.processes.machine import pin_to, plan_cpus
-from quadriga.wire.client import PRIVATE_ENDPOINT
+from quadriga.wire import client, sockets
 from quadriga.wire.links import Endpoints, NodeLinks, replica_dir
-from quadriga.wire.sockets import close_all
 
 LOW_PRIORITY_NICENESS = 10
 # Its value MODULE:FUNCTION names a function for debugging, which every process calls with its own
@@ -46,18 +43,18 @@ class Child:
         has_status_line: the scheduler keeps a live line on the terminal.
     """
 
-    config: ServerConfig
+    config: server_config.ServerConfig
     endpoints: Endpoints
     control: ControlChannel
     is_restart: bool = False
-    replica: ReplicaPlace = ONLY_REPLICA
+    replica: engine_args.ReplicaPlace = engine_args.ONLY_REPLICA
     has_status_line: bool = False
 
     @property
     def public_endpoint(self) -> str:
         """Address of the public socket."""
         endpoint = self.config.frontend.endpoint
-        return self.endpoints.public if endpoint == PRIVATE_ENDPOINT else endpoint
+        return self.endpoints.public if endpoint == client.PRIVATE_ENDPOINT else endpoint
 
     def ready(self, **info: Any) -> None:
         """Report that this process serves; `info` is shown in the launcher's start lines."""
@@ -137,13 +134,13 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
         logging.debug("stopped")
     except KeyboardInterrupt:
         pass
-    except QuadrigaError as error:
+    except errors.QuadrigaError as error:
         _fatal(control, f"{type(error).__name__}: {error}", error.code)
     except Exception as error:
         with suppress(OSError):  # the log is on a full disk
             log_exception()
         _fatal(control, f"{type(error).__name__}: {error}")
-    close_all()
+    sockets.close_all()
     drop_unwritten()
     # Python would free every object one by one, which takes a third of a second with torch.
     os._exit(EXIT_OK)
@@ -168,16 +165,16 @@ def _call_hook(name: str) -> None:
     try:
         function = pkgutil.resolve_name(hook)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{HOOK_VARIABLE} is {hook!r}, which cannot be imported as MODULE:FUNCTION: {error}"
         ) from None
     function(name)
 
 
-def _fatal(control: ControlChannel, message: str, code: str = ServerFailed.code) -> None:
+def _fatal(control: ControlChannel, message: str, code: str = errors.ServerFailed.code) -> None:
     control.report("fatal", message=message, code=code)
     drop_unwritten()
-    close_all()
+    sockets.close_all()
     os._exit(EXIT_START_FAILED)
 
 

@@ -20,11 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quadriga import clock
+from quadriga import clock, errors
 from quadriga.clock import Countdown
-from quadriga.errors import ServerFailed
-from quadriga.server.processes.child import KILL_SIGNAL, place_flags
-from quadriga.server.processes.control_channel import Command, continue_at_parents_death
+from quadriga.server.processes import child, control_channel
 
 # Seconds between the end of a child's control channel and the end of the child.
 EXIT_GRACE_S = 5.0
@@ -78,7 +76,7 @@ class Exit(NamedTuple):
     state: ChildState
     code: int
     reason: str
-    error_code: str = ServerFailed.code
+    error_code: str = errors.ServerFailed.code
 
 
 @dataclass
@@ -107,7 +105,7 @@ class ChildProcess:
     pinged_at: float | None = None
     is_abandoned: bool = False
     _error: str = ""
-    _error_code: str = ServerFailed.code
+    _error_code: str = errors.ServerFailed.code
     _partial_line: bytes = b""
 
     @property
@@ -148,7 +146,7 @@ class ChildProcess:
             case "fatal":
                 if self.state is not ChildState.HUNG:
                     self._error = report["message"]
-                    self._error_code = report.get("code", ServerFailed.code)
+                    self._error_code = report.get("code", errors.ServerFailed.code)
             case "beat":
                 self.pinged_at = None
             case "begin":
@@ -162,7 +160,7 @@ class ChildProcess:
                 return ReplicaChange(**report)
         return None
 
-    def send(self, command: Command, argument: str = "") -> None:
+    def send(self, command: control_channel.Command, argument: str = "") -> None:
         """Send a command; nothing happens if the process has exited."""
         with contextlib.suppress(OSError):
             self.control.sendall(f"{command.value} {' '.join(argument.split())}\n".encode())
@@ -173,7 +171,7 @@ class ChildProcess:
         A process that was stopped by a signal is continued for that.
         """
         self.state, self._error = ChildState.HUNG, f"hung: {reason}"
-        os.kill(self.process.pid, KILL_SIGNAL)
+        os.kill(self.process.pid, child.KILL_SIGNAL)
         os.kill(self.process.pid, signal.SIGCONT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(STACK_DUMP_TIMEOUT_S)
@@ -226,7 +224,7 @@ def start_child(
         is_restart: it takes the place of one that died.
     """
     ours, theirs = socket.socketpair()
-    command = [*program, *place_flags(name, run_dir)]
+    command = [*program, *child.place_flags(name, run_dir)]
     command += ["--control-fd", str(theirs.fileno()), f"--clock-offset={clock.offset()}"]
     command += [*(["--is-restart"] if is_restart else []), *flags]
     process = subprocess.Popen(
@@ -234,7 +232,7 @@ def start_child(
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=continue_at_parents_death,
+        preexec_fn=control_channel.continue_at_parents_death,
     )
     theirs.close()
     return ChildProcess(name, process, ours, is_restart)

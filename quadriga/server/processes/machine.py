@@ -19,8 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quadriga import __version__
-from quadriga.errors import ConfigError
+from quadriga import __version__, errors
 from quadriga.server.config.engine_args import ONLY_REPLICA, ReplicaPlace, WorkerArgs
 
 # Numbers of logical CPUs.
@@ -265,7 +264,7 @@ def _shut_down(descriptor: int) -> None:
 COMPILER_VARIABLE = "CXX"
 
 
-class NoCompiler(ConfigError):
+class NoCompiler(errors.ConfigError):
     """The machine has no compiler, or it cannot compile the kernels."""
 
 

@@ -8,8 +8,7 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
-from quadriga.server.config.engine_args import journal_dir
-from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.config import engine_args, server_config
 from quadriga.server.processes.child import replica_of
 from quadriga.server.processes.child_process import ChildProcess, ReplicaChange
 from quadriga.server.processes.control_channel import Command
@@ -27,7 +26,7 @@ JOURNAL, MOVED_JOURNAL = "journal", "journal.moved"
 class ReplicaProcesses:
     """Names of the processes of each replica, and which replicas are lost: never the last one."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: server_config.ServerConfig) -> None:
         self._config = config
         self._count = config.replicas.dp
         self._lost: set[int] = set()
@@ -104,7 +103,7 @@ class ReplicaProcesses:
         supervisor.abandon(self._config.replicas.process_name(program, number) for program in RING)
         self.report_lost(supervisor[FRONTEND])
         if journal := self._config.scheduler.journal:
-            directory = journal_dir(journal, number)
+            directory = engine_args.journal_dir(journal, number)
             with suppress(OSError):
                 os.replace(directory / JOURNAL, directory / MOVED_JOURNAL)
         say(
@@ -173,7 +172,7 @@ LEAVING, LEFT = "leaving", "left"
 class ClusterReplicas(ReplicaProcesses):
     """Which replicas of a cluster have joined."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: server_config.ServerConfig) -> None:
         super().__init__(config)
         self._joined: dict[int, str] = {}
         self._dead: set[str] = set()
