@@ -73,3 +73,8 @@ def observe_plain(policy: GuessPolicy, num_rows: int) -> None:
     batch = ScheduleBatch(requests=requests, num_tokens=[1] * num_rows, num_decodes=num_rows)
     for _ in range(MIN_PLAIN):
         policy.observe(batch, StepResult(0, b"", 1.0, 2.0))
+
+
+def jain(shares: list[float]) -> float:
+    """Return Jain's index of fairness: 1 for equal shares, 1/n where one has all."""
+    return sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares))

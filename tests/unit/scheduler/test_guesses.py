@@ -142,16 +142,6 @@ def test_tries_become_rare_and_frequent_again() -> None:
     assert record.pause == FIRST_PAUSE
 
 
-def test_the_rate_of_right_guesses_follows_the_last_ones() -> None:
-    record = GuessRecord()
-    for _ in range(30):
-        record.observe(5, 0)
-    assert record.rate < 0.1
-    for _ in range(10):
-        record.observe(5, 5)
-    assert record.rate > 0.9
-
-
 def test_what_guesses_add_is_first_assumed_then_learned_for_numbers_nearby_and_larger() -> None:
     added = AddedTime()
     assert added.steps(3) == pytest.approx(3 * PRIOR_STEPS)

@@ -390,22 +390,6 @@ def depth_first(places: list[Page]) -> tuple[DepthFirst, Tree]:
     return queue, tree
 
 
-def test_the_branch_where_more_wait_goes_first_and_a_node_after_what_is_below_it() -> None:
-    root = Page()
-    system = root.grow(3)
-    left, right, other = system.grow(2), system.grow(5), root.grow(4)
-    queue, _ = depth_first([root, other, left, right, system, right, other, right.grow(1)])
-    # Below `system` 5 wait, below `other` 2; in it 3 to the right, 1 to the left.
-    assert seqs(queue.first(8, BUDGET)) == [7, 3, 5, 2, 4, 1, 6, 0]
-
-
-def test_of_equal_branches_the_one_with_the_oldest_request_goes_first() -> None:
-    root = Page()
-    left, right = root.grow(1), root.grow(1)
-    queue, _ = depth_first([root, right, left, left, right])
-    assert seqs(queue.first(5, BUDGET)) == [1, 4, 2, 3, 0]
-
-
 def test_the_oldest_goes_first_every_few_rounds() -> None:
     root = Page()
     busy = root.grow(1)

@@ -21,14 +21,9 @@ from scheduler_proc.observe.stats import TenantStats
 from scheduler_proc.planning.fairness import WeightedTurns, tenant_share
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.request import FinishReason, Request
-from tests.unit.scheduler.requests import waiting_request
+from tests.unit.scheduler.requests import jain, waiting_request
 from tests.unit.simulation import World, submit
 from tests.waiting import wait_until
-
-
-def jain(shares: list[float]) -> float:
-    """Return Jain's index of fairness: 1 for equal shares, 1/n where one has all."""
-    return sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares))
 
 
 def of(seq: int, tenant: str, prompt: int = 10, new: int = 90, weight: float = 1.0) -> Request:
