@@ -1,7 +1,5 @@
 """What a request under way gives to its reader."""
 
-import asyncio
-
 import pytest
 
 from quadriga.client.request_handle import RequestHandle
@@ -24,17 +22,13 @@ FAILURE = ErrorInfo(NonFiniteLogits.code, "no numbers")
         ],
     ],
 )
-def test_the_text_before_an_error_is_the_same_however_it_was_cut(chunks: list[Chunk]) -> None:
+async def test_the_text_before_an_error_is_the_same_however_it_was_cut(chunks: list[Chunk]) -> None:
     items: list[StreamChunk | QuadrigaError] = []
-
-    async def take() -> None:
-        message = Generate(PROTOCOL_VERSION, "r", "x")
-        handle = RequestHandle(message, lambda _: None, items.append, None)
-        for chunk in chunks:
-            handle.on_chunk(chunk, 1.0)
-        assert handle.done
-
-    asyncio.run(take())
+    message = Generate(PROTOCOL_VERSION, "r", "x")
+    handle = RequestHandle(message, lambda _: None, items.append, None)
+    for chunk in chunks:
+        handle.on_chunk(chunk, 1.0)
+    assert handle.done
     texts = [item for item in items if isinstance(item, StreamChunk)]
     assert "".join(item.text for item in texts) == "Hello"
     assert [token_id for item in texts for token_id in item.token_ids] == [1, 2]
