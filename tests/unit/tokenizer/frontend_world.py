@@ -146,9 +146,10 @@ class FrontendWorld:
         replaces: bool = False,
         owners: RequestOwners | None = None,
         traces: RingTraces | None = None,
+        args: FrontendArgs | None = None,
     ) -> None:
         self.scheduler, self.port = Recorder(), Port()
-        preparer = Preparer(FrontendArgs(), model(), OneTokenEncoder())  # type: ignore[arg-type]
+        preparer = Preparer(args or FrontendArgs(), model(), OneTokenEncoder())  # type: ignore[arg-type]
         self.pool = LatePool(preparer)
         guard = OverloadGuard(max_queued, limit)
         router = Router[RouterKey](IN_TURN, 1, 0, 16, max_queued)

@@ -95,14 +95,17 @@ def test_a_request_is_acknowledged_each_time_before_the_scheduler_has_it() -> No
     assert len(world.port.sent) == 2
 
 
-def test_a_frontend_ends_when_the_drain_that_it_asked_for_is_complete() -> None:
+def test_a_frontend_ends_when_its_drain_is_complete_and_announces_it_to_every_client() -> None:
     world = FrontendWorld()
+    world.ask("a")
     world.receive(b"", b"", b"")  # answers the Drain of a predecessor
     assert not world.frontend.ended.is_set()
     world.frontend.intake.drain()
     world.receive(b"", b"", b"")
     assert world.frontend.ended.is_set()
-    assert [type(message) for message in world.scheduler.sent] == [Drain, Shutdown]
+    assert [type(message) for message in world.scheduler.sent] == [Submit, Drain, Shutdown]
+    last = world.port.last()
+    assert isinstance(last, ServerGone) and last.error.code == "server_stopping"
 
 
 def test_another_scheduler_is_sent_what_has_not_ended_and_what_was_aborted() -> None:
@@ -326,17 +329,6 @@ def test_the_wait_that_the_scheduler_reports_decides_the_hint() -> None:
         guard.check(num_choices=1, count_open=lambda: 0)
     error = caught.value
     assert (error.queue_position, error.expected_wait, error.retry_after) == (41, None, 1)
-
-
-def test_the_end_is_announced_to_every_client() -> None:
-    world = FrontendWorld()
-    world.ask("a")
-    world.frontend.intake.drain()
-    world.receive(b"", b"", b"")
-    last = world.port.last()
-    assert isinstance(last, ServerGone)
-    assert last.error.code == "server_stopping"
-    assert world.frontend.ended.is_set()
 
 
 # --- what a client sends again --------------------------------------------------------------------

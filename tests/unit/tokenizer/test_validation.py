@@ -4,7 +4,7 @@ import asyncio
 import math
 import os
 from array import array
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,23 +15,13 @@ from quadriga.client import AsyncClient
 from quadriga.errors import InvalidRequest, PromptTooLong
 from quadriga.sampling.params import SamplingParams
 from quadriga.sampling.validation import UnservedTokens, validate_params
-from quadriga.server.config.engine_args import IN_TURN
 from quadriga.server.config.frontend_args import FrontendArgs
-from quadriga.wire.async_sockets import AsyncPort
 from quadriga.wire.client import MAX_FRAME_BYTES, Generate, Ping, Refused
 from quadriga.wire.packing import pack_ids
-from quadriga.wire.sockets import Outbox, encode
+from quadriga.wire.sockets import encode
 from quadriga.wire.to_scheduler import Submit
-from tests.unit.tokenizer.frontend_world import VOCAB, Recorder, model
-from tokenizer_proc.frontend import Frontend
-from tokenizer_proc.intake.grammar_validator import GrammarValidator
-from tokenizer_proc.intake.intake import RequestPreparation
-from tokenizer_proc.intake.overload import OverloadGuard
+from tests.unit.tokenizer.frontend_world import VOCAB, FrontendWorld, Recorder, model
 from tokenizer_proc.preparation import validation
-from tokenizer_proc.preparation.prepare import Preparer
-from tokenizer_proc.replicas.placed import RouterKey
-from tokenizer_proc.replicas.replicas import Replicas
-from tokenizer_proc.replicas.router import Router
 
 IDS = UnservedTokens(VOCAB)
 
@@ -198,17 +188,11 @@ def generate(**fields: Any) -> Generate:
 
 
 def pass_through_frontend(message: bytes, args: FrontendArgs) -> Submit | Refused:
-    """Return what a client's message becomes in a frontend without sockets and encoder."""
-    scheduler, port, missing = Recorder(), Recorder(), cast(Any, None)
-    preparation = RequestPreparation(
-        Preparer(args, model(), missing), missing, GrammarValidator(model())
-    )
-    replicas = Replicas(1, Router[RouterKey](IN_TURN, 1, 0, 16, 4096), 0, lambda _: None, 0)
-    replicas.join(0, cast(Outbox, scheduler))
-    frontend = Frontend(preparation, OverloadGuard(4096, None), replicas, {})
-    frontend.open(cast(AsyncPort, port))
-    frontend.on_public([b"client", message])
-    (answer,) = scheduler.sent + [msgspec.msgpack.decode(sent, type=Refused) for sent in port.sent]
+    """Return what a client's message becomes in a frontend."""
+    world = FrontendWorld(max_queued=4096, args=args)
+    world.frontend.on_public([b"client", message])
+    answers = [msgspec.msgpack.decode(sent, type=Refused) for sent in world.port.sent]
+    (answer,) = world.scheduler.sent + answers
     assert isinstance(answer, Submit | Refused)
     return answer
 
@@ -245,35 +229,26 @@ def test_priority_and_timeouts_within_their_range_are_taken(
     validation.check_urgency(generate(priority=priority, queue_timeout=seconds, timeout=seconds))
 
 
-def test_timeouts_become_deadlines_that_count_from_the_arrival() -> None:
-    message = encode(generate(priority=7, queue_timeout=2.5, timeout=40))
-    submit = pass_through_frontend(message, FrontendArgs())
-    assert isinstance(submit, Submit)
-    assert submit.priority == 7
-    assert submit.queue_deadline == submit.received_at + 2.5
-    assert submit.deadline == submit.received_at + 40
+TIMEOUTS = {"queue_timeout": 3.0, "request_timeout": 60.0}
 
 
-def test_a_request_without_timeouts_has_the_servers() -> None:
-    args = FrontendArgs(queue_timeout=3.0, request_timeout=60.0)
-    submit = pass_through_frontend(encode(generate()), args)
-    assert isinstance(submit, Submit)
-    assert submit.queue_deadline == submit.received_at + 3
-    assert submit.deadline == submit.received_at + 60
-
-
-def test_a_requests_own_timeout_replaces_the_servers_in_either_direction() -> None:
-    args = FrontendArgs(queue_timeout=3.0, request_timeout=60.0)
-    submit = pass_through_frontend(encode(generate(queue_timeout=9, timeout=5)), args)
-    assert isinstance(submit, Submit)
-    assert submit.queue_deadline == submit.received_at + 9
-    assert submit.deadline == submit.received_at + 5
-
-
-def test_a_server_without_timeouts_sets_no_deadline() -> None:
-    submit = pass_through_frontend(encode(generate()), FrontendArgs())
-    assert isinstance(submit, Submit)
-    assert (submit.queue_deadline, submit.deadline, submit.priority) == (None, None, 0)
+@pytest.mark.parametrize(
+    ("flags", "fields", "queue_s", "whole_s"),
+    [
+        ({}, {}, None, None),
+        ({}, {"queue_timeout": 2.5, "timeout": 40}, 2.5, 40),
+        (TIMEOUTS, {}, 3, 60),
+        (TIMEOUTS, {"queue_timeout": 9, "timeout": 5}, 9, 5),
+    ],
+)
+def test_timeouts_of_a_request_or_else_of_the_server_are_deadlines_that_count_from_the_arrival(
+    flags: dict[str, float], fields: dict[str, float], queue_s: float | None, whole_s: float | None
+) -> None:
+    message = encode(generate(priority=7, **fields))
+    submit = pass_through_frontend(message, FrontendArgs(**flags))  # type: ignore[arg-type]
+    assert isinstance(submit, Submit) and submit.priority == 7
+    for deadline, seconds in ((submit.queue_deadline, queue_s), (submit.deadline, whole_s)):
+        assert deadline == (None if seconds is None else submit.received_at + seconds)
 
 
 # --- what the client library sends ----------------------------------------------------------------
