@@ -41,6 +41,7 @@ ENGINE_TESTS = (
     "tests/unit/gpu/test_triton_graphs.py",
     "tests/unit/gpu/test_triton_engine.py",
     "tests/unit/gpu/test_triton_experts.py",
+    "tests/unit/gpu/test_kv_tiers.py",
 )
 SANITIZER = "compute-sanitizer"
 
