@@ -33,8 +33,7 @@ from bench.client.server import OwnServer, free_port, info_of
 from bench.report.table import Value, add_json_flag, show
 from bench.turns import split_common
 from quadriga.errors import ConfigError
-from quadriga.server.config import server_config
-from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.config import engine_args, server_config
 from quadriga.server.config.parser import CommandParser
 from quadriga.server.models.resolve import resolve_model
 
@@ -71,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _compare(arguments: argparse.Namespace, server_flags: Sequence[str]) -> int:
-    files = resolve_model(ModelArgs(model=arguments.model), show_progress=True)
+    files = resolve_model(engine_args.ModelArgs(model=arguments.model), show_progress=True)
     tokenizer = Tokenizer.from_file(str(files.tokenizer_dir / "tokenizer.json"))
     tokenizer.no_truncation()
     parser = CommandParser("the server", allow_abbrev=False)

@@ -26,28 +26,27 @@ from aiohttp import http_exceptions, web
 from aiohttp.typedefs import Middleware
 from aiohttp.web_protocol import RequestHandler
 
-from http_proc.apis import service, sglang
-from http_proc.apis.anthropic import ANTHROPIC_ENDPOINTS
-from http_proc.apis.decisions import DECISION_ENDPOINTS
-from http_proc.apis.embeddings import EMBEDDING_ENDPOINTS
-from http_proc.apis.llama_cpp import LLAMA_CPP_ENDPOINTS
-from http_proc.apis.ollama import OLLAMA_ENDPOINTS
-from http_proc.apis.openai import OPENAI_ENDPOINTS
-from http_proc.apis.rerank import RERANK_ENDPOINTS
-from http_proc.apis.responses.background import background_lifetime
-from http_proc.apis.responses.conversations import CONVERSATION_ENDPOINTS
-from http_proc.apis.responses.endpoints import RESPONSES_ENDPOINTS
-from http_proc.apis.responses.stored_responses import store_lifetime
+from http_proc.apis import (
+    anthropic,
+    decisions,
+    embeddings,
+    llama_cpp,
+    ollama,
+    openai,
+    rerank,
+    service,
+    sglang,
+)
+from http_proc.apis.responses import background, conversations, endpoints, stored_responses
 from http_proc.apis.service import TRACE_ENDPOINTS
 from http_proc.core.answering import APIS, Answerer
 from http_proc.core.errors import RETRY_AFTER_S, ApiError, invalid
 from http_proc.core.gateway import Gateway
 from http_proc.generation import sampling
 from http_proc.jobs.batches import BATCH_ENDPOINTS, FILE_ENDPOINTS, batch_lifetime
-from http_proc.page import metrics, pages
+from http_proc.page import metrics, pages, what_if
 from http_proc.page.live import LIVE, close_hubs, live
 from http_proc.page.pages import policy_of_inline, serve_page
-from http_proc.page.what_if import SIMULATION, WHAT_IF_ENDPOINTS, SimulationProcess
 from http_proc.web import access
 from http_proc.web.endpoint import PLAIN, STREAM, Endpoint, Handler, answering, generating, post
 from http_proc.web.exchange import GATEWAY, answer_request, expect_continue, unsupported_coding
@@ -59,8 +58,7 @@ from http_proc.web.request_scope import (
     request_scope,
 )
 from http_proc.web.resumable import STREAM_ENDPOINTS, answer_resumably, stream_lifetime
-from quadriga import disk
-from quadriga.errors import AddressInUse, ConfigError
+from quadriga import disk, errors
 from quadriga.sampling.params import LIMITS, SamplingParams
 from quadriga.server.config.frontend_args import HttpArgs
 from quadriga.server.processes.machine import allow_open_files
@@ -184,20 +182,20 @@ async def docs(_: web.Request) -> web.Response:
 ENDPOINTS = [
     Endpoint("/", pages.landing, "What is served, as JSON or for a browser as a page",
              pages.LandingAnswer),
-    *OPENAI_ENDPOINTS,
-    *RESPONSES_ENDPOINTS,
-    *CONVERSATION_ENDPOINTS,
-    *ANTHROPIC_ENDPOINTS,
-    *OLLAMA_ENDPOINTS,
-    *LLAMA_CPP_ENDPOINTS,
-    *EMBEDDING_ENDPOINTS,
-    *DECISION_ENDPOINTS,
-    *RERANK_ENDPOINTS,
+    *openai.OPENAI_ENDPOINTS,
+    *endpoints.RESPONSES_ENDPOINTS,
+    *conversations.CONVERSATION_ENDPOINTS,
+    *anthropic.ANTHROPIC_ENDPOINTS,
+    *ollama.OLLAMA_ENDPOINTS,
+    *llama_cpp.LLAMA_CPP_ENDPOINTS,
+    *embeddings.EMBEDDING_ENDPOINTS,
+    *decisions.DECISION_ENDPOINTS,
+    *rerank.RERANK_ENDPOINTS,
     *FILE_ENDPOINTS,
     *BATCH_ENDPOINTS,
     *STREAM_ENDPOINTS,
     *TRACE_ENDPOINTS,
-    *WHAT_IF_ENDPOINTS,
+    *what_if.WHAT_IF_ENDPOINTS,
     Endpoint("/v1/models", service.models, "The model that is served", service.ModelList),
     Endpoint("/v1/models/{name}", service.model, "One model", service.ModelCard),
     generating("/generate", sglang.generate, "Complete prompts, in SGLang's format",
@@ -237,7 +235,7 @@ def make_app(gateway: Gateway) -> web.Application:
     app[UNREAD_ANSWERS] = UnreadAnswers(gateway.shares)
     app[ERROR_BODIES] = {}
     gateway[APIS] = {one.path: cast(Answerer, one.handler) for one in ENDPOINTS if one.answers}
-    gateway[LIVE], gateway[SIMULATION] = {}, SimulationProcess()
+    gateway[LIVE], gateway[what_if.SIMULATION] = {}, what_if.SimulationProcess()
     app.cleanup_ctx.append(_parts)
     app.on_shutdown.append(_end_viewers)
     app.on_response_prepare.append(access.response_hook(args))
@@ -262,7 +260,12 @@ def _handler(endpoint: Endpoint) -> Handler:
 async def _parts(app: web.Application) -> AsyncIterator[None]:
     """Open what the gateway keeps and does by itself, and close it at the end."""
     async with AsyncExitStack() as stack:
-        for lifetime in (store_lifetime, background_lifetime, batch_lifetime, stream_lifetime):
+        for lifetime in (
+            stored_responses.store_lifetime,
+            background.background_lifetime,
+            batch_lifetime,
+            stream_lifetime,
+        ):
             await stack.enter_async_context(lifetime(app[GATEWAY]))
         yield
 
@@ -270,7 +273,7 @@ async def _parts(app: web.Application) -> AsyncIterator[None]:
 async def _end_viewers(app: web.Application) -> None:
     """End what has no end of its own."""
     close_hubs(app[GATEWAY])
-    app[GATEWAY][SIMULATION].end()
+    app[GATEWAY][what_if.SIMULATION].end()
 
 
 BACKLOG = 1024
@@ -306,11 +309,11 @@ def bind(args: HttpArgs) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise AddressInUse(
+            raise errors.AddressInUse(
                 f"port {args.port} of {args.host} is taken by another process; stop it, choose"
                 " another port with --port, or serve no HTTP with --no-http"
             ) from None
-        raise ConfigError(f"cannot listen on {args.host}:{args.port}: {error}") from None
+        raise errors.ConfigError(f"cannot listen on {args.host}:{args.port}: {error}") from None
     return listener
 
 
@@ -328,7 +331,9 @@ def tls_context(args: HttpArgs) -> ssl.SSLContext | None:
             disk.check_regular(file)
         context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile or None)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"cannot read the certificate {args.ssl_certfile}: {error}") from None
+        raise errors.ConfigError(
+            f"cannot read the certificate {args.ssl_certfile}: {error}"
+        ) from None
     return context
 
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
-from quadriga import errors
+from quadriga import errors, keywords
 from quadriga.client.async_client import (
     DEFAULT_CLASSIFYING,
     DEFAULT_POOLING,
@@ -37,7 +37,6 @@ from quadriga.client.types import (
     check_options,
 )
 from quadriga.errors import QuadrigaError, RequestAborted, ServerFailed
-from quadriga.keywords import check_keywords
 from quadriga.programs import command_of
 from quadriga.sampling.params import SamplingParams
 from quadriga.sampling.pooling import Pooling
@@ -165,7 +164,7 @@ def server_argv(model: str | Path, flags: Mapping[str, Any]) -> list[str]:
     for name in flags.keys() - ServerFlags.__annotations__.keys():
         if advice := missing_flag_advice(flag_name(name)):
             raise TypeError(f"LLM() has no keyword {name!r}: {advice}")
-    check_keywords("LLM", flags, ServerFlags.__annotations__)
+    keywords.check_keywords("LLM", flags, ServerFlags.__annotations__)
     fields = {field.name: field for field in flag_fields(*ServerConfig().groups())}
     texts = {
         name: str(value) if isinstance(value, Path) else value for name, value in flags.items()

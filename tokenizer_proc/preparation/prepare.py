@@ -50,9 +50,8 @@ from quadriga.wire.client import (
 from quadriga.wire.grammar import ThinkingForm
 from quadriga.wire.packing import pack_ids, with_large_integers
 from quadriga.wire.sockets import encode
-from tokenizer_proc.preparation import validation
+from tokenizer_proc.preparation import ranking, validation
 from tokenizer_proc.preparation.encode import Encoder
-from tokenizer_proc.preparation.ranking import PairPrompts
 
 if TYPE_CHECKING:
     pass
@@ -159,7 +158,7 @@ class Preparer:
         self._encoder = encoder
         self._unserved = unserved or UnservedTokens(model.vocab_size)
         score, kind = model.scores and model.scores.logit_score, str(model.config.get("model_type"))
-        self._pair_prompts = PairPrompts(encoder, score, kind) if score else None
+        self._pair_prompts = ranking.PairPrompts(encoder, score, kind) if score else None
         self._defaults = sampling_defaults(args.sampling_defaults, model.generation_config)
 
     def prepare_frame(self, frame: bytes) -> bytes:

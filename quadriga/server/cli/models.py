@@ -15,18 +15,15 @@ from quadriga.client import Client
 from quadriga.errors import ConfigError, ModelError, QuadrigaError
 from quadriga.programs import install_command
 from quadriga.sampling.validation import find_unserved_tokens
-from quadriga.server.cli.server_api import ServerApi
-from quadriga.server.cli.shared import add_server, is_web_address
+from quadriga.server.cli import server_api, shared
 from quadriga.server.config.engine_args import (
     CUDA_FRACTION,
     OTHER_FRACTION,
     ModelArgs,
     WorkerArgs,
 )
+from quadriga.server.models.families import decoder_config, gpt, windows
 from quadriga.server.models.families.architectures import find_architecture, kv_bytes_per_token
-from quadriga.server.models.families.decoder_config import DecoderConfig
-from quadriga.server.models.families.gpt import find_gpt2_size
-from quadriga.server.models.families.windows import common_window, num_seen_pages
 from quadriga.server.models.formats.directory import read_json
 from quadriga.server.models.formats.gguf_reader import read_architecture_name
 from quadriga.server.models.formats.quantization import BLOCK_SIZES, FLOAT_TYPES, read_quantization
@@ -65,7 +62,7 @@ CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 0.5, 2.0
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    add_server(parser)
+    shared.add_server(parser)
     check = parser.add_subparsers(title="commands").add_parser(
         "check",
         help="whether a server can serve a model, and in which memory; exit code 1: it cannot",
@@ -319,9 +316,9 @@ def local_models() -> list[ListedModel]:
 def served_model(endpoint: str, curve_dir: str | None, api_key: str = "") -> ListedModel | None:
     """Return the model of the server at an address; None if no server answers."""
     try:
-        if is_web_address(endpoint):
+        if shared.is_web_address(endpoint):
             return ListedModel(
-                ServerApi(endpoint, api_key).models()[0]["id"], f"served at {endpoint}"
+                server_api.ServerApi(endpoint, api_key).models()[0]["id"], f"served at {endpoint}"
             )
         with Client(endpoint, connect_timeout=CONNECT_TIMEOUT_S, curve_dir=curve_dir) as client:
             return ListedModel(str(client.info(ANSWER_TIMEOUT_S)["model"]), f"served at {endpoint}")
@@ -466,7 +463,7 @@ def _on_this_machine(model: str) -> str:
         return model
     if Path(model).expanduser().exists() or looks_like_a_path(model):
         return model
-    size = find_gpt2_size(model)
+    size = gpt.find_gpt2_size(model)
     directory = cached_snapshot(model if size is None else size.hub_id)
     if directory is None:
         raise ModelError(
@@ -486,12 +483,14 @@ def _describe_files(report: ModelReport, files: ModelFiles) -> None:
     report.tokenizer = (files.tokenizer_dir / "tokenizer.json").is_file()
 
 
-def _describe_architecture(report: ModelReport, files: ModelFiles, config: DecoderConfig) -> None:
+def _describe_architecture(
+    report: ModelReport, files: ModelFiles, config: decoder_config.DecoderConfig
+) -> None:
     report.architecture = find_architecture(files.config)
     report.quantization = str(read_quantization(files.config) or "")
     kinds = sorted({rope.kind for rope in config.ropes if rope is not None})
     report.rope = ", ".join(kinds) or "learned positions"
-    report.window = common_window(config.windows)
+    report.window = windows.common_window(config.windows)
     shape = (config.num_layers, config.num_kv_heads, config.head_dim)
     report.kv_bytes_per_token = {
         "float32": kv_bytes_per_token(*shape, 4),
@@ -510,7 +509,7 @@ def _check_tokenizer(report: ModelReport, files: ModelFiles) -> None:
         report.notes.append(note)
 
 
-def _way(config: DecoderConfig) -> str:
+def _way(config: decoder_config.DecoderConfig) -> str:
     try:
         find_compiler()
     except NoCompiler:
@@ -520,7 +519,9 @@ def _way(config: DecoderConfig) -> str:
 
 
 def _list_modes(
-    report: ModelReport, config: DecoderConfig, measure_bandwidth: Callable[[], float] | None
+    report: ModelReport,
+    config: decoder_config.DecoderConfig,
+    measure_bandwidth: Callable[[], float] | None,
 ) -> None:
     """Add how the weights can be kept, and which mode fits best."""
     types = set(report.weight_bytes) - set(FLOAT_TYPES)
@@ -547,7 +548,7 @@ def _free_bytes() -> int:
 def _fit_gpu(
     report: ModelReport,
     files: ModelFiles,
-    config: DecoderConfig,
+    config: decoder_config.DecoderConfig,
     summary: WeightSummary,
     gpu_bytes: int,
 ) -> None:
@@ -574,7 +575,7 @@ def _longest_context(report: ModelReport, num_tokens: int) -> int:
     context_length = needed = report.context_length or num_tokens
     if report.window:
         page_size = WorkerArgs().page_size
-        needed = min(needed, (num_seen_pages(report.window, page_size) + 1) * page_size)
+        needed = min(needed, (windows.num_seen_pages(report.window, page_size) + 1) * page_size)
     return context_length if num_tokens >= needed else max(0, num_tokens)
 
 

@@ -5,8 +5,7 @@ python -m quadriga.server.models.gpu_table
 
 from typing import Any
 
-from quadriga.server.models.families.architectures import read_architecture
-from quadriga.server.models.families.decoder_config import DecoderConfig
+from quadriga.server.models.families import architectures, decoder_config
 from quadriga.server.models.formats.quantization import is_mxfp4, read_quantization
 from quadriga.server.models.gpu_modes import (
     DENSE_BITS,
@@ -93,7 +92,7 @@ def table_of_cards() -> str:
         "|---|---|---|" + "---|" * len(CARDS_GIB),
     ]
     for name, values in PUBLISHED.items():
-        config = read_architecture(values)
+        config = architectures.read_architecture(values)
         is_coded = is_mxfp4(values)
         for kind, settings in (FORMATS_OF_GPT_OSS if is_coded else FORMATS).items():
             if settings == MXFP4:
@@ -108,7 +107,7 @@ def table_of_cards() -> str:
     return "\n".join(lines)
 
 
-def _cell(config: DecoderConfig, weights: GpuWeights, gpu_bytes: int) -> str:
+def _cell(config: decoder_config.DecoderConfig, weights: GpuWeights, gpu_bytes: int) -> str:
     mode = gpu_modes(config, weights, gpu_bytes, CONTEXT_LENGTH, is_checkpoint=True)[0]
     thousands = mode.num_tokens // 1000
     return f"{thousands:,},000" if thousands else "no"

@@ -15,16 +15,7 @@ from quadriga import disk
 from quadriga.errors import ConfigError, InvalidRequest, ModelError
 from quadriga.sampling.pooling import EMBED, LABEL, MEAN, RANK
 from quadriga.server.config.engine_args import BUILTIN_MODEL, ModelArgs
-from quadriga.server.models.families import gpt
-from quadriga.server.models.families.architectures import find_architecture
-from quadriga.server.models.families.bert import ENCODERS, num_padding_positions
-from quadriga.server.models.families.classifier import (
-    Scores,
-    has_head,
-    read_logit_score,
-    read_scores,
-)
-from quadriga.server.models.families.config_values import check_shared_types
+from quadriga.server.models.families import architectures, bert, classifier, config_values, gpt
 from quadriga.server.models.families.gpt import find_gpt2_size
 from quadriga.server.models.formats.directory import find_problem, has_code, read_config, read_json
 from quadriga.server.models.formats.gguf_config import header_files
@@ -233,7 +224,7 @@ class ModelFiles:
     @property
     def is_encoder(self) -> bool:
         """Whether the model makes vectors or scores only: each token sees the whole text."""
-        return self.config.get("model_type") in ENCODERS
+        return self.config.get("model_type") in bert.ENCODERS
 
     @property
     def only_task(self) -> str:
@@ -245,14 +236,20 @@ class ModelFiles:
         return RANK if len(self.scores.labels) == 1 else LABEL
 
     @property
-    def scores(self) -> Scores | None:
+    def scores(self) -> classifier.Scores | None:
         """The scores of a model that classifies or ranks; None for others. Raises ModelError."""
         named = self.sentence.activation if self.sentence is not None else ""
         if self.is_encoder:
-            return read_scores(self.config, named, None) if has_head(self.config) else None
+            return (
+                classifier.read_scores(self.config, named, None)
+                if classifier.has_head(self.config)
+                else None
+            )
         logit_score = self.sentence.logit_score if self.sentence is not None else None
-        logit_score = logit_score or read_logit_score(self.config, self.name)
-        return None if logit_score is None else read_scores(self.config, named, logit_score)
+        logit_score = logit_score or classifier.read_logit_score(self.config, self.name)
+        return (
+            None if logit_score is None else classifier.read_scores(self.config, named, logit_score)
+        )
 
     @property
     def pooling(self) -> str:
@@ -260,7 +257,7 @@ class ModelFiles:
 
         The vectors of a model with a head are its scores.
         """
-        if self.is_encoder and has_head(self.config):
+        if self.is_encoder and classifier.has_head(self.config):
             return ""
         if self.sentence is not None:
             return self.sentence.pooling
@@ -291,7 +288,7 @@ class ModelFiles:
         """Number of tokens that the model was made for."""
         keys = ("max_position_embeddings", "n_positions", "n_ctx")
         length = int(next(self.config[key] for key in keys if self.config.get(key)))
-        length -= num_padding_positions(self.config)
+        length -= bert.num_padding_positions(self.config)
         longest = self.sentence.max_tokens if self.sentence is not None else None
         return length if longest is None else min(length, longest)
 
@@ -486,8 +483,8 @@ def _with_stand_in_tokenizer(files: ModelFiles, show_progress: bool) -> ModelFil
 
 def _check_config(files: ModelFiles) -> None:
     try:
-        check_shared_types(files.config)
-        check_shared_types(files.generation_config, "generation_config.json")
+        config_values.check_shared_types(files.config)
+        config_values.check_shared_types(files.generation_config, "generation_config.json")
     except ModelError as error:
         raise type(error)(f"{files.location}: {error}") from None
     try:
@@ -514,6 +511,6 @@ def _check_architecture(files: ModelFiles) -> None:
     if not files.config.get("model_type"):
         return
     try:
-        find_architecture(files.config)
+        architectures.find_architecture(files.config)
     except ModelError as error:
         raise ModelError(f"{files.location}: {error}") from None

@@ -9,8 +9,7 @@ from pathlib import Path
 import msgspec
 
 from quadriga.errors import ModelError
-from quadriga.server.models.formats.directory import indexed_shards, read_json
-from quadriga.server.models.formats.gguf_reader import gguf_files
+from quadriga.server.models.formats import directory, gguf_reader
 from quadriga.server.models.formats.quantization import parameters_of, read_quantization
 from quadriga.server.models.resolve import ModelFiles
 
@@ -73,11 +72,11 @@ def summarize_weights(files: ModelFiles, checks_files: bool = True) -> WeightSum
         return summary
     if files.tensor_index is not None:
         ends = Counter[int]()
-        for name, entry in read_json(files.tensor_index).items():
+        for name, entry in directory.read_json(files.tensor_index).items():
             summary.add(name, entry["type"], math.prod(entry["shape"]), entry["bytes"])
             part = entry.get("part", 0)
             ends[part] = max(ends[part], entry["offset"] + entry["bytes"])
-        for part, file in enumerate(gguf_files(files.weights)):
+        for part, file in enumerate(gguf_reader.gguf_files(files.weights)):
             _check_size(file, ends[part])
         return summary
     quantization = read_quantization(files.config)
@@ -95,8 +94,8 @@ def summarize_weights(files: ModelFiles, checks_files: bool = True) -> WeightSum
 def weight_files(weights: Path) -> list[Path]:
     """Return the files that hold a model's weights."""
     if weights.is_file():
-        return gguf_files(weights)
-    if shards := indexed_shards(weights):
+        return gguf_reader.gguf_files(weights)
+    if shards := directory.indexed_shards(weights):
         return shards
     single = weights / "model.safetensors"
     return [single] if single.is_file() else sorted(weights.glob("*.safetensors"))

@@ -8,15 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from quadriga.errors import ModelError
+from quadriga.server.models.families import classifier, config_values, decoder_config, gpt
 from quadriga.server.models.families.bert import bert, distilbert, nomic_bert, roberta
-from quadriga.server.models.families.classifier import read_head
-from quadriga.server.models.families.config_values import (
-    check_native_types,
-    check_shared_types,
-    require,
-)
-from quadriga.server.models.families.decoder_config import DecoderConfig
-from quadriga.server.models.families.gpt import gpt2, gpt_neox, gptj, opt, starcoder2
 from quadriga.server.models.families.llama import (
     ernie4_5,
     exaone4,
@@ -45,7 +38,7 @@ from quadriga.server.models.families.llama import (
 INT8_SCALE_BYTES = 4
 
 # By model_type.
-CONFIGS: dict[str, Callable[[dict[str, Any]], DecoderConfig]] = {
+CONFIGS: dict[str, Callable[[dict[str, Any]], decoder_config.DecoderConfig]] = {
     "bert": bert,
     "distilbert": distilbert,
     "ernie4_5": ernie4_5,
@@ -56,10 +49,10 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], DecoderConfig]] = {
     "gemma3_text": gemma3,
     "glm": glm,
     "glm4": glm4,
-    "gpt2": gpt2,
-    "gpt_neox": gpt_neox,
+    "gpt2": gpt.gpt2,
+    "gpt_neox": gpt.gpt_neox,
     "gpt_oss": gpt_oss,
-    "gptj": gptj,
+    "gptj": gpt.gptj,
     "granite": granite,
     "granitemoe": granitemoe,
     "helium": helium,
@@ -69,7 +62,7 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], DecoderConfig]] = {
     "nomic_bert": nomic_bert,
     "olmo2": olmo2,
     "olmo3": olmo3,
-    "opt": opt,
+    "opt": gpt.opt,
     "phi3": phi3,
     "qwen2": qwen2,
     "qwen3": qwen3,
@@ -77,7 +70,7 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], DecoderConfig]] = {
     "roberta": roberta,
     "seed_oss": seed_oss,
     "smollm3": smollm3,
-    "starcoder2": starcoder2,
+    "starcoder2": gpt.starcoder2,
     "xlm-roberta": roberta,
 }
 
@@ -100,19 +93,19 @@ def find_architecture(config: dict[str, Any]) -> str:
     )
 
 
-def read_architecture(config: dict[str, Any]) -> DecoderConfig:
+def read_architecture(config: dict[str, Any]) -> decoder_config.DecoderConfig:
     """Return what a config.json asks of the worker.
 
     Raises:
         ModelError: the architecture, or something that the model needs, is not supported.
     """
-    check_shared_types(config)
+    config_values.check_shared_types(config)
     architecture = find_architecture(config)
-    check_native_types(config)
+    config_values.check_native_types(config)
     # transformers reads both for every family.
-    require(config, "is_causal", (True, None))
-    require(config, "per_layer_config", (None,))
-    read_head(config)
+    config_values.require(config, "is_causal", (True, None))
+    config_values.require(config, "per_layer_config", (None,))
+    classifier.read_head(config)
     return CONFIGS[architecture](config)
 
 
