@@ -113,6 +113,7 @@ class OneProduct(base.Model):
     def __init__(self, product: Product) -> None:
         super().__init__()
         self.vocab_size = product.outputs
+        self.classifier = None
         self.attention_shape = attention.AttentionShape(layers=1, heads=1, kv_heads=1, head_dim=16)
         self._tokens = layers.Embedding(1, product.inputs)
         self.final_norm = layers.RMSNorm(product.inputs, 1e-5)

@@ -42,6 +42,7 @@ from quadriga.wire.worker import EXTEND, NewSlot, StepPlan
 from worker_proc.distributed.rendezvous import Rendezvous
 from worker_proc.engines.factory import (
     QUANTIZATION_BITS,
+    TRITON_BACKENDS,
     kv_cache_dtype,
     make_engine,
     native_kernels_compute,
@@ -113,7 +114,8 @@ def choose_quantization(
             for what a GPU does not have.
     """
     wanted, quantization = config.worker.quantization, read_quantization(files.config)
-    is_asked = wanted not in ("auto", "none") and device.type == "cuda"
+    is_on_gpu = device.type == "cuda" or config.worker.attention_backend in TRITON_BACKENDS
+    is_asked = wanted not in ("auto", "none") and is_on_gpu
     if is_asked and (reason := why_not_as_stored(config.worker, dtype, device)):
         raise ConfigError(f"--quantization {wanted} on {device}: {reason}; or leave it out")
     if files.weights is None:
@@ -239,7 +241,7 @@ def log_gguf_weights(
 
 # Bits of a rounded weight on a GPU, scale and zero included, and the factor by which scales of a
 # GGUF need more memory there.
-ROUNDED_BITS = {"int8": 8.5, "int4": 4.75}
+ROUNDED_BITS = {"int8": 8.5, "int4": 4.625}
 GGUF_GROWTH = 1.12
 
 

@@ -57,6 +57,7 @@ READ_HERE = (
     EnvironmentVariable(
         "QUADRIGA_GPU_STEPS", "", "`plain`: decode steps of a GPU by cuBLAS, for comparisons"
     ),
+    EnvironmentVariable("TORCH_CPP_LOG_LEVEL", "`ERROR`", "what torch's C++ code logs in a worker"),
     EnvironmentVariable("CXX", "`g++`, `clang++` or `c++`", "C++ compiler of the CPU kernels"),
     EnvironmentVariable(
         "QUADRIGA_KERNEL_ARCH", "`native`", "`-march` of the CPU kernels, such as `x86-64-v3`"

@@ -57,7 +57,22 @@ RULES = SlotSamplingParams(
     2, 0.1, 1.1, 0.2, 0.3, pack_ids([50, 51]), pack_floats([1.5, 2.5]), pack_ids([60, 61]),
     [pack_ids([70, 71]), pack_ids([72])], 4, pack_ids([80, 81]), WANTED, 3, b"a key", True,
 )  # fmt: skip
-POOLING = Pooling("mean", False, 8, 9, [4, 5], 2)
+POOLING = Pooling(
+    "mean",
+    normalize=False,
+    dimensions=8,
+    max_tokens=9,
+    token_ids=[4, 5],
+    num_last=2,
+    whole=True,
+    activation="sigmoid",
+    text_pair="b",
+    max_first_tokens=3,
+    max_second_tokens=4,
+    instruction="i",
+    num_first=2,
+    prompt_name="p",
+)
 NEW = NewSlot(1, pack_ids([5, 6]), 1, pack_ids([9, 10]), 0.5, 20, 0.9, 7, RULES, POOLING)
 OTHER_NEW = replace(NEW, slot=2, rules=replace(RULES, logprobs=5))
 PLAN = StepPlan(
