@@ -6,10 +6,10 @@ First --config FILE, a YAML map of flags, then the dataclass of all groups and i
 import argparse
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from quadriga import disk
 from quadriga.errors import ConfigError
@@ -403,3 +403,19 @@ def from_namespace(namespace: argparse.Namespace) -> ServerConfig:
         config = config.replace(endpoint=PRIVATE_ENDPOINT)
     config.validate()
     return config
+
+
+class _FlagParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def from_argv(argv: Sequence[str]) -> ServerConfig:
+    """Return the validated config of a command line, such as that of `to_argv`.
+
+    Raises:
+        ConfigError: there is no such flag, or its value cannot work.
+    """
+    parser = _FlagParser(add_help=False, allow_abbrev=False)
+    add_flags(parser)
+    return from_namespace(parser.parse_args(argv))

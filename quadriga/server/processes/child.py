@@ -41,6 +41,8 @@ class Child:
         is_restart: the process takes the place of one that died.
         replica: the replica that it belongs to, but for the frontend and the gateway.
         has_status_line: the scheduler keeps a live line on the terminal.
+        models_file: path of the list of models that the gateway serves; "": the only model is that
+            of the config.
     """
 
     config: server_config.ServerConfig
@@ -49,6 +51,7 @@ class Child:
     is_restart: bool = False
     replica: engine_args.ReplicaPlace = engine_args.ONLY_REPLICA
     has_status_line: bool = False
+    models_file: str = ""
 
     @property
     def public_endpoint(self) -> str:
@@ -129,8 +132,17 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
             ranks=tuple(arguments.rank_addresses.split(",")) if arguments.rank_addresses else (),
         )
         endpoints = Endpoints(run_dir, links)
-        has_line = arguments.has_status_line
-        body(Child(config, endpoints, control, arguments.is_restart, replica, has_line))
+        body(
+            Child(
+                config,
+                endpoints,
+                control,
+                arguments.is_restart,
+                replica,
+                has_status_line=arguments.has_status_line,
+                models_file=arguments.models_file,
+            )
+        )
         logging.debug("stopped")
     except KeyboardInterrupt:
         pass
@@ -193,5 +205,8 @@ def _parse(name: str) -> argparse.Namespace:
     )
     parser.add_argument("--is-restart", action="store_true", help="the process before it died")
     parser.add_argument("--has-status-line", action="store_true", help="show a live status line")
+    parser.add_argument(
+        "--models-file", default="", help="list of the server's models, for the gateway"
+    )
     configuration.add_flags(parser)
     return parser.parse_args()
