@@ -4,17 +4,23 @@ import asyncio
 import gc
 import logging
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import uvloop
 
 from http_proc.apis.responses.background import BACKGROUND
 from http_proc.core.gateway import Gateway
+from http_proc.core.served_model import ServedModel, ServedModels
 from http_proc.jobs.batches import BATCHES
 from http_proc.server import FLUSH_TIMEOUT_S, bind, listen, make_runner, tls_context
 from http_proc.web.resumable import STREAM_ROWS, STREAMS
 from http_proc.web.stream_rows import StreamRows
 from quadriga.client.async_client import AsyncClient
-from quadriga.errors import ServerFailed
+from quadriga.errors import ServerFailed, ServerUnreachable
+from quadriga.server.config.server_config import from_argv
+from quadriga.server.model_list import read_models
 from quadriga.server.processes.child import Child, run_child
 from quadriga.server.processes.control_channel import Command
 from quadriga.wire.client import gateway_address
@@ -35,17 +41,10 @@ async def serve(child: Child) -> None:
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     listener, tls = bind(args), tls_context(args)
     began_at = time.monotonic()
-    endpoint, timeout_s = child.public_endpoint, child.config.launch.start_timeout
-    keys = child.config.frontend.curve_dir
-    client = AsyncClient(
-        endpoint, connect_timeout=timeout_s, curve_dir=keys, identity=gateway_address()
-    )
     rows = _stream_rows(child)
-    lasting_client = AsyncClient(
-        endpoint, connect_timeout=timeout_s, curve_dir=keys, identity=rows.address
-    )
-    async with client:
-        gateway = Gateway(child.config, client, child.endpoints.run_dir, lasting_client)
+    models = _models(child, rows)
+    async with _connected(models, child.is_restart):
+        gateway = Gateway(child.config, models, child.endpoints.run_dir)
         gateway[STREAM_ROWS] = rows
         runner = await make_runner(gateway)
         server = await listen(runner, listener, tls, gateway)
@@ -57,8 +56,73 @@ async def serve(child: Child) -> None:
         await _serve_until_stopped(child, gateway, server)
         await runner.cleanup()
         await asyncio.to_thread(gateway.traces.close)
-        await lasting_client.close()
+        for model in models:
+            await model.lasting_client.close()
         rows.close()
+
+
+def _models(child: Child, rows: StreamRows) -> ServedModels:
+    """Return the models of --models-file; without the flag the only one, that of the config."""
+    timeout_s, keys = child.config.launch.start_timeout, child.config.frontend.curve_dir
+    interval_s = child.config.http.sse_ping_interval
+
+    def clients(endpoint: str) -> list[AsyncClient]:
+        return [
+            AsyncClient(endpoint, connect_timeout=timeout_s, curve_dir=keys, identity=identity)
+            for identity in (gateway_address(), rows.address)
+        ]
+
+    if not child.models_file:
+        only = clients(child.public_endpoint)
+        return ServedModels([ServedModel(child.config, *only, ping_interval_s=interval_s)])
+    return ServedModels(
+        [
+            ServedModel(
+                from_argv(each.flags),
+                *clients(each.endpoint),
+                ping_interval_s=interval_s,
+                name=each.name,
+                aliases=each.aliases,
+            )
+            for each in read_models(Path(child.models_file))
+        ]
+    )
+
+
+# A gateway that takes the place of another one waits so long for models that do not answer; then it
+# serves the others.
+CONNECT_S = 5.0
+CONNECT_RETRY_S = 1.0
+
+
+@asynccontextmanager
+async def _connected(models: ServedModels, is_restart: bool) -> AsyncIterator[None]:
+    """Keep the clients of all models connected in a `with` block. Raise QuadrigaError."""
+    may_miss_some = is_restart and len(models) > 1
+    connect = _connect_sometime if may_miss_some else AsyncClient.connect
+    connecting = [asyncio.create_task(connect(model.client)) for model in models]
+    try:
+        if may_miss_some:
+            await asyncio.wait(connecting, timeout=CONNECT_S)
+        else:
+            await asyncio.gather(*connecting)
+        yield
+    finally:
+        for task in connecting:
+            task.cancel()
+        for model in models:
+            await model.client.close()
+
+
+async def _connect_sometime(client: AsyncClient) -> None:
+    """Connect, however long it takes."""
+    while True:
+        try:
+            await client.connect()
+        except ServerUnreachable:
+            await asyncio.sleep(CONNECT_RETRY_S)
+        else:
+            return
 
 
 def _stream_rows(child: Child) -> StreamRows:
@@ -88,7 +152,8 @@ def _leave_streams(gateway: Gateway) -> None:
     """Leave the resumable streams to the next server, where their rows outlive this one."""
     if gateway[STREAM_ROWS].outlives_server:
         gateway[STREAMS].interrupt()
-        gateway.lasting_client.leave_requests()
+        for model in gateway.models:
+            model.lasting_client.leave_requests()
 
 
 async def _leave_later(gateway: Gateway, timeout_s: float) -> None:

@@ -414,8 +414,8 @@ async def listen(
     runner: web.AppRunner, listener: socket.socket, tls: ssl.SSLContext | None, gateway: Gateway
 ) -> asyncio.Server:
     """Accept connections. Connections over the limit are answered with 503."""
-    scheduler = gateway.config.scheduler
-    num_requests = scheduler.max_running_requests + scheduler.max_queued_requests
+    limits = [model.config.scheduler for model in gateway.models]
+    num_requests = sum(each.max_running_requests + each.max_queued_requests for each in limits)
     wanted = gateway.args.max_http_connections or max(MIN_CONNECTIONS, num_requests)
     max_connections = _max_connections(wanted)
     handlers = runner.server

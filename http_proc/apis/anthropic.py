@@ -25,8 +25,9 @@ from http_proc.answer.events import (
 from http_proc.core.call import Call
 from http_proc.core.caller import current_caller
 from http_proc.core.errors import CONTEXT_EXCEEDED, ApiError, QueueHint, from_server, invalid
-from http_proc.core.gateway import Gateway, ResponseHead
+from http_proc.core.gateway import Gateway
 from http_proc.core.observe import TimingsBody, timings_body
+from http_proc.core.served_model import ResponseHead
 from http_proc.core.streaming import EventSink, named_event
 from http_proc.generation.chat_answers import (
     ChatAnswer,
@@ -937,14 +938,14 @@ async def messages(gateway: Gateway, call: Call, sink: EventSink) -> MessageBody
     sampling = take_sampling(body, SAMPLING, {})
     fields = convert(body, MessagesRequest)
     current_caller().set_user((fields.metadata or {}).get("user_id"))
-    gateway.check_model(fields.model)
+    model = gateway.served(fields.model)
     chat = chat_call(fields, with_max_tokens(sampling, fields.max_tokens))
-    prepared = await prepare_chat(gateway, chat)
+    prepared = await prepare_chat(gateway, model, chat)
     # Clients such as Claude Code ask for more tokens than the context of many models has.
     options: RequestOptions = {**prepared.options, "clamp_max_new_tokens": True}
-    head = gateway.head(call, "msg", "_")
+    head = model.head(call, "msg", "_")
     writer = BlockWriter(display_of(fields.thinking))
-    with gateway.open_group(head.id, prepared.names, call.record) as group:
+    with gateway.open_group(model, head.id, prepared.names, call.record) as group:
         in_chunks = chat.stream or prepared.reader.ends_at_repeat
         group.submit(chat.messages, prepared.params, in_chunks, options)
         if chat.stream:
@@ -960,12 +961,12 @@ async def count_tokens(gateway: Gateway, call: Call, _: EventSink) -> TokenCount
     body = await call.parse()
     check_counts(body)
     fields = convert(body, CountTokensRequest)
-    gateway.check_model(fields.model)
+    model = gateway.served(fields.model)
     chat = chat_call(fields, Sampling(SamplingParams(), {}))
-    prepared = await prepare_chat(gateway, chat)
+    prepared = await prepare_chat(gateway, model, chat)
     prompt: Any = chat.messages
     try:
-        tokens = await gateway.client.tokenize(prompt, prepared.options["chat"])
+        tokens = await model.client.tokenize(prompt, prepared.options["chat"])
     except QuadrigaError as error:
         raise from_server(error, prepared.names) from None
     return TokenCount(len(tokens))

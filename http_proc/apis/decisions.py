@@ -21,6 +21,7 @@ from http_proc.apis.responses.input import chat_turns, parse_items, with_type
 from http_proc.core.call import Call
 from http_proc.core.errors import invalid
 from http_proc.core.gateway import Gateway
+from http_proc.core.served_model import ServedModel
 from http_proc.core.streaming import EventSink
 from http_proc.generation.sampling import convert
 from http_proc.generation.schema import Priority, RequestBody
@@ -295,6 +296,7 @@ def as_text(value: JsonText | None) -> str:
 
 async def score_labels(
     gateway: Gateway,
+    model: ServedModel,
     call: Call,
     state: Chat,
     questions: Sequence[AskedQuestion],
@@ -304,6 +306,7 @@ async def score_labels(
 
     Args:
         gateway: its state.
+        model: answers the questions.
         call: what is answered.
         state: a chat, to whose end each question is appended.
         questions: the questions.
@@ -318,13 +321,13 @@ async def score_labels(
             " several requests",
             "questions",
         )
-    encoder = _LabelEncoder(gateway)
+    encoder = _LabelEncoder(model)
     encoded = await asyncio.gather(
         *(encoder.encode(_with_question(state, each.text), each.labels) for each in questions)
     )
     asked: list[tuple[Prompt, Pooling]] = [request for each in encoded for request in each]
-    answer_id = gateway.head(call, "dec").id
-    completions = await vectors(gateway, call, answer_id, asked, options, NAMES)
+    answer_id = model.head(call, "dec").id
+    completions = await vectors(gateway, model, call, answer_id, asked, options, NAMES)
     scores, first = [], 0
     for requests in encoded:
         found = completions[first : first + len(requests)]
@@ -345,8 +348,8 @@ def _with_question(state: Chat, text: str) -> Chat:
 class _LabelEncoder:
     """Makes the requests whose vectors are the log-probabilities of labels after a prompt."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._client = gateway.client
+    def __init__(self, model: ServedModel) -> None:
+        self._client = model.client
         self._turns = asyncio.Semaphore(MAX_ENCODED_AT_ONCE)
         self._ids: dict[str, asyncio.Task[list[int]]] = {}
 
@@ -402,16 +405,16 @@ def _num_common(ids: Sequence[int], others: Sequence[int]) -> int:
 async def decisions(gateway: Gateway, call: Call, _: EventSink) -> Decision:
     """Answer questions about an input, in OpenAI's format."""
     fields = convert(await call.parse(), DecisionRequest)
-    gateway.check_model(fields.model)
+    model = gateway.served(fields.model)
     asked = [_asked(number, question) for number, question in enumerate(fields.questions)]
     state = _state_of(fields.input)
     scores, completions = await score_labels(
-        gateway, call, state, asked, {"priority": fields.priority}
+        gateway, model, call, state, asked, {"priority": fields.priority}
     )
     answers = [_answer(*each) for each in zip(fields.questions, scores, strict=True)]
     num_tokens = sum(completion.usage.prompt_tokens for completion in completions)
     cached = InputDetails(sum(completion.usage.cached_tokens for completion in completions))
-    return Decision(answers, gateway.model, DecisionUsage(num_tokens, cached, num_tokens))
+    return Decision(answers, model.name, DecisionUsage(num_tokens, cached, num_tokens))
 
 
 def _state_of(given: str | list[dict[str, Any]]) -> Chat:
@@ -486,18 +489,18 @@ def _answer(
 async def system_one(gateway: Gateway, call: Call, _: EventSink) -> SystemOneAnswers:
     """Answer questions about a state, in System One's format."""
     fields = convert(await call.parse(), SystemOneRequest)
-    gateway.check_model(fields.model)
+    model = gateway.served(fields.model)
     asked = [_asked_by_name(name, question) for name, question in fields.questions.items()]
     state: Chat = [{"role": "user", "content": as_text(fields.state)}]
     scores, completions = await score_labels(
-        gateway, call, state, asked, {"priority": fields.priority}
+        gateway, model, call, state, asked, {"priority": fields.priority}
     )
     answers = {
         name: _named_answer(question, each)
         for (name, question), each in zip(fields.questions.items(), scores, strict=True)
     }
     num_tokens = sum(completion.usage.prompt_tokens for completion in completions)
-    return SystemOneAnswers(gateway.model, answers, SystemOneUsage(num_tokens))
+    return SystemOneAnswers(model.name, answers, SystemOneUsage(num_tokens))
 
 
 def _asked_by_name(

@@ -11,11 +11,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from http_proc.apis.ollama import OllamaError, check_ollama_model, error_body
+from http_proc.apis.ollama import OllamaError, error_body, ollama_model
 from http_proc.apis.openai import list_prompts
 from http_proc.core.call import Call
 from http_proc.core.errors import invalid
 from http_proc.core.gateway import Gateway
+from http_proc.core.served_model import ServedModel
 from http_proc.core.streaming import EventSink
 from http_proc.generation.chat_call import chat_prompt
 from http_proc.generation.sampling import convert
@@ -168,6 +169,7 @@ class OllamaEmbeddingsAnswer(msgspec.Struct):
 
 async def embed(
     gateway: Gateway,
+    model: ServedModel,
     call: Call,
     prompts: Sequence[Prompt],
     pooling: Pooling,
@@ -178,6 +180,7 @@ async def embed(
 
     Args:
         gateway: its state.
+        model: makes the vectors.
         call: what is answered.
         prompts: the texts.
         pooling: what vectors are asked for.
@@ -192,10 +195,10 @@ async def embed(
             f"{field} has {len(prompts)} texts: 1 to {MAX_TEXTS} are taken; send several requests",
             field,
         )
-    head = gateway.head(call, "embd")
+    head = model.head(call, "embd")
     names = {**NAMES, "prompt": field, "prompt_token_ids": field}
     asked = [(prompt, pooling) for prompt in prompts]
-    return await vectors(gateway, call, head.id, asked, options, names)
+    return await vectors(gateway, model, call, head.id, asked, options, names)
 
 
 def vector_of(completion: Completion) -> "array[float]":
@@ -223,7 +226,7 @@ def num_tokens_of(completions: Sequence[Completion]) -> int:
 async def openai_embeddings(gateway: Gateway, call: Call, _: EventSink) -> EmbeddingAnswer:
     """Return the vectors of texts in OpenAI's format."""
     fields = convert(await call.parse(), EmbeddingRequest)
-    gateway.check_model(fields.model)
+    model = gateway.served(fields.model)
     most = cut_to(fields.truncate_prompt_tokens)
     prompts = _prompts_of(fields)
     pooling = Pooling(
@@ -235,11 +238,11 @@ async def openai_embeddings(gateway: Gateway, call: Call, _: EventSink) -> Embed
     options: RequestOptions = {"priority": fields.priority}
     if fields.truncate_prompt_tokens is not None:
         options["truncate_prompt"] = True
-    completions = await embed(gateway, call, prompts, pooling, options, "input")
+    completions = await embed(gateway, model, call, prompts, pooling, options, "input")
     written = _base64 if fields.encoding_format == "base64" else _numbers
     data = [EmbeddingObject(number, written(one)) for number, one in enumerate(completions)]
     num_tokens = num_tokens_of(completions)
-    return EmbeddingAnswer(data, gateway.model, EmbeddingUsage(num_tokens, num_tokens))
+    return EmbeddingAnswer(data, model.name, EmbeddingUsage(num_tokens, num_tokens))
 
 
 def _prompts_of(fields: EmbeddingRequest) -> list[Prompt]:
@@ -255,19 +258,22 @@ def _prompts_of(fields: EmbeddingRequest) -> list[Prompt]:
 async def tei_embed(gateway: Gateway, call: Call, _: EventSink) -> list[list[float]]:
     """Return the vectors of texts in the format of text-embeddings-inference."""
     fields = convert(await call.parse(), TeiEmbedRequest)
+    model = gateway.served(None)
     pooling = Pooling(
         normalize=fields.normalize, dimensions=fields.dimensions, prompt_name=fields.prompt_name
     )
     options: RequestOptions = {"truncate_prompt": fields.truncate}
     prompts = list_prompts(fields.inputs, "inputs")
-    return list(map(_numbers, await embed(gateway, call, prompts, pooling, options, "inputs")))
+    return list(
+        map(_numbers, await embed(gateway, model, call, prompts, pooling, options, "inputs"))
+    )
 
 
 async def cohere_embed(gateway: Gateway, call: Call, _: EventSink) -> CohereEmbedAnswer:
     """Return the vectors of texts in Cohere's format."""
     fields = convert(await call.parse(), CohereEmbedRequest)
-    gateway.check_model(fields.model)
-    known = (await gateway.server_info.static()).get("prompts") or ()
+    model = gateway.served(fields.model)
+    known = (await model.server_info.static()).get("prompts") or ()
     names = (fields.input_type, *_INPUT_TYPES.get(fields.input_type or "", ()))
     pooling = Pooling(
         dimensions=fields.output_dimension,
@@ -279,7 +285,7 @@ async def cohere_embed(gateway: Gateway, call: Call, _: EventSink) -> CohereEmbe
         "truncate_prompt": fields.truncate == "END" or fields.max_tokens is not None,
     }
     prompts: list[Any] = list(fields.texts)
-    completions = await embed(gateway, call, prompts, pooling, options, "texts")
+    completions = await embed(gateway, model, call, prompts, pooling, options, "texts")
     by_type: dict[str, list[Any]] = {
         kind: [_cohere_vector(kind, completion) for completion in completions]
         for kind in fields.embedding_types
@@ -309,11 +315,11 @@ def _cohere_vector(kind: str, completion: Completion) -> list[float] | list[int]
 async def ollama_embed(gateway: Gateway, call: Call, _: EventSink) -> OllamaEmbedAnswer:
     """Return the vectors of texts in Ollama's format."""
     fields = convert(await call.parse(), OllamaEmbedRequest)
-    check_ollama_model(gateway, fields.model)
+    model = ollama_model(gateway, fields.model)
     pooling = Pooling(dimensions=fields.dimensions)
     prompts: list[Any] = [fields.input] if isinstance(fields.input, str) else list(fields.input)
     options: RequestOptions = {"truncate_prompt": fields.truncate}
-    completions = await embed(gateway, call, prompts, pooling, options, "input")
+    completions = await embed(gateway, model, call, prompts, pooling, options, "input")
     begin = min(completion.timings.submitted for completion in completions)
     end = max(completion.timings.delivered for completion in completions)
     return OllamaEmbedAnswer(
@@ -327,10 +333,10 @@ async def ollama_embed(gateway: Gateway, call: Call, _: EventSink) -> OllamaEmbe
 async def ollama_embeddings(gateway: Gateway, call: Call, _: EventSink) -> OllamaEmbeddingsAnswer:
     """Return the vector of one text in Ollama's older format."""
     fields = convert(await call.parse(), OllamaEmbeddingsRequest)
-    check_ollama_model(gateway, fields.model)
+    model = ollama_model(gateway, fields.model)
     options: RequestOptions = {"truncate_prompt": True}
     pooling = Pooling(normalize=False)
-    (completion,) = await embed(gateway, call, [fields.prompt], pooling, options, "prompt")
+    (completion,) = await embed(gateway, model, call, [fields.prompt], pooling, options, "prompt")
     return OllamaEmbeddingsAnswer(_numbers(completion))
 
 

@@ -257,15 +257,15 @@ async def infill(gateway: Gateway, call: Call, sink: EventSink) -> dict[str, Any
     body = await call.parse()
     sampling = take_sampling(body, LLAMA_CPP, {})
     fields = convert(body, InfillRequest)
-    gateway.check_model(fields.model)
+    model = gateway.served(fields.model)
     sampling = with_grammar(sampling, "grammar", {"ebnf": fields.grammar} if fields.grammar else {})
-    known = fill_format(await gateway.server_info.static(), gateway.model, "input_suffix")
+    known = fill_format(await model.server_info.static(), model.name, "input_suffix")
     files = [ContextFile(file.filename, file.text) for file in fields.input_extra]
     prompt = known.prompt(fields.input_prefix, fields.input_suffix, files) + fields.prompt
     params = fill_params(_params(sampling.params, fields), known)
-    head = gateway.head(call, "infill")
+    head = model.head(call, "infill")
     names = {**NAMES, **sampling.names}
-    with gateway.open_group(head.id, names, call.record) as group:
+    with gateway.open_group(model, head.id, names, call.record) as group:
         group.submit(prompt, params, fields.stream, {})
         if fields.stream:
             renderer = InfillStream(head.model, params, fields.response_fields)

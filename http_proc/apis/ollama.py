@@ -31,6 +31,7 @@ from http_proc.answer.parser import ToolSchemas
 from http_proc.core.call import Call
 from http_proc.core.errors import ApiError, QueueHint, invalid
 from http_proc.core.gateway import Gateway
+from http_proc.core.served_model import ServedModel
 from http_proc.core.streaming import JSON_LINES, EventSink
 from http_proc.generation.chat_answers import (
     ChatAnswer,
@@ -585,11 +586,17 @@ class OllamaVersion(msgspec.Struct):
     version: str = API_VERSION
 
 
-def check_ollama_model(gateway: Gateway, name: str) -> None:
-    """Raise a 404 for a model that is not served; the tag "latest" may be left out or added."""
+def ollama_model(gateway: Gateway, name: str) -> ServedModel:
+    """Return the model of this name; the tag "latest" may be left out or added.
+
+    Raises:
+        ApiError: the name is empty, or 404: no model is called so.
+    """
     if not name:
-        raise invalid(f"model is missing: use {gateway.model!r}", "model")
-    gateway.check_model(gateway.model if _untagged(name) == _untagged(gateway.model) else name)
+        raise invalid(f"model is missing: {gateway.models.advice()}", "model")
+    tagged = (name, _untagged(name), _untagged(name) + TAG)
+    found = filter(None, map(gateway.models.find, tagged))
+    return next(found, None) or gateway.served(name)
 
 
 def _untagged(name: str) -> str:
@@ -599,22 +606,23 @@ def _untagged(name: str) -> str:
 async def tags(request: web.Request) -> web.Response:
     """List the one model that is served."""
     gateway = request.app[GATEWAY]
-    known = await _details(gateway)
-    name = _untagged(gateway.model) + TAG
-    model = OllamaModel(
+    model = gateway.models.default
+    known = await _details(model)
+    name = _untagged(model.name) + TAG
+    listed = OllamaModel(
         name, name, _modified_at(gateway, known), known.num_bytes, known.digest, _stored(known)
     )
-    return json_response(OllamaModelList([model]))
+    return json_response(OllamaModelList([listed]))
 
 
 async def show(gateway: Gateway, call: Call, _: EventSink) -> OllamaShowAnswer:
     """Describe the model that is served."""
     fields = convert(await call.parse(), OllamaShowRequest)
-    check_ollama_model(gateway, fields.model or fields.name)
-    info, known = await gateway.server_info.static(), await _details(gateway)
+    model = ollama_model(gateway, fields.model or fields.name)
+    info, known = await model.server_info.static(), await _details(model)
     return OllamaShowAnswer(
         _stored(known),
-        _model_info(gateway.model, known, info["context_length"]),
+        _model_info(model.name, known, info["context_length"]),
         _capabilities(info),
         _modified_at(gateway, known),
     )
@@ -622,9 +630,9 @@ async def show(gateway: Gateway, call: Call, _: EventSink) -> OllamaShowAnswer:
 
 async def ps(request: web.Request) -> web.Response:
     """List the model that is loaded, which is the one that is served."""
-    gateway = request.app[GATEWAY]
-    info, known = await gateway.server_info.static(), await _details(gateway)
-    name = _untagged(gateway.model) + TAG
+    model = request.app[GATEWAY].models.default
+    info, known = await model.server_info.static(), await _details(model)
+    name = _untagged(model.name) + TAG
     on_gpu = str(info.get("device", "")).startswith("cuda")
     loaded = OllamaLoadedModel(
         name,
@@ -649,8 +657,8 @@ async def absent(request: web.Request) -> web.Response:
     raise ApiError(501, f"{request.path}: {reason}", "not_supported", code="not_supported")
 
 
-async def _details(gateway: Gateway) -> ModelDetails:
-    return details_from_info((await gateway.server_info.static())["model_details"])
+async def _details(model: ServedModel) -> ModelDetails:
+    return details_from_info((await model.server_info.static())["model_details"])
 
 
 def _modified_at(gateway: Gateway, known: ModelDetails) -> str:
@@ -865,10 +873,10 @@ async def ollama_chat_answer(gateway: Gateway, call: Call, sink: EventSink) -> O
     body = await call.parse()
     check_counts(body)
     fields = convert(with_known_options(body), OllamaChatRequest)
-    check_ollama_model(gateway, fields.model)
+    model = ollama_model(gateway, fields.model)
     if not fields.messages:
         return loaded_answer(fields.model, chat_answer)
-    info = await gateway.server_info.static()
+    info = await model.server_info.static()
     last = fields.messages[-1]
     chat = ChatCall(
         messages=ollama_chat(fields.messages),
@@ -878,8 +886,8 @@ async def ollama_chat_answer(gateway: Gateway, call: Call, sink: EventSink) -> O
         continues_message=last.role == "assistant" and not last.tool_calls,
         stream=fields.stream,
     )
-    asked = GeneratePrompt(chat.messages, await prepare_chat(gateway, chat))
-    return await _answer(gateway, call, sink, fields, asked, chat_answer)
+    asked = GeneratePrompt(chat.messages, await prepare_chat(gateway, model, chat))
+    return await _answer(gateway, model, call, sink, fields, asked, chat_answer)
 
 
 # The request's name of each field of the server, beside the options.
@@ -901,16 +909,17 @@ async def ollama_generate(gateway: Gateway, call: Call, sink: EventSink) -> Olla
     """Answer a prompt, as a stream unless the request says otherwise."""
     body = with_known_options(await call.parse())
     fields = convert(body, OllamaGenerateRequest)
-    check_ollama_model(gateway, fields.model)
+    model = ollama_model(gateway, fields.model)
     _check_supported(fields)
     if not fields.prompt and not fields.suffix:
         return loaded_answer(fields.model, generate_answer)
-    asked = await _prompt(gateway, fields)
-    return await _answer(gateway, call, sink, fields, asked, generate_answer)
+    asked = await _prompt(gateway, model, fields)
+    return await _answer(gateway, model, call, sink, fields, asked, generate_answer)
 
 
 async def _answer(
     gateway: Gateway,
+    model: ServedModel,
     call: Call,
     sink: EventSink,
     fields: OllamaChatRequest | OllamaGenerateRequest,
@@ -918,9 +927,9 @@ async def _answer(
     make: MakeAnswer,
 ) -> OllamaAnswer | None:
     """Answer a prompt in the form of an endpoint. `make`: makes the bodies."""
-    prepared, head = asked.prepared, gateway.head(call, "ollama")
+    prepared, head = asked.prepared, model.head(call, "ollama")
     options = prepared.options | length_options(fields)
-    with gateway.open_group(head.id, prepared.names, call.record) as group:
+    with gateway.open_group(model, head.id, prepared.names, call.record) as group:
         group.submit(asked.prompt, prepared.params, fields.stream, options)
         if fields.stream:
             lines = OllamaLines(fields.model, make, asked.ids)
@@ -945,22 +954,24 @@ def _check_supported(fields: OllamaGenerateRequest) -> None:
         raise invalid("suffix and context are both given: leave one out", "suffix")
 
 
-async def _prompt(gateway: Gateway, fields: OllamaGenerateRequest) -> GeneratePrompt:
+async def _prompt(
+    gateway: Gateway, model: ServedModel, fields: OllamaGenerateRequest
+) -> GeneratePrompt:
     """Return the prompt as a chat, as it is, with a suffix, or after a context."""
-    info = await gateway.server_info.static()
+    info = await model.server_info.static()
     sampling = ollama_sampling(fields, info["context_length"])
     if fields.suffix:
-        known = fill_format(info, gateway.model, "suffix")
+        known = fill_format(info, model.name, "suffix")
         filling = Sampling(fill_params(sampling.params, known), sampling.names)
         return _plain(known.prompt(fields.prompt, fields.suffix), filling)
     if fields.raw or not info["chat"]:
         if fields.system:
             raise invalid(
-                f"system needs a chat template, and {gateway.model} has none: write it into the"
+                f"system needs a chat template, and {model.name} has none: write it into the"
                 " prompt",
                 "system",
             )
-        return await _with_context(gateway, fields, _plain(fields.prompt, sampling))
+        return await _with_context(model, fields, _plain(fields.prompt, sampling))
     turns: Chat = [{"role": "system", "content": fields.system}] if fields.system else []
     turns.append({"role": "user", "content": fields.prompt})
     call = ChatCall(
@@ -969,8 +980,8 @@ async def _prompt(gateway: Gateway, fields: OllamaGenerateRequest) -> GeneratePr
         reasoning=ollama_reasoning(fields, info),
         names={"messages": "prompt"},
     )
-    prepared = await prepare_chat(gateway, call)
-    return await _with_context(gateway, fields, GeneratePrompt(turns, prepared))
+    prepared = await prepare_chat(gateway, model, call)
+    return await _with_context(model, fields, GeneratePrompt(turns, prepared))
 
 
 def _plain(prompt: str, sampling: Sampling) -> GeneratePrompt:
@@ -981,16 +992,16 @@ def _plain(prompt: str, sampling: Sampling) -> GeneratePrompt:
 
 
 async def _with_context(
-    gateway: Gateway, fields: OllamaGenerateRequest, asked: GeneratePrompt
+    model: ServedModel, fields: OllamaGenerateRequest, asked: GeneratePrompt
 ) -> GeneratePrompt:
     """Return the prompt as token ids after those of the context, if the request has the field."""
     if fields.context is None:
         return asked
     prepared = asked.prepared
     chat = prepared.options.get("chat", NO_CHAT_OPTIONS)
-    own_ids = await gateway.client.tokenize(asked.prompt, chat)
+    own_ids = await model.client.tokenize(asked.prompt, chat)
     ids = [*fields.context, *own_ids]
-    text_end = await gateway.client.detokenize(own_ids[-NUM_END_TOKENS:], False)
+    text_end = await model.client.detokenize(own_ids[-NUM_END_TOKENS:], False)
     reader = replace(prepared.reader, text_end=text_end)
     names = {**prepared.names, **NAMES}
     return GeneratePrompt(ids, replace(prepared, options={}, names=names, reader=reader), ids)

@@ -19,8 +19,9 @@ from http_proc.answer.events import (
 )
 from http_proc.core.call import Call
 from http_proc.core.errors import from_server, invalid
-from http_proc.core.gateway import Gateway, ResponseHead
+from http_proc.core.gateway import Gateway
 from http_proc.core.observe import timings_body
+from http_proc.core.served_model import ResponseHead, ServedModel
 from http_proc.core.streaming import (
     DONE,
     EventSink,
@@ -102,7 +103,7 @@ async def completions(gateway: Gateway, call: Call, sink: EventSink) -> Completi
     body = await call.parse()
     sampling = take_sampling(body, OPENAI, {"max_new_tokens": DEFAULT_MAX_TOKENS})
     fields = convert(body, CompletionRequest, OPENAI)
-    gateway.check_model(fields.model)
+    model = gateway.served(fields.model)
     sampling = with_response_format(sampling, fields)
     _check_completion(fields, sampling.params)
     check_receipt(fields)
@@ -110,21 +111,21 @@ async def completions(gateway: Gateway, call: Call, sink: EventSink) -> Completi
     prompts = list_prompts(fields.prompt)
     params, n = _with_logprobs(sampling.params, fields), sampling.params.n
     if params.thinking_token_budget is not None:
-        answer_format = from_info((await gateway.server_info.static())["answer_format"])
+        answer_format = from_info((await model.server_info.static())["answer_format"])
         params = with_thinking(params, answer_format, None)
     check_choices(n, len(prompts))
     if fields.suffix:
-        known = fill_format(await gateway.server_info.static(), gateway.model, "suffix")
+        known = fill_format(await model.server_info.static(), model.name, "suffix")
         prompts = _with_suffix(prompts, fields.suffix, known)
         params = fill_params(params, known)
-    head = gateway.head(call, "cmpl")
+    head = model.head(call, "cmpl")
     options: RequestOptions = {"priority": fields.priority}
     names = {**NAMES, **sampling.names}
-    with gateway.open_group(head.id, names, call.record) as group:
+    with gateway.open_group(model, head.id, names, call.record) as group:
         for prompt in prompts:
             group.submit(prompt, params, fields.stream, options)
-        echoes = await _echoes(gateway, prompts, params.skip_special_tokens, fields.echo)
-        prompt_ids = await _ids_of(gateway, prompts) if fields.return_token_ids else None
+        echoes = await _echoes(model, prompts, params.skip_special_tokens, fields.echo)
+        prompt_ids = await _ids_of(model, prompts) if fields.return_token_ids else None
         if fields.stream:
             usage = StreamUsage(fields.stream_options, n)
             renderer = CompletionStream(head, n, echoes, usage, prompt_ids)
@@ -188,7 +189,7 @@ def _with_suffix(prompts: list[Prompt], suffix: str, known: FillFormat) -> list[
 
 
 async def _echoes(
-    gateway: Gateway, prompts: list[Prompt], skip_special_tokens: bool, echo: bool
+    model: ServedModel, prompts: list[Prompt], skip_special_tokens: bool, echo: bool
 ) -> list[str]:
     """Return the text before the completion of each prompt."""
     if not echo:
@@ -196,15 +197,15 @@ async def _echoes(
     return [
         prompt
         if isinstance(prompt, str)
-        else await gateway.client.detokenize(cast(list[int], prompt), skip_special_tokens)
+        else await model.client.detokenize(cast(list[int], prompt), skip_special_tokens)
         for prompt in prompts
     ]
 
 
-async def _ids_of(gateway: Gateway, prompts: list[Prompt]) -> list[list[int]]:
+async def _ids_of(model: ServedModel, prompts: list[Prompt]) -> list[list[int]]:
     """Return the token ids of prompts."""
     return [
-        (await gateway.client.render(prompt)).token_ids
+        (await model.client.render(prompt)).token_ids
         if isinstance(prompt, str)
         else cast(list[int], prompt)
         for prompt in prompts
@@ -658,18 +659,18 @@ async def chat_completions(gateway: Gateway, call: Call, sink: EventSink) -> Cha
     check_counts(body)
     sampling = take_sampling(body, CHAT, {})
     fields = convert(body, ChatRequest, CHAT)
-    gateway.check_model(fields.model)
+    model = gateway.served(fields.model)
     check_receipt(fields)
     check_metadata(fields.metadata)
     chat = chat_call(fields, sampling)
-    prepared = await prepare_chat(gateway, chat)
-    head = gateway.head(call, "chatcmpl")
-    with gateway.open_group(head.id, prepared.names, call.record) as group:
+    prepared = await prepare_chat(gateway, model, chat)
+    head = model.head(call, "chatcmpl")
+    with gateway.open_group(model, head.id, prepared.names, call.record) as group:
         stream = chat.stream or prepared.reader.needs_chunks
         group.submit(chat.messages, prepared.params, stream, prepared.options)
         prompt_ids: list[int] | None = None
         if fields.return_token_ids:
-            rendered = await gateway.client.render(chat.messages, prepared.options["chat"])
+            rendered = await model.client.render(chat.messages, prepared.options["chat"])
             prompt_ids = rendered.token_ids
         if chat.stream:
             counts_reasoning = prepared.reader.separates_reasoning
@@ -732,18 +733,18 @@ async def render(gateway: Gateway, call: Call, _: EventSink) -> RenderAnswer:
     check_counts(body)
     sampling = take_sampling(body, CHAT, {})
     fields = convert(body, RenderRequest, CHAT)
-    gateway.check_model(fields.model)
+    model = gateway.served(fields.model)
     if (fields.prompt is None) == (not fields.messages):
         raise invalid("give either prompt or messages", "prompt")
     names = {"prompt": "prompt"}
     try:
         if fields.prompt is not None:
-            rendered = await gateway.client.render(fields.prompt)
+            rendered = await model.client.render(fields.prompt)
         else:
             chat = chat_call(fields, sampling)
-            prepared = await prepare_chat(gateway, chat)
+            prepared = await prepare_chat(gateway, model, chat)
             names = dict(prepared.names)
-            rendered = await gateway.client.render(chat.messages, prepared.options["chat"])
+            rendered = await model.client.render(chat.messages, prepared.options["chat"])
     except QuadrigaError as error:
         raise from_server(error, names) from None
     return RenderAnswer(rendered.text, rendered.token_ids, len(rendered.token_ids))

@@ -13,7 +13,8 @@ import msgspec
 from http_proc.apis.embeddings import MAX_TEXTS, EmbeddingUsage, num_tokens_of, vector_of
 from http_proc.core.call import Call
 from http_proc.core.errors import invalid
-from http_proc.core.gateway import Gateway, ResponseHead
+from http_proc.core.gateway import Gateway
+from http_proc.core.served_model import ResponseHead, ServedModel
 from http_proc.core.streaming import EventSink
 from http_proc.generation.sampling import convert
 from http_proc.generation.schema import Priority, RequestBody
@@ -209,6 +210,7 @@ class LabelScore(msgspec.Struct):
 
 async def scores_of(
     gateway: Gateway,
+    model: ServedModel,
     call: Call,
     asked: Sequence[tuple[str, Pooling]],
     options: RequestOptions,
@@ -219,6 +221,7 @@ async def scores_of(
 
     Args:
         gateway: its state.
+        model: scores the texts.
         call: what is answered.
         asked: the texts, or first texts of pairs, and what is asked of each.
         options: of each request to the server.
@@ -234,7 +237,7 @@ async def scores_of(
             f"{second} has {len(asked)} texts: 1 to {MAX_TEXTS} are taken; send several requests",
             second,
         )
-    head = gateway.head(call, prefix)
+    head = model.head(call, prefix)
     names = {
         "prompt": second,
         "prompt_token_ids": first,
@@ -245,7 +248,7 @@ async def scores_of(
         "max_second_tokens": "max_tokens_per_doc",
     }
     prompts: list[tuple[Prompt, Pooling]] = list(asked)
-    return head, await vectors(gateway, call, head.id, prompts, options, names)
+    return head, await vectors(gateway, model, call, head.id, prompts, options, names)
 
 
 def usage_of(completions: Sequence[Completion]) -> EmbeddingUsage:
@@ -254,9 +257,9 @@ def usage_of(completions: Sequence[Completion]) -> EmbeddingUsage:
     return EmbeddingUsage(num_tokens, num_tokens)
 
 
-async def labels_of(gateway: Gateway) -> list[str]:
+async def labels_of(model: ServedModel) -> list[str]:
     """Return the names of the model's scores; [] if it has none, which the server then refuses."""
-    scores = (await gateway.server_info.static()).get("scores") or {}
+    scores = (await model.server_info.static()).get("scores") or {}
     return list(scores.get("labels", ()))
 
 
@@ -266,18 +269,18 @@ async def labels_of(gateway: Gateway) -> list[str]:
 async def rerank(gateway: Gateway, call: Call, _: EventSink) -> RerankAnswer | list[TeiRankedText]:
     """Rank documents in the format of Cohere and Jina, or texts in that of TEI."""
     fields = convert(await call.parse(), RerankRequest)
-    gateway.check_model(fields.model)
+    model = gateway.served(fields.model)
     if (fields.documents is None) == (fields.texts is None):
         raise invalid("give either documents or texts", "documents")
     if fields.top_n is not None and fields.top_n < 1:
         raise invalid(f"top_n is {fields.top_n}: it must be at least 1, or left out", "top_n")
     if fields.texts is not None:
-        return await _rank_texts(gateway, call, fields, fields.texts)
+        return await _rank_texts(gateway, model, call, fields, fields.texts)
     assert fields.documents is not None
     texts = [each if isinstance(each, str) else each.text for each in fields.documents]
     activation = "" if fields.use_activation and not fields.raw_scores else IDENTITY
     cuts = fields.truncate is not False
-    head, completions = await _ranked(gateway, call, fields, texts, activation, cuts)
+    head, completions = await _ranked(gateway, model, call, fields, texts, activation, cuts)
     scores = [vector_of(completion)[0] for completion in completions]
     with_text = fields.return_documents or fields.return_text
     results = [
@@ -285,14 +288,20 @@ async def rerank(gateway: Gateway, call: Call, _: EventSink) -> RerankAnswer | l
         for number in best_first(scores, fields.top_n)
     ]
     meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
-    return RerankAnswer(head.id, gateway.model, results, usage_of(completions), meta)
+    return RerankAnswer(head.id, model.name, results, usage_of(completions), meta)
 
 
 async def _rank_texts(
-    gateway: Gateway, call: Call, fields: RerankRequest, texts: list[str]
+    gateway: Gateway,
+    model: ServedModel,
+    call: Call,
+    fields: RerankRequest,
+    texts: list[str],
 ) -> list[TeiRankedText]:
     activation = IDENTITY if fields.raw_scores or not fields.use_activation else SIGMOID
-    _, completions = await _ranked(gateway, call, fields, texts, activation, bool(fields.truncate))
+    _, completions = await _ranked(
+        gateway, model, call, fields, texts, activation, bool(fields.truncate)
+    )
     scores = [vector_of(completion)[0] for completion in completions]
     with_text = fields.return_text or fields.return_documents
     return [
@@ -303,6 +312,7 @@ async def _rank_texts(
 
 async def _ranked(
     gateway: Gateway,
+    model: ServedModel,
     call: Call,
     fields: RerankRequest,
     texts: list[str],
@@ -331,7 +341,7 @@ async def _ranked(
         for text in texts
     ]
     field = "documents" if fields.texts is None else "texts"
-    return await scores_of(gateway, call, asked, options, ("query", field), "rerank")
+    return await scores_of(gateway, model, call, asked, options, ("query", field), "rerank")
 
 
 def best_first(scores: Sequence[float], top_n: int | None) -> list[int]:
@@ -342,7 +352,7 @@ def best_first(scores: Sequence[float], top_n: int | None) -> list[int]:
 async def score(gateway: Gateway, call: Call, _: EventSink) -> ScoreAnswer:
     """Return the scores of pairs in vLLM's format."""
     fields = convert(await call.parse(), ScoreRequest)
-    gateway.check_model(fields.model)
+    model = gateway.served(fields.model)
     pairs, names = _pairs_of(fields)
     options: RequestOptions = {"priority": fields.priority}
     if fields.truncate_prompt_tokens is not None:
@@ -362,11 +372,11 @@ async def score(gateway: Gateway, call: Call, _: EventSink) -> ScoreAnswer:
         )
         for first, second in pairs
     ]
-    head, completions = await scores_of(gateway, call, asked, options, names, "score")
+    head, completions = await scores_of(gateway, model, call, asked, options, names, "score")
     data = [
         PairScore(number, vector_of(completion)[0]) for number, completion in enumerate(completions)
     ]
-    return ScoreAnswer(head.id, head.created, gateway.model, data, usage_of(completions))
+    return ScoreAnswer(head.id, head.created, model.name, data, usage_of(completions))
 
 
 def _pairs_of(fields: ScoreRequest) -> tuple[list[tuple[str, str]], tuple[str, str]]:
@@ -391,7 +401,7 @@ def _pairs_of(fields: ScoreRequest) -> tuple[list[tuple[str, str]], tuple[str, s
 async def classify(gateway: Gateway, call: Call, _: EventSink) -> ClassifyAnswer:
     """Return the labels of texts in vLLM's format."""
     fields = convert(await call.parse(), ClassifyRequest)
-    gateway.check_model(fields.model)
+    model = gateway.served(fields.model)
     options: RequestOptions = {"priority": fields.priority}
     if fields.truncate_prompt_tokens is not None:
         options["truncate_prompt"] = True
@@ -400,14 +410,14 @@ async def classify(gateway: Gateway, call: Call, _: EventSink) -> ClassifyAnswer
     pooling = Pooling(CLASSIFY, max_tokens=most, activation=activation)
     texts = [fields.input] if isinstance(fields.input, str) else fields.input
     asked = [(text, pooling) for text in texts]
-    names, labels = ("input", "input"), await labels_of(gateway)
-    head, completions = await scores_of(gateway, call, asked, options, names, "classify")
+    names, labels = ("input", "input"), await labels_of(model)
+    head, completions = await scores_of(gateway, model, call, asked, options, names, "classify")
     data = []
     for number, completion in enumerate(completions):
         scores = vector_of(completion).tolist()
         label = labels[scores.index(max(scores))]
         data.append(TextLabel(number, label, scores, len(scores)))
-    return ClassifyAnswer(head.id, head.created, gateway.model, data, usage_of(completions))
+    return ClassifyAnswer(head.id, head.created, model.name, data, usage_of(completions))
 
 
 async def predict(
@@ -415,6 +425,7 @@ async def predict(
 ) -> list[LabelScore] | list[list[LabelScore]]:
     """Return the labels of texts in the format of text-embeddings-inference."""
     fields = convert(await call.parse(), PredictRequest)
+    model = gateway.served(None)
     is_batch = not isinstance(fields.inputs, str) and any(
         isinstance(each, list) for each in fields.inputs
     )
@@ -436,8 +447,8 @@ async def predict(
         pair = second[0] if second else None
         asked.append((first, Pooling(CLASSIFY, activation=activation, text_pair=pair)))
     options: RequestOptions = {"truncate_prompt": fields.truncate}
-    names, labels = ("inputs", "inputs"), await labels_of(gateway)
-    _head, completions = await scores_of(gateway, call, asked, options, names, "predict")
+    names, labels = ("inputs", "inputs"), await labels_of(model)
+    _head, completions = await scores_of(gateway, model, call, asked, options, names, "predict")
     answers = [
         _labelled(labels, vector_of(completion).tolist())[: parameters.top_k]
         for completion in completions

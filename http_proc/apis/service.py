@@ -11,8 +11,9 @@ from aiohttp import web
 from http_proc.core.call import Call
 from http_proc.core.caller import current_caller
 from http_proc.core.errors import ApiError, from_server, invalid
-from http_proc.core.gateway import READY_MAX_AGE_S, Gateway
+from http_proc.core.gateway import Gateway
 from http_proc.core.observe import RequestSummary, all_traces
+from http_proc.core.served_model import READY_MAX_AGE_S, ServedModel
 from http_proc.core.streaming import EventSink
 from http_proc.generation.chat_call import chat_prompt, check_counts, template_options
 from http_proc.generation.sampling import convert
@@ -158,7 +159,8 @@ class HealthStatus(msgspec.Struct):
 
 async def models(request: web.Request) -> web.Response:
     """List the one model that is served, in the form of the client's API."""
-    served = await _model(request.app[GATEWAY])
+    gateway = request.app[GATEWAY]
+    served = await _model(gateway, gateway.models.default)
     if ANTHROPIC_HEADER not in request.headers:
         return json_response(ModelList([served]))
     return json_response(NamedModelList([NamedModel.of(served)], served.id, served.id))
@@ -167,14 +169,13 @@ async def models(request: web.Request) -> web.Response:
 async def model(request: web.Request) -> web.Response:
     """Return a model by its name, which may contain slashes, in the form of the client's API."""
     gateway = request.app[GATEWAY]
-    gateway.check_model(request.match_info["name"])
-    served = await _model(gateway)
+    served = await _model(gateway, gateway.served(request.match_info["name"]))
     is_anthropics = ANTHROPIC_HEADER in request.headers
     return json_response(NamedModel.of(served) if is_anthropics else served)
 
 
-async def _model(gateway: Gateway) -> ModelCard:
-    info = await gateway.server_info.static()
+async def _model(gateway: Gateway, served: ServedModel) -> ModelCard:
+    info = await served.server_info.static()
     answers, has_chat = from_info(info["answer_format"]), bool(info["chat"])
     labels = (info.get("scores") or {}).get("labels", ())
     capabilities = ModelCapabilities(
@@ -186,10 +187,10 @@ async def _model(gateway: Gateway) -> ModelCard:
         classify=bool(labels) and bool(info.get("encoder")),
     )
     return ModelCard(
-        gateway.model,
+        served.name,
         gateway.started_at,
         info["context_length"],
-        gateway.model,
+        served.name,
         capabilities,
         answers.source,
     )
@@ -200,7 +201,7 @@ async def server_info(request: web.Request) -> web.Response:
 
     A tenant's key gets what is served, and the tenant's own usage.
     """
-    info = await request.app[GATEWAY].server_info.current()
+    info = await request.app[GATEWAY].models.default.server_info.current()
     if (entry := current_caller().entry) is not None:
         return json_response(own_info(info, entry.name))
     return json_response(info | {"pids": info["pids"] | {"http_proc": os.getpid()}})
@@ -211,22 +212,22 @@ async def tokenize(gateway: Gateway, call: Call, _: EventSink) -> TokenizeAnswer
     body = await call.parse()
     check_counts(body)
     fields = convert(body, TokenizeRequest)
-    gateway.check_model(fields.model)
+    model = gateway.served(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise invalid("give either prompt or messages", "prompt")
     chat = template_options(fields.tools, fields.chat_template_kwargs)
     prompt: Any = fields.prompt if fields.messages is None else chat_prompt(fields.messages)
-    tokens = await gateway.client.tokenize(prompt, chat)
-    info = await gateway.server_info.static()
+    tokens = await model.client.tokenize(prompt, chat)
+    info = await model.server_info.static()
     return TokenizeAnswer(len(tokens), info["context_length"], tokens)
 
 
 async def detokenize(gateway: Gateway, call: Call, _: EventSink) -> DetokenizeAnswer:
     """Return the text of token ids."""
     fields = convert(await call.parse(), DetokenizeRequest)
-    gateway.check_model(fields.model)
+    model = gateway.served(fields.model)
     try:
-        text = await gateway.client.detokenize(fields.tokens, fields.skip_special_tokens)
+        text = await model.client.detokenize(fields.tokens, fields.skip_special_tokens)
     except QuadrigaError as error:
         raise from_server(error, dict.fromkeys(_ID_FIELDS, "tokens")) from None
     return DetokenizeAnswer(text, text)
@@ -249,7 +250,9 @@ async def flush_cache(request: web.Request) -> web.Response:
             "the cache is that of all tenants: flush it with a key of --api-key",
             code="not_allowed",
         )
-    return json_response(FlushAnswer(await request.app[GATEWAY].client.flush_cache()))
+    return json_response(
+        FlushAnswer(await request.app[GATEWAY].models.default.client.flush_cache())
+    )
 
 
 async def livez(_: web.Request) -> web.Response:
@@ -263,7 +266,7 @@ async def readyz(request: web.Request) -> web.Response:
     if gateway.is_draining:
         raise _unready("the server is stopping")
     try:
-        info = await gateway.server_info.current(READY_MAX_AGE_S)
+        info = await gateway.models.default.server_info.current(READY_MAX_AGE_S)
     except QuadrigaError as error:
         raise _unready(str(error)) from None
     if not info["ready"]:

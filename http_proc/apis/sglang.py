@@ -62,6 +62,7 @@ async def generate(
 ) -> GenerateAnswer | list[GenerateAnswer] | None:
     """Complete each prompt n times. The answer to a list of prompts, or to n > 1, is a list."""
     fields = convert(await call.parse(), GenerateRequest)
+    model = gateway.served(None)
     prompts, single = _prompts(fields)
     given = dict(fields.sampling_params)
     sampling = take_sampling(given, SGLANG, {})
@@ -70,14 +71,14 @@ async def generate(
         raise invalid(f"{name} is not supported by this server; leave it out", name)
     params, n = _params(sampling.params, fields), sampling.params.n
     check_choices(n, len(prompts))
-    rid = call.record.id = fields.rid or gateway.head(call, "gen").id
+    rid = call.record.id = fields.rid or model.head(call, "gen").id
     if gateway.is_open(rid):
         raise invalid(f"rid {rid!r} is being answered already: choose another one", "rid")
     options: RequestOptions = {"priority": fields.priority}
     single = single and n == 1
     names = {**NAMES, **sampling.names}
     logprobs = LogprobLists(fields.logprob_start_len, len(params.logprob_token_ids))
-    with gateway.open_group(rid, names, call.record) as group:
+    with gateway.open_group(model, rid, names, call.record) as group:
         for prompt in prompts:
             group.submit(prompt, params, fields.stream, options)
         if fields.stream:

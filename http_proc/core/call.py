@@ -123,6 +123,7 @@ class Call:
         request_id: the X-Request-Id, of which the id of the answer is made.
         is_named: the client has chosen that id.
         priority: the priority in place of the body's; None: the body's.
+        model: the name of the model in place of the body's; None: the body's.
         may_keep: the answer may be stored, and be made in the background.
         resumption: makes the answer the same again; None: the call is not resumable.
         record: what is logged of it.
@@ -133,6 +134,7 @@ class Call:
     request_id: str
     is_named: bool = False
     priority: int | None = None
+    model: str | None = None
     may_keep: bool = True
     resumption: Resumption | None = None
     record: observe.CallRecord = field(default_factory=observe.CallRecord)
@@ -147,4 +149,6 @@ class Call:
         fields = await parse_object(data)
         if self.priority is not None:
             fields["priority"] = self.priority
+        if self.model is not None:
+            fields["model"] = self.model
         return fields

@@ -1,85 +1,25 @@
-"""The state that all APIs share: the server's client and info, and what is being answered.
+"""The state that all APIs share: the models that are served, and what is being answered.
 
 Other parts, such as the batches, are the gateway's under a Key.
 """
 
 import asyncio
 import re
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
-from http_proc.core import errors, observe, progress, request_group, shares
-from http_proc.core.call import Call
+from http_proc.core import errors, observe, request_group, shares
 from http_proc.core.caller import current_caller
 from http_proc.core.resumption import current_resumption
-from quadriga.client.async_client import AsyncClient
+from http_proc.core.served_model import ServedModel, ServedModels, wall_seconds
 from quadriga.errors import QuadrigaError, ServerStopping
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.processes.logs import RequestLogLevel
 from quadriga.server.tenants import TenantFile, parent_name
 from quadriga.server.tracing.export import make_exporter
 
-INFO_TIMEOUT_S = 2.0
-
-
-class ServerInfo:
-    """Asks the server for its gauges, counters and constants, and keeps the last answer.
-
-    Args:
-        client: the client of the server.
-    """
-
-    def __init__(self, client: AsyncClient) -> None:
-        self._client = client
-        self._static: dict[str, Any] = {}
-        self._task: asyncio.Task[dict[str, Any]] | None = None
-        self._asked_at = 0.0
-
-    async def static(self) -> dict[str, Any]:
-        """Return an info whose constants are valid, such as the context length.
-
-        Raises:
-            QuadrigaError: as `current`.
-        """
-        if not self._static.get("ready"):
-            self._static = await self.current()
-        return self._static
-
-    async def current(self, max_age_s: float = 0.0) -> dict[str, Any]:
-        """Return an info that is at most `max_age_s` old. Concurrent callers share one question.
-
-        An answer that does not say "ready" is never used again.
-
-        Raises:
-            QuadrigaError: the server has failed, or does not answer in INFO_TIMEOUT_S.
-        """
-        now = time.monotonic()
-        task = self._task
-        if task is None or (
-            task.done() and (now - self._asked_at > max_age_s or not _says_ready(task))
-        ):
-            self._asked_at = now
-            task = self._task = asyncio.create_task(self._client.info(INFO_TIMEOUT_S))
-            task.add_done_callback(_retrieve_exception)
-        return await asyncio.shield(task)
-
-
-def _says_ready(task: "asyncio.Task[dict[str, Any]]") -> bool:
-    return not task.cancelled() and task.exception() is None and bool(task.result()["ready"])
-
-
-def _retrieve_exception(task: "asyncio.Task[dict[str, Any]]") -> None:
-    """Keep asyncio from logging an exception that no caller waits for."""
-    if not task.cancelled():
-        task.exception()
-
-
-# Probes within this time share one question to the server.
-READY_MAX_AGE_S = 0.5
-READY_POLL_S = 0.02
 # Of all bodies that are being received, and of all stored items that open requests hold, unless
 # --max-body-bytes is more than half of it.
 MAX_TOTAL_BODY_BYTES = 256 * 1024 * 1024
@@ -98,39 +38,17 @@ class Key(Generic[T]):
         self.name = name
 
 
-class ResponseHead(NamedTuple):
-    """The fields at the top of every body and chunk. `created` is in Unix seconds."""
-
-    id: str
-    created: int
-    model: str
-
-    def chunk(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the body of a chunk of a stream. `kind`: its field "object"."""
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        }
-
-
 class Gateway:
-    """State of one web server. `client` must be connected before the first request arrives.
+    """State of one web server.
 
     Attributes:
-        config: the flags of the server.
+        config: the flags of the gateway; those of each model are the model's.
+        models: what is served.
         run_dir: private directory of the server's run; None: one for sockets alone, below the
             directory for temporary files.
         data_dir: directory of what is kept for clients; None: nothing is kept.
         outlives_server: what is kept stays when the server ends.
-        progress: the poller of streams that wait.
-        client: the client of the server.
-        lasting_client: the client for resumable requests, whose address is that of the gateways
-            before and after this one.
         tenant_file: the tenants of --keys; None without the flag.
-        server_info: the server's info.
         log_level: which requests are logged.
         recent: what is known of the choices that have ended lately.
         traces: decides which requests are traced, and keeps their traces.
@@ -142,29 +60,23 @@ class Gateway:
     def __init__(
         self,
         config: ServerConfig,
-        client: AsyncClient,
+        models: ServedModels,
         run_dir: Path | None = None,
-        lasting_client: AsyncClient | None = None,
     ) -> None:
         self.config = config
+        self.models = models
         self.args = config.http
         self.run_dir = run_dir
         self.outlives_server = config.data_dir is not None
         in_run = None if run_dir is None else run_dir / "data"
         self.data_dir = None if config.http.no_store else config.data_dir or in_run
-        self.model = config.model.shown_name
-        self.client = client
-        self.lasting_client = lasting_client or client
         keys = config.tenants.keys
         self.tenant_file = TenantFile(Path(keys), directory=run_dir) if keys else None
-        self.server_info = ServerInfo(client)
         self.metrics = observe.RequestMetrics()
         self.recent = observe.RecentChoices()
-        interval_s = config.http.sse_ping_interval
-        self.progress = progress.ProgressPoller(client, interval_s)
-        self._lasting_progress = progress.ProgressPoller(self.lasting_client, interval_s)
         self.log_level = RequestLogLevel.of(config.launch)
-        self.traces = observe.WebTraces(config.traces, make_exporter(config.traces, self.model))
+        exporter = make_exporter(config.traces, models.default.name)
+        self.traces = observe.WebTraces(config.traces, exporter)
         self.started_at = wall_seconds()
         self.is_draining = False
         self.shares = shares.Shares(config.tenants, self.tenant_file)
@@ -187,33 +99,25 @@ class Gateway:
         """Return a part; None where the gateway does not have it."""
         return self._parts.get(key)
 
-    def head(self, call: Call, prefix: str, separator: str = "-") -> ResponseHead:
-        """Return the head of the answer, whose id is made of `prefix` and the X-Request-Id."""
-        answer_id = call.record.id = f"{prefix}{separator}{call.request_id}"
-        created = wall_seconds() if call.resumption is None else call.resumption.created
-        return ResponseHead(answer_id, created, self.model)
+    def served(self, name: str | None) -> ServedModel:
+        """Return the model of a request that names it so; None: the default one.
 
-    def is_served(self, name: str) -> bool:
-        """Return whether the served model is called so: by its name, or by its path."""
-        return self.config.model.is_called(name)
-
-    def check_model(self, name: str | None) -> None:
-        """Raise a 404 for a model that is not served."""
-        if name is not None and not self.is_served(name):
-            raise errors.ApiError(
-                404,
-                f"model {name!r} is not served here: use {self.model!r}",
-                param="model",
-                code="model_not_found",
-            )
+        Raises:
+            ApiError: 404, no model is called so.
+        """
+        model = self.models.default if name is None else self.models.find(name)
+        if model is None:
+            raise self.models.missing(name or "")
+        return model
 
     @contextmanager
     def open_group(
-        self, rid: str, names: Mapping[str, str], record: observe.CallRecord
+        self, model: ServedModel, rid: str, names: Mapping[str, str], record: observe.CallRecord
     ) -> Iterator[request_group.RequestGroup]:
         """Register a request group for a `with` block. Errors of the server leave it as ApiErrors.
 
         Args:
+            model: answers the requests.
             rid: id by which /abort_request finds the group.
             names: the request's name of each field of the server.
             record: of the call that is answered.
@@ -226,8 +130,8 @@ class Gateway:
         resumption = current_resumption()
         is_resumable = resumption is not None
         group = self._groups[rid] = request_group.RequestGroup(
-            self.lasting_client if is_resumable else self.client,
-            self._lasting_progress if is_resumable else self.progress,
+            model.lasting_client if is_resumable else model.client,
+            model.lasting_progress if is_resumable else model.progress,
             request_group.GroupNotes(names, record, self.metrics, self.recent),
             current_caller().name,
             resumption,
@@ -319,18 +223,8 @@ class Gateway:
             await asyncio.wait_for(self._idle.wait(), flush_timeout_s)
 
     async def until_ready(self) -> None:
-        """Wait until the server is connected and has reported that it can serve."""
-        while True:
-            with suppress(QuadrigaError):
-                await self.lasting_client.connect()
-                if (await self.server_info.static())["ready"]:
-                    return
-            await asyncio.sleep(READY_POLL_S)
-
-
-def wall_seconds() -> int:
-    """Return the wall clock's time in Unix seconds, for the field `created` of answers."""
-    return int(time.time())
+        """Wait until every model can serve."""
+        await asyncio.gather(*(model.until_ready() for model in self.models))
 
 
 def _matches(name: str, rid: str) -> bool:

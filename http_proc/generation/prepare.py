@@ -10,6 +10,7 @@ from http_proc.answer.marks import AnswerParser
 from http_proc.answer.parser import ToolSchemas, make_parser
 from http_proc.core.errors import invalid
 from http_proc.core.gateway import Gateway
+from http_proc.core.served_model import ServedModel
 from http_proc.generation.call_grammars import (
     forced_calls,
     in_final_message,
@@ -96,22 +97,29 @@ class PreparedChat:
     reader: AnswerReader
 
 
-async def prepare_chat(gateway: Gateway, call: ChatCall) -> PreparedChat:
+async def prepare_chat(gateway: Gateway, model: ServedModel, call: ChatCall) -> PreparedChat:
     """Return the parameters, options and reader of a chat.
+
+    Args:
+        gateway: its state.
+        model: answers the chat.
+        call: the chat.
 
     Raises:
         ApiError: the model has no chat template, a tool or a choice is wrong, or two grammars are
             asked for.
     """
-    info = await gateway.server_info.static()
+    info = await model.server_info.static()
     if not info["chat"]:
         kind, remedy = "it is a base model", "send a plain prompt to /v1/completions"
         if info.get("encoder"):
             kind, remedy = "it is an encoder", "send texts to /v1/embeddings"
             if info.get("scores"):
                 kind, remedy = "it scores texts", "send them to /rerank, /score or /classify"
+        able = await gateway.models.names_of(lambda info: bool(info["chat"]))
+        others = f", or the chat to {' or '.join(map(repr, able))}" if able else ""
         raise invalid(
-            f"{gateway.model} has no chat template, {kind}: {remedy}",
+            f"{model.name} has no chat template, {kind}: {remedy}{others}",
             call.name("messages"),
             "no_chat_template",
         )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from http_proc.core.call import Call
 from http_proc.core.errors import invalid
 from http_proc.core.gateway import Gateway
+from http_proc.core.served_model import ServedModel
 from quadriga.client import async_client, types
 from quadriga.sampling.params import SamplingParams
 from quadriga.sampling.pooling import Pooling
@@ -29,6 +30,7 @@ def cut_to(truncate_prompt_tokens: int | None) -> int | None:
 
 async def vectors(
     gateway: Gateway,
+    model: ServedModel,
     call: Call,
     answer_id: str,
     asked: Sequence[tuple[types.Prompt, Pooling]],
@@ -39,6 +41,7 @@ async def vectors(
 
     Args:
         gateway: its state.
+        model: makes the vectors.
         call: what is answered.
         answer_id: id of the answer.
         asked: the prompts, and what vector is wanted of each.
@@ -50,7 +53,7 @@ async def vectors(
     """
     ended: dict[int, types.Completion] = {}
     waiting = iter(asked)
-    with gateway.open_group(answer_id, names, call.record) as group:
+    with gateway.open_group(model, answer_id, names, call.record) as group:
         for prompt, pooling in itertools.islice(waiting, MAX_AT_ONCE):
             group.submit(prompt, SamplingParams(pooling=pooling), False, options)
         while len(ended) < len(asked):

@@ -22,6 +22,7 @@ from http_proc.core.answering import answer, api_error_of, note_failure, observe
 from http_proc.core.call import Call
 from http_proc.core.caller import Caller, set_caller
 from http_proc.core.gateway import Gateway
+from http_proc.core.served_model import ServedModel
 from http_proc.jobs.batch_lines import (
     BatchStatus,
     FileCheck,
@@ -45,15 +46,20 @@ SAMPLE_INTERVAL_S = 0.25
 class LineGate:
     """Admission of lines.
 
+    Args:
+        gateway: its state.
+        model: answers the lines.
+
     Attributes:
         max_alone: --batch-concurrency.
         num_running: lines that are admitted and have not been released.
     """
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, model: ServedModel) -> None:
         self._gateway = gateway
+        self._model = model
         self.max_alone = gateway.args.batch_concurrency
-        limits = gateway.config.scheduler
+        limits = model.config.scheduler
         self._max_beside = limits.batch_concurrency_beside
         self._max_batch_size = limits.max_batch_size
         self._turn = asyncio.Lock()  # its waiters are served in order
@@ -100,7 +106,7 @@ class LineGate:
     async def _sample(self) -> None:
         """Ask the server for its load."""
         before = self._gateway.num_choices
-        info = await self._gateway.server_info.current()
+        info = await self._model.server_info.current()
         self._sampled_at = time.monotonic()
         num_by_http = max(before, self._gateway.num_choices)
         self._is_full = not info["ready"] or info["running"] >= self._max_batch_size

@@ -144,7 +144,7 @@ class BatchService:
         self._tools = JobTools(
             self.files,
             self._gateway,
-            LineGate(self._gateway),
+            LineGate(self._gateway, self._gateway.models.default),
             self._save,
             self._gateway.args.max_body_bytes,
             self.num_lines,
@@ -198,7 +198,7 @@ class BatchService:
             completion_window=call.completion_window,
             created_at=created_at,
             expires_at=created_at + WINDOW_S,
-            model=self._gateway.model,
+            model=self._gateway.models.default.name,
             metadata=call.metadata,
         )
         caller = current_caller()

@@ -291,12 +291,12 @@ async def _hub(request: web.Request) -> LiveHub:
         InvalidRequest: there is no such replica.
     """
     gateway, text = request.app[exchange.GATEWAY], request.query.get("replica", "0")
-    hubs = gateway[LIVE]
+    model, hubs = gateway.served(None), gateway[LIVE]
     if not _NUMBER.fullmatch(text):
         raise InvalidRequest(f"replica is {text[:20]!r}: it must be a number, such as 1", "replica")
     number = int(text)
     if number:  # the first one is there; nothing is asked that a ring that is away cannot answer
-        check_replica(number, (await gateway.server_info.static()).get("num_replicas", 1))
+        check_replica(number, (await model.server_info.static()).get("num_replicas", 1))
     if number not in hubs:
-        hubs[number] = LiveHub(gateway.client, number, gateway.caller_ids)
+        hubs[number] = LiveHub(model.client, number, gateway.caller_ids)
     return hubs[number]

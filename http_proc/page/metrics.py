@@ -462,16 +462,17 @@ async def metrics(request: web.Request) -> web.Response:
     A tenant's key gets those of the tenant's own usage.
     """
     gateway = request.app[exchange.GATEWAY]
-    make = Families(gateway.model)
+    model = gateway.models.default
+    make = Families(model.name)
     try:
-        info = await gateway.server_info.current()
+        info = await model.server_info.current()
     except QuadrigaError:
         info = {}
     if (entry := current_caller().entry) is not None:
         usage = (info.get("tenants") or {}).get(entry.name, ())
         return _exposed(of_tenant(make, entry.name, usage))
     has_failed = None if gateway.tenant_file is None else gateway.tenant_file.has_failed
-    of_server = Collector(gateway.model, info, gateway.num_open, gateway.metrics, has_failed)
+    of_server = Collector(model.name, info, gateway.num_open, gateway.metrics, has_failed)
     return _exposed(
         chain(
             of_server.collect(),

@@ -150,7 +150,7 @@ async def landing(request: web.Request) -> web.Response:
     """
     if "ollama" in request.headers.get("User-Agent", "").lower():
         return web.Response(text="Ollama is running")
-    model = request.app[GATEWAY].model
+    model = request.app[GATEWAY].models.default.name
     if "text/html" in request.headers.get("Accept", ""):
         text = PAGE.substitute(model=html.escape(model))
         policy = {"Content-Security-Policy": POLICY}

@@ -16,8 +16,9 @@ import msgspec
 from aiohttp import web
 
 from http_proc.core.errors import ApiError, from_server, invalid
-from http_proc.core.gateway import Gateway, Key
+from http_proc.core.gateway import Key
 from http_proc.core.observe import MAX_RECENT_CHOICES, MAX_RECENT_TOKENS
+from http_proc.core.served_model import ServedModel
 from http_proc.generation import sampling, schema
 from http_proc.web import access, endpoint, exchange
 from quadriga import clock
@@ -267,7 +268,7 @@ async def what_if_load(request: web.Request) -> web.Response:
     access.check_operator(request, "the load is that of")
     gateway = request.app[exchange.GATEWAY]
     choices = gateway.recent.since(0.0)
-    config, _ = await _as_it_was(gateway)
+    config, _ = await _as_it_was(gateway.served(None))
     seconds = clock.now() - choices[0].received_at if choices else 0.0
     return exchange.json_response(
         WhatIfLoad(
@@ -303,7 +304,7 @@ async def what_if(request: web.Request) -> web.Response:
             param="last_s",
             code="nothing_recorded",
         )
-    config, info = await _as_it_was(gateway)
+    config, info = await _as_it_was(gateway.served(None))
     job = WhatIfJob(
         choices=choices,
         flags=simulator_flags(config),
@@ -315,16 +316,16 @@ async def what_if(request: web.Request) -> web.Response:
     return web.Response(body=answer, content_type="application/json")
 
 
-async def _as_it_was(gateway: Gateway) -> tuple[ServerConfig, dict[str, Any]]:
+async def _as_it_was(model: ServedModel) -> tuple[ServerConfig, dict[str, Any]]:
     try:
-        info = await gateway.server_info.current()
+        info = await model.server_info.current()
     except QuadrigaError as error:
         raise from_server(error, {}) from None
     if "pages_total" not in info:
         raise ApiError(
             503, "the worker is not ready: try again when /readyz answers 200", "server_error"
         )
-    return config_as_it_was(gateway.config, info), info
+    return config_as_it_was(model.config, info), info
 
 
 def _check(call: WhatIfRequest) -> None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import Context
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -21,7 +22,8 @@ from http_proc.core.answering import answer
 from http_proc.core.call import Call
 from http_proc.core.caller import Caller, current_caller
 from http_proc.core.errors import RETRY_AFTER_RESTART_S, RETRY_AFTER_S, ApiError, invalid
-from http_proc.core.gateway import Gateway, Key, wall_seconds, without_prefix
+from http_proc.core.gateway import Gateway, Key, without_prefix
+from http_proc.core.served_model import ServedModel, wall_seconds
 from http_proc.web.endpoint import STREAM, Endpoint
 from http_proc.web.exchange import GATEWAY, ConnectionSink, json_response, receive_call, send_answer
 from http_proc.web.stream_rows import StreamName, StreamRow, StreamRows
@@ -356,9 +358,10 @@ def answer_of(gateway: Gateway, call: Call, caller: Caller, is_resent: bool = Fa
         call.resumption = resumption.Resumption(
             row.key, row.created, keep_s, is_resent, decisions, keep
         )
+        model = gateway.served(row.model)
         if is_resent:  # a server that answers late must not end a stream that has begun
-            await gateway.until_ready()
-        await gateway.lasting_client.connect()
+            await model.until_ready()
+        await model.lasting_client.connect()
         await answer(gateway, call, caller, stream.log)
 
     return answer_to
@@ -379,7 +382,7 @@ class EarlierStreams:
             self._rows[row.name] = row
             ended_at = now() if row.ended_at is None else row.ended_at
             rest_s = ended_at + self._table.window_s - now()
-            if not self._gateway.is_served(row.model) or rest_s <= 0:
+            if self._gateway.models.find(row.model) is None or rest_s <= 0:
                 self._expire(row.name)
             elif row.ended_at is not None:
                 loop = asyncio.get_running_loop()
@@ -427,7 +430,7 @@ class EarlierStreams:
     def _start(self, name: StreamName) -> None:
         """Start a stream again."""
         row = self._rows[name]
-        call = Call(row.path, row.body, row.id)
+        call = Call(row.path, row.body, row.id, model=row.model)
         caller = Caller(row.tenant, user=row.user, key_hash=row.key_hash)
         answer = answer_of(self._gateway, call, caller, is_resent=True)
         # Nothing of the request that asks for the stream is in the context of its task.
@@ -461,11 +464,12 @@ BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
 class _Fields(msgspec.Struct):
-    """The fields of a body that say whether a stream is resumable."""
+    """The fields of a body that say whether a stream is resumable, and the model that answers."""
 
     stream: bool | None = None
     resumable: bool | None = None
     background: bool | None = None
+    model: Any = None
 
 
 async def answer_resumably(request: web.Request) -> web.StreamResponse:
@@ -483,16 +487,23 @@ async def answer_resumably(request: web.Request) -> web.StreamResponse:
         raise invalid(
             "resumable is true, and the answer is no stream: send stream: true as well", "resumable"
         )
-    return await _send_stream(request, call)
+    model = _model_of(request.app[GATEWAY], fields)
+    return await _send_stream(request, call, model)
 
 
-async def _send_stream(request: web.Request, call: Call) -> web.StreamResponse:
+def _model_of(gateway: Gateway, fields: _Fields) -> ServedModel:
+    """Return the model of a body; the default one for a name that the call will refuse."""
+    found = gateway.models.find(fields.model) if isinstance(fields.model, str) else None
+    return found or gateway.models.default
+
+
+async def _send_stream(request: web.Request, call: Call, model: ServedModel) -> web.StreamResponse:
     """Start a stream, or find that of the same request, and send it."""
     gateway, num_read = request.app[GATEWAY], 0
     table, caller = gateway[STREAMS], current_caller()
     stream = _of_same_call(gateway, call)
     if stream is None:
-        stream = table.start(_row(gateway, call), answer_of(gateway, call, caller))
+        stream = table.start(_row(call, model), answer_of(gateway, call, caller))
     else:
         num_read = num_read_before(request)
         table.num_resumed += 1
@@ -518,7 +529,7 @@ def _of_same_call(gateway: Gateway, call: Call) -> ResumableStream | None:
     return stream
 
 
-def _row(gateway: Gateway, call: Call) -> StreamRow:
+def _row(call: Call, model: ServedModel) -> StreamRow:
     caller = current_caller()
     return StreamRow(
         id=call.request_id,
@@ -529,7 +540,7 @@ def _row(gateway: Gateway, call: Call) -> StreamRow:
         user=caller.user,
         key_hash=caller.key_hash,
         created=wall_seconds(),
-        model=gateway.model,
+        model=model.name,
     )
 
 

@@ -10,6 +10,7 @@ import openai
 
 from bench.client.server import free_port
 from http_proc.core.gateway import Gateway
+from http_proc.core.served_model import ServedModel, ServedModels
 from http_proc.server import bind, listen, make_runner, tls_context
 from http_proc.web.resumable import STREAM_ROWS
 from http_proc.web.stream_rows import StreamRows
@@ -166,7 +167,9 @@ async def gateway_before(
     """Yield the URL of a gateway, which keeps its streams in `rows`, and the gateway."""
     port = free_port()
     config = ServerConfig().replace(**{"served_model_name": "tiny", "port": port} | flags)
-    gateway = Gateway(config, ring, run_dir)  # type: ignore[arg-type]
+    interval_s = config.http.sse_ping_interval
+    model = ServedModel(config, ring, ping_interval_s=interval_s)  # type: ignore[arg-type]
+    gateway = Gateway(config, ServedModels([model]), run_dir)
     gateway[STREAM_ROWS] = rows or StreamRows()
     runner = await make_runner(gateway)
     server = await listen(runner, bind(config.http), tls_context(config.http), gateway)

@@ -21,9 +21,9 @@ from http_proc.apis.responses.schema import (
     conversation_id,
 )
 from http_proc.core.errors import ApiError
-from http_proc.core.gateway import ResponseHead
 from http_proc.core.observe import timings_body
 from http_proc.core.resumption import current_resumption
+from http_proc.core.served_model import ResponseHead
 from http_proc.core.streaming import END_OF_EVENT, SERVER_SENT_EVENTS, named_event
 from http_proc.generation.chat_answers import ChatRenderer
 from quadriga.client.types import Completion, StreamChunk

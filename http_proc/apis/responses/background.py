@@ -25,9 +25,10 @@ from http_proc.core.call import Call
 from http_proc.core.caller import Caller, current_caller, set_caller
 from http_proc.core.errors import RETRY_AFTER_S, ApiError, from_server, invalid
 from http_proc.core.event_log import EventLog, copy_events
-from http_proc.core.gateway import Gateway, Key, ResponseHead
+from http_proc.core.gateway import Gateway, Key
 from http_proc.core.observe import CallRecord
 from http_proc.core.resumption import Resumption, new_key, set_resumption
+from http_proc.core.served_model import ResponseHead, ServedModel
 from http_proc.core.streaming import END_OF_EVENT, SERVER_SENT_EVENTS, EventSink, Opening
 from http_proc.generation.chat_answers import read_chat
 from quadriga.errors import QuadrigaError, ServerStopping
@@ -134,6 +135,7 @@ class BackgroundRun:
         self._store = store
         self._job = job
         self._is_resent = is_resent
+        self._model = gateway.models.find(job.model)  # None: it is not served any more
         self._is_cancelled = self._is_ending = False
         # The one that has made the last event: a later one makes the same events again first.
         self._shown = _Attempt.of(ResponseAnswer(response, ResponseOutput(job.id, {})))
@@ -201,7 +203,7 @@ class BackgroundRun:
     async def _make(self) -> bytes:
         """Make the response, and return the last events. Try again while it is refused."""
         if self._is_resent:
-            await self._gateway.until_ready()
+            await self._served.until_ready()
         while True:
             try:
                 return await self._attempt()
@@ -214,10 +216,10 @@ class BackgroundRun:
     async def _attempt(self) -> bytes:
         job, gateway = self._job, self._gateway
         set_resumption(self._resumption())
-        plan = await make_plan(gateway, self._store, job.body, job.history)
+        plan = await make_plan(gateway, self._store, job.body, job.history, self._model)
         attempt = _Attempt.of(plan.answer(job.head))
-        await gateway.lasting_client.connect()
-        with gateway.open_group(job.id, plan.prepared.names, CallRecord()) as group:
+        await plan.model.lasting_client.connect()
+        with gateway.open_group(plan.model, job.id, plan.prepared.names, CallRecord()) as group:
             plan.submit(group)
             await group.accepted()
             self._write(attempt, attempt.stream.start(0))
@@ -225,6 +227,10 @@ class BackgroundRun:
                 self._write(attempt, attempt.stream.render(0, events, chunk))
         self._shown = attempt
         return attempt.stream.finish()
+
+    @property
+    def _served(self) -> ServedModel:
+        return self._model or self._gateway.models.default
 
     def _resumption(self) -> Resumption:
         keep_s = self._gateway.args.resume_window
@@ -242,9 +248,9 @@ class BackgroundRun:
     async def _abort(self) -> None:
         """Abort the request at the server, which may go on with it for the earlier gateway."""
         with suppress(QuadrigaError):
-            await self._gateway.until_ready()
+            await self._served.until_ready()
             request_id = self._resumption().kept_request(0).request_id
-            await self._gateway.lasting_client.abort(request_id)
+            await self._served.lasting_client.abort(request_id)
 
     async def _end(self, last: bytes) -> None:
         """Store the response with its last events, and then show them.

@@ -135,7 +135,7 @@ async def create_response(gateway: Gateway, call: Call, sink: EventSink) -> Resp
     is_kept = plan.fields.store and store.keeps_responses
     if is_kept:
         store.check_size(plan.given)
-    head = gateway.head(call, "resp", "_")
+    head = plan.model.head(call, "resp", "_")
     if is_kept or plan.fields.conversation is not None:
         head = head._replace(id=await _new_id(gateway, call, store, head.id))
     if plan.fields.background:
@@ -171,7 +171,7 @@ async def _answer(
     plan: ResponsePlan,
     begin: _Begin,
 ) -> ResponseObject | None:
-    head = gateway.head(call, "resp", "_")._replace(id=begin.id)
+    head = plan.model.head(call, "resp", "_")._replace(id=begin.id)
     call.record.id = head.id
     answer = plan.answer(head)
     answer.response.store = begin.is_kept
@@ -179,7 +179,7 @@ async def _answer(
     renderer = ResponseStream(answer, saving.begin if saving.is_needed else None)
     with (
         store.ids.taking(head.id),
-        gateway.open_group(head.id, plan.prepared.names, call.record) as group,
+        gateway.open_group(plan.model, head.id, plan.prepared.names, call.record) as group,
     ):
         plan.submit(group)
         if plan.call.stream:

@@ -23,8 +23,9 @@ from http_proc.apis.responses.schema import (
 )
 from http_proc.apis.responses.store import Items, ResponseStore
 from http_proc.core.errors import invalid
-from http_proc.core.gateway import Gateway, ResponseHead
+from http_proc.core.gateway import Gateway
 from http_proc.core.request_group import RequestGroup
+from http_proc.core.served_model import ResponseHead, ServedModel
 from http_proc.generation.chat_call import ChatCall, ReasoningOptions, ToolMode
 from http_proc.generation.prepare import PreparedChat, prepare_chat
 from http_proc.generation.sampling import (
@@ -48,10 +49,12 @@ class ResponsePlan:
     """A request that was checked.
 
     Attributes:
+        model: answers it.
         history: the items that come before those of its input.
         given: the items of its input; references are replaced by what they refer to.
     """
 
+    model: ServedModel
     fields: ResponsesRequest
     params: SamplingParams
     history: Items
@@ -87,7 +90,11 @@ class ResponsePlan:
 
 
 async def make_plan(
-    gateway: Gateway, store: ResponseStore, body: dict[str, Any], history: Items | None = None
+    gateway: Gateway,
+    store: ResponseStore,
+    body: dict[str, Any],
+    history: Items | None = None,
+    model: ServedModel | None = None,
 ) -> ResponsePlan:
     """Return the plan of a request.
 
@@ -96,6 +103,7 @@ async def make_plan(
         store: has what the request refers to.
         body: of the request.
         history: the items that come before the input; None: those that the request refers to.
+        model: answers the request; None: the model that it names.
 
     Raises:
         ApiError: the request is wrong, or refers to what the store does not have.
@@ -103,7 +111,7 @@ async def make_plan(
     body = dict(body)
     sampling = take_sampling(body, RESPONSES, {})
     fields = convert(body, ResponsesRequest, RESPONSES)
-    gateway.check_model(fields.model)
+    model = model or gateway.served(fields.model)
     _check_supported(fields, sampling.params)
     if history is None:
         check_metadata(fields.metadata)  # what an earlier gateway has accepted goes on
@@ -114,8 +122,8 @@ async def make_plan(
     tools = request_tools(fields.tools, fields.tool_choice, found)
     turns = chat_turns(fields.instructions, parsed, len(history))
     call = _chat_call(fields, turns, tools, _sampling(sampling, fields, tools))
-    prepared = await prepare_chat(gateway, call)
-    return ResponsePlan(fields, sampling.params, history, given, tools, call, prepared)
+    prepared = await prepare_chat(gateway, model, call)
+    return ResponsePlan(model, fields, sampling.params, history, given, tools, call, prepared)
 
 
 def _check_supported(fields: ResponsesRequest, params: SamplingParams) -> None:

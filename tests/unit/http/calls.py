@@ -54,7 +54,7 @@ async def send(
         first = b""
         if fails:
             first = await response.content.readline()
-            gateway.client.sinks[0](ServerFailed("worker_proc died"))  # type: ignore[attr-defined]
+            gateway.models.default.client.sinks[0](ServerFailed("worker_proc died"))  # type: ignore[attr-defined]
         return Answer(response.status, response.headers, first.decode() + await response.text())
 
 

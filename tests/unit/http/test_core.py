@@ -11,6 +11,7 @@ from http_proc.core.call import Call
 from http_proc.core.caller import Caller
 from http_proc.core.errors import ApiError
 from http_proc.core.gateway import Gateway
+from http_proc.core.served_model import ServedModel, ServedModels
 from http_proc.core.streaming import Opening
 from http_proc.server import ENDPOINTS
 from quadriga.errors import NonFiniteLogits, PromptTooLong, QuadrigaError, QueueFull
@@ -83,7 +84,8 @@ def ask(
 
     async def asked() -> tuple[bytes | None, list[str], Call]:
         config = ServerConfig().replace(served_model_name="tiny")
-        gateway, sink = Gateway(config, ring), Events()  # type: ignore[arg-type]
+        models = ServedModels([ServedModel(config, ring, ping_interval_s=0)])  # type: ignore[arg-type]
+        gateway, sink = Gateway(config, models), Events()
         gateway[APIS] = {one.path: one.handler for one in ENDPOINTS if one.answers}  # type: ignore
         call = Call(path, json.dumps(BODIES[path] | {"stream": stream} | fields).encode(), "r1")
         body = await answer(gateway, call, Caller("alice"), sink)
@@ -139,8 +141,9 @@ def test_a_prompt_that_is_refused_has_a_status_whatever_the_others_have(failing:
 
 async def test_a_model_on_disk_answers_to_its_name_and_to_its_path() -> None:
     config = ServerConfig().replace(model="/models/tiny.gguf", served_model_name="tiny.gguf")
-    gateway = Gateway(config, ScriptedRing([]))  # type: ignore[arg-type]
+    only = ServedModel(config, ScriptedRing([]), ping_interval_s=0)  # type: ignore[arg-type]
+    gateway = Gateway(config, ServedModels([only]))
     for name in ("tiny.gguf", "/models/tiny.gguf", None):
-        gateway.check_model(name)
+        assert gateway.served(name) is only
     with pytest.raises(ApiError, match=r"use 'tiny\.gguf'"):
-        gateway.check_model("/other/tiny.gguf")
+        gateway.served("/other/tiny.gguf")

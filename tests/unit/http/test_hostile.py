@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from http_proc.core import gateway as gateway_module
+from http_proc.apis import service
 from quadriga.errors import DeadlineExceeded
 from tests.unit.scripted_ring import ScriptedRing, gateway_before
 
@@ -181,7 +181,7 @@ async def test_the_start_is_over_once_a_probe_would_say_so() -> None:
 async def test_only_the_answer_that_the_ring_is_ready_holds_for_later_probes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gateway_module, "READY_MAX_AGE_S", 60.0)
+    monkeypatch.setattr(service, "READY_MAX_AGE_S", 60.0)
     ring = LoadingRing(3)
     async with gateway_before(ring) as (_, gateway):
         statuses = [(await ask(gateway, request(b"GET", b"/readyz")))[0] for _ in range(5)]

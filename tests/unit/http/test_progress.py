@@ -170,7 +170,7 @@ async def test_a_client_that_leaves_while_its_request_is_queued_ends_it() -> Non
         await leave(late)
         await wait_until_async(lambda: ring.handles[1].aborted, TIMEOUT_S)
         await wait_until_async(lambda: not gateway.num_open, TIMEOUT_S)
-        assert not gateway.progress._watches
+        assert not gateway.models.default.progress._watches
 
 
 async def test_streams_that_wait_share_a_question_and_nothing_is_asked_about_others() -> None:
@@ -193,7 +193,7 @@ async def test_streams_that_wait_share_a_question_and_nothing_is_asked_about_oth
         await leave(response)
         await asyncio.sleep(3 * progress.FIRST_POLL_S)
         assert len(ring.questions) == before
-        assert gateway.progress._timer is None
+        assert gateway.models.default.progress._timer is None
 
 
 async def test_answers_have_timings_in_the_last_chunk_or_with_the_usage() -> None:

@@ -262,13 +262,13 @@ async def test_a_line_that_is_cancelled_as_another_ends_is_not_admitted(num_turn
         return {"ready": True, "running": 0, "waiting": 0}
 
     gateway: Any = SimpleNamespace(
-        args=SimpleNamespace(batch_concurrency=1),
+        args=SimpleNamespace(batch_concurrency=1), num_open=0, num_choices=0
+    )
+    model: Any = SimpleNamespace(
         config=ServerConfig().replace(batch_concurrency_beside=0),
         server_info=SimpleNamespace(current=idle),
-        num_open=0,
-        num_choices=0,
     )
-    gate = LineGate(gateway)
+    gate = LineGate(gateway, model)
     await gate.acquire()
     waiting = asyncio.create_task(gate.acquire())
     await asyncio.sleep(0.01)

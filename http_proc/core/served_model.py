@@ -1,0 +1,218 @@
+"""The models that are served: of each its name, its clients, its info, and what waits for it."""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from http_proc.core.call import Call
+from http_proc.core.errors import ApiError
+from http_proc.core.progress import ProgressPoller
+from quadriga.client.async_client import AsyncClient
+from quadriga.errors import QuadrigaError
+from quadriga.keywords import similar
+from quadriga.server.config.server_config import ServerConfig
+
+INFO_TIMEOUT_S = 2.0
+# Probes within this time share one question to the server.
+READY_MAX_AGE_S = 0.5
+READY_POLL_S = 0.02
+# An error names all models up to this number, and those with similar names beyond it.
+MAX_NAMED_MODELS = 5
+
+
+class ServerInfo:
+    """Asks the server for its gauges, counters and constants, and keeps the last answer.
+
+    Args:
+        client: the client of the server.
+    """
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._static: dict[str, Any] = {}
+        self._task: asyncio.Task[dict[str, Any]] | None = None
+        self._asked_at = 0.0
+
+    async def static(self) -> dict[str, Any]:
+        """Return an info whose constants are valid, such as the context length.
+
+        Raises:
+            QuadrigaError: as `current`.
+        """
+        if not self._static.get("ready"):
+            self._static = await self.current()
+        return self._static
+
+    async def current(self, max_age_s: float = 0.0) -> dict[str, Any]:
+        """Return an info that is at most `max_age_s` old. Concurrent callers share one question.
+
+        An answer that does not say "ready" is never used again.
+
+        Raises:
+            QuadrigaError: the server has failed, or does not answer in INFO_TIMEOUT_S.
+        """
+        now = time.monotonic()
+        task = self._task
+        if task is None or (
+            task.done() and (now - self._asked_at > max_age_s or not _says_ready(task))
+        ):
+            self._asked_at = now
+            task = self._task = asyncio.create_task(self._client.info(INFO_TIMEOUT_S))
+            task.add_done_callback(_retrieve_exception)
+        return await asyncio.shield(task)
+
+
+def _says_ready(task: "asyncio.Task[dict[str, Any]]") -> bool:
+    return not task.cancelled() and task.exception() is None and bool(task.result()["ready"])
+
+
+def _retrieve_exception(task: "asyncio.Task[dict[str, Any]]") -> None:
+    """Keep asyncio from logging an exception that no caller waits for."""
+    if not task.cancelled():
+        task.exception()
+
+
+class ResponseHead(NamedTuple):
+    """The fields at the top of every body and chunk. `created` is in Unix seconds."""
+
+    id: str
+    created: int
+    model: str
+
+    def chunk(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the body of a chunk of a stream. `kind`: its field "object"."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+
+def wall_seconds() -> int:
+    """Return the wall clock's time in Unix seconds, for the field `created` of answers."""
+    return int(time.time())
+
+
+class ServedModel:
+    """One of the models, behind a public socket of its own.
+
+    Args:
+        config: the flags of the model's server.
+        client: its client, which must be connected before the first request arrives.
+        lasting_client: the client for resumable requests, whose address is that of the gateways
+            before and after this one; None: `client` is.
+        ping_interval_s: seconds of silence after which a stream gets a comment; 0: never.
+        name: what clients see; "": the name of `config`.
+        aliases: further names of the model in requests.
+
+    Attributes:
+        server_info: the info of the model's server.
+        progress: the poller of streams that wait.
+        lasting_progress: the poller of resumable ones.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        client: AsyncClient,
+        lasting_client: AsyncClient | None = None,
+        *,
+        ping_interval_s: float,
+        name: str = "",
+        aliases: Sequence[str] = (),
+    ) -> None:
+        self.config = config
+        self.name = name or config.model.shown_name
+        self.aliases = tuple(aliases)
+        self.client = client
+        self.lasting_client = lasting_client or client
+        self.server_info = ServerInfo(client)
+        self.progress = ProgressPoller(client, ping_interval_s)
+        self.lasting_progress = ProgressPoller(self.lasting_client, ping_interval_s)
+
+    def is_called(self, name: str) -> bool:
+        """Return whether the model is called so: by its name, an alias, or its path."""
+        return name in (self.name, *self.aliases) or self.config.model.is_called(name)
+
+    def head(self, call: Call, prefix: str, separator: str = "-") -> ResponseHead:
+        """Return the head of the answer, whose id is made of `prefix` and the X-Request-Id."""
+        answer_id = call.record.id = f"{prefix}{separator}{call.request_id}"
+        created = wall_seconds() if call.resumption is None else call.resumption.created
+        return ResponseHead(answer_id, created, self.name)
+
+    async def until_ready(self) -> None:
+        """Wait until the model's server is connected and has reported that it can serve."""
+        while True:
+            with suppress(QuadrigaError):
+                await self.lasting_client.connect()
+                if (await self.server_info.static())["ready"]:
+                    return
+            await asyncio.sleep(READY_POLL_S)
+
+
+class ServedModels(Collection[ServedModel]):
+    """All models, in order. The first one is the default: it answers requests that name none.
+
+    Args:
+        models: at least one.
+    """
+
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        self._models = tuple(models)
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._models)
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def __contains__(self, model: object) -> bool:
+        return model in self._models
+
+    @property
+    def default(self) -> ServedModel:
+        """The model of requests that name none."""
+        return self._models[0]
+
+    def find(self, name: str) -> ServedModel | None:
+        """Return the model that is called so; names and aliases come before paths."""
+        for model in self._models:
+            if name in (model.name, *model.aliases):
+                return model
+        return next((model for model in self._models if model.is_called(name)), None)
+
+    def missing(self, name: str) -> ApiError:
+        """Return the error for a name that no model has."""
+        return ApiError(
+            404,
+            f"model {name!r} is not served here: {self.advice(name)}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def advice(self, name: str = "") -> str:
+        """Return "use …" with the names of models: all if they are few, else those like `name`."""
+        names = [model.name for model in self._models]
+        if len(names) > MAX_NAMED_MODELS:
+            aliases = [alias for model in self._models for alias in model.aliases]
+            names = similar(name, [*names, *aliases])
+        if not names:
+            return "GET /v1/models lists what is"
+        *others, last = map(repr, names)
+        return f"use {', '.join(others)} or {last}" if others else f"use {last}"
+
+    async def names_of(self, is_able: Callable[[dict[str, Any]], bool]) -> list[str]:
+        """Return the names of the models whose info says that they can do something.
+
+        A model that does not answer is left out.
+        """
+        names = []
+        for model in self._models:
+            with suppress(QuadrigaError):
+                if is_able(await model.server_info.static()):
+                    names.append(model.name)
+        return names
