@@ -10,6 +10,7 @@ reports a death at once.
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -17,8 +18,9 @@ from typing import NoReturn
 from quadriga import errors, programs
 from quadriga.clock import Countdown
 from quadriga.errors import ConfigError, QuadrigaError, ServerFailed
-from quadriga.server.config import server_config as configuration
+from quadriga.server.config import served_models
 from quadriga.server.config.parser import ServerParser
+from quadriga.server.config.served_models import ServedModel
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.models.model_impl import find_served_model
 from quadriga.server.models.resolve import ModelFiles
@@ -33,12 +35,10 @@ from quadriga.server.processes.control_channel import (
 )
 from quadriga.server.processes.logs import JSON, say, set_up_logging
 from quadriga.server.processes.machine import MAX_OPEN_FILES, allow_open_files
-from quadriga.server.processes.replicas import FRONTEND
+from quadriga.server.processes.model_processes import ModelPlan
 from quadriga.server.processes.server_processes import ServerDrain, ServerProcesses
 from quadriga.server.processes.supervisor import Death, SupervisorEvent
 from quadriga.server.tenants import check_key_file
-from quadriga.wire.client import PRIVATE_ENDPOINT
-from quadriga.wire.links import Endpoints
 
 STARTED_AT = time.monotonic()
 SERVING_PACKAGES = (
@@ -51,22 +51,39 @@ class Launcher:
     """One run of a server, from start to exit code.
 
     Args:
-        config: the server's flags.
-        model: the model's files.
+        shared: the flags of the server.
+        models: what is to be served, and the files of each.
         owner: the program that started the server for itself, if one did.
     """
 
-    def __init__(self, config: ServerConfig, model: ModelFiles, owner: OwnerChannel) -> None:
+    def __init__(
+        self,
+        shared: ServerConfig,
+        models: Sequence[tuple[ServedModel, ModelFiles]],
+        owner: OwnerChannel,
+    ) -> None:
         self._model_seconds = time.monotonic() - STARTED_AT
         self._owner = owner
-        self._config = config
-        location = {**model.location_flags, "served_model_name": config.model.shown_name}
-        self._quiet = config.launch.log_format == JSON or not logs.is_foreground()
-        flags = config.replace(**location).to_argv()
-        if not (self._quiet or config.replicas.survives_loss):
+        self._config = shared
+        self._quiet = self._config.launch.log_format == JSON or not logs.is_foreground()
+        plans = [self._plan(model, files, len(models)) for model, files in models]
+        shared_flags = _flags_of(shared, *models[0])
+        self._processes = ServerProcesses(
+            plans, None if shared.http.no_http else shared_flags, shared.launch, programs.command_of
+        )
+
+    def _plan(self, model: ServedModel, files: ModelFiles, num_models: int) -> ModelPlan:
+        """Return how a model is served.
+
+        Args:
+            model: the model.
+            files: its files.
+            num_models: number of models of the server.
+        """
+        flags = _flags_of(model.config, model, files)
+        if not (self._quiet or model.config.replicas.survives_loss or num_models > 1):
             flags.append("--has-status-line")
-        self._processes = ServerProcesses(config, flags, programs.command_of)
-        self._replicas = self._processes.replicas
+        return ModelPlan(model.name if num_models > 1 else "", model.config, flags, model.aliases)
 
     def run(self) -> int:
         """Start, serve until a signal or a death for good, stop; return the exit code."""
@@ -112,24 +129,27 @@ class Launcher:
 
     @property
     def _public_endpoint(self) -> str:
-        endpoint = self._config.frontend.endpoint
-        is_private = endpoint == PRIVATE_ENDPOINT
-        return Endpoints(self._processes.run_dir).public if is_private else endpoint
+        return self._processes.models[0].public_endpoint(self._processes.run_dir)
 
     def _announce(self) -> None:
-        worker, endpoint = self._processes[self._replicas.workers[0]], self._public_endpoint
+        models, endpoint = self._processes.models, self._public_endpoint
         if self._config.launch.log_level == "debug":
             for text in first_screen.start_details(self._model_seconds, self._processes):
                 say(text)
         seconds = time.monotonic() - STARTED_AT
+        workers = [model[model.replicas.workers[0]] for model in models]
+        served = [
+            (model.plan.config, worker.info) for model, worker in zip(models, workers, strict=True)
+        ]
         say(
-            first_screen.ready_line(self._config, worker.info, seconds, endpoint),
-            **first_screen.ready_fields(self._config, worker.info, seconds, endpoint),
+            first_screen.ready_line(served, seconds, endpoint),
+            **first_screen.ready_fields(served, seconds, endpoint),
         )
-        say(first_screen.start_summary(self._model_seconds, worker))
-        if note := self._replicas.cores_note(worker.info):
-            say(note)
-        info = self._processes[FRONTEND].info
+        for model, worker in zip(models, workers, strict=True):
+            say(first_screen.start_summary(model.plan.name, self._model_seconds, worker))
+            if note := model.replicas.cores_note(worker.info):
+                say(note)
+        info = models[0].frontend.info
         has_chat, only_task = info.get("chat", True), info.get("only_task", "")
         for text in first_screen.usage_lines(self._config, has_chat, endpoint, only_task):
             say(text)
@@ -147,9 +167,9 @@ class Launcher:
                 case SupervisorEvent.STOP:
                     return self._stop()
                 case SupervisorEvent.RELOAD:
-                    say(f"reloading: {self._replicas.reload_note}")
-                    self._replicas.begin_reload()
-            self._replicas.reload_next(self._processes)
+                    say(f"reloading: {self._processes.reload_note}")
+                    self._processes.begin_reload()
+            self._processes.reload_next()
 
     def _stop(self) -> int:
         """Stop after a signal; return the exit code.
@@ -163,6 +183,12 @@ class Launcher:
             self._config.scheduler.journal,
         )
         return ServerDrain(self._processes, timeout_s, bool(has_journal)).run()
+
+
+def _flags_of(config: ServerConfig, model: ServedModel, files: ModelFiles) -> list[str]:
+    """Return command line flags with the name of a model and the location of its files."""
+    location = {**files.location_flags, "served_model_name": model.name}
+    return config.replace(**location).to_argv()
 
 
 def report(error: QuadrigaError, owner: OwnerChannel) -> None:
@@ -203,7 +229,7 @@ def main(arguments: list[str] | None = None, program: str = "launcher.py") -> No
     namespace = parser.parse_flags(arguments)
     owner = OwnerChannel(namespace.owner_fd)
     try:
-        config = configuration.from_namespace(namespace)
+        config, models = served_models.from_namespace(namespace)
         keys = config.tenants.keys
         if keys and (warning := check_key_file(Path(keys))):
             say(warning)
@@ -213,11 +239,13 @@ def main(arguments: list[str] | None = None, program: str = "launcher.py") -> No
         set_up_logging("launcher", "info", JSON)
     try:
         check_packages(config.http.no_http)
-        model = find_served_model(config, show_progress=config.launch.log_format != JSON)
-        for note in model.notes:
-            say(note)
+        shows_progress = config.launch.log_format != JSON
+        found = [(model, find_served_model(model.config, shows_progress)) for model in models]
+        for _, files in found:
+            for note in files.notes:
+                say(note)
         allow_open_files(MAX_OPEN_FILES)
-        code = Launcher(config, model, owner).run()
+        code = Launcher(config, found, owner).run()
     except QuadrigaError as error:
         fail(error, EXIT_START_FAILED, owner)
     except KeyboardInterrupt:

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from functools import partial
 
 from quadriga.server.prefix_blocks import pages_per_block
-from quadriga.server.processes.child import Child, replica_of
+from quadriga.server.processes.child import Child
 from quadriga.server.processes.control_channel import Command
+from quadriga.server.processes.process_name import ProcessName
 from quadriga.wire.async_sockets import AsyncPort, ConnectionWatch
 from quadriga.wire.links import NodeLinks
 from quadriga.wire.sockets import LinkSocket, Outbox, bind_frames
@@ -169,12 +170,14 @@ class ReplicaLinks:
 
     def on_process(self, command: Command, argument: str) -> None:
         """Take in what the launcher says of the processes and replicas."""
-        replicas, program = self.replicas, argument.partition("/")[0]
+        replicas = self.replicas
         match command:
             case Command.DIED:
-                replicas.on_died(replica_of(argument), program)
+                name = ProcessName.parse(argument)
+                replicas.on_died(name.replica or 0, name.program)
             case Command.RESTARTED:
-                replicas.on_restarted(replica_of(argument), program)
+                name = ProcessName.parse(argument)
+                replicas.on_restarted(name.replica or 0, name.program)
             case Command.RECALL:
                 replicas.recall(int(argument))
             case Command.JOINED:

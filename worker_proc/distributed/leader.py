@@ -87,6 +87,7 @@ class TPLeader:
         command += ["--run-dir", str(child.endpoints.run_dir), f"--clock-offset={clock.offset()}"]
         if child.replica.num_replicas > 1:
             command += ["--replica", str(child.replica.number)]
+        command += ["--of-model", child.of_model] if child.of_model else []
         return subprocess.Popen(
             [*command, *child.config.to_argv()],
             stdin=subprocess.PIPE,

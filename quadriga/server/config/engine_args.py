@@ -21,9 +21,17 @@ class ModelArgs:
 
     model: str = flag(
         BUILTIN_MODEL,
-        "Hub id, directory, .gguf file, gpt2 and its sizes, or a built-in name",
+        "Hub id, directory, .gguf file, gpt2 and its sizes, or a built-in name; one server serves"
+        " several if it is given several times",
         unit="MODEL",
         basic=True,
+        several=True,
+    )
+    models: str = flag(
+        "",
+        "YAML file of models that one server serves: names, each with a map of its own flags and"
+        " aliases; see docs/several-models.md",
+        unit="FILE.yaml",
     )
     served_model_name: str = flag(
         "", "name that clients see (default: --model, or of a path the name of its file or folder)"

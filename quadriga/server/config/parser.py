@@ -78,8 +78,8 @@ class ServerParser(argparse.ArgumentParser):
     def __init__(self, program: str) -> None:
         super().__init__(
             program,
-            usage="%(prog)s [MODEL] [FLAGS]",
-            description="Serve a language model in four processes. MODEL is short for --model.",
+            usage="%(prog)s [MODEL ...] [FLAGS]",
+            description="Serve language models in four processes each. MODEL is short for --model.",
             epilog="--help-all shows the other flags; docs/configuration.md has a table of them.",
             allow_abbrev=False,
         )
@@ -87,9 +87,9 @@ class ServerParser(argparse.ArgumentParser):
         server_config.add_flags(self)
 
     def parse_flags(self, arguments: Sequence[str] | None) -> argparse.Namespace:
-        """Return the flags, for `server_config.from_namespace`; MODEL becomes --model.
+        """Return the flags, for `server_config.from_namespace`; each MODEL becomes a --model.
 
-        For an unknown flag or a second model print usage and advice, and exit.
+        For an unknown flag print usage and advice, and exit.
 
         Args:
             arguments: the command line without the program; None: that of this process.
@@ -99,10 +99,8 @@ class ServerParser(argparse.ArgumentParser):
         if unknown:
             self.error("; ".join(map(_advice, unknown)))
         if others:
-            if len(others) > 1 or getattr(namespace, "model", others[0]) != others[0]:
-                models = [*others, *filter(None, [getattr(namespace, "model", "")])]
-                self.error(f"one server serves one model, but there are {', '.join(models)}")
-            namespace.model = others[0]
+            named = server_config.named_models(namespace)
+            namespace.model = list(dict.fromkeys([*others, *named]))
         return namespace
 
 

@@ -65,7 +65,7 @@ def read_config(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: the file cannot be read, or has a key or a value that no flag can have.
     """
     values = {}
-    for key, value in _read_map(path).items():
+    for key, value in read_map("--config", path).items():
         name = str(key).replace("-", "_")
         if name not in fields:
             raise ConfigError(f"{path}: there is no flag {key!r}{_suggestions(name, fields)}")
@@ -83,23 +83,27 @@ def read_config(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _read_map(path: Path) -> dict[Any, Any]:
+def read_map(flag_of_file: str, path: Path) -> dict[Any, Any]:
+    """Return the map of a YAML file, which may be empty. Raise ConfigError.
+
+    flag_of_file: the flag that names the file.
+    """
     try:
         import yaml
     except ImportError:
         raise ConfigError(
-            f"--config needs PyYAML, which is not installed: {install_command('serve')}"
+            f"{flag_of_file} needs PyYAML, which is not installed: {install_command('serve')}"
         ) from None
     try:
         content = yaml.safe_load(disk.read_text(path))
     except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{flag_of_file} {path} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} must be a map of flags, such as `max-batch-size: 32`")
+        raise ConfigError(f"{path} must be a map, such as `max-batch-size: 32`")
     return content
 
 
@@ -363,6 +367,8 @@ def _add_flag(section: Any, field: "dataclasses.Field[Any]") -> argparse.Action:
         keywords["action"] = "store_true"
     else:
         keywords["type"] = value_type(field.type)
+        if data["several"]:
+            keywords["action"] = "append"
         if data["choices"]:
             keywords["choices"] = data["choices"]
         else:
@@ -380,15 +386,24 @@ def help_text(field: "dataclasses.Field[Any]") -> str:
     return text
 
 
+def named_models(namespace: argparse.Namespace) -> list[str]:
+    """Return the values of --model in a parsed command line."""
+    models: list[str] = getattr(namespace, "model", [])
+    return models
+
+
 def from_namespace(namespace: argparse.Namespace) -> ServerConfig:
     """Return the validated config of a parsed command line, and of the file of its --config.
 
-    Names that are no flags of the server are ignored.
+    Names that are no flags of the server are ignored. Of several models the first is taken;
+    `served_models.from_namespace` returns all.
     """
     fields = {field.name: field for field in flag_fields(*ServerConfig().groups())}
     aliases = {f.metadata["alias"]: f for f in fields.values() if f.metadata["alias"]}
     from_file = read_config(namespace.config, fields | aliases) if "config" in namespace else {}
     given = {name: value for name, value in vars(namespace).items() if name in fields}
+    if models := named_models(namespace):
+        given["model"] = models[0]
     for name, value in (from_file | given).items():
         if fields[name].metadata["secures"] and not str(value).strip(" ,"):
             raise ConfigError(

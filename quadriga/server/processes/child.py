@@ -20,6 +20,7 @@ from quadriga.server.config import server_config as configuration
 from quadriga.server.processes.control_channel import EXIT_OK, EXIT_START_FAILED, ControlChannel
 from quadriga.server.processes.logs import drop_unwritten, log_exception, set_up_logging
 from quadriga.server.processes.machine import pin_to, plan_cpus
+from quadriga.server.processes.process_name import ProcessName
 from quadriga.wire import client, sockets
 from quadriga.wire.links import Endpoints, NodeLinks, replica_dir
 
@@ -43,6 +44,7 @@ class Child:
         has_status_line: the scheduler keeps a live line on the terminal.
         models_file: path of the list of models that the gateway serves; "": the only model is that
             of the config.
+        of_model: name of its model, where the server has several.
     """
 
     config: server_config.ServerConfig
@@ -52,6 +54,7 @@ class Child:
     replica: engine_args.ReplicaPlace = engine_args.ONLY_REPLICA
     has_status_line: bool = False
     models_file: str = ""
+    of_model: str = ""
 
     @property
     def public_endpoint(self) -> str:
@@ -72,24 +75,22 @@ class Child:
         self.control.report("phase", what=what, seconds=round(seconds, 3))
 
 
-def replica_of(name: str) -> int:
-    """Return the replica of a process such as scheduler_proc/1; one without a number is of 0."""
-    return int(name.partition("/")[2] or 0)
-
-
-def place_flags(name: str, run_dir: Path) -> list[str]:
+def place_flags(name: ProcessName, run_dir: Path, model_dir: Path) -> list[str]:
     """Return the flags that say where a process belongs, and make the directory of its replica.
 
     Args:
-        name: the process, with the number of its replica where there are several.
+        name: the process.
         run_dir: directory of the server's run.
+        model_dir: directory of its model's sockets, which is `run_dir` where there is one model.
     """
-    number = name.partition("/")[2]
-    if not number:
-        return ["--run-dir", str(run_dir)]
-    directory = replica_dir(run_dir, int(number))
-    directory.mkdir(0o700, exist_ok=True)
-    return ["--run-dir", str(directory), "--replica", number]
+    directory, replica = model_dir, []
+    if name.replica is not None:
+        directory = replica_dir(model_dir, name.replica)
+        replica = ["--replica", str(name.replica)]
+    for path in (model_dir, directory):
+        path.mkdir(0o700, exist_ok=True)
+    model = ["--of-model", name.model] if name.model else []
+    return ["--run-dir", str(directory), "--server-dir", str(run_dir), *replica, *model]
 
 
 def run_child(name: str, body: Callable[[Child], None], low_priority: bool = False) -> None:
@@ -109,12 +110,10 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
     descriptor = arguments.control_fd
     connection = None if descriptor is None else socket.socket(fileno=descriptor)
     run_dir = Path(arguments.run_dir)
-    server_dir = run_dir if arguments.replica is None else run_dir.parent
-    control = ControlChannel(connection, server_dir)
+    control = ControlChannel(connection, Path(arguments.server_dir or run_dir))
     try:
         config = configuration.from_namespace(arguments)
-        if arguments.replica is not None:
-            name = f"{name}/{arguments.replica}"
+        name = str(ProcessName(name, arguments.replica, arguments.of_model))
         replica = config.replicas.place_of(arguments.replica or 0)
         set_up_logging(name, config.launch.log_level, config.launch.log_format)
         if connection is not None:
@@ -141,6 +140,7 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
                 replica,
                 has_status_line=arguments.has_status_line,
                 models_file=arguments.models_file,
+                of_model=arguments.of_model,
             )
         )
         logging.debug("stopped")
@@ -193,6 +193,8 @@ def _fatal(control: ControlChannel, message: str, code: str = errors.ServerFaile
 def _parse(name: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(f"python -m {name}")
     parser.add_argument("--run-dir", required=True, help="directory of this run's sockets (0700)")
+    parser.add_argument("--server-dir", help="directory of the run (default: --run-dir)")
+    parser.add_argument("--of-model", default="", help="name of its model, among several")
     parser.add_argument("--control-fd", type=int, help="inherited socket to the launcher")
     parser.add_argument(
         "--clock-offset", type=float, help="offset of the server's clock, in seconds"

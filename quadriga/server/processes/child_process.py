@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from quadriga import clock, errors
 from quadriga.clock import Countdown
 from quadriga.server.processes import child, control_channel
+from quadriga.server.processes.process_name import ProcessName
 
 # Seconds between the end of a child's control channel and the end of the child.
 EXIT_GRACE_S = 5.0
@@ -51,16 +52,19 @@ class ReplicaChange(NamedTuple):
     """The frontend or the driver of a cluster reports that a replica has changed.
 
     Attributes:
+        replica: its number.
         state: `recalled` (it has no requests any more), or of a cluster `joined`, `died` and
             `restarted` (one of its processes), `lost`, `leaving` (its requests have to move),
             `left`. Of no replica: `load`.
         argument: what belongs to it: addresses, the name of the process, the reason, or the number
             of open requests.
+        model: as in ProcessName, of the process that reports it.
     """
 
     replica: int
     state: str
     argument: str = ""
+    model: str = ""
 
 
 class Exit(NamedTuple):
@@ -88,7 +92,7 @@ class ChildProcess:
         info: what it reported when it was ready.
         phases: the phases of its start, with their durations.
         phase: the phase of its start that is under way, since `phase_began_at`; "": none.
-        is_abandoned: it was killed for good, and its exit is no event.
+        is_abandoned: it ends for good, and its exit is no event.
         pinged_at: watchdog time of the ping that it has not answered; None: it owes no answer.
     """
 
@@ -157,7 +161,7 @@ class ChildProcess:
             case "stuck":
                 return StuckReport(report["process"], report["why"])
             case "replica":
-                return ReplicaChange(**report)
+                return ReplicaChange(**report, model=ProcessName.parse(self.name).model)
         return None
 
     def send(self, command: control_channel.Command, argument: str = "") -> None:
@@ -182,6 +186,10 @@ class ChildProcess:
         if self.is_running:
             self.state = ChildState.RELOADING
             self.process.kill()
+
+    def leave_alone(self) -> None:
+        """Let it end by itself, and for good: its exit is no event any more."""
+        self.is_abandoned = True
 
     def abandon(self) -> None:
         """Kill it for good."""
@@ -211,22 +219,35 @@ class ChildProcess:
         return self.process.poll() is not None
 
 
-def start_child(
-    name: str, program: list[str], run_dir: Path, flags: list[str], is_restart: bool
-) -> ChildProcess:
+class Launch(NamedTuple):
+    """How a process is started.
+
+    Attributes:
+        program: the command that runs it, before its flags.
+        run_dir: directory of the server's run.
+        model_dir: directory of its model's sockets.
+        flags: those of its model.
+    """
+
+    program: list[str]
+    run_dir: Path
+    model_dir: Path
+    flags: list[str]
+
+
+def start_child(name: str, launch: Launch, is_restart: bool) -> ChildProcess:
     """Start a program in a session of its own, so that no terminal's signals reach it.
 
     Args:
-        name: name of the process; that of one replica among several ends with its number.
-        program: the command that runs it, before its flags.
-        run_dir: directory of the server's sockets.
-        flags: the server's flags.
+        name: name of the process, by which logs call it.
+        launch: what is run, and where.
         is_restart: it takes the place of one that died.
     """
     ours, theirs = socket.socketpair()
-    command = [*program, *child.place_flags(name, run_dir)]
+    place = child.place_flags(ProcessName.parse(name), launch.run_dir, launch.model_dir)
+    command = [*launch.program, *place]
     command += ["--control-fd", str(theirs.fileno()), f"--clock-offset={clock.offset()}"]
-    command += [*(["--is-restart"] if is_restart else []), *flags]
+    command += [*(["--is-restart"] if is_restart else []), *launch.flags]
     process = subprocess.Popen(
         command,
         pass_fds=[theirs.fileno()],

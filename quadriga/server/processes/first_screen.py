@@ -5,7 +5,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -66,31 +66,36 @@ class PhaseLine:
             self._line.close()
 
 
-def ready_line(config: ServerConfig, worker: dict[str, Any], seconds: float, endpoint: str) -> str:
+# The flags of a model that is served, and what its worker reported when it was ready.
+Served = tuple[ServerConfig, dict[str, Any]]
+
+
+def ready_line(served: Sequence[Served], seconds: float, endpoint: str) -> str:
     """Return the line that scripts wait for.
 
     Args:
-        config: the server's flags.
-        worker: what the worker reported when it was ready.
+        served: the models.
         seconds: duration of the start.
-        endpoint: the public ZeroMQ socket.
+        endpoint: the public ZeroMQ socket, of the first model.
     """
-    parts = [
-        f"quadriga ready in {seconds:.1f} s",
-        f"{config.model.shown_name} {worker.get('dtype')} {worker.get('device')}",
-        f"zmq {endpoint}",
+    config, _ = served[0]
+    names = [
+        f"{config.model.shown_name} {worker.get('dtype')} {worker.get('device')}"
+        for config, worker in served
     ]
+    parts = [f"quadriga ready in {seconds:.1f} s", ", ".join(names), f"zmq {endpoint}"]
     return " · ".join(parts if config.http.no_http else [*parts, config.http.url])
 
 
-def ready_fields(
-    config: ServerConfig, worker: dict[str, Any], seconds: float, endpoint: str
-) -> dict[str, Any]:
+def ready_fields(served: Sequence[Served], seconds: float, endpoint: str) -> dict[str, Any]:
     """Return the fields of the ready line in JSON; the arguments are those of `ready_line`."""
+    config, worker = served[0]
+    others = {"models": [config.model.shown_name for config, _ in served]}
     return {
         "event": "ready",
         "seconds": round(seconds, 3),
         "model": config.model.shown_name,
+        **(others if len(served) > 1 else {}),
         "dtype": worker.get("dtype"),
         "device": worker.get("device"),
         "endpoint": endpoint,
@@ -99,16 +104,18 @@ def ready_fields(
     }
 
 
-def start_summary(model_seconds: float, worker: ChildProcess) -> str:
+def start_summary(name: str, model_seconds: float, worker: ChildProcess) -> str:
     """Return the phases of a start and what they made, in one line.
 
     Args:
-        model_seconds: time in which the model was found or fetched.
+        name: the model, where the server has several; "" else.
+        model_seconds: time in which the models were found or fetched.
         worker: the process whose start takes longest.
     """
     phases = [f"find model {model_seconds:.1f} s", *worker.phases]
     info = worker.info
     made = [
+        *([name] if name else []),
         *(phase for phase in phases if not phase.endswith(" 0.0 s")),
         f"KV pool {info.get('tokens')} tokens",
         f"{info.get('backend')} backend",

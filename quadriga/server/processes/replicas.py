@@ -5,16 +5,17 @@ Those of this machine, then those of a cluster: one process drives them and repo
 
 import os
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from quadriga.server.config import engine_args, server_config
-from quadriga.server.processes.child import replica_of
 from quadriga.server.processes.child_process import ChildProcess, ReplicaChange
 from quadriga.server.processes.control_channel import Command
 from quadriga.server.processes.logs import say
 from quadriga.server.processes.machine import num_usable_cores
-from quadriga.server.processes.supervisor import Death, Supervisor
+from quadriga.server.processes.process_name import ProcessName
+from quadriga.server.processes.supervisor import Death
 
 WORKER, SCHEDULER, DETOK = RING = ("worker_proc", "scheduler_proc", "detok_proc")
 FRONTEND = "tokenizer_proc"
@@ -23,11 +24,27 @@ RECALLED = "recalled"  # state of a ReplicaChange
 JOURNAL, MOVED_JOURNAL = "journal", "journal.moved"
 
 
-class ReplicaProcesses:
-    """Names of the processes of each replica, and which replicas are lost: never the last one."""
+class Processes(Protocol):
+    """The processes of a model, by their names in it."""
 
-    def __init__(self, config: server_config.ServerConfig) -> None:
+    def __getitem__(self, name: str) -> ChildProcess:
+        """Return a process that was started."""
+
+    def abandon(self, names: Iterable[str]) -> None:
+        """Kill processes for good, and wait until they are gone."""
+
+
+class ReplicaProcesses:
+    """Names of the processes of each replica, and which replicas are lost: never the last one.
+
+    Args:
+        config: the flags of the model.
+        model: name of the model, where the server has several; "" else.
+    """
+
+    def __init__(self, config: server_config.ServerConfig, model: str = "") -> None:
         self._config = config
+        self._of_model = f" of {model}" if model else ""
         self._count = config.replicas.dp
         self._lost: set[int] = set()
         self._to_reload: deque[str] = deque()
@@ -75,40 +92,40 @@ class ReplicaProcesses:
         plural = "" if threads == 1 else "s"
         return f"  {num_workers} workers share {num_cores} cores, {threads} thread{plural} each"
 
-    def drained(self, supervisor: Supervisor) -> list[ChildProcess]:  # noqa: ARG002
+    def drained(self, processes: Processes) -> list[ChildProcess]:  # noqa: ARG002
         """Return the processes that a drain begins with, but for those that have clients."""
         return []
 
-    def on_restart(self, name: str, supervisor: Supervisor) -> None:
+    def on_restart(self, name: str, processes: Processes) -> None:
         """Say to the frontend that a process of a replica has died, and will be restarted."""
         if name in self.processes:
-            supervisor[FRONTEND].send(Command.DIED, name)
+            processes[FRONTEND].send(Command.DIED, name)
 
-    def on_ready_again(self, name: str, supervisor: Supervisor) -> None:
+    def on_ready_again(self, name: str, processes: Processes) -> None:
         """Say to the frontend that a process of a replica is ready again."""
         if name in self.processes:
-            supervisor[FRONTEND].send(Command.RESTARTED, name)
+            processes[FRONTEND].send(Command.RESTARTED, name)
 
     # --- losses -----------------------------------------------------------------------------------
 
-    def lose(self, death: Death, supervisor: Supervisor) -> bool:
+    def lose(self, death: Death, processes: Processes) -> bool:
         """Leave the requests of a process that died for good to the other replicas.
 
         Return False if there is no other one.
         """
         if death.name not in self.processes or len(self._lost) + 1 >= self._count:
             return False
-        number = replica_of(death.name)
+        number = ProcessName.parse(death.name).replica or 0
         self._lost.add(number)
-        supervisor.abandon(self._config.replicas.process_name(program, number) for program in RING)
-        self.report_lost(supervisor[FRONTEND])
+        processes.abandon(self._config.replicas.process_name(program, number) for program in RING)
+        self.report_lost(processes[FRONTEND])
         if journal := self._config.scheduler.journal:
             directory = engine_args.journal_dir(journal, number)
             with suppress(OSError):
                 os.replace(directory / JOURNAL, directory / MOVED_JOURNAL)
         say(
-            f"error: replica {number} is lost: {death.name} died ({death.reason}). Its requests go"
-            f" on at the others, {self._count - len(self._lost)} of {self._count} replicas serve;"
+            f"error: replica {number}{self._of_model} is lost: {death.name} died ({death.reason})."
+            f" Its requests go on at the others, {self._count - len(self._lost)} of {self._count} replicas serve;"
             " start the server again to have all",
             event="replica_lost", replica=number, child=death.name, reason=death.reason,
         )  # fmt: skip
@@ -140,24 +157,24 @@ class ReplicaProcesses:
         """
         self._to_reload = deque(self.workers)
 
-    def reload_next(self, supervisor: Supervisor) -> None:
+    def reload_next(self, processes: Processes) -> None:
         """Restart the next worker of a reload, once the one before it is ready."""
         if self._reloading:
-            child = supervisor[self._reloading]
+            child = processes[self._reloading]
             is_over = child.is_ready and self._recalling is None
             if not (is_over or child.is_abandoned):
                 return
             self._reloading, self._recalling = "", None
         if self._to_reload:
             self._reloading = self._to_reload.popleft()
-            self._recalling = replica_of(self._reloading)
-            supervisor[FRONTEND].send(Command.RECALL, str(self._recalling))
+            self._recalling = ProcessName.parse(self._reloading).replica or 0
+            processes[FRONTEND].send(Command.RECALL, str(self._recalling))
 
-    def on_report(self, report: ReplicaChange, supervisor: Supervisor) -> None:
+    def on_report(self, report: ReplicaChange, processes: Processes) -> None:
         """Restart the worker of a replica whose requests go on at the others."""
         if report.state == RECALLED and report.replica == self._recalling:
             self._recalling = None
-            supervisor[self._reloading].stop_for_reload()
+            processes[self._reloading].stop_for_reload()
 
 
 # The driver of a cluster (cluster_proc) reports each change; here it is kept, for a frontend that
@@ -172,8 +189,8 @@ LEAVING, LEFT = "leaving", "left"
 class ClusterReplicas(ReplicaProcesses):
     """Which replicas of a cluster have joined."""
 
-    def __init__(self, config: server_config.ServerConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: server_config.ServerConfig, model: str = "") -> None:
+        super().__init__(config, model)
         self._joined: dict[int, str] = {}
         self._dead: set[str] = set()
         self._leaving: set[int] = set()
@@ -196,9 +213,9 @@ class ClusterReplicas(ReplicaProcesses):
         """None on this machine: the driver passes on what concerns them."""
         return [DRIVER]
 
-    def drained(self, supervisor: Supervisor) -> list[ChildProcess]:
+    def drained(self, processes: Processes) -> list[ChildProcess]:
         """Return the driver, which must not start lost replicas again."""
-        return [supervisor[DRIVER]]
+        return [processes[DRIVER]]
 
     def cores_note(self, worker: dict[str, Any]) -> str:  # noqa: ARG002
         """Return "": each worker has the cores of its own machine."""
@@ -206,12 +223,12 @@ class ClusterReplicas(ReplicaProcesses):
 
     # --- changes ----------------------------------------------------------------------------------
 
-    def on_report(self, report: ReplicaChange, supervisor: Supervisor) -> None:
+    def on_report(self, report: ReplicaChange, processes: Processes) -> None:
         """Keep a change, and pass it on to the frontend."""
-        number, frontend = report.replica, supervisor[FRONTEND]
+        number, frontend = report.replica, processes[FRONTEND]
         match report.state:
             case "joined":
-                self._on_joined(number, report.argument, supervisor)
+                self._on_joined(number, report.argument, processes)
             case "leaving":
                 self._leaving.add(number)
                 frontend.send(Command.RECALL, str(number))
@@ -219,7 +236,7 @@ class ClusterReplicas(ReplicaProcesses):
                 self._on_left(number, frontend)
             case "load":
                 self._load = report.argument
-                supervisor[DRIVER].send(Command.LOAD, self._load)
+                processes[DRIVER].send(Command.LOAD, self._load)
             case "lost":
                 self._on_lost(number, report.argument, frontend)
             case "died":
@@ -230,22 +247,22 @@ class ClusterReplicas(ReplicaProcesses):
                 frontend.send(Command.RESTARTED, report.argument)
                 self._end_reload(number, report.argument)
             case "recalled" if number in self._leaving:
-                supervisor[DRIVER].send(Command.REMOVE, str(number))
+                processes[DRIVER].send(Command.REMOVE, str(number))
             case "recalled" if number == self._in_reload:
-                supervisor[DRIVER].send(Command.RELOAD, str(number))
+                processes[DRIVER].send(Command.RELOAD, str(number))
 
-    def _on_joined(self, number: int, addresses: str, supervisor: Supervisor) -> None:
+    def _on_joined(self, number: int, addresses: str, processes: Processes) -> None:
         self._joined[number] = addresses
-        if number in self._lost or supervisor[DRIVER].is_ready:
+        if number in self._lost or processes[DRIVER].is_ready:
             again = " again" if number in self._lost else ""
             self._lost.discard(number)
             say(
-                f"replica {number} has joined{again}: {self._serving}",
+                f"replica {number}{self._of_model} has joined{again}: {self._serving}",
                 event="replica_joined", replica=number,
             )  # fmt: skip
-        supervisor[FRONTEND].send(Command.JOINED, f"{number} {addresses}")
+        processes[FRONTEND].send(Command.JOINED, f"{number} {addresses}")
         if self._load:  # a driver that was restarted does not know it
-            supervisor[DRIVER].send(Command.LOAD, self._load)
+            processes[DRIVER].send(Command.LOAD, self._load)
 
     def _on_left(self, number: int, frontend: ChildProcess) -> None:
         self._leaving.discard(number)
@@ -256,7 +273,7 @@ class ClusterReplicas(ReplicaProcesses):
         frontend.send(Command.LEFT, str(number))
         self._end_reload(number)
         say(
-            f"replica {number} has left, as there is little to do: {self._serving}",
+            f"replica {number}{self._of_model} has left, as there is little to do: {self._serving}",
             event="replica_left", replica=number,
         )  # fmt: skip
 
@@ -283,19 +300,19 @@ class ClusterReplicas(ReplicaProcesses):
         if number in self._leaving:
             next_step = "it was about to leave"
         say(
-            f"error: replica {number} is lost: {reason}. Its requests {fate}, {self._serving};"
-            f" {next_step}",
+            f"error: replica {number}{self._of_model} is lost: {reason}. Its requests {fate},"
+            f" {self._serving}; {next_step}",
             event="replica_lost", replica=number, reason=reason,
         )  # fmt: skip
 
-    def on_restart(self, name: str, supervisor: Supervisor) -> None:
+    def on_restart(self, name: str, processes: Processes) -> None:
         """Handle the death of a process of this machine: all replicas end with the driver."""
         if name == DRIVER:
             self._leaving.clear()
             for number in list(self._joined):
-                self._on_lost(number, "the driver of the cluster has died", supervisor[FRONTEND])
+                self._on_lost(number, "the driver of the cluster has died", processes[FRONTEND])
 
-    def on_ready_again(self, name: str, supervisor: Supervisor) -> None:
+    def on_ready_again(self, name: str, processes: Processes) -> None:
         """Say nothing to the frontend: the driver reports what concerns the replicas."""
 
     def report_lost(self, frontend: ChildProcess) -> None:
@@ -314,13 +331,13 @@ class ClusterReplicas(ReplicaProcesses):
         """Restart the workers, one after the other, each after its requests have moved."""
         self._reloads = deque(sorted(self._joined))
 
-    def reload_next(self, supervisor: Supervisor) -> None:
+    def reload_next(self, processes: Processes) -> None:
         """Recall the next replica of a reload, once the one before it has its new worker."""
         if self._in_reload is None and self._reloads:
             number = self._reloads.popleft()
             if number in self._joined:
                 self._in_reload = number
-                supervisor[FRONTEND].send(Command.RECALL, str(number))
+                processes[FRONTEND].send(Command.RECALL, str(number))
 
     def _end_reload(self, number: int, process: str = "") -> None:
         if number == self._in_reload and process in ("", f"{WORKER}/{number}"):

@@ -3,69 +3,131 @@
 After a signal open requests finish, or are aborted in the end (ServerDrain).
 """
 
-from collections.abc import Callable, Iterable
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 
 from quadriga.clock import Countdown
-from quadriga.server.config.server_config import ServerConfig
-from quadriga.server.processes.child_process import EXIT_GRACE_S, ReplicaChange
+from quadriga.server.config.server_config import LaunchArgs
+from quadriga.server.model_list import write_models
+from quadriga.server.processes.child_process import (
+    EXIT_GRACE_S,
+    ChildProcess,
+    Launch,
+    ReplicaChange,
+)
 from quadriga.server.processes.control_channel import EXIT_CHILD_DIED, EXIT_FORCED, EXIT_OK, Command
 from quadriga.server.processes.logs import say
-from quadriga.server.processes.replicas import FRONTEND, ClusterReplicas, ReplicaProcesses
+from quadriga.server.processes.model_processes import ModelPlan, ModelProcesses
+from quadriga.server.processes.process_name import ProcessName
+from quadriga.server.processes.replicas import FRONTEND
 from quadriga.server.processes.supervisor import Death, ReadyAgain, Supervisor, SupervisorEvent
 
 GATEWAY = "http_proc"
+# Programs that report to the clients why the server ends.
 CLIENT_FACING = (FRONTEND, GATEWAY)
+# In the run directory: the models, for the gateway.
+MODELS_FILE = "models.json"
 # Time in which frontend and gateway report to the clients why the server ends.
 NOTIFY_TIMEOUT_S = 1.5
 
 
 class ServerProcesses(Supervisor):
-    """Supervises the processes of one server, and keeps the frontend informed of the others.
+    """Supervises the processes of one server, and keeps each frontend informed of the others.
 
     Args:
-        config: the server's flags.
-        flags: command line flags of every process.
+        plans: the models, the first of which a request gets that names none.
+        gateway_flags: command line flags of the gateway; None: the server has none.
+        launch: limits of restarts and of the watchdog.
         program_of: returns the command that runs a process, before its flags.
 
     Attributes:
-        replicas: the processes of each replica.
+        models: the processes of each model.
     """
 
     def __init__(
-        self, config: ServerConfig, flags: list[str], program_of: Callable[[str], list[str]]
+        self,
+        plans: Sequence[ModelPlan],
+        gateway_flags: list[str] | None,
+        launch: LaunchArgs,
+        program_of: Callable[[str], list[str]],
     ) -> None:
-        in_cluster = config.replicas.in_cluster
-        self.replicas = ClusterReplicas(config) if in_cluster else ReplicaProcesses(config)
-        self._has_gateway = not config.http.no_http
-        super().__init__(flags, program_of, config.launch, self.replicas.no_restart)
+        self.models = [ModelProcesses(plan, number) for number, plan in enumerate(plans)]
+        self._gateway_flags = gateway_flags
+        no_restart = [name for model in self.models for name in model.no_restart]
+        super().__init__([], program_of, launch, no_restart)
+        for model in self.models:
+            model.open(self)
+
+    @property
+    def live_models(self) -> list[ModelProcesses]:
+        """The models whose processes have not ended for good."""
+        return [model for model in self.models if not model.is_lost]
+
+    def model_of(self, name: str) -> ModelProcesses | None:
+        """Return the model of a process; None for the gateway."""
+        process = ProcessName.parse(name)
+        if process.program == GATEWAY:
+            return None
+        return next(model for model in self.models if model.plan.name == process.model)
 
     def start_all(self) -> None:
         """Start every process."""
-        for name in (*self.replicas.processes, FRONTEND):
-            self.start(name)
-        if self._has_gateway:
+        for model in self.models:
+            model.start()
+        if self._gateway_flags is not None:
+            if len(self.models) > 1:
+                path = self.run_dir / MODELS_FILE
+                write_models(path, [model.entry(self.run_dir) for model in self.models])
+                self._gateway_flags += ["--models-file", str(path)]
             self.start(GATEWAY)
 
+    def _launch_of(self, name: ProcessName) -> Launch:
+        program, model = self._program_of(name.program), self.model_of(str(name))
+        if model is None:
+            return Launch(program, self.run_dir, self.run_dir, self._gateway_flags or [])
+        return Launch(program, self.run_dir, model.directory(self.run_dir), model.plan.flags)
+
     def next_event(self, timeout: Countdown | None) -> Death | SupervisorEvent | None:
-        """Wait for the next event, and pass on what the frontend and the replicas have to know.
+        """Wait for the next event, and pass on what the frontends and the replicas have to know.
 
         Args:
             timeout: as in `Supervisor.next_event`.
 
         Returns:
-            None also after what only the frontend or the replicas have to know.
+            None also after what only the frontends or the replicas have to know.
         """
         event = super().next_event(timeout)
         match event:
             case ReadyAgain():
-                self.replicas.on_ready_again(event.name, self)
+                if (model := self.model_of(event.name)) is not None:
+                    name = ProcessName.parse(event.name).in_model
+                    model.replicas.on_ready_again(name, model)
                 return None
             case ReplicaChange():
-                self.replicas.on_report(event, self)
+                model = next(model for model in self.models if model.plan.name == event.model)
+                model.replicas.on_report(event, model)
                 return None
             case SupervisorEvent.RESTARTED:
-                self.replicas.report_lost(self[FRONTEND])
+                for model in self.live_models:
+                    model.replicas.report_lost(model.frontend)
         return event
+
+    # --- reloads ----------------------------------------------------------------------------------
+
+    @property
+    def reload_note(self) -> str:
+        """What a reload does."""
+        return self.live_models[0].replicas.reload_note
+
+    def begin_reload(self) -> None:
+        """Restart the workers, of each model one after the other."""
+        for model in self.live_models:
+            model.replicas.begin_reload()
+
+    def reload_next(self) -> None:
+        """Restart the next workers of a reload, once those before them are ready."""
+        for model in self.live_models:
+            model.replicas.reload_next(model)
 
     # --- deaths -----------------------------------------------------------------------------------
 
@@ -94,16 +156,40 @@ class ServerProcesses(Supervisor):
         return True
 
     def _start_again(self, death: Death) -> None:
-        self.replicas.on_restart(death.name, self)
+        if (model := self.model_of(death.name)) is not None:
+            model.replicas.on_restart(ProcessName.parse(death.name).in_model, model)
         self.start_later(death.name, death.restart_delay_s or 0.0)
 
     def survives(self, death: Death) -> bool:
-        """Go on after a death: restart the process, or leave its replica to the others.
+        """Go on after a death: restart the process, or leave its replica or model to the others.
 
         Returns:
             False if the server ends with it.
         """
-        return self.restart(death) or self.replicas.lose(death, self)
+        if self.restart(death):
+            return True
+        model = self.model_of(death.name)
+        if model is None:
+            return False
+        in_model = dataclasses.replace(death, name=ProcessName.parse(death.name).in_model)
+        return model.replicas.lose(in_model, model) or self._lose_model(model, death)
+
+    def _lose_model(self, model: ModelProcesses, death: Death) -> bool:
+        """End the processes of a model; return False if it is the last one."""
+        if len(self.live_models) == 1:
+            return False
+        name, others = model.plan.name, len(self.live_models) - 1
+        message = f"{death.name} died ({death.reason}); all open requests of {name} are lost"
+        plural = "models go on" if others > 1 else "model goes on"
+        say(
+            f"error: {message}. {others} other {plural}; start the server again to have all",
+            event="model_lost", model=name, child=death.name, reason=death.reason,
+        )  # fmt: skip
+        reason = f"{message}; start the server again"
+        if self._gateway_flags is not None:
+            self[GATEWAY].send(Command.LOST, f"{name} {reason}")
+        model.lose(reason, Countdown(NOTIFY_TIMEOUT_S))
+        return True
 
     def give_up(self, death: Death) -> None:
         """Report to the clients which process died for good: the server ends."""
@@ -114,15 +200,19 @@ class ServerProcesses(Supervisor):
             event="process_died", child=death.name, reason=death.reason, restart_delay_s=None,
         )  # fmt: skip
 
-    def fail_clients(self, message: str, names: Iterable[str] = CLIENT_FACING) -> None:
-        """Make frontend and gateway, or those of them in `names`, fail open requests and exit."""
+    def fail_clients(self, message: str, programs: Iterable[str] = CLIENT_FACING) -> None:
+        """Make frontends and gateway, or those of `programs`, fail open requests and exit."""
         countdown = Countdown(NOTIFY_TIMEOUT_S)
-        children = [c for c in self if c.name in names and not c.has_exited]
+        children = [child for child in self.of_programs(programs) if not child.has_exited]
         for child in children:
             child.send(Command.FAIL, message)
         for child in children:
             if not child.exits_within(countdown):
                 child.process.kill()
+
+    def of_programs(self, programs: Iterable[str]) -> list[ChildProcess]:
+        """Return the processes that run one of the programs."""
+        return [child for child in self if ProcessName.parse(child.name).program in programs]
 
 
 STOPPED_AT_ONCE = "the server was stopped at once, before this request had finished"
@@ -144,6 +234,8 @@ class ServerDrain:
         self._processes = processes
         self._timeout_s = timeout_s
         self._has_journal = has_journal
+        # By model: the time from the delivery of everything on in which its processes may exit.
+        self._grace: dict[str, Countdown] = {}
 
     def run(self) -> int:
         """Finish open requests, or abort them when their time is over; return the exit code."""
@@ -155,8 +247,9 @@ class ServerDrain:
         if outcome is None:
             say(f"{timeout:g} s are over: aborting the requests that are left")
             reason = "the server stopped before this request had finished"
-            for name in (FRONTEND, *self._processes.replicas.schedulers):
-                self._processes[name].send(Command.ABORT, reason)
+            for model in self._processes.live_models:
+                for name in (FRONTEND, *model.replicas.schedulers):
+                    model[name].send(Command.ABORT, reason)
             outcome = self._wait_for_exits(ABORT_TIMEOUT_S)
         if outcome is None:
             say("error: some process did not stop in time and is killed")
@@ -166,21 +259,23 @@ class ServerDrain:
         return outcome
 
     def _send_drain(self) -> None:
-        client_facing = [child for child in self._processes if child.name in CLIENT_FACING]
-        for child in (*client_facing, *self._processes.replicas.drained(self._processes)):
+        drained = self._processes.of_programs(CLIENT_FACING)
+        for model in self._processes.live_models:
+            drained += model.replicas.drained(model)
+        for child in drained:
             child.send(Command.DRAIN)
 
     def _wait_for_exits(self, timeout: float) -> int | None:
         """Return the exit code once every process has exited or one has failed; None at timeout."""
-        countdown, grace = Countdown(timeout), None
+        countdown = Countdown(timeout)
         while not self._processes.all_exited:
-            grace = self._exit_grace(grace)
+            self._end_delivered()
             event = self._processes.next_event(countdown)
             match event:
                 case Death() if event.is_clean or event.name == GATEWAY:
                     continue  # the streams of a gateway that died are broken; no new ones may come
-                case Death() if self._all_is_delivered:
-                    self._kill_ring()
+                case Death() if (model := self._delivered(event.name)) is not None:
+                    model.kill()
                 case Death():
                     if not self._processes.survives(event):
                         self._processes.give_up(event)
@@ -196,33 +291,24 @@ class ServerDrain:
     def _stop_at_once(self) -> int:
         """Stop after a second signal."""
         say("second signal: stopped at once")
-        names = (GATEWAY,) if self._has_journal else CLIENT_FACING
-        self._processes.fail_clients(STOPPED_AT_ONCE, names)
+        programs = (GATEWAY,) if self._has_journal else CLIENT_FACING
+        self._processes.fail_clients(STOPPED_AT_ONCE, programs)
         return EXIT_FORCED
 
-    def _exit_grace(self, countdown: Countdown | None) -> Countdown | None:
-        """Return the countdown from the delivery of everything on; kill the ring at its end.
+    def _delivered(self, name: str) -> ModelProcesses | None:
+        """Return the model of a process, if its clients have everything."""
+        model = self._processes.model_of(name)
+        return model if model is not None and model.all_is_delivered else None
+
+    def _end_delivered(self) -> None:
+        """Kill what is left of a model some time after its clients have everything.
 
         A process that hangs or was stopped does not exit.
         """
-        if countdown is None:
-            return Countdown(EXIT_GRACE_S) if self._all_is_delivered else None
-        if not countdown.left():
-            self._kill_ring()
-        return countdown
-
-    @property
-    def _all_is_delivered(self) -> bool:
-        """Whether the clients have everything.
-
-        The frontend exits when they do, and the scheduler when the frontend exits.
-        """
-        names = (FRONTEND, *self._processes.replicas.schedulers)
-        children = (self._processes[name] for name in names)
-        return any(child.has_exited and child.process.returncode == EXIT_OK for child in children)
-
-    def _kill_ring(self) -> None:
-        """Kill what waits for a message of a dead process; the gateway may still write."""
-        for child in self._processes:
-            if child.name != GATEWAY and not child.has_exited:
-                child.process.kill()
+        for model in self._processes.live_models:
+            name = model.plan.name
+            if name not in self._grace:
+                if model.all_is_delivered:
+                    self._grace[name] = Countdown(EXIT_GRACE_S)
+            elif not self._grace[name].left():
+                model.kill()

@@ -26,11 +26,13 @@ from quadriga.server.processes.child_process import (
     ChildProcess,
     ChildState,
     Exit,
+    Launch,
     ReplicaChange,
     start_child,
 )
 from quadriga.server.processes.control_channel import EXIT_OK, Command
 from quadriga.server.processes.logs import say
+from quadriga.server.processes.process_name import ProcessName
 
 
 class SupervisorEvent(enum.Enum):
@@ -254,10 +256,14 @@ class Supervisor:
     def start(self, name: str) -> None:
         """Start a process, or restart one that has exited. Raise OSError if the system cannot."""
         is_restart = name in self._children
-        program = self._program_of(name.partition("/")[0])
-        child = start_child(name, program, self._run_dir, self._flags, is_restart)
+        child = start_child(name, self._launch_of(ProcessName.parse(name)), is_restart)
         self._children[name] = child
         self._selector.register(child.control, selectors.EVENT_READ, child)
+
+    def _launch_of(self, name: ProcessName) -> Launch:
+        """Return how a process is started."""
+        program = self._program_of(name.program)
+        return Launch(program, self._run_dir, self._run_dir, self._flags)
 
     def start_later(self, name: str, delay_s: float) -> None:
         """Restart a process in `next_event` once the delay is over."""
@@ -346,8 +352,8 @@ class Supervisor:
             if isinstance(report, ReplicaChange):
                 self._reported.append(report)
                 continue
-            _, slash, replica = child.name.partition("/")
-            other = self._children[report.process + slash + replica]
+            name = ProcessName.parse(child.name)._replace(program=report.process)
+            other = self._children[str(name)]
             if other.is_ready:
                 self._kill_hung(other, report.reason)
         return None

@@ -1,0 +1,214 @@
+"""The models of a server: one by --model, several by repeating it or by --models FILE.
+
+Each model has a config of its own, of which every flag of the server that is not the model's is the
+same in all. What two models cannot share, such as the endpoint and the journal, is made different.
+"""
+
+import dataclasses
+import re
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quadriga.errors import ConfigError
+from quadriga.keywords import similar
+from quadriga.server.config import server_config
+from quadriga.server.config.engine_args import CUDA_FRACTION, OTHER_FRACTION
+from quadriga.server.config.flags import checked_value, flag_fields, flag_name
+from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.processes.machine import runs_on_gpu
+from quadriga.wire.client import PRIVATE_ENDPOINT
+from quadriga.wire.sockets import IPC
+
+# Groups of flags that a model may have of its own, but for these, which are the server's.
+MODEL_GROUPS = ("model", "scheduler", "worker", "detok", "replicas")
+SERVER_FLAGS = {
+    "models", "served_model_name", "journal", "resume", "no_journal", "kv_cache_dir",
+    "fair_tenants",
+}  # fmt: skip
+FRONTEND_FLAGS = {
+    "tokenize_workers", "default_max_tokens", "allow_auto_truncate", "sampling_defaults",
+    "tool_call_parser", "reasoning_parser", "pooling", "queue_timeout", "request_timeout",
+}  # fmt: skip
+# Characters of a directory's name; others of a model's name become "-".
+_NO_NAME = re.compile(r"[^\w.-]+", re.ASCII)
+MAX_PORT = 65535
+
+
+class ServedModel(NamedTuple):
+    """A model that is to be served.
+
+    Attributes:
+        name: what clients call it.
+        aliases: other names for it.
+        config: its flags.
+    """
+
+    name: str
+    aliases: list[str]
+    config: ServerConfig
+
+
+class ServedModels(NamedTuple):
+    """The models of a server.
+
+    Attributes:
+        shared: the flags of the server, which are those of the gateway.
+        models: the models, the default one first.
+    """
+
+    shared: ServerConfig
+    models: list[ServedModel]
+
+
+def from_namespace(namespace: Namespace) -> ServedModels:
+    """Return the models of a parsed command line.
+
+    Raises:
+        ConfigError: a flag cannot work, or two models have one name.
+    """
+    config = server_config.from_namespace(namespace)
+    names = server_config.named_models(namespace)
+    if config.model.models:
+        if names:
+            raise ConfigError(
+                f"--models {config.model.models} says which models are served: leave --model"
+                f" {names[0]} out, or put it into the file"
+            )
+        models = _of_file(config)
+    else:
+        models = [_of_name(config, name) for name in names] or [_model(config, "", [], {})]
+    _check_names(models)
+    if len(models) == 1:
+        return ServedModels(models[0].config, models)
+    if config.model.served_model_name:
+        raise ConfigError(
+            f"--served-model-name {config.model.served_model_name} is one name for"
+            f" {len(models)} models: give names in a file, with --models FILE"
+        )
+    shared = models[0].config
+    return ServedModels(
+        shared, [_apart(model, number, len(models)) for number, model in enumerate(models)]
+    )
+
+
+def _of_name(config: ServerConfig, name: str) -> ServedModel:
+    return _model(config, config.model.served_model_name, [], {"model": name})
+
+
+def _of_file(config: ServerConfig) -> list[ServedModel]:
+    """Return the models of --models: a map of names to flags, without their dashes."""
+    path = Path(config.model.models)
+    entries = server_config.read_map("--models", path)
+    if not entries:
+        raise ConfigError(
+            f"{path} has no model: it must be a map such as `chat: {{model: smollm2-135m}}`"
+        )
+    return [_entry(config, path, name, entry) for name, entry in entries.items()]
+
+
+def _entry(config: ServerConfig, path: Path, name: object, entry: object) -> ServedModel:
+    if entry is None:
+        entry = {}
+    if not isinstance(entry, dict) or not isinstance(name, str):
+        raise ConfigError(
+            f"{path}: {name!r} must be a model's name with a map of its flags, such as"
+            " `chat: {model: smollm2-135m, max-batch-size: 16}`"
+        )
+    aliases = entry.pop("aliases", [])
+    if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
+        raise ConfigError(f"{path}: {name}: aliases is {aliases!r}: it must be a list of names")
+    flags = {"model": name} | _flags(f"{path}: {name}", entry)
+    return _model(config, name, aliases, flags)
+
+
+def _flags(where: str, entry: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the flags of a model by the names of their fields. Raise ConfigError."""
+    fields = _model_fields()
+    flags = {}
+    for key, value in entry.items():
+        name = str(key).replace("-", "_")
+        if name not in fields:
+            every = {field.name for field in flag_fields(*ServerConfig().groups())}
+            if name in every:
+                raise ConfigError(
+                    f"{where}: {key} is a flag of the whole server: give it on the command line, or"
+                    " in the file of --config"
+                )
+            near = [flag_name(other)[2:] for other in similar(name, fields)]
+            advice = f"; near it: {', '.join(near)}" if near else ""
+            raise ConfigError(f"{where}: a model has no flag {key!r}{advice}")
+        flags[name] = checked_value(f"{where}: {key}", value, fields[name])
+    return flags
+
+
+def _model_fields() -> "dict[str, dataclasses.Field[Any]]":
+    """Return the flags that a model may have of its own."""
+    config = ServerConfig()
+    groups = [getattr(config, name) for name in MODEL_GROUPS]
+    fields = {field.name: field for field in flag_fields(*groups)}
+    fields |= {f.name: f for f in flag_fields(config.frontend) if f.name in FRONTEND_FLAGS}
+    return {name: field for name, field in fields.items() if name not in SERVER_FLAGS}
+
+
+def _model(
+    config: ServerConfig, name: str, aliases: list[str], flags: dict[str, Any]
+) -> ServedModel:
+    own = config.replace(models="", served_model_name=name, **flags)
+    own.validate()
+    return ServedModel(own.model.shown_name, aliases, own)
+
+
+def _check_names(models: list[ServedModel]) -> None:
+    """Raise ConfigError for a name that two models have, or that no request could have."""
+    seen: dict[str, str] = {}
+    for model in models:
+        for name in (model.name, *model.aliases):
+            if not name or name != name.strip() or not name.isprintable():
+                raise ConfigError(f"a model is called {name!r}: give it a name without blanks")
+            if name in seen:
+                raise ConfigError(
+                    f"two models are called {name!r}, {seen[name]} and {model.config.model.model}:"
+                    " give one of them another name in a file, with --models FILE"
+                )
+            seen[name] = model.config.model.model
+
+
+def _apart(model: ServedModel, number: int, count: int) -> ServedModel:
+    """Return a model of several with what it cannot share with the others.
+
+    Args:
+        model: the model.
+        number: its number, from 0 on.
+        count: number of models.
+    """
+    config, directory = model.config, _NO_NAME.sub("-", model.name)
+    changes: dict[str, Any] = {"endpoint": _endpoint(config.frontend.endpoint, directory, number)}
+    if config.scheduler.journal:
+        changes["journal"] = str(Path(config.scheduler.journal) / directory)
+    if config.worker.kv_cache_dir:
+        changes["kv_cache_dir"] = str(Path(config.worker.kv_cache_dir) / directory)
+    if config.worker.mem_fraction_static is None:
+        whole = CUDA_FRACTION if runs_on_gpu(config.worker) else OTHER_FRACTION
+        changes["mem_fraction_static"] = round(whole / count, 4)
+    return model._replace(config=config.replace(**changes))
+
+
+def _endpoint(endpoint: str, directory: str, number: int) -> str:
+    """Return the endpoint of a model: that of the server for the first, the next port for others.
+
+    Raises:
+        ConfigError: there is no such port.
+    """
+    if number == 0 or endpoint == PRIVATE_ENDPOINT:
+        return endpoint
+    if endpoint.startswith(IPC):
+        return f"{endpoint}.{directory}"
+    host, _, port = endpoint.rpartition(":")
+    if int(port) + number > MAX_PORT:
+        raise ConfigError(
+            f"endpoint is {endpoint}, and model {number + 1} needs port {int(port) + number}:"
+            f" choose one up to {MAX_PORT - number}"
+        )
+    return f"{host}:{int(port) + number}"
