@@ -19,8 +19,9 @@ from quadriga import errors, programs
 from quadriga.clock import Countdown
 from quadriga.errors import ConfigError, QuadrigaError, ServerFailed
 from quadriga.server.config import served_models
+from quadriga.server.config.engine_args import CUDA_FRACTION, OTHER_FRACTION
 from quadriga.server.config.parser import ServerParser
-from quadriga.server.config.served_models import ServedModel
+from quadriga.server.config.served_models import ConfiguredModel
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.models.model_impl import find_served_model
 from quadriga.server.models.resolve import ModelFiles
@@ -34,7 +35,7 @@ from quadriga.server.processes.control_channel import (
     OwnerChannel,
 )
 from quadriga.server.processes.logs import JSON, say, set_up_logging
-from quadriga.server.processes.machine import MAX_OPEN_FILES, allow_open_files
+from quadriga.server.processes.machine import MAX_OPEN_FILES, allow_open_files, runs_on_gpu
 from quadriga.server.processes.model_processes import ModelPlan
 from quadriga.server.processes.server_processes import ServerDrain, ServerProcesses
 from quadriga.server.processes.supervisor import Death, SupervisorEvent
@@ -59,7 +60,7 @@ class Launcher:
     def __init__(
         self,
         shared: ServerConfig,
-        models: Sequence[tuple[ServedModel, ModelFiles]],
+        models: Sequence[tuple[ConfiguredModel, ModelFiles]],
         owner: OwnerChannel,
     ) -> None:
         self._model_seconds = time.monotonic() - STARTED_AT
@@ -72,7 +73,7 @@ class Launcher:
             plans, None if shared.http.no_http else shared_flags, shared.launch, programs.command_of
         )
 
-    def _plan(self, model: ServedModel, files: ModelFiles, num_models: int) -> ModelPlan:
+    def _plan(self, model: ConfiguredModel, files: ModelFiles, num_models: int) -> ModelPlan:
         """Return how a model is served.
 
         Args:
@@ -80,10 +81,14 @@ class Launcher:
             files: its files.
             num_models: number of models of the server.
         """
-        flags = _flags_of(model.config, model, files)
-        if not (self._quiet or model.config.replicas.survives_loss or num_models > 1):
+        config = model.config
+        if num_models > 1 and config.worker.mem_fraction_static is None:
+            whole = CUDA_FRACTION if runs_on_gpu(config.worker) else OTHER_FRACTION
+            config = config.replace(mem_fraction_static=round(whole / num_models, 4))
+        flags = _flags_of(config, model, files)
+        if not (self._quiet or config.replicas.survives_loss or num_models > 1):
             flags.append("--has-status-line")
-        return ModelPlan(model.name if num_models > 1 else "", model.config, flags, model.aliases)
+        return ModelPlan(model.name if num_models > 1 else "", config, flags, model.aliases)
 
     def run(self) -> int:
         """Start, serve until a signal or a death for good, stop; return the exit code."""
@@ -185,7 +190,7 @@ class Launcher:
         return ServerDrain(self._processes, timeout_s, bool(has_journal)).run()
 
 
-def _flags_of(config: ServerConfig, model: ServedModel, files: ModelFiles) -> list[str]:
+def _flags_of(config: ServerConfig, model: ConfiguredModel, files: ModelFiles) -> list[str]:
     """Return command line flags with the name of a model and the location of its files."""
     location = {**files.location_flags, "served_model_name": model.name}
     return config.replace(**location).to_argv()

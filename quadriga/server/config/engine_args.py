@@ -27,12 +27,6 @@ class ModelArgs:
         basic=True,
         several=True,
     )
-    models: str = flag(
-        "",
-        "YAML file of models that one server serves: names, each with a map of its own flags and"
-        " aliases; see docs/several-models.md",
-        unit="FILE.yaml",
-    )
     served_model_name: str = flag(
         "", "name that clients see (default: --model, or of a path the name of its file or folder)"
     )
@@ -62,6 +56,12 @@ class ModelArgs:
     )
     context_length: int | None = flag(
         None, "tokens of context, if shorter than the model's own", unit="TOKENS", basic=True
+    )
+    models: str = flag(
+        "",
+        "YAML file of models that one server serves: names, each with a map of its own flags and"
+        " aliases; see docs/several-models.md",
+        unit="FILE.yaml",
     )
 
     def validate(self) -> None:

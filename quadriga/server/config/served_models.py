@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 from quadriga.errors import ConfigError
 from quadriga.keywords import similar
 from quadriga.server.config import server_config
-from quadriga.server.config.engine_args import CUDA_FRACTION, OTHER_FRACTION
 from quadriga.server.config.flags import checked_value, flag_fields, flag_name
 from quadriga.server.config.server_config import ServerConfig
-from quadriga.server.processes.machine import runs_on_gpu
 from quadriga.wire.client import PRIVATE_ENDPOINT
 from quadriga.wire.sockets import IPC
 
@@ -31,12 +29,13 @@ FRONTEND_FLAGS = {
     "tokenize_workers", "default_max_tokens", "allow_auto_truncate", "sampling_defaults",
     "tool_call_parser", "reasoning_parser", "pooling", "queue_timeout", "request_timeout",
 }  # fmt: skip
+_MODELS = "models, such as `chat: {model: smollm2-135m, max-batch-size: 16}`"
 # Characters of a directory's name; others of a model's name become "-".
 _NO_NAME = re.compile(r"[^\w.-]+", re.ASCII)
 MAX_PORT = 65535
 
 
-class ServedModel(NamedTuple):
+class ConfiguredModel(NamedTuple):
     """A model that is to be served.
 
     Attributes:
@@ -50,7 +49,7 @@ class ServedModel(NamedTuple):
     config: ServerConfig
 
 
-class ServedModels(NamedTuple):
+class ModelSet(NamedTuple):
     """The models of a server.
 
     Attributes:
@@ -59,10 +58,10 @@ class ServedModels(NamedTuple):
     """
 
     shared: ServerConfig
-    models: list[ServedModel]
+    models: list[ConfiguredModel]
 
 
-def from_namespace(namespace: Namespace) -> ServedModels:
+def from_namespace(namespace: Namespace) -> ModelSet:
     """Return the models of a parsed command line.
 
     Raises:
@@ -70,6 +69,11 @@ def from_namespace(namespace: Namespace) -> ServedModels:
     """
     config = server_config.from_namespace(namespace)
     names = server_config.named_models(namespace)
+    if config.model.served_model_name and (config.model.models or len(names) > 1):
+        raise ConfigError(
+            f"--served-model-name {config.model.served_model_name} is the name of one model: give"
+            " names in a file, with --models FILE"
+        )
     if config.model.models:
         if names:
             raise ConfigError(
@@ -81,40 +85,31 @@ def from_namespace(namespace: Namespace) -> ServedModels:
         models = [_of_name(config, name) for name in names] or [_model(config, "", [], {})]
     _check_names(models)
     if len(models) == 1:
-        return ServedModels(models[0].config, models)
-    if config.model.served_model_name:
-        raise ConfigError(
-            f"--served-model-name {config.model.served_model_name} is one name for"
-            f" {len(models)} models: give names in a file, with --models FILE"
-        )
+        return ModelSet(models[0].config, models)
     shared = models[0].config
-    return ServedModels(
-        shared, [_apart(model, number, len(models)) for number, model in enumerate(models)]
-    )
+    return ModelSet(shared, [_apart(model, number) for number, model in enumerate(models)])
 
 
-def _of_name(config: ServerConfig, name: str) -> ServedModel:
+def _of_name(config: ServerConfig, name: str) -> ConfiguredModel:
     return _model(config, config.model.served_model_name, [], {"model": name})
 
 
-def _of_file(config: ServerConfig) -> list[ServedModel]:
+def _of_file(config: ServerConfig) -> list[ConfiguredModel]:
     """Return the models of --models: a map of names to flags, without their dashes."""
     path = Path(config.model.models)
-    entries = server_config.read_map("--models", path)
+    entries = server_config.read_map("--models", path, _MODELS)
     if not entries:
-        raise ConfigError(
-            f"{path} has no model: it must be a map such as `chat: {{model: smollm2-135m}}`"
-        )
+        raise ConfigError(f"{path} is empty: it must be a map of {_MODELS}")
     return [_entry(config, path, name, entry) for name, entry in entries.items()]
 
 
-def _entry(config: ServerConfig, path: Path, name: object, entry: object) -> ServedModel:
+def _entry(config: ServerConfig, path: Path, name: object, entry: object) -> ConfiguredModel:
     if entry is None:
         entry = {}
     if not isinstance(entry, dict) or not isinstance(name, str):
         raise ConfigError(
-            f"{path}: {name!r} must be a model's name with a map of its flags, such as"
-            " `chat: {model: smollm2-135m, max-batch-size: 16}`"
+            f"{path}: {name!r} is no model's name with a map of its flags: the file is a map of"
+            f" {_MODELS}"
         )
     aliases = entry.pop("aliases", [])
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
@@ -154,13 +149,13 @@ def _model_fields() -> "dict[str, dataclasses.Field[Any]]":
 
 def _model(
     config: ServerConfig, name: str, aliases: list[str], flags: dict[str, Any]
-) -> ServedModel:
+) -> ConfiguredModel:
     own = config.replace(models="", served_model_name=name, **flags)
     own.validate()
-    return ServedModel(own.model.shown_name, aliases, own)
+    return ConfiguredModel(own.model.shown_name, aliases, own)
 
 
-def _check_names(models: list[ServedModel]) -> None:
+def _check_names(models: list[ConfiguredModel]) -> None:
     """Raise ConfigError for a name that two models have, or that no request could have."""
     seen: dict[str, str] = {}
     for model in models:
@@ -173,25 +168,34 @@ def _check_names(models: list[ServedModel]) -> None:
                     " give one of them another name in a file, with --models FILE"
                 )
             seen[name] = model.config.model.model
+    directories: dict[str, str] = {}
+    for model in models:
+        other = directories.setdefault(_directory(model.name), model.name)
+        if other != model.name:
+            raise ConfigError(
+                f"models {other!r} and {model.name!r} would have one directory,"
+                f" {_directory(other)}: give one of them another name in a file, with --models FILE"
+            )
 
 
-def _apart(model: ServedModel, number: int, count: int) -> ServedModel:
+def _directory(name: str) -> str:
+    """Return the name of a model's directories."""
+    return _NO_NAME.sub("-", name)
+
+
+def _apart(model: ConfiguredModel, number: int) -> ConfiguredModel:
     """Return a model of several with what it cannot share with the others.
 
     Args:
         model: the model.
         number: its number, from 0 on.
-        count: number of models.
     """
-    config, directory = model.config, _NO_NAME.sub("-", model.name)
+    config, directory = model.config, _directory(model.name)
     changes: dict[str, Any] = {"endpoint": _endpoint(config.frontend.endpoint, directory, number)}
     if config.scheduler.journal:
         changes["journal"] = str(Path(config.scheduler.journal) / directory)
     if config.worker.kv_cache_dir:
         changes["kv_cache_dir"] = str(Path(config.worker.kv_cache_dir) / directory)
-    if config.worker.mem_fraction_static is None:
-        whole = CUDA_FRACTION if runs_on_gpu(config.worker) else OTHER_FRACTION
-        changes["mem_fraction_static"] = round(whole / count, 4)
     return model._replace(config=config.replace(**changes))
 
 

@@ -47,6 +47,9 @@ from quadriga.wire.client import PRIVATE_ENDPOINT
 # --- --config FILE --------------------------------------------------------------------------------
 
 
+_FLAGS = "flags, such as `max-batch-size: 32`"
+
+
 def read_config(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Read a file of flags.
 
@@ -65,7 +68,7 @@ def read_config(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: the file cannot be read, or has a key or a value that no flag can have.
     """
     values = {}
-    for key, value in read_map("--config", path).items():
+    for key, value in read_map("--config", path, _FLAGS).items():
         name = str(key).replace("-", "_")
         if name not in fields:
             raise ConfigError(f"{path}: there is no flag {key!r}{_suggestions(name, fields)}")
@@ -83,10 +86,16 @@ def read_config(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def read_map(flag_of_file: str, path: Path) -> dict[Any, Any]:
-    """Return the map of a YAML file, which may be empty. Raise ConfigError.
+def read_map(flag_of_file: str, path: Path, what: str) -> dict[Any, Any]:
+    """Return the map of a YAML file, which may be empty.
 
-    flag_of_file: the flag that names the file.
+    Args:
+        flag_of_file: the flag that names the file.
+        path: the file.
+        what: what the map has, with an example.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no map.
     """
     try:
         import yaml
@@ -103,7 +112,7 @@ def read_map(flag_of_file: str, path: Path) -> dict[Any, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} must be a map, such as `max-batch-size: 32`")
+        raise ConfigError(f"{path} must be a map of {what}")
     return content
 
 

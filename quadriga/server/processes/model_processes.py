@@ -78,7 +78,7 @@ class ModelProcesses:
         """Return what the gateway has to know of the model."""
         plan, endpoint = self.plan, self.public_endpoint(run_dir)
         return ModelEntry(
-            plan.name, endpoint=endpoint, aliases=list(plan.aliases), flags=plan.flags
+            name=plan.name, endpoint=endpoint, aliases=list(plan.aliases), flags=plan.flags
         )
 
     def full_name(self, name: str) -> str:

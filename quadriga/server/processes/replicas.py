@@ -125,8 +125,8 @@ class ReplicaProcesses:
                 os.replace(directory / JOURNAL, directory / MOVED_JOURNAL)
         say(
             f"error: replica {number}{self._of_model} is lost: {death.name} died ({death.reason})."
-            f" Its requests go on at the others, {self._count - len(self._lost)} of {self._count} replicas serve;"
-            " start the server again to have all",
+            f" Its requests go on at the others, {self._count - len(self._lost)} of {self._count}"
+            " replicas serve; start the server again to have all",
             event="replica_lost", replica=number, child=death.name, reason=death.reason,
         )  # fmt: skip
         return True

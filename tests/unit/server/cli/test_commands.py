@@ -158,7 +158,7 @@ def test_a_server_that_is_gone_ends_the_chat(monkeypatch: pytest.MonkeyPatch) ->
         (["bench", "--help"], ["requests:", "schedule:", "output:"]),
         (
             ["serve", "--help"],
-            ["quadriga serve [MODEL] [FLAGS]", "--config", "Scheduling (scheduler_proc):"],
+            ["quadriga serve [MODEL ...] [FLAGS]", "--config", "Scheduling (scheduler_proc):"],
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 import pytest
 
+from quadriga.server.config import served_models
 from quadriga.server.config.flags import FOREIGN_FLAGS, REMOVED_FLAGS, flag_fields, flag_name
 from quadriga.server.config.parser import ServerParser
 from quadriga.server.config.server_config import ServerConfig, from_namespace
@@ -31,12 +32,14 @@ def test_the_model_may_stand_anywhere_without_its_flag(line: str) -> None:
     assert (config.model.model, config.http.port) == ("gpt2", 80)
 
 
-def test_the_model_may_be_named_twice_but_not_differently(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_models_are_named_with_and_without_the_flag() -> None:
     assert parse("gpt2 --model gpt2").model.model == "gpt2"
-    assert "one model, but there are gpt2, llama" in complaint("gpt2 --model llama", capsys)
-    assert "one model, but there are a, b" in complaint("a b", capsys)
+    for line in ("gpt2 --model llama", "gpt2 llama", "--model gpt2 --model llama"):
+        namespace = ServerParser("serve").parse_flags(line.split())
+        assert [model.name for model in served_models.from_namespace(namespace).models] == [
+            "gpt2",
+            "llama",
+        ]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def worker(**fields: Any) -> ChildProcess:
 
 
 def test_the_line_that_scripts_wait_for_names_model_and_addresses() -> None:
-    line = first_screen.ready_line(ServerConfig(), WORKER, 2.94, DEFAULT_ENDPOINT)
+    line = first_screen.ready_line([(ServerConfig(), WORKER)], 2.94, DEFAULT_ENDPOINT)
     assert line == (
         "quadriga ready in 2.9 s · smollm2-135m bfloat16 cpu · zmq tcp://127.0.0.1:5555"
         " · http://127.0.0.1:8000"
@@ -43,7 +43,7 @@ def test_the_line_that_scripts_wait_for_names_model_and_addresses() -> None:
 
 def test_phases_that_took_no_time_are_left_out_of_the_summary() -> None:
     line = first_screen.start_summary(
-        0.0, worker(phases=["compile kernels 9.1 s", "warm up 0.0 s"])
+        "", 0.0, worker(phases=["compile kernels 9.1 s", "warm up 0.0 s"])
     )
     assert line == "  compile kernels 9.1 s · KV pool 64 tokens · native backend · 2 threads"
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from quadriga.clock import Countdown
-from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.config.server_config import LaunchArgs, ServerConfig
 from quadriga.server.processes import server_processes
 from quadriga.server.processes.control_channel import EXIT_FORCED, EXIT_OK
+from quadriga.server.processes.model_processes import ModelPlan
 from quadriga.server.processes.replicas import FRONTEND, RING, WORKER
 from quadriga.server.processes.server_processes import ServerDrain, ServerProcesses
 
@@ -66,8 +67,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
             script = STUCK_PROCESS if name == stuck else script
             (tmp_path / f"{name}.py").write_text(READY + settings + script)
         processes = ServerProcesses(
-            ServerConfig().replace(no_http=True),
-            [],
+            [ModelPlan("", ServerConfig(), [])],
+            None,
+            LaunchArgs(),
             lambda name: [sys.executable, str(tmp_path / f"{name}.py")],
         )
         started.append(processes)

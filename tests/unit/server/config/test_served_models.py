@@ -1,0 +1,103 @@
+"""Several models of one server: their names, their own flags, and what each has to itself."""
+
+from pathlib import Path
+
+import pytest
+
+from quadriga.errors import ConfigError
+from quadriga.server.config.parser import ServerParser
+from quadriga.server.config.served_models import ModelSet, from_namespace
+
+FILE = """
+chat:
+  model: smollm2-135m
+  aliases: [gpt-4o-mini, default]
+  max-batch-size: 16
+  context_length: 1024
+all-minilm-l6-v2:
+coder:
+  model: org/coder
+  dp: 2
+  tool-call-parser: none
+"""
+
+
+def parse(line: str) -> ModelSet:
+    return from_namespace(ServerParser("serve").parse_flags(line.split()))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "models.yaml"
+    path.write_text(FILE)
+    return path
+
+
+def test_a_file_gives_each_model_its_name_its_aliases_and_its_own_flags(file: Path) -> None:
+    shared, models = parse(f"--models {file} --max-batch-size 32 --port 80")
+    assert [model.name for model in models] == ["chat", "all-minilm-l6-v2", "coder"]
+    assert models[0].aliases == ["gpt-4o-mini", "default"]
+    configs = [model.config for model in models]
+    assert [c.model.model for c in configs] == ["smollm2-135m", "all-minilm-l6-v2", "org/coder"]
+    assert [c.model.shown_name for c in configs] == ["chat", "all-minilm-l6-v2", "coder"]
+    assert [c.scheduler.max_batch_size for c in configs] == [16, 32, 32]
+    assert [c.replicas.dp for c in configs] == [1, 1, 2]
+    assert [c.model.context_length for c in configs] == [1024, None, None]
+    assert configs[2].frontend.tool_call_parser == "none"
+    assert {c.http.port for c in (*configs, shared)} == {80}
+    assert all(c.model.models == "" for c in configs)
+
+
+def test_models_share_no_endpoint_no_journal_and_no_directory_of_pages() -> None:
+    flags = "--journal /j --kv-cache-dir /kv --endpoint tcp://127.0.0.1:5000"
+    shared, models = parse(f"a org/b {flags}")
+    first, second = (model.config for model in models)
+    assert first.frontend.endpoint == shared.frontend.endpoint == "tcp://127.0.0.1:5000"
+    assert second.frontend.endpoint == "tcp://127.0.0.1:5001"
+    assert (first.scheduler.journal, second.scheduler.journal) == ("/j/a", "/j/org-b")
+    assert (first.worker.kv_cache_dir, second.worker.kv_cache_dir) == ("/kv/a", "/kv/org-b")
+    assert shared.scheduler.journal == "/j"  # the gateway's data is below it
+    of_file = parse("a org/b --endpoint ipc:///run/q").models
+    endpoints = [model.config.frontend.endpoint for model in of_file]
+    assert endpoints == ["ipc:///run/q", "ipc:///run/q.org-b"]
+
+
+def test_one_model_keeps_what_the_flags_say() -> None:
+    (model,) = parse("a --journal /j --endpoint tcp://127.0.0.1:5000").models
+    assert model.config.scheduler.journal == "/j"
+    assert model.config.frontend.endpoint == "tcp://127.0.0.1:5000"
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("", "is empty: it must be a map of models"),
+        ("- a", "must be a map of models, such as `chat:"),
+        ("a: b", "'a' is no model's name with a map"),
+        ("a: {port: 80}", "a: port is a flag of the whole server"),
+        ("a: {journal: /j}", "journal is a flag of the whole server"),
+        ("a: {max-bach-size: 3}", "no flag 'max-bach-size'; near it: max-batch-size"),
+        ("a: {max-batch-size: x}", "a: max-batch-size is 'x'"),
+        ("a: {max-batch-size: 0}", "max_batch_size must be positive"),
+        ("a: {aliases: b}", "aliases is 'b': it must be a list of names"),
+        ("a: {aliases: [b]}\nb: {model: c}", "two models are called 'b', a and c"),
+        ("a/b: {model: c}\na-b: {model: d}", "'a/b' and 'a-b' would have one directory, a-b"),
+        ("' a': {model: c}", "give it a name without blanks"),
+    ],
+)
+def test_a_file_that_cannot_be_used_says_why(content: str, complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=complaint.replace("(", r"\(")):
+        parse(f"--models {path}")
+
+
+def test_contradictions_on_the_command_line_say_what_to_leave_out(file: Path) -> None:
+    with pytest.raises(ConfigError, match="leave --model a out"):
+        parse(f"a --models {file}")
+    with pytest.raises(ConfigError, match="is the name of one model"):
+        parse("a b --served-model-name c")
+    with pytest.raises(ConfigError, match="two models are called 'gpt2'"):
+        parse("--model gpt2 --model gpt2")
+    with pytest.raises(ConfigError, match="model 2 needs port 65536"):
+        parse("a b --endpoint tcp://127.0.0.1:65535")
