@@ -219,7 +219,7 @@ class ChildProcess:
         return self.process.poll() is not None
 
 
-class Launch(NamedTuple):
+class ProcessStart(NamedTuple):
     """How a process is started.
 
     Attributes:
@@ -235,19 +235,19 @@ class Launch(NamedTuple):
     flags: list[str]
 
 
-def start_child(name: str, launch: Launch, is_restart: bool) -> ChildProcess:
+def start_child(name: str, start: ProcessStart, is_restart: bool) -> ChildProcess:
     """Start a program in a session of its own, so that no terminal's signals reach it.
 
     Args:
         name: name of the process, by which logs call it.
-        launch: what is run, and where.
+        start: what is run, and where.
         is_restart: it takes the place of one that died.
     """
     ours, theirs = socket.socketpair()
-    place = child.place_flags(ProcessName.parse(name), launch.run_dir, launch.model_dir)
-    command = [*launch.program, *place]
+    place = child.place_flags(ProcessName.parse(name), start.run_dir, start.model_dir)
+    command = [*start.program, *place]
     command += ["--control-fd", str(theirs.fileno()), f"--clock-offset={clock.offset()}"]
-    command += [*(["--is-restart"] if is_restart else []), *launch.flags]
+    command += [*(["--is-restart"] if is_restart else []), *start.flags]
     process = subprocess.Popen(
         command,
         pass_fds=[theirs.fileno()],

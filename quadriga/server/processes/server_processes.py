@@ -12,7 +12,7 @@ from quadriga.server.model_list import write_models
 from quadriga.server.processes.child_process import (
     EXIT_GRACE_S,
     ChildProcess,
-    Launch,
+    ProcessStart,
     ReplicaChange,
 )
 from quadriga.server.processes.control_channel import EXIT_CHILD_DIED, EXIT_FORCED, EXIT_OK, Command
@@ -81,11 +81,11 @@ class ServerProcesses(Supervisor):
                 self._gateway_flags += ["--models-file", str(path)]
             self.start(GATEWAY)
 
-    def _launch_of(self, name: ProcessName) -> Launch:
+    def _start_of(self, name: ProcessName) -> ProcessStart:
         program, model = self._program_of(name.program), self.model_of(str(name))
         if model is None:
-            return Launch(program, self.run_dir, self.run_dir, self._gateway_flags or [])
-        return Launch(program, self.run_dir, model.directory(self.run_dir), model.plan.flags)
+            return ProcessStart(program, self.run_dir, self.run_dir, self._gateway_flags or [])
+        return ProcessStart(program, self.run_dir, model.directory(self.run_dir), model.plan.flags)
 
     def next_event(self, timeout: Countdown | None) -> Death | SupervisorEvent | None:
         """Wait for the next event, and pass on what the frontends and the replicas have to know.

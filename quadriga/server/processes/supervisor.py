@@ -26,7 +26,7 @@ from quadriga.server.processes.child_process import (
     ChildProcess,
     ChildState,
     Exit,
-    Launch,
+    ProcessStart,
     ReplicaChange,
     start_child,
 )
@@ -256,14 +256,14 @@ class Supervisor:
     def start(self, name: str) -> None:
         """Start a process, or restart one that has exited. Raise OSError if the system cannot."""
         is_restart = name in self._children
-        child = start_child(name, self._launch_of(ProcessName.parse(name)), is_restart)
+        child = start_child(name, self._start_of(ProcessName.parse(name)), is_restart)
         self._children[name] = child
         self._selector.register(child.control, selectors.EVENT_READ, child)
 
-    def _launch_of(self, name: ProcessName) -> Launch:
+    def _start_of(self, name: ProcessName) -> ProcessStart:
         """Return how a process is started."""
         program = self._program_of(name.program)
-        return Launch(program, self._run_dir, self._run_dir, self._flags)
+        return ProcessStart(program, self._run_dir, self._run_dir, self._flags)
 
     def start_later(self, name: str, delay_s: float) -> None:
         """Restart a process in `next_event` once the delay is over."""
