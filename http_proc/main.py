@@ -167,6 +167,13 @@ async def _leave_later(gateway: Gateway, timeout_s: float) -> None:
         await gateway[STREAMS].stop()
 
 
+async def _lose_model(gateway: Gateway, name: str, reason: str) -> None:
+    """End the open requests of a model whose processes have ended, and refuse further ones."""
+    for model in gateway.models:
+        if model.name == name:
+            await model.lose(ServerFailed(reason))
+
+
 async def _serve_until_stopped(child: Child, gateway: Gateway, server: asyncio.Server) -> None:
     """Wait for a command to stop, then interrupt what goes on later, and answer the open requests.
 
@@ -175,12 +182,15 @@ async def _serve_until_stopped(child: Child, gateway: Gateway, server: asyncio.S
     """
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
+    losing: set[asyncio.Task[None]] = set()
 
     def read_commands() -> None:
         for command, reason in child.control.read_commands():
             if command is Command.FAIL:
                 _leave_streams(gateway)
                 gateway.fail_all(ServerFailed(reason))
+            elif command is Command.LOST:
+                losing.add(loop.create_task(_lose_model(gateway, *reason.split(" ", 1))))
             if command in (Command.DRAIN, Command.FAIL):
                 stopping.set()
 

@@ -15,6 +15,7 @@ import psutil
 from bench.client.server import free_port
 from quadriga.client import Client
 from quadriga.errors import QuadrigaError
+from quadriga.server.processes.process_name import ProcessName
 from tests.waiting import wait_until as wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,10 +41,12 @@ class Server:
     def pid_of(self, name: str) -> int:
         """Return the current pid of a process, which may have been restarted, or 0.
 
-        That of a replica among several is called as in the log: scheduler_proc/1.
+        That of a replica or model among several is called as in the log: scheduler_proc/1@chat.
         """
-        program, _, replica = name.partition("/")
+        program, number, model = ProcessName.parse(name)
+        replica = "" if number is None else str(number)
         wanted = [program, *(["--replica", replica] if replica else [])]
+        wanted += ["--of-model", model] if model else []
         for child in psutil.Process(self.process.pid).children():
             try:
                 line = child.cmdline()
@@ -135,7 +138,7 @@ def _running(process: "subprocess.Popen[bytes]", endpoint: str, log: Path) -> Se
         if child.pid not in pids.values():
             pids["http_proc"] = child.pid
     arguments = psutil.Process(pids["tokenizer_proc"]).cmdline()
-    run_dir = Path(arguments[arguments.index("--run-dir") + 1])
+    run_dir = Path(arguments[arguments.index("--server-dir") + 1])
     return Server(process, endpoint, log, run_dir, pids)
 
 

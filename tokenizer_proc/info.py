@@ -5,7 +5,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +18,7 @@ from quadriga.server.model_info import (
     details_to_info,
     fill_format_to_info,
 )
+from quadriga.server.model_list import ModelEntry
 from quadriga.server.models.formats.directory import read_json
 from quadriga.server.models.formats.quantization import read_quantization
 from quadriga.server.models.formats.tokenizer import FILL_TOKENS_KEY
@@ -194,9 +195,22 @@ def static_server_info(
     answer_format: AnswerFormat,
     fill_format: FillFormat | None,
     pids: dict[str, int],
+    models: Sequence[ModelEntry] = (),
 ) -> InfoValues:
-    """Return the values that do not change while the server runs; docs/protocol.md lists them."""
+    """Return the values that do not change while the server runs; docs/protocol.md lists them.
+
+    Args:
+        config: the flags of the model.
+        model: its files.
+        has_chat: whether it has a chat template.
+        answer_format: how it writes reasoning and calls.
+        fill_format: the marks of a prompt for filling in the middle; None: it has none.
+        pids: ids of processes, by their names.
+        models: all models of the server, if there are several.
+    """
+    endpoints = {name: one.endpoint for one in models for name in (one.name, *one.aliases)}
     return {
+        **({"models": endpoints} if models else {}),
         "protocol": PROTOCOL_VERSION,
         "model": config.model.shown_name,
         "model_details": details_to_info(model_details(model)),

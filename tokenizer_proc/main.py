@@ -12,6 +12,7 @@ import uvloop
 
 from quadriga.errors import ServerFailed
 from quadriga.sampling.validation import find_unserved_tokens
+from quadriga.server.model_list import read_models
 from quadriga.server.models import model_impl, resolve
 from quadriga.server.models.formats.tokenizer import load_tokenizer
 from quadriga.server.processes.child import Child, run_child
@@ -81,7 +82,10 @@ def _load(child: Child) -> Loaded:
     pids = {"launcher": os.getppid(), "tokenizer_proc": os.getpid()}
     child.phase("load tokenizer", time.monotonic() - began_at)
     fill_format = find_fill_format(tokenizer, model.tokenizer_dir, model.vocab_size)
-    info = static_server_info(config, model, chat.exists, chat.answer_format, fill_format, pids)
+    models = read_models(Path(child.models_file)) if child.models_file else ()
+    info = static_server_info(
+        config, model, chat.exists, chat.answer_format, fill_format, pids, models
+    )
     return Loaded(model, preparer, fork_server, info)
 
 

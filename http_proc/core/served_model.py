@@ -144,6 +144,12 @@ class ServedModel:
         created = wall_seconds() if call.resumption is None else call.resumption.created
         return ResponseHead(answer_id, created, self.name)
 
+    async def lose(self, error: QuadrigaError) -> None:
+        """End every open and later request with an error: the model's processes have ended."""
+        await self.client.give_up(error)
+        if self.lasting_client is not self.client:
+            await self.lasting_client.give_up(error)
+
     async def until_ready(self) -> None:
         """Wait until the model's server is connected and has reported that it can serve."""
         while True:

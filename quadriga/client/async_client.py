@@ -82,6 +82,8 @@ class AsyncClient(ServerSession):
         reconnect_timeout: seconds until ServerUnreachable if the server stops answering.
         curve_dir: directory of this client's keys, if the server requires keys.
         identity: address of this client at the server; None: a random one.
+        model: name of the model to use, of several that the server at `endpoint` serves; "": the
+            first one.
 
     Raises:
         ConfigError: the endpoint is the address of a web server.

@@ -22,6 +22,7 @@ from quadriga.client.request_handle import ChunkGap, RequestHandle
 from quadriga.client.types import is_time_limit
 from quadriga.clock import now
 from quadriga.errors import (
+    ConfigError,
     DeadlineExceeded,
     InvalidRequest,
     QuadrigaError,
@@ -38,7 +39,9 @@ from quadriga.wire.client import (
     Chunks,
     ClientMessage,
     ErrorInfo,
+    GetInfo,
     Info,
+    InfoValues,
     ProgressAnswer,
     RefusalInfo,
     Refused,
@@ -228,6 +231,33 @@ class InflightRequests:
             self._send(Abort(PROTOCOL_VERSION, handle.request_id))
 
 
+# Time in which a server says where its models are.
+INFO_TIMEOUT_S = 10.0
+
+
+def _endpoint_of(model: str, endpoint: str, info: InfoValues) -> str:
+    """Return the endpoint of a model.
+
+    Args:
+        model: its name, or an alias.
+        endpoint: that of the server, as the client reaches it.
+        info: what the server says there.
+
+    Raises:
+        InvalidRequest: the server does not serve the model.
+    """
+    endpoints: dict[str, str] = info.get("models") or {}
+    if not endpoints and model == info["model"]:
+        return endpoint
+    if model not in endpoints:
+        names = ", ".join(map(repr, endpoints)) or repr(info["model"])
+        raise InvalidRequest(f"model {model!r} is not served at {endpoint}: use {names}", "model")
+    host, _, port = endpoints[model].rpartition(":")
+    if not host.startswith("tcp://"):
+        return endpoints[model]
+    return f"{endpoint.rpartition(':')[0]}:{port}"  # the server's own host may be any
+
+
 class ServerSession:
     """Keeps a connection to a server, and ends what is open when the server does.
 
@@ -241,24 +271,36 @@ class ServerSession:
         reconnect_timeout: float = 30.0,
         curve_dir: str | Path | None = None,
         identity: uuid.UUID | None = None,
+        model: str = "",
     ) -> None:
         check_endpoint(endpoint)
+        if model and "," in endpoint:
+            raise ConfigError(
+                f"endpoint is {endpoint!r}: with model {model!r} it must be one address, of the"
+                " server that says where its models are"
+            )
         self.endpoint = endpoint
         self._connect_timeout = connect_timeout
+        self._reconnect_timeout = reconnect_timeout
+        self._keys = Path(curve_dir) if curve_dir else None
+        self._model = model
+        self._finding = asyncio.Lock()
         self._identity = identity or uuid.uuid4()
         self._counter = 0
         self._inflight = InflightRequests(
             lambda message: self._connection.send(message), reconnect_timeout
         )
         self._live = LiveSubscriptions(lambda message: self._connection.send(message))
+        self._connection = self._connection_to(endpoint)
+
+    def _connection_to(self, endpoint: str) -> Connection:
         events = ConnectionEvents(
             on_message=self._on_message,
             on_interrupt=self._inflight.interrupt,
             on_reconnect=self._inflight.resend,
             on_lost=self._fail_all,
         )
-        keys = Path(curve_dir) if curve_dir else None
-        self._connection = Connection(endpoint, self._identity, events, reconnect_timeout, keys)
+        return Connection(endpoint, self._identity, events, self._reconnect_timeout, self._keys)
 
     async def __aenter__(self) -> "Self":
         await self.connect()
@@ -277,8 +319,25 @@ class ServerSession:
             ServerUnreachable: no answer within connect_timeout, or the connection was lost and the
                 server is not back.
             RequestAborted: the client was closed meanwhile.
+            InvalidRequest: the server does not serve the model that this client is for.
         """
+        if self._model:
+            async with self._finding:
+                await self._turn_to_model()
         await self._connection.open(self._connect_timeout)
+
+    async def _turn_to_model(self) -> None:
+        """Ask the server where the client's model is, and connect there from now on."""
+        if not self._model:  # found meanwhile
+            return
+        asker = ServerSession(self.endpoint, self._connect_timeout, curve_dir=self._keys)
+        try:
+            info = await asker._ask(lambda name: GetInfo(PROTOCOL_VERSION, name), INFO_TIMEOUT_S)
+        finally:
+            await asker.close()
+        self.endpoint = _endpoint_of(self._model, self.endpoint, info.values)
+        self._model = ""
+        self._connection = self._connection_to(self.endpoint)
 
     async def _connect_within(self, timeout: float | None) -> None:
         """Connect, or raise DeadlineExceeded at the timeout of the call that needs it."""

@@ -219,6 +219,7 @@ class Client:
         connect_timeout: seconds until ServerUnreachable if no server answers.
         reconnect_timeout: seconds until ServerUnreachable if the server stops answering.
         curve_dir: directory of this client's keys, if the server requires keys.
+        model: as of AsyncClient.
 
     Raises:
         ConfigError: the endpoint is the address of a web server.
@@ -230,8 +231,11 @@ class Client:
         connect_timeout: float = 5.0,
         reconnect_timeout: float = 30.0,
         curve_dir: str | Path | None = None,
+        model: str = "",
     ) -> None:
-        self._async = AsyncClient(endpoint, connect_timeout, reconnect_timeout, curve_dir)
+        self._async = AsyncClient(
+            endpoint, connect_timeout, reconnect_timeout, curve_dir, model=model
+        )
         self._loop = LoopThread("quadriga-client")
 
     def __enter__(self) -> "Client":

@@ -160,7 +160,7 @@ def _check_names(models: list[ConfiguredModel]) -> None:
     seen: dict[str, str] = {}
     for model in models:
         for name in (model.name, *model.aliases):
-            if not name or name != name.strip() or not name.isprintable():
+            if not name.isprintable() or name.split() != [name]:
                 raise ConfigError(f"a model is called {name!r}: give it a name without blanks")
             if name in seen:
                 raise ConfigError(

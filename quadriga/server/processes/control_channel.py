@@ -73,7 +73,8 @@ class Command(enum.Enum):
         HEARTBEAT: answer at once.
         RESTARTED: the process named by the argument died, and its successor is ready.
         DIED: the process of a replica that the argument names died, and is restarted.
-        LOST: the replica of the argument's number has ended for good; its processes are dead.
+        LOST: the replica of the argument's number has ended for good; its processes are dead. To
+            the gateway: the model of the argument's first word has, for the reason that follows.
         RECALL: move the requests of the replica of the argument's number to the others; answered
             with the report `recalled`.
         JOINED: the replica of the argument's number has joined; the addresses of its scheduler and

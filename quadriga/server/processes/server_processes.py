@@ -5,6 +5,7 @@ After a signal open requests finish, or are aborted in the end (ServerDrain).
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from quadriga.clock import Countdown
 from quadriga.server.config.server_config import LaunchArgs
@@ -25,8 +26,6 @@ from quadriga.server.processes.supervisor import Death, ReadyAgain, Supervisor, 
 GATEWAY = "http_proc"
 # Programs that report to the clients why the server ends.
 CLIENT_FACING = (FRONTEND, GATEWAY)
-# In the run directory: the models, for the gateway.
-MODELS_FILE = "models.json"
 # Time in which frontend and gateway report to the clients why the server ends.
 NOTIFY_TIMEOUT_S = 1.5
 
@@ -72,20 +71,25 @@ class ServerProcesses(Supervisor):
 
     def start_all(self) -> None:
         """Start every process."""
+        if len(self.models) > 1:
+            write_models(self._models_file, [model.entry(self.run_dir) for model in self.models])
         for model in self.models:
             model.start()
         if self._gateway_flags is not None:
-            if len(self.models) > 1:
-                path = self.run_dir / MODELS_FILE
-                write_models(path, [model.entry(self.run_dir) for model in self.models])
-                self._gateway_flags += ["--models-file", str(path)]
             self.start(GATEWAY)
+
+    @property
+    def _models_file(self) -> Path:
+        """What each process that has clients knows of the models, where there are several."""
+        return self.run_dir / "models.json"
 
     def _start_of(self, name: ProcessName) -> ProcessStart:
         program, model = self._program_of(name.program), self.model_of(str(name))
-        if model is None:
-            return ProcessStart(program, self.run_dir, self.run_dir, self._gateway_flags or [])
-        return ProcessStart(program, self.run_dir, model.directory(self.run_dir), model.plan.flags)
+        flags = (self._gateway_flags or []) if model is None else model.plan.flags
+        if name.program in CLIENT_FACING and len(self.models) > 1:
+            flags = [*flags, "--models-file", str(self._models_file)]
+        model_dir = self.run_dir if model is None else model.directory(self.run_dir)
+        return ProcessStart(program, self.run_dir, model_dir, flags)
 
     def next_event(self, timeout: Countdown | None) -> Death | SupervisorEvent | None:
         """Wait for the next event, and pass on what the frontends and the replicas have to know.

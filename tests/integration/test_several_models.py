@@ -1,0 +1,156 @@
+"""Several models behind one address: each request gets the model that it names."""
+
+import asyncio
+import json
+import os
+import signal
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.client.server import free_port
+from quadriga import AsyncClient, Client, SamplingParams
+from quadriga.errors import InvalidRequest, ServerFailed
+from tests.server import Server, running_server
+from tests.waiting import wait_until
+
+FLAGS = ["--dtype", "float32", "--worker-threads", "1", "--max-total-tokens", "4096"]
+PROMPT = [5, 6, 7]
+NUM_TOKENS = 120
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+RING = ("worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc")
+
+
+class TwoModels:
+    """A server of the tiny Llama as `first`, and of the tiny GPT-2 as `second`."""
+
+    def __init__(self, server: Server, port: int) -> None:
+        self.server, self._port = server, port
+
+    def client(self, model: str = "") -> Client:
+        return Client(self.server.endpoint, model=model)
+
+    def complete(self, **fields: Any) -> Any:
+        """Return the answer of /v1/completions, or the body of its error."""
+        body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **fields}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            return json.load(error)
+
+
+def generate_forever(client: Client) -> None:
+    while True:
+        client.generate(PROMPT, GREEDY)
+
+
+@contextmanager
+def two_models(llama: Path, gpt2: Path, *flags: str) -> Iterator[TwoModels]:
+    port = free_port()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        models = {
+            "first": {"model": str(llama), "aliases": ["gpt-4o"]},
+            "second": {"model": str(gpt2), "max-batch-size": 4},
+        }
+        (directory / "models.yaml").write_text(json.dumps(models))
+        named = ["--models", str(directory / "models.yaml"), "--port", str(port)]
+        endpoint = f"ipc://{directory}/zmq"
+        with running_server(directory / "log", *named, *FLAGS, *flags, endpoint=endpoint) as server:
+            yield TwoModels(server, port)
+
+
+@pytest.fixture(scope="module")
+def served(llama_dir: Path, gpt2_dir: Path) -> Iterator[TwoModels]:
+    with two_models(llama_dir, gpt2_dir) as models:
+        yield models
+
+
+def test_a_request_gets_the_model_that_it_names(served: TwoModels) -> None:
+    texts = {}
+    for name in ("first", "second"):
+        with served.client(name) as client:
+            texts[name] = client.generate(PROMPT, GREEDY).text
+        answer = served.complete(model=name, max_tokens=NUM_TOKENS)
+        assert (answer["model"], answer["choices"][0]["text"]) == (name, texts[name])
+    assert texts["first"] != texts["second"]
+    for fields in ({}, {"model": "gpt-4o"}):  # the default one, and an alias
+        answer = served.complete(max_tokens=NUM_TOKENS, **fields)
+        assert (answer["model"], answer["choices"][0]["text"]) == ("first", texts["first"])
+
+
+def test_an_unknown_model_is_refused_with_the_names_of_those_that_are_served(
+    served: TwoModels,
+) -> None:
+    error = served.complete(model="third")["error"]
+    assert error["code"] == "model_not_found"
+    assert "'first' or 'second'" in error["message"]
+    with (
+        pytest.raises(InvalidRequest, match="use 'first', 'gpt-4o', 'second'"),
+        served.client("third") as client,
+    ):
+        client.info()
+
+
+def test_flags_of_one_model_are_not_those_of_the_other(served: TwoModels) -> None:
+    sizes = {}
+    for name in ("first", "second"):
+        with served.client(name) as client:
+            sizes[name] = client.info()["max_batch_size"]
+    assert sizes == {"first": 64, "second": 4}
+
+
+@pytest.mark.parametrize("program", RING)
+def test_requests_of_both_models_go_on_where_a_process_of_one_dies(
+    served: TwoModels, program: str
+) -> None:
+    async def run() -> None:
+        endpoint = served.server.endpoint
+        async with (
+            AsyncClient(endpoint, model="first") as first,
+            AsyncClient(endpoint, model="second") as second,
+        ):
+            expected = [(await client.generate(PROMPT, GREEDY)).text for client in (first, second)]
+            asked = [
+                asyncio.create_task(client.generate(PROMPT, GREEDY))
+                for client in (first, second)
+                for _ in range(3)
+            ]
+            await asyncio.sleep(0.05)
+            os.kill(served.server.pid_of(f"{program}@second"), signal.SIGKILL)
+            texts = [(await one).text for one in asked]
+            assert texts == [expected[0]] * 3 + [expected[1]] * 3
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_model_whose_process_dies_too_often_is_lost_alone(
+    llama_dir: Path, gpt2_dir: Path
+) -> None:
+    with two_models(llama_dir, gpt2_dir, "--max-restarts", "0") as served:
+        server = served.server
+        with served.client("first") as first, served.client("second") as second:
+            expected = first.generate(PROMPT, GREEDY).text
+            os.kill(server.pid_of("worker_proc@second"), signal.SIGKILL)
+            with pytest.raises(ServerFailed, match="open requests of second are lost"):
+                generate_forever(second)
+            assert first.generate(PROMPT, GREEDY).text == expected
+        wait_until(lambda: served.complete(model="second").get("error"), 10)
+        error = served.complete(model="second")["error"]
+        assert "worker_proc@second died (killed by SIGKILL)" in error["message"]
+        assert served.complete(model="first", max_tokens=NUM_TOKENS)["choices"][0]["text"]
+        assert all(server.pid_of(f"{program}@second") == 0 for program in RING)
+        os.kill(server.pid_of("worker_proc@first"), signal.SIGKILL)
+        assert server.process.wait(20) != 0
