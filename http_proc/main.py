@@ -42,7 +42,7 @@ async def serve(child: Child) -> None:
     listener, tls = bind(args), tls_context(args)
     began_at = time.monotonic()
     rows = _stream_rows(child)
-    models = _models(child, rows)
+    models = await _models(child, rows)
     async with _connected(models, child.is_restart):
         gateway = Gateway(child.config, models, child.endpoints.run_dir)
         gateway[STREAM_ROWS] = rows
@@ -61,7 +61,7 @@ async def serve(child: Child) -> None:
         rows.close()
 
 
-def _models(child: Child, rows: StreamRows) -> ServedModels:
+async def _models(child: Child, rows: StreamRows) -> ServedModels:
     """Return the models of --models-file; without the flag the only one, that of the config."""
     timeout_s, keys = child.config.launch.start_timeout, child.config.frontend.curve_dir
     interval_s = child.config.http.sse_ping_interval
@@ -75,18 +75,19 @@ def _models(child: Child, rows: StreamRows) -> ServedModels:
     if not child.models_file:
         only = clients(child.public_endpoint)
         return ServedModels([ServedModel(child.config, *only, ping_interval_s=interval_s)])
-    return ServedModels(
-        [
-            ServedModel(
-                from_argv(each.flags),
-                *clients(each.endpoint),
-                ping_interval_s=interval_s,
-                name=each.name,
-                aliases=each.aliases,
-            )
-            for each in read_models(Path(child.models_file))
-        ]
-    )
+    models = []
+    for each in read_models(Path(child.models_file)):
+        model = ServedModel(
+            from_argv(each.flags),
+            *clients(each.endpoint),
+            ping_interval_s=interval_s,
+            name=each.name,
+            aliases=each.aliases,
+        )
+        if each.lost:
+            await model.lose(ServerFailed(each.lost))
+        models.append(model)
+    return ServedModels(models)
 
 
 # A gateway that takes the place of another one waits so long for models that do not answer; then it
@@ -100,7 +101,9 @@ async def _connected(models: ServedModels, is_restart: bool) -> AsyncIterator[No
     """Keep the clients of all models connected in a `with` block. Raise QuadrigaError."""
     may_miss_some = is_restart and len(models) > 1
     connect = _connect_sometime if may_miss_some else AsyncClient.connect
-    connecting = [asyncio.create_task(connect(model.client)) for model in models]
+    connecting = [
+        asyncio.create_task(connect(model.client)) for model in models if not model.is_lost
+    ]
     try:
         if may_miss_some:
             await asyncio.wait(connecting, timeout=CONNECT_S)

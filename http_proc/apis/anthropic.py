@@ -938,7 +938,7 @@ async def messages(gateway: Gateway, call: Call, sink: EventSink) -> MessageBody
     sampling = take_sampling(body, SAMPLING, {})
     fields = convert(body, MessagesRequest)
     current_caller().set_user((fields.metadata or {}).get("user_id"))
-    model = gateway.served(fields.model)
+    model = gateway.served(fields.model, call.record)
     chat = chat_call(fields, with_max_tokens(sampling, fields.max_tokens))
     prepared = await prepare_chat(gateway, model, chat)
     # Clients such as Claude Code ask for more tokens than the context of many models has.
@@ -961,7 +961,7 @@ async def count_tokens(gateway: Gateway, call: Call, _: EventSink) -> TokenCount
     body = await call.parse()
     check_counts(body)
     fields = convert(body, CountTokensRequest)
-    model = gateway.served(fields.model)
+    model = gateway.served(fields.model, call.record)
     chat = chat_call(fields, Sampling(SamplingParams(), {}))
     prepared = await prepare_chat(gateway, model, chat)
     prompt: Any = chat.messages

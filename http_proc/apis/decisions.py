@@ -405,7 +405,7 @@ def _num_common(ids: Sequence[int], others: Sequence[int]) -> int:
 async def decisions(gateway: Gateway, call: Call, _: EventSink) -> Decision:
     """Answer questions about an input, in OpenAI's format."""
     fields = convert(await call.parse(), DecisionRequest)
-    model = gateway.served(fields.model)
+    model = gateway.served(fields.model, call.record)
     asked = [_asked(number, question) for number, question in enumerate(fields.questions)]
     state = _state_of(fields.input)
     scores, completions = await score_labels(
@@ -489,7 +489,7 @@ def _answer(
 async def system_one(gateway: Gateway, call: Call, _: EventSink) -> SystemOneAnswers:
     """Answer questions about a state, in System One's format."""
     fields = convert(await call.parse(), SystemOneRequest)
-    model = gateway.served(fields.model)
+    model = gateway.served(fields.model, call.record)
     asked = [_asked_by_name(name, question) for name, question in fields.questions.items()]
     state: Chat = [{"role": "user", "content": as_text(fields.state)}]
     scores, completions = await score_labels(

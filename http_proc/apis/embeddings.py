@@ -85,10 +85,11 @@ class TeiEmbedRequest(RequestBody, kw_only=True):
     """POST /embed, in the format of text-embeddings-inference.
 
     inputs: a text, token ids, or a list of either. truncate: cut long texts at their end.
-    prompt_name: as in /v1/embeddings.
+    prompt_name: as in /v1/embeddings. model: of a server with several.
     """
 
     inputs: Texts
+    model: str | None = None
     normalize: bool = True
     prompt_name: str | None = None
     truncate: bool = False
@@ -226,7 +227,7 @@ def num_tokens_of(completions: Sequence[Completion]) -> int:
 async def openai_embeddings(gateway: Gateway, call: Call, _: EventSink) -> EmbeddingAnswer:
     """Return the vectors of texts in OpenAI's format."""
     fields = convert(await call.parse(), EmbeddingRequest)
-    model = gateway.served(fields.model)
+    model = gateway.served(fields.model, call.record)
     most = cut_to(fields.truncate_prompt_tokens)
     prompts = _prompts_of(fields)
     pooling = Pooling(
@@ -258,7 +259,7 @@ def _prompts_of(fields: EmbeddingRequest) -> list[Prompt]:
 async def tei_embed(gateway: Gateway, call: Call, _: EventSink) -> list[list[float]]:
     """Return the vectors of texts in the format of text-embeddings-inference."""
     fields = convert(await call.parse(), TeiEmbedRequest)
-    model = gateway.served(None)
+    model = gateway.served(fields.model, call.record)
     pooling = Pooling(
         normalize=fields.normalize, dimensions=fields.dimensions, prompt_name=fields.prompt_name
     )
@@ -272,7 +273,7 @@ async def tei_embed(gateway: Gateway, call: Call, _: EventSink) -> list[list[flo
 async def cohere_embed(gateway: Gateway, call: Call, _: EventSink) -> CohereEmbedAnswer:
     """Return the vectors of texts in Cohere's format."""
     fields = convert(await call.parse(), CohereEmbedRequest)
-    model = gateway.served(fields.model)
+    model = gateway.served(fields.model, call.record)
     known = (await model.server_info.static()).get("prompts") or ()
     names = (fields.input_type, *_INPUT_TYPES.get(fields.input_type or "", ()))
     pooling = Pooling(
@@ -315,7 +316,7 @@ def _cohere_vector(kind: str, completion: Completion) -> list[float] | list[int]
 async def ollama_embed(gateway: Gateway, call: Call, _: EventSink) -> OllamaEmbedAnswer:
     """Return the vectors of texts in Ollama's format."""
     fields = convert(await call.parse(), OllamaEmbedRequest)
-    model = ollama_model(gateway, fields.model)
+    model = ollama_model(gateway, call, fields.model)
     pooling = Pooling(dimensions=fields.dimensions)
     prompts: list[Any] = [fields.input] if isinstance(fields.input, str) else list(fields.input)
     options: RequestOptions = {"truncate_prompt": fields.truncate}
@@ -333,7 +334,7 @@ async def ollama_embed(gateway: Gateway, call: Call, _: EventSink) -> OllamaEmbe
 async def ollama_embeddings(gateway: Gateway, call: Call, _: EventSink) -> OllamaEmbeddingsAnswer:
     """Return the vector of one text in Ollama's older format."""
     fields = convert(await call.parse(), OllamaEmbeddingsRequest)
-    model = ollama_model(gateway, fields.model)
+    model = ollama_model(gateway, call, fields.model)
     options: RequestOptions = {"truncate_prompt": True}
     pooling = Pooling(normalize=False)
     (completion,) = await embed(gateway, model, call, [fields.prompt], pooling, options, "prompt")

@@ -257,7 +257,7 @@ async def infill(gateway: Gateway, call: Call, sink: EventSink) -> dict[str, Any
     body = await call.parse()
     sampling = take_sampling(body, LLAMA_CPP, {})
     fields = convert(body, InfillRequest)
-    model = gateway.served(fields.model)
+    model = gateway.served(fields.model, call.record)
     sampling = with_grammar(sampling, "grammar", {"ebnf": fields.grammar} if fields.grammar else {})
     known = fill_format(await model.server_info.static(), model.name, "input_suffix")
     files = [ContextFile(file.filename, file.text) for file in fields.input_extra]

@@ -543,7 +543,7 @@ class OllamaModel(msgspec.Struct):
 
 
 class OllamaModelList(msgspec.Struct):
-    """The one model that is served."""
+    """The models that are served."""
 
     models: list[OllamaModel]
 
@@ -562,7 +562,7 @@ class OllamaLoadedModel(msgspec.Struct):
 
 
 class OllamaLoadedModels(msgspec.Struct):
-    """The one model that is served."""
+    """The models that are served."""
 
     models: list[OllamaLoadedModel]
 
@@ -586,7 +586,7 @@ class OllamaVersion(msgspec.Struct):
     version: str = API_VERSION
 
 
-def ollama_model(gateway: Gateway, name: str) -> ServedModel:
+def ollama_model(gateway: Gateway, call: Call, name: str) -> ServedModel:
     """Return the model of this name; the tag "latest" may be left out or added.
 
     Raises:
@@ -594,9 +594,9 @@ def ollama_model(gateway: Gateway, name: str) -> ServedModel:
     """
     if not name:
         raise invalid(f"model is missing: {gateway.models.advice()}", "model")
-    tagged = (name, _untagged(name), _untagged(name) + TAG)
-    found = filter(None, map(gateway.models.find, tagged))
-    return next(found, None) or gateway.served(name)
+    spellings = (name, _untagged(name), _untagged(name) + TAG)
+    known = next(filter(gateway.models.find, spellings), name)
+    return gateway.served(known, call.record)
 
 
 def _untagged(name: str) -> str:
@@ -604,21 +604,21 @@ def _untagged(name: str) -> str:
 
 
 async def tags(request: web.Request) -> web.Response:
-    """List the one model that is served."""
+    """List the models that are served."""
     gateway = request.app[GATEWAY]
-    model = gateway.models.default
-    known = await _details(model)
-    name = _untagged(model.name) + TAG
-    listed = OllamaModel(
-        name, name, _modified_at(gateway, known), known.num_bytes, known.digest, _stored(known)
-    )
-    return json_response(OllamaModelList([listed]))
+
+    async def listed(model: ServedModel) -> OllamaModel:
+        known, name = await _details(model), _untagged(model.name) + TAG
+        modified_at = _modified_at(gateway, known)
+        return OllamaModel(name, name, modified_at, known.num_bytes, known.digest, _stored(known))
+
+    return json_response(OllamaModelList(await gateway.models.known(listed)))
 
 
 async def show(gateway: Gateway, call: Call, _: EventSink) -> OllamaShowAnswer:
-    """Describe the model that is served."""
+    """Describe a model."""
     fields = convert(await call.parse(), OllamaShowRequest)
-    model = ollama_model(gateway, fields.model or fields.name)
+    model = ollama_model(gateway, call, fields.model or fields.name)
     info, known = await model.server_info.static(), await _details(model)
     return OllamaShowAnswer(
         _stored(known),
@@ -629,12 +629,16 @@ async def show(gateway: Gateway, call: Call, _: EventSink) -> OllamaShowAnswer:
 
 
 async def ps(request: web.Request) -> web.Response:
-    """List the model that is loaded, which is the one that is served."""
-    model = request.app[GATEWAY].models.default
+    """List the models that are loaded, which are those that are served."""
+    models = request.app[GATEWAY].models
+    return json_response(OllamaLoadedModels(await models.known(_loaded)))
+
+
+async def _loaded(model: ServedModel) -> OllamaLoadedModel:
     info, known = await model.server_info.static(), await _details(model)
     name = _untagged(model.name) + TAG
     on_gpu = str(info.get("device", "")).startswith("cuda")
-    loaded = OllamaLoadedModel(
+    return OllamaLoadedModel(
         name,
         name,
         known.num_bytes,
@@ -643,7 +647,6 @@ async def ps(request: web.Request) -> web.Response:
         known.num_bytes if on_gpu else 0,
         info["context_length"],
     )
-    return json_response(OllamaLoadedModels([loaded]))
 
 
 async def version(_: web.Request) -> web.Response:
@@ -873,7 +876,7 @@ async def ollama_chat_answer(gateway: Gateway, call: Call, sink: EventSink) -> O
     body = await call.parse()
     check_counts(body)
     fields = convert(with_known_options(body), OllamaChatRequest)
-    model = ollama_model(gateway, fields.model)
+    model = ollama_model(gateway, call, fields.model)
     if not fields.messages:
         return loaded_answer(fields.model, chat_answer)
     info = await model.server_info.static()
@@ -909,7 +912,7 @@ async def ollama_generate(gateway: Gateway, call: Call, sink: EventSink) -> Olla
     """Answer a prompt, as a stream unless the request says otherwise."""
     body = with_known_options(await call.parse())
     fields = convert(body, OllamaGenerateRequest)
-    model = ollama_model(gateway, fields.model)
+    model = ollama_model(gateway, call, fields.model)
     _check_supported(fields)
     if not fields.prompt and not fields.suffix:
         return loaded_answer(fields.model, generate_answer)

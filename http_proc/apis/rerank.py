@@ -188,10 +188,11 @@ class PredictRequest(RequestBody, kw_only=True):
     inputs: a text, or a list of two texts that are a pair, or a list of such lists: one text or a
     pair each. raw_scores: the model's logits. truncate: cut long texts. parameters: as the clients
     of the Hugging Face Hub send them: function_to_apply (sigmoid, softmax, none), and top_k, the
-    number of labels, the likeliest ones.
+    number of labels, the likeliest ones. model: of a server with several.
     """
 
     inputs: str | list[str | list[str]]
+    model: str | None = None
     raw_scores: bool = False
     truncate: bool = False
     truncation_direction: Literal["Right", "right"] = "Right"
@@ -269,7 +270,7 @@ async def labels_of(model: ServedModel) -> list[str]:
 async def rerank(gateway: Gateway, call: Call, _: EventSink) -> RerankAnswer | list[TeiRankedText]:
     """Rank documents in the format of Cohere and Jina, or texts in that of TEI."""
     fields = convert(await call.parse(), RerankRequest)
-    model = gateway.served(fields.model)
+    model = gateway.served(fields.model, call.record)
     if (fields.documents is None) == (fields.texts is None):
         raise invalid("give either documents or texts", "documents")
     if fields.top_n is not None and fields.top_n < 1:
@@ -352,7 +353,7 @@ def best_first(scores: Sequence[float], top_n: int | None) -> list[int]:
 async def score(gateway: Gateway, call: Call, _: EventSink) -> ScoreAnswer:
     """Return the scores of pairs in vLLM's format."""
     fields = convert(await call.parse(), ScoreRequest)
-    model = gateway.served(fields.model)
+    model = gateway.served(fields.model, call.record)
     pairs, names = _pairs_of(fields)
     options: RequestOptions = {"priority": fields.priority}
     if fields.truncate_prompt_tokens is not None:
@@ -401,7 +402,7 @@ def _pairs_of(fields: ScoreRequest) -> tuple[list[tuple[str, str]], tuple[str, s
 async def classify(gateway: Gateway, call: Call, _: EventSink) -> ClassifyAnswer:
     """Return the labels of texts in vLLM's format."""
     fields = convert(await call.parse(), ClassifyRequest)
-    model = gateway.served(fields.model)
+    model = gateway.served(fields.model, call.record)
     options: RequestOptions = {"priority": fields.priority}
     if fields.truncate_prompt_tokens is not None:
         options["truncate_prompt"] = True
@@ -425,7 +426,7 @@ async def predict(
 ) -> list[LabelScore] | list[list[LabelScore]]:
     """Return the labels of texts in the format of text-embeddings-inference."""
     fields = convert(await call.parse(), PredictRequest)
-    model = gateway.served(None)
+    model = gateway.served(fields.model, call.record)
     is_batch = not isinstance(fields.inputs, str) and any(
         isinstance(each, list) for each in fields.inputs
     )

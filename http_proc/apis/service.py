@@ -18,8 +18,9 @@ from http_proc.core.streaming import EventSink
 from http_proc.generation.chat_call import chat_prompt, check_counts, template_options
 from http_proc.generation.sampling import convert
 from http_proc.generation.schema import Message, RequestBody, Tool
+from http_proc.generation.vectors import classifies, embeds, ranks
 from http_proc.web.endpoint import Endpoint, limit_of
-from http_proc.web.exchange import GATEWAY, json_response, read_object
+from http_proc.web.exchange import GATEWAY, json_response, model_of, read_object
 from quadriga import clock
 from quadriga.errors import QuadrigaError
 from quadriga.server.answer_format import from_info
@@ -79,7 +80,8 @@ class ModelCard(msgspec.Struct):
     """A model.
 
     created: start of the gateway, in Unix seconds. max_model_len: context in tokens. root: the
-    model. answer_format: where the marks of its reasoning and calls come from.
+    model. answer_format: where the marks of its reasoning and calls come from. aliases: further
+    names of the model in requests, if it has any.
     """
 
     id: str
@@ -91,10 +93,11 @@ class ModelCard(msgspec.Struct):
     parent: None = None
     object: str = "model"
     owned_by: str = "quadriga"
+    aliases: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelList(msgspec.Struct):
-    """The one model that is served."""
+    """The models that are served, the default one first."""
 
     data: list[ModelCard]
     object: str = "list"
@@ -116,7 +119,7 @@ class NamedModel(msgspec.Struct):
 
 
 class NamedModelList(msgspec.Struct):
-    """The one model that is served, in Anthropic's form."""
+    """The models that are served, in Anthropic's form."""
 
     data: list[NamedModel]
     first_id: str
@@ -158,33 +161,37 @@ class HealthStatus(msgspec.Struct):
 
 
 async def models(request: web.Request) -> web.Response:
-    """List the one model that is served, in the form of the client's API."""
+    """List the models in the form of the client's API, without those that never answered."""
     gateway = request.app[GATEWAY]
-    served = await _model(gateway, gateway.models.default)
+    cards = await gateway.models.known(lambda served: _card(gateway, served))
     if ANTHROPIC_HEADER not in request.headers:
-        return json_response(ModelList([served]))
-    return json_response(NamedModelList([NamedModel.of(served)], served.id, served.id))
+        return json_response(ModelList(cards))
+    return json_response(
+        NamedModelList([NamedModel.of(card) for card in cards], cards[0].id, cards[-1].id)
+    )
 
 
 async def model(request: web.Request) -> web.Response:
     """Return a model by its name, which may contain slashes, in the form of the client's API."""
-    gateway = request.app[GATEWAY]
-    served = await _model(gateway, gateway.served(request.match_info["name"]))
+    gateway, name = request.app[GATEWAY], request.match_info["name"]
+    served = gateway.models.find(name)
+    if served is None:
+        raise gateway.models.missing(name)
+    card = await _card(gateway, served)
     is_anthropics = ANTHROPIC_HEADER in request.headers
-    return json_response(NamedModel.of(served) if is_anthropics else served)
+    return json_response(NamedModel.of(card) if is_anthropics else card)
 
 
-async def _model(gateway: Gateway, served: ServedModel) -> ModelCard:
+async def _card(gateway: Gateway, served: ServedModel) -> ModelCard:
     info = await served.server_info.static()
     answers, has_chat = from_info(info["answer_format"]), bool(info["chat"])
-    labels = (info.get("scores") or {}).get("labels", ())
     capabilities = ModelCapabilities(
         chat=has_chat,
         tools=has_chat and answers.calls is not None,
         reasoning=has_chat and answers.reasoning is not None,
-        embeddings=bool(info.get("embeddings")),
-        rerank=len(labels) == 1,
-        classify=bool(labels) and bool(info.get("encoder")),
+        embeddings=embeds(info),
+        rerank=ranks(info),
+        classify=classifies(info),
     )
     return ModelCard(
         served.name,
@@ -193,6 +200,7 @@ async def _model(gateway: Gateway, served: ServedModel) -> ModelCard:
         served.name,
         capabilities,
         answers.source,
+        aliases=list(served.aliases) or msgspec.UNSET,
     )
 
 
@@ -201,7 +209,7 @@ async def server_info(request: web.Request) -> web.Response:
 
     A tenant's key gets what is served, and the tenant's own usage.
     """
-    info = await request.app[GATEWAY].models.default.server_info.current()
+    info = await model_of(request).server_info.current()
     if (entry := current_caller().entry) is not None:
         return json_response(own_info(info, entry.name))
     return json_response(info | {"pids": info["pids"] | {"http_proc": os.getpid()}})
@@ -212,7 +220,7 @@ async def tokenize(gateway: Gateway, call: Call, _: EventSink) -> TokenizeAnswer
     body = await call.parse()
     check_counts(body)
     fields = convert(body, TokenizeRequest)
-    model = gateway.served(fields.model)
+    model = gateway.served(fields.model, call.record)
     if (fields.prompt is None) == (fields.messages is None):
         raise invalid("give either prompt or messages", "prompt")
     chat = template_options(fields.tools, fields.chat_template_kwargs)
@@ -225,7 +233,7 @@ async def tokenize(gateway: Gateway, call: Call, _: EventSink) -> TokenizeAnswer
 async def detokenize(gateway: Gateway, call: Call, _: EventSink) -> DetokenizeAnswer:
     """Return the text of token ids."""
     fields = convert(await call.parse(), DetokenizeRequest)
-    model = gateway.served(fields.model)
+    model = gateway.served(fields.model, call.record)
     try:
         text = await model.client.detokenize(fields.tokens, fields.skip_special_tokens)
     except QuadrigaError as error:
@@ -243,16 +251,22 @@ async def abort_request(request: web.Request) -> web.Response:
 
 
 async def flush_cache(request: web.Request) -> web.Response:
-    """Free the cached prefixes that no request uses, which are those of all tenants."""
+    """Free the cached prefixes that no request uses, of all tenants, of one model or of all."""
     if current_caller().entry is not None:
         raise ApiError(
             403,
             "the cache is that of all tenants: flush it with a key of --api-key",
             code="not_allowed",
         )
-    return json_response(
-        FlushAnswer(await request.app[GATEWAY].models.default.client.flush_cache())
-    )
+    if "model" in request.query:
+        return json_response(FlushAnswer(await model_of(request).client.flush_cache()))
+    flushed = await request.app[GATEWAY].models.each(lambda model: model.client.flush_cache())
+    num_pages = 0
+    for num_flushed in flushed:
+        if isinstance(num_flushed, QuadrigaError):
+            raise num_flushed
+        num_pages += num_flushed
+    return json_response(FlushAnswer(num_pages))
 
 
 async def livez(_: web.Request) -> web.Response:
@@ -261,16 +275,23 @@ async def livez(_: web.Request) -> web.Response:
 
 
 async def readyz(request: web.Request) -> web.Response:
-    """Answer 200 if the whole server answers, the model is loaded and requests are accepted."""
+    """Answer 200 if the server answers, all models are loaded and requests are accepted.
+
+    A model whose processes have ended for good does not count.
+    """
     gateway = request.app[GATEWAY]
     if gateway.is_draining:
         raise _unready("the server is stopping")
-    try:
-        info = await gateway.models.default.server_info.current(READY_MAX_AGE_S)
-    except QuadrigaError as error:
-        raise _unready(str(error)) from None
-    if not info["ready"]:
-        raise _unready("the model is being loaded")
+    models = gateway.models
+    infos = await models.each(lambda model: model.server_info.current(READY_MAX_AGE_S))
+    for model, info in zip(models, infos, strict=True):
+        if model.is_lost:
+            continue  # the others are served
+        which = f"{model.name}: " if len(models) > 1 else ""
+        if isinstance(info, QuadrigaError):
+            raise _unready(f"{which}{info}")
+        if not info["ready"]:
+            raise _unready(f"{which}the model is being loaded")
     return json_response(HealthStatus("ready"))
 
 

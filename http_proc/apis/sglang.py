@@ -34,7 +34,7 @@ class GenerateRequest(RequestBody):
     sampling_params: by SGLang's names; max_new_tokens 0 computes the prompt alone. return_logprob:
     return the logprob of each generated token, with top_logprobs_num top tokens. logprob_start_len:
     if 0 or more, also the logprobs of the prompt from this token on. token_ids_logprob: ids whose
-    logprobs are returned for each generated token.
+    logprobs are returned for each generated token. model: of a server with several.
     """
 
     text: str | list[str] | None = None
@@ -42,6 +42,7 @@ class GenerateRequest(RequestBody):
     sampling_params: dict[str, Any] = msgspec.field(default_factory=dict)
     stream: bool = False
     rid: str | None = None
+    model: str | None = None
     priority: Priority = 0
     return_logprob: bool = False
     top_logprobs_num: Top = 0
@@ -62,7 +63,7 @@ async def generate(
 ) -> GenerateAnswer | list[GenerateAnswer] | None:
     """Complete each prompt n times. The answer to a list of prompts, or to n > 1, is a list."""
     fields = convert(await call.parse(), GenerateRequest)
-    model = gateway.served(None)
+    model = gateway.served(fields.model, call.record)
     prompts, single = _prompts(fields)
     given = dict(fields.sampling_params)
     sampling = take_sampling(given, SGLANG, {})

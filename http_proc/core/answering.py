@@ -56,7 +56,7 @@ def api_error_of(error: Exception, record: observe.CallRecord) -> errors.ApiErro
 def note_failure(gateway: Gateway, record: observe.CallRecord, error: errors.ApiError) -> None:
     """Note and count the error that answers a call."""
     record.failed(error)
-    gateway.metrics.count_error(record.code or str(error.status))
+    gateway.metrics.count_error(record, record.code or str(error.status))
 
 
 @contextmanager

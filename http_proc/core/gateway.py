@@ -50,7 +50,6 @@ class Gateway:
         outlives_server: what is kept stays when the server ends.
         tenant_file: the tenants of --keys; None without the flag.
         log_level: which requests are logged.
-        recent: what is known of the choices that have ended lately.
         traces: decides which requests are traced, and keeps their traces.
         shares: how bounds are divided among tenants.
         bodies: bytes of request bodies that are being received.
@@ -73,7 +72,6 @@ class Gateway:
         keys = config.tenants.keys
         self.tenant_file = TenantFile(Path(keys), directory=run_dir) if keys else None
         self.metrics = observe.RequestMetrics()
-        self.recent = observe.RecentChoices()
         self.log_level = RequestLogLevel.of(config.launch)
         exporter = make_exporter(config.traces, models.default.name)
         self.traces = observe.WebTraces(config.traces, exporter)
@@ -99,8 +97,12 @@ class Gateway:
         """Return a part; None where the gateway does not have it."""
         return self._parts.get(key)
 
-    def served(self, name: str | None) -> ServedModel:
+    def served(self, name: str | None, record: observe.CallRecord) -> ServedModel:
         """Return the model of a request that names it so; None: the default one.
+
+        Args:
+            name: a name, an alias or a path.
+            record: of the call, where the model is noted if there are several.
 
         Raises:
             ApiError: 404, no model is called so.
@@ -108,6 +110,8 @@ class Gateway:
         model = self.models.default if name is None else self.models.find(name)
         if model is None:
             raise self.models.missing(name or "")
+        if len(self.models) > 1:
+            record.model = model.name
         return model
 
     @contextmanager
@@ -127,14 +131,11 @@ class Gateway:
             raise errors.from_server(error, names)
         while rid in self._groups:
             rid += "+"
-        resumption = current_resumption()
-        is_resumable = resumption is not None
         group = self._groups[rid] = request_group.RequestGroup(
-            model.lasting_client if is_resumable else model.client,
-            model.lasting_progress if is_resumable else model.progress,
-            request_group.GroupNotes(names, record, self.metrics, self.recent),
+            model,
+            request_group.GroupNotes(names, record, self.metrics),
             current_caller().name,
-            resumption,
+            current_resumption(),
         )
         self._idle.clear()
         try:
@@ -155,10 +156,13 @@ class Gateway:
         """Number of web requests that are being answered."""
         return len(self._groups)
 
-    @property
-    def num_choices(self) -> int:
-        """Number of choices of all web requests that the server has not finished."""
-        return sum(group.num_unfinished for group in self._groups.values())
+    def num_open_of(self, model: ServedModel) -> int:
+        """Return the number of web requests that a model is answering."""
+        return sum(group.model is model for group in self._groups.values())
+
+    def num_choices_of(self, model: ServedModel) -> int:
+        """Return the number of choices that a model has not finished, of all web requests."""
+        return sum(g.num_unfinished for g in self._groups.values() if g.model is model)
 
     def is_open(self, rid: str) -> bool:
         """Return whether a request of this id is being answered."""

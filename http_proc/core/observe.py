@@ -116,6 +116,7 @@ class CallRecord:
     Attributes:
         id: of the answer; empty if the request has none.
         request_id: the X-Request-Id.
+        model: name of the model that answers, of a server with several; "" before it is known.
         status: of the answer; None if the client left before it was known.
         code: of the error that the client got; empty without one.
         error: its message; empty without one.
@@ -124,6 +125,7 @@ class CallRecord:
 
     id: str = ""
     request_id: str = ""
+    model: str = ""
     method: str = "POST"
     path: str = ""
     route: str = ""
@@ -168,6 +170,7 @@ def _fields(record: CallRecord, seconds: float) -> dict[str, Any]:
         "event": "request",
         "id": record.id or None,
         "request_id": record.request_id,
+        **({"model": record.model} if record.model else {}),
         "method": record.method[:MAX_LOGGED_CHARS],
         "path": record.path[:MAX_LOGGED_CHARS],
         "status": record.status,
@@ -250,18 +253,28 @@ HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
 
 
 class RequestMetrics:
-    """Counters and histograms of one gateway. Times are in seconds."""
+    """Counters of one gateway.
+
+    Attributes:
+        errors: web requests that failed, by CallRecord.model and error code.
+    """
 
     def __init__(self) -> None:
         self.num_slow_readers = 0
         self.num_disconnects = 0
         self.num_refused_connections = 0
-        self.errors: Counter[str] = Counter()
-        self.histograms = {name: Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
+        self.errors: Counter[tuple[str, str]] = Counter()
 
-    def count_error(self, code: str) -> None:
+    def count_error(self, record: CallRecord, code: str) -> None:
         """Count a web request that failed with this error code."""
-        self.errors[code] += 1
+        self.errors[record.model, code] += 1
+
+
+class AnswerMetrics:
+    """Histograms of the answers of one model. Times are in seconds."""
+
+    def __init__(self) -> None:
+        self.histograms = {name: Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
 
     def count_submitted(self, params: SamplingParams) -> None:
         """Count a request that is sent to the server."""
@@ -308,7 +321,8 @@ class RequestSummary(msgspec.Struct):
     id: of the answer. request_id: the X-Request-Id. tenant: with its user; "" without tenants.
     began_at: Unix seconds. seconds: until the client had the answer; of one that runs until now.
     status: null while it is not known. code: of its error. queue_s, prefill_s, decode_s: of the
-    choice that ended last; null where it has no such time. generated_tokens: of all choices.
+    choice that ended last; null where it has no such time. generated_tokens: of all choices. model:
+    only of a server with several.
     """
 
     id: str
@@ -329,6 +343,7 @@ class RequestSummary(msgspec.Struct):
     prefill_s: float | None = None
     first_token_s: float | None = None
     decode_s: float | None = None
+    model: str | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(slots=True)
@@ -513,6 +528,7 @@ def _summary(
         is_running,
         record.status,
         record.code,
+        model=record.model or msgspec.UNSET,
     )
     if record.completions:
         completions = record.completions
@@ -543,6 +559,8 @@ def _attributes(record: CallRecord, tenant: str) -> Attributes:
         attributes["error.type"] = record.code
     if tenant:
         attributes["quadriga.tenant"] = tenant
+    if record.model:
+        attributes["gen_ai.response.model"] = record.model
     return attributes | {"gen_ai.request.id": record.id or record.request_id}
 
 
@@ -582,7 +600,7 @@ MAX_RECENT_TOKENS = 40_000
 
 
 class RecentChoices:
-    """The choices that this gateway has answered last."""
+    """The choices of one model that this gateway has answered last."""
 
     def __init__(self) -> None:
         self._choices: deque[MeasuredChoice] = deque(maxlen=MAX_RECENT_CHOICES)

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from http_proc.core import errors, observe, progress
+from http_proc.core import errors, observe
 from http_proc.core.resumption import Resumption
-from quadriga.client.async_client import AsyncClient, RequestOptions
+from http_proc.core.served_model import ServedModel
+from quadriga.client.async_client import RequestOptions
 from quadriga.client.receipts import Receipt
 from quadriga.client.request_handle import RequestHandle, Sink
 from quadriga.client.types import Completion, Prompt, StreamChunk
@@ -97,14 +98,12 @@ class GroupNotes(NamedTuple):
     Attributes:
         names: the request's name of each field of the server, for error messages.
         record: of the call that is answered.
-        metrics: counts completions and errors.
-        recent: keeps what a simulation needs.
+        metrics: counts errors.
     """
 
     names: Mapping[str, str]
     record: observe.CallRecord
     metrics: observe.RequestMetrics
-    recent: observe.RecentChoices
 
 
 class RequestGroup:
@@ -116,6 +115,7 @@ class RequestGroup:
     `with` block aborts the requests that have not finished.
 
     Args:
+        model: answers the requests.
         notes: where it is noted what becomes of the group.
 
     Attributes:
@@ -129,8 +129,7 @@ class RequestGroup:
 
     def __init__(
         self,
-        client: AsyncClient,
-        poller: progress.ProgressPoller,
+        model: ServedModel,
         notes: GroupNotes,
         tenant: str,
         resumption: Resumption | None,
@@ -138,8 +137,10 @@ class RequestGroup:
         self.tenant = tenant
         self.priority = 0
         self.resumption = resumption
-        self._client = client
-        self.poller = poller
+        self.model = model
+        is_resumable = resumption is not None
+        self._client = model.lasting_client if is_resumable else model.client
+        self.poller = model.lasting_progress if is_resumable else model.progress
         self._notes = notes
         self._loop = asyncio.get_running_loop()
         self._handles: list[RequestHandle] = []
@@ -235,7 +236,7 @@ class RequestGroup:
         if trace is not None:
             trace.tenant = self.tenant
             trace.server_requests.append((self._client, handle.request_id))
-        self._notes.metrics.count_submitted(params)
+        self.model.answers.count_submitted(params)
         self._handles.append(handle)
         self._num_choices += params.n
         self._num_unfinished += params.n
@@ -341,15 +342,14 @@ class RequestGroup:
 
     def note(self, completion: Completion) -> None:
         """Count a completion, and note it for the request log and the simulation."""
-        notes = self._notes
-        notes.metrics.count_completion(completion)
-        notes.recent.add(completion, self.priority, self.tenant)
-        notes.record.completions.append(completion)
+        self.model.answers.count_completion(completion)
+        self.model.recent.add(completion, self.priority, self.tenant)
+        self._notes.record.completions.append(completion)
 
     def note_error(self, error: QuadrigaError) -> errors.ApiError:
         """Count and note the error that ends a stream after its begin; return the client's."""
-        names, record, metrics, _ = self._notes
-        metrics.count_error(error.code)
+        names, record, metrics = self._notes
+        metrics.count_error(record, error.code)
         record.code, record.error = error.code, f"{error.code}: {error}"
         api_error = errors.from_server(error, names)
         api_error.request_id = record.request_id

@@ -2,12 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
+
+import msgspec
 
 from http_proc.core.call import Call
 from http_proc.core.errors import ApiError
+from http_proc.core.observe import AnswerMetrics, RecentChoices
 from http_proc.core.progress import ProgressPoller
 from quadriga.client.async_client import AsyncClient
 from quadriga.errors import QuadrigaError
@@ -20,6 +23,9 @@ READY_MAX_AGE_S = 0.5
 READY_POLL_S = 0.02
 # An error names all models up to this number, and those with similar names beyond it.
 MAX_NAMED_MODELS = 5
+MAX_COMPARED_CHARS = 200
+
+T = TypeVar("T")
 
 
 class ServerInfo:
@@ -113,6 +119,9 @@ class ServedModel:
         server_info: the info of the model's server.
         progress: the poller of streams that wait.
         lasting_progress: the poller of resumable ones.
+        answers: counts and times of its answers.
+        recent: what is known of its choices that have ended lately.
+        is_lost: its processes have ended for good; every call of its clients says why.
     """
 
     def __init__(
@@ -133,6 +142,9 @@ class ServedModel:
         self.server_info = ServerInfo(client)
         self.progress = ProgressPoller(client, ping_interval_s)
         self.lasting_progress = ProgressPoller(self.lasting_client, ping_interval_s)
+        self.answers = AnswerMetrics()
+        self.recent = RecentChoices()
+        self.is_lost = False
 
     def is_called(self, name: str) -> bool:
         """Return whether the model is called so: by its name, an alias, or its path."""
@@ -146,18 +158,30 @@ class ServedModel:
 
     async def lose(self, error: QuadrigaError) -> None:
         """End every open and later request with an error: the model's processes have ended."""
+        self.is_lost = True
+        self.server_info = ServerInfo(self.client)  # what is known holds no more
         await self.client.give_up(error)
         if self.lasting_client is not self.client:
             await self.lasting_client.give_up(error)
 
     async def until_ready(self) -> None:
-        """Wait until the model's server is connected and has reported that it can serve."""
-        while True:
+        """Wait until the model's server is connected and has reported that it can serve.
+
+        Nothing is waited for where the model is lost.
+        """
+        while not self.is_lost:
             with suppress(QuadrigaError):
                 await self.lasting_client.connect()
                 if (await self.server_info.static())["ready"]:
                     return
             await asyncio.sleep(READY_POLL_S)
+
+
+class _NamedModel(msgspec.Struct):
+    model: Any = None
+
+
+_decode_name = msgspec.json.Decoder(_NamedModel).decode
 
 
 class ServedModels(Collection[ServedModel]):
@@ -205,20 +229,52 @@ class ServedModels(Collection[ServedModel]):
         names = [model.name for model in self._models]
         if len(names) > MAX_NAMED_MODELS:
             aliases = [alias for model in self._models for alias in model.aliases]
-            names = similar(name, [*names, *aliases])
+            names = similar(name[:MAX_COMPARED_CHARS], [*names, *aliases])
         if not names:
             return "GET /v1/models lists what is"
         *others, last = map(repr, names)
         return f"use {', '.join(others)} or {last}" if others else f"use {last}"
+
+    def of_body(self, body: bytes) -> ServedModel:
+        """Return the model that the JSON body of a request names.
+
+        It is the default one where the body names none, or none that is served.
+        """
+        try:
+            name = _decode_name(body).model
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            name = None
+        found = self.find(name) if isinstance(name, str) else None
+        return found or self.default
+
+    async def each(self, ask: Callable[[ServedModel], Awaitable[T]]) -> list[T | QuadrigaError]:
+        """Ask all models at one time. Return the answer of each, or why it has none."""
+        answers = await asyncio.gather(*map(ask, self._models), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, QuadrigaError):
+                raise answer
+        return cast("list[T | QuadrigaError]", answers)
+
+    async def known(self, ask: Callable[[ServedModel], Awaitable[T]]) -> list[T]:
+        """Ask all models at one time. Return the answers, without models that give none.
+
+        Raises:
+            QuadrigaError: no model answers; it is the first one's reason.
+        """
+        answers = await self.each(ask)
+        found = [answer for answer in answers if not isinstance(answer, QuadrigaError)]
+        if not found:
+            raise cast(QuadrigaError, answers[0])
+        return found
 
     async def names_of(self, is_able: Callable[[dict[str, Any]], bool]) -> list[str]:
         """Return the names of the models whose info says that they can do something.
 
         A model that does not answer is left out.
         """
-        names = []
-        for model in self._models:
-            with suppress(QuadrigaError):
-                if is_able(await model.server_info.static()):
-                    names.append(model.name)
-        return names
+        infos = await self.each(lambda model: model.server_info.static())
+        return [
+            model.name
+            for model, info in zip(self._models, infos, strict=True)
+            if not isinstance(info, QuadrigaError) and is_able(info)
+        ]

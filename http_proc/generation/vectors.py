@@ -1,7 +1,8 @@
 """Many prompts whose answers are vectors, as the requests of one call."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from http_proc.core.call import Call
 from http_proc.core.errors import invalid
@@ -9,10 +10,52 @@ from http_proc.core.gateway import Gateway
 from http_proc.core.served_model import ServedModel
 from quadriga.client import async_client, types
 from quadriga.sampling.params import SamplingParams
-from quadriga.sampling.pooling import Pooling
+from quadriga.sampling.pooling import CLASSIFY, POOLINGS, SCORE, Pooling
 
 # Prompts of one call that are in the server at one time; the next ones follow as they end.
 MAX_AT_ONCE = 64
+
+
+def embeds(info: Mapping[str, Any]) -> bool:
+    """Return whether the info of a model says that it makes vectors of texts."""
+    return bool(info.get("embeddings"))
+
+
+def ranks(info: Mapping[str, Any]) -> bool:
+    """Return whether the info of a model says that it scores pairs."""
+    return len(_labels_of(info)) == 1
+
+
+def classifies(info: Mapping[str, Any]) -> bool:
+    """Return whether the info of a model says that it has the labels of texts."""
+    return bool(_labels_of(info)) and bool(info.get("encoder"))
+
+
+def _labels_of(info: Mapping[str, Any]) -> Sequence[str]:
+    labels: Sequence[str] = (info.get("scores") or {}).get("labels", ())
+    return labels
+
+
+# Methods of Pooling -> who has them, and what the others lack.
+_ABILITIES: dict[str, tuple[Callable[[Mapping[str, Any]], bool], str]] = {
+    SCORE: (ranks, "scores no pairs"),
+    CLASSIFY: (classifies, "has no labels"),
+    **dict.fromkeys(("", *POOLINGS), (embeds, "makes no embeddings")),
+}
+
+
+async def check_ability(gateway: Gateway, model: ServedModel, method: str) -> None:
+    """Raise ApiError for a model that has no vectors of a method where another one has them.
+
+    Where no model has them, the server refuses the request.
+    """
+    is_able, lack = _ABILITIES.get(method, (None, ""))
+    if len(gateway.models) == 1 or is_able is None:
+        return
+    if is_able(await model.server_info.static()):
+        return
+    if names := await gateway.models.names_of(is_able):
+        raise invalid(f"{model.name} {lack}: use {' or '.join(map(repr, names))}", "model")
 
 
 def cut_to(truncate_prompt_tokens: int | None) -> int | None:
@@ -49,8 +92,10 @@ async def vectors(
         names: the call's name of each field of the server's requests, for errors.
 
     Raises:
-        ApiError: the server refuses one of the prompts.
+        ApiError: another model is to be asked, or the server refuses one of the prompts.
     """
+    if asked:
+        await check_ability(gateway, model, asked[0][1].method)
     ended: dict[int, types.Completion] = {}
     waiting = iter(asked)
     with gateway.open_group(model, answer_id, names, call.record) as group:

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
@@ -44,7 +44,7 @@ SAMPLE_INTERVAL_S = 0.25
 
 
 class LineGate:
-    """Admission of lines.
+    """Admission of lines to one model.
 
     Args:
         gateway: its state.
@@ -99,16 +99,19 @@ class LineGate:
                 return False
         if self._is_full:
             return False
-        if not self._has_other_clients and self._gateway.num_open <= self.num_running:
+        if (
+            not self._has_other_clients
+            and self._gateway.num_open_of(self._model) <= self.num_running
+        ):
             return True
         return not self._num_waiting and self.num_running < self._max_beside
 
     async def _sample(self) -> None:
         """Ask the server for its load."""
-        before = self._gateway.num_choices
+        before = self._gateway.num_choices_of(self._model)
         info = await self._model.server_info.current()
         self._sampled_at = time.monotonic()
-        num_by_http = max(before, self._gateway.num_choices)
+        num_by_http = max(before, self._gateway.num_choices_of(self._model))
         self._is_full = not info["ready"] or info["running"] >= self._max_batch_size
         self._num_waiting = info["waiting"]
         self._has_other_clients = info["running"] + info["waiting"] > num_by_http
@@ -187,6 +190,7 @@ class JobTools(NamedTuple):
     """What all jobs share.
 
     Attributes:
+        gates: of each model.
         save: writes the state of a batch durably; raises OSError.
         readers: a thread for the steps of jobs that read whole files.
         writers: threads for lines.
@@ -196,7 +200,7 @@ class JobTools(NamedTuple):
 
     files: FileStore
     gateway: Gateway
-    gate: LineGate
+    gates: Mapping[ServedModel, LineGate]
     save: Callable[[StoredBatch], None]
     max_line_bytes: int
     num_lines: Counter[str]
@@ -318,7 +322,7 @@ class BatchJob:
         batch.
         """
         tasks: set[asyncio.Task[None]] = set()
-        room = asyncio.Semaphore(self._tools.gate.max_alone)
+        room = asyncio.Semaphore(self._tools.gateway.args.batch_concurrency)
         lines = self._unanswered()
 
         def release(task: "asyncio.Task[None]") -> None:
@@ -375,9 +379,10 @@ class BatchJob:
 
     async def _ask(self, line: InputLine, line_id: str) -> LineAnswer:
         """Return the answer of the endpoint, asked again while it cannot serve."""
+        gate = self._tools.gates[self._tools.gateway.models.of_body(line.body)]
         wait_s = MIN_RETRY_S
         while True:
-            await self._tools.gate.acquire()
+            await gate.acquire()
             # A caller of its own: a line may name the user of its tenant.
             caller = Caller.of_name(self._stored.caller, self._stored.has_users)
             try:
@@ -385,7 +390,7 @@ class BatchJob:
                     self._tools.gateway, self._batch.endpoint, line.body, line_id, caller
                 )
             finally:
-                self._tools.gate.release()
+                gate.release()
             if answer.status not in TRANSIENT:
                 return answer
             await asyncio.sleep(max(wait_s, answer.retry_after))

@@ -78,7 +78,7 @@ class RequestCounts(msgspec.Struct):
 
 
 class BatchObject(msgspec.Struct, kw_only=True):
-    """A batch. Times are in Unix seconds."""
+    """A batch. Times are in Unix seconds. model: null where the server has several."""
 
     id: str
     endpoint: str

@@ -144,7 +144,7 @@ class BatchService:
         self._tools = JobTools(
             self.files,
             self._gateway,
-            LineGate(self._gateway, self._gateway.models.default),
+            {model: LineGate(self._gateway, model) for model in self._gateway.models},
             self._save,
             self._gateway.args.max_body_bytes,
             self.num_lines,
@@ -190,7 +190,7 @@ class BatchService:
                 code="too_many_batches",
                 retry_after=RETRY_AFTER_S,
             )
-        created_at = int(now())
+        created_at, models = int(now()), self._gateway.models
         batch = BatchObject(
             id=f"batch_{uuid.uuid4().hex}",
             endpoint=call.endpoint,
@@ -198,7 +198,7 @@ class BatchService:
             completion_window=call.completion_window,
             created_at=created_at,
             expires_at=created_at + WINDOW_S,
-            model=self._gateway.models.default.name,
+            model=models.default.name if len(models) == 1 else None,
             metadata=call.metadata,
         )
         caller = current_caller()

@@ -259,11 +259,12 @@ def sse(name: str, body: Any) -> bytes:
 
 
 _NUMBER = re.compile(r"[0-9]{1,4}", re.ASCII)
-LIVE = Key[dict[int, LiveHub]]("live")
+LIVE = Key[dict[tuple[str, int], LiveHub]]("live")
+"""By the name of the model, and the number of the replica."""
 
 
 def close_hubs(gateway: Gateway) -> None:
-    """End the hubs, one for each replica, and so the answers to their viewers."""
+    """End the hubs, one for each replica of each model, and so the answers to their viewers."""
     for hub in gateway[LIVE].values():
         hub.close()
 
@@ -285,18 +286,20 @@ async def live(request: web.Request) -> web.StreamResponse:
 
 
 async def _hub(request: web.Request) -> LiveHub:
-    """Return the hub of the replica that a request names; without one, of the first.
+    """Return the hub of the model and replica that a request names; without one, of the first.
 
     Raises:
+        ApiError: there is no such model.
         InvalidRequest: there is no such replica.
     """
     gateway, text = request.app[exchange.GATEWAY], request.query.get("replica", "0")
-    model, hubs = gateway.served(None), gateway[LIVE]
+    model, hubs = exchange.model_of(request), gateway[LIVE]
     if not _NUMBER.fullmatch(text):
         raise InvalidRequest(f"replica is {text[:20]!r}: it must be a number, such as 1", "replica")
     number = int(text)
     if number:  # the first one is there; nothing is asked that a ring that is away cannot answer
         check_replica(number, (await model.server_info.static()).get("num_replicas", 1))
-    if number not in hubs:
-        hubs[number] = LiveHub(model.client, number, gateway.caller_ids)
-    return hubs[number]
+    key = (model.name, number)
+    if key not in hubs:
+        hubs[key] = LiveHub(model.client, number, gateway.caller_ids)
+    return hubs[key]

@@ -4,6 +4,7 @@ Names and meanings follow vLLM and SGLang, with the prefix `quadriga:`; docs/met
 First names and help texts, then the families of each part of the gateway, then the handler.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from prometheus_client.exposition import generate_latest
 from http_proc.apis.responses.store import RESPONSE_STORE, ResponseStore
 from http_proc.apis.responses.stored_responses import StoredResponses
 from http_proc.core.caller import current_caller
-from http_proc.core.observe import HISTOGRAMS, RequestMetrics
+from http_proc.core.observe import HISTOGRAMS, AnswerMetrics, RequestMetrics
 from http_proc.jobs.batches import BATCHES, BatchService
 from http_proc.web import exchange, stream_rows
 from http_proc.web.resumable import STREAM_ROWS, STREAMS, StreamTable
@@ -31,6 +32,8 @@ from quadriga.errors import NonFiniteLogits, QuadrigaError
 from quadriga.server.histogram import buckets
 
 PREFIX = "quadriga:"
+# The process of a server that belongs to all of its models.
+LAUNCHER = "launcher"
 
 # Metric name -> (key of the ring's info, help text). Gauges without a key are computed.
 GAUGES = {
@@ -266,14 +269,45 @@ def of_traces(make: Families, infos: Sequence[Mapping[str, Any]]) -> Iterator[Me
             yield make.counter(name, text, sum(counts))
 
 
+def of_gateway(
+    default: str, http: RequestMetrics, pids: Mapping[str, int], key_file_failed: bool | None
+) -> Iterator[Metric]:
+    """Yield the metrics of the gateway itself.
+
+    Args:
+        default: name of the model that stands for the whole server.
+        http: the counters.
+        pids: of the processes that belong to no model, but for the gateway's.
+        key_file_failed: whether --keys cannot be read; None without the flag.
+    """
+    make = Families(default)
+    yield from of_processes({**pids, "http_proc": psutil.Process().pid})
+    errors: dict[str, Counter[str]] = {default: Counter()}
+    for (model, code), count in http.errors.items():
+        errors.setdefault(model or default, Counter())[code] += count
+    text = "Number of web requests that failed, by error code"
+    for model, codes in errors.items():
+        yield Families(model).labeled("http_errors", text, "code", codes)
+    text = "Number of clients that were disconnected because they read too slowly"
+    yield make.counter("http_slow_readers", text, http.num_slow_readers)
+    text = "Number of web requests whose client disconnected before the end"
+    yield make.counter("http_disconnects", text, http.num_disconnects)
+    if key_file_failed is not None:
+        text = "1 while --keys cannot be read, and its tenants are those of an earlier file"
+        yield make.gauge("key_file_failed", text, int(key_file_failed))
+    text = "Number of connections refused because too many were open"
+    yield make.counter("http_connections_refused", text, http.num_refused_connections)
+
+
 class Collector(Families):
-    """One sample of the metrics of the ring, and of the requests by HTTP.
+    """One sample of the metrics of a model: of its ring, and of its answers by HTTP.
 
     Args:
         model: name of the model.
         info: the ring's info, empty if the ring does not answer.
-        num_open: number of web requests that are being answered.
-        key_file_failed: whether --keys cannot be read; None without the flag.
+        num_open: number of web requests that the model is answering.
+        answers: counts and times of the answers.
+        is_only: the server has no other model.
     """
 
     def __init__(
@@ -281,14 +315,14 @@ class Collector(Families):
         model: str,
         info: dict[str, Any],
         num_open: int,
-        http: RequestMetrics,
-        key_file_failed: bool | None = None,
+        answers: AnswerMetrics,
+        is_only: bool = True,
     ) -> None:
         super().__init__(model)
         self._info = info
         self._num_open = num_open
-        self._http = http
-        self._key_file_failed = key_file_failed
+        self._answers = answers
+        self._is_only = is_only
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric family."""
@@ -299,23 +333,14 @@ class Collector(Families):
             yield from self._replicas()
         elif self._info.get("ready"):
             yield from self._ring(self._info)
-        yield from _processes(self._info.get("pids", {}))
-        http = self._http
-        for name, histogram in http.histograms.items():
+        pids, of = self._info.get("pids", {}), {}
+        if not self._is_only:
+            of = {"model_name": self._model}
+            pids = {name: pid for name, pid in pids.items() if name != LAUNCHER}
+        yield from of_processes(pids, of)
+        for name, histogram in self._answers.histograms.items():
             text = f"{HISTOGRAMS[name][1]}, of requests by HTTP"
             yield self.histogram(name, text, {(): histogram.as_map()})
-        yield self.labeled(
-            "http_errors", "Number of web requests that failed, by error code", "code", http.errors
-        )
-        text = "Number of clients that were disconnected because they read too slowly"
-        yield self.counter("http_slow_readers", text, http.num_slow_readers)
-        text = "Number of web requests whose client disconnected before the end"
-        yield self.counter("http_disconnects", text, http.num_disconnects)
-        if self._key_file_failed is not None:
-            text = "1 while --keys cannot be read, and its tenants are those of an earlier file"
-            yield self.gauge("key_file_failed", text, int(self._key_file_failed))
-        text = "Number of connections refused because too many were open"
-        yield self.counter("http_connections_refused", text, http.num_refused_connections)
 
     def _replicas(self) -> Iterator[Metric]:
         """Yield the ring's metrics of several replicas, each with the label `replica`."""
@@ -407,28 +432,35 @@ class Collector(Families):
             yield self.counter(name, text, info[key])
 
 
-def _processes(pids: dict[str, int]) -> Iterable[Metric]:
-    """Return CPU time, memory and start of each process that runs on this machine."""
+def of_processes(pids: Mapping[str, int], of: Mapping[str, str] = {}) -> Iterable[Metric]:
+    """Return CPU time, memory and start of each process that runs on this machine.
+
+    Args:
+        pids: by name.
+        of: labels beside that of the process.
+    """
+    labels = [*of, "process"]
     cpu = CounterMetricFamily(
-        PREFIX + "process_cpu_seconds", "CPU time of the process in seconds", labels=["process"]
+        PREFIX + "process_cpu_seconds", "CPU time of the process in seconds", labels=labels
     )
     memory = GaugeMetricFamily(
         PREFIX + "process_resident_bytes",
         "Resident memory of the process in bytes",
-        labels=["process"],
+        labels=labels,
     )
     started = GaugeMetricFamily(
         PREFIX + "process_start_time_seconds",
         "Start of the process in Unix time; it changes with a restart",
-        labels=["process"],
+        labels=labels,
     )
-    for name, pid in {**pids, "http_proc": psutil.Process().pid}.items():
+    for name, pid in pids.items():
+        values = [*of.values(), name]
         try:
             process = psutil.Process(pid)
             times = process.cpu_times()
-            memory.add_metric([name], process.memory_info().rss)
-            started.add_metric([name], process.create_time())
-            cpu.add_metric([name], times.user + times.system)
+            memory.add_metric(values, process.memory_info().rss)
+            started.add_metric(values, process.create_time())
+            cpu.add_metric(values, times.user + times.system)
         except psutil.Error:
             continue
     return cpu, memory, started
@@ -446,6 +478,16 @@ def of_tenant(make: Families, tenant: str, usage: Sequence[float]) -> Iterator[M
         yield make.labeled(name, text, "tenant", {tenant: count})
 
 
+def merged(families: Iterable[Metric]) -> Iterable[Metric]:
+    """Return each family once, with the samples of all families of its name."""
+    found: dict[str, Metric] = {}
+    for family in families:
+        first = found.setdefault(family.name, family)
+        if first is not family:
+            first.samples += family.samples
+    return found.values()
+
+
 class Exposition(NamedTuple):
     """All families of one answer, as a collector of the library."""
 
@@ -457,36 +499,52 @@ class Exposition(NamedTuple):
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """Return all metrics, without those of the ring if it does not answer.
+    """Return all metrics, without those of a model's ring that does not answer.
 
     A tenant's key gets those of the tenant's own usage.
     """
     gateway = request.app[exchange.GATEWAY]
-    model = gateway.models.default
-    make = Families(model.name)
-    try:
-        info = await model.server_info.current()
-    except QuadrigaError:
-        info = {}
+    models = gateway.models
+    answers = await models.each(lambda model: model.server_info.current())
+    infos = [{} if isinstance(answer, QuadrigaError) else answer for answer in answers]
+    of_each = list(zip(models, infos, strict=True))
     if (entry := current_caller().entry) is not None:
-        usage = (info.get("tenants") or {}).get(entry.name, ())
-        return _exposed(of_tenant(make, entry.name, usage))
+        return _exposed(
+            chain.from_iterable(
+                of_tenant(
+                    Families(model.name),
+                    entry.name,
+                    (info.get("tenants") or {}).get(entry.name, ()),
+                )
+                for model, info in of_each
+            )
+        )
+    rings = [
+        Collector(model.name, info, gateway.num_open_of(model), model.answers, len(models) == 1)
+        for model, info in of_each
+    ]
+    default = models.default.name
+    make = Families(default)
     has_failed = None if gateway.tenant_file is None else gateway.tenant_file.has_failed
-    of_server = Collector(model.name, info, gateway.num_open, gateway.metrics, has_failed)
+    pids: dict[str, int] = {}
+    if len(models) > 1:  # of a single model they are among its processes
+        for info in infos:
+            pids |= {name: pid for name, pid in info.get("pids", {}).items() if name == LAUNCHER}
     return _exposed(
         chain(
-            of_server.collect(),
+            chain.from_iterable(ring.collect() for ring in rings),
+            of_gateway(default, gateway.metrics, pids, has_failed),
             of_batches(make, gateway[BATCHES]),
             of_responses(make, gateway.get(RESPONSE_STORE)),
             of_streams(make, gateway[STREAMS], gateway[STREAM_ROWS]),
-            of_traces(make, [info, gateway.traces.info()]),
+            of_traces(make, [*infos, gateway.traces.info()]),
         )
     )
 
 
 def _exposed(families: Iterable[Metric]) -> web.Response:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Exposition(families))
+    registry.register(Exposition(merged(families)))
     return web.Response(
         body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
     )

@@ -132,7 +132,10 @@ PAGE, POLICY = Template(HTML), policy_of_inline(HTML)
 
 
 class LandingAnswer(msgspec.Struct):
-    """The model that is served, and the paths of the OpenAI API and of the other entrances."""
+    """The default model, and the paths of the OpenAI API and of the other entrances.
+
+    models: the names of all, of a server with several.
+    """
 
     model: str
     openai: str = "/v1"
@@ -141,6 +144,7 @@ class LandingAnswer(msgspec.Struct):
     health: str = "/health"
     server_info: str = "/server_info"
     metrics: str = "/metrics"
+    models: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 async def landing(request: web.Request) -> web.Response:
@@ -150,12 +154,14 @@ async def landing(request: web.Request) -> web.Response:
     """
     if "ollama" in request.headers.get("User-Agent", "").lower():
         return web.Response(text="Ollama is running")
-    model = request.app[GATEWAY].models.default.name
+    names = [model.name for model in request.app[GATEWAY].models]
     if "text/html" in request.headers.get("Accept", ""):
-        text = PAGE.substitute(model=html.escape(model))
+        text = PAGE.substitute(model=html.escape(", ".join(names)))
         policy = {"Content-Security-Policy": POLICY}
         response = web.Response(text=text, content_type="text/html", headers=policy)
     else:
-        response = json_response(LandingAnswer(model))
+        response = json_response(
+            LandingAnswer(names[0], models=names if len(names) > 1 else msgspec.UNSET)
+        )
     response.headers["Vary"] = "Accept"
     return response

@@ -266,9 +266,9 @@ class WhatIfLoad(msgspec.Struct):
 async def what_if_load(request: web.Request) -> web.Response:
     """Say which requests are there to be simulated, and which flags can be others."""
     access.check_operator(request, "the load is that of")
-    gateway = request.app[exchange.GATEWAY]
-    choices = gateway.recent.since(0.0)
-    config, _ = await _as_it_was(gateway.served(None))
+    model = exchange.model_of(request)
+    choices = model.recent.since(0.0)
+    config, _ = await _as_it_was(model)
     seconds = clock.now() - choices[0].received_at if choices else 0.0
     return exchange.json_response(
         WhatIfLoad(
@@ -294,8 +294,8 @@ async def what_if(request: web.Request) -> web.Response:
     access.check_operator(request, "the load is that of")
     call = sampling.convert(await exchange.read_object(request), WhatIfRequest)
     _check(call)
-    gateway = request.app[exchange.GATEWAY]
-    choices = gateway.recent.since(clock.now() - call.last_s)
+    gateway, model = request.app[exchange.GATEWAY], exchange.model_of(request)
+    choices = model.recent.since(clock.now() - call.last_s)
     if not choices:
         raise ApiError(
             409,
@@ -304,7 +304,7 @@ async def what_if(request: web.Request) -> web.Response:
             param="last_s",
             code="nothing_recorded",
         )
-    config, info = await _as_it_was(gateway.served(None))
+    config, info = await _as_it_was(model)
     job = WhatIfJob(
         choices=choices,
         flags=simulator_flags(config),

@@ -12,6 +12,7 @@ from aiohttp import HttpVersion11, web
 from http_proc.core import answering, caller, gateway, observe, streaming
 from http_proc.core.call import Call, parse_object
 from http_proc.core.errors import RETRY_AFTER_S, ApiError
+from http_proc.core.served_model import ServedModel
 
 GATEWAY = web.AppKey("gateway", gateway.Gateway)
 REQUEST_ID = web.RequestKey("request_id", str)
@@ -129,6 +130,20 @@ def _too_large(max_bytes: int) -> ApiError:
         " --max-body-bytes",
         code="body_too_large",
     )
+
+
+def model_of(request: web.Request) -> ServedModel:
+    """Return the model that the query names; without a name, the default one.
+
+    Raises:
+        ApiError: 404, no model is called so.
+    """
+    models, name = request.app[GATEWAY].models, request.query.get("model")
+    if name is None:
+        return models.default
+    if (model := models.find(name)) is None:
+        raise models.missing(name)
+    return model
 
 
 def json_response(body: Any) -> web.Response:

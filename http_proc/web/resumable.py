@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import Context
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -358,7 +357,7 @@ def answer_of(gateway: Gateway, call: Call, caller: Caller, is_resent: bool = Fa
         call.resumption = resumption.Resumption(
             row.key, row.created, keep_s, is_resent, decisions, keep
         )
-        model = gateway.served(row.model)
+        model = gateway.served(row.model, call.record)
         if is_resent:  # a server that answers late must not end a stream that has begun
             await model.until_ready()
         await model.lasting_client.connect()
@@ -464,12 +463,11 @@ BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
 class _Fields(msgspec.Struct):
-    """The fields of a body that say whether a stream is resumable, and the model that answers."""
+    """The fields of a body that say whether a stream is resumable."""
 
     stream: bool | None = None
     resumable: bool | None = None
     background: bool | None = None
-    model: Any = None
 
 
 async def answer_resumably(request: web.Request) -> web.StreamResponse:
@@ -487,23 +485,18 @@ async def answer_resumably(request: web.Request) -> web.StreamResponse:
         raise invalid(
             "resumable is true, and the answer is no stream: send stream: true as well", "resumable"
         )
-    model = _model_of(request.app[GATEWAY], fields)
-    return await _send_stream(request, call, model)
+    return await _send_stream(request, call)
 
 
-def _model_of(gateway: Gateway, fields: _Fields) -> ServedModel:
-    """Return the model of a body; the default one for a name that the call will refuse."""
-    found = gateway.models.find(fields.model) if isinstance(fields.model, str) else None
-    return found or gateway.models.default
-
-
-async def _send_stream(request: web.Request, call: Call, model: ServedModel) -> web.StreamResponse:
+async def _send_stream(request: web.Request, call: Call) -> web.StreamResponse:
     """Start a stream, or find that of the same request, and send it."""
     gateway, num_read = request.app[GATEWAY], 0
     table, caller = gateway[STREAMS], current_caller()
     stream = _of_same_call(gateway, call)
     if stream is None:
-        stream = table.start(_row(call, model), answer_of(gateway, call, caller))
+        stream = table.start(
+            _row(call, gateway.models.of_body(call.body)), answer_of(gateway, call, caller)
+        )
     else:
         num_read = num_read_before(request)
         table.num_resumed += 1

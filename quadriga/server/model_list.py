@@ -20,12 +20,14 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         endpoint: address of the public socket of the model's frontend.
         aliases: further names by which requests may call the model.
         flags: command line of the model's own ServerConfig, as `from_argv` reads it.
+        lost: why the model's processes have ended for good; "": they have not.
     """
 
     name: str
     endpoint: str
     aliases: list[str] = []
     flags: list[str] = []
+    lost: str = ""
 
 
 def read_models(path: Path) -> list[ModelEntry]:

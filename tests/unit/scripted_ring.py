@@ -1,7 +1,7 @@
 """A gateway in the test's process, in front of a scripted ring."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -160,16 +160,38 @@ def chunk(text: str, completion: Completion | None = None) -> StreamChunk:
     return StreamChunk("r", text, [1], [0.0], 0.0, completion)
 
 
+def served(config: ServerConfig, ring: Any, name: str = "", *aliases: str) -> ServedModel:
+    """Return a model that a ring answers."""
+    if name:
+        config = config.replace(served_model_name=name)
+    interval_s = config.http.sse_ping_interval
+    return ServedModel(config, ring, ping_interval_s=interval_s, name=name, aliases=aliases)
+
+
 @asynccontextmanager
 async def gateway_before(
-    ring: ScriptedRing, rows: StreamRows | None = None, run_dir: Path | None = None, /, **flags: Any
+    rings: ScriptedRing | Mapping[str, ScriptedRing],
+    rows: StreamRows | None = None,
+    run_dir: Path | None = None,
+    /,
+    **flags: Any,
 ) -> AsyncIterator[tuple[str, Gateway]]:
-    """Yield the URL of a gateway, which keeps its streams in `rows`, and the gateway."""
+    """Yield the URL of a gateway, and the gateway.
+
+    Args:
+        rings: one, or several by the name of the model, which has its aliases behind it.
+        rows: where it keeps its streams.
+        run_dir: directory of its run.
+        flags: its flags.
+    """
     port = free_port()
     config = ServerConfig().replace(**{"served_model_name": "tiny", "port": port} | flags)
-    interval_s = config.http.sse_ping_interval
-    model = ServedModel(config, ring, ping_interval_s=interval_s)  # type: ignore[arg-type]
-    gateway = Gateway(config, ServedModels([model]), run_dir)
+    of_names = {"": rings} if isinstance(rings, ScriptedRing) else rings
+    gateway = Gateway(
+        config,
+        ServedModels([served(config, ring, *names.split()) for names, ring in of_names.items()]),
+        run_dir,
+    )
     gateway[STREAM_ROWS] = rows or StreamRows()
     runner = await make_runner(gateway)
     server = await listen(runner, bind(config.http), tls_context(config.http), gateway)

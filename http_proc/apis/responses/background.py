@@ -216,10 +216,11 @@ class BackgroundRun:
     async def _attempt(self) -> bytes:
         job, gateway = self._job, self._gateway
         set_resumption(self._resumption())
-        plan = await make_plan(gateway, self._store, job.body, job.history, self._model)
+        record = CallRecord()
+        plan = await make_plan(gateway, self._store, job.body, record, job.history, self._model)
         attempt = _Attempt.of(plan.answer(job.head))
         await plan.model.lasting_client.connect()
-        with gateway.open_group(plan.model, job.id, plan.prepared.names, CallRecord()) as group:
+        with gateway.open_group(plan.model, job.id, plan.prepared.names, record) as group:
             plan.submit(group)
             await group.accepted()
             self._write(attempt, attempt.stream.start(0))

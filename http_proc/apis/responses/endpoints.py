@@ -129,9 +129,9 @@ async def create_response(gateway: Gateway, call: Call, sink: EventSink) -> Resp
     if resumption is not None and _BEGIN in resumption.decisions:
         begin = msgspec.convert(resumption.decisions[_BEGIN], _Begin)
         body = body if begin.given is None else {**body, "input": begin.given}
-        plan = await make_plan(gateway, store, body, begin.history)
+        plan = await make_plan(gateway, store, body, call.record, begin.history)
         return await _answer(gateway, call, sink, store, plan, begin)
-    plan = await make_plan(gateway, store, body)
+    plan = await make_plan(gateway, store, body, call.record)
     is_kept = plan.fields.store and store.keeps_responses
     if is_kept:
         store.check_size(plan.given)

@@ -24,6 +24,7 @@ from http_proc.apis.responses.schema import (
 from http_proc.apis.responses.store import Items, ResponseStore
 from http_proc.core.errors import invalid
 from http_proc.core.gateway import Gateway
+from http_proc.core.observe import CallRecord
 from http_proc.core.request_group import RequestGroup
 from http_proc.core.served_model import ResponseHead, ServedModel
 from http_proc.generation.chat_call import ChatCall, ReasoningOptions, ToolMode
@@ -93,6 +94,7 @@ async def make_plan(
     gateway: Gateway,
     store: ResponseStore,
     body: dict[str, Any],
+    record: CallRecord,
     history: Items | None = None,
     model: ServedModel | None = None,
 ) -> ResponsePlan:
@@ -102,6 +104,7 @@ async def make_plan(
         gateway: its state.
         store: has what the request refers to.
         body: of the request.
+        record: of the call.
         history: the items that come before the input; None: those that the request refers to.
         model: answers the request; None: the model that it names.
 
@@ -111,7 +114,7 @@ async def make_plan(
     body = dict(body)
     sampling = take_sampling(body, RESPONSES, {})
     fields = convert(body, ResponsesRequest, RESPONSES)
-    model = model or gateway.served(fields.model)
+    model = model or gateway.served(fields.model, record)
     _check_supported(fields, sampling.params)
     if history is None:
         check_metadata(fields.metadata)  # what an earlier gateway has accepted goes on

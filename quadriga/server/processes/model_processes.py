@@ -42,7 +42,7 @@ class ModelProcesses:
     Attributes:
         plan: the model.
         replicas: the processes of each replica.
-        is_lost: they have ended for good, and other models are served.
+        lost: why they have ended for good, and other models are served; "": they have not.
     """
 
     def __init__(self, plan: ModelPlan, number: int) -> None:
@@ -50,7 +50,7 @@ class ModelProcesses:
         in_cluster = plan.config.replicas.in_cluster
         kind = ClusterReplicas if in_cluster else ReplicaProcesses
         self.replicas: ReplicaProcesses = kind(plan.config, plan.name)
-        self.is_lost = False
+        self.lost = ""
         self._number = number
         self._server: Supervisor | None = None
 
@@ -78,7 +78,11 @@ class ModelProcesses:
         """Return what the gateway has to know of the model."""
         plan, endpoint = self.plan, self.public_endpoint(run_dir)
         return ModelEntry(
-            name=plan.name, endpoint=endpoint, aliases=list(plan.aliases), flags=plan.flags
+            name=plan.name,
+            endpoint=endpoint,
+            aliases=list(plan.aliases),
+            flags=plan.flags,
+            lost=self.lost,
         )
 
     def full_name(self, name: str) -> str:
@@ -118,7 +122,7 @@ class ModelProcesses:
             message: the reason.
             countdown: time that the frontend has for it.
         """
-        self.is_lost = True
+        self.lost = message
         self.abandon(self.replicas.processes)
         frontend = self.frontend
         if frontend.is_running:

@@ -60,7 +60,7 @@ class ServerProcesses(Supervisor):
     @property
     def live_models(self) -> list[ModelProcesses]:
         """The models whose processes have not ended for good."""
-        return [model for model in self.models if not model.is_lost]
+        return [model for model in self.models if not model.lost]
 
     def model_of(self, name: str) -> ModelProcesses | None:
         """Return the model of a process; None for the gateway."""
@@ -72,7 +72,7 @@ class ServerProcesses(Supervisor):
     def start_all(self) -> None:
         """Start every process."""
         if len(self.models) > 1:
-            write_models(self._models_file, [model.entry(self.run_dir) for model in self.models])
+            self._write_models()
         for model in self.models:
             model.start()
         if self._gateway_flags is not None:
@@ -82,6 +82,9 @@ class ServerProcesses(Supervisor):
     def _models_file(self) -> Path:
         """What each process that has clients knows of the models, where there are several."""
         return self.run_dir / "models.json"
+
+    def _write_models(self) -> None:
+        write_models(self._models_file, [model.entry(self.run_dir) for model in self.models])
 
     def _start_of(self, name: ProcessName) -> ProcessStart:
         program, model = self._program_of(name.program), self.model_of(str(name))
@@ -190,9 +193,13 @@ class ServerProcesses(Supervisor):
             event="model_lost", model=name, child=death.name, reason=death.reason,
         )  # fmt: skip
         reason = f"{message}; start the server again"
-        if self._gateway_flags is not None:
-            self[GATEWAY].send(Command.LOST, f"{name} {reason}")
         model.lose(reason, Countdown(NOTIFY_TIMEOUT_S))
+        if self._gateway_flags is not None:
+            try:
+                self._write_models()  # for a gateway that takes the place of this one
+            except OSError as error:
+                say(f"warning: a gateway that is restarted waits for {name}: {error}")
+            self[GATEWAY].send(Command.LOST, f"{name} {reason}")
         return True
 
     def give_up(self, death: Death) -> None:

@@ -11,12 +11,13 @@ from http_proc.core.call import Call
 from http_proc.core.caller import Caller
 from http_proc.core.errors import ApiError
 from http_proc.core.gateway import Gateway
-from http_proc.core.served_model import ServedModel, ServedModels
+from http_proc.core.observe import CallRecord
+from http_proc.core.served_model import ServedModels
 from http_proc.core.streaming import Opening
 from http_proc.server import ENDPOINTS
 from quadriga.errors import NonFiniteLogits, PromptTooLong, QuadrigaError, QueueFull
 from quadriga.server.config.server_config import ServerConfig
-from tests.unit.scripted_ring import ScriptedHandle, ScriptedRing, chunk
+from tests.unit.scripted_ring import ScriptedHandle, ScriptedRing, chunk, served
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 BODIES: dict[str, dict[str, Any]] = {
@@ -84,7 +85,7 @@ def ask(
 
     async def asked() -> tuple[bytes | None, list[str], Call]:
         config = ServerConfig().replace(served_model_name="tiny")
-        models = ServedModels([ServedModel(config, ring, ping_interval_s=0)])  # type: ignore[arg-type]
+        models = ServedModels([served(config, ring)])
         gateway, sink = Gateway(config, models), Events()
         gateway[APIS] = {one.path: one.handler for one in ENDPOINTS if one.answers}  # type: ignore
         call = Call(path, json.dumps(BODIES[path] | {"stream": stream} | fields).encode(), "r1")
@@ -141,9 +142,9 @@ def test_a_prompt_that_is_refused_has_a_status_whatever_the_others_have(failing:
 
 async def test_a_model_on_disk_answers_to_its_name_and_to_its_path() -> None:
     config = ServerConfig().replace(model="/models/tiny.gguf", served_model_name="tiny.gguf")
-    only = ServedModel(config, ScriptedRing([]), ping_interval_s=0)  # type: ignore[arg-type]
+    only = served(config, ScriptedRing([]))
     gateway = Gateway(config, ServedModels([only]))
     for name in ("tiny.gguf", "/models/tiny.gguf", None):
-        assert gateway.served(name) is only
+        assert gateway.served(name, CallRecord()) is only
     with pytest.raises(ApiError, match=r"use 'tiny\.gguf'"):
-        gateway.served("/other/tiny.gguf")
+        gateway.served("/other/tiny.gguf", CallRecord())

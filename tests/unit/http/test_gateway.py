@@ -191,7 +191,7 @@ async def test_an_error_of_the_ring_becomes_a_status(
                 await client.completions.create(model="tiny", prompt="x", stream=stream)
             assert caught.value.status_code == status
             assert ("retry-after" in caught.value.response.headers) is retry
-        assert gateway.metrics.errors[error.code] == 2
+        assert gateway.metrics.errors["", error.code] == 2
         assert gateway.num_open == 0
 
 
@@ -201,7 +201,7 @@ async def test_openais_client_tries_again_when_the_queue_was_full() -> None:
         asking = asyncio.create_task(
             client.with_options(max_retries=1).completions.create(model="tiny", prompt="x")
         )
-        while not gateway.metrics.errors["queue_full"]:
+        while not gateway.metrics.errors["", "queue_full"]:
             await asyncio.sleep(0.01)
         ring.error = None
         assert (await asking).choices[0].text == "a"

@@ -11,14 +11,16 @@ from unittest.mock import Mock
 from prometheus_client.core import Metric
 
 from http_proc.apis.responses.stored_responses import StoredResponses
-from http_proc.core.observe import RequestMetrics
+from http_proc.core.observe import AnswerMetrics, RequestMetrics
 from http_proc.page.metrics import (
     PREFIX,
     TENANT_COUNTERS,
     TRACE_COUNTERS,
     Collector,
     Families,
+    merged,
     of_batches,
+    of_gateway,
     of_responses,
     of_streams,
     of_traces,
@@ -71,7 +73,7 @@ def families() -> Iterator[Metric]:
     """Yield every family that the gateway can expose."""
     make = Families("m")
     http = RequestMetrics()
-    http.errors["failed"] += 1
+    http.errors["m", "failed"] += 1
     batches: Any = SimpleNamespace(
         num_by_status=lambda: {"completed": 1},
         num_lines={"completed": 1, "failed": 1},
@@ -83,7 +85,8 @@ def families() -> Iterator[Metric]:
     any_number: Any = AnyNumber()
     exporter = {key: 1 for key, _ in TRACE_COUNTERS.values()}
     return chain(
-        Collector("m", whole_info(), 1, http, key_file_failed=True).collect(),
+        Collector("m", whole_info(), 1, AnswerMetrics()).collect(),
+        of_gateway("m", http, {}, key_file_failed=True),
         of_batches(make, batches),
         of_responses(make, store),
         of_streams(make, any_number, any_number),
@@ -94,7 +97,7 @@ def families() -> Iterator[Metric]:
 def exposed() -> dict[str, tuple[str, frozenset[str]]]:
     """Return kind and labels of each metric, by its name on the page."""
     found = {}
-    for family in families():
+    for family in merged(families()):
         name = family.name.removeprefix(PREFIX) + ("_total" if family.type == "counter" else "")
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
         found[name] = (family.type, frozenset(labels - COMMON_LABELS))

@@ -5,14 +5,14 @@ from typing import Any
 from prometheus_client.core import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
-from http_proc.core.observe import RequestMetrics
+from http_proc.core.observe import AnswerMetrics
 from http_proc.page.metrics import Collector
 from tests.unit.http.server_info import info_of
 
 
 def text_of(info: dict[str, Any]) -> list[str]:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector("m", info, 0, RequestMetrics()))
+    registry.register(Collector("m", info, 0, AnswerMetrics()))
     return generate_latest(registry).decode().splitlines()
 
 

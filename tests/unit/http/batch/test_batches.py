@@ -262,7 +262,9 @@ async def test_a_line_that_is_cancelled_as_another_ends_is_not_admitted(num_turn
         return {"ready": True, "running": 0, "waiting": 0}
 
     gateway: Any = SimpleNamespace(
-        args=SimpleNamespace(batch_concurrency=1), num_open=0, num_choices=0
+        args=SimpleNamespace(batch_concurrency=1),
+        num_open_of=lambda _: 0,
+        num_choices_of=lambda _: 0,
     )
     model: Any = SimpleNamespace(
         config=ServerConfig().replace(batch_concurrency_beside=0),
