@@ -1,7 +1,7 @@
 """A gateway before a scripted ring, and its page in a browser."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from tests.browser import Page, open_page
@@ -12,7 +12,7 @@ TIMEOUT_S = 90.0
 
 def in_browser(
     chromium: str,
-    ring: ScriptedRing,
+    rings: ScriptedRing | Mapping[str, ScriptedRing],
     test: Callable[[Page], Awaitable[None]],
     *,
     at: str = "/",
@@ -28,7 +28,7 @@ def in_browser(
 
     async def run() -> None:
         async with (
-            gateway_before(ring, **flags) as (url, _),
+            gateway_before(rings, **flags) as (url, _),
             open_page(chromium, f"{url}{at}", width) as page,
         ):
             await test(page)

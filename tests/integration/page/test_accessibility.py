@@ -55,6 +55,16 @@ def test_a_conversation_with_its_settings(chromium: str) -> None:
     in_browser(chromium, ScriptedRing(MARKDOWN), test)
 
 
+def test_the_choice_of_a_model(chromium: str) -> None:
+    async def test(page: Page) -> None:
+        for view in ("chat", "live", "what-if"):
+            await page.evaluate(f"location.hash = '#/{view}'")
+            await page.until(f"document.querySelector('.view-{view} select[aria-label=Model]')")
+            await check_appearances(page, f"models at {view}")
+
+    in_browser(chromium, {"a": MeasuredRing(), "org/b": MeasuredRing()}, test)
+
+
 def test_an_answer_that_runs(chromium: str) -> None:
     async def test(page: Page) -> None:
         await ask(page, "Hello")

@@ -77,6 +77,14 @@ def test_tab_reaches_the_chat(chromium: str) -> None:
     in_browser(chromium, ScriptedRing(["an answer\n\n```\ncode\n```\n"]), test)
 
 
+def test_tab_reaches_the_choice_of_a_model(chromium: str) -> None:
+    async def test(page: Page) -> None:
+        await page.until("document.querySelector('.chat-head select')")
+        await check_tabs(page)
+
+    in_browser(chromium, {"a": ScriptedRing(["x"]), "b": ScriptedRing(["x"])}, test)
+
+
 def test_tab_reaches_the_live_view(chromium: str) -> None:
     async def test(page: Page) -> None:
         await until_live(page)

@@ -4,7 +4,9 @@ import "./chat.css";
 import "./markdown.css";
 import { signal } from "@preact/signals";
 import { useEffect, useLayoutEffect, useMemo, useState } from "preact/hooks";
+import { loadModels, models, textModels } from "../../api/models.js";
 import { IconButton } from "../../shell/icon_button.jsx";
+import { ModelChoice } from "../../shell/model_choice.jsx";
 import { currentRoute, replace, route } from "../../shell/router.js";
 import { stored } from "../../shell/stored.js";
 import { preactView } from "../preact_view.jsx";
@@ -23,7 +25,6 @@ import { Welcome } from "./welcome.jsx";
 
 /** Settings of the last conversation, with which a new one begins. */
 const lastSettings = stored("quadriga.chat.settings", DEFAULTS);
-const models = signal([]);
 const ranges = signal({});
 
 function Chat({ path, page }) {
@@ -51,7 +52,7 @@ function Chat({ path, page }) {
     if (conversation.messages.size) save(conversation);
   }), [conversation]);
 
-  const actions = useMemo(() => new Actions(conversation, page.server, hasChat), [conversation]);
+  const actions = useMemo(() => new Actions(conversation, page.server, modelOf), [conversation]);
   const isEmpty = !conversation.shownPath().length;
   const isBusy = [...running.value.values()].some((one) => one.conversation === conversation);
 
@@ -102,20 +103,20 @@ function Chat({ path, page }) {
         <header class="chat-head">
           <span class="narrow-only"><IconButton icon={ICONS.list} label="Conversations" size={20} onClick={() => setPanel("list")} /></span>
           <h1>{conversation.title.value || "New chat"}</h1>
-          <ModelName id={conversation.settings.value.model || models.value[0]?.id || ""} />
+          <ModelOfChat settings={conversation.settings} />
           <IconButton icon={ICONS.settings} label="Settings" size={20} pressed={panel === "settings"} onClick={() => setPanel(panel === "settings" ? "" : "settings")} />
         </header>
         {!isEmpty
           ? <Thread conversation={conversation} actions={actions} onError={setError} />
           : isReady
-            ? <Welcome model={models.value[0]} onPick={send} />
+            ? <Welcome model={modelOf(conversation.settings.value)} onPick={send} />
             : <div class="opening" aria-busy="true" />}
         {problem && <ErrorBar error={problem.error} onClose={() => setError(null)} />}
         <Composer isBusy={isBusy} isReady={() => isAt(currentRoute().path[0], conversation)} onSend={send} onStop={() => actions.stop()} />
       </section>
       {panel === "settings" && isReady && (
         <aside class="settings-panel" aria-label="Settings">
-          <SettingsPanel settings={conversation.settings} models={models.value} ranges={ranges.value} onClose={close} />
+          <SettingsPanel settings={conversation.settings} models={textModels()} ranges={ranges.value} onClose={close} />
         </aside>
       )}
       {panel && <div class="veil" onClick={close} />}
@@ -123,8 +124,20 @@ function Chat({ path, page }) {
   );
 }
 
-function ModelName({ id }) {
+/** The model that answers: its name, or the choice of one of several. */
+function ModelOfChat({ settings }) {
+  const list = textModels();
+  if (list.length > 1) {
+    const choose = (model) => (settings.value = { ...settings.peek(), model });
+    return <ModelChoice value={settings.value.model} list={list} onChange={choose} />;
+  }
+  const id = settings.value.model || list[0]?.id || "";
   return <span class="model" title={`Model: ${id}`}>{shortName(id)}</span>;
+}
+
+/** Return the model that answers; undefined for one that the server does not list. */
+function modelOf({ model }) {
+  return model ? models.value.find((one) => one.id === model) : textModels()[0];
 }
 
 /** Whether a conversation is the one of an address; an address without an id is an empty one's. */
@@ -141,14 +154,9 @@ function onChange(one, act) {
   });
 }
 
-/** Whether the model answers chats; a model without a chat template continues texts. */
-function hasChat() {
-  return models.value[0]?.capabilities?.chat ?? true;
-}
-
 async function loadServer(server, onError) {
   try {
-    models.value = (await server.get("v1/models")).data;
+    await loadModels(server);
     const document = await server.get("openapi.json");
     ranges.value = rangesOf(document.components.schemas.ChatRequest.properties);
   } catch (error) {

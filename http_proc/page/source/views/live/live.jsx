@@ -3,6 +3,8 @@
 import "./live.css";
 import { signal } from "@preact/signals";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { loadModels, modelQuery } from "../../api/models.js";
+import { ModelChoice } from "../../shell/model_choice.jsx";
 import { preactView } from "../preact_view.jsx";
 import { palette } from "./canvas.js";
 import { Charts } from "./charts.jsx";
@@ -13,12 +15,12 @@ import { Picture } from "./picture.js";
 const DRAW_INTERVAL_MS = 100;
 const RETRY_MS = 1000;
 
-/** Read a replica's feed until it is left. `state`: a signal, with what the user must know. */
-async function watch(server, replica, picture, state, changed, signal) {
+/** Read the feed of a model's replica until it is left. `state`: a signal, with what the user must know. */
+async function watch(server, replica, model, picture, state, changed, signal) {
   while (!signal.aborted) {
     try {
       state.value = { text: "connecting", isBad: false };
-      await server.events(`v1/live?replica=${replica}`, {
+      await server.events(`v1/live?replica=${replica}${modelQuery(model, "&")}`, {
         signal,
         onEvent(event) {
           if (event.event === "error") {
@@ -34,7 +36,7 @@ async function watch(server, replica, picture, state, changed, signal) {
     } catch (error) {
       if (error.name === "AbortError") return;
       state.value = { text: error.message, isBad: true };
-      if ([400, 401, 403].includes(error.status)) return;
+      if ([400, 401, 403, 404].includes(error.status)) return;
     }
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
     picture.current = new Picture(); // what was known is old
@@ -43,6 +45,7 @@ async function watch(server, replica, picture, state, changed, signal) {
 
 function Live({ path, page }) {
   const replica = Number(path[0] ?? 0) || 0;
+  const model = path[1] ?? "";
   const picture = useRef(new Picture());
   const isPaused = useRef(false);
   const [paused, setPaused] = useState(false);
@@ -60,13 +63,14 @@ function Live({ path, page }) {
     const changed = () => {
       timer ||= setTimeout(redraw, DRAW_INTERVAL_MS);
     };
-    watch(page.server, replica, picture, state, changed, leaving.signal);
+    loadModels(page.server).catch(() => {}); // the feed shows what is wrong
+    watch(page.server, replica, model, picture, state, changed, leaving.signal);
     return () => {
       leaving.abort();
       clearTimeout(timer);
       picture.current = new Picture();
     };
-  }, [replica]);
+  }, [replica, model]);
 
   function pause() {
     isPaused.current = !isPaused.current;
@@ -79,7 +83,8 @@ function Live({ path, page }) {
     <div class="live">
       <header class="live-head">
         <h1>Live</h1>
-        <ReplicaChoice picture={picture.current} replica={replica} page={page} tick={tick.value} />
+        <ModelChoice value={model} onChange={(name) => page.go("live", 0, name)} />
+        <ReplicaChoice picture={picture.current} replica={replica} model={model} page={page} tick={tick.value} />
         <Figures picture={picture.current} tick={tick.value} />
         <button class="button" onClick={pause} aria-pressed={paused}>{paused ? "Continue" : "Pause"}</button>
       </header>
@@ -98,11 +103,11 @@ function Live({ path, page }) {
 }
 
 /** Which replica is shown, of a server that has several. */
-function ReplicaChoice({ picture, replica, page }) {
+function ReplicaChoice({ picture, replica, model, page }) {
   const count = Math.max(picture.server?.num_replicas ?? 1, replica + 1);
   if (count === 1) return null;
   return (
-    <select aria-label="Replica" value={replica} onChange={(event) => page.go("live", event.currentTarget.value)}>
+    <select aria-label="Replica" value={replica} onChange={(event) => page.go("live", event.currentTarget.value, ...(model ? [model] : []))}>
       {Array.from({ length: count }, (_, number) => <option key={number} value={number}>replica {number}</option>)}
     </select>
   );

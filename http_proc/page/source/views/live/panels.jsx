@@ -27,7 +27,7 @@ export function Tree({ picture, colors, tick }) {
   return (
     <section class="live-panel" aria-label="KV pages">
       <h2>KV pages</h2>
-      <div class="kv-bar" role="img" aria-label={parts.map(([, name, pages]) => `${pages} ${name}`).join(", ")}>
+      <div class="kv-bar" role="img" aria-label={parts.map(([, name, pages]) => `${pages} ${name}`).join(", ") || "not known yet"}>
         {parts.map(([color, name, pages]) => (
           <i key={name} class={`swatch-${color}`} ref={(one) => one && (one.style.flexGrow = pages / total)} />
         ))}

@@ -86,7 +86,7 @@ function Row({ one, longest }) {
   const end = one.is_running ? "runs" : one.code || one.finish_reason || String(one.status ?? "the client left");
   return (
     <tr>
-      <th scope="row"><a href={address("request", one.id || one.request_id)} title={`${one.route} ${one.id}`}>{one.request_id}</a>{one.tenant && <small class="muted"> {one.tenant}</small>}</th>
+      <th scope="row"><a href={address("request", one.id || one.request_id)} title={`${one.route} ${one.id}`}>{one.request_id}</a>{one.tenant && <small class="muted"> {one.tenant}</small>}{one.model && <small class="muted"> {one.model}</small>}</th>
       <td class="number"><b>{time(one.seconds)}</b></td>
       <td><span class="recent-bar" role="img" aria-label={one.is_running ? "runs" : parts.map(([name, seconds]) => `${name} ${time(seconds ?? 0)}`).join(", ")}>
         {bars.map(([color, seconds]) => seconds > 0 && <i key={color} class={`bar-${color}`} ref={(element) => element && (element.style.width = `${(100 * seconds) / longest}%`)} />)}

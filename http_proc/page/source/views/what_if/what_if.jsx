@@ -3,6 +3,8 @@
 import "./what_if.css";
 import { signal } from "@preact/signals";
 import { useEffect, useRef } from "preact/hooks";
+import { loadModels, modelQuery } from "../../api/models.js";
+import { ModelChoice } from "../../shell/model_choice.jsx";
 import { preactView } from "../preact_view.jsx";
 import { presets } from "./presets.js";
 import { Results } from "./results.jsx";
@@ -14,6 +16,7 @@ const POLL_MS = 3000; // for requests that end meanwhile
 /** What the user has entered and seen: it stays while other views are open. */
 const lastS = signal(600);
 const variants = signal([{ flags: {} }]); // with the name of a preset as long as it is as that one
+const model = signal("");
 const load = signal(null);
 const answer = signal(null);
 const problem = signal("");
@@ -23,15 +26,20 @@ function WhatIf({ page }) {
   const leaving = useRef(null);
   useEffect(() => {
     leaving.current = new AbortController();
+    loadModels(page.server).catch(() => {}); // the load shows what is wrong
     look(page.server, leaving.current.signal);
     return () => leaving.current.abort();
-  }, []);
+  }, [model.value]);
+  function choose(name) {
+    [model.value, load.value, answer.value, problem.value] = [name, null, null, ""];
+  }
 
   const known = load.value;
   return (
     <div class="what-if">
       <header class="what-if-head">
         <h1>What if</h1>
+        <ModelChoice value={model.value} onChange={choose} />
         <label>
           <span class="muted">requests of the last</span>
           <select value={lastS.value} onChange={(event) => (lastS.value = Number(event.currentTarget.value))}>
@@ -59,11 +67,14 @@ function about(known) {
   return `${known.num_choices} answers are there, the first of ${time} ago. The scheduler itself runs in simulated time, with other flags and the same arrivals.`;
 }
 
+/** The path of the simulations of the chosen model. */
+const path = () => `v1/what_if${modelQuery(model.value)}`;
+
 /** Ask what can be simulated until there is something. */
 async function look(server, signal) {
   while (!signal.aborted) {
     try {
-      load.value = await server.get("v1/what_if", { signal });
+      load.value = await server.get(path(), { signal });
       if (load.value.num_choices) return;
     } catch (error) {
       if (signal.aborted) return;
@@ -80,8 +91,8 @@ async function simulate(server, signal) {
   const body = { last_s: lastS.value, variants: named(variants.value) };
   try {
     const changes = Object.fromEntries(body.variants.map(({ name, flags }) => [name, flagsText(flags)]));
-    answer.value = { answer: await server.post("v1/what_if", body, { signal }), changes };
-    load.value = await server.get("v1/what_if", { signal });
+    answer.value = { answer: await server.post(path(), body, { signal }), changes };
+    load.value = await server.get(path(), { signal });
   } catch (error) {
     if (!signal.aborted) problem.value = error.message;
   }

@@ -2,14 +2,20 @@
 
 import { generate, newBatch, stopAll } from "./generation.js";
 import { completionBody, requestBody } from "./settings.js";
+import { nameOfDefault } from "../../../api/models.js";
 import { save } from "./store.js";
 
-/** Actions on a conversation. `server`: calls of the API. `hasChat()`: the model has a template. */
+/** Actions on a conversation. `server`: calls of the API. `modelOf(settings)`: what answers. */
 export class Actions {
-  constructor(conversation, server, hasChat) {
+  constructor(conversation, server, modelOf) {
     this.conversation = conversation;
     this.server = server;
-    this.hasChat = hasChat;
+    this.modelOf = modelOf;
+  }
+
+  /** Whether the model answers chats; a model without a chat template continues texts. */
+  hasChat() {
+    return this.modelOf(this.conversation.settings.value)?.capabilities?.chat ?? true;
   }
 
   /** Send a message after the last one that is shown, or after `parent`. Throws InvalidValue. */
@@ -86,7 +92,8 @@ export class Actions {
 
   /** Return path and body of a request. */
   request(messages, numAnswers = 1) {
-    const settings = this.conversation.settings.value;
+    const chosen = this.conversation.settings.value;
+    const settings = { ...chosen, model: chosen.model || nameOfDefault() };
     return this.hasChat()
       ? { path: "v1/chat/completions", body: requestBody(settings, messages, numAnswers) }
       : { path: "v1/completions", body: completionBody(settings, messages, numAnswers) };
