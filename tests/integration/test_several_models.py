@@ -8,7 +8,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,11 @@ class TwoModels:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             return json.load(error)
+
+    def get(self, path: str) -> Any:
+        """Return the JSON of an address of the gateway."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}{path}", timeout=30) as answer:
+            return json.load(answer)
 
 
 def generate_forever(client: Client) -> None:
@@ -154,3 +159,32 @@ def test_a_model_whose_process_dies_too_often_is_lost_alone(
         assert all(server.pid_of(f"{program}@second") == 0 for program in RING)
         os.kill(server.pid_of("worker_proc@first"), signal.SIGKILL)
         assert server.process.wait(20) != 0
+
+
+def kill_and_wait(server: Server, name: str) -> None:
+    """Kill a process, and wait until it is gone."""
+    pid = server.pid_of(name)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: server.pid_of(name) != pid, 20)
+
+
+def test_a_gateway_that_is_restarted_knows_that_a_model_is_lost(
+    llama_dir: Path, gpt2_dir: Path
+) -> None:
+    with two_models(llama_dir, gpt2_dir, "--max-restarts", "1") as served:
+        with served.client("second") as second:
+            kill_and_wait(served.server, "worker_proc@second")
+            second.generate(PROMPT, GREEDY)  # the new worker serves
+            kill_and_wait(served.server, "worker_proc@second")
+        wait_until(lambda: "error" in served.complete(model="second"), 20)
+        kill_and_wait(served.server, "http_proc")
+
+        def answers() -> bool:
+            with suppress(OSError):
+                return "choices" in served.complete(model="first")
+            return False
+
+        wait_until(answers, 20)
+        assert "worker_proc@second died" in served.complete(model="second")["error"]["message"]
+        assert served.get("/readyz") == {"status": "ready"}
+        assert [model["id"] for model in served.get("/v1/models")["data"]] == ["first"]
