@@ -78,14 +78,14 @@ class Pooling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
 
 
 def filled_pooling(
-    pooling: Pooling, server_method: str, hidden_size: int, vocab_size: int
+    pooling: Pooling, server_method: str, vector_size: int, vocab_size: int
 ) -> Pooling:
     """Return a pooling with its method filled in.
 
     Args:
         pooling: as a client has sent it.
         server_method: the server's --pooling; "": it gives no vectors.
-        hidden_size: number of elements of a vector.
+        vector_size: number of elements of a vector.
         vocab_size: number of the model's ids.
 
     Raises:
@@ -111,10 +111,10 @@ def filled_pooling(
         raise InvalidRequest(
             f"pooling is {method!r}: it must be one of {', '.join(POOLINGS)}", "pooling"
         )
-    if pooling.dimensions is not None and not 1 <= pooling.dimensions <= hidden_size:
+    if pooling.dimensions is not None and not 1 <= pooling.dimensions <= vector_size:
         raise InvalidRequest(
-            f"dimensions is {pooling.dimensions}: vectors of this model have {hidden_size}"
-            f" elements; ask for 1 to {hidden_size}, or leave it out",
+            f"dimensions is {pooling.dimensions}: vectors of this model have {vector_size}"
+            f" elements; ask for 1 to {vector_size}, or leave it out",
             "dimensions",
         )
     if pooling.max_tokens is not None and pooling.max_tokens < 1:

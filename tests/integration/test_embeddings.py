@@ -15,8 +15,9 @@ from quadriga import AsyncClient, Client, SamplingParams, TextEmbedding
 from quadriga.errors import InvalidRequest
 from quadriga.sampling.pooling import MEAN, Pooling
 from tests.server import running_server
-from tests.tiny_encoders import CONTEXT_LENGTH, tiny_bert
+from tests.tiny_encoders import CONTEXT_LENGTH, tiny_bert, tiny_embedding_gemma
 from tests.tiny_models import SENTENCES, tiny_llama
+from tests.tiny_modules import write_json, write_modules
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -99,3 +100,22 @@ def test_a_decoder_chats_and_embeds_at_one_time(tmp_path: Path) -> None:
             assert [each.vector for each in embedded] == [each.vector for each in first] * 5
 
         asyncio.run(both())
+
+
+def test_a_bidirectional_gemma_with_dense_modules_is_an_encoder(tmp_path: Path) -> None:
+    directory = tiny_embedding_gemma(tmp_path / "model")
+    write_modules(directory, [{"in_features": 48, "out_features": 100, "bias": False}])
+    query = "task: search result | query: "
+    write_json(directory / "config_sentence_transformers.json", {"prompts": {"query": query}})
+    flags = ("--model", str(directory), *FLAGS)
+    with running_server(tmp_path / "log", *flags) as server, Client(server.endpoint) as client:
+        embeddings = client.embed(TEXTS)
+        alone = [client.embed(text).vector for text in TEXTS[:8]]
+        assert alone == [each.vector for each in embeddings[:8]]
+        assert {len(each.vector) for each in embeddings} == {100}
+        asked = client.embed("a", Pooling(prompt_name="query", dimensions=64))
+        assert asked.vector == client.embed(query + "a", Pooling(dimensions=64)).vector
+        with pytest.raises(InvalidRequest, match="vectors of this model have 100 elements"):
+            client.embed("a", Pooling(dimensions=101))
+        with pytest.raises(InvalidRequest, match="the model is an encoder"):
+            client.generate("Hello")

@@ -393,7 +393,7 @@ class Preparer:
                 whole=model.is_encoder,
             )
         method = args.pooling or model.pooling
-        pooling = filled_pooling(asked, method, model.hidden_size, model.vocab_size)
+        pooling = filled_pooling(asked, method, model.vector_size, model.vocab_size)
         return msgspec.structs.replace(pooling, num_first=0, whole=model.is_encoder)
 
     def _ready(self, message: Generate, ids: "array[int]", params: SamplingParams) -> Generate:

@@ -153,6 +153,8 @@ class Op(ctypes.Structure):
         ("rotated", ctypes.c_int64),
         ("window", ctypes.c_int64),
         ("sinks", ctypes.c_void_p),
+        ("position_bias", ctypes.c_void_p),
+        ("bias_stride", ctypes.c_int64),
         ("experts", ctypes.c_void_p),
         ("expert_count", ctypes.c_int64),
         ("num_chosen", ctypes.c_int64),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import torch.nn.functional as F
 from torch import Tensor
 
 from quadriga.errors import ModelError
@@ -21,6 +22,7 @@ from worker_proc.models.layers import (
     RMSNorm,
 )
 from worker_proc.models.ops import Ops
+from worker_proc.models.position_bias import PositionBias
 
 # In the order of program.h.
 ACTIVATIONS = (
@@ -60,6 +62,7 @@ class Recorder(Ops[Buffer]):
         self.second_type: int | None = None
         self._shape = shape
         self._weights = weights
+        self._position_biases: dict[PositionBias, int] = {}  # addresses
 
     def embed(
         self,
@@ -162,7 +165,19 @@ class Recorder(Ops[Buffer]):
             op = self.ops[-1]
             op.window, op.softcap = attention.window or 0, attention.softcap or 0.0
             op.sinks = sinks
+            if attention.position_bias is not None:
+                op.position_bias, op.bias_stride = self._position_bias(attention.position_bias)
         return Buffer.ATTENDED
+
+    def _position_bias(self, bias: PositionBias) -> tuple[int, int]:
+        """Return the address of the first head's bias of distance 0, and the heads' stride.
+
+        The kernels read whole vectors, and so up to 15 columns more than there are.
+        """
+        if bias not in self._position_biases:
+            self._position_biases[bias] = self._weights.keep_floats(F.pad(bias.values, (0, LANES)))
+        first = self._position_biases[bias] + bias.own_column * bias.values.itemsize
+        return first, bias.values.shape[1] + LANES
 
     def logits(
         self,

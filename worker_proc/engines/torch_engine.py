@@ -102,7 +102,10 @@ def attend_fused(mask: Tensor | None, scale: float, q: Tensor, k: Tensor, v: Ten
 def attend_in_blocks(
     mask: Tensor | None, attention: Attention, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
-    """Attend as `attend_materialised` does, to a block of queries at a time."""
+    """Attend as `attend_materialised` does, to a block of queries at a time.
+
+    Biases by distance are added here.
+    """
     rows, queries, heads, _ = q.shape
     kv_heads, keys = k.shape[1:3]
     if mask is None:
@@ -113,6 +116,9 @@ def attend_in_blocks(
     for start in range(0, queries, size):
         block = slice(start, start + size)
         bias = score_bias(mask[:, block], heads, kv_heads, q.dtype)
+        if attention.position_bias is not None:
+            distances = attention.position_bias.between(queries, keys)[:, block]
+            bias = bias + distances_bias(distances, rows, kv_heads, q.dtype)
         parts.append(attend_materialised(bias, attention, q[:, block], k, v))
     return torch.cat(parts, 1)
 
@@ -124,6 +130,12 @@ def score_bias(mask: Tensor, heads: int, kv_heads: int, dtype: torch.dtype) -> T
     bias.masked_fill_(~mask, float("-inf"))
     bias = bias.view(count, 1, 1, queries, keys).expand(-1, kv_heads, heads // kv_heads, -1, -1)
     return bias.reshape(count * kv_heads, -1, keys)
+
+
+def distances_bias(biases: Tensor, rows: int, kv_heads: int, dtype: torch.dtype) -> Tensor:
+    """Return biases `[heads, queries, keys]` of every row in the form of `score_bias`."""
+    one_row = biases.to(dtype).view(kv_heads, -1, biases.shape[2])
+    return one_row.repeat(rows, 1, 1)
 
 
 # Attention over pages in plain torch, on every device: the reference of the other engines' tests.
@@ -313,13 +325,15 @@ class TorchAttention:
             places = (first_tokens[start:stop] - first_tokens[start])[:, None] + np.arange(queries)
             spread = send(np.where(inside, places, 0).ravel(), self.device)
         limits = (num_computed - first_keys)[:, None] + np.arange(queries)
-        if self.shape.bidirectional:
-            limits = np.broadcast_to((num_tokens - 1)[:, None], limits.shape).copy()
-        last = send(limits, self.device).unsqueeze(-1)
+        own = send(limits, self.device).unsqueeze(-1)
         key = torch.arange(keys, device=self.device)
-        mask = key <= last
+        if self.shape.bidirectional:
+            mask = (key < send(num_tokens, self.device).view(-1, 1, 1)).expand(-1, queries, -1)
+            mask = mask if window is None else mask & (key < own + window)
+        else:
+            mask = key <= own
         if window is not None:
-            mask &= key > last - window
+            mask = mask & (key > own - window)
         materialised = count * self.shape.heads * queries * keys <= MAX_SCORES
         is_causal = not has_past and (window is None or window >= queries)
         is_causal &= not self.shape.bidirectional
@@ -373,6 +387,7 @@ class TorchStepAttention:
         self._places = places
         self._largest: list[Tensor] = []  # of each layer: [tokens] the largest key or value
         self._groups: dict[int | None, list[_Group]] = {}
+        self._biases: dict[tuple[int, int | None], Tensor] = {}  # first token and window of a group
 
     def attend(self, layer: int, q: Tensor, kv: Tensor, attention: Attention) -> Tensor:
         """Write all the step's keys and values of a layer into the pages, then attend.
@@ -415,14 +430,29 @@ class TorchStepAttention:
             if group.beyond is not None:
                 fresh.flatten(0, 1).index_fill_(0, group.beyond, 0)
             k, v = fresh.permute(2, 0, 3, 1, 4)
+        no_extras = attention.softcap is None and attention.sinks is None
         if group.bias is not None:
-            out = attend_materialised(group.bias, attention, q, k, v)
-        elif attention.softcap is None and attention.sinks is None:
+            out = attend_materialised(self._bias(group, attention), attention, q, k, v)
+        elif no_extras and attention.position_bias is None:
             out = attend_fused(group.mask, attention.scale, q, k, v)
         else:
             out = attend_in_blocks(group.mask, attention, q, k, v)
         out = out.reshape(group.rows * group.queries, shape.heads * shape.head_dim)
         return out if group.collect is None else out.index_select(0, group.collect)
+
+    def _bias(self, group: _Group, attention: Attention) -> Tensor:
+        """Return the mask of a group with the biases by distance, computed once for all layers."""
+        assert group.bias is not None
+        position_bias, shape = attention.position_bias, self._pool.shape
+        if position_bias is None:
+            return group.bias
+        key = (group.first, attention.window)
+        if (bias := self._biases.get(key)) is None:
+            distances = position_bias.between(group.queries, group.keys)
+            dtype = group.bias.dtype
+            bias = group.bias + distances_bias(distances, group.rows, shape.kv_heads, dtype)
+            self._biases[key] = bias
+        return bias
 
 
 def _pad(group: _Group, values: Tensor) -> Tensor:

@@ -175,7 +175,12 @@ class Model(nn.Module):
 
     @property
     def window(self) -> int:
-        """Tokens that every layer's attention is limited to; 0 if a layer sees all."""
+        """Tokens that every layer's attention is limited to; 0 if a layer sees all.
+
+        A bidirectional model reads a text in one step, in which no page is given back.
+        """
+        if self.attention_shape.bidirectional:
+            return 0
         return common_window(m.window for m in self.modules() if isinstance(m, Attention))
 
     @abstractmethod

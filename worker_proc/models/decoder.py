@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from quadriga.errors import ConfigError, ModelError
+from quadriga.sampling.pooling import MEAN
 from quadriga.server.models.families.architectures import read_architecture
+from quadriga.server.models.families.classifier import HeadConfig
 from quadriga.server.models.families.config_values import setting
 from quadriga.server.models.families.decoder_config import DecoderConfig, RopeScaling
 from worker_proc.models.attention import AttentionShape
@@ -31,6 +33,7 @@ from worker_proc.models.layers import (
     parameter,
 )
 from worker_proc.models.ops import Ops, Value
+from worker_proc.models.position_bias import PositionBias
 from worker_proc.models.quantized_weights import StackedRows
 
 # Rotary frequencies of the scaling types of Hugging Face's `rope_parameters`.
@@ -165,10 +168,10 @@ class Decoder(Model):
 
     def __init__(self, whole: DecoderConfig, tp_size: int = 1) -> None:
         super().__init__()
-        if tp_size > 1 and (whole.sinks or whole.qk_norm == "whole"):
+        if tp_size > 1 and (whole.sinks or whole.qk_norm == "whole" or whole.num_bias_buckets):
             raise ConfigError(
-                f"tp is {tp_size}, but attention sinks and norms over all heads are not split:"
-                " leave --tp out"
+                f"tp is {tp_size}, but attention sinks, biases of scores and norms over all heads"
+                " are not split: leave --tp out"
             )
         self.config = config = whole.of_rank(tp_size)
         self.vocab_size = config.vocab_size
@@ -199,16 +202,18 @@ class Decoder(Model):
         # What a token of the second type has more than one of the first; None: there is one type.
         self.second_type: Tensor | None = None
         self.embedding_norm = _norm(config) if config.embedding_norm else None
+        self.attention_bias = (
+            parameter(config.num_bias_buckets, config.num_heads)
+            if config.num_bias_buckets
+            else None
+        )
         self.final_norm = None if config.norm_places == "residual" else _norm(config)
         self.lm_head = (
             None
             if config.tie_word_embeddings or not self.has_head
             else Linear(hidden_size, config.vocab_size, config.head_bias)
         )
-        head = config.classifier
-        self.classifier = (
-            None if head is None else ClassifierHead(hidden_size, head.num_labels, head.activation)
-        )
+        self.classifier = None if config.classifier is None else _head(config, config.classifier)
 
     def forward(self, ops: Ops[Value]) -> Value:
         x = ops.embed(
@@ -233,10 +238,16 @@ class Decoder(Model):
             if len(types) > 1:
                 self.second_type = types[1].float() - types[0].float()
             (self.position_embedding or self.embedding).weight += types[0]
+        for norm in self.modules():
+            if isinstance(norm, LayerNorm) and not norm.has_bias:
+                norm.bias.zero_()
+        bias = self.attention_bias
+        position_bias = None if bias is None else PositionBias(bias, context_length)
         ropes: dict[int, Rope] = {}
         for block, scaling in zip(self._blocks(), self.config.ropes, strict=True):
             if (block.attention.window or 0) >= context_length:
                 block.attention.window = None
+            block.attention.position_bias = position_bias
             if scaling is None:
                 continue
             if id(scaling) not in ropes:
@@ -257,17 +268,15 @@ class Decoder(Model):
             tensors[f"{name('token_types')}.weight"] = self.token_types.weight
         if self.embedding_norm is not None:
             tensors |= _of_norm(name("embedding_norm"), self.embedding_norm)
+        if self.attention_bias is not None:
+            tensors[f"{name('attention_bias')}.weight"] = self.attention_bias
         if self.final_norm is not None:
             tensors |= _of_norm(name("final_norm"), self.final_norm)
         if self.lm_head is not None:
             tensors |= _of_linear(name("head"), self.lm_head)
         if self.classifier is not None:
-            head = self.config.classifier
-            assert head is not None
-            tensors[f"{head.dense}.weight"] = self.classifier.dense_weight
-            tensors[f"{head.dense}.bias"] = self.classifier.dense_bias
-            tensors[f"{head.out}.weight"] = self.classifier.out_weight
-            tensors[f"{head.out}.bias"] = self.classifier.out_bias
+            assert self.config.classifier is not None
+            tensors |= _of_head(self.config.classifier, self.classifier)
         for layer, block in enumerate(self._blocks()):
             for part, tensor in block.checkpoint_tensors().items():
                 tensors[f"{name('layers')}.{layer}.{part}"] = tensor
@@ -292,7 +301,7 @@ class DecoderBlock(nn.Module):
         )
         hidden_size, dim = config.hidden_size, config.head_dim
         self.q_size, self.kv_size = config.num_heads * dim, config.num_kv_heads * dim
-        self.attention_norm = _norm(config) if before else None
+        self.attention_norm = _norm(config) if before and (layer or config.first_norm) else None
         self.qkv_proj = Linear(
             hidden_size, self.q_size + 2 * self.kv_size, config.qkv_bias, Parallel.COLUMN
         )
@@ -412,12 +421,34 @@ class MLP(nn.Module):
 
 def _norm(config: DecoderConfig) -> LayerNorm | RMSNorm:
     if config.norm == "layer":
-        return LayerNorm(config.hidden_size, config.norm_eps)
+        return LayerNorm(config.hidden_size, config.norm_eps, config.norm_bias)
     return _rms_norm(config)
 
 
 def _rms_norm(config: DecoderConfig) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)
+
+
+def _head(config: DecoderConfig, head: HeadConfig) -> ClassifierHead:
+    return ClassifierHead(
+        config.hidden_size,
+        head.num_labels,
+        head.activation,
+        head.dense_bias,
+        LayerNorm(config.hidden_size, config.norm_eps, config.norm_bias) if head.norm else None,
+        head.pooling == MEAN,
+    )
+
+
+def _of_head(names: HeadConfig, head: ClassifierHead) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {
+        f"{names.dense}.weight": head.dense_weight,
+        f"{names.out}.weight": head.out_weight,
+        f"{names.out}.bias": head.out_bias,
+    }
+    if head.dense_bias is not None:
+        tensors[f"{names.dense}.bias"] = head.dense_bias
+    return tensors if head.norm is None else tensors | _of_norm(names.norm, head.norm)
 
 
 def _rope(scaling: RopeScaling, context_length: int, device: torch.device) -> Rope:
@@ -454,7 +485,7 @@ def _of_experts(config: DecoderConfig, experts: Experts) -> dict[str, Tensor]:
 
 def _of_norm(name: str, norm: LayerNorm | RMSNorm) -> dict[str, Tensor]:
     tensors = {f"{name}.weight": norm.weight}
-    if isinstance(norm, LayerNorm):
+    if isinstance(norm, LayerNorm) and norm.has_bias:
         tensors[f"{name}.bias"] = norm.bias
     return tensors
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from worker_proc.models.position_bias import PositionBias
 from worker_proc.models.quantized_weights import CodedRows, PackedRows
 
 
@@ -73,23 +74,35 @@ class Linear(nn.Module):
 
 
 class ClassifierHead(nn.Module):
-    """Scores of a text: a layer with an activation over one hidden state, then a projection.
+    """Scores of a text: a layer with an activation over a hidden state, then a projection.
 
     It is no `Linear`, so that its few weights keep their precision where others are quantized.
 
     Attributes:
-        dense_weight, dense_bias: [hidden_size, hidden_size], [hidden_size].
+        dense_weight, dense_bias: [hidden_size, hidden_size], [hidden_size]; None: no bias.
+        norm: of what the activation returns, or None.
         out_weight, out_bias: [labels, hidden_size], [labels].
-        activation: of the layer, "tanh" or "relu".
+        activation: of the layer, "tanh", "relu" or "gelu".
+        reads_all: it reads the mean of all hidden states, instead of the first one.
     """
 
-    def __init__(self, hidden_size: int, num_labels: int, activation: str) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        num_labels: int,
+        activation: str,
+        dense_bias: bool = True,
+        norm: "LayerNorm | None" = None,
+        reads_all: bool = False,
+    ) -> None:
         super().__init__()
         self.dense_weight = parameter(hidden_size, hidden_size)
-        self.dense_bias = parameter(hidden_size)
+        self.dense_bias: Tensor | None = parameter(hidden_size) if dense_bias else None
+        self.norm = norm
         self.out_weight = parameter(num_labels, hidden_size)
         self.out_bias = parameter(num_labels)
         self.activation = activation
+        self.reads_all = reads_all
 
 
 class Embedding(nn.Module):
@@ -109,13 +122,18 @@ class Embedding(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(variance + epsilon) * weight + bias over the last dimension."""
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias over the last dimension.
 
-    def __init__(self, hidden_size: int, epsilon: float) -> None:
+    Attributes:
+        has_bias: the checkpoint has biases; else they are zeros, which `finish_loading` writes.
+    """
+
+    def __init__(self, hidden_size: int, epsilon: float, has_bias: bool = True) -> None:
         super().__init__()
         self.weight: Tensor = parameter(hidden_size)
         self.bias: Tensor = parameter(hidden_size)
         self.epsilon = epsilon
+        self.has_bias = has_bias
 
 
 class RMSNorm(nn.Module):
@@ -185,9 +203,11 @@ class Attention(nn.Module):
         scale: factor of the scores.
         norms: norms of queries and keys before they are rotated, or None.
         softcap: scores become `softcap * tanh(score / softcap)`, unless None.
-        window: a token sees itself and the `window - 1` tokens before it; None: all before it.
+        window: a token sees itself and the `window - 1` tokens before it, and of a model that is
+            bidirectional those after it, too; None: all.
         sinks: [num_heads] scores that take part in each head's softmax without a value, or None.
         rope: rotary positions, which a model sets in `finish_loading`; None: nothing is rotated.
+        position_bias: likewise, biases of the scores by distance; only of bidirectional models.
     """
 
     def __init__(
@@ -205,6 +225,7 @@ class Attention(nn.Module):
         self.window = window
         self.sinks: Tensor | None = sinks
         self.rope: Rope | None = None
+        self.position_bias: PositionBias | None = None
 
 
 class ExpertProduct(Protocol):

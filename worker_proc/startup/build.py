@@ -57,6 +57,7 @@ from worker_proc.engines.transformers_loading import (
     read_config,
 )
 from worker_proc.loading.checkpoints import safetensors_files, seeded_generator
+from worker_proc.loading.dense_modules import load_dense_modules
 from worker_proc.loading.loader import load_model
 from worker_proc.loading.sharding import WHOLE, TPRank
 from worker_proc.models.base import Model
@@ -425,6 +426,7 @@ def make_runner(
     on_phase("load weights")
     ranks = None if meeting is None else _join(part, meeting, device)
     model = _load(config, files, impl, dtype, device, part, ranks, has_draft, on_phase)
+    dense = load_dense_modules(files, device)
     num_slots, context_length = config.scheduler.max_running_requests, files.context_length
 
     def with_pages(num_pages: int) -> Runner:
@@ -433,6 +435,7 @@ def make_runner(
         engine = make_engine(
             args, model, num_pages, dtype, device, max_decode_rows, ranks, has_draft, drafts
         )
+        engine.dense = dense
         table = SlotTable(
             num_slots, context_length, num_pages, args.page_size, device, files.vocab_size
         )

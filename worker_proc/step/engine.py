@@ -146,6 +146,7 @@ class Engine(ABC):
         output_norm: of hidden states before the head; None: `forward` returns normalized ones.
         has_head: tokens can be sampled; else every row has a vector.
         classifier: the head that scores texts; None: there is none.
+        dense: functions of a pooled vector, which follow one another before it is normalized.
         draft: the same model over the same KV pages, with weights of fewer bits, which drafts
             tokens; None: there is none.
     """
@@ -164,6 +165,7 @@ class Engine(ABC):
     output_norm: OutputNorm | None = None
     has_head = True
     classifier: Classifier | None = None
+    dense: Sequence[Callable[[Tensor], Tensor]] = ()
     draft: "Engine | None" = None
 
     @property
@@ -192,7 +194,7 @@ class Engine(ABC):
         spans, pooled = prompt_spans(inputs), pooled_rows(inputs)
         if spans or pooled:
             hidden = self.forward(inputs)
-            heads = VectorHeads(self.output_norm, self.classifier, self.logits)
+            heads = VectorHeads(self.output_norm, self.classifier, self.dense, self.logits)
             vectors = begin_vectors(pooled, hidden, heads, table.copier)
             prompt_pieces = prompt_logprobs(spans, hidden, self.logits, table.copier)
             sampled = self.sample_rows(inputs, inputs.of_samples(hidden))

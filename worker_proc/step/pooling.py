@@ -66,13 +66,24 @@ class Classifier:
         return None if model.classifier is None else cls(model.classifier)
 
     def __init__(self, head: ClassifierHead) -> None:
-        self._dense = head.dense_weight.float().clone(), head.dense_bias.float().clone()
+        bias = head.dense_bias
+        bias = None if bias is None else bias.float().clone()
+        self._dense = head.dense_weight.float().clone(), bias
+        self._norm = None if head.norm is None else OutputNorm(head.norm)
         self._out = head.out_weight.float().clone(), head.out_bias.float().clone()
-        self._activation = {"tanh": torch.tanh, "relu": torch.relu}[head.activation]
+        self._activation = {"tanh": torch.tanh, "relu": torch.relu, "gelu": F.gelu}[head.activation]
+        self.reads_all = head.reads_all
 
-    def __call__(self, state: Tensor, activation: str) -> Tensor:
-        """Return the scores `[labels]` of a first token's hidden state `[hidden]`."""
-        inner = self._activation(F.linear(state[: self._dense[0].shape[1]].float(), *self._dense))
+    def __call__(self, states: Tensor, activation: str) -> Tensor:
+        """Return the scores `[labels]` of a text's hidden states `[tokens, hidden]`.
+
+        They are the first one, or all of them if the head reads their mean.
+        """
+        states = states[:, : self._dense[0].shape[1]]
+        state = states.double().mean(0).float() if self.reads_all else states[0].float()
+        inner = self._activation(F.linear(state, *self._dense))
+        if self._norm is not None:
+            inner = self._norm(inner.unsqueeze(0))[0]
         return activated(F.linear(inner, *self._out), activation)
 
 
@@ -89,11 +100,13 @@ class VectorHeads(NamedTuple):
     Attributes:
         norm: of hidden states; None: they are normalized.
         classifier: of a model with one; None: there is none.
+        dense: what follows the pooling of a vector, in its order: functions of a vector.
         logits: computes the model's logits `[rows, vocab_size]` of hidden states, not normalized.
     """
 
     norm: OutputNorm | None
     classifier: Classifier | None
+    dense: Sequence[Callable[[Tensor], Tensor]]
     logits: Callable[[Tensor], Tensor]
 
 
@@ -161,7 +174,8 @@ def begin_vectors(
         begin = row.end - 1 if row.pooling.method == LAST else row.begin
         states = hidden[begin : row.end]
         states = states.float() if heads.norm is None else heads.norm(states)
-        vectors.append(partial(_fetched, row.row, copier.begin(pooled(states, row.pooling))))
+        vector = pooled(states, row.pooling, heads.dense)
+        vectors.append(partial(_fetched, row.row, copier.begin(vector)))
     return vectors
 
 
@@ -178,11 +192,21 @@ def _scores(row: PooledRow, hidden: Tensor, heads: VectorHeads) -> Tensor:
         return activated(score.unsqueeze(0), row.pooling.activation)
     if heads.classifier is None:
         raise ValueError(f"row {row.row} asks for scores, and the model has no head")
-    return heads.classifier(hidden[row.begin], row.pooling.activation)
+    states = hidden[row.begin : row.end if heads.classifier.reads_all else row.begin + 1]
+    states = states if heads.norm is None else heads.norm(states)
+    return heads.classifier(states, row.pooling.activation)
 
 
-def pooled(states: Tensor, pooling: Pooling) -> Tensor:
-    """Return the vector `[hidden]`, or the first of its elements, of states `[tokens, hidden]`."""
+def pooled(
+    states: Tensor, pooling: Pooling, dense: Sequence[Callable[[Tensor], Tensor]] = ()
+) -> Tensor:
+    """Return the vector of states `[tokens, hidden]`, or the first of its elements.
+
+    Args:
+        states: the hidden states of a text, or of its last token.
+        pooling: what its client has asked for.
+        dense: functions of the pooled vector, in their order.
+    """
     if pooling.method == LAST:
         vector = states[-1]
     elif pooling.method == CLS:
@@ -192,6 +216,8 @@ def pooled(states: Tensor, pooling: Pooling) -> Tensor:
     else:  # Muennighoff 2022, https://arxiv.org/abs/2202.08904: later tokens count more
         places = torch.arange(1, len(states) + 1, device=states.device, dtype=torch.float64)
         vector = (places @ states.double() / places.sum()).float()
+    for module in dense:
+        vector = module(vector)
     vector = vector[: pooling.dimensions]
     if pooling.normalize:
         vector = vector / vector.norm().clamp(min=MIN_LENGTH)

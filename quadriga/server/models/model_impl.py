@@ -18,7 +18,7 @@ from typing import Any
 from quadriga.errors import ConfigError, ModelError
 from quadriga.programs import install_command
 from quadriga.server.config import engine_args, server_config
-from quadriga.server.models.families import architectures, config_values, decoder_config
+from quadriga.server.models.families import architectures, bert, config_values, decoder_config
 from quadriga.server.models.formats.directory import read_json
 from quadriga.server.models.formats.quantization import check_packed_types, read_quantization
 from quadriga.server.models.resolve import ModelFiles, resolve_model
@@ -177,6 +177,8 @@ def transformers_refusal(files: ModelFiles) -> str | None:
     model_type = str(files.config.get("model_type") or "")
     if files.config.get("is_encoder_decoder"):
         return f"{model_type} is an encoder-decoder, and only decoders are served"
+    if bert.is_encoder(files.config):
+        return f"{model_type} is an encoder, and transformers runs causal language models only"
     if _has_remote_code(files.config) and files.trust_remote_code:
         return None
     model = package.find_model(model_type)

@@ -17,6 +17,7 @@ from quadriga.sampling.pooling import EMBED, LABEL, MEAN, RANK
 from quadriga.server.config.engine_args import BUILTIN_MODEL, ModelArgs
 from quadriga.server.models.families import architectures, bert, classifier, config_values, gpt
 from quadriga.server.models.families.gpt import find_gpt2_size
+from quadriga.server.models.formats import dense_modules
 from quadriga.server.models.formats.directory import find_problem, has_code, read_config, read_json
 from quadriga.server.models.formats.gguf_config import header_files
 from quadriga.server.models.formats.gguf_reader import first_file, gguf_files
@@ -142,7 +143,10 @@ def weights_digest(weights: Path | None) -> str:
 def _weight_files(weights: Path | None) -> list[Path]:
     if weights is None:
         return []
-    return sorted(weights.glob("*.safetensors")) if weights.is_dir() else gguf_files(weights)
+    if not weights.is_dir():
+        return gguf_files(weights)
+    modules = sorted(weights.glob(f"[0-9]*/{dense_modules.WEIGHTS}"))
+    return [*sorted(weights.glob("*.safetensors")), *modules]
 
 
 def _tail(file: Path) -> bytes:
@@ -212,9 +216,15 @@ class ModelFiles:
 
     @property
     def hidden_size(self) -> int:
-        """Number of elements of a hidden state, and of a vector that is pooled of them."""
+        """Number of elements of a hidden state."""
         keys = ("hidden_size", "n_embd", "d_model", "dim")
         return int(next(self.config[key] for key in keys if self.config.get(key)))
+
+    @property
+    def vector_size(self) -> int:
+        """Number of elements of a text's vector."""
+        dense = self.sentence.dense if self.sentence is not None else ()
+        return dense[-1].out_features if dense else self.hidden_size
 
     @property
     def context_length(self) -> int:
@@ -224,7 +234,7 @@ class ModelFiles:
     @property
     def is_encoder(self) -> bool:
         """Whether the model makes vectors or scores only: each token sees the whole text."""
-        return self.config.get("model_type") in bert.ENCODERS
+        return bert.is_encoder(self.config)
 
     @property
     def only_task(self) -> str:
@@ -499,6 +509,8 @@ def _check_config(files: ModelFiles) -> None:
             f"the config.json of {files.location} has no vocab_size or no max_position_embeddings:"
             " it is not a text model's"
         ) from None
+    if files.sentence is not None and files.sentence.dense:
+        dense_modules.check_sizes(files.sentence.dense, files.hidden_size)
     if files.context_limit is not None and files.context_limit > context_length:
         raise ConfigError(
             f"--context-length is {files.context_limit}, but the context of {files.name} is"

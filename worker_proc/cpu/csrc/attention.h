@@ -117,7 +117,7 @@ struct Attend {
         for (long q = 0; q < item.count; q++) {
             Item one = item;
             one.token += q, one.position += q, one.output += q, one.count = 1;
-            if (!program.bidirectional) one.key_end = std::min(item.key_end, one.position + 1);
+            one.key_end = std::min(item.key_end, end_of_seen(one.position, item.key_end));
             attend(one, kv_head, -1, true, s);
         }
     }
@@ -143,7 +143,7 @@ struct Attend {
             score(block, p, std::min(p + width, block.count), rows, next, s);
         }
         if (!next) prefetch_half(item, after, VALUES, 0, 1);
-        softmax(item, block, rows, first, s);
+        softmax(item, kv_head, block, rows, first, s);
         for (int p = 0; p < KEY_PANELS; p += width) {
             if (!next) prefetch_half(item, after, VALUES, std::max(p, 1), p + width);
             add_values(block, p, std::min(p + width, block.count), rows, !first || p > 0, next, s);
@@ -173,6 +173,12 @@ struct Attend {
         sum_totals(rows, s.part_total, s);
         merge({s.merged_max, s.merged_total, s.merged_sums}, {s.max_score, s.part_total, s.sums},
               rows, program.padded_dim);
+    }
+
+    // Returns the end of the keys that the query at `position` sees. end: that of the row's keys.
+    long end_of_seen(long position, long end) const {
+        if (!program.bidirectional) return position + 1;
+        return op.window ? position + op.window : end;
     }
 
     const Item& item_of(long piece) const { return work.items[piece / program.kv_heads]; }
@@ -278,13 +284,14 @@ struct Attend {
     }
 
     // Turns scores into weights e^(score - running maximum), and rescales earlier sums to match.
-    void softmax(const Item& item, const KeyBlock& block, long rows, bool first,
+    void softmax(const Item& item, long kv_head, const KeyBlock& block, long rows, bool first,
                Scratch<E>& s) const {
-        long seen = program.bidirectional ? block.keys : item.position + 1 - block.key;
-        bool all_seen = seen >= block.count * LANES &&
+        long seen = end_of_seen(item.position, block.key + block.keys) - block.key;
+        bool all_seen = std::min(seen, block.keys) >= block.count * LANES &&
                         (!op.window || item.position + item.count - op.window <= block.key);
         if (program.int8_pages) scale_scores(block, rows, s);
         if (op.softcap) cap_scores(block, rows, s);
+        if (op.position_bias) add_biases(item, kv_head, block, rows, s);
         if (!all_seen) mask(item, block, rows, s);
         int plain = all_seen && !program.int8_pages ? block.count : 0;
         if (plain == KEY_PANELS)
@@ -313,13 +320,28 @@ struct Attend {
             }
     }
 
-    // Masks the keys after a query, unless it sees them, before its window, or after the last key.
+    void add_biases(const Item& item, long kv_head, const KeyBlock& block, long rows,
+                    Scratch<E>& s) const {
+        long group_size = program.heads / program.kv_heads;
+        for (long r = 0; r < rows; r++) {
+            long head = kv_head * group_size + r % group_size;
+            long distance = block.key - (item.position + r / group_size);
+            const float* biases = op.position_bias + head * op.bias_stride + distance;
+            for (int i = 0; i < block.count; i++) {
+                float* scores = s.scores + r * KEY_BLOCK + i * LANES;
+                store(scores, load<Floats>(scores) + load<Floats>(biases + i * LANES));
+            }
+        }
+    }
+
+    // Masks the keys after a query, unless it sees them, outside of its window, or after the last key.
     void mask(const Item& item, const KeyBlock& block, long rows, Scratch<E>& s) const {
         long group_size = program.heads / program.kv_heads;
         for (long r = 0; r < rows; r++) {
-            long seen = program.bidirectional ? block.keys
-                                              : item.position + r / group_size + 1 - block.key;
-            long unseen = op.window ? std::min(seen - op.window, block.count * long(LANES)) : 0;
+            long position = item.position + r / group_size;
+            long seen = end_of_seen(position, block.key + block.keys) - block.key;
+            long unseen = position + 1 - block.key - op.window;
+            unseen = op.window ? std::min(unseen, block.count * long(LANES)) : 0;
             for (long i = 0; i < unseen; i++) s.scores[r * KEY_BLOCK + i] = -INFINITY;
             for (long i = std::max(0L, std::min(seen, block.keys)); i < block.count * LANES; i++)
                 s.scores[r * KEY_BLOCK + i] = -INFINITY;

@@ -37,7 +37,7 @@ struct AttentionWork {
     std::vector<Item> items;
     std::vector<SplitRow> split;
 
-    // Work for every token of the step. window: keys that a query sees; 0: all.
+    // Work for every token of the step. window: as in Op.
     AttentionWork(const Program& program, const Step& step, long window)
         : program(program), step(step), window(window) {
         long token = 0;
@@ -72,6 +72,11 @@ struct AttentionWork {
         return window ? std::max(0L, position + 1 - window) / LANES * LANES : 0;
     }
 
+    // Returns the end of the keys that the first `count` tokens of a text of `n` see.
+    long last_key(long count, long n) const {
+        return window ? std::min(n, count - 1 + window) : n;
+    }
+
     // Adds `n` tokens of a row. rows: number of rows of the step.
     void add(long row, long token, long position, long n, long output, long rows) {
         if (n == 1 && split_context(row, token, position, output, rows)) return;
@@ -79,7 +84,7 @@ struct AttentionWork {
         long block = std::max<long>(1, QUERY_BLOCK / group_size);
         for (long q = 0; q < n; q += block) {
             long count = std::min(block, n - q);
-            long end = position + (program.bidirectional ? n : q + count);
+            long end = position + (program.bidirectional ? last_key(q + count, n) : q + count);
             items.push_back({row, token + q, position + q, count, output + q,
                              first_key(position + q), end, -1});
         }

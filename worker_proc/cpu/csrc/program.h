@@ -81,8 +81,12 @@ struct Op {
     const float* cosines;   // ROTATE_WRITE: [context][rotated / 2], or null: no rotation
     const float* sines;
     int64_t rotated;        // channels of a head that are rotated; the others follow
-    int64_t window;         // ATTEND, COMBINE: keys that a query sees, itself included; 0: all
+    int64_t window;         // ATTEND, COMBINE: keys that a query sees, itself included, or so many
+                            // on either side if the program is bidirectional; 0: all
     const float* sinks;     // ATTEND, COMBINE: [heads] scores without a value, or null
+    const float* position_bias;  // ATTEND: what is added to a score, at the key's position less the
+                                 // query's; of the first head, the others follow. Or null
+    int64_t bias_stride;    // ATTEND: from one head's biases to the next one's
     const Matrix* experts;  // products by expert: [experts], instead of `matrix`; else null
     int64_t expert_count;
     int64_t num_chosen;     // experts of a token

@@ -9,7 +9,8 @@ from typing import Any
 
 from quadriga.errors import ModelError
 from quadriga.server.models.families import classifier, config_values, decoder_config, gpt
-from quadriga.server.models.families.bert import bert, distilbert, nomic_bert, roberta
+from quadriga.server.models.families.bert import bert, distilbert, mpnet, nomic_bert, roberta
+from quadriga.server.models.families.embedding_gemma import gemma3_text
 from quadriga.server.models.families.llama import (
     ernie4_5,
     exaone4,
@@ -34,6 +35,7 @@ from quadriga.server.models.families.llama import (
     seed_oss,
     smollm3,
 )
+from quadriga.server.models.families.modernbert import modernbert
 
 INT8_SCALE_BYTES = 4
 
@@ -46,7 +48,7 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], decoder_config.DecoderConfig]] = {
     "gemma": gemma,
     "gemma2": gemma2,
     "gemma3": gemma3,
-    "gemma3_text": gemma3,
+    "gemma3_text": gemma3_text,
     "glm": glm,
     "glm4": glm4,
     "gpt2": gpt.gpt2,
@@ -59,6 +61,8 @@ CONFIGS: dict[str, Callable[[dict[str, Any]], decoder_config.DecoderConfig]] = {
     "llama": llama,
     "mistral": mistral,
     "mixtral": mixtral,
+    "modernbert": modernbert,
+    "mpnet": mpnet,
     "nomic_bert": nomic_bert,
     "olmo2": olmo2,
     "olmo3": olmo3,

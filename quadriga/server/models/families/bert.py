@@ -1,4 +1,4 @@
-"""Encoders: BERT, RoBERTa and XLM-RoBERTa, DistilBERT, NomicBERT.
+"""Encoders: BERT, RoBERTa and XLM-RoBERTa, MPNet, DistilBERT, NomicBERT.
 
 One function for each model_type. A token sees the whole text, and norms are of the residual stream
 after attention and MLP. The hidden states become vectors, or scores if there is a head.
@@ -21,9 +21,14 @@ from quadriga.server.models.families.decoder_config import (
 )
 
 # By model_type.
-ENCODERS = ("bert", "distilbert", "nomic_bert", "roberta", "xlm-roberta")
+ENCODERS = ("bert", "distilbert", "modernbert", "mpnet", "nomic_bert", "roberta", "xlm-roberta")
+# Likewise, if their config.json has `use_bidirectional_attention`.
+BIDIRECTIONAL = ("gemma3_text",)
 # Tensors of heads: of masked language models, poolers and classifiers.
-HEADS = ("cls.", "lm_head.", "classifier.", "vocab_", "pooler.", "pre_classifier.", "qa_outputs.")
+HEADS = (
+    "cls.", "lm_head.", "head.", "decoder.", "classifier.", "vocab_", "pooler.", "pre_classifier.",
+    "qa_outputs.",
+)  # fmt: skip
 EMBEDDING_NAMES = {
     "embedding": "embeddings.word_embeddings",
     "positions": "embeddings.position_embeddings",
@@ -54,6 +59,17 @@ DISTILBERT_NAMES = EMBEDDING_NAMES | {
 }
 
 
+MPNET_NAMES = BERT_NAMES | {
+    "attention_bias": "encoder.relative_attention_bias",
+    "q": "attention.attn.q",
+    "k": "attention.attn.k",
+    "v": "attention.attn.v",
+    "out": "attention.attn.o",
+    "attention_residual_norm": "attention.LayerNorm",
+}
+# Neither number is of config.json.
+MPNET_BUCKETS = 32
+MPNET_PADDING = 2  # rows of the position embeddings
 NOMIC_NAMES = EMBEDDING_NAMES | {
     "embedding_norm": "emb_ln",
     "layers": "encoder.layers",
@@ -83,7 +99,7 @@ NOMIC_THETA = 1000.0
 
 def bert(config: dict[str, Any]) -> DecoderConfig:
     """Read a BERT's config.json (Devlin et al. 2018, https://arxiv.org/abs/1810.04805)."""
-    return _encoder(config, BERT_NAMES, ("bert.", "roberta."))
+    return encoder(config, BERT_NAMES, ("bert.", "roberta."))
 
 
 def roberta(config: dict[str, Any]) -> DecoderConfig:
@@ -92,14 +108,31 @@ def roberta(config: dict[str, Any]) -> DecoderConfig:
     The first rows of the position embeddings are those of padding.
     """
     offset = num_padding_positions(config)
-    return _encoder(config, BERT_NAMES, ("roberta.",), position_offset=offset)
+    return encoder(config, BERT_NAMES, ("roberta.",), position_offset=offset)
 
 
 def num_padding_positions(config: dict[str, Any]) -> int:
     """Return how many rows of the position embeddings no token of a text has."""
+    if config.get("model_type") == "mpnet":
+        return MPNET_PADDING
     if config.get("model_type") not in ("roberta", "xlm-roberta"):
         return 0
     return int(setting(config, "pad_token_id", 1)) + 1
+
+
+def mpnet(config: dict[str, Any]) -> DecoderConfig:
+    """Read an MPNet's config.json (Song et al. 2020, https://arxiv.org/abs/2004.09297).
+
+    Scores have biases by the distance of two tokens, which all layers share.
+    """
+    require(config, "relative_attention_num_buckets", (MPNET_BUCKETS, None))
+    return encoder(
+        config | {"type_vocab_size": 0},
+        MPNET_NAMES,
+        ("mpnet.",),
+        position_offset=MPNET_PADDING,
+        num_bias_buckets=MPNET_BUCKETS,
+    )
 
 
 def distilbert(config: dict[str, Any]) -> DecoderConfig:
@@ -113,7 +146,7 @@ def distilbert(config: dict[str, Any]) -> DecoderConfig:
         "layer_norm_eps": 1e-12,
         "type_vocab_size": 0,
     }
-    return _encoder(config | sizes, DISTILBERT_NAMES, ("distilbert.",))
+    return encoder(config | sizes, DISTILBERT_NAMES, ("distilbert.",))
 
 
 def nomic_bert(config: dict[str, Any]) -> DecoderConfig:
@@ -131,7 +164,7 @@ def nomic_bert(config: dict[str, Any]) -> DecoderConfig:
     config = with_aliases(config, NOMIC_ALIASES)
     config = with_defaults(config, rope_theta=NOMIC_THETA, hidden_act="silu")
     rope = RopeScaling.from_hf(config, head_dim_of(config))
-    return _encoder(
+    return encoder(
         config,
         NOMIC_NAMES,
         ("nomic_bert.", "bert."),
@@ -144,9 +177,28 @@ def nomic_bert(config: dict[str, Any]) -> DecoderConfig:
     )
 
 
-def _encoder(
+def is_encoder(config: dict[str, Any]) -> bool:
+    """Return whether each token of a config.json's model sees the whole text."""
+    model_type = config.get("model_type")
+    return model_type in ENCODERS or (
+        model_type in BIDIRECTIONAL and bool(config.get("use_bidirectional_attention"))
+    )
+
+
+def encoder(
     config: dict[str, Any], names: dict[str, str], removed: tuple[str, ...], **given: Any
 ) -> DecoderConfig:
+    """Read what most encoders' config.json name alike.
+
+    Args:
+        config: config.json.
+        names: of tensors.
+        removed: starts of the names of tensors that a model with a head adds.
+        given: fields that differ from BERT's.
+
+    Raises:
+        ModelError: a value is missing or not supported.
+    """
     head = read_head(config)
     read = () if head is None else (head.dense, head.out)
     skipped = (*HEADS, *(f"{prefix}pooler." for prefix in removed))
@@ -158,6 +210,7 @@ def _encoder(
         "out_bias": True,
         "mlp_bias": True,
         "gated": False,
+        "norm_places": "residual",
         "ropes": (None,) * setting(config, "num_hidden_layers"),
         "num_positions": setting(config, "max_position_embeddings"),
     }
@@ -165,7 +218,6 @@ def _encoder(
         config | {"num_key_value_heads": setting(config, "num_attention_heads")},
         norm="layer",
         norm_eps=setting(config, "layer_norm_eps", 1e-12),
-        norm_places="residual",
         activation=activation_of(config, "hidden_act", "gelu"),
         num_token_types=config.get("type_vocab_size") or 0,
         embedding_norm=True,

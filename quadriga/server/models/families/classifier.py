@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quadriga.errors import ModelError
-from quadriga.sampling.pooling import IDENTITY, SIGMOID, SOFTMAX
+from quadriga.sampling.pooling import CLS, IDENTITY, MEAN, SIGMOID, SOFTMAX
+from quadriga.server.models.families.config_values import require, setting
 
 HEAD_CLASS = "ForSequenceClassification"
 MULTI_LABEL = "multi_label_classification"
@@ -24,28 +25,36 @@ _ACTIVATIONS = {"Identity": IDENTITY, "Sigmoid": SIGMOID, "Softmax": SOFTMAX}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
-    """A head: a layer with an activation over the first token's hidden state, then the scores.
+    """A head: a layer with an activation over a text's hidden state, then the scores.
 
     Attributes:
         dense: name of the layer's tensors.
-        activation: of the layer, "tanh" or "relu".
+        dense_bias: the layer has a bias.
+        activation: of the layer, "tanh", "relu" or "gelu".
+        norm: name of the tensors of a norm after the activation, whose other values are those of
+            the model's norms; "": there is none.
         out: name of the tensors that make the scores.
+        pooling: the hidden state is that of the first token (CLS), or the mean of all (MEAN).
         num_labels: number of scores.
     """
 
     dense: str
+    dense_bias: bool = True
     activation: str
+    norm: str = ""
     out: str
+    pooling: str = CLS
     num_labels: int
 
 
 # By model_type.
-_HEADS = {
+_HEADS: dict[str, dict[str, Any]] = {
     "bert": {"dense": "pooler.dense", "activation": "tanh", "out": "classifier"},
     "distilbert": {"dense": "pre_classifier", "activation": "relu", "out": "classifier"},
     "roberta": {"dense": "classifier.dense", "activation": "tanh", "out": "classifier.out_proj"},
 }
-_HEADS["xlm-roberta"] = _HEADS["roberta"]
+_HEADS["mpnet"] = _HEADS["xlm-roberta"] = _HEADS["roberta"]
+_HEADS["modernbert"] = {"dense": "head.dense", "norm": "head.norm", "out": "classifier"}
 
 
 def has_head(config: dict[str, Any]) -> bool:
@@ -64,7 +73,20 @@ def read_head(config: dict[str, Any]) -> HeadConfig | None:
             f"config.json names {config['architectures'][0]}; heads are served of the model types "
             + ", ".join(sorted(_HEADS))
         )
+    if "norm" in known:
+        known = known | _modernbert_values(config)
     return HeadConfig(**known, num_labels=len(_labels(config)))
+
+
+def _modernbert_values(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what config.json says of a ModernBERT's head. Raise ModelError."""
+    require(config, "classifier_pooling", (CLS, MEAN, None))
+    require(config, "classifier_activation", ("gelu", "relu", None))
+    return {
+        "dense_bias": setting(config, "classifier_bias", False),
+        "activation": setting(config, "classifier_activation", "gelu"),
+        "pooling": setting(config, "classifier_pooling", CLS),
+    }
 
 
 @dataclass(frozen=True, slots=True)

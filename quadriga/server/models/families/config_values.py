@@ -137,21 +137,25 @@ _NATIVE: tuple[_Kind, ...] = (
      "hidden_size num_attention_heads num_key_value_heads head_dim n_embd n_head n_inner ffn_dim"
      " word_embed_proj_dim moe_intermediate_size num_local_experts num_experts"
      " num_experts_per_tok decoder_sparse_step rotary_dim intermediate_size dim n_heads"
-     " hidden_dim"),
+     " hidden_dim global_attn_every_n_layers"),
     (Count | str, "a whole number or a text", "sliding_window_pattern"),
     (Count, f"a whole number from 0 to {MAX_SIZE}",
      "sliding_window max_window_layers no_rope_layer_interval original_max_position_embeddings"
-     " type_vocab_size pad_token_id"),
+     " type_vocab_size pad_token_id local_attention"),
     (bool, "true or false",
      "attention_bias mlp_bias tie_word_embeddings use_sliding_window use_bias enable_bias"
-     " attention_out_bias norm_topk_prob use_parallel_residual is_decoder add_cross_attention"),
-    (Factor, "a number from 0 on", "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon"),
+     " attention_out_bias norm_topk_prob use_parallel_residual is_decoder add_cross_attention"
+     " norm_bias classifier_bias"),
+    (Factor, "a number from 0 on",
+     "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps"),
     (Positive, "a number above 0",
      "rope_theta rope_local_base_freq rotary_emb_base partial_rotary_factor rotary_pct"
+     " global_rope_theta local_rope_theta"
      " query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping logits_scaling"),
     (Number, "a number", "attention_multiplier embedding_multiplier residual_multiplier"),
     (str, "a text",
-     "hidden_act hidden_activation activation_function activation position_embedding_type"),
+     "hidden_act hidden_activation activation_function activation position_embedding_type"
+     " classifier_activation classifier_pooling"),
     (list[int], "a list of whole numbers", "no_rope_layers mlp_only_layers"),
     (dict[str, Any], "a map", "rope_scaling rope_parameters"),
 )  # fmt: skip

@@ -162,6 +162,7 @@ NAMES: dict[str, str] = {
     "positions": "model.embed_positions",
     "token_types": "model.embed_types",
     "embedding_norm": "model.embed_norm",
+    "attention_bias": "model.attention_bias",
     "layers": "model.layers",
     "final_norm": "model.norm",
     "head": "lm_head",
@@ -229,6 +230,8 @@ class DecoderConfig:
         norm: "rms", or "layer" with a bias.
         norm_eps: added to the variance.
         norm_offset: added to the weights of norms.
+        norm_bias: norms of the kind "layer" have biases.
+        first_norm: the first layer's attention has a norm before it, if others have.
         norm_places: norms are before attention and MLP, after them (before their outputs are
             added), at both places, or of the sum after each of them (residual).
         parallel: attention and MLP read the same residual stream.
@@ -248,8 +251,11 @@ class DecoderConfig:
             every token, or the second to those of a pair's second text; 0: there are none.
         embedding_norm: the embeddings are normalized.
         bidirectional: a token sees the whole text, and none is sampled: an encoder.
+        num_bias_buckets: rows of the biases of scores by the distance of two tokens, which all
+            layers share; 0: there are none.
         classifier: the head that scores texts; None: there is none.
-        windows: tokens that each layer sees; None: all.
+        windows: tokens that each layer sees, a token itself included; if it is bidirectional, so
+            many on either side. None: all.
         attention_scale: factor of the scores.
         attention_softcap: bound of the scores, or None.
         sinks: each head has a score without a value.
@@ -278,6 +284,8 @@ class DecoderConfig:
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float
     norm_offset: float = 0.0
+    norm_bias: bool = True
+    first_norm: bool = True
     norm_places: Literal["before", "after", "around", "residual"] = "before"
     parallel: bool = False
     qk_norm: Literal["heads", "whole"] | None = None
@@ -294,6 +302,7 @@ class DecoderConfig:
     num_token_types: int = 0
     embedding_norm: bool = False
     bidirectional: bool = False
+    num_bias_buckets: int = 0
     classifier: HeadConfig | None = None
     windows: tuple[int | None, ...]
     attention_scale: float

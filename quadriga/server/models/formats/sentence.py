@@ -13,6 +13,7 @@ import msgspec
 from quadriga.errors import ModelError
 from quadriga.sampling.pooling import CLS, LAST, MEAN, WEIGHTED_MEAN
 from quadriga.server.models.families.classifier import LogitScore
+from quadriga.server.models.formats.dense_modules import DenseConfig, read_dense
 from quadriga.server.models.formats.directory import read_json, read_text
 
 MODULES = "modules.json"
@@ -23,10 +24,10 @@ POOLING_MODES = {
     "pooling_mode_weightedmean_tokens": WEIGHTED_MEAN,
     "pooling_mode_lasttoken": LAST,
 }
-# Clients ask for normalized vectors or not, whatever the directory says.
-SERVED_MODULES = ("Transformer", "Pooling", "Normalize")
+# In this order. Clients ask for normalized vectors or not, whatever the directory says.
+SERVED_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 SCORING_MODULES = ("Transformer", "LogitScore")
-MODULES_WITH_FILES = ("Pooling", "LogitScore")
+MODULES_WITH_FILES = ("Pooling", "Dense", "LogitScore")
 SETTINGS = "config_sentence_transformers.json"
 
 
@@ -39,6 +40,7 @@ class SentenceConfig:
         max_tokens: longest text, in tokens; None: the model's context.
         activation: of scores, as sentence-transformers names it; "": it names none.
         logit_score: how the scores are read from a model that makes text; None: it has a head.
+        dense: layers over the pooled vector, in their order.
         prompts: what can be put before a text, by name.
         default_prompt: name of the one that is, if a request does not say it; "": none is.
     """
@@ -47,6 +49,7 @@ class SentenceConfig:
     max_tokens: int | None
     activation: str = ""
     logit_score: LogitScore | None = None
+    dense: tuple[DenseConfig, ...] = ()
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str = ""
 
@@ -63,7 +66,22 @@ def read_sentence_config(directory: Path) -> SentenceConfig | None:
         return None
     if is_ranker:
         return _ranker(directory, settings)
-    pooling = ""
+    pooling, dense = _vector_modules(directory)
+    prompts = _prompts_of(settings)
+    default = str(settings.get("default_prompt_name") or "")
+    if default and default not in prompts:
+        raise ModelError(
+            f"{directory / SETTINGS} has default_prompt_name = {default!r}, which is not in prompts"
+        )
+    return SentenceConfig(
+        pooling, _max_tokens(directory), dense=dense, prompts=prompts, default_prompt=default
+    )
+
+
+def _vector_modules(directory: Path) -> tuple[str, tuple[DenseConfig, ...]]:
+    """Return how a vector is pooled, and the layers over it. Raise ModelError."""
+    pooling, before = "", 0
+    dense: list[DenseConfig] = []
     for module in _modules_of(directory / MODULES):
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind not in SERVED_MODULES:
@@ -71,18 +89,20 @@ def read_sentence_config(directory: Path) -> SentenceConfig | None:
                 f"{directory / MODULES} has the module {kind!r}; served are"
                 f" {', '.join(SERVED_MODULES)}"
             )
+        if SERVED_MODULES.index(kind) < before:
+            raise ModelError(
+                f"{directory / MODULES} has the module {kind!r} after"
+                f" {SERVED_MODULES[before]!r}; served is the order {', '.join(SERVED_MODULES)}"
+            )
+        before = SERVED_MODULES.index(kind)
+        path = directory / str(module.get("path", ""))
         if kind == "Pooling":
-            pooling = _pooling_of(directory / str(module.get("path", "")) / "config.json")
+            pooling = _pooling_of(path / "config.json")
+        elif kind == "Dense":
+            dense.append(read_dense(path))
     if not pooling:
         raise ModelError(f"{directory / MODULES} has no module Pooling: its texts have no vector")
-    prompts = _prompts_of(settings)
-    default = str(settings.get("default_prompt_name") or "")
-    if default and default not in prompts:
-        raise ModelError(
-            f"{directory / SETTINGS} has default_prompt_name = {default!r}, which is not in prompts"
-        )
-    max_tokens = _max_tokens(directory)
-    return SentenceConfig(pooling, max_tokens, prompts=prompts, default_prompt=default)
+    return pooling, tuple(dense)
 
 
 def has_modules(directory: Path) -> bool:

@@ -52,8 +52,8 @@ def test_the_configuration_is_that_of_the_workers_model(build: Any, tmp_path: Pa
     ("changes", "words"),
     [
         (
-            {"model_type": "mpnet", "architectures": ["MPNetModel"]},
-            "names mpnet, MPNetModel as its",
+            {"model_type": "deberta-v2", "architectures": ["DebertaV2Model"]},
+            "names deberta-v2, DebertaV2Model as its",
         ),
         ({"hidden_act": "mish"}, "hidden_act = 'mish'; supported: silu, swish, gelu_pytorch_tanh"),
         ({"rope_parameters": {"rope_type": "longest"}}, "rope_type = 'longest'; supported"),
