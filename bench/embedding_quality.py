@@ -127,7 +127,6 @@ def agreement(ours: Floats, theirs: Floats) -> dict[str, Value]:
     same = [len(set(a) & set(b)) for a, b in zip(mine.tolist(), other.tolist(), strict=True)]
     return {
         "texts": len(ours),
-        "least cosine": float(cosines.min()),
         "1 - least cosine": float(1 - cosines.min()),
         "largest error": float(np.abs(ours - theirs).max()),
         f"texts with the same {NUM_NEIGHBOURS} nearest": sum(n == NUM_NEIGHBOURS for n in same),
