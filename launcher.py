@@ -25,6 +25,7 @@ from quadriga.server.config.served_models import ConfiguredModel
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.models.model_impl import find_served_model
 from quadriga.server.models.resolve import ModelFiles
+from quadriga.server.models.weights import weight_files
 from quadriga.server.processes import first_screen, logs
 from quadriga.server.processes.control_channel import (
     EXIT_CHILD_DIED,
@@ -36,6 +37,7 @@ from quadriga.server.processes.control_channel import (
 )
 from quadriga.server.processes.logs import JSON, say, set_up_logging
 from quadriga.server.processes.machine import MAX_OPEN_FILES, allow_open_files, runs_on_gpu
+from quadriga.server.processes.model_host import GIB, expected_bytes, with_preloads
 from quadriga.server.processes.model_processes import ModelPlan
 from quadriga.server.processes.server_processes import ServerDrain, ServerProcesses
 from quadriga.server.processes.supervisor import Death, SupervisorEvent
@@ -67,10 +69,17 @@ class Launcher:
         self._owner = owner
         self._config = shared
         self._quiet = self._config.launch.log_format == JSON or not logs.is_foreground()
+        memory = shared.launch.model_memory
+        budget = None if memory is None else int(memory * GIB)
         plans = [self._plan(model, files, len(models)) for model, files in models]
+        plans = with_preloads(plans, [model.preload for model, _ in models], budget)
         shared_flags = _flags_of(shared, *models[0])
         self._processes = ServerProcesses(
-            plans, None if shared.http.no_http else shared_flags, shared.launch, programs.command_of
+            plans,
+            None if shared.http.no_http else shared_flags,
+            shared.launch,
+            programs.command_of,
+            budget,
         )
 
     def _plan(self, model: ConfiguredModel, files: ModelFiles, num_models: int) -> ModelPlan:
@@ -88,7 +97,15 @@ class Launcher:
         flags = _flags_of(config, model, files)
         if not (self._quiet or config.replicas.survives_loss or num_models > 1):
             flags.append("--has-status-line")
-        return ModelPlan(model.name if num_models > 1 else "", config, flags, model.aliases)
+        return ModelPlan(
+            model.name if num_models > 1 else "",
+            config,
+            flags,
+            model.aliases,
+            is_pinned=model.pin,
+            idle_unload_s=model.idle_unload,
+            num_bytes=expected_bytes(config.worker, _file_bytes(files)),
+        )
 
     def run(self) -> int:
         """Start, serve until a signal or a death for good, stop; return the exit code."""
@@ -104,7 +121,7 @@ class Launcher:
         """Return EXIT_OK once every process has reported that it serves."""
         timeout = Countdown(self._config.launch.start_timeout)
         line = first_screen.PhaseLine(shown=not self._quiet)
-        while self._processes.not_ready:
+        while self._processes.is_starting:
             line.show(self._processes, time.monotonic())
             event = self._processes.next_event(timeout)
             match event:
@@ -142,15 +159,15 @@ class Launcher:
             for text in first_screen.start_details(self._model_seconds, self._processes):
                 say(text)
         seconds = time.monotonic() - STARTED_AT
-        workers = [model[model.replicas.workers[0]] for model in models]
+        loaded = [(model, model.workers[0]) for model in models if model.workers]
         served = [
-            (model.plan.config, worker.info) for model, worker in zip(models, workers, strict=True)
+            (model.plan.config, model.workers[0].info if model.workers else {}) for model in models
         ]
         say(
             first_screen.ready_line(served, seconds, endpoint),
             **first_screen.ready_fields(served, seconds, endpoint),
         )
-        for model, worker in zip(models, workers, strict=True):
+        for model, worker in loaded:
             say(first_screen.start_summary(model.plan.name, self._model_seconds, worker))
             if note := model.replicas.cores_note(worker.info):
                 say(note)
@@ -194,6 +211,12 @@ def _flags_of(config: ServerConfig, model: ConfiguredModel, files: ModelFiles) -
     """Return command line flags with the name of a model and the location of its files."""
     location = {**files.location_flags, "served_model_name": model.name}
     return config.replace(**location).to_argv()
+
+
+def _file_bytes(files: ModelFiles) -> int:
+    """Return the size of a model's weights on disk; 0 for random ones."""
+    weights = weight_files(files.weights) if files.weights else []
+    return sum(path.stat().st_size for path in weights)
 
 
 def report(error: QuadrigaError, owner: OwnerChannel) -> None:

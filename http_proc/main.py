@@ -6,10 +6,12 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import uvloop
 
+from http_proc.apis.model_states import MODEL_STATES, ModelStates, set_states
 from http_proc.apis.responses.background import BACKGROUND
 from http_proc.core.gateway import Gateway
 from http_proc.core.served_model import ServedModel, ServedModels
@@ -46,6 +48,7 @@ async def serve(child: Child) -> None:
     async with _connected(models, child.is_restart):
         gateway = Gateway(child.config, models, child.endpoints.run_dir)
         gateway[STREAM_ROWS] = rows
+        gateway[MODEL_STATES] = ModelStates(partial(child.control.report, "model"))
         runner = await make_runner(gateway)
         server = await listen(runner, listener, tls, gateway)
         child.phase("connect", time.monotonic() - began_at)
@@ -83,6 +86,7 @@ async def _models(child: Child, rows: StreamRows) -> ServedModels:
             ping_interval_s=interval_s,
             name=each.name,
             aliases=each.aliases,
+            preload=each.preload,
         )
         if each.lost:
             await model.lose(ServerFailed(each.lost))
@@ -192,6 +196,8 @@ async def _serve_until_stopped(child: Child, gateway: Gateway, server: asyncio.S
             if command is Command.FAIL:
                 _leave_streams(gateway)
                 gateway.fail_all(ServerFailed(reason))
+            elif command is Command.MODELS:
+                set_states(gateway, reason)
             elif command is Command.LOST:
                 losing.add(loop.create_task(_lose_model(gateway, *reason.split(" ", 1))))
             if command in (Command.DRAIN, Command.FAIL):

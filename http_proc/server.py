@@ -37,6 +37,7 @@ from http_proc.apis import (
     service,
     sglang,
 )
+from http_proc.apis.model_states import MODEL_STATE_ENDPOINTS, MODEL_STATES
 from http_proc.apis.responses import background, conversations, endpoints, stored_responses
 from http_proc.apis.service import TRACE_ENDPOINTS
 from http_proc.core.answering import APIS, Answerer
@@ -196,6 +197,7 @@ ENDPOINTS = [
     *STREAM_ENDPOINTS,
     *TRACE_ENDPOINTS,
     *what_if.WHAT_IF_ENDPOINTS,
+    *MODEL_STATE_ENDPOINTS,
     Endpoint("/v1/models", service.models, "The model that is served", service.ModelList),
     Endpoint("/v1/models/{name}", service.model, "One model", service.ModelCard),
     generating("/generate", sglang.generate, "Complete prompts, in SGLang's format",
@@ -273,6 +275,8 @@ async def _parts(app: web.Application) -> AsyncIterator[None]:
 async def _end_viewers(app: web.Application) -> None:
     """End what has no end of its own."""
     close_hubs(app[GATEWAY])
+    if (states := app[GATEWAY].get(MODEL_STATES)) is not None:
+        states.note_change()
     app[GATEWAY][what_if.SIMULATION].end()
 
 

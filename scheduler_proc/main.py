@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from quadriga.clock import RunningTime, now
+from quadriga.errors import RequestFailed
 from quadriga.server.models.resolve import resolve_model
 from quadriga.server.processes import control_channel, logs
 from quadriga.server.processes.child import Child, run_child
@@ -127,20 +128,53 @@ def serve(child: Child) -> None:
     status = _status(child, scheduler)
     watchdog = StepWatchdog(launch.watchdog_timeout, scheduler.pipeline, child.control, now)
     wake_at: float | None = None
+    commands = Commands(child, scheduler)
     while not scheduler.stopped:
         if scheduler.pipeline.in_batch_delay(now()):
             time.sleep(POLL_INTERVAL_S)
         else:
             poller.wait(_seconds_until(wake_at, status.wake_at, watchdog.wake_at))
-        for command, reason in child.control.read_commands():
-            if command is control_channel.Command.ABORT:
-                scheduler.step([AbortAll(reason)], [])
+        commands.carry_out()
         wake_at = scheduler.step(inbox.drain(MAX_MESSAGES_PER_STEP), results.drain())
+        commands.report()
         status.update(now())
         watchdog.check()
     status.close()
     if usage_log is not None:
         usage_log.close()
+
+
+class Commands:
+    """Carries out the commands of the launcher, and reports when a pause has begun.
+
+    Args:
+        child: this process.
+        scheduler: what is commanded.
+    """
+
+    def __init__(self, child: Child, scheduler: Scheduler) -> None:
+        self._child = child
+        self._scheduler = scheduler
+        self._is_pausing = False
+
+    def carry_out(self) -> None:
+        """Carry out the commands that have arrived."""
+        for command, reason in self._child.control.read_commands():
+            match command:
+                case control_channel.Command.ABORT:
+                    self._scheduler.step([AbortAll(reason)], [])
+                case control_channel.Command.FAIL_ALL:
+                    self._scheduler.fail_all(RequestFailed(reason))
+                case control_channel.Command.PAUSE:
+                    self._scheduler.pause()
+                    self._is_pausing = True
+
+    def report(self) -> None:
+        """Report a pause once every step that was sent has ended."""
+        if self._is_pausing and self._scheduler.has_paused:
+            self._is_pausing = False
+            number = self._child.replica.number
+            self._child.control.report("replica", replica=number, state="paused")
 
 
 def _add_observers(child: Child, lifecycle: RequestLifecycle) -> UsageLog | None:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from quadriga.errors import ConfigError, from_code
+from quadriga.errors import ConfigError, QuadrigaError, from_code
 from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.server.processes.machine import other_version
 from quadriga.wire import to_detok, to_scheduler
@@ -67,6 +67,20 @@ class Scheduler:
         self._frontend = 0  # number of the newest frontend that was heard of
         self.progress = ProgressReport(self.lifecycle, self.costs, args.max_queued_requests)
         self.stopped = False
+        self._is_paused = False
+
+    def pause(self) -> None:
+        """Send no further plan until a new worker is ready: this one is about to end."""
+        self._is_paused = True
+
+    @property
+    def has_paused(self) -> bool:
+        """Whether it is paused, and every step that was sent has ended."""
+        return self._is_paused and self.pipeline.idle
+
+    def fail_all(self, error: QuadrigaError) -> None:
+        """End every open request with an error."""
+        self.lifecycle.fail_all([(request, error) for request in self.lifecycle.table])
 
     def announce_restart(self) -> None:
         """Make worker and detokenizer forget what an earlier scheduler has sent."""
@@ -117,7 +131,7 @@ class Scheduler:
     def _plan_at(self, now: float) -> float:
         """Return when the next plan is wanted; infinite where something has to arrive first."""
         core = self.lifecycle.core
-        if not core.has_work:
+        if self._is_paused or not core.has_work:
             return math.inf
         plan_at = self.pipeline.next_plan_at
         is_full = plan_at > now and self.pipeline.idle and not core.has_room
@@ -178,7 +192,7 @@ class Scheduler:
     def _on_worker_ready(self, ready: to_worker.WorkerReady) -> None:
         """Start with a new worker, the first one or a later one: give it every request."""
         poison = record_worker_crash(self.pipeline.reset(ready.session, self._clock()))
-        self._worker_ready = ready
+        self._worker_ready, self._is_paused = ready, False
         self._journal.set_kernels(ready.kernels)
         self.lifecycle.tracer.on_worker_ready()
         self.lifecycle.restart_all(ready, poison)

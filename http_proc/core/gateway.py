@@ -227,8 +227,8 @@ class Gateway:
             await asyncio.wait_for(self._idle.wait(), flush_timeout_s)
 
     async def until_ready(self) -> None:
-        """Wait until every model can serve."""
-        await asyncio.gather(*(model.until_ready() for model in self.models))
+        """Wait until every model can serve that is loaded at the start."""
+        await asyncio.gather(*(model.until_ready() for model in self.models if model.preload))
 
 
 def _matches(name: str, rid: str) -> bool:

@@ -6,7 +6,7 @@ possible. A stream that gets its tokens is never asked about.
 
 import asyncio
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -24,9 +24,16 @@ def furthest(values: Sequence[RequestProgress]) -> RequestProgress | None:
     return max(known, key=lambda value: (ranks.index(value.state), -value.place), default=None)
 
 
-def comment(value: RequestProgress | None) -> bytes:
-    """Return the comment that says how far a request is; None: the server does not know it."""
-    return NO_ANSWER if value is None else f": {describe(value)}\n\n".encode()
+def comment(value: RequestProgress | None, note: str = "") -> bytes:
+    """Return the comment that says how far a request is.
+
+    Args:
+        value: the progress; None: the server does not know the request.
+        note: what is said before it, such as that the model is being loaded.
+    """
+    if value is None:
+        return f": {note}\n\n".encode() if note else NO_ANSWER
+    return f": {', '.join(filter(None, (note, describe(value))))}\n\n".encode()
 
 
 def describe(value: RequestProgress) -> str:
@@ -118,10 +125,15 @@ class StreamWatch:
         """Return when a comment is due if nothing else is sent before."""
         return self._written_at + interval_s
 
-    def take(self, values: list[RequestProgress] | None) -> None:
-        """Take the server's answer, None for no answer, and wake the stream if it acts on it."""
+    def take(self, values: list[RequestProgress] | None, note: str) -> None:
+        """Take the server's answer, and wake the stream if it acts on it.
+
+        Args:
+            values: the answer; None: there is none.
+            note: as of `comment`.
+        """
         if self.has_headers:
-            self._comment = comment(furthest(values or []))
+            self._comment = comment(furthest(values or []), note)
             self._group.wake()
         elif any(value.state in IS_ADMITTED for value in values or []):
             self.is_admitted = True
@@ -134,10 +146,17 @@ class ProgressPoller:
     Args:
         client: the client of the server.
         ping_interval_s: seconds of silence after which a stream gets a comment; 0: never.
+        note: returns what comments say before the progress; "": nothing.
     """
 
-    def __init__(self, client: async_client.AsyncClient, ping_interval_s: float) -> None:
+    def __init__(
+        self,
+        client: async_client.AsyncClient,
+        ping_interval_s: float,
+        note: Callable[[], str] = str,
+    ) -> None:
         self._client = client
+        self._note = note
         self._ping_interval_s = ping_interval_s
         self._watches: set[StreamWatch] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -204,7 +223,7 @@ class ProgressPoller:
             progress = await self._ask([name for watch in watches for name in watch.request_ids])
             for watch in watches:
                 values = [progress[name] for name in watch.request_ids if name in progress]
-                watch.take(values or None)
+                watch.take(values or None, self._note())
         finally:
             self._poll = None
             self._schedule_next()

@@ -18,6 +18,8 @@ from quadriga.keywords import similar
 from quadriga.server.config.server_config import ServerConfig
 
 INFO_TIMEOUT_S = 2.0
+# States of a model in which its requests run, and in which they soon will.
+LOADED, LOADING = "loaded", "loading"
 # Probes within this time share one question to the server.
 READY_MAX_AGE_S = 0.5
 READY_POLL_S = 0.02
@@ -114,8 +116,10 @@ class ServedModel:
         ping_interval_s: seconds of silence after which a stream gets a comment; 0: never.
         name: what clients see; "": the name of `config`.
         aliases: further names of the model in requests.
+        preload: the server is ready when the model is loaded; else a request loads it.
 
     Attributes:
+        state: whether it is loaded: LOADED, or what the launcher says.
         server_info: the info of the model's server.
         progress: the poller of streams that wait.
         lasting_progress: the poller of resumable ones.
@@ -133,18 +137,29 @@ class ServedModel:
         ping_interval_s: float,
         name: str = "",
         aliases: Sequence[str] = (),
+        preload: bool = True,
     ) -> None:
         self.config = config
         self.name = name or config.model.shown_name
         self.aliases = tuple(aliases)
+        self.preload = preload
+        self.state = LOADED
         self.client = client
         self.lasting_client = lasting_client or client
         self.server_info = ServerInfo(client)
-        self.progress = ProgressPoller(client, ping_interval_s)
-        self.lasting_progress = ProgressPoller(self.lasting_client, ping_interval_s)
+        self.progress = ProgressPoller(client, ping_interval_s, self._waiting_note)
+        self.lasting_progress = ProgressPoller(
+            self.lasting_client, ping_interval_s, self._waiting_note
+        )
         self.answers = AnswerMetrics()
         self.recent = RecentChoices()
         self.is_lost = False
+
+    def _waiting_note(self) -> str:
+        """Return what a stream's comments say of the model: that it waits, or is being loaded."""
+        if self.state == LOADED:
+            return ""
+        return f"loading {self.name}" if self.state == LOADING else f"waiting for {self.name}"
 
     def is_called(self, name: str) -> bool:
         """Return whether the model is called so: by its name, an alias, or its path."""

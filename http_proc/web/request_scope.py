@@ -99,7 +99,7 @@ NOT_SERVED = (
         " --model DIRECTORY",
     ),
     NotServed(
-        ("/api/blobs/", "/models/load", "/models/unload"),
+        ("/api/blobs/",),
         "models are not managed by HTTP: the server serves the one of --model, which its start"
         " fetches; `quadriga models` lists those of the machine",
     ),
@@ -116,7 +116,6 @@ NOT_SERVED = (
     NotServed(("/responses",), "use POST /v1/responses"),
     NotServed(("/embedding", "/embeddings", "/encode"), "use POST /v1/embeddings"),
     NotServed(("/apply-template",), "use POST /render"),
-    NotServed(("/models",), "use GET /v1/models"),
     NotServed(
         ("/props", "/slots", "/get_model_info", "/get_server_info", "/model_info", "/version",
          "/load"),

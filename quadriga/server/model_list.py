@@ -21,6 +21,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         aliases: further names by which requests may call the model.
         flags: command line of the model's own ServerConfig, as `from_argv` reads it.
         lost: why the model's processes have ended for good; "": they have not.
+        preload: the server is ready when the model is loaded; else a request loads it.
     """
 
     name: str
@@ -28,6 +29,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     aliases: list[str] = []
     flags: list[str] = []
     lost: str = ""
+    preload: bool = True
 
 
 def read_models(path: Path) -> list[ModelEntry]:

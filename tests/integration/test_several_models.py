@@ -36,17 +36,24 @@ class TwoModels:
     def client(self, model: str = "") -> Client:
         return Client(self.server.endpoint, model=model)
 
-    def complete(self, **fields: Any) -> Any:
-        """Return the answer of /v1/completions, or the body of its error."""
-        body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **fields}
+    def states(self) -> dict[str, str]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/models", timeout=30) as answer:
+            return {model["id"]: model["status"]["value"] for model in json.load(answer)["data"]}
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}/v1/completions",
+            f"http://127.0.0.1:{self._port}{path}",
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+
+    def complete(self, **fields: Any) -> Any:
+        """Return the answer of /v1/completions, or the body of its error."""
+        body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **fields}
         try:
-            with urllib.request.urlopen(request, timeout=30) as answer:
-                return json.load(answer)
+            return self.post("/v1/completions", body)
         except urllib.error.HTTPError as error:
             return json.load(error)
 
@@ -62,13 +69,15 @@ def generate_forever(client: Client) -> None:
 
 
 @contextmanager
-def two_models(llama: Path, gpt2: Path, *flags: str) -> Iterator[TwoModels]:
+def two_models(
+    llama: Path, gpt2: Path, *flags: str, second: dict[str, Any] | None = None
+) -> Iterator[TwoModels]:
     port = free_port()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         models = {
             "first": {"model": str(llama), "aliases": ["gpt-4o"]},
-            "second": {"model": str(gpt2), "max-batch-size": 4},
+            "second": {"model": str(gpt2), "max-batch-size": 4, **(second or {})},
         }
         (directory / "models.yaml").write_text(json.dumps(models))
         named = ["--models", str(directory / "models.yaml"), "--port", str(port)]
@@ -188,3 +197,54 @@ def test_a_gateway_that_is_restarted_knows_that_a_model_is_lost(
         assert "worker_proc@second died" in served.complete(model="second")["error"]["message"]
         assert served.get("/readyz") == {"status": "ready"}
         assert [model["id"] for model in served.get("/v1/models")["data"]] == ["first"]
+
+
+def test_a_model_is_loaded_by_its_first_request_and_unloaded_when_it_is_idle(
+    llama_dir: Path, gpt2_dir: Path
+) -> None:
+    flags = ("--sleep-idle-seconds", "1")
+    with two_models(llama_dir, gpt2_dir, *flags, second={"preload": False}) as served:
+        assert served.states() == {"first": "loaded", "second": "unloaded"}
+        expected = served.complete(model="second", max_tokens=NUM_TOKENS)["choices"]
+        assert served.states()["second"] == "loaded"
+        wait_until(lambda: set(served.states().values()) == {"unloaded"}, 20)
+        assert served.server.pid_of("worker_proc@second") == 0
+        assert served.complete(model="second", max_tokens=NUM_TOKENS)["choices"] == expected
+        assert served.post("/models/load", {"model": "first"}) == {"success": True}
+        wait_until(lambda: served.states()["first"] == "loaded", 20)
+        assert served.post("/models/unload", {"model": "gpt-4o"}) == {"success": True}
+        assert served.states()["first"] == "unloaded"
+
+
+def test_models_for_which_there_is_no_room_take_turns_and_lose_nothing(
+    llama_dir: Path, gpt2_dir: Path
+) -> None:
+    async def texts_of(client: AsyncClient, count: int) -> list[str]:
+        asked = [client.generate([5, 6, number], GREEDY) for number in range(count)]
+        return [one.text for one in await asyncio.gather(*asked)]
+
+    async def run(endpoint: str) -> None:
+        async with (
+            AsyncClient(endpoint, model="first") as first,
+            AsyncClient(endpoint, model="second") as second,
+        ):
+            clients = (first, second)
+            expected = [await texts_of(client, 40) for client in clients]
+            found = await asyncio.gather(*(texts_of(client, 40) for client in clients))
+            assert found == expected
+
+    flags = (
+        "--model-memory",
+        "0.21",
+        "--model-turn",
+        "0.5",
+        "--max-batch-size",
+        "4",
+        "--mem-fraction-static",
+        "0.001",
+    )
+    with two_models(llama_dir, gpt2_dir, *flags) as served:
+        assert sorted(served.states().values()) == ["loaded", "unloaded"]
+        asyncio.run(asyncio.wait_for(run(served.server.endpoint), 100))
+        log = served.server.log.read_text()
+        assert "suspended with" in log, "a busy model gave its turn up"

@@ -26,7 +26,7 @@ LOAD_INTERVAL_S = 1.0
 
 
 class LoadReport:
-    """Reports the number of open requests when it has changed, at most once in a while.
+    """Reports the number of open requests when it has changed: the first at once, others later.
 
     Args:
         num_open: returns the number of open requests.
@@ -43,7 +43,7 @@ class LoadReport:
         """Take in that the number may have changed."""
         if self._timer is None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(LOAD_INTERVAL_S, self._look)
+            self._timer = loop.call_later(LOAD_INTERVAL_S if self._last else 0.0, self._look)
 
     def _look(self) -> None:
         self._timer = None
@@ -235,7 +235,7 @@ def _make_replicas(child: Child) -> Replicas:
         child.control.report("replica", replica=number, state="recalled")
 
     replicas = Replicas(count, router, block_tokens, on_recalled, lists_replicas=args.survives_loss)
-    if args.follows_load:
+    if args.follows_load or not args.in_cluster:
         requests = replicas.requests
         requests.on_change = LoadReport(lambda: len(requests), report_load).on_change
     return replicas

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from quadriga.errors import ConfigError
 from quadriga.keywords import similar
 from quadriga.server.config import server_config
-from quadriga.server.config.flags import checked_value, flag_fields, flag_name
+from quadriga.server.config.flags import checked_value, converted, flag_fields, flag_name
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.wire.client import PRIVATE_ENDPOINT
 from quadriga.wire.sockets import IPC
@@ -42,11 +42,17 @@ class ConfiguredModel(NamedTuple):
         name: what clients call it.
         aliases: other names for it.
         config: its flags.
+        preload: whether the server loads it at the start; None: if there is room.
+        pin: it is never unloaded to make room for others.
+        idle_unload: seconds without a request after which it is unloaded; None: never.
     """
 
     name: str
     aliases: list[str]
     config: ServerConfig
+    preload: bool | None = None
+    pin: bool = False
+    idle_unload: float | None = None
 
 
 class ModelSet(NamedTuple):
@@ -111,11 +117,18 @@ def _entry(config: ServerConfig, path: Path, name: object, entry: object) -> Con
             f"{path}: {name!r} is no model's name with a map of its flags: the file is a map of"
             f" {_MODELS}"
         )
+    where = f"{path}: {name}"
     aliases = entry.pop("aliases", [])
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
-        raise ConfigError(f"{path}: {name}: aliases is {aliases!r}: it must be a list of names")
-    flags = {"model": name} | _flags(f"{path}: {name}", entry)
-    return _model(config, name, aliases, flags)
+        raise ConfigError(f"{where}: aliases is {aliases!r}: it must be a list of names")
+    preload = converted(f"{where}: preload", entry.pop("preload", None), bool | None)
+    pin = converted(f"{where}: pin", entry.pop("pin", False), bool)
+    idle_unload = config.launch.sleep_idle_seconds
+    for key in ("idle_unload", "idle-unload"):
+        idle_unload = converted(f"{where}: {key}", entry.pop(key, idle_unload), float | None)
+    flags = {"model": name} | _flags(where, entry)
+    model = _model(config, name, aliases, flags)
+    return model._replace(preload=preload, pin=pin, idle_unload=idle_unload)
 
 
 def _flags(where: str, entry: Mapping[Any, Any]) -> dict[str, Any]:
@@ -152,7 +165,8 @@ def _model(
 ) -> ConfiguredModel:
     own = config.replace(models="", served_model_name=name, **flags)
     own.validate()
-    return ConfiguredModel(own.model.shown_name, aliases, own)
+    idle_unload = config.launch.sleep_idle_seconds
+    return ConfiguredModel(own.model.shown_name, aliases, own, idle_unload=idle_unload)
 
 
 def _check_names(models: list[ConfiguredModel]) -> None:

@@ -159,6 +159,24 @@ class LaunchArgs:
     max_restarts: int = flag(
         10, "restarts of one process within five minutes; 0: the first death ends the server"
     )
+    model_memory: float | None = flag(
+        None,
+        "memory that loaded models may have together: a model that needs more room waits, and"
+        " others are unloaded or suspended for it (default: all models stay loaded)",
+        unit="GIB",
+    )
+    model_turn: float = flag(
+        60.0,
+        "seconds after which a busy model is suspended at the latest, if another one waits for its"
+        " memory",
+        unit="SECONDS",
+    )
+    sleep_idle_seconds: float | None = flag(
+        None,
+        "seconds without a request after which a model is unloaded; the next request loads it again"
+        " (default: never)",
+        unit="SECONDS",
+    )
     watchdog_timeout: float = flag(
         120.0,
         "seconds after which a process that does not answer, or a step that does not end, is killed"
@@ -189,6 +207,7 @@ class LaunchArgs:
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
         check_positive(self, "start_timeout", "log_slow_requests")
+        check_positive(self, "model_memory", "model_turn", "sleep_idle_seconds")
         for name in (
             "shutdown_timeout", "max_restarts", "watchdog_timeout", "log_stats_interval",
         ):  # fmt: skip

@@ -55,7 +55,7 @@ class ReplicaChange(NamedTuple):
         replica: its number.
         state: `recalled` (it has no requests any more), or of a cluster `joined`, `died` and
             `restarted` (one of its processes), `lost`, `leaving` (its requests have to move),
-            `left`. Of no replica: `load`.
+            `left`; of a scheduler `paused`. Of no replica: `load`.
         argument: what belongs to it: addresses, the name of the process, the reason, or the number
             of open requests.
         model: as in ProcessName, of the process that reports it.
@@ -65,6 +65,13 @@ class ReplicaChange(NamedTuple):
     state: str
     argument: str = ""
     model: str = ""
+
+
+class ModelWish(NamedTuple):
+    """The gateway reports that a client wants a model to be loaded, or to be unloaded."""
+
+    name: str
+    loaded: bool
 
 
 class Exit(NamedTuple):
@@ -127,7 +134,7 @@ class ChildProcess:
         """Whether its exit has been handled."""
         return self.state is ChildState.EXITED
 
-    def receive(self) -> list[StuckReport | ReplicaChange] | None:
+    def receive(self) -> list[StuckReport | ReplicaChange | ModelWish] | None:
         """Process its reports; return those that are not about itself.
 
         Returns:
@@ -141,7 +148,8 @@ class ChildProcess:
         reports = [self._on_report(json.loads(line)) for line in lines]
         return [report for report in reports if report is not None] if data else None
 
-    def _on_report(self, report: dict[str, Any]) -> StuckReport | ReplicaChange | None:
+    def _on_report(self, report: dict[str, Any]) -> StuckReport | ReplicaChange | ModelWish | None:
+        """Take in a report about this process; return one that is about others."""
         match report.pop("report"):
             case "ready":
                 self.info = report
@@ -158,11 +166,18 @@ class ChildProcess:
             case "phase":
                 self.phase = ""
                 self.phases.append(f"{report['what']} {report['seconds']:.1f} s")
-            case "stuck":
-                return StuckReport(report["process"], report["why"])
-            case "replica":
-                return ReplicaChange(**report, model=ProcessName.parse(self.name).model)
+            case kind:
+                return self._report_of_others(kind, report)
         return None
+
+    def _report_of_others(
+        self, kind: str, report: dict[str, Any]
+    ) -> StuckReport | ReplicaChange | ModelWish:
+        if kind == "stuck":
+            return StuckReport(report["process"], report["why"])
+        if kind == "model":
+            return ModelWish(**report)
+        return ReplicaChange(**report, model=ProcessName.parse(self.name).model)
 
     def send(self, command: control_channel.Command, argument: str = "") -> None:
         """Send a command; nothing happens if the process has exited."""

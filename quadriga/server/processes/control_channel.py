@@ -82,6 +82,10 @@ class Command(enum.Enum):
         LEFT: the replica of the argument's number has left; its processes have ended.
         REMOVE: end the replica of the argument's number, whose requests have moved.
         LOAD: the argument is the number of open requests.
+        PAUSE: let the steps in flight end, send none until a new worker is ready, and report
+            `paused`.
+        FAIL_ALL: end every open request with the argument as the error, and go on.
+        MODELS: the argument is a map of models to their states, as JSON.
         RELOAD: restart the worker, of the replica of the argument's number where there are several.
     """
 
@@ -98,6 +102,9 @@ class Command(enum.Enum):
     REMOVE = "remove"
     LOAD = "load"
     RELOAD = "reload"
+    PAUSE = "pause"
+    FAIL_ALL = "fail-all"
+    MODELS = "models"
 
 
 class ControlChannel:

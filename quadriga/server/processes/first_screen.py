@@ -66,7 +66,8 @@ class PhaseLine:
             self._line.close()
 
 
-# The flags of a model that is served, and what its worker reported when it was ready.
+# The flags of a model that is served, and what its worker reported when it was ready; empty if no
+# request has loaded the model yet.
 Served = tuple[ServerConfig, dict[str, Any]]
 
 
@@ -80,7 +81,9 @@ def ready_line(served: Sequence[Served], seconds: float, endpoint: str) -> str:
     """
     config, _ = served[0]
     names = [
-        f"{config.model.shown_name} {worker.get('dtype')} {worker.get('device')}"
+        f"{config.model.shown_name} {worker['dtype']} {worker['device']}"
+        if worker
+        else f"{config.model.shown_name} on demand"
         for config, worker in served
     ]
     parts = [f"quadriga ready in {seconds:.1f} s", ", ".join(names), f"zmq {endpoint}"]

@@ -24,12 +24,20 @@ class ModelPlan(NamedTuple):
         config: its flags.
         flags: command line flags of its processes, which reproduce `config`.
         aliases: other names of the model.
+        preload: the server is ready when the model is loaded; else a request loads it.
+        is_pinned: it is never unloaded to make room for others.
+        idle_unload_s: seconds without a request after which it is unloaded; None: never.
+        num_bytes: expected memory of its workers.
     """
 
     name: str
     config: ServerConfig
     flags: list[str]
     aliases: Sequence[str] = ()
+    preload: bool = True
+    is_pinned: bool = False
+    idle_unload_s: float | None = None
+    num_bytes: int = 0
 
 
 class ModelProcesses:
@@ -83,6 +91,7 @@ class ModelProcesses:
             aliases=list(plan.aliases),
             flags=plan.flags,
             lost=self.lost,
+            preload=plan.preload,
         )
 
     def full_name(self, name: str) -> str:
@@ -94,7 +103,8 @@ class ModelProcesses:
 
     def __iter__(self) -> Iterator[ChildProcess]:
         """Yield the processes that were started, and are not those of a lost replica."""
-        return (self[name] for name in (*self.replicas.processes, FRONTEND))
+        names = (self.full_name(name) for name in (*self.replicas.processes, FRONTEND))
+        return (self.server[name] for name in names if name in self.server)
 
     @property
     def frontend(self) -> ChildProcess:
@@ -107,13 +117,38 @@ class ModelProcesses:
         return [self.full_name(name) for name in self.replicas.no_restart]
 
     def start(self) -> None:
-        """Start every process."""
+        """Start every process but the workers."""
+        workers = self.replicas.workers
         for name in (*self.replicas.processes, FRONTEND):
+            if name not in workers:
+                self.server.start(self.full_name(name))
+
+    @property
+    def workers(self) -> list[ChildProcess]:
+        """The workers that were started."""
+        names = map(self.full_name, self.replicas.workers)
+        return [self.server[name] for name in names if name in self.server]
+
+    @property
+    def schedulers(self) -> list[ChildProcess]:
+        """The schedulers."""
+        return [self[name] for name in self.replicas.schedulers]
+
+    def start_workers(self) -> None:
+        """Start the workers: load the model."""
+        for name in self.replicas.workers:
             self.server.start(self.full_name(name))
 
+    def end_workers(self) -> None:
+        """End the workers, which are not restarted: unload the model."""
+        for name in self.replicas.workers:
+            self.replicas.on_restart(name, self)
+        self.abandon(self.replicas.workers)
+
     def abandon(self, names: Iterable[str]) -> None:
-        """Kill processes for good, and wait until they are gone."""
-        self.server.abandon(map(self.full_name, names))
+        """Kill processes for good, as far as they were started, and wait until they are gone."""
+        full_names = map(self.full_name, names)
+        self.server.abandon(name for name in full_names if name in self.server)
 
     def lose(self, message: str, countdown: Countdown) -> None:
         """End the processes for good, once the frontend has said why to the clients.
@@ -123,7 +158,7 @@ class ModelProcesses:
             countdown: time that the frontend has for it.
         """
         self.lost = message
-        self.abandon(self.replicas.processes)
+        self.abandon(child.name for child in self if child is not self.frontend)
         frontend = self.frontend
         if frontend.is_running:
             frontend.leave_alone()

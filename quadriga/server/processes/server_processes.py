@@ -13,15 +13,25 @@ from quadriga.server.model_list import write_models
 from quadriga.server.processes.child_process import (
     EXIT_GRACE_S,
     ChildProcess,
+    ModelWish,
     ProcessStart,
     ReplicaChange,
 )
 from quadriga.server.processes.control_channel import EXIT_CHILD_DIED, EXIT_FORCED, EXIT_OK, Command
 from quadriga.server.processes.logs import say
+from quadriga.server.processes.machine import runs_on_gpu
+from quadriga.server.processes.model_host import ModelHost
 from quadriga.server.processes.model_processes import ModelPlan, ModelProcesses
+from quadriga.server.processes.model_turns import ModelTurns, ModelUse
 from quadriga.server.processes.process_name import ProcessName
-from quadriga.server.processes.replicas import FRONTEND
-from quadriga.server.processes.supervisor import Death, ReadyAgain, Supervisor, SupervisorEvent
+from quadriga.server.processes.replicas import FRONTEND, SCHEDULER, WORKER
+from quadriga.server.processes.supervisor import (
+    Death,
+    FirstReady,
+    ReadyAgain,
+    Supervisor,
+    SupervisorEvent,
+)
 
 GATEWAY = "http_proc"
 # Programs that report to the clients why the server ends.
@@ -37,6 +47,7 @@ class ServerProcesses(Supervisor):
         plans: the models, the first of which a request gets that names none.
         gateway_flags: command line flags of the gateway; None: the server has none.
         launch: limits of restarts and of the watchdog.
+        budget: bytes that the workers of loaded models may have together; None: no bound.
         program_of: returns the command that runs a process, before its flags.
 
     Attributes:
@@ -49,6 +60,7 @@ class ServerProcesses(Supervisor):
         gateway_flags: list[str] | None,
         launch: LaunchArgs,
         program_of: Callable[[str], list[str]],
+        budget: int | None = None,
     ) -> None:
         self.models = [ModelProcesses(plan, number) for number, plan in enumerate(plans)]
         self._gateway_flags = gateway_flags
@@ -56,6 +68,19 @@ class ServerProcesses(Supervisor):
         super().__init__([], program_of, launch, no_restart)
         for model in self.models:
             model.open(self)
+        uses = {plan.name: _use_of(plan) for plan in plans}
+        on_gpu = any(runs_on_gpu(plan.config.worker) for plan in plans)
+        turns = ModelTurns(uses, budget, launch.model_turn, loads_at_once=not on_gpu)
+        self.host = ModelHost(self.models, turns, self._notify_gateway)
+
+    def _notify_gateway(self, states: str) -> None:
+        if GATEWAY in self and len(self.models) > 1:
+            self[GATEWAY].send(Command.MODELS, states)
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether a process does not serve, or a model is still to be loaded."""
+        return bool(self.not_ready) or self.host.has_wanted
 
     @property
     def live_models(self) -> list[ModelProcesses]:
@@ -73,6 +98,10 @@ class ServerProcesses(Supervisor):
         """Start every process."""
         if len(self.models) > 1:
             self._write_models()
+        for model in self.models:
+            if model.plan.preload:
+                self.host.load(model.plan.name)
+        self.host.act()
         for model in self.models:
             model.start()
         if self._gateway_flags is not None:
@@ -103,21 +132,68 @@ class ServerProcesses(Supervisor):
         Returns:
             None also after what only the frontends or the replicas have to know.
         """
+        self.host.act()
         event = super().next_event(timeout)
         match event:
+            case FirstReady():
+                self._on_ready(event.name)
+                return None
             case ReadyAgain():
                 if (model := self.model_of(event.name)) is not None:
                     name = ProcessName.parse(event.name).in_model
                     model.replicas.on_ready_again(name, model)
+                self._on_ready(event.name)
+                return None
+            case ModelWish():
+                name = event.name if len(self.models) > 1 else self.models[0].plan.name
+                if event.loaded:
+                    self.host.load(name)
+                else:
+                    self.host.unload(name)
                 return None
             case ReplicaChange():
-                model = next(model for model in self.models if model.plan.name == event.model)
-                model.replicas.on_report(event, model)
+                self._on_change(event)
+                return None
+            case Death() if self._is_wanted(event):
                 return None
             case SupervisorEvent.RESTARTED:
                 for model in self.live_models:
                     model.replicas.report_lost(model.frontend)
         return event
+
+    def _on_ready(self, name: str) -> None:
+        """Take in that a process is ready, for the first time or again."""
+        model = self.model_of(name)
+        if model is None:
+            self._notify_gateway(self.host.states)
+        elif ProcessName.parse(name).program != FRONTEND:
+            self.host.on_ready(model.plan.name)
+        else:  # a new frontend has no request yet
+            self.host.on_open(model.plan.name, 0)
+
+    def _on_change(self, change: ReplicaChange) -> None:
+        """Take in what a process of a model reports."""
+        model = next(model for model in self.models if model.plan.name == change.model)
+        in_cluster = model.plan.config.replicas.in_cluster
+        if change.state == "load" and not in_cluster:
+            self.host.on_open(change.model, int(change.argument))
+        elif change.state == "paused":
+            replicas = model.plan.config.replicas
+            scheduler = replicas.process_name(SCHEDULER, change.replica)
+            self.host.on_paused(change.model, model.full_name(scheduler))
+        else:
+            model.replicas.on_report(change, model)
+
+    def _is_wanted(self, death: Death) -> bool:
+        """Return whether a worker has died whose model is being unloaded."""
+        model = self.model_of(death.name)
+        if model is None or ProcessName.parse(death.name).program != WORKER:
+            return False
+        return self.host.on_worker_death(model.plan.name)
+
+    def _seconds_to_wait(self, timeout: Countdown | None, now: float) -> float | None:
+        waits = (super()._seconds_to_wait(timeout, now), self.host.seconds_to_next())
+        return min((wait for wait in waits if wait is not None), default=None)
 
     # --- reloads ----------------------------------------------------------------------------------
 
@@ -178,6 +254,10 @@ class ServerProcesses(Supervisor):
         model = self.model_of(death.name)
         if model is None:
             return False
+        if ProcessName.parse(death.name).program == WORKER and self.host.on_load_failed(
+            model.plan.name, death.reason
+        ):
+            return True
         in_model = dataclasses.replace(death, name=ProcessName.parse(death.name).in_model)
         return model.replicas.lose(in_model, model) or self._lose_model(model, death)
 
@@ -224,6 +304,14 @@ class ServerProcesses(Supervisor):
     def of_programs(self, programs: Iterable[str]) -> list[ChildProcess]:
         """Return the processes that run one of the programs."""
         return [child for child in self if ProcessName.parse(child.name).program in programs]
+
+
+def _use_of(plan: ModelPlan) -> ModelUse:
+    return ModelUse(
+        plan.num_bytes,
+        is_pinned=plan.is_pinned or plan.config.replicas.in_cluster,
+        idle_unload_s=plan.idle_unload_s,
+    )
 
 
 STOPPED_AT_ONCE = "the server was stopped at once, before this request had finished"

@@ -26,6 +26,7 @@ from quadriga.server.processes.child_process import (
     ChildProcess,
     ChildState,
     Exit,
+    ModelWish,
     ProcessStart,
     ReplicaChange,
     start_child,
@@ -79,6 +80,12 @@ class Death:
         if self.reason.startswith(prefix):
             return f"{self.reason.removeprefix(prefix)} ({self.name} could not start)"
         return f"{self.name} could not start: {self.reason}"
+
+
+class FirstReady(NamedTuple):
+    """A process that was started for the first time serves."""
+
+    name: str
 
 
 class ReadyAgain(NamedTuple):
@@ -219,7 +226,7 @@ class Supervisor:
         self._no_restart = no_restart
         self._children: dict[str, ChildProcess] = {}
         self._restart_at: dict[str, float] = {}
-        self._reported: deque[ReadyAgain | ReplicaChange] = deque()
+        self._reported: deque[FirstReady | ReadyAgain | ReplicaChange | ModelWish] = deque()
         self._policy = RestartPolicy(args.max_restarts)
         self._watchdog = Watchdog(args.watchdog_timeout)
         self._selector = selectors.DefaultSelector()
@@ -230,6 +237,10 @@ class Supervisor:
 
     def __iter__(self) -> Iterator[ChildProcess]:
         return iter(self._children.values())
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether a process of this name was started."""
+        return name in self._children
 
     def __getitem__(self, name: str) -> ChildProcess:
         return self._children[name]
@@ -289,7 +300,7 @@ class Supervisor:
 
     def next_event(
         self, timeout: Countdown | None
-    ) -> Death | SupervisorEvent | ReadyAgain | ReplicaChange | None:
+    ) -> Death | SupervisorEvent | FirstReady | ReadyAgain | ReplicaChange | ModelWish | None:
         """Wait for the next event, at most until the timeout.
 
         Returns:
@@ -341,7 +352,9 @@ class Supervisor:
             was_abandoned = child.is_abandoned
             exit_ = child.close()
             return None if was_abandoned else self._death_of(child.name, exit_)
-        if child.is_ready and not was_ready and child.is_restart:
+        if child.is_ready and not was_ready and not child.is_restart:
+            self._reported.append(FirstReady(child.name))
+        elif child.is_ready and not was_ready:
             seconds = time.monotonic() - child.started_at
             say(
                 f"{child.name} is ready again after {seconds:.1f} s",
@@ -349,7 +362,7 @@ class Supervisor:
             )  # fmt: skip
             self._reported.append(ReadyAgain(child.name))
         for report in reports:
-            if isinstance(report, ReplicaChange):
+            if isinstance(report, ReplicaChange | ModelWish):
                 self._reported.append(report)
                 continue
             name = ProcessName.parse(child.name)._replace(program=report.process)

@@ -12,7 +12,13 @@ from quadriga.clock import Countdown
 from quadriga.server.config.server_config import LaunchArgs
 from quadriga.server.processes.child_process import ChildState
 from quadriga.server.processes.control_channel import Command
-from quadriga.server.processes.supervisor import Death, ReadyAgain, Supervisor, SupervisorEvent
+from quadriga.server.processes.supervisor import (
+    Death,
+    FirstReady,
+    ReadyAgain,
+    Supervisor,
+    SupervisorEvent,
+)
 
 # Reports that it is ready, then exits at a drain; a silent one answers no heartbeat.
 FAKE_PROCESS = """
@@ -50,7 +56,9 @@ def wait_until_ready(supervisor: Supervisor) -> None:
     countdown = Countdown(TIMEOUT_S)
     while supervisor.not_ready:
         event = supervisor.next_event(countdown)
-        assert event in (None, SupervisorEvent.RESTARTED) or isinstance(event, ReadyAgain), event
+        assert event in (None, SupervisorEvent.RESTARTED) or isinstance(
+            event, FirstReady | ReadyAgain
+        ), event
 
 
 def next_death(supervisor: Supervisor) -> Death:
@@ -59,7 +67,7 @@ def next_death(supervisor: Supervisor) -> Death:
         event = supervisor.next_event(countdown)
         if isinstance(event, Death):
             return event
-        assert event is None or isinstance(event, ReadyAgain), event
+        assert event is None or isinstance(event, FirstReady | ReadyAgain), event
 
 
 def test_a_process_that_was_killed_is_restarted_until_it_dies_too_often(
@@ -92,6 +100,7 @@ def test_a_process_that_answers_no_heartbeat_is_killed(supervisor: Supervisor) -
 def test_a_reload_restarts_at_once_and_a_drain_is_a_clean_exit(supervisor: Supervisor) -> None:
     supervisor.start("first")
     wait_until_ready(supervisor)
+    assert supervisor.next_event(None) == FirstReady("first")
     os.kill(os.getpid(), signal.SIGHUP)
     assert supervisor.next_event(None) in (SupervisorEvent.RELOAD, SupervisorEvent.STOP)
     supervisor["first"].stop_for_reload()
