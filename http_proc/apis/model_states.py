@@ -38,7 +38,7 @@ class ModelStatus(msgspec.Struct):
     value: str
 
 
-class ListedModel(msgspec.Struct):
+class RoutedModel(msgspec.Struct):
     """A model, as llama.cpp's router shows it."""
 
     id: str
@@ -48,10 +48,10 @@ class ListedModel(msgspec.Struct):
     owned_by: str = "quadriga"
 
 
-class ListedModels(msgspec.Struct):
+class RoutedModels(msgspec.Struct):
     """All models, the default one first."""
 
-    data: list[ListedModel]
+    data: list[RoutedModel]
     object: str = "list"
 
 
@@ -104,11 +104,11 @@ def set_states(gateway: Gateway, states: str) -> None:
 async def list_models(request: web.Request) -> web.Response:
     """List the models with their states."""
     gateway = request.app[GATEWAY]
-    return json_response(ListedModels([_listed(model) for model in gateway.models]))
+    return json_response(RoutedModels([_listed(model) for model in gateway.models]))
 
 
-def _listed(model: ServedModel) -> ListedModel:
-    return ListedModel(model.name, ModelStatus(model.state), list(model.aliases))
+def _listed(model: ServedModel) -> RoutedModel:
+    return RoutedModel(model.name, ModelStatus(model.state), list(model.aliases))
 
 
 async def load(request: web.Request) -> web.Response:
@@ -190,13 +190,13 @@ async def events(request: web.Request) -> web.StreamResponse:
 async def _events(gateway: Gateway) -> AsyncIterator[bytes]:
     while not gateway.is_draining:
         changed = asyncio.ensure_future(gateway[MODEL_STATES].change())
-        models: Any = ListedModels([_listed(model) for model in gateway.models])
+        models: Any = RoutedModels([_listed(model) for model in gateway.models])
         yield b"data: " + msgspec.json.encode(models) + b"\n\n"
         await changed
 
 
 MODEL_STATE_ENDPOINTS = [
-    Endpoint("/models", list_models, "The models, and whether they are loaded", ListedModels),
+    Endpoint("/models", list_models, "The models, and whether they are loaded", RoutedModels),
     Endpoint("/models/sse", events, "The same, and again whenever it changes", STREAM),
     post("/models/load", load, "Load a model", ModelBody, LoadAnswer),
     post("/models/unload", unload, "Unload a model", ModelBody, LoadAnswer),

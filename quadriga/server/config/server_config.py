@@ -160,23 +160,16 @@ class LaunchArgs:
         10, "restarts of one process within five minutes; 0: the first death ends the server"
     )
     model_memory: float | None = flag(
-        None,
-        "memory that loaded models may have together: a model that needs more room waits, and"
-        " others are unloaded or suspended for it (default: all models stay loaded)",
+        None, "memory of all loaded models: see docs/several-models.md (default: no bound)",
         unit="GIB",
-    )
+    )  # fmt: skip
     model_turn: float = flag(
-        60.0,
-        "seconds after which a busy model is suspended at the latest, if another one waits for its"
-        " memory",
-        unit="SECONDS",
+        60.0, "longest turn of a busy model while others wait for its memory", unit="SECONDS"
     )
     sleep_idle_seconds: float | None = flag(
-        None,
-        "seconds without a request after which a model is unloaded; the next request loads it again"
-        " (default: never)",
+        None, "time without a request after which a model is unloaded (default: never)",
         unit="SECONDS",
-    )
+    )  # fmt: skip
     watchdog_timeout: float = flag(
         120.0,
         "seconds after which a process that does not answer, or a step that does not end, is killed"

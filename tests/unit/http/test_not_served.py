@@ -24,7 +24,6 @@ PATHS = [path for endpoints in NOT_SERVED for path in endpoints.paths]
         ("/v1/fine_tuning/jobs", "--model DIRECTORY"),
         ("/v1/threads/thread_1/messages", "POST /v1/responses"),
         ("/v1/load_lora_adapter", "merge the adapter"),
-        ("/models/load", "quadriga models"),
         ("/completion", "use POST /v1/completions"),
     ],
 )
