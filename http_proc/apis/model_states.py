@@ -15,7 +15,7 @@ from http_proc.core.served_model import LOADED, ServedModel
 from http_proc.generation.sampling import convert
 from http_proc.generation.schema import RequestBody
 from http_proc.web.endpoint import STREAM, Endpoint, post
-from http_proc.web.exchange import GATEWAY, HEADERS, json_response, read_object
+from http_proc.web.exchange import GATEWAY, HEADERS, RECORD, json_response, read_object
 
 UNLOADED = "unloaded"
 # Time in which the launcher unloads a model that is not busy.
@@ -174,7 +174,8 @@ async def _named(request: web.Request) -> tuple[Gateway, ServedModel]:
             code="not_allowed",
         )
     gateway = request.app[GATEWAY]
-    return gateway, gateway.served(convert(await read_object(request), ModelBody).model)
+    body = convert(await read_object(request), ModelBody)
+    return gateway, gateway.served(body.model, request[RECORD])
 
 
 async def events(request: web.Request) -> web.StreamResponse:

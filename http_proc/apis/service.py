@@ -13,7 +13,7 @@ from http_proc.core.caller import current_caller
 from http_proc.core.errors import ApiError, from_server, invalid
 from http_proc.core.gateway import Gateway
 from http_proc.core.observe import RequestSummary, all_traces
-from http_proc.core.served_model import READY_MAX_AGE_S, ServedModel
+from http_proc.core.served_model import LOADED, LOADING, READY_MAX_AGE_S, ServedModel
 from http_proc.core.streaming import EventSink
 from http_proc.generation.chat_call import chat_prompt, check_counts, template_options
 from http_proc.generation.sampling import convert
@@ -277,7 +277,7 @@ async def livez(_: web.Request) -> web.Response:
 async def readyz(request: web.Request) -> web.Response:
     """Answer 200 if the server answers, all models are loaded and requests are accepted.
 
-    A model whose processes have ended for good does not count.
+    A model that has ended for good, or is loaded by requests only, does not count.
     """
     gateway = request.app[GATEWAY]
     if gateway.is_draining:
@@ -290,7 +290,7 @@ async def readyz(request: web.Request) -> web.Response:
         which = f"{model.name}: " if len(models) > 1 else ""
         if isinstance(info, QuadrigaError):
             raise _unready(f"{which}{info}")
-        if not info["ready"]:
+        if model.preload and model.state in (LOADED, LOADING) and not info["ready"]:
             raise _unready(f"{which}the model is being loaded")
     return json_response(HealthStatus("ready"))
 
