@@ -13,6 +13,7 @@
     Completion, Timings     a finished request
     Pooling, TextEmbedding  what vectors of texts are asked for, and one of them
     TextScore, RankedText, TextLabels  what models that rank or classify say of texts
+    Question, Decision      a question about a state, and the probabilities of its answers
     StreamChunk             a part of a stream
 
 Every error that the library raises on purpose is a `QuadrigaError`, or a TypeError for a keyword
@@ -24,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quadriga import errors as errors
     from quadriga.client.async_client import AsyncClient as AsyncClient
+    from quadriga.client.decisions import Decision as Decision
+    from quadriga.client.decisions import Question as Question
     from quadriga.client.sync_client import Client as Client
     from quadriga.client.types import Completion as Completion
     from quadriga.client.types import RankedText as RankedText
@@ -60,6 +63,7 @@ __version__ = "0.2.0"
 # Where each public name is defined; a test compares this table with the imports above.
 _MODULES = {
     "quadriga.client.async_client": ("AsyncClient",),
+    "quadriga.client.decisions": ("Decision", "Question"),
     "quadriga.client.sync_client": ("Client",),
     "quadriga.client.types": (
         "Completion", "RankedText", "RequestOptions", "StreamChunk", "TextEmbedding", "TextLabels",

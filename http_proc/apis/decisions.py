@@ -1,44 +1,45 @@
 """Decisions: the probabilities of answers to typed questions, in OpenAI's format and System One's.
 
-A question and its possible answers, the labels, are appended to the state. The probability of a
-label is that of all of its tokens, in the model's own distribution, divided by the sum over the
-labels. No token is sampled. The state is computed once: its KV pages are shared by all questions.
-
-First the bodies, whose docstrings are the descriptions in /openapi.json; then the questions, their
-labels and scores, and the two endpoints.
+How a probability is made is in quadriga/client/decisions.py. First the bodies, whose docstrings are
+the descriptions in /openapi.json; then what both endpoints share, and the two endpoints.
 """
 
-import asyncio
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from http_proc.apis.responses.input import chat_turns, parse_items, with_type
 from http_proc.core.call import Call
-from http_proc.core.errors import invalid
+from http_proc.core.errors import from_server, invalid
 from http_proc.core.gateway import Gateway
 from http_proc.core.served_model import ServedModel
 from http_proc.core.streaming import EventSink
 from http_proc.generation.sampling import convert
-from http_proc.generation.schema import Priority, RequestBody
+from http_proc.generation.schema import CacheSalt, Priority, RequestBody
 from http_proc.generation.vectors import vectors
 from http_proc.web.endpoint import answering
 from quadriga.client.async_client import RequestOptions
-from quadriga.client.types import Chat, Completion, Prompt
-from quadriga.sampling.pooling import LOGPROBS, MAX_LAST_TOKENS, Pooling
+from quadriga.client.decisions import (
+    NO,
+    YES,
+    AskedQuestion,
+    Decision,
+    LabelEncoder,
+    LabelRequests,
+    check_num_questions,
+    decisions_of,
+    one_of,
+    predicate,
+)
+from quadriga.client.receipts import Receipt
+from quadriga.client.types import Chat, Completion
+from quadriga.errors import QuadrigaError
 
-MAX_QUESTIONS = 400
-MIN_CHOICES, MAX_CHOICES = 2, 255
-# Texts that the server encodes for a call at one time.
-MAX_ENCODED_AT_ONCE = 16
-# A label's tokens depend on the end of the prompt before it, not on more than its last characters.
-NUM_TAIL_CHARS = 32
-YES, NO = "Yes", "No"
 NAMES = {"prompt": "input", "prompt_token_ids": "input"}
+# Parts of instructions, and the field that has what the model reads.
+PARTS = {"input_text": "text", "input_json": "data"}
 
 JsonText = str | dict[str, Any] | list[Any]
 
@@ -84,14 +85,17 @@ class DecisionRequest(RequestBody, kw_only=True):
     """POST /v1/decisions, in OpenAI's format.
 
     input: a text, or messages and calls as in /v1/responses, whose content may have parts of the
-    type input_json. questions: 1 to 400. The fields after priority have no effect: prefixes are
-    always shared.
+    type input_json. questions: 1 to 400. cache_salt: what is cached of the input is shared with no
+    request of another salt. receipt: answers have receipts. The fields after receipt have no
+    effect: prefixes are always shared.
     """
 
     input: str | list[dict[str, Any]]
     questions: list[PredicateQuestion | ChoiceQuestion | ScoreQuestion]
     model: str | None = None
     priority: Priority = 0
+    cache_salt: CacheSalt | None = None
+    receipt: bool = False
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -108,8 +112,11 @@ class Probability(msgspec.Struct, omit_defaults=True):
 class DecisionAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The answer to one question.
 
-    type: predicate, choice or score. label_mass: how much of the model's distribution its possible
-    answers have together, 0 to 1; where it is small, the probabilities say little.
+    type: predicate, choice, score or refusal. label_mass: how much of the model's distribution its
+    possible answers have together, 0 to 1; where it is small, the probabilities say little.
+    argmax_is_label: the model would write one of them, if it chose the likeliest token at every
+    step. refusal: why the question has no answer, where others have one. receipts: of each of its
+    prompts.
     """
 
     type: str
@@ -119,7 +126,10 @@ class DecisionAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
     score: float | None = None
     confidence: float | None = None
     probabilities: list[Probability] | None = None
-    label_mass: float
+    label_mass: float | None = None
+    argmax_is_label: bool | None = None
+    refusal: str | None = None
+    receipts: list[Receipt] | None = None
 
 
 class InputDetails(msgspec.Struct):
@@ -145,7 +155,7 @@ class DecisionUsage(msgspec.Struct):
     output_tokens_details: OutputDetails = msgspec.field(default_factory=OutputDetails)
 
 
-class Decision(msgspec.Struct):
+class DecisionResponse(msgspec.Struct):
     """The answers, in the order of the questions."""
 
     answers: list[DecisionAnswer]
@@ -183,12 +193,17 @@ class SystemOneScore(RequestBody, kw_only=True, tag="score", tag_field="type"):
 
 
 class SystemOneRequest(RequestBody, kw_only=True):
-    """POST /v1/systemone: typed questions about a state, by names of the caller's choice."""
+    """POST /v1/systemone: typed questions about a state, by names of the caller's choice.
+
+    cache_salt, receipt: as in /v1/decisions.
+    """
 
     state: JsonText
     questions: dict[str, NoulQuestion | SystemOneChoice | SystemOneScore]
     model: str | None = None
     priority: Priority = 0
+    cache_salt: CacheSalt | None = None
+    receipt: bool = False
 
 
 class SystemOneUsage(msgspec.Struct):
@@ -206,85 +221,7 @@ class SystemOneAnswers(msgspec.Struct):
     usage: SystemOneUsage
 
 
-# Questions, and the scores of their labels.
-
-
-@dataclass(frozen=True, slots=True)
-class AskedQuestion:
-    """A question as the model reads it.
-
-    Attributes:
-        text: what is appended to the state.
-        labels: the possible answers, at least two, all different.
-    """
-
-    text: str
-    labels: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class LabelScores:
-    """What the model says of the labels of a question.
-
-    Attributes:
-        probabilities: of each label, which add up to 1.
-        mass: the sum of the labels' own probabilities.
-    """
-
-    probabilities: list[float]
-    mass: float
-
-    @classmethod
-    def of(cls, logprobs: Sequence[float]) -> "LabelScores":
-        """Return the scores of labels with these log-probabilities."""
-        highest = max(logprobs)
-        weights = [math.exp(logprob - highest) for logprob in logprobs]
-        total = sum(weights)
-        return cls([weight / total for weight in weights], min(1.0, total * math.exp(highest)))
-
-    @property
-    def best(self) -> int:
-        """Number of the likeliest label; the first of several."""
-        return self.probabilities.index(max(self.probabilities))
-
-    @property
-    def expected(self) -> float:
-        """The mean of the labels' numbers, weighted by their probabilities."""
-        return sum(number * each for number, each in enumerate(self.probabilities))
-
-
-def predicate(instructions: str) -> AskedQuestion:
-    """Return a question that is answered with yes or no."""
-    return AskedQuestion(f"{instructions}\n\nAnswer with {YES} or {NO} only.", [YES, NO])
-
-
-def one_of(instructions: str, labels: Sequence[tuple[str, str]], field: str) -> AskedQuestion:
-    """Return a question that is answered with one of several labels.
-
-    Args:
-        instructions: the question.
-        labels: each label and its description, which may be "".
-        field: name of the labels in the request, for errors.
-
-    Raises:
-        ApiError: there are too few or too many labels, or one is empty or there twice.
-    """
-    names = [label for label, _ in labels]
-    if not MIN_CHOICES <= len(names) <= MAX_CHOICES:
-        raise invalid(
-            f"{field} has {len(names)} entries: a question has {MIN_CHOICES} to {MAX_CHOICES}",
-            field,
-        )
-    for number, name in enumerate(names):
-        if not name.strip():
-            raise invalid(f"{field}[{number}] is empty: give it a text", field)
-        if name in names[:number]:
-            raise invalid(f"{field} has {name[:100]!r} twice: each must be different", field)
-    lines = [f"- {label}: {why}" if why else f"- {label}" for label, why in labels]
-    listed = "\n".join(lines)
-    return AskedQuestion(
-        f"{instructions}\n\nAnswer with exactly one of these, and nothing else:\n{listed}", names
-    )
+# What both endpoints share.
 
 
 def as_text(value: JsonText | None) -> str:
@@ -294,15 +231,15 @@ def as_text(value: JsonText | None) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-async def score_labels(
+async def decide(
     gateway: Gateway,
     model: ServedModel,
     call: Call,
     state: Chat,
     questions: Sequence[AskedQuestion],
-    options: RequestOptions,
-) -> tuple[list[LabelScores], list[Completion]]:
-    """Return the scores of the labels of each question, and the completions behind them.
+    fields: DecisionRequest | SystemOneRequest,
+) -> tuple[list[Decision], list[Completion]]:
+    """Return the decision of each question, and the completions behind them.
 
     Args:
         gateway: its state.
@@ -310,111 +247,45 @@ async def score_labels(
         call: what is answered.
         state: a chat, to whose end each question is appended.
         questions: the questions.
-        options: of each request to the server.
+        fields: of the request.
 
     Raises:
-        ApiError: there are no or too many questions, or the server refuses one.
+        ApiError: there are no or too many questions, or the server refuses all of them.
     """
-    if not 1 <= len(questions) <= MAX_QUESTIONS:
-        raise invalid(
-            f"questions has {len(questions)} entries: 1 to {MAX_QUESTIONS} are answered; send"
-            " several requests",
-            "questions",
-        )
-    encoder = _LabelEncoder(model)
-    encoded = await asyncio.gather(
-        *(encoder.encode(_with_question(state, each.text), each.labels) for each in questions)
-    )
-    asked: list[tuple[Prompt, Pooling]] = [request for each in encoded for request in each]
+    options: RequestOptions = {
+        "priority": fields.priority,
+        "cache_salt": fields.cache_salt or "",
+    }
+    try:
+        check_num_questions(len(questions))
+        encoder = LabelEncoder(model.client, await model.server_info.static())
+        requests = await encoder.encode(state, questions)
+    except QuadrigaError as error:
+        raise from_server(error, NAMES) from None
+    asked = [
+        prompt for each in requests if isinstance(each, LabelRequests) for prompt in each.prompts
+    ]
     answer_id = model.head(call, "dec").id
-    completions = await vectors(gateway, model, call, answer_id, asked, options, NAMES)
-    scores, first = [], 0
-    for requests in encoded:
-        found = completions[first : first + len(requests)]
-        first += len(requests)
-        sums = [sum(completion.vector or ()) for completion in found]
-        scores.append(LabelScores.of(list(found[0].vector or ()) if len(found) == 1 else sums))
-    return scores, completions
-
-
-def _with_question(state: Chat, text: str) -> Chat:
-    """Return a chat that ends with a question of the user."""
-    if state and state[-1]["role"] == "user":
-        last = {**state[-1], "content": f"{state[-1]['content']}\n\n{text}"}
-        return [*state[:-1], last]
-    return [*state, {"role": "user", "content": text}]
-
-
-class _LabelEncoder:
-    """Makes the requests whose vectors are the log-probabilities of labels after a prompt."""
-
-    def __init__(self, model: ServedModel) -> None:
-        self._client = model.client
-        self._turns = asyncio.Semaphore(MAX_ENCODED_AT_ONCE)
-        self._ids: dict[str, asyncio.Task[list[int]]] = {}
-
-    async def encode(self, chat: Chat, labels: list[str]) -> list[tuple[Prompt, Pooling]]:
-        """Return one request if every label is a single token, else one for each label."""
-        async with self._turns:
-            prompt = await self._client.render(chat)
-        tail = prompt.text[-NUM_TAIL_CHARS:]
-        before = await self._encoded(tail)
-        each = [await self._encoded(tail + label) for label in labels]
-        if any(ids[: len(before)] != before or len(ids) == len(before) for ids in each):
-            # A label changes the tokens of what is before it.
-            before = prompt.token_ids
-            each = [await self._encoded(prompt.text + label) for label in labels]
-        kept = min(_num_common(ids, before) for ids in each)
-        start = prompt.token_ids[: len(prompt.token_ids) - (len(before) - kept)]
-        ends = [ids[kept:] for ids in each]
-        if all(len(end) == 1 for end in ends):
-            return [(start, Pooling(LOGPROBS, token_ids=[end[0] for end in ends]))]
-        for label, end in zip(labels, ends, strict=True):
-            if len(end) > MAX_LAST_TOKENS:
-                raise invalid(
-                    f"the label {label[:100]!r} has {len(end)} tokens: at most {MAX_LAST_TOKENS}"
-                    " are scored; shorten it",
-                    "questions",
-                )
-        return [([*start, *end], Pooling(LOGPROBS, num_last=len(end))) for end in ends]
-
-    async def _encoded(self, text: str) -> list[int]:
-        """Return the ids of a text, which is encoded once."""
-        if text not in self._ids:
-            self._ids[text] = asyncio.ensure_future(self._encode(text))
-        return await self._ids[text]
-
-    async def _encode(self, text: str) -> list[int]:
-        async with self._turns:
-            return await self._client.tokenize(text)
-
-
-def _num_common(ids: Sequence[int], others: Sequence[int]) -> int:
-    """Return how many first ids are the same."""
-    count = 0
-    for one, other in zip(ids, others, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
+    completions = await vectors(
+        gateway, model, call, answer_id, asked, options, NAMES, fields.receipt
+    )
+    return decisions_of(requests, completions), completions
 
 
 # The endpoints.
 
 
-async def decisions(gateway: Gateway, call: Call, _: EventSink) -> Decision:
+async def decisions(gateway: Gateway, call: Call, _: EventSink) -> DecisionResponse:
     """Answer questions about an input, in OpenAI's format."""
     fields = convert(await call.parse(), DecisionRequest)
     model = gateway.served(fields.model, call.record)
     asked = [_asked(number, question) for number, question in enumerate(fields.questions)]
     state = _state_of(fields.input)
-    scores, completions = await score_labels(
-        gateway, model, call, state, asked, {"priority": fields.priority}
-    )
-    answers = [_answer(*each) for each in zip(fields.questions, scores, strict=True)]
-    num_tokens = sum(completion.usage.prompt_tokens for completion in completions)
+    decided, completions = await decide(gateway, model, call, state, asked, fields)
+    answers = [_answer(*each) for each in zip(fields.questions, decided, strict=True)]
+    num_tokens = sum(each.num_tokens for each in decided)
     cached = InputDetails(sum(completion.usage.cached_tokens for completion in completions))
-    return Decision(answers, model.name, DecisionUsage(num_tokens, cached, num_tokens))
+    return DecisionResponse(answers, model.name, DecisionUsage(num_tokens, cached, num_tokens))
 
 
 def _state_of(given: str | list[dict[str, Any]]) -> Chat:
@@ -442,16 +313,42 @@ def _with_json_as_text(item: dict[str, Any]) -> dict[str, Any]:
 def _asked(
     number: int, question: PredicateQuestion | ChoiceQuestion | ScoreQuestion
 ) -> AskedQuestion:
-    instructions = as_text(question.instructions)
+    """Return a question as the model reads it. Raises ApiError."""
+    instructions = _instructions(question.instructions, f"questions[{number}].instructions")
     match question:
         case PredicateQuestion():
             return predicate(instructions)
         case ChoiceQuestion():
             labels = [(_label_of(each.value), each.description) for each in question.choices]
-            return one_of(instructions, labels, f"questions[{number}].choices")
+            return _one_of(instructions, labels, f"questions[{number}].choices")
         case ScoreQuestion():
             labels = [(each.label, each.description) for each in question.levels]
-            return one_of(instructions, labels, f"questions[{number}].levels")
+            return _one_of(instructions, labels, f"questions[{number}].levels")
+
+
+def _instructions(given: JsonText, field: str) -> str:
+    """Return the text of instructions, which may be a list of parts. Raises ApiError."""
+    if not isinstance(given, list) or not given or not all(map(_is_part, given)):
+        return as_text(given)
+    for number, part in enumerate(given):
+        if part["type"] not in PARTS:
+            raise invalid(
+                f"{field}[{number}].type is {part['type']!r}: it must be one of {', '.join(PARTS)}",
+                field,
+            )
+    return "\n".join(as_text(part.get(PARTS[part["type"]])) for part in given)
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, dict) and str(value.get("type", "")).startswith("input_")
+
+
+def _one_of(instructions: str, labels: Sequence[tuple[str, str]], field: str) -> AskedQuestion:
+    """Return a question that is answered with one of several labels. Raises ApiError."""
+    try:
+        return one_of(instructions, labels, field)
+    except QuadrigaError as error:
+        raise from_server(error, {}) from None
 
 
 def _label_of(value: str | bool) -> str:
@@ -459,19 +356,25 @@ def _label_of(value: str | bool) -> str:
 
 
 def _answer(
-    question: PredicateQuestion | ChoiceQuestion | ScoreQuestion, scores: LabelScores
+    question: PredicateQuestion | ChoiceQuestion | ScoreQuestion, decision: Decision
 ) -> DecisionAnswer:
-    best, each = scores.best, scores.probabilities
-    common: dict[str, Any] = {"name": question.name, "label_mass": scores.mass}
+    if decision.refusal:
+        return DecisionAnswer(type="refusal", name=question.name, refusal=decision.refusal)
+    each = list(decision.probabilities.values())
+    common: dict[str, Any] = {
+        "name": question.name, "label_mass": decision.label_mass,
+        "argmax_is_label": decision.argmax_is_label, "receipts": decision.receipts or None,
+    }  # fmt: skip
     match question:
         case PredicateQuestion():
-            return DecisionAnswer(type="predicate", probability=each[0], **common)
+            return DecisionAnswer(type="predicate", probability=decision.probability, **common)
         case ChoiceQuestion():
             values = [choice.value for choice in question.choices]
+            best = list(decision.probabilities).index(decision.label)
             listed = [Probability(*pair) for pair in zip(values, each, strict=True)]
             return DecisionAnswer(
-                type="choice", choice=values[best], confidence=each[best], probabilities=listed,
-                **common,
+                type="choice", choice=values[best], confidence=decision.confidence,
+                probabilities=listed, **common,
             )  # fmt: skip
         case ScoreQuestion():
             levels = [
@@ -481,8 +384,8 @@ def _answer(
                 )
             ]
             return DecisionAnswer(
-                type="score", score=scores.expected, confidence=each[best], probabilities=levels,
-                **common,
+                type="score", score=decision.score, confidence=decision.confidence,
+                probabilities=levels, **common,
             )  # fmt: skip
 
 
@@ -492,20 +395,19 @@ async def system_one(gateway: Gateway, call: Call, _: EventSink) -> SystemOneAns
     model = gateway.served(fields.model, call.record)
     asked = [_asked_by_name(name, question) for name, question in fields.questions.items()]
     state: Chat = [{"role": "user", "content": as_text(fields.state)}]
-    scores, completions = await score_labels(
-        gateway, model, call, state, asked, {"priority": fields.priority}
-    )
+    decided, _completions = await decide(gateway, model, call, state, asked, fields)
     answers = {
         name: _named_answer(question, each)
-        for (name, question), each in zip(fields.questions.items(), scores, strict=True)
+        for (name, question), each in zip(fields.questions.items(), decided, strict=True)
     }
-    num_tokens = sum(completion.usage.prompt_tokens for completion in completions)
-    return SystemOneAnswers(model.name, answers, SystemOneUsage(num_tokens))
+    usage = SystemOneUsage(sum(each.num_tokens for each in decided))
+    return SystemOneAnswers(model.name, answers, usage)
 
 
 def _asked_by_name(
     name: str, question: NoulQuestion | SystemOneChoice | SystemOneScore
 ) -> AskedQuestion:
+    """Return a question as the model reads it. Raises ApiError."""
     instructions, field = as_text(question.instructions), f"questions.{name}.criteria"
     match question:
         case NoulQuestion():
@@ -516,41 +418,45 @@ def _asked_by_name(
                 raise invalid(f"questions.{name} has neither instructions nor criteria", field)
             return predicate("\n".join(filter(None, (instructions, *lines))))
         case SystemOneChoice():
-            return one_of(
+            return _one_of(
                 instructions, [(k, as_text(v)) for k, v in question.criteria.items()], field
             )
         case SystemOneScore():
             levels = [(str(number), as_text(why)) for number, why in enumerate(question.criteria)]
-            return one_of(instructions, levels, field)
+            return _one_of(instructions, levels, field)
 
 
 def _named_answer(
-    question: NoulQuestion | SystemOneChoice | SystemOneScore, scores: LabelScores
+    question: NoulQuestion | SystemOneChoice | SystemOneScore, decision: Decision
 ) -> dict[str, Any]:
-    best, each = scores.best, scores.probabilities
-    diagnostics = {"diagnostics": {"label_mass": scores.mass}}
+    if decision.refusal:
+        return {"type": "refusal", "refusal": decision.refusal}
+    diagnostics: dict[str, Any] = {
+        "label_mass": decision.label_mass, "argmax_is_label": decision.argmax_is_label,
+    }  # fmt: skip
+    common: dict[str, Any] = {"diagnostics": diagnostics}
+    if decision.receipts:
+        common["receipts"] = decision.receipts
+    probabilities, confidence = decision.probabilities, decision.confidence
     match question:
         case NoulQuestion():
-            return {"type": "noul", "noul": each[0], **diagnostics}
+            return {"type": "noul", "noul": decision.probability, **common}
         case SystemOneChoice():
-            names = list(question.criteria)
-            probabilities = dict(zip(names, each, strict=True))
             return {
-                "type": "choice", "choice": names[best], "confidence": each[best],
-                "probabilities": probabilities, **diagnostics,
+                "type": "choice", "choice": decision.label, "confidence": confidence,
+                "probabilities": probabilities, **common,
             }  # fmt: skip
         case SystemOneScore():
-            numbers = [str(number) for number in range(len(each))]
             return {
-                "type": "score", "score": scores.expected, "confidence": each[best],
-                "legend": dict(zip(numbers, question.criteria, strict=True)),
-                "probabilities": dict(zip(numbers, each, strict=True)), **diagnostics,
+                "type": "score", "score": decision.score, "confidence": confidence,
+                "legend": dict(zip(probabilities, question.criteria, strict=True)),
+                "probabilities": probabilities, **common,
             }  # fmt: skip
 
 
 DECISION_ENDPOINTS = [
     answering("/v1/decisions", decisions, "Probabilities of answers to typed questions",
-              DecisionRequest, Decision),
+              DecisionRequest, DecisionResponse),
     answering("/v1/systemone", system_one, "The same, in System One's format",
               SystemOneRequest, SystemOneAnswers),
 ]  # fmt: skip

@@ -119,7 +119,10 @@ async def completions(gateway: Gateway, call: Call, sink: EventSink) -> Completi
         prompts = _with_suffix(prompts, fields.suffix, known)
         params = fill_params(params, known)
     head = model.head(call, "cmpl")
-    options: RequestOptions = {"priority": fields.priority}
+    options: RequestOptions = {
+        "priority": fields.priority,
+        "cache_salt": fields.cache_salt or "",
+    }
     names = {**NAMES, **sampling.names}
     with gateway.open_group(model, head.id, names, call.record) as group:
         for prompt in prompts:
@@ -445,6 +448,7 @@ def chat_call(fields: ChatRequest, sampling: Sampling) -> ChatCall:
         has_generation_prompt=_adds_generation_prompt(fields),
         names={"tools": "functions", "tool_choice": "function_call"} if is_older else {},
         priority=fields.priority,
+        cache_salt=fields.cache_salt or "",
         stream=fields.stream,
     )
 

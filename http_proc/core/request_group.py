@@ -334,10 +334,10 @@ class RequestGroup:
 
     async def receipts(self, completions: Sequence[Completion]) -> list[Receipt]:
         """Return the receipts of all choices, in order. Raises QuadrigaError."""
-        left = iter(completions)
+        left, info = iter(completions), await self._client.info()
         for handle in self._handles:
             choices = list(islice(left, handle.message.params.n))
-            await self._client.add_receipts(handle.message, choices)
+            await self._client.add_receipts(handle.message, choices, info)
         return [each.receipt for each in completions if each.receipt is not None]
 
     def note(self, completion: Completion) -> None:

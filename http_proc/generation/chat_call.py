@@ -82,6 +82,7 @@ class ChatCall:
         template_args: further variables of the chat template.
         continues_message: the answer continues the last turn, which is the assistant's.
         has_generation_prompt: the prompt ends with the beginning of the assistant's turn.
+        cache_salt: what is cached of the prompt is shared with no chat of another salt.
         names: the request's names of `messages`, `tools` and `tool_choice`, for error messages.
     """
 
@@ -95,6 +96,7 @@ class ChatCall:
     continues_message: bool = False
     has_generation_prompt: bool = True
     priority: int = 0
+    cache_salt: str = ""
     stream: bool = False
     names: dict[str, str] = field(default_factory=dict)
 

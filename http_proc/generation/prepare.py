@@ -137,7 +137,11 @@ async def prepare_chat(gateway: Gateway, model: ServedModel, call: ChatCall) -> 
         takes_unmarked=all(getattr(sampling.params, name) is None for name in GRAMMAR_FIELDS),
     )
     chat = _chat_options(call, answer_format)
-    options: RequestOptions = {"priority": call.priority, "chat": chat}
+    options: RequestOptions = {
+        "priority": call.priority,
+        "chat": chat,
+        "cache_salt": call.cache_salt,
+    }
     names = {**NAMES, **call.names, **sampling.names}
     params = _params(sampling.params, call, answer_format)
     if reader.ends_at_repeat:

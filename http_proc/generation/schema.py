@@ -16,12 +16,14 @@ from http_proc.core.observe import TimingsBody, timings_body
 from quadriga.client.receipts import Receipt
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.sampling.params import LIMITS
-from quadriga.wire.client import Usage
+from quadriga.wire.client import MAX_CACHE_SALT_CHARS, Usage
 
 Top = Annotated[int, msgspec.Meta(ge=LIMITS["logprobs"].minimum, le=LIMITS["logprobs"].maximum)]
 Priority = Annotated[
     int, msgspec.Meta(ge=LIMITS["priority"].minimum, le=LIMITS["priority"].maximum)
 ]
+
+CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CACHE_SALT_CHARS)]
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -70,7 +72,8 @@ class StructuredOutputs(RequestBody, kw_only=True):
 class OpenAIRequest(RequestBody, kw_only=True):
     """Fields of both endpoints.
 
-    resumable: the stream goes on when its connection breaks, and can be resumed. prompt_logprobs:
+    resumable: the stream goes on when its connection breaks, and can be resumed. cache_salt: what
+    is cached of the prompt is shared with no request of another salt. prompt_logprobs:
     number of top tokens for each token of the prompt, in vLLM's format. receipt: the answer
     has receipts, unless it is a stream. return_token_ids: the answer has the token ids of the
     prompt and of each choice, in vLLM's fields. The fields after structured_outputs have no effect.
@@ -81,6 +84,7 @@ class OpenAIRequest(RequestBody, kw_only=True):
     resumable: bool = False
     stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
     priority: Priority = 0
+    cache_salt: CacheSalt | None = None
     prompt_logprobs: Top | None = None
     response_format: ResponseFormat | None = None
     receipt: bool = False

@@ -79,6 +79,7 @@ async def vectors(
     asked: Sequence[tuple[types.Prompt, Pooling]],
     options: async_client.RequestOptions,
     names: Mapping[str, str],
+    with_receipts: bool = False,
 ) -> list[types.Completion]:
     """Return the completions of prompts, which have their vectors, in order.
 
@@ -90,6 +91,7 @@ async def vectors(
         asked: the prompts, and what vector is wanted of each.
         options: of each request to the server.
         names: the call's name of each field of the server's requests, for errors.
+        with_receipts: the completions have receipts.
 
     Raises:
         ApiError: another model is to be asked, or the server refuses one of the prompts.
@@ -109,4 +111,7 @@ async def vectors(
                 group.note(chunk.completion)
                 for prompt, pooling in itertools.islice(waiting, 1):
                     group.submit(prompt, SamplingParams(pooling=pooling), False, options)
-    return [ended[number] for number in range(len(asked))]
+        completions = [ended[number] for number in range(len(asked))]
+        if with_receipts:
+            await group.receipts(completions)
+    return completions

@@ -10,11 +10,21 @@ from typing import TYPE_CHECKING, Any, overload
 
 import msgspec
 
-from quadriga.client.receipts import Receipt, hash_ids, hash_params
+from quadriga.client.decisions import (
+    AskedQuestion,
+    Decision,
+    LabelEncoder,
+    LabelRequests,
+    Question,
+    check_num_questions,
+    decisions_of,
+)
+from quadriga.client.receipts import Receipt, hash_ids, hash_params, hash_vector
 from quadriga.client.request_handle import AcceptedSink, RequestHandle, Sink
 from quadriga.client.session import ServerSession
 from quadriga.client.types import (
     NO_CHAT_OPTIONS,
+    Chat,
     Completion,
     KeptRequest,
     Prompt,
@@ -418,31 +428,87 @@ class AsyncClient(ServerSession):
         ]
         return found[0] if isinstance(prompt, str) else found
 
+    async def decide(
+        self,
+        state: str | Chat,
+        questions: Sequence[Question | str],
+        **options: "Unpack[RequestOptions]",
+    ) -> list[Decision]:
+        """Return the probabilities of the possible answers to questions about a state, in order.
+
+            place, about = await client.decide(
+                "Paris lies on the Seine.",
+                [Question("Which country?", ["France", "Germany"]), "It is about a city."],
+            )
+            print(place.label, place.confidence, about.probability)
+
+        Args:
+            state: a text, or a chat. It is computed once.
+            questions: 1 to 400; a text is a statement that is true or not. Of those whose prompts
+                are too long each is refused alone, as long as others have an answer.
+            **options: timeout, priority, cache_salt, receipt, … (see RequestOptions), for each
+                prompt.
+
+        Raises:
+            InvalidRequest: a question has too few, too many, empty or equal labels, all questions
+                are refused, or the model has no chat template.
+            QuadrigaError: as `generate`.
+        """
+        check_options("decide", options, RequestOptions.__annotations__)
+        check_num_questions(len(questions))
+        typed = [Question(each) if isinstance(each, str) else each for each in questions]
+        read = [
+            AskedQuestion.of(each, f"questions[{number}].labels")
+            for number, each in enumerate(typed)
+        ]
+        chat: Chat = [{"role": "user", "content": state}] if isinstance(state, str) else state
+        requests = await LabelEncoder(self, await self.info()).encode(chat, read)
+        prompts = [
+            prompt
+            for each in requests
+            if isinstance(each, LabelRequests)
+            for prompt in each.prompts
+        ]
+        return decisions_of(requests, await self._completions(prompts, options))
+
     async def _vectors(
         self, asked: Sequence[tuple[Prompt, Pooling]], options: RequestOptions
     ) -> "list[tuple[array[float], int]]":
         """Return the vectors of prompts with their numbers of tokens, in order."""
+        vectors = []
+        for completion in await self._completions(asked, options):
+            assert completion.vector is not None
+            vectors.append((completion.vector, completion.usage.prompt_tokens))
+        return vectors
+
+    async def _completions(
+        self, asked: Sequence[tuple[Prompt, Pooling]], options: RequestOptions
+    ) -> list[Completion]:
+        """Return the completions of prompts, which have their vectors, in order."""
         began_at = _now()
         await self._connect_within(options.get("timeout"))
         turns = asyncio.Semaphore(MAX_TEXTS_AT_ONCE)
 
-        async def vector_of(item: Prompt, pooling: Pooling) -> "tuple[array[float], int]":
+        async def answer(item: Prompt, pooling: Pooling) -> tuple[Generate, Completion]:
             params = SamplingParams(pooling=pooling)
             async with turns:
                 handle = self._submit(item, params, began_at, False, None, options)
                 try:
-                    completion = await handle.completion()
+                    return handle.message, await handle.completion()
                 finally:
                     handle.abort()
-                assert completion.vector is not None
-                return completion.vector, completion.usage.prompt_tokens
 
-        tasks = [asyncio.ensure_future(vector_of(*each)) for each in asked]
+        tasks = [asyncio.ensure_future(answer(*each)) for each in asked]
         try:
-            return await asyncio.gather(*tasks)
+            answers = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
+        if options.get("receipt"):
+            info = await self.info()
+            for message, completion in answers:
+                await self.add_receipts(message, [completion], info)
+        return [completion for _, completion in answers]
 
     async def abort(self, request_id: str = "") -> None:
         """Abort a request of this client, or all of them if the id is empty.
@@ -609,7 +675,12 @@ class AsyncClient(ServerSession):
         answer = await self._tokens("render", prompt, chat, True, timeout)
         return RenderedPrompt(answer.text, unpack_ids(answer.token_ids).tolist())
 
-    async def add_receipts(self, message: Generate, completions: Sequence[Completion]) -> None:
+    async def add_receipts(
+        self,
+        message: Generate,
+        completions: Sequence[Completion],
+        info: dict[str, Any] | None = None,
+    ) -> None:
         """Set the receipt of each choice of a request that has ended.
 
             await client.add_receipts(handle.message, [await handle.completion()])
@@ -617,27 +688,30 @@ class AsyncClient(ServerSession):
         Args:
             message: the request.
             completions: its choices.
+            info: of the server, asked for after the answer; None: the server is asked.
 
         Raises:
             DeadlineExceeded: no answer within the timeouts of `info` and `tokenize`.
             ServerUnreachable: no server answers at the endpoint, or the connection was lost.
         """
-        info = await self.info()
+        info = info or await self.info()
         if message.prompt_token_ids is not None:
             ids = unpack_ids(message.prompt_token_ids).tolist()
         else:
             ids = await self.tokenize(msgspec.to_builtins(message.prompt), message.chat)
         for completion in completions:
+            has_vector = completion.vector is not None
             completion.receipt = Receipt(
                 request_id=completion.request_id,
                 model=info["model"],
                 fingerprint=info["model_details"]["digest"],
                 kernels=info["kernels"] or "",
-                seed=(message.params.seed or 0) + completion.index,
+                seed=0 if has_vector else (message.params.seed or 0) + completion.index,
                 params=hash_params(message.params),
                 # The last ones, where the prompt was truncated.
                 prompt=hash_ids(ids[-completion.usage.prompt_tokens :]),
                 tokens=hash_ids(completion.token_ids),
+                vector="" if completion.vector is None else hash_vector(completion.vector),
             )
 
     async def _tokens(

@@ -19,8 +19,10 @@ from quadriga.client.async_client import (
     AsyncClient,
     RequestOptions,
 )
+from quadriga.client.decisions import Decision, Question
 from quadriga.client.types import (
     NO_CHAT_OPTIONS,
+    Chat,
     Completion,
     Prompt,
     RankedText,
@@ -458,6 +460,34 @@ class Client:
             lambda: self._async.classify(prompt, pooling, **options)
         )
         return result
+
+    def decide(
+        self,
+        state: str | Chat,
+        questions: Sequence[Question | str],
+        **options: "Unpack[RequestOptions]",
+    ) -> list[Decision]:
+        """Return the probabilities of the possible answers to questions about a state, in order.
+
+            place, about = client.decide(
+                "Paris lies on the Seine.",
+                [Question("Which country?", ["France", "Germany"]), "It is about a city."],
+            )
+            print(place.label, place.confidence, about.probability)
+
+        Args:
+            state: a text, or a chat. It is computed once.
+            questions: 1 to 400; a text is a statement that is true or not. Of those whose prompts
+                are too long each is refused alone, as long as others have an answer.
+            **options: timeout, priority, cache_salt, receipt, … (see RequestOptions), for each
+                prompt.
+
+        Raises:
+            InvalidRequest: a question has too few, too many, empty or equal labels, all questions
+                are refused, or the model has no chat template.
+            QuadrigaError: as `generate`.
+        """
+        return self._loop.run(lambda: self._async.decide(state, questions, **options))
 
     def abort(self, request_id: str = "") -> None:
         """Abort a request of this client, or all of them if the id is empty.

@@ -233,6 +233,7 @@ class RequestOptions(TypedDict, total=False):
         clamp_max_new_tokens: if the context leaves less than max_new_tokens, generate that number
             instead of raising PromptTooLong.
         traceparent: the caller's span, as in W3C Trace Context: the server's spans are below it.
+        cache_salt: cached prefixes are shared only with requests of the same salt.
         receipt: completions have a receipt, for which the server is asked two more questions; not
             with submit.
     """
@@ -244,6 +245,7 @@ class RequestOptions(TypedDict, total=False):
     chat: ChatOptions
     clamp_max_new_tokens: bool
     traceparent: str
+    cache_salt: str
     receipt: bool
 
 

@@ -40,6 +40,8 @@ class Pooling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
         token_ids: with LOGPROBS, ids that may follow the prompt, whose probabilities are wanted.
         num_last: with LOGPROBS, number of tokens at the end of the prompt whose probabilities are
             wanted, each after those before it; 0: those of `token_ids`.
+        with_largest: with LOGPROBS, behind them comes the largest log-probability of any token: one
+            number with `token_ids`, and one for each of the last tokens with `num_last`.
         whole: set by the server: every token sees the whole text, which goes into one step.
         activation: of scores, one of ACTIVATIONS, which makes them of the model's logits;
             PROBABILITIES: SIGMOID or SOFTMAX, as fits the model's labels. "": as the model says.
@@ -68,6 +70,7 @@ class Pooling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
     instruction: str = ""
     num_first: int = 0
     prompt_name: str | None = None
+    with_largest: bool = False
 
     @property
     def num_read(self) -> int | None:

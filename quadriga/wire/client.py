@@ -60,6 +60,7 @@ MAX_TOOLS = 1024
 MAX_TEMPLATE_ARGS = 64
 MAX_PROGRESS_IDS = 64
 MAX_TRACE_IDS = 64
+MAX_CACHE_SALT_CHARS = 256
 
 
 class ChatMessage(msgspec.Struct, omit_defaults=True):
@@ -121,6 +122,8 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
         keep_s: seconds for which the request goes on while its client is gone. None: it is aborted
             with the loss of its client.
         traceparent: the caller's span, as in W3C Trace Context; a malformed one is ignored.
+        cache_salt: cached prefixes are shared only with requests of the same salt, at most
+            MAX_CACHE_SALT_CHARS characters; "": with those without one.
     """
 
     version: int
@@ -140,6 +143,7 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
     tenant: str = ""
     keep_s: float | None = None
     traceparent: str = ""
+    cache_salt: str = ""
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):

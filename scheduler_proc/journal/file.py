@@ -158,6 +158,12 @@ def ended_record(request: Request) -> Ended:
     )
 
 
+def vector_record(request: Request) -> LogprobRecord:
+    """Return the vector of a request for log-probabilities: they are those of its prompt."""
+    assert request.vector is not None
+    return LogprobRecord(request.seq, [], [LogprobBlock(request.vector, 0, b"", b"")])
+
+
 def run_tag(run: str) -> bytes:
     """Return the mark in a file that this run has given up."""
     return hashlib.sha256(run.encode()).digest()[:TAG_BYTES]

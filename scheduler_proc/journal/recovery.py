@@ -60,6 +60,13 @@ class RecoveredRequest:
     acknowledged: bool = False
     kernels: str = ""
 
+    @property
+    def vector(self) -> bytes:
+        """Float32 bytes of the log-probabilities that a request for them has as its answer."""
+        if self.message.params.pooling is None:
+            return b""
+        return b"".join(block.values for block in self.logprobs.prompt)
+
 
 class JournalContents(NamedTuple):
     """What was read of a journal.
@@ -166,8 +173,7 @@ class JournalState:
                 if len(request.tokens) == request.max_new_tokens:
                     self._growing.discard(seq)
         for logprobs in record.logprobs:
-            requests[logprobs.seq].logprobs.tokens += logprobs.tokens
-            requests[logprobs.seq].logprobs.prompt += logprobs.prompt
+            self._take_logprobs(requests[logprobs.seq], logprobs)
         for ended in record.ended:
             requests[ended.seq].ended = ended
             self._open.discard(ended.seq)
@@ -175,9 +181,16 @@ class JournalState:
         for seq in record.acknowledged:
             if seq not in requests:
                 continue
-            requests[seq].acknowledged = True
-            if requests[seq].message.params.pooling is not None:
+            request = requests[seq]
+            request.acknowledged = True
+            if request.message.params.pooling is not None and not request.vector:
                 del requests[seq]  # its vector is not kept: sent again, it is computed again
+
+    def _take_logprobs(self, request: RecoveredRequest, logprobs: LogprobRecord) -> None:
+        request.logprobs.tokens += logprobs.tokens
+        request.logprobs.prompt += logprobs.prompt
+        if request.vector and request.kernels != self._kernels:
+            self._change_kernels(request)
 
     def _change_kernels(self, request: RecoveredRequest) -> None:
         known = [name for name in (request.kernels, self._kernels) if name]
@@ -294,9 +307,10 @@ def restored(recovered: RecoveredRequest, eos_ids: frozenset[int]) -> Request:
     request.num_known_tokens = len(request.tokens)
     request.first_token_at = recovered.first_token_at
     request.logprobs = recovered.logprobs.tokens
-    request.prompt_logprobs = recovered.logprobs.prompt
+    request.prompt_logprobs = [] if recovered.vector else recovered.logprobs.prompt
     ended = recovered.ended
     if ended is not None:
         request.finish(FinishReason(ended.finish_reason), ended.matched_stop, ended.error)
+        request.vector = recovered.vector or None
         request.cached_tokens, request.admitted_at = ended.cached_tokens, ended.admitted_at
     return request

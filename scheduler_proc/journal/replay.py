@@ -1,11 +1,13 @@
-"""`quadriga replay`: compute a request of a journal again, and compare its tokens."""
+"""`quadriga replay`: compute a request of a journal again, and compare its answer."""
 
 import argparse
 import json
 import sys
 import time
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ from quadriga.llm.llm import CONNECT_TIMEOUT_S, OwnedServer, server_argv
 from quadriga.sampling.params import SamplingParams
 from quadriga.server.config.parser import CommandParser
 from quadriga.wire.grammar import GrammarForm
-from quadriga.wire.packing import unpack_ids
+from quadriga.wire.packing import num_ids, pack_floats, unpack_floats, unpack_ids
 from scheduler_proc.journal import file, recovery, writer
 
 # A request as a journal has it, and as it is sent again.
@@ -47,7 +49,7 @@ class RecordedJournal(NamedTuple):
         """Return a choice of a request.
 
         Raises:
-            InvalidRequest: there is none, or it has no token.
+            InvalidRequest: there is none, or it has no token and no vector.
         """
         found = [one for one in self.requests if one.message.request_id == request_id]
         if not found:
@@ -57,7 +59,7 @@ class RecordedJournal(NamedTuple):
             )
         for one in found:
             if one.index == index:
-                if not one.tokens:
+                if not one.tokens and not one.vector:
                     raise InvalidRequest(f"request {request_id} has no token yet: nothing compares")
                 return one
         indexes = ", ".join(str(one.index) for one in found)
@@ -89,7 +91,7 @@ def prompt_of(request: recovery.RecoveredRequest) -> list[int]:
 
 
 def params_of(request: recovery.RecoveredRequest) -> SamplingParams:
-    """Return parameters that give the recorded tokens again, and no more of them.
+    """Return parameters that give the recorded tokens or vector again, and no more of them.
 
     Text does not stop them: the detokenizer finds a stop string after the tokens are computed.
 
@@ -97,6 +99,8 @@ def params_of(request: recovery.RecoveredRequest) -> SamplingParams:
         InvalidRequest: the request has a grammar that cannot be sent again.
     """
     params, count = request.message.params, len(request.tokens)
+    if params.pooling is not None:
+        return SamplingParams(pooling=params.pooling)
     form = request.message.grammar
     return msgspec.structs.replace(
         params,
@@ -146,11 +150,13 @@ def first_difference(then: list[int], now: list[int]) -> Difference | None:
 
 EXIT_EQUAL, EXIT_DIFFERS, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 2, 130
 DESCRIPTION = """\
-Compute a request of a journal again, and compare its tokens with those of the journal.
+Compute a request of a journal again, and compare its tokens, or the log-probabilities of a
+decision, with those of the journal.
 
 Without --endpoint, a server of the journal's model is started for it, with the flags that this
 command does not know itself: give those of the first server, such as --quantization int8.
-The exit code is 0 if all tokens are equal, 1 if one differs, and 2 if they cannot be compared."""
+The exit code is 0 if all tokens or numbers are equal, 1 if one differs, and 2 if they cannot be
+compared."""
 
 
 def main(argv: list[str]) -> int:
@@ -197,15 +203,35 @@ def _run(arguments: argparse.Namespace, flags: list[str]) -> int:
     with _connected(arguments, flags, journal) as client:
         _check_model(journal, client.info())
         answer = client.generate(prompt, params)
-        then = request.tokens.tolist()
-        difference = first_difference(then, answer.token_ids)
-        if difference is None:
-            print(f"equal: all {len(then)} tokens of {arguments.id}, seed {params.seed}")
+        if answer.vector is not None:
+            is_equal = _compare_numbers(arguments.id, request.vector, answer.vector)
         else:
-            _print_difference(client, difference, len(then), len(prompt))
+            then = request.tokens.tolist()
+            difference = first_difference(then, answer.token_ids)
+            is_equal = difference is None
+            if difference is None:
+                print(f"equal: all {len(then)} tokens of {arguments.id}, seed {params.seed}")
+            else:
+                _print_difference(client, difference, len(then), len(prompt))
         # Asked for after the answer: while a worker starts, the server has no kernels to name.
         _print_kernels(request.kernels, client.info()["kernels"] or "")
-    return EXIT_EQUAL if difference is None else EXIT_DIFFERS
+    return EXIT_EQUAL if is_equal else EXIT_DIFFERS
+
+
+def _compare_numbers(request_id: str, then: bytes, now: "array[float]") -> bool:
+    """Print whether all log-probabilities are equal to the last bit, and return it."""
+    if then == pack_floats(now):
+        print(f"equal: all {len(now)} log-probabilities of {request_id}")
+        return True
+    old = unpack_floats(then)
+    for index, (one, other) in enumerate(zip_longest(old, now)):
+        if one != other:
+            print(
+                f"differs at log-probability {index + 1} of {len(old)}: {one} in the journal,"
+                f" {other} now"
+            )
+            break
+    return False
 
 
 def _list(journal: RecordedJournal) -> None:
@@ -215,7 +241,12 @@ def _list(journal: RecordedJournal) -> None:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.message.received_at))
         state = "under way" if one.ended is None else one.ended.finish_reason
         choice = f" --choice {one.index}" if one.index else ""
-        print(f"{one.message.request_id}{choice}  {at}  {len(one.tokens)} tokens, {state}")
+        count = (
+            f"{num_ids(one.vector)} log-probabilities"
+            if one.vector
+            else (f"{len(one.tokens)} tokens")
+        )
+        print(f"{one.message.request_id}{choice}  {at}  {count}, {state}")
 
 
 @contextmanager

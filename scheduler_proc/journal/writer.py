@@ -34,6 +34,7 @@ from scheduler_proc.journal.file import (
     TokenRecord,
     ended_record,
     run_tag,
+    vector_record,
 )
 from scheduler_proc.journal.recovery import (
     JournalContents,
@@ -186,20 +187,21 @@ class FileJournal:
                 )
         for request in events.logprob_requests:
             record.logprobs.append(LogprobRecord(request.seq, [request.logprobs[-1]]))
-        record.ended += map(ended_record, _ends_of_tokens(events.finished))
+        record.logprobs += map(vector_record, _with_kept_vector(events.finished))
+        record.ended += map(ended_record, _kept_ends(events.finished))
         self._end_vectors(events.acknowledged)
         record.acknowledged += events.acknowledged
         self._acknowledge(events.acknowledged)
 
     def _end_vectors(self, seqs: list[int]) -> None:
-        """Note the ends of requests for vectors, and forget these: the frontend has the vectors.
+        """Note the ends of requests whose vectors are not kept, and forget these requests.
 
-        Until then such a request is open in the journal, as its vector is not there: the next
+        The frontend has the vectors. Until then such a request is open in the journal: the next
         scheduler computes it again, with the same bits.
         """
         for seq in seqs:
             kept = self._kept.get(seq)
-            if kept is not None and kept.request.vector is not None:
+            if kept is not None and not _has_kept_end(kept.request):
                 self._record.ended.append(ended_record(kept.request))
                 del self._kept[seq]
 
@@ -309,7 +311,8 @@ class FileJournal:
                     record.logprobs.append(
                         LogprobRecord(seq, request.logprobs, request.prompt_logprobs)
                     )
-                record.ended += map(ended_record, _ends_of_tokens([request]))
+                record.logprobs += map(vector_record, _with_kept_vector([request]))
+                record.ended += map(ended_record, _kept_ends([request]))
                 if seq in self._ended:
                     record.acknowledged.append(seq)
             yield record
@@ -317,9 +320,19 @@ class FileJournal:
             yield JournalRecord(kernels=self._kernels)
 
 
-def _ends_of_tokens(requests: Iterable[Request]) -> list[Request]:
-    """Return the requests that have ended without a vector."""
-    return [request for request in requests if request.finished and request.vector is None]
+def _has_kept_end(request: Request) -> bool:
+    """Return whether the end of a request is noted at once: its vector, if any, is noted, too."""
+    return request.vector is None or request.has_kept_vector
+
+
+def _kept_ends(requests: Iterable[Request]) -> list[Request]:
+    """Return the requests that have ended, but for those whose vectors are not kept."""
+    return [request for request in requests if request.finished and _has_kept_end(request)]
+
+
+def _with_kept_vector(requests: Iterable[Request]) -> list[Request]:
+    """Return the requests whose vectors the journal has."""
+    return [request for request in requests if request.vector and request.has_kept_vector]
 
 
 # Open the journal when a scheduler starts, and decide which earlier requests it resumes.

@@ -14,7 +14,7 @@ import msgspec
 
 from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import LIMITS, MAX_SEED, NEUTRAL, SamplingParams, given
-from quadriga.sampling.pooling import Pooling
+from quadriga.sampling.pooling import LOGPROBS, Pooling
 from quadriga.wire.client import ErrorInfo
 from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.logprobs import LogprobBlock
@@ -490,6 +490,11 @@ class Request:
     def wants_prompt_logprobs(self) -> bool:
         """Whether the client still waits for the prompt's logprobs: all of it is computed then."""
         return self.sampling.params.prompt_logprobs is not None and not self.first_token_at
+
+    @property
+    def has_kept_vector(self) -> bool:
+        """Whether the answer is a few log-probabilities, which a journal has as it has tokens."""
+        return self.pooling is not None and self.pooling.method == LOGPROBS
 
     @property
     def pooling(self) -> Pooling | None:

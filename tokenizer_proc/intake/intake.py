@@ -239,7 +239,7 @@ class RequestIntake:
             client_retry=request.resent,
             tenant=owner.name,
             weight=owner.weight,
-            cache_salt=owner.cache_salt,
+            cache_salt=owner.salted(message.cache_salt),
             trace=self._traces.context(request.client, message),
         )
         if self._replicas.submit(submit, request.aborted_by, message.keep_s):

@@ -52,6 +52,10 @@ class Owner(NamedTuple):
         is_apart = self.tenant is not None and self.tenant.cache == "own"
         return self.tenant.name if self.tenant is not None and is_apart else ""
 
+    def salted(self, salt: str) -> str:
+        """Return what a request's cached prefixes are kept apart by. `salt`: its own, or ""."""
+        return f"{self.cache_salt}\0{salt}" if salt else self.cache_salt
+
 
 class RequestOwners:
     """Find the tenants of requests.

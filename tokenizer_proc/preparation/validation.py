@@ -13,7 +13,13 @@ from quadriga.sampling.params import Grammar, SamplingParams
 from quadriga.sampling.pooling import LOGPROBS, SCORE, SCORINGS, Pooling
 from quadriga.sampling.validation import UnservedTokens, check_number
 from quadriga.server.models.resolve import ModelFiles
-from quadriga.wire.client import MAX_FRAME_BYTES, PROTOCOL_VERSION, ClientMessage, Generate
+from quadriga.wire.client import (
+    MAX_CACHE_SALT_CHARS,
+    MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    ClientMessage,
+    Generate,
+)
 from quadriga.wire.packing import unpack_ids, unpack_integer
 
 MAX_REQUEST_ID_CHARS = 128
@@ -88,11 +94,17 @@ def check_request_id(request_id: str) -> None:
 
 
 def check_urgency(message: Generate) -> None:
-    """Raise InvalidRequest for a priority or a timeout out of range."""
+    """Raise InvalidRequest for a priority or a timeout out of range, or a long cache_salt."""
     check_number("priority", message.priority)
     _check_timeout("queue_timeout", message.queue_timeout)
     _check_timeout("timeout", message.timeout)
     _check_timeout("keep_s", message.keep_s)
+    if (count := len(message.cache_salt)) > MAX_CACHE_SALT_CHARS:
+        raise InvalidRequest(
+            f"cache_salt has {count} characters: at most {MAX_CACHE_SALT_CHARS} are taken; send a"
+            " hash of it",
+            "cache_salt",
+        )
 
 
 def _check_timeout(field: str, seconds: float | None) -> None:

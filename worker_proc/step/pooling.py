@@ -30,6 +30,8 @@ from worker_proc.models.transfer import DeviceToHostCopier, Fetch
 from worker_proc.step.inputs import StepInputs
 
 MIN_LENGTH = 1e-12  # a vector is divided by its length, or by this
+# Rows of logits that are computed at one time: the head is read once for all of them.
+MAX_LOGIT_ROWS = 64
 
 
 class OutputNorm:
@@ -162,10 +164,11 @@ def begin_vectors(
         ValueError: scores are asked of a model without a head.
     """
     vectors: list[Callable[[], VectorRow]] = []
+    scored = [row for row in rows if row.pooling.method == LOGPROBS]
+    for row, scores in zip(scored, token_logprobs(scored, hidden, heads.logits), strict=True):
+        vectors.append(partial(_fetched, row.row, copier.begin(scores)))
     for row in rows:
         if row.pooling.method == LOGPROBS:
-            scores = token_logprobs(row, hidden, heads.logits)
-            vectors.append(partial(_fetched, row.row, copier.begin(scores)))
             continue
         if row.pooling.method == CLASSIFY:
             scores = _scores(row, hidden, heads)
@@ -224,18 +227,38 @@ def pooled(
     return vector.clone()  # the engine may reuse its memory
 
 
-def token_logprobs(row: PooledRow, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the log-probabilities that a row asks for, in the model's own distribution.
+def token_logprobs(
+    rows: Sequence[PooledRow], hidden: Tensor, logits: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """Return the log-probabilities that rows ask for, in the model's own distribution.
 
-    Those of `token_ids` follow its last token; those of its last tokens each follow the one before.
+    The logits of all rows are computed together, at most MAX_LOGIT_ROWS at one time.
     """
+    scored = [_scored_ids(row, hidden.device) for row in rows]
+    places = [place for of_row in scored for place in of_row]
+    all_ids = [ids for of_row in scored for ids in of_row.values()]
+    found: list[Tensor] = []
+    largest: list[Tensor] = []
+    for begin in range(0, len(places), MAX_LOGIT_ROWS):
+        piece = torch.tensor(places[begin : begin + MAX_LOGIT_ROWS], device=hidden.device)
+        logprobs = logits(hidden[piece]).float().log_softmax(-1)
+        found += [each[ids] for each, ids in zip(logprobs, all_ids[begin:], strict=False)]
+        largest += logprobs.amax(-1, keepdim=True)
+    vectors, first = [], 0
+    for row, of_row in zip(rows, scored, strict=True):
+        own = slice(first, first + len(of_row))
+        first += len(of_row)
+        vectors.append(torch.cat(found[own] + largest[own] * row.pooling.with_largest))
+    return vectors
+
+
+def _scored_ids(row: PooledRow, device: torch.device) -> dict[int, Tensor]:
+    """Return the ids whose probabilities a row asks for, by the place of the token before them."""
     count = row.pooling.num_last
     if not count:
-        ids = torch.tensor(row.pooling.token_ids, device=hidden.device)
-        return logits(hidden[row.end - 1 : row.end]).float().log_softmax(-1)[0, ids]
-    states = hidden[row.end - 1 - count : row.end - 1]
-    logprobs = logits(states).float().log_softmax(-1)
-    return logprobs.gather(1, row.last_ids.long().unsqueeze(1)).squeeze(1)
+        return {row.end - 1: torch.tensor(row.pooling.token_ids, device=device)}
+    ids = row.last_ids.long().unsqueeze(1)
+    return dict(zip(range(row.end - 1 - count, row.end - 1), ids, strict=True))
 
 
 def _fetched(row: int, fetch: Fetch) -> VectorRow:

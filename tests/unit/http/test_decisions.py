@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from http_proc.apis.decisions import MAX_CHOICES, MAX_QUESTIONS
+from quadriga.client.decisions import MAX_LABELS, MAX_QUESTIONS
 from quadriga.client.types import Completion, RenderedPrompt, StreamChunk, Timings
 from quadriga.sampling.pooling import LOGPROBS
 from quadriga.wire.client import Usage
@@ -17,6 +17,7 @@ from tests.unit.scripted_ring import ScriptedHandle, ScriptedRing, gateway_befor
 
 ROLE = "\nassistant:"
 # Probabilities of words after anything.
+LARGEST = 0.5
 WORDS = {"Yes": 0.3, "No": 0.1, "Paris": 0.2, "New": 0.1, "York": 0.5, "bad": 0.02, "good": 0.06}
 
 
@@ -27,9 +28,10 @@ class WordRing(ScriptedRing):
     """
 
     def __init__(self) -> None:
-        super().__init__([])
+        super().__init__([], context_length=4096)
         self.words = list(WORDS)
         self.prompts: list[str] = []
+        self.chats: list[Any] = []
 
     def ids_of(self, text: str) -> list[int]:
         head, role, answer = text.rpartition(ROLE)
@@ -42,6 +44,7 @@ class WordRing(ScriptedRing):
     async def render(self, prompt: Any, chat: Any = None) -> RenderedPrompt:
         text = "".join(f"{turn['role']}: {turn['content']}\n" for turn in prompt) + ROLE
         self.prompts.append(text)
+        self.chats.append(chat)
         return RenderedPrompt(text, self.ids_of(text))
 
     async def tokenize(self, prompt: Any, chat: Any = None) -> list[int]:
@@ -56,6 +59,8 @@ class WordRing(ScriptedRing):
         assert pooling.method == LOGPROBS
         ids = pooling.token_ids or prompt[len(prompt) - pooling.num_last :]
         scores = array("f", [math.log(WORDS[self.words[token]]) for token in ids])
+        if pooling.with_largest:
+            scores.extend([math.log(LARGEST)] * (len(ids) if pooling.num_last else 1))
         completion = Completion(
             "r", "", [], "stop", Usage(len(prompt), 0, 5), Timings(0.0), vector=scores
         )
@@ -95,9 +100,78 @@ async def test_openais_client_reads_every_kind_of_answer() -> None:
     assert decision.usage.output_tokens == 0
     poolings = [params.pooling for _, params, _ in ring.submitted]
     assert [(len(each.token_ids), each.num_last) for each in poolings] == [
-        (2, 0), (0, 1), (0, 2), (2, 0),
+        (2, 0), (1, 0), (0, 2), (2, 0),
     ], "labels of one token share a request"  # fmt: skip
+    assert [answer.model_extra["argmax_is_label"] for answer in answers] == [False] * 3
     assert all(text.startswith("user: The state.\n\n") for text in ring.prompts)
+
+
+async def test_a_label_is_the_argmax_if_all_of_its_tokens_are() -> None:
+    ring = WordRing()
+    choices = [["York", "Paris"], ["York York", "Paris"], ["New York", "Paris"]]
+    questions = [
+        {"type": "choice", "instructions": "x", "choices": [{"value": each} for each in values]}
+        for values in choices
+    ]
+    async with gateway_before(ring) as (_, gateway):
+        answer = await send(gateway, "/v1/decisions", {"input": "a", "questions": questions})
+    found = [each["argmax_is_label"] for each in answer.body["answers"]]
+    assert found == [True, True, False]
+
+
+async def test_a_question_that_is_too_long_is_refused_alone() -> None:
+    ring = WordRing()
+    ring.facts["context_length"] = 400
+    long, short = {**PREDICATE, "name": "long", "instructions": "x" * 500}, PREDICATE
+    async with gateway_before(ring) as (_, gateway):
+        body = {"input": "a", "questions": [short, long, short]}
+        answer = await send(gateway, "/v1/decisions", body)
+        refused = await send(gateway, "/v1/decisions", {"input": "a", "questions": [long]})
+        named = {"a": {"type": "noul", "instructions": "x"}, "b": {"type": "noul", "instructions":
+                 "x" * 500}}  # fmt: skip
+        by_name = await send(gateway, "/v1/systemone", {"state": "a", "questions": named})
+    first, second, third = answer.body["answers"]
+    assert first == third
+    assert (second["type"], second["name"]) == ("refusal", "long")
+    assert "the model's context is 400" in second["refusal"]
+    assert refused.status == 400
+    assert refused.body["error"]["code"] == "context_length_exceeded"
+    assert by_name.body["answers"]["a"]["type"] == "noul"
+    assert by_name.body["answers"]["b"]["type"] == "refusal"
+
+
+async def test_parts_of_instructions_are_read_as_one_text() -> None:
+    ring = WordRing()
+    parts: Any = [
+        {"type": "input_text", "text": "Is it"}, {"type": "input_json", "data": {"a": 1}},
+    ]  # fmt: skip
+    image = [{"type": "input_image", "image_url": "x"}]
+    async with gateway_before(ring) as (_, gateway):
+        body = {"input": "a", "questions": [{**PREDICATE, "instructions": parts}]}
+        assert (await send(gateway, "/v1/decisions", body)).status == 200
+        body = {"input": "a", "questions": [{**PREDICATE, "instructions": image}]}
+        refused = await send(gateway, "/v1/decisions", body)
+    assert 'a\n\nIs it\n{"a": 1}\n\nAnswer' in ring.prompts[0]
+    assert "questions[0].instructions[0].type is 'input_image'" in refused.body["error"]["message"]
+
+
+async def test_priority_and_salt_are_those_of_every_request() -> None:
+    ring = WordRing()
+    body = {"questions": [PREDICATE], "priority": 7, "cache_salt": "mine"}
+    system_one = {**body, "state": "a", "questions": {"a": {"type": "noul", "instructions": "x"}}}
+    async with gateway_before(ring) as (_, gateway):
+        await send(gateway, "/v1/decisions", {**body, "input": "a"})
+        await send(gateway, "/v1/systemone", system_one)
+    asked = [(options["priority"], options["cache_salt"]) for _, _, options in ring.submitted]
+    assert asked == [(7, "mine")] * 2
+
+
+async def test_reasoning_is_turned_off_where_the_template_can() -> None:
+    ring = WordRing()
+    ring.facts["answer_format"] = {"reasoning": {"switch": "enable_thinking"}}
+    async with gateway_before(ring) as (_, gateway):
+        await send(gateway, "/v1/decisions", {"input": "a", "questions": [PREDICATE]})
+    assert ring.chats[0].template_args == {"enable_thinking": False}
 
 
 async def test_messages_json_and_calls_are_a_state() -> None:
@@ -166,10 +240,10 @@ PREDICATE = {"type": "predicate", "instructions": "x"}
             [
                 {
                     "type": "choice", "instructions": "x",
-                    "choices": [{"value": str(number)} for number in range(MAX_CHOICES + 1)],
+                    "choices": [{"value": str(number)} for number in range(MAX_LABELS + 1)],
                 }
             ],
-            f"2 to {MAX_CHOICES}",
+            f"2 to {MAX_LABELS}",
         ),
         ([{"type": "box", "instructions": "x"}], "box"),
     ],

@@ -129,3 +129,34 @@ def test_the_journal_has_a_vector_request_until_the_frontend_has_its_end(tmp_pat
     assert world.detok.closed["v"].vector == vector_of([5, 6, 7])
     (left,) = read_journal(tmp_path / FILE_NAME).requests
     assert left.message.request_id == "t"
+
+
+def test_the_journal_keeps_log_probabilities_for_a_replay(tmp_path: Path) -> None:
+    world, prompt = MortalWorld(SchedulerArgs(), tmp_path), [5, 6, 7]
+    message = submit("v", prompt, 1)
+    params = msgspec.structs.replace(message.params, pooling=Pooling(LOGPROBS, token_ids=[3]))
+    world.send(msgspec.structs.replace(message, params=params))
+    world.run()
+    assert world.detok.closed["v"].vector == vector_of(prompt)
+    for _ in range(2):
+        (kept,) = read_journal(tmp_path / FILE_NAME).requests
+        assert (kept.vector, kept.acknowledged) == (vector_of(prompt), True)
+        assert kept.ended is not None
+        world.restart_scheduler()  # which writes the file anew
+
+
+def test_log_probabilities_are_not_computed_again_by_a_scheduler_that_has_them(
+    tmp_path: Path,
+) -> None:
+    world, prompt = MortalWorld(SchedulerArgs(), tmp_path), [5, 6, 7]
+    world.kill_detok()
+    message = submit("v", prompt, 1)
+    params = msgspec.structs.replace(message.params, pooling=Pooling(LOGPROBS, token_ids=[3]))
+    world.send(msgspec.structs.replace(message, params=params))
+    for _ in range(6):
+        world.step()
+    world.restart_scheduler()
+    assert not world.scheduler.lifecycle.table, "it has ended, and is not queued again"
+    world.restart_detok()
+    world.run()
+    assert world.detok.closed["v"].vector == vector_of(prompt)

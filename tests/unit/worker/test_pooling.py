@@ -11,6 +11,7 @@ from quadriga.sampling.pooling import CLS, LAST, LOGPROBS, MEAN, POOLINGS, WEIGH
 from tests.tiny_models import FAMILIES
 from tests.unit.worker.vectors import vectors_of
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
+from worker_proc.step import pooling as pooling_step
 
 LENGTHS = [1, 5, 33]
 # Norms with and without biases and offsets, before and after the layers.
@@ -75,6 +76,35 @@ def test_log_probabilities_are_those_of_transformers(backend: str, tmp_path: Pat
             places = range(len(prompt) - 9, len(prompt) - 1)
             expected_last = [float(logprobs[place, prompt[place + 1]]) for place in places]
             np.testing.assert_allclose(scored, expected_last, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_the_largest_log_probability_follows_those_asked_for(backend: str, tmp_path: Path) -> None:
+    runner = runner_of(FAMILIES["llama"](tmp_path / "model"), attention_backend=backend)
+    (prompt,) = prompts_of([12])
+    every_id = list(range(runner.table.vocab_size))
+    (all_ids,) = vectors_of(runner, [prompt], Pooling(LOGPROBS, token_ids=every_id))
+    pooling = Pooling(LOGPROBS, token_ids=[7, 9], with_largest=True)
+    (of_ids,) = vectors_of(runner, [prompt], pooling)
+    assert of_ids.tolist() == [all_ids[7], all_ids[9], all_ids.max()]
+    likeliest = [*prompt, int(all_ids.argmax()), 5]
+    pooling = Pooling(LOGPROBS, num_last=2, with_largest=True)
+    (of_last,) = vectors_of(runner, [likeliest], pooling)
+    assert len(of_last) == 4
+    assert of_last[0] == of_last[2], "the first one is the likeliest"
+    assert of_last[1] < of_last[3]
+
+
+def test_log_probabilities_of_many_rows_have_the_bits_of_each_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = FAMILIES["llama"](tmp_path / "model")
+    runner = runner_of(directory, attention_backend="native", dtype="bfloat16")
+    prompts, asked = prompts_of([9, 12, 17, 33], seed=5), Pooling(LOGPROBS, num_last=8)
+    alone = [vectors_of(runner, [prompt], asked)[0].tobytes() for prompt in prompts]
+    for most in (64, 3):
+        monkeypatch.setattr(pooling_step, "MAX_LOGIT_ROWS", most)
+        assert [each.tobytes() for each in vectors_of(runner, prompts, asked)] == alone
 
 
 def test_dimensions_are_cut_before_the_vector_is_normalized(tmp_path: Path) -> None:
