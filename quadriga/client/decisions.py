@@ -114,7 +114,8 @@ class AskedQuestion:
 
 def predicate(instructions: str) -> AskedQuestion:
     """Return a question that is answered with yes or no."""
-    return AskedQuestion(f"{instructions}\n\nAnswer with {YES} or {NO} only.", [YES, NO])
+    asked = f"Is this the case, according to the above?\n{instructions}"
+    return AskedQuestion(f"{asked}\n\nAnswer with {YES} or {NO} only.", [YES, NO])
 
 
 def one_of(instructions: str, labels: Sequence[tuple[str, str]], field: str) -> AskedQuestion:

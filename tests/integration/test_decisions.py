@@ -64,7 +64,10 @@ def test_probabilities_are_those_of_transformers(
     with running_server(tmp_path / "log", *flags) as server, Client(server.endpoint) as client:
         for question, decision in zip(QUESTIONS, client.decide(STATE, QUESTIONS), strict=True):
             labels = list(decision.probabilities)
-            text = question.instructions + "\n\nAnswer with Yes or No only."
+            text = (
+                f"Is this the case, according to the above?\n{question.instructions}\n\n"
+                "Answer with Yes or No only."
+            )
             if question.labels:
                 reasons = question.labels if isinstance(question.labels, dict) else {}
                 listed = [f"- {each}: {why}" if (why := reasons.get(each)) else f"- {each}"
@@ -102,8 +105,9 @@ def test_bits_are_equal_alone_in_company_and_without_the_cache(
             for chat in chats:
                 chat.result()
         assert together == without_ids(alone) == without_ids(salted) == without_ids(beside)
-    flags += ("--no-prefix-cache",)
-    with running_server(tmp_path / "other", *flags) as server, Client(server.endpoint) as client:
+    uncaching = (*flags, "--no-prefix-cache")
+    log = tmp_path / "other"
+    with running_server(log, *uncaching) as server, Client(server.endpoint) as client:
         uncached = client.decide(STATE, QUESTIONS, receipt=True)
     assert without_ids(uncached) == together
 

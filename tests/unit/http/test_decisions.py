@@ -151,7 +151,7 @@ async def test_parts_of_instructions_are_read_as_one_text() -> None:
         assert (await send(gateway, "/v1/decisions", body)).status == 200
         body = {"input": "a", "questions": [{**PREDICATE, "instructions": image}]}
         refused = await send(gateway, "/v1/decisions", body)
-    assert 'a\n\nIs it\n{"a": 1}\n\nAnswer' in ring.prompts[0]
+    assert '\nIs it\n{"a": 1}\n\nAnswer' in ring.prompts[0]
     assert "questions[0].instructions[0].type is 'input_image'" in refused.body["error"]["message"]
 
 
@@ -189,7 +189,7 @@ async def test_messages_json_and_calls_are_a_state() -> None:
     assert answer.status == 200, answer.text
     (prompt,) = ring.prompts
     assert prompt.startswith(
-        'system: Be strict.\nuser: Look: {"a": [1]}\nassistant: Seen.\nuser: {"b"'
+        'system: Be strict.\nuser: Look: {"a": [1]}\nassistant: Seen.\nuser: Is this'
     )
 
 

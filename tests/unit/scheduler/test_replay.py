@@ -100,7 +100,7 @@ class StartingServer:
 
     def generate(self, *_: Any) -> SimpleNamespace:
         self._kernels = "these"
-        return SimpleNamespace(token_ids=[5])
+        return SimpleNamespace(token_ids=[5], vector=None)
 
 
 def test_kernels_of_a_server_that_was_still_starting_are_named(

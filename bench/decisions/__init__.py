@@ -1,0 +1,1 @@
+"""Questions with known answers, and what many questions cost: `python -m bench.decisions`."""
