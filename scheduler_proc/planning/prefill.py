@@ -213,11 +213,10 @@ class PrefillSharing:
         """Return whether a partly computed prompt goes before a waiting request."""
         if self._rank(other) != self._rank(request):
             return self._rank(other) > self._rank(request)
-        if age_of(other) > age_of(request):
-            return False
-        return other.num_uncomputed_tokens <= num_uncached or (
-            self._caches_prefixes and _computes_beginning(other, request, num_uncached)
-        )
+        if self._caches_prefixes and _computes_beginning(other, request, num_uncached):
+            return True
+        is_older = age_of(other) <= age_of(request)
+        return is_older and other.num_uncomputed_tokens <= num_uncached
 
     def _rank(self, request: Request) -> int:
         """Return the priority as far as it counts: without the policy, only the background does."""

@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from quadriga.server.config.engine_args import BATCH_MODES, SchedulerArgs
@@ -134,6 +135,17 @@ def test_a_prompt_waits_for_the_beginning_that_another_one_is_computing() -> Non
     world.run()
     assert sum(map(sum, world.worker.tokens_of_steps)) < LONG + 2 * BUDGET
     assert world.detok.closed["same"].cached_tokens >= LONG - 16
+
+
+def test_a_prompt_waits_for_its_beginning_in_a_younger_one_too() -> None:
+    world = make_world()
+    beginning = [9 + i % 80 for i in range(LONG)]
+    world.send(submit("younger", [*beginning, 5, 6], 1))
+    world.step()
+    older = submit("older", [*beginning, 7, 8], 1)
+    world.send(msgspec.structs.replace(older, received_at=older.received_at - 1))
+    world.run()
+    assert world.detok.closed["older"].cached_tokens == LONG
 
 
 def test_without_the_prefix_cache_it_does_not_wait() -> None:
