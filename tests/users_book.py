@@ -13,7 +13,7 @@ MAX_WORDS_OF = {
     "coming-from.md": 1650,
     "configuration.md": 4000,
     "http.md": 1800,
-    "protocol.md": 4000,
+    "protocol.md": 4100,
     "troubleshooting.md": 2200,
 }
 
@@ -36,6 +36,7 @@ BOOK = (
     "security.md",
     "embeddings.md",
     "rerank.md",
+    "decisions.md",
     "python.md",
     "replay.md",
     "command-line.md",
