@@ -16,7 +16,7 @@ from quadriga.server.model_list import read_models
 from quadriga.server.models import model_impl, resolve
 from quadriga.server.models.formats.tokenizer import load_tokenizer
 from quadriga.server.processes.child import Child, run_child
-from quadriga.server.processes.control_channel import Command
+from quadriga.server.processes.control_channel import GATEWAY_GOES_ON, Command
 from quadriga.server.processes.logs import RequestLogLevel
 from quadriga.server.processes.machine import FileWatch, map_large_blocks
 from quadriga.server.tracing.export import make_exporter
@@ -166,7 +166,7 @@ def _make_frontend(
 def _run_commands(child: Child, frontend: Frontend, links: ReplicaLinks) -> None:
     for command, argument in child.control.read_commands():
         if command is Command.DRAIN:
-            frontend.intake.drain()
+            frontend.intake.drain(gateway_goes_on=argument == GATEWAY_GOES_ON)
         elif command is Command.ABORT:
             frontend.intake.abort_incoming(argument)
         elif command in REPLICA_COMMANDS:

@@ -125,6 +125,7 @@ class RequestGroup:
         resumption: makes the requests the same again; None: they are not resumable. The chunks of
             a resumable group have one token each, in an order that only the tokens decide.
         finished: set when the server sends nothing more for this group.
+        failed_choice: number of the first choice of the prompt whose error ended the group.
     """
 
     def __init__(
@@ -149,6 +150,8 @@ class RequestGroup:
         self._began_at = self._accepted_at = self._loop.time()
         self._num_choices = 0
         self._num_unfinished = 0
+        self._num_to_come = 0
+        self.failed_choice: int | None = None
         self._finished_choices: set[int] = set()
         self._ended_choices: set[int] = set()
         self._abort: asyncio.Task[None] | None = None
@@ -202,6 +205,10 @@ class RequestGroup:
         """True if every choice has finished without an error, and all its chunks were taken."""
         return not self._num_unfinished and not self._chunks and self._error is None
 
+    def expect(self, num_prompts: int) -> None:
+        """Stay unfinished until so many prompts have been submitted and have ended."""
+        self._num_to_come = num_prompts
+
     def submit(
         self, prompt: Prompt, params: SamplingParams, stream: bool, options: RequestOptions
     ) -> None:
@@ -240,11 +247,14 @@ class RequestGroup:
         self._handles.append(handle)
         self._num_choices += params.n
         self._num_unfinished += params.n
+        self._num_to_come = max(0, self._num_to_come - 1)
         self.finished.clear()
 
     def _sink(self, first_choice: int) -> Sink:
         def take(item: StreamChunk | QuadrigaError) -> None:
             if isinstance(item, QuadrigaError):
+                if self._error is None:
+                    self.failed_choice = first_choice
                 self.fail(item)
                 return
             if self._error is not None:
@@ -254,7 +264,7 @@ class RequestGroup:
                 self._num_unfinished -= 1
                 self._finished_choices.add(first_choice + item.index)
                 self._abort_if_all_ended()
-            if not self._num_unfinished:
+            if not self._num_unfinished and not self._num_to_come:
                 self.finished.set()
             self.wake()
 

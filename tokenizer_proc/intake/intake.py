@@ -12,7 +12,7 @@ from quadriga import clock
 from quadriga.errors import QuadrigaError, RequestFailed, ServerStopping
 from quadriga.sampling.params import MAX_CHOICES
 from quadriga.server.processes.logs import log_exception
-from quadriga.wire.client import Accepted, Generate, Refused
+from quadriga.wire.client import Accepted, Generate, Refused, is_gateway
 from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.packing import num_ids
 from quadriga.wire.to_scheduler import CLIENT, CLIENT_LOST, Drain, FrontendRestarted, Submit
@@ -98,6 +98,7 @@ class RequestIntake:
         self._incoming = open_requests.ClientRequests[IncomingRequest]()
         self._open = replicas.requests
         self._is_draining = False
+        self._gateway_goes_on = False
         self._awaits_clients = replaces
         # What the scheduler knew when this frontend began; None: it has not said so yet.
         self._known: set[tuple[bytes, str]] | None = None if replaces else set()
@@ -151,7 +152,7 @@ class RequestIntake:
             return None
         num_choices = 1 if message is None else min(max(message.params.n, 1), MAX_CHOICES)
         if self._is_new(client, request_id, may_be_resent):
-            if self._is_draining:
+            if self._is_draining and not (self._gateway_goes_on and is_gateway(client)):
                 raise ServerStopping("the server is stopping and takes no new requests")
             self._guard.check(num_choices, lambda: self._num_of_client(client))
         resent = message is not None and message.resent
@@ -323,13 +324,19 @@ class RequestIntake:
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def drain(self) -> None:
-        """Take no new requests. Accepted ones go on, and may be resent by their clients."""
+    def drain(self, gateway_goes_on: bool = False) -> None:
+        """Take no new requests. Accepted ones go on, and may be resent by their clients.
+
+        gateway_goes_on: take requests of the gateway, such as the later texts of a call with many,
+        until another drain says that it has left. The gateway itself refuses new calls.
+        """
         self._is_draining = True
+        self._gateway_goes_on = gateway_goes_on
         self._drain_if_idle()
 
     def abort_incoming(self, reason: str) -> None:
-        """Refuse the requests that were not submitted yet."""
+        """Refuse the requests that were not submitted yet, and any further one."""
+        self._gateway_goes_on = False
         for request in list(self._incoming):
             self._incoming.remove(request.client, request.request_id)
             _cancel(request)
@@ -343,7 +350,8 @@ class RequestIntake:
 
     def _drain_if_idle(self) -> None:
         """Send Drain once no request can come any more: none is incoming or about to be resent."""
-        if self._is_draining and not self._incoming and not self._awaits_clients:
+        awaits_requests = self._incoming or self._awaits_clients or self._gateway_goes_on
+        if self._is_draining and not awaits_requests:
             self.has_drained = True
             self._replicas.send(Drain())
 

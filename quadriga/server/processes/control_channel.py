@@ -63,11 +63,16 @@ FAIL_TIMEOUT_S = 1.5
 LAUNCHER_DIED = "the server's launcher was killed, so the server ends; start it again"
 
 
+# The argument of a DRAIN.
+GATEWAY_GOES_ON = "gateway-goes-on"
+
+
 class Command(enum.Enum):
     """A command of the launcher to a child.
 
     Attributes:
-        DRAIN: finish open requests, then exit.
+        DRAIN: finish open requests, then exit. With GATEWAY_GOES_ON, the gateway still sends
+            requests that belong to calls which it is answering, and a second DRAIN follows.
         ABORT: end every request with the argument as the reason, then exit.
         FAIL: tell the clients the argument, which says why the server ends, and exit.
         HEARTBEAT: answer at once.

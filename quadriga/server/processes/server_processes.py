@@ -17,7 +17,13 @@ from quadriga.server.processes.child_process import (
     ProcessStart,
     ReplicaChange,
 )
-from quadriga.server.processes.control_channel import EXIT_CHILD_DIED, EXIT_FORCED, EXIT_OK, Command
+from quadriga.server.processes.control_channel import (
+    EXIT_CHILD_DIED,
+    EXIT_FORCED,
+    EXIT_OK,
+    GATEWAY_GOES_ON,
+    Command,
+)
 from quadriga.server.processes.logs import say
 from quadriga.server.processes.machine import runs_on_gpu
 from quadriga.server.processes.model_host import ModelHost
@@ -358,11 +364,19 @@ class ServerDrain:
         return outcome
 
     def _send_drain(self) -> None:
-        drained = self._processes.of_programs(CLIENT_FACING)
+        gateways = self._processes.of_programs([GATEWAY])
+        drained = list(gateways)
         for model in self._processes.live_models:
             drained += model.replicas.drained(model)
         for child in drained:
             child.send(Command.DRAIN)
+        goes_on = any(not child.has_exited for child in gateways)
+        self._drain_frontends(GATEWAY_GOES_ON if goes_on else "")
+
+    def _drain_frontends(self, argument: str = "") -> None:
+        """Stop the requests of clients; "": of the gateway, too, which has left."""
+        for frontend in self._processes.of_programs([FRONTEND]):
+            frontend.send(Command.DRAIN, argument)
 
     def _wait_for_exits(self, timeout: float) -> int | None:
         """Return the exit code once every process has exited or one has failed; None at timeout."""
@@ -371,8 +385,10 @@ class ServerDrain:
             self._end_delivered()
             event = self._processes.next_event(countdown)
             match event:
-                case Death() if event.is_clean or event.name == GATEWAY:
-                    continue  # the streams of a gateway that died are broken; no new ones may come
+                case Death() if event.name == GATEWAY:
+                    self._drain_frontends()
+                case Death() if event.is_clean:
+                    continue
                 case Death() if (model := self._delivered(event.name)) is not None:
                     model.kill()
                 case Death():

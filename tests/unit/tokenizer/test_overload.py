@@ -19,6 +19,7 @@ from quadriga.wire.client import (
     RefusalInfo,
     Refused,
     ServerGone,
+    gateway_address,
 )
 from quadriga.wire.sockets import encode
 from quadriga.wire.to_detok import Delivered
@@ -106,6 +107,21 @@ def test_a_frontend_ends_when_its_drain_is_complete_and_announces_it_to_every_cl
     assert [type(message) for message in world.scheduler.sent] == [Submit, Drain, Shutdown]
     last = world.port.last()
     assert isinstance(last, ServerGone) and last.error.code == "server_stopping"
+
+
+def test_a_frontend_that_stops_takes_the_gateways_requests_until_it_has_left() -> None:
+    world = FrontendWorld()
+    gateway = gateway_address().bytes
+    world.frontend.intake.drain(gateway_goes_on=True)
+    world.ask("by a client")
+    assert isinstance(world.port.last(), Refused)
+    world.ask("of a call", client=gateway)
+    assert world.submitted == ["of a call"]
+    assert not world.frontend.intake.has_drained
+    world.frontend.intake.drain()
+    assert isinstance(world.scheduler.sent[-1], Drain)
+    world.ask("too late", client=gateway)
+    assert world.submitted == ["of a call"]
 
 
 def test_another_scheduler_is_sent_what_has_not_ended_and_what_was_aborted() -> None:
