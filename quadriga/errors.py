@@ -36,6 +36,12 @@ class InvalidRequest(QuadrigaError):
         super().__init__(message)
         self.field = field
 
+    def of_text(self, place: str) -> "InvalidRequest":
+        """Return the same error with the place of a text among several, where one is at fault."""
+        if self.field not in ("prompt", "prompt_token_ids", "text_pair"):
+            return self
+        return type(self)(f"{place}: {self}", self.field)
+
 
 class PromptTooLong(InvalidRequest):
     """Prompt and max_new_tokens together exceed the model's context, or the whole KV pool."""

@@ -184,7 +184,7 @@ def _is_one_token(tokenizer: "Tokenizer", vocab_size: int, mark: str) -> bool:
 
 MAX_PENDING_OF_CLIENT = 32
 MAX_PENDING = 256
-# A question that is older was lost with a process that died.
+# A client no longer waits for the answer to a question that is older.
 EXPIRY_S = 10.0
 
 

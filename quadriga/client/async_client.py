@@ -73,6 +73,8 @@ if TYPE_CHECKING:
 
 # Texts of one `embed` that are in the server at one time; the next ones follow as they end.
 MAX_TEXTS_AT_ONCE = 256
+# The names of labels are waited for as long as it takes to restart a process.
+LABELS_TIMEOUT_S = 600.0
 DEFAULT_POOLING = Pooling()
 DEFAULT_SCORING, DEFAULT_CLASSIFYING = Pooling(SCORE), Pooling(CLASSIFY, activation=PROBABILITIES)
 
@@ -417,10 +419,16 @@ class AsyncClient(ServerSession):
         """
         check_options("classify", options, RequestOptions.__annotations__)
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
-        vectors = await self._vectors([(text, pooling) for text in texts], options)
-        if not vectors:
-            return []
-        labels = (await self.info())["scores"]["labels"]
+        # Asked for first: a server that stops answers nothing behind the last vector.
+        asking = asyncio.ensure_future(self.info(LABELS_TIMEOUT_S))
+        asking.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            vectors = await self._vectors([(text, pooling) for text in texts], options)
+            if not vectors:
+                return []
+            labels = (await asking)["scores"]["labels"]
+        finally:
+            asking.cancel()
         found = [
             TextLabels(max(probs, key=probs.__getitem__), probs, num_tokens)
             for vector, num_tokens in vectors
@@ -489,16 +497,20 @@ class AsyncClient(ServerSession):
         await self._connect_within(options.get("timeout"))
         turns = asyncio.Semaphore(MAX_TEXTS_AT_ONCE)
 
-        async def answer(item: Prompt, pooling: Pooling) -> tuple[Generate, Completion]:
+        async def answer(
+            number: int, item: Prompt, pooling: Pooling
+        ) -> tuple[Generate, Completion]:
             params = SamplingParams(pooling=pooling)
             async with turns:
                 handle = self._submit(item, params, began_at, False, None, options)
                 try:
                     return handle.message, await handle.completion()
+                except InvalidRequest as error:
+                    raise error.of_text(f"text {number}") if len(asked) > 1 else error from None
                 finally:
                     handle.abort()
 
-        tasks = [asyncio.ensure_future(answer(*each)) for each in asked]
+        tasks = [asyncio.ensure_future(answer(n, *each)) for n, each in enumerate(asked)]
         try:
             answers = await asyncio.gather(*tasks)
         finally:

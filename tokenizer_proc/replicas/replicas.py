@@ -151,6 +151,10 @@ class Questions:
         while len(self._open) > MAX_QUESTIONS:
             self._open.popitem(last=False)
 
+    def open_at(self, replica: int) -> list[InfoRequest | ProgressRequest]:
+        """Return the questions that a replica has not answered, oldest first."""
+        return [asked.question for asked in self._open.values() if replica in asked.waits_for]
+
     def take(self, replica: int, client: bytes, payload: bytes) -> MergedAnswer | None:
         """Take in an answer. Return what the client gets, once the last one is there."""
         answer = _decode(payload)
@@ -698,7 +702,10 @@ class Replicas:
         self._replicas.set_up()
         if process == "scheduler_proc":
             self._resend(number)
-        elif replica.recall:  # the answer may be lost with what died
+            return
+        if process == "detok_proc":
+            self._ask_again(number)
+        if replica.recall:  # the answer may be lost with what died
             self._recall(number)
 
     def _resend(self, number: int, *first: msgspec.Struct) -> None:
@@ -714,9 +721,15 @@ class Replicas:
         for message in first:
             replica.outbox.send(message)
         self._dispatch.resend(number)
+        self._ask_again(number)
         if replica.recall:  # the answer may be lost with what died
             self._recall(number)
         self._dispatch.send_drain()
+
+    def _ask_again(self, number: int) -> None:
+        """Send a replica the questions whose answers may be lost with what died."""
+        for question in self._questions.open_at(number):
+            self._replicas[number].outbox.send(question)
 
     def on_lost(self, number: int) -> None:
         """Move the requests of a replica that has ended for good to the others."""

@@ -395,6 +395,21 @@ def test_the_only_replica_answers_while_its_worker_is_restarted() -> None:
     assert len(world.answers) == 2
 
 
+@pytest.mark.parametrize("process", ["scheduler_proc", "detok_proc"])
+def test_a_question_is_asked_again_when_its_answer_may_be_lost(process: str) -> None:
+    world = World(num_replicas=1)
+    answered, open_ = InfoRequest(b"c", "answered", {}), ProgressRequest(b"c", "open", ["a"])
+    for question in (answered, open_):
+        world.replicas.send(question)
+    info = encode(Info("answered", {"ready": True}))
+    world.replicas.on_delivery(0, [b"c", info, encode(Delivered(inspected=True))])
+    world.outboxes[0].take()
+    world.replicas.on_died(0, process)
+    world.replicas.on_restarted(0, process)
+    asked = (InfoRequest, ProgressRequest)
+    assert [m for m in world.outboxes[0].take() if isinstance(m, asked)] == [open_]
+
+
 def test_the_server_has_drained_when_every_replica_has() -> None:
     world = World()
     home = world.submit("a")
