@@ -41,6 +41,8 @@ from quadriga.wire.trace import Attributes, RequestTrace, Span, TraceContext
 from quadriga.wire.what_if import MeasuredChoice
 
 SERVER_TIMING = "Server-Timing"
+# Of a call with many texts, in a line of the log.
+MAX_LOGGED_CHOICES = 128
 
 Stage = tuple[str, float]
 
@@ -88,8 +90,8 @@ def timings_body(completions: Sequence[Completion]) -> TimingsBody:
 def stages(times: Timings) -> list[Stage]:
     """Return the stages of a choice from the frontend to the gateway, and their seconds."""
     passed = [("tokenize", times.tokenized - times.received)]
-    if times.token_times:
-        first, last = times.token_times[0], times.token_times[-1]
+    if span := computed(times):
+        first, last = span
         passed += [
             ("queue", times.admitted - times.tokenized),
             ("prefill", first - times.admitted),
@@ -98,6 +100,31 @@ def stages(times: Timings) -> list[Stage]:
             ("delivery", times.delivered - times.detokenized),
         ]
     return passed
+
+
+def computed(times: Timings) -> tuple[float, float] | None:
+    """Return when the first and the last token was sampled; None without a token.
+
+    An answer that is numbers has one time twice: that of its last step.
+    """
+    if times.token_times:
+        return times.token_times[0], times.token_times[-1]
+    return (times.first_token, times.first_token) if times.first_token else None
+
+
+def num_vectors(completions: Sequence[Completion]) -> int:
+    """Return how many of an answer's completions are numbers: those of one text each."""
+    return sum(completion.vector is not None for completion in completions)
+
+
+def num_prompt_tokens(completions: Sequence[Completion], shown: Completion) -> tuple[int, int]:
+    """Return the numbers of prompt tokens, and of cached ones: of all texts, or of a prompt.
+
+    shown: the choice whose prompt counts, where the answer is text.
+    """
+    counted = completions if num_vectors(completions) else [shown]
+    usages = [completion.usage for completion in counted]
+    return sum(each.prompt_tokens for each in usages), sum(each.cached_tokens for each in usages)
 
 
 def server_timing(passed: Iterable[Stage]) -> str:
@@ -179,14 +206,16 @@ def _fields(record: CallRecord, seconds: float) -> dict[str, Any]:
         "seconds": round(seconds, 6),
     }
     if record.completions:
-        completions = record.completions
-        usage, times = completions[0].usage, completions[0].timings
+        completions, times = record.completions, record.completions[0].timings
         first_s = times.token_times[0] - times.submitted if times.token_times else None
+        num_prompt, num_cached = num_prompt_tokens(completions, completions[0])
+        shown = completions[:MAX_LOGGED_CHOICES]
         fields |= {
-            "ring_ids": sorted({completion.request_id for completion in completions}),
-            "finish_reasons": [completion.finish_reason for completion in completions],
-            "prompt_tokens": usage.prompt_tokens,
-            "cached_tokens": usage.cached_tokens,
+            "ring_ids": sorted({completion.request_id for completion in shown}),
+            "finish_reasons": [completion.finish_reason for completion in shown],
+            "vectors": num_vectors(completions),
+            "prompt_tokens": num_prompt,
+            "cached_tokens": num_cached,
             "generated_tokens": sum(c.usage.completion_tokens for c in completions),
             "first_token_s": None if first_s is None else round(first_s, 6),
             "stages_s": seconds_of(stages(times)),
@@ -208,14 +237,18 @@ def _line(record: CallRecord, seconds: float) -> str:
 
 def _describe(completions: list[Completion]) -> list[str]:
     """Return finish reasons and token counts of all choices, and the times of the first."""
-    reasons = Counter(completion.finish_reason for completion in completions)
-    usage, times = completions[0].usage, completions[0].timings
+    times = completions[0].timings
+    num_prompt, num_cached = num_prompt_tokens(completions, completions[0])
     num_generated = sum(completion.usage.completion_tokens for completion in completions)
+    counts = token_counts(num_prompt, num_cached, num_generated)
+    if num := num_vectors(completions):
+        return [f"{num} vector{'s' * (num > 1)}", counts[0]]
+    reasons = Counter(completion.finish_reason for completion in completions)
     parts = [
         ", ".join(
             reason if count == 1 else f"{count} {reason}" for reason, count in reasons.items()
         ),
-        *token_counts(usage.prompt_tokens, usage.cached_tokens, num_generated),
+        *counts,
     ]
     if times.token_times:
         queued_s, first_s = times.admitted - times.tokenized, times.token_times[0] - times.submitted
@@ -274,6 +307,7 @@ class AnswerMetrics:
     """Histograms of the answers of one model. Times are in seconds."""
 
     def __init__(self) -> None:
+        self.num_vectors = 0
         self.histograms = {name: Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
 
     def count_submitted(self, params: SamplingParams) -> None:
@@ -287,18 +321,23 @@ class AnswerMetrics:
         times, usage, histograms = completion.timings, completion.usage, self.histograms
         histograms["e2e_request_latency_seconds"].observe(times.delivered - times.submitted)
         histograms["request_prompt_tokens"].observe(usage.prompt_tokens)
-        histograms["request_generation_tokens"].observe(usage.completion_tokens)
         histograms["request_tokenize_time_seconds"].observe(times.tokenized - times.received)
-        if not times.token_times:
+        self.num_vectors += completion.vector is not None
+        if completion.vector is None:
+            histograms["request_generation_tokens"].observe(usage.completion_tokens)
+        span = computed(times)
+        if span is None:
             return
-        first, last = times.token_times[0], times.token_times[-1]
-        histograms["time_to_first_token_seconds"].observe(first - times.submitted)
+        first, last = span
         histograms["request_queue_time_seconds"].observe(times.admitted - times.tokenized)
         histograms["request_prefill_time_seconds"].observe(first - times.admitted)
-        histograms["request_decode_time_seconds"].observe(last - first)
         histograms["request_inference_time_seconds"].observe(last - times.admitted)
         histograms["request_detokenize_time_seconds"].observe(times.detokenized - last)
         histograms["request_delivery_time_seconds"].observe(times.delivered - times.detokenized)
+        if not times.token_times:
+            return
+        histograms["time_to_first_token_seconds"].observe(first - times.submitted)
+        histograms["request_decode_time_seconds"].observe(last - first)
         if len(times.token_times) > 1:
             per_token = (last - first) / (len(times.token_times) - 1)
             histograms["request_time_per_output_token_seconds"].observe(per_token)
@@ -322,7 +361,8 @@ class RequestSummary(msgspec.Struct):
     began_at: Unix seconds. seconds: until the client had the answer; of one that runs until now.
     status: null while it is not known. code: of its error. queue_s, prefill_s, decode_s: of the
     choice that ended last; null where it has no such time. generated_tokens: of all choices. model:
-    only of a server with several.
+    only of a server with several. vectors: number of texts that were answered with numbers;
+    prompt_tokens is then that of all.
     """
 
     id: str
@@ -343,6 +383,7 @@ class RequestSummary(msgspec.Struct):
     prefill_s: float | None = None
     first_token_s: float | None = None
     decode_s: float | None = None
+    vectors: int = 0
     model: str | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -533,17 +574,20 @@ def _summary(
     if record.completions:
         completions = record.completions
         last = max(completions, key=lambda completion: completion.timings.delivered)
-        usage, times = last.usage, last.timings
+        times = last.timings
         summary.finish_reason = last.finish_reason
         summary.choices = len(completions)
-        summary.prompt_tokens, summary.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+        counts = num_prompt_tokens(completions, last)
+        summary.prompt_tokens, summary.cached_tokens = counts
         summary.generated_tokens = sum(c.usage.completion_tokens for c in completions)
-        if times.token_times:
-            first, end = times.token_times[0], times.token_times[-1]
+        summary.vectors = num_vectors(completions)
+        if span := computed(times):
+            first, end = span
             summary.queue_s = times.admitted - times.tokenized
             summary.prefill_s = first - times.admitted
-            summary.first_token_s = first - trace.began_at
-            summary.decode_s = end - first
+            if times.token_times:
+                summary.first_token_s = first - trace.began_at
+                summary.decode_s = end - first
     return summary
 
 

@@ -341,6 +341,8 @@ class Collector(Families):
         for name, histogram in self._answers.histograms.items():
             text = f"{HISTOGRAMS[name][1]}, of requests by HTTP"
             yield self.histogram(name, text, {(): histogram.as_map()})
+        text = "Number of texts that were answered with numbers: a vector, scores or probabilities"
+        yield self.counter("http_vectors", text, self._answers.num_vectors)
 
     def _replicas(self) -> Iterator[Metric]:
         """Yield the ring's metrics of several replicas, each with the label `replica`."""

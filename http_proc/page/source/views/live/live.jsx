@@ -117,10 +117,12 @@ function Figures({ picture }) {
   const { gauges } = picture;
   if (!gauges) return <p class="live-figures muted">Waiting for the first message</p>;
   const held = (100 * gauges.pages_held) / Math.max(1, gauges.pages_total);
+  // A server of vectors or scores generates no tokens.
+  const [speed, total] = gauges.generation_tokens_total || !gauges.prompt_tokens_total ? ["tokens/s", "generation_tokens_total"] : ["prompt tokens/s", "prompt_tokens_total"];
   const figures = [
     ["running", gauges.running],
     ["waiting", gauges.waiting],
-    ["tokens/s", Math.round(picture.rates("generation_tokens_total").at(-1) ?? 0)],
+    [speed, Math.round(picture.rates(total).at(-1) ?? 0)],
     ["ms per step", picture.stepMs().toFixed(0)],
     ["KV held", `${held.toFixed(0)} %`],
     ["retractions", gauges.retractions],

@@ -76,6 +76,10 @@ function Table({ list }) {
   );
 }
 
+/** Of numbers in place of text: how many texts there were. */
+const tokens = (one) =>
+  one.vectors ? `${one.prompt_tokens} of ${one.vectors} text${one.vectors > 1 ? "s" : ""}` : `${one.prompt_tokens} + ${one.generated_tokens}`;
+
 const time = (seconds) => (seconds == null ? "" : duration(1e6 * seconds));
 
 function Row({ one, longest }) {
@@ -93,7 +97,7 @@ function Row({ one, longest }) {
       </span></td>
       <td class="number wide-only">{time(one.first_token_s)}</td>
       <td class="number">{time(perToken)}</td>
-      <td class="number wide-only">{one.choices > 0 && `${one.prompt_tokens} + ${one.generated_tokens}`}</td>
+      <td class="number wide-only">{one.choices > 0 && tokens(one)}</td>
       <td class={`wide-only ${one.code ? "error-text" : ""}`}>{end}</td>
       <td class="number wide-only muted">{new Date(1000 * one.began_at).toLocaleTimeString([], { hour12: false })}</td>
     </tr>
