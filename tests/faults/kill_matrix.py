@@ -4,16 +4,19 @@ python -m tests.faults.kill_matrix [--rounds 10] [--processes …] [--signals �
 python -m tests.faults.kill_matrix --random 600     # a random process every three seconds
 python -m tests.faults.kill_matrix --moments http   # under resumable streams by HTTP
 python -m tests.faults.kill_matrix --dp 2           # the processes of one of two replicas
+python -m tests.faults.kill_matrix --requests encoder ranker …  # answers that are numbers
 
 The streams are greedy, in float32, of a tiny model with random weights. Each is compared with the
 undisturbed run: lost (ended with an error), duplicated (longer than expected), different. Those by
 HTTP (resumed_streams.py) are compared event by event, and "all" are all processes at once: after
 SIGKILL the server is started again with --resume, after SIGSTOP its processes are continued.
+Answers that are numbers (number_requests.py) are compared to their last bit.
 """
 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -25,11 +28,13 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from bench.client.server import free_port
 from quadriga.client import AsyncClient, SamplingParams
 from quadriga.errors import QuadrigaError
-from tests.faults.restarts import Restarts, resumed_server
+from tests.faults.number_requests import MODELS, NAME, NumberModel, NumberRequests
+from tests.faults.restarts import resumed_server
 from tests.faults.resumed_streams import ResumedStreams
 from tests.server import (
     START_TIMEOUT_S,
@@ -48,6 +53,8 @@ PROCESSES = ("worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc", "h
 SIGNALS = ("SIGKILL", "SIGSTOP", "SIGSEGV")
 MOMENTS = ("loading", "streams", "draining", "http")
 ALL = "all"
+# For loads: any process may be killed; and the gateway, of a server that is stopping.
+ANY, STOPPED_GATEWAY = "any", "http_proc of a server that stops"
 STREAMS, CLIENTS = 64, 4
 GREEDY = SamplingParams(temperature=0, max_new_tokens=200, ignore_eos=True)
 # A stream that takes longer counts as lost. Under repeated kills restarts are delayed by seconds.
@@ -57,6 +64,8 @@ KILL_INTERVAL_S = 3.0
 
 # Ids of tokens, or numbers of events; and the text, or the bytes of the events.
 Answer = tuple[list[int], str | bytes]
+
+TOKENS = "tokens"
 
 
 @dataclass
@@ -96,6 +105,22 @@ class StreamTally:
             f"{self.streams:8} {self.lost:5} {self.duplicated:10} {self.different:9}"
             f" {statistics.median(seconds):8.2f} {max(seconds):6.2f}"
         )
+
+
+class AnyLoad(Protocol):
+    """Requests of a server, which are sent at once.
+
+    Attributes:
+        started: set when all requests are under way.
+    """
+
+    started: asyncio.Event
+
+    async def run(self) -> Sequence[Answer | Exception]:
+        """Return the answer of each request, or what went wrong."""
+
+    def silence_after(self, moment: float) -> float:
+        """Return the seconds from a moment to the end of the longest silence after it."""
 
 
 class Load:
@@ -152,43 +177,95 @@ class Load:
         return max(gaps)[1] - moment if gaps else 0.0
 
 
-class Matrix:
-    """The servers whose processes are killed, and their undisturbed answers."""
+class TokenWork:
+    """Streams of tokens, of a tiny Llama."""
 
-    def __init__(self, directory: Path, watchdog_s: float = 3.0, dp: int = 1) -> None:
+    @staticmethod
+    def flags(directory: Path) -> list[str]:
+        """Write the model, and return the flags of its server."""
+        return ["--model", str(tiny_llama(directory)), "--max-total-tokens", "16384"]
+
+    @staticmethod
+    def load(endpoint: str, _url: str, _killed: str, timeout_s: float) -> AnyLoad:
+        """Return streams by the public socket."""
+        return Load(endpoint, timeout_s)
+
+    @staticmethod
+    def resumed_load(_endpoint: str, url: str) -> AnyLoad:
+        """Return streams that go on at a server that resumes."""
+        return ResumedStreams(url, TIMEOUT_S)
+
+
+class NumberWork:
+    """Requests whose answers are numbers.
+
+    Args:
+        model: what is asked.
+    """
+
+    def __init__(self, model: NumberModel) -> None:
+        self._model = model
+        # The kills of several rounds come at different moments.
+        self._num_before = itertools.cycle((1, 6, 12, 20))
+
+    def flags(self, directory: Path) -> list[str]:
+        """Write the model, and return the flags of its server."""
+        flags = ["--model", str(self._model.make(directory)), "--served-model-name", NAME]
+        return [*flags, *self._model.flags]
+
+    def load(self, endpoint: str, url: str, killed: str, timeout_s: float) -> AnyLoad:
+        """Return requests that are repeated only where the gateway is killed."""
+        is_broken = killed in ("http_proc", ANY)
+        # A server that stops takes no new requests, so that none can be repeated.
+        is_lost = killed == STOPPED_GATEWAY
+        return NumberRequests(
+            self._model, endpoint, url, timeout_s, is_broken, not is_lost, next(self._num_before)
+        )
+
+    def resumed_load(self, endpoint: str, url: str) -> AnyLoad:
+        """Return requests that are repeated at a server that resumes."""
+        return self.load(endpoint, url, ANY, TIMEOUT_S)
+
+
+class Matrix:
+    """The servers whose processes are killed, and their undisturbed answers.
+
+    Args:
+        directory: of models and logs.
+        work: the requests.
+        watchdog_s: seconds.
+        dp: number of replicas.
+    """
+
+    def __init__(
+        self, directory: Path, work: TokenWork | NumberWork, watchdog_s: float = 3.0, dp: int = 1
+    ) -> None:
         self._directory = directory
+        self._work = work
         self._number = 0
-        self._expected_events: list[Answer] = []
-        self._flags = ["--model", str(tiny_llama(directory / "model")), "--dtype", "float32"]
-        self._flags += ["--worker-threads", "1", "--max-total-tokens", "16384"]
+        self._port = 0
+        self._expected_events: Sequence[Answer] = []
+        self._flags = [*work.flags(directory / "model"), "--dtype", "float32"]
+        self._flags += ["--worker-threads", "1"]
         self._flags += ["--max-restarts", "1000000", "--dp", str(dp)]
         self._flags += ["--watchdog-timeout", str(watchdog_s * dp)]
         with self.server() as server:
-            answers = asyncio.run(Load(server.endpoint).run())
-        self.expected = [a for a in answers if not isinstance(a, QuadrigaError)]
-        assert len(self.expected) == STREAMS, "the undisturbed run failed"
+            load = self._load(server.endpoint, "", START_TIMEOUT_S)
+            self.expected = _undisturbed(asyncio.run(load.run()))
 
     def _next_flags(self) -> list[str]:
         self._number += 1
-        return [*self._flags, "--port", str(free_port())]
+        self._port = free_port()
+        return [*self._flags, "--port", str(self._port)]
+
+    def _load(self, endpoint: str, killed: str, timeout_s: float = TIMEOUT_S) -> AnyLoad:
+        return self._work.load(endpoint, _url(self._port), killed, timeout_s)
 
     @contextmanager
     def server(self) -> Iterator[Server]:
         flags = self._next_flags()
         with running_server(self._directory / f"log-{self._number}", *flags) as server:
             yield server
-
-    async def disturbed(
-        self, endpoint: str, tally: StreamTally, disturb: Callable[[], Awaitable[None]]
-    ) -> None:
-        """Run the load, and call `disturb` once all streams have started."""
-        load = Load(endpoint)
-        running = asyncio.create_task(load.run())
-        await load.started.wait()
-        moment = time.monotonic()
-        await disturb()
-        tally.take(await running, self.expected)
-        tally.seconds.append(load.silence_after(moment))
 
     def streams(self, name: str, number: int, rounds: int, tally: StreamTally) -> None:
         with self.server() as server:
@@ -197,36 +274,28 @@ class Matrix:
                 await _kill(server, name, number)
 
             for _ in range(rounds):
-                asyncio.run(self.disturbed(server.endpoint, tally, kill))
+                load = self._load(server.endpoint, name)
+                asyncio.run(_disturbed(load, tally, kill, self.expected))
 
     def http(self, name: str, number: int, rounds: int, tally: StreamTally) -> None:
-        """Kill a process, or all, under resumable streams by HTTP."""
+        """Kill a process, or all, of a server that resumes."""
         port, endpoint = free_port(), f"tcp://127.0.0.1:{free_port()}"
         journal = self._directory / f"journal-{self._number}"
         flags = [*self._flags, "--port", str(port), "--journal", str(journal)]
         with resumed_server(self._directory, endpoint, flags) as servers:
-            if not self._expected_events:
-                answers = asyncio.run(ResumedStreams(_url(port), TIMEOUT_S).run())
-                assert not [answer for answer in answers if isinstance(answer, Exception)], answers
-                self._expected_events = [
-                    each for each in answers if not isinstance(each, Exception)
-                ]
-            for _ in range(rounds):
-                asyncio.run(self._resumed_round(servers, port, name, number, tally))
 
-    async def _resumed_round(
-        self, servers: Restarts, port: int, name: str, number: int, tally: StreamTally
-    ) -> None:
-        load = ResumedStreams(_url(port), TIMEOUT_S)
-        running = asyncio.create_task(load.run())
-        await load.started.wait()
-        moment = time.monotonic()
-        if name == ALL:
-            await asyncio.to_thread(servers.disturb_all, number)
-        else:
-            await _kill(servers.server, name, number)
-        tally.take(await running, self._expected_events)
-        tally.seconds.append(load.silence_after(moment))
+            async def disturb() -> None:
+                if name == ALL:
+                    await asyncio.to_thread(servers.disturb_all, number)
+                else:
+                    await _kill(servers.server, name, number)
+
+            if not self._expected_events:
+                load = self._work.resumed_load(endpoint, _url(port))
+                self._expected_events = _undisturbed(asyncio.run(load.run()))
+            for _ in range(rounds):
+                load = self._work.resumed_load(endpoint, _url(port))
+                asyncio.run(_disturbed(load, tally, disturb, self._expected_events))
 
     def draining(self, name: str, number: int, rounds: int, tally: StreamTally) -> None:
         for _ in range(rounds):
@@ -238,7 +307,9 @@ class Matrix:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, number)
 
-                asyncio.run(self.disturbed(server.endpoint, tally, stop_and_kill))
+                killed = STOPPED_GATEWAY if name == "http_proc" else name
+                load = self._load(server.endpoint, killed)
+                asyncio.run(_disturbed(load, tally, stop_and_kill, self.expected))
 
     def loading(self, name: str, number: int, rounds: int, tally: StreamTally) -> None:
         for _ in range(rounds):
@@ -251,7 +322,7 @@ class Matrix:
                 killed_at = time.monotonic()
                 wait_until_ready(process, log)
                 tally.seconds.append(time.monotonic() - killed_at)
-                tally.take(asyncio.run(Load(endpoint).run()), self.expected)
+                tally.take(asyncio.run(self._load(endpoint, name).run()), self.expected)
                 stop(process)
             finally:
                 kill_tree(process)
@@ -273,7 +344,7 @@ class Matrix:
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline:
                 began = time.monotonic()
-                load = Load(server.endpoint, RANDOM_KILLS_TIMEOUT_S)
+                load = self._load(server.endpoint, ANY, RANDOM_KILLS_TIMEOUT_S)
                 tally.take(await load.run(), self.expected)
                 tally.seconds.append(time.monotonic() - began)
             killer.cancel()
@@ -284,6 +355,31 @@ class Matrix:
                 server.endpoint, START_TIMEOUT_S
             )  # the process that was killed last must be back
         return kills
+
+
+def _undisturbed(answers: Sequence[Answer | Exception]) -> Sequence[Answer]:
+    """Return the answers of a run without kills."""
+    errors = [each for each in answers if isinstance(each, Exception)]
+    assert not errors, f"the undisturbed run failed: {errors}"
+    return [each for each in answers if not isinstance(each, Exception)]
+
+
+async def _disturbed(
+    load: AnyLoad,
+    tally: StreamTally,
+    disturb: Callable[[], Awaitable[None]],
+    expected: Sequence[Answer],
+) -> None:
+    """Run a load, and call `disturb` once all requests are under way."""
+    running = asyncio.create_task(load.run())
+    await load.started.wait()
+    assert not running.done(), "all requests had ended before the kill"
+    moment = time.monotonic()
+    await disturb()
+    # Fewer, where the load has left requests out.
+    answers = await running
+    tally.take(answers, expected[: len(answers)])
+    tally.seconds.append(load.silence_after(moment))
 
 
 def _url(port: int) -> str:
@@ -311,26 +407,36 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--random", type=float, metavar="SECONDS", help="kill random processes instead"
     )
+    parser.add_argument(
+        "--requests", nargs="*", choices=(TOKENS, *MODELS), default=[TOKENS],
+        help="streams of tokens, or requests of a kind of models whose answers are numbers",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     print(f"{'killed':42}  streams  lost duplicated different  median s  max s", flush=True)
     clean = True
-    with tempfile.TemporaryDirectory(prefix="kill-matrix-") as directory:
-        matrix = Matrix(Path(directory), options.watchdog, options.dp)
-        processes = [_of_last_replica(name, options.dp) for name in options.processes]
-        if options.random:
-            tally = StreamTally()
-            kills = matrix.at_random(processes, options.random, tally)
-            clean = _print(f"{kills} random kills", tally)
-        else:
-            for name in processes:
-                for kind in options.signals:
-                    for moment in options.moments:
-                        if name == ALL and moment != "http":
-                            continue
-                        tally, number = StreamTally(), signal.Signals[kind]
-                        getattr(matrix, moment)(name, number, options.rounds, tally)
-                        clean &= _print(f"{name} {kind} {moment}", tally)
+    for kind in options.requests:
+        work = TokenWork() if kind == TOKENS else NumberWork(MODELS[kind])
+        with tempfile.TemporaryDirectory(prefix="kill-matrix-") as directory:
+            matrix = Matrix(Path(directory), work, options.watchdog, options.dp)
+            clean &= _run(matrix, options, "" if kind == TOKENS else f"{kind}: ")
     return int(not clean)
+
+
+def _run(matrix: Matrix, options: argparse.Namespace, title: str) -> bool:
+    """Print a row for each case, and return whether no request was lost or wrong."""
+    processes = [_of_last_replica(name, options.dp) for name in options.processes]
+    if options.random:
+        tally = StreamTally()
+        kills = matrix.at_random(processes, options.random, tally)
+        return _print(f"{title}{kills} random kills", tally)
+    clean = True
+    for name, kind, moment in itertools.product(processes, options.signals, options.moments):
+        if name == ALL and moment != "http":
+            continue
+        tally, number = StreamTally(), signal.Signals[kind]
+        getattr(matrix, moment)(name, number, options.rounds, tally)
+        clean &= _print(f"{title}{name} {kind} {moment}", tally)
+    return clean
 
 
 def _of_last_replica(name: str, dp: int) -> str:
