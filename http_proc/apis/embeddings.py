@@ -5,6 +5,7 @@ share, and their functions.
 """
 
 import base64
+import operator
 from array import array
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from http_proc.core.streaming import EventSink
 from http_proc.generation.chat_call import chat_prompt
 from http_proc.generation.sampling import convert
 from http_proc.generation.schema import Message, Priority, RequestBody
-from http_proc.generation.vectors import cut_to, vectors
+from http_proc.generation.vectors import check_count, cut_to, vectors
 from http_proc.web.endpoint import answering
 from quadriga.client.async_client import RequestOptions
 from quadriga.client.types import Completion, Prompt
@@ -97,19 +98,60 @@ class TeiEmbedRequest(RequestBody, kw_only=True):
     dimensions: int | None = None
 
 
+class SimilarTexts(RequestBody, kw_only=True):
+    """A text, and texts that are compared with it."""
+
+    source_sentence: str
+    sentences: list[str]
+
+
+class SimilarityParameters(RequestBody, kw_only=True):
+    """How texts are encoded, as in /embed."""
+
+    truncate: bool = False
+    truncation_direction: Literal["Right", "right"] = "Right"
+    prompt_name: str | None = None
+
+
+class SimilarityRequest(RequestBody, kw_only=True):
+    """POST /similarity, in the format of text-embeddings-inference.
+
+    The answer has the cosine of the first text's vector with that of each other text, in order.
+    """
+
+    inputs: SimilarTexts
+    parameters: SimilarityParameters | None = None
+    model: str | None = None
+
+
+class CohereContent(RequestBody, kw_only=True):
+    """A part of an input. type: text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CohereInput(RequestBody, kw_only=True):
+    """A text of one or several parts."""
+
+    content: list[CohereContent]
+
+
 CohereType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 
 
 class CohereEmbedRequest(RequestBody, kw_only=True):
     """POST /v2/embed, in Cohere's format.
 
-    input_type chooses the model's prompt of this name, or for search_query and search_document of
-    the name query, document or passage; without such a prompt it has no effect. int8 and uint8: 127
-    times the numbers, rounded. binary and ubinary: a bit for each number, 1 above 0. max_tokens:
-    cut each text to so many tokens. truncate: END cuts long texts, NONE refuses them.
+    texts: the texts; or inputs: lists of their parts, which are put together. input_type chooses
+    the model's prompt of this name, or for search_query and search_document of the name query,
+    document or passage; without such a prompt it has no effect. int8 and uint8: 127 times the
+    numbers, rounded. binary and ubinary: a bit for each number, 1 above 0. max_tokens: cut each
+    text to so many tokens. truncate: END cuts long texts, NONE refuses them.
     """
 
-    texts: list[str]
+    texts: list[str] | None = None
+    inputs: list[CohereInput] | None = None
     model: str | None = None
     input_type: str | None = None
     embedding_types: list[CohereType] = msgspec.field(default_factory=lambda: ["float"])
@@ -127,6 +169,25 @@ class CohereEmbedAnswer(msgspec.Struct):
     texts: list[str]
     meta: dict[str, Any]
     response_type: str = "embeddings_by_type"
+
+
+class CohereEmbedV1Request(CohereEmbedRequest, kw_only=True):
+    """POST /v1/embed, Cohere's older endpoint: as /v2/embed, and without types a list of vectors.
+
+    embedding_types: as in /v2/embed; left out: the answer has a list of vectors.
+    """
+
+    embedding_types: list[CohereType] | None = None  # type: ignore[assignment]
+
+
+class CohereFloatsAnswer(msgspec.Struct):
+    """The vectors, in the order of the texts."""
+
+    id: str
+    embeddings: list[list[float]]
+    texts: list[str]
+    meta: dict[str, Any]
+    response_type: str = "embeddings_floats"
 
 
 class OllamaEmbedRequest(RequestBody, kw_only=True):
@@ -176,6 +237,8 @@ async def embed(
     pooling: Pooling,
     options: RequestOptions,
     field: str,
+    is_list: bool = True,
+    cut_by: str = "truncate",
 ) -> list[Completion]:
     """Return the completions of texts, which have their vectors, in order.
 
@@ -187,19 +250,19 @@ async def embed(
         pooling: what vectors are asked for.
         options: of each request to the server.
         field: the request's name of the texts, for errors.
+        is_list: the field is a list of these texts.
+        cut_by: the request's field that lets long texts be cut, for errors.
 
     Raises:
         ApiError: there are too many texts, or the server refuses one of them.
     """
-    if not 1 <= len(prompts) <= MAX_TEXTS:
-        raise invalid(
-            f"{field} has {len(prompts)} texts: 1 to {MAX_TEXTS} are taken; send several requests",
-            field,
-        )
+    check_count(field, len(prompts), MAX_TEXTS, "texts")
     head = model.head(call, "embd")
-    names = {**NAMES, "prompt": field, "prompt_token_ids": field}
+    names = {**NAMES, "prompt": field, "prompt_token_ids": field, "truncate_prompt": cut_by}
     asked = [(prompt, pooling) for prompt in prompts]
-    return await vectors(gateway, model, call, head.id, asked, options, names)
+    return await vectors(
+        gateway, model, call, head.id, asked, options, names, texts_field=field if is_list else ""
+    )
 
 
 def vector_of(completion: Completion) -> "array[float]":
@@ -239,7 +302,9 @@ async def openai_embeddings(gateway: Gateway, call: Call, _: EventSink) -> Embed
     options: RequestOptions = {"priority": fields.priority}
     if fields.truncate_prompt_tokens is not None:
         options["truncate_prompt"] = True
-    completions = await embed(gateway, model, call, prompts, pooling, options, "input")
+    completions = await embed(
+        gateway, model, call, prompts, pooling, options, "input", cut_by="truncate_prompt_tokens"
+    )
     written = _base64 if fields.encoding_format == "base64" else _numbers
     data = [EmbeddingObject(number, written(one)) for number, one in enumerate(completions)]
     num_tokens = num_tokens_of(completions)
@@ -258,7 +323,12 @@ def _prompts_of(fields: EmbeddingRequest) -> list[Prompt]:
 
 async def tei_embed(gateway: Gateway, call: Call, _: EventSink) -> list[list[float]]:
     """Return the vectors of texts in the format of text-embeddings-inference."""
-    fields = convert(await call.parse(), TeiEmbedRequest)
+    return await vectors_of(gateway, call, await call.parse())
+
+
+async def vectors_of(gateway: Gateway, call: Call, body: dict[str, Any]) -> list[list[float]]:
+    """Return the vectors of the texts in a body of /embed."""
+    fields = convert(body, TeiEmbedRequest)
     model = gateway.served(fields.model, call.record)
     pooling = Pooling(
         normalize=fields.normalize, dimensions=fields.dimensions, prompt_name=fields.prompt_name
@@ -270,9 +340,48 @@ async def tei_embed(gateway: Gateway, call: Call, _: EventSink) -> list[list[flo
     )
 
 
+async def tei_similarity(gateway: Gateway, call: Call, _: EventSink) -> list[float]:
+    """Return the cosines of a text with others, in the format of text-embeddings-inference."""
+    return await cosines_of(gateway, call, await call.parse())
+
+
+async def cosines_of(gateway: Gateway, call: Call, body: dict[str, Any]) -> list[float]:
+    """Return the cosines of the texts in a body of /similarity."""
+    fields = convert(body, SimilarityRequest)
+    check_count("inputs.sentences", len(fields.inputs.sentences), MAX_TEXTS - 1, "texts")
+    parameters = fields.parameters or SimilarityParameters()
+    options: RequestOptions = {"truncate_prompt": parameters.truncate}
+    pooling = Pooling(prompt_name=parameters.prompt_name)
+    prompts: list[Any] = [fields.inputs.source_sentence, *fields.inputs.sentences]
+    model = gateway.served(fields.model, call.record)
+    completions = await embed(
+        gateway, model, call, prompts, pooling, options, "inputs", is_list=False
+    )
+    source, *others = map(_numbers, completions)
+    return [sum(map(operator.mul, source, other)) for other in others]
+
+
 async def cohere_embed(gateway: Gateway, call: Call, _: EventSink) -> CohereEmbedAnswer:
     """Return the vectors of texts in Cohere's format."""
     fields = convert(await call.parse(), CohereEmbedRequest)
+    return await _by_type(gateway, call, fields, fields.embedding_types)
+
+
+async def cohere_embed_v1(
+    gateway: Gateway, call: Call, _: EventSink
+) -> CohereEmbedAnswer | CohereFloatsAnswer:
+    """Return the vectors of texts in Cohere's older format."""
+    fields = convert(await call.parse(), CohereEmbedV1Request)
+    if fields.embedding_types is not None:
+        return await _by_type(gateway, call, fields, fields.embedding_types)
+    answer = await _by_type(gateway, call, fields, ["float"])
+    return CohereFloatsAnswer(answer.id, answer.embeddings["float"], answer.texts, answer.meta)
+
+
+async def _by_type(
+    gateway: Gateway, call: Call, fields: CohereEmbedRequest, types: Sequence[CohereType]
+) -> CohereEmbedAnswer:
+    """Return the vectors of a request's texts by their types."""
     model = gateway.served(fields.model, call.record)
     known = (await model.server_info.static()).get("prompts") or ()
     names = (fields.input_type, *_INPUT_TYPES.get(fields.input_type or "", ()))
@@ -285,17 +394,22 @@ async def cohere_embed(gateway: Gateway, call: Call, _: EventSink) -> CohereEmbe
         "priority": fields.priority,
         "truncate_prompt": fields.truncate == "END" or fields.max_tokens is not None,
     }
-    prompts: list[Any] = list(fields.texts)
-    completions = await embed(gateway, model, call, prompts, pooling, options, "texts")
+    if (fields.texts is None) == (fields.inputs is None):
+        raise invalid("give either texts or inputs", "texts")
+    texts = fields.texts
+    if texts is None:
+        texts = ["".join(part.text for part in each.content) for each in fields.inputs or ()]
+    field = "inputs" if fields.texts is None else "texts"
+    prompts: list[Any] = list(texts)
+    completions = await embed(gateway, model, call, prompts, pooling, options, field)
     by_type: dict[str, list[Any]] = {
-        kind: [_cohere_vector(kind, completion) for completion in completions]
-        for kind in fields.embedding_types
+        kind: [_cohere_vector(kind, completion) for completion in completions] for kind in types
     }
     meta = {
         "api_version": {"version": "2"},
         "billed_units": {"input_tokens": num_tokens_of(completions)},
     }
-    return CohereEmbedAnswer(call.record.id, by_type, fields.texts, meta)
+    return CohereEmbedAnswer(call.record.id, by_type, texts, meta)
 
 
 def _cohere_vector(kind: str, completion: Completion) -> list[float] | list[int] | str:
@@ -348,8 +462,12 @@ EMBEDDING_ENDPOINTS = [
               EmbeddingRequest, EmbeddingAnswer),
     answering("/embed", tei_embed, "Vectors of texts, in the format of text-embeddings-inference",
               TeiEmbedRequest, list[list[float]]),
+    answering("/similarity", tei_similarity, "Cosines of a text with others, in the same format",
+              SimilarityRequest, list[float]),
     answering("/v2/embed", cohere_embed, "Vectors of texts, in Cohere's format",
               CohereEmbedRequest, CohereEmbedAnswer),
+    answering("/v1/embed", cohere_embed_v1, "The same, in Cohere's older format",
+              CohereEmbedV1Request, CohereEmbedAnswer | CohereFloatsAnswer),
     answering("/api/embed", ollama_embed, "Vectors of texts, in Ollama's format",
               OllamaEmbedRequest, OllamaEmbedAnswer, **_OLLAMA_ERRORS),
     answering("/api/embeddings", ollama_embeddings, "The vector of a text, in Ollama's old format",

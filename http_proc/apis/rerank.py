@@ -10,7 +10,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from http_proc.apis.embeddings import MAX_TEXTS, EmbeddingUsage, num_tokens_of, vector_of
+from http_proc.apis.embeddings import (
+    MAX_TEXTS,
+    EmbeddingUsage,
+    cosines_of,
+    num_tokens_of,
+    vector_of,
+    vectors_of,
+)
 from http_proc.core.call import Call
 from http_proc.core.errors import invalid
 from http_proc.core.gateway import Gateway
@@ -18,7 +25,7 @@ from http_proc.core.served_model import ResponseHead, ServedModel
 from http_proc.core.streaming import EventSink
 from http_proc.generation.sampling import convert
 from http_proc.generation.schema import Priority, RequestBody
-from http_proc.generation.vectors import cut_to, vectors
+from http_proc.generation.vectors import check_count, cut_to, vectors
 from http_proc.web.endpoint import answering
 from quadriga.client.async_client import RequestOptions
 from quadriga.client.types import Completion, Prompt
@@ -33,6 +40,7 @@ from quadriga.sampling.pooling import (
 )
 
 MAX_PAIR_TEXTS = 2
+CUT_BY = "truncate_prompt_tokens"
 _FUNCTIONS = {None: PROBABILITIES, "sigmoid": SIGMOID, "softmax": SOFTMAX, "none": IDENTITY}
 
 
@@ -217,6 +225,7 @@ async def scores_of(
     options: RequestOptions,
     fields: tuple[str, str],
     prefix: str,
+    cut_by: str = "truncate",
 ) -> tuple[ResponseHead, list[Completion]]:
     """Return the completions of texts or pairs, which have their scores, in order.
 
@@ -228,28 +237,28 @@ async def scores_of(
         options: of each request to the server.
         fields: the request's names of the first and second texts, for errors.
         prefix: of the answer's id.
+        cut_by: the request's field that lets long texts be cut, for errors.
 
     Raises:
         ApiError: there are too many texts, or the server refuses one of them.
     """
     first, second = fields
-    if not 1 <= len(asked) <= MAX_TEXTS:
-        raise invalid(
-            f"{second} has {len(asked)} texts: 1 to {MAX_TEXTS} are taken; send several requests",
-            second,
-        )
+    check_count(second, len(asked), MAX_TEXTS, "texts")
     head = model.head(call, prefix)
     names = {
         "prompt": second,
         "prompt_token_ids": first,
         "text_pair": second,
         "pooling": "model",
+        "truncate_prompt": cut_by,
         "max_tokens": "truncate_prompt_tokens",
         "max_first_tokens": "max_tokens_per_query",
         "max_second_tokens": "max_tokens_per_doc",
     }
     prompts: list[tuple[Prompt, Pooling]] = list(asked)
-    return head, await vectors(gateway, model, call, head.id, prompts, options, names)
+    return head, await vectors(
+        gateway, model, call, head.id, prompts, options, names, texts_field=second
+    )
 
 
 def usage_of(completions: Sequence[Completion]) -> EmbeddingUsage:
@@ -373,7 +382,9 @@ async def score(gateway: Gateway, call: Call, _: EventSink) -> ScoreAnswer:
         )
         for first, second in pairs
     ]
-    head, completions = await scores_of(gateway, model, call, asked, options, names, "score")
+    head, completions = await scores_of(
+        gateway, model, call, asked, options, names, "score", CUT_BY
+    )
     data = [
         PairScore(number, vector_of(completion)[0]) for number, completion in enumerate(completions)
     ]
@@ -412,7 +423,9 @@ async def classify(gateway: Gateway, call: Call, _: EventSink) -> ClassifyAnswer
     texts = [fields.input] if isinstance(fields.input, str) else fields.input
     asked = [(text, pooling) for text in texts]
     names, labels = ("input", "input"), await labels_of(model)
-    head, completions = await scores_of(gateway, model, call, asked, options, names, "classify")
+    head, completions = await scores_of(
+        gateway, model, call, asked, options, names, "classify", CUT_BY
+    )
     data = []
     for number, completion in enumerate(completions):
         scores = vector_of(completion).tolist()
@@ -425,7 +438,26 @@ async def predict(
     gateway: Gateway, call: Call, _: EventSink
 ) -> list[LabelScore] | list[list[LabelScore]]:
     """Return the labels of texts in the format of text-embeddings-inference."""
-    fields = convert(await call.parse(), PredictRequest)
+    return await _predicted(gateway, call, await call.parse())
+
+
+async def tei_root(gateway: Gateway, call: Call, _: EventSink) -> object:
+    """Answer what the clients of the Hugging Face Hub send to the address of a server."""
+    body = await call.parse()
+    name = body.get("model")
+    model = gateway.served(name if isinstance(name, str) else None, call.record)
+    info = await model.server_info.static()
+    if info.get("scores") and not info.get("embeddings"):
+        return await _predicted(gateway, call, body)
+    if isinstance(body.get("inputs"), dict):
+        return await cosines_of(gateway, call, body)
+    return await vectors_of(gateway, call, body)
+
+
+async def _predicted(
+    gateway: Gateway, call: Call, body: dict[str, Any]
+) -> list[LabelScore] | list[list[LabelScore]]:
+    fields = convert(body, PredictRequest)
     model = gateway.served(fields.model, call.record)
     is_batch = not isinstance(fields.inputs, str) and any(
         isinstance(each, list) for each in fields.inputs
@@ -474,4 +506,5 @@ RERANK_ENDPOINTS = [
               ClassifyAnswer),
     answering("/predict", predict, "The same, in the format of text-embeddings-inference",
               PredictRequest, _LABELS),
+    answering("/", tei_root, "/embed, /similarity or /predict, by model and body", None, None),
 ]  # fmt: skip

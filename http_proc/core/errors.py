@@ -141,7 +141,7 @@ _CODES = {errors.PromptTooLong.code: "context_length_exceeded"}
 # OpenAI's wording, by which some clients recognize the error.
 CONTEXT_EXCEEDED = "this model's maximum context length is exceeded: "
 # Fields of the server that errors name beside the one that is wrong.
-_LENGTHS = ("max_new_tokens", "min_new_tokens")
+_OTHERS = ("max_new_tokens", "min_new_tokens", "truncate_prompt")
 _PREFIXES = {errors.PromptTooLong.code: CONTEXT_EXCEEDED}
 
 
@@ -154,7 +154,7 @@ def from_server(error: QuadrigaError, names: Mapping[str, str]) -> ApiError:
     param, message = names.get(field, field), str(error)
     if field and message.startswith(field):
         message = param + message[len(field) :]
-    for field in _LENGTHS:
+    for field in _OTHERS:
         if field in names:
             message = re.sub(rf"\b{field}\b", names[field], message)
     message = _PREFIXES.get(error.code, "") + message

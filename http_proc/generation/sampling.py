@@ -168,9 +168,10 @@ def allowed_values(body_type: type, message: str) -> list[str | int | bool | Non
 
     Args:
         body_type: the type of the whole body.
-        message: such as "Invalid enum value 'x' - at `$.messages[0].role`".
+        message: such as "Invalid enum value 'x' - at `$.messages[0].role`", or "Invalid value …" of
+            a field that says which type an object has.
     """
-    if "enum value" not in message:
+    if re.match("Invalid (?:enum )?value", message) is None:
         return []
     _, _, path = message.rpartition("`$")
     kinds: list[msgspec.inspect.Type] = [msgspec.inspect.type_info(body_type)]
@@ -197,6 +198,8 @@ def _below(kind: msgspec.inspect.Type, name: str) -> Iterator[msgspec.inspect.Ty
     """Yield the types of a field, or of the items if the name is an index or a key."""
     if isinstance(kind, msgspec.inspect.StructType):
         yield from (field.type for field in kind.fields if field.encode_name == name)
+        if name == kind.tag_field and kind.tag is not None:
+            yield msgspec.inspect.LiteralType((kind.tag,))
     elif isinstance(kind, msgspec.inspect.ListType):
         yield kind.item_type
     elif isinstance(kind, msgspec.inspect.DictType):

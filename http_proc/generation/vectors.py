@@ -9,6 +9,7 @@ from http_proc.core.errors import invalid
 from http_proc.core.gateway import Gateway
 from http_proc.core.served_model import ServedModel
 from quadriga.client import async_client, types
+from quadriga.errors import InvalidRequest
 from quadriga.sampling.params import SamplingParams
 from quadriga.sampling.pooling import CLASSIFY, POOLINGS, SCORE, Pooling
 
@@ -71,6 +72,24 @@ def cut_to(truncate_prompt_tokens: int | None) -> int | None:
     return truncate_prompt_tokens
 
 
+def check_count(field: str, count: int, most: int, unit: str) -> None:
+    """Raise ApiError for a list of a request that is empty or too long.
+
+    Args:
+        field: its name.
+        count: number of its entries.
+        most: the largest number that a request may have.
+        unit: what the entries are, in the plural.
+    """
+    if not count:
+        raise invalid(f"{field} is empty: send 1 to {most} {unit}", field)
+    if count > most:
+        raise invalid(
+            f"{field} has {count} {unit}: a request has at most {most}; send several requests",
+            field,
+        )
+
+
 async def vectors(
     gateway: Gateway,
     model: ServedModel,
@@ -80,6 +99,7 @@ async def vectors(
     options: async_client.RequestOptions,
     names: Mapping[str, str],
     with_receipts: bool = False,
+    texts_field: str = "",
 ) -> list[types.Completion]:
     """Return the completions of prompts, which have their vectors, in order.
 
@@ -92,6 +112,7 @@ async def vectors(
         options: of each request to the server.
         names: the call's name of each field of the server's requests, for errors.
         with_receipts: the completions have receipts.
+        texts_field: the call's name of the list whose entries are the prompts; "": they are none.
 
     Raises:
         ApiError: another model is to be asked, or the server refuses one of the prompts.
@@ -101,10 +122,17 @@ async def vectors(
     ended: dict[int, types.Completion] = {}
     waiting = iter(asked)
     with gateway.open_group(model, answer_id, names, call.record) as group:
+        group.expect(len(asked))
         for prompt, pooling in itertools.islice(waiting, MAX_AT_ONCE):
             group.submit(prompt, SamplingParams(pooling=pooling), False, options)
         while len(ended) < len(asked):
-            for number, chunk in await group.next_chunks():
+            try:
+                chunks = await group.next_chunks()
+            except InvalidRequest as error:
+                if texts_field and len(asked) > 1 and group.failed_choice is not None:
+                    raise error.of_text(f"{texts_field}[{group.failed_choice}]") from None
+                raise
+            for number, chunk in chunks:
                 if chunk.completion is None:
                     continue
                 ended[number] = chunk.completion

@@ -148,9 +148,13 @@ def one_of(instructions: str, labels: Sequence[tuple[str, str]], field: str) -> 
 
 def check_num_questions(count: int) -> None:
     """Raise InvalidRequest for no question, or for too many."""
-    if not 1 <= count <= MAX_QUESTIONS:
+    if not count:
         raise InvalidRequest(
-            f"questions has {count} entries: 1 to {MAX_QUESTIONS} are answered; send several"
+            f"questions is empty: send 1 to {MAX_QUESTIONS} questions", "questions"
+        )
+    if count > MAX_QUESTIONS:
+        raise InvalidRequest(
+            f"questions has {count} entries: a request has at most {MAX_QUESTIONS}; send several"
             " requests",
             "questions",
         )

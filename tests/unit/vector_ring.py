@@ -47,7 +47,8 @@ class VectorRing(ScriptedRing):
             handle.done = True
             vector = self.vector(prompt)
             usage = Usage(len(prompt), 0)
-            completion = Completion("r", "", [], "stop", usage, Timings(0.0), vector=vector)
+            times = Timings(1.0, 2.0, 2.25, 3.0, 3.5, 4.0, 5.0)
+            completion = Completion("r", "", [], "stop", usage, times, vector=vector)
             sink(StreamChunk("r", "", [], [], 0.0, completion))
 
 

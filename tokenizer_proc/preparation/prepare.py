@@ -23,6 +23,7 @@ from quadriga.sampling.params import (
 )
 from quadriga.sampling.pooling import (
     CLASSIFY,
+    LOGPROBS,
     POOLINGS,
     PROBABILITIES,
     SCORINGS,
@@ -338,7 +339,10 @@ class Preparer:
         validation.check_served_vector(asked, model)
         pooling = self._filled(asked)
         validation.check_vector_params(message)
-        may_cut = given(message.truncate_prompt, args.allow_auto_truncate)
+        # The probabilities of tokens are asked for at the end of a prompt, which is never cut.
+        may_cut = pooling.method != LOGPROBS and given(
+            message.truncate_prompt, args.allow_auto_truncate
+        )
         text, limit = message.prompt, model.context_length
         if may_cut and pooling.max_tokens is not None:
             limit = min(limit, pooling.max_tokens)

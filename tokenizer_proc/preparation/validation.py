@@ -268,9 +268,10 @@ def check_fits_whole(ids: "array[int]", limit: int, pooling: Pooling) -> None:
         )
     if len(ids) > limit:
         what = "text" if pooling.text_pair is None else "pair of texts"
+        # Of the probabilities of tokens, what is cut away would be asked for.
+        remedy = "" if pooling.method == LOGPROBS else ", or let its end be cut (truncate_prompt)"
         raise PromptTooLong(
-            f"the {what} has {len(ids)} tokens, the model's context is {limit}; shorten it, or let"
-            " its end be cut",
+            f"the {what} has {len(ids)} tokens, the model's context is {limit}; shorten it{remedy}",
             "prompt",
         )
 

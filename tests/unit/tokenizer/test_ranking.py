@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from quadriga.errors import InvalidRequest, ModelError, PromptTooLong
 from quadriga.sampling.pooling import CLASSIFY, IDENTITY, LOGPROBS, SCORE, SIGMOID, Pooling
-from quadriga.wire.packing import unpack_ids
+from quadriga.wire.packing import pack_ids, unpack_ids
 from tests.tiny_models import tiny_llama, tiny_qwen3
 from tests.tiny_rankers import CONTEXT_LENGTH, INSTRUCTION, qwen3_reranker, sentence_reranker
 from tests.unit.tokenizer.pairs import pooling_of, prepared, preparer_of
@@ -93,6 +93,16 @@ def test_what_it_cannot_score_is_refused_and_it_still_makes_text(tmp_path: Path)
     plain = preparer_of(tiny_qwen3(tmp_path / "plain"))
     with pytest.raises(InvalidRequest, match="has no scores: serve a cross-encoder"):
         prepared(plain, "who?", PAIR)
+
+
+@pytest.mark.parametrize("asked", [Pooling(LOGPROBS, num_last=2), Pooling(LOGPROBS, token_ids=[1])])
+def test_a_prompt_at_whose_end_probabilities_are_asked_for_is_never_cut(
+    asked: Pooling, tmp_path: Path
+) -> None:
+    preparer = preparer_of(tiny_qwen3(tmp_path / "model", max_position_embeddings=32))
+    for text, ids in (("The lazy dog " * 32, None), ("", pack_ids([5] * 33))):
+        with pytest.raises(PromptTooLong, match=r"the model's context is 32; shorten it$"):
+            prepared(preparer, text, asked, truncate_prompt=True, prompt_token_ids=ids)
 
 
 @pytest.mark.parametrize(
