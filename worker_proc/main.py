@@ -149,21 +149,29 @@ def start(
     from worker_proc.startup.build import describe_kernels, make_runner
     from worker_proc.startup.devices import take_cores
     from worker_proc.startup.drafts import prepare_drafts
+    from worker_proc.startup.memory_profile import FirstStart
     from worker_proc.startup.prefill_tuning import tune_prefill_size
 
     cores = take_cores(child.config.worker, child.replica)
     part = TPRank(0, child.config.worker.tp)
     run_dir = child.endpoints.run_dir
-    runner = make_runner(child.config, files, part, meeting, clock.begin, child.replica, run_dir)
+    runner = make_runner(
+        child.config, files, part, meeting, clock.begin, child.replica, run_dir,
+        keeps_packed=bool(child.of_model),
+    )  # fmt: skip
     if child.config.worker.has_offload:
         clock.begin("open the KV tiers")
     mover = open_tiers(child.config.worker, files, runner, child.replica, child.endpoints.results)
     clock.begin("warm up")
     runner.warm_up()
     clock.begin("find the size of a prefill")
-    prefill_tokens = (
-        tune_prefill_size(runner, part.count) if child.config.scheduler.measures_chunks else 0
-    )
+    record = FirstStart.path(run_dir, part.rank)
+    first = FirstStart.read(record)
+    prefill_tokens = 0 if first is None else first.prefill_tokens
+    if child.config.scheduler.measures_chunks and not prefill_tokens:
+        prefill_tokens = tune_prefill_size(runner, part.count)
+        if first is not None:
+            msgspec.structs.replace(first, prefill_tokens=prefill_tokens).write(record)
     if child.config.scheduler.speculative_method == "self":
         clock.begin("measure drafts")
     draft_costs = prepare_drafts(runner, child.config, part.count)

@@ -14,6 +14,7 @@ from quadriga.server.processes.machine import Cpus
 from quadriga.wire.worker import DECODE, StepPlan
 from worker_proc.cpu.build import fastest_compute_type, load_kernels
 from worker_proc.cpu.memory import KVPools
+from worker_proc.cpu.pack_store import PackStore
 from worker_proc.cpu.program import (
     LANES,
     SAMPLING_ROW,
@@ -67,6 +68,7 @@ class NativeEngine(Engine):
         bits: int | None,
         int8_pages: bool,
         pools: KVPools | None = None,
+        store: PackStore | None = None,
     ) -> None:
         """Record the model, which loses its weights and is of no further use.
 
@@ -79,6 +81,7 @@ class NativeEngine(Engine):
             bits: bits of quantized weights; None: they stay in `dtype`.
             int8_pages: keep keys and values in 8 bits.
             pools: the KV pages of an engine with the same shape and dtype, to be shared.
+            store: has the packed weights of an earlier worker, or takes these; None: neither.
 
         Raises:
             NoCompiler: the kernels cannot be compiled.
@@ -89,10 +92,11 @@ class NativeEngine(Engine):
         self._dtype = dtype
         self._numbers = fastest_compute_type(self._library, dtype)
         self._vocab_size = model.vocab_size
-        self._weights = CodedWeights(bits)
+        self._weights = CodedWeights(bits, store)
         self.output_norm, self.has_head = OutputNorm.of(model), model.has_head
         self.classifier = Classifier.of(model)
         self._record(model, num_pages, page_size, int8_pages, pools)
+        self._weights.close_store()
         self._weights.log_bytes()
         self._buffers: dict[Buffer, Tensor] = {}
         self._rows = StepRows.of(0)

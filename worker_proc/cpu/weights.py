@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from quadriga.errors import ModelError
 from worker_proc.cpu.build import load_kernels
 from worker_proc.cpu.memory import allocate
+from worker_proc.cpu.pack_store import PackStore
 from worker_proc.cpu.program import LANES, Format, Matrix
 from worker_proc.models.layers import Embedding, Linear
 from worker_proc.models.quantized_weights import (
@@ -278,14 +279,16 @@ class PackedWeights:
     Packing a layer frees the layer's own weight.
     """
 
-    def __init__(self, bits: int | None = None) -> None:
+    def __init__(self, bits: int | None = None, store: PackStore | None = None) -> None:
         """Keep weights as they are, or quantize them.
 
         Args:
             bits: 8 or 4, to quantize dense weights; None: weights stay dense, or packed as in a
                 GGUF.
+            store: has the packed weights of an earlier worker, or takes these; None: neither.
         """
         self._bits = bits
+        self._store = store
         self._matrices: dict[nn.Module, Matrix] = {}
         self._kept: list[Tensor] = []
         self._arrays: list[ctypes.Array[Matrix]] = []
@@ -299,10 +302,32 @@ class PackedWeights:
             exact: its weight is not rounded to fewer bits.
         """
         if layer not in self._matrices:
-            self._matrices[layer] = self._pack(layer, gated, exact)
+            name = f"{len(self._matrices)} {type(layer).__name__}{' gated' if gated else ''}"
+            self._matrices[layer] = self._stored(name) or self._packed(name, layer, gated, exact)
             del layer.weight
-            layer.blocks = ()
+            layer.blocks, layer.coded = (), ()
         return self._matrices[layer]
+
+    def _stored(self, name: str) -> Matrix | None:
+        """Return the matrix of an earlier worker; None without one."""
+        found = None if self._store is None else self._store.next(name)
+        if found is None:
+            return None
+        matrix, tensors = found
+        self._kept += tensors
+        return matrix
+
+    def _packed(self, name: str, layer: Linear | Embedding, gated: bool, exact: bool) -> Matrix:
+        num_before = len(self._kept)
+        matrix = self._pack(layer, gated, exact)
+        if self._store is not None:
+            self._store.take(name, matrix, self._kept[num_before:])
+        return matrix
+
+    def close_store(self) -> None:
+        """Give the packed weights to the store, whose next user reads them."""
+        if self._store is not None:
+            self._store.close()
 
     def matrices(self, layers: Iterable[nn.Module], gated: bool = False) -> "ctypes.Array[Matrix]":
         """Return the packed weights of layers, either all dense or all quantized."""

@@ -2,14 +2,17 @@
 
 import logging
 import os
+from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import WorkerArgs
+from quadriga.server.models.resolve import weights_digest
 from quadriga.server.processes.machine import NoCompiler
 from worker_proc.cpu.build import load_kernels
 from worker_proc.engines.torch_engine import TorchAttention, TorchEngine
@@ -20,8 +23,11 @@ from worker_proc.speculation.self_draft import DRAFT_BITS, same_weights
 from worker_proc.step.engine import Engine
 
 if TYPE_CHECKING:
+    from worker_proc.cpu.pack_store import PackStore
     from worker_proc.distributed.tp_group import TPGroup
 
+# The packed weights of an engine, and of its draft.
+MAIN, DRAFT = "main", "draft"
 
 # A GGUF and a quantized checkpoint have the bits of their own weights.
 QUANTIZATION_BITS = {"none": None, "int8": 8, "int4": 4, "gguf": None, "checkpoint": None}
@@ -39,6 +45,7 @@ def make_engine(
     ranks: "TPGroup | None" = None,
     has_draft: bool = False,
     drafts: bool = False,
+    stores: "Mapping[str, PackStore] | None" = None,
 ) -> Engine:
     """Return the CPU kernels' engine on a CPU, Triton's on a GPU, else plain torch.
 
@@ -54,6 +61,7 @@ def make_engine(
         ranks: the processes with the other parts of the model.
         has_draft: add a draft of the model in fewer bits; by the native kernels only.
         drafts: tokens will be drafted, for which the graphs of a GPU have to be made.
+        stores: as `pack_stores` returns them; None: weights are packed.
 
     Raises:
         NoCompiler: the flags need kernels that cannot be compiled.
@@ -67,7 +75,7 @@ def make_engine(
         return _triton(args, model, num_pages, dtype, device, max_decode_rows, ranks, drafts)
     if _use_native(args, device):
         try:
-            return _native(args, model, num_pages, dtype, has_draft)
+            return _native(args, model, num_pages, dtype, has_draft, stores or {})
         except NoCompiler as error:
             if args.attention_backend == "native" or _needs_native(args):
                 raise
@@ -262,8 +270,33 @@ def _check_flashinfer(
     check_flashinfer(model, device)
 
 
+def pack_stores(
+    directory: Path, weights: Path, args: WorkerArgs, dtype: torch.dtype, has_draft: bool
+) -> "dict[str, PackStore]":
+    """Return where the native kernels' packed weights are kept for the next worker.
+
+    Args:
+        directory: of the model in the server's run.
+        weights: the files of the weights.
+        args: the worker's flags.
+        dtype: of the weights.
+        has_draft: as of `make_engine`.
+    """
+    from worker_proc.cpu.pack_store import PackStore
+
+    settings = f"{dtype} {args.quantization} {has_draft} {load_kernels()._name}"
+    key = f"{weights_digest(weights)} {settings}"
+    names = (MAIN, DRAFT) if has_draft else (MAIN,)
+    return {name: PackStore(directory / f"packed-{name}", key) for name in names}
+
+
 def _native(
-    args: WorkerArgs, model: Model, num_pages: int, dtype: torch.dtype, has_draft: bool
+    args: WorkerArgs,
+    model: Model,
+    num_pages: int,
+    dtype: torch.dtype,
+    has_draft: bool,
+    stores: Mapping[str, "PackStore"],
 ) -> Engine:
     from worker_proc.cpu.engine import NativeEngine
 
@@ -279,8 +312,10 @@ def _native(
     )
     bits = QUANTIZATION_BITS.get(args.quantization)
     if not has_draft:
-        return build(model, bits=bits)
-    draft = build(same_weights(model), bits=DRAFT_BITS)  # first: an engine takes the weights
-    engine = build(model, bits=bits, pools=draft.pools)
+        return build(model, bits=bits, store=stores.get(MAIN))
+    draft = build(  # first: an engine takes the weights
+        same_weights(model), bits=DRAFT_BITS, store=stores.get(DRAFT)
+    )
+    engine = build(model, bits=bits, pools=draft.pools, store=stores.get(MAIN))
     engine.draft = draft
     return engine

@@ -46,6 +46,7 @@ from worker_proc.engines.factory import (
     kv_cache_dtype,
     make_engine,
     native_kernels_compute,
+    pack_stores,
     why_not_as_stored,
 )
 from worker_proc.engines.torch_engine import TorchAttention, TorchOps
@@ -350,6 +351,7 @@ def _random_step(vocab_size: int, num_tokens: int, num_pages: int, table: SlotTa
 FP8_TEST_TOKENS = 64
 
 if TYPE_CHECKING:
+    from worker_proc.cpu.pack_store import PackStore
     from worker_proc.distributed.tp_group import TPGroup
 
 
@@ -383,6 +385,7 @@ def make_runner(
     on_phase: Callable[[str], None] = lambda _: None,
     replica: ReplicaPlace = ONLY_REPLICA,
     run_dir: Path | None = None,
+    keeps_packed: bool = False,
 ) -> Runner:
     """Load the model, or the part of one rank, and size the KV pool.
 
@@ -394,6 +397,7 @@ def make_runner(
         on_phase: called with the name of each phase at its begin.
         replica: the replica of the rank.
         run_dir: of the server, where the first start leaves its sizes for those after it.
+        keeps_packed: it leaves the packed weights there, too, as the model is loaded repeatedly.
 
     Raises:
         ConfigError: a device, dtype or size that cannot work.
@@ -418,14 +422,15 @@ def make_runner(
     record = None if run_dir is None else FirstStart.path(run_dir, part.rank)
     first = FirstStart.read(record)
     if device.type == "cuda":
-        use_gpu(device)
-        if first is not None:
-            on_phase("wait for memory")
-            wait_for_memory(device, first.used_bytes)
+        _prepare_gpu(device, first, on_phase)
     free_before = free_memory(device)
     on_phase("load weights")
     ranks = None if meeting is None else _join(part, meeting, device)
-    model = _load(config, files, impl, dtype, device, part, ranks, has_draft, on_phase)
+    stores: dict[str, PackStore] = {}
+    if keeps_packed and native_kernels and run_dir is not None and files.weights is not None:
+        stores = pack_stores(run_dir, files.weights, args, dtype, has_draft)
+    is_packed = bool(stores) and all(store.is_full for store in stores.values())
+    model = _load(config, files, impl, dtype, device, part, ranks, has_draft, is_packed, on_phase)
     dense = load_dense_modules(files, device)
     num_slots, context_length = config.scheduler.max_running_requests, files.context_length
 
@@ -433,8 +438,9 @@ def make_runner(
         max_decode_rows = config.scheduler.max_batch_size
         drafts = config.scheduler.speculative_method == "ngram"
         engine = make_engine(
-            args, model, num_pages, dtype, device, max_decode_rows, ranks, has_draft, drafts
-        )
+            args, model, num_pages, dtype, device, max_decode_rows, ranks, has_draft, drafts,
+            stores,
+        )  # fmt: skip
         engine.dense = dense
         table = SlotTable(
             num_slots, context_length, num_pages, args.page_size, device, files.vocab_size
@@ -446,8 +452,7 @@ def make_runner(
         on_phase("compile kernels and measure a step")
         step_bytes = _measure_step(config, context_length, with_pages)
         torch.cuda.empty_cache()
-    packs = "pack weights and " if device.type == "cpu" else ""  # as its engine is made
-    on_phase(f"{packs}make the KV pool")
+    on_phase(_pool_phase(device, is_packed))
     kv_dtype, max_tokens = kv_cache_dtype(args, dtype), num_slots * context_length
     num_pages = num_pool_pages(
         args, model.attention_shape, kv_dtype, device, max_tokens, step_bytes,
@@ -462,6 +467,42 @@ def make_runner(
         check_fp8_pages(runner, files.vocab_size)
     trim_heap()
     return runner
+
+
+def _prepare_gpu(
+    device: torch.device, first: FirstStart | None, on_phase: Callable[[str], None]
+) -> None:
+    """Use a GPU from now on, once the memory of the worker before this one is free again."""
+    use_gpu(device)
+    if first is not None:
+        on_phase("wait for memory")
+        wait_for_memory(device, first.used_bytes)
+
+
+def _pack_stores(
+    directory: Path | None,
+    is_wanted: bool,
+    files: ModelFiles,
+    args: WorkerArgs,
+    dtype: torch.dtype,
+    has_draft: bool,
+) -> "dict[str, PackStore]":
+    """Return what `pack_stores` does; nothing without a directory, or for random weights."""
+    if not is_wanted or directory is None or files.weights is None:
+        return {}
+    return pack_stores(directory, files.weights, args, dtype, has_draft)
+
+
+def _are_full(stores: "dict[str, PackStore]") -> bool:
+    """Return whether the weights were packed by an earlier worker."""
+    return bool(stores) and all(store.is_full for store in stores.values())
+
+
+def _pool_phase(device: torch.device, is_packed: bool) -> str:
+    """Return the name of the phase in which the pool is made, and on a CPU the engine."""
+    if device.type != "cpu":
+        return "make the KV pool"
+    return f"{'read packed weights' if is_packed else 'pack weights'} and make the KV pool"
 
 
 def check_fp8_pages(runner: Runner, vocab_size: int) -> None:
@@ -523,6 +564,7 @@ def _load(
     part: TPRank,
     ranks: "TPGroup | None",
     has_draft: bool,
+    is_packed_before: bool,
     on_phase: Callable[[str], None],
 ) -> Model | TransformersModel:
     """Load the model by what runs it, after a check that its weights fit a GPU's memory."""
@@ -546,7 +588,8 @@ def _load(
     model = load_model(files, dtype, device, is_packed, part)
     if device.type == "cpu":
         log_gguf_weights(files, model, dtype, args.quantization)
-    if device.type == "cpu" and (args.quantization == "int4" or has_draft):
+    rounds = args.quantization == "int4" or has_draft
+    if device.type == "cpu" and rounds and not is_packed_before:
         on_phase("measure inputs")
         measure_inputs(model, files.context_length)
     return model

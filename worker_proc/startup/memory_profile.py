@@ -39,10 +39,12 @@ class FirstStart(msgspec.Struct, frozen=True):
     Attributes:
         used_bytes: memory of the device, without what it captured and measured later.
         num_pages: of its KV pool.
+        prefill_tokens: measured size of a prefill; 0: it was not measured.
     """
 
     used_bytes: int
     num_pages: int
+    prefill_tokens: int = 0
 
     @staticmethod
     def path(run_dir: Path, rank: int) -> Path:
