@@ -107,7 +107,7 @@ def test_random_weights_need_no_checkpoint(tmp_path: Path) -> None:
             {"layer_types": ["full_attention", "linear_attention"], "num_local_experts": 4},
             "the hidden state depends on other tokens",
         ),
-        ("bert", {}, "not causal"),
+        ("bert", {}, "causal language models only"),
         ("deepseek_v32", {}, "without masks and cache fails"),
     ],
 )
