@@ -40,7 +40,10 @@ class InvalidRequest(QuadrigaError):
         """Return the same error with the place of a text among several, where one is at fault."""
         if self.field not in ("prompt", "prompt_token_ids", "text_pair"):
             return self
-        return type(self)(f"{place}: {self}", self.field)
+        message = str(self)
+        if message.startswith(f"{self.field} "):
+            return type(self)(f"{place}{message[len(self.field) :]}", self.field)
+        return type(self)(f"{place}: {message}", self.field)
 
 
 class PromptTooLong(InvalidRequest):

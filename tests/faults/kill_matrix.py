@@ -53,8 +53,8 @@ PROCESSES = ("worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc", "h
 SIGNALS = ("SIGKILL", "SIGSTOP", "SIGSEGV")
 MOMENTS = ("loading", "streams", "draining", "http")
 ALL = "all"
-# For loads: any process may be killed; and the gateway, of a server that is stopping.
-ANY, STOPPED_GATEWAY = "any", "http_proc of a server that stops"
+# In place of a name: any process may be killed.
+ANY = "any"
 STREAMS, CLIENTS = 64, 4
 GREEDY = SamplingParams(temperature=0, max_new_tokens=200, ignore_eos=True)
 # A stream that takes longer counts as lost. Under repeated kills restarts are delayed by seconds.
@@ -186,7 +186,9 @@ class TokenWork:
         return ["--model", str(tiny_llama(directory)), "--max-total-tokens", "16384"]
 
     @staticmethod
-    def load(endpoint: str, _url: str, _killed: str, timeout_s: float) -> AnyLoad:
+    def load(
+        endpoint: str, _url: str, _killed: str, timeout_s: float, _is_stopping: bool = False
+    ) -> AnyLoad:
         """Return streams by the public socket."""
         return Load(endpoint, timeout_s)
 
@@ -213,14 +215,19 @@ class NumberWork:
         flags = ["--model", str(self._model.make(directory)), "--served-model-name", NAME]
         return [*flags, *self._model.flags]
 
-    def load(self, endpoint: str, url: str, killed: str, timeout_s: float) -> AnyLoad:
-        """Return requests that are repeated only where the gateway is killed."""
+    def load(
+        self, endpoint: str, url: str, killed: str, timeout_s: float, is_stopping: bool = False
+    ) -> AnyLoad:
+        """Return requests that are repeated only where the gateway is killed.
+
+        A server that stops takes no new requests, so that none can be repeated.
+        """
         is_broken = killed in ("http_proc", ANY)
-        # A server that stops takes no new requests, so that none can be repeated.
-        is_lost = killed == STOPPED_GATEWAY
+        by_http = not (is_broken and is_stopping)
         return NumberRequests(
-            self._model, endpoint, url, timeout_s, is_broken, not is_lost, next(self._num_before)
-        )
+            self._model, endpoint, url, timeout_s, is_broken, by_http, is_stopping,
+            next(self._num_before),
+        )  # fmt: skip
 
     def resumed_load(self, endpoint: str, url: str) -> AnyLoad:
         """Return requests that are repeated at a server that resumes."""
@@ -258,8 +265,10 @@ class Matrix:
         self._port = free_port()
         return [*self._flags, "--port", str(self._port)]
 
-    def _load(self, endpoint: str, killed: str, timeout_s: float = TIMEOUT_S) -> AnyLoad:
-        return self._work.load(endpoint, _url(self._port), killed, timeout_s)
+    def _load(
+        self, endpoint: str, killed: str, timeout_s: float = TIMEOUT_S, is_stopping: bool = False
+    ) -> AnyLoad:
+        return self._work.load(endpoint, _url(self._port), killed, timeout_s, is_stopping)
 
     @contextmanager
     def server(self) -> Iterator[Server]:
@@ -307,8 +316,7 @@ class Matrix:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, number)
 
-                killed = STOPPED_GATEWAY if name == "http_proc" else name
-                load = self._load(server.endpoint, killed)
+                load = self._load(server.endpoint, name, is_stopping=True)
                 asyncio.run(_disturbed(load, tally, stop_and_kill, self.expected))
 
     def loading(self, name: str, number: int, rounds: int, tally: StreamTally) -> None:

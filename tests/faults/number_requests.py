@@ -7,7 +7,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 
 from quadriga.client import AsyncClient
+from quadriga.client.decisions import Question
 from quadriga.errors import QuadrigaError
 from quadriga.sampling.pooling import Pooling
 from tests.tiny_encoders import CLASSIFIERS, tiny_bert
@@ -24,7 +25,7 @@ from tests.waiting import wait_until_async
 
 NAME = "tiny"
 CLIENTS = 4
-BY_SOCKET, BY_HTTP = 24, 24  # numbers of requests
+BY_SOCKET, BY_HTTP, BY_QUESTIONS = 24, 24, 8  # numbers of requests
 QUERY = "Who has four horses?"
 RETRY_S = 0.05
 ACCEPT_TIMEOUT_S = 60.0
@@ -38,7 +39,7 @@ _LIVE = re.compile(rb"quadriga:http_requests_live\{[^}]*\} ([0-9]+)")
 # The numbers of the answers in a list, and their bytes.
 Answer = tuple[list[int], bytes]
 Call = tuple[str, dict[str, Any]]
-Asked = Callable[[AsyncClient, int], "asyncio.Future[Answer]"]
+Asked = Callable[[AsyncClient, int], Coroutine[Any, Any, "Answer"]]
 
 
 class WrongAnswer(Exception):
@@ -47,7 +48,9 @@ class WrongAnswer(Exception):
 
 def texts_of(number: int) -> list[str]:
     """Return 1 to 150 different texts; more than the gateway has in the server at one time."""
-    return [f"{SENTENCES[each % 3]} {number} {each}" for each in range(1 + number * 43 % 150)]
+    # Digits are tokens of their own; a number of several is unknown to a tiny encoder.
+    ends = (" ".join(f"{number} {each}") for each in range(1 + number * 43 % 150))
+    return [f"{SENTENCES[each % 3]} {end}" for each, end in enumerate(ends)]
 
 
 def _vectors_by_http(number: int) -> list[Call]:
@@ -110,6 +113,15 @@ async def _ranked(client: AsyncClient, number: int) -> Answer:
     return _comparable([[each.index, each.score] for each in ranked])
 
 
+async def _decided(client: AsyncClient, number: int) -> Answer:
+    questions: list[Question | str] = [
+        Question("What draws it?", ["horses", "a brown fox"]),
+        f"It is {number}.",
+    ]
+    decided = await client.decide(" ".join(texts_of(number)[:4]), questions)
+    return _comparable([each.probabilities for each in decided])
+
+
 async def _labelled(client: AsyncClient, number: int) -> Answer:
     return _comparable([each.probs for each in await client.classify(texts_of(number))])
 
@@ -123,12 +135,15 @@ class NumberModel:
         flags: of its server.
         by_socket: functions of a client that return an answer.
         by_http: functions of a request's number that return calls.
+        by_questions: functions as `by_socket` that first ask the server questions. A server that
+            stops may have taken the questions, and then refuses the requests.
     """
 
     make: Callable[[Path], Path]
     flags: tuple[str, ...]
-    by_socket: tuple[Callable[[AsyncClient, int], Any], ...]
+    by_socket: tuple[Asked, ...]
     by_http: tuple[Callable[[int], list[Call]], ...]
+    by_questions: tuple[Asked, ...] = ()
 
     def call(self, number: int) -> Call:
         """Return path and body of a request by HTTP."""
@@ -144,7 +159,7 @@ def _decoder(path: Path) -> Path:
 MODELS = {
     "decoder": NumberModel(
         _decoder, ("--pooling", "mean"), (_embedded, _scored, _ranked),
-        (_vectors_by_http, _ranks_by_http, _decisions_by_http),
+        (_vectors_by_http, _ranks_by_http, _decisions_by_http), (_decided,),
     ),
     "encoder": NumberModel(tiny_bert, (), (_embedded,), (_vectors_by_http,)),
     "ranker": NumberModel(CLASSIFIERS["bert"], (), (_scored, _ranked), (_ranks_by_http,)),
@@ -163,6 +178,7 @@ class NumberRequests:
         may_break: a broken connection, or the answer that the gateway is not ready, is no loss: the
             call is repeated, as clients do it. Without it such an answer is an error.
         by_http: with requests by HTTP.
+        is_stopping: the server will stop, and takes no new requests.
         num_before: number of answers before `started`.
 
     Attributes:
@@ -179,6 +195,7 @@ class NumberRequests:
         timeout_s: float,
         may_break: bool = False,
         by_http: bool = True,
+        is_stopping: bool = False,
         num_before: int = 1,
     ) -> None:
         self._model = model
@@ -187,6 +204,7 @@ class NumberRequests:
         self._timeout_s = timeout_s
         self._may_break = may_break
         self._num_by_http = BY_HTTP if by_http else 0
+        self._num_by_questions = 0 if is_stopping else BY_QUESTIONS * len(model.by_questions)
         self._num_before = num_before
         self._num_answered_by_http = 0
         self.started = asyncio.Event()
@@ -194,7 +212,10 @@ class NumberRequests:
         self.num_repeated = 0
 
     async def run(self) -> list[Answer | Exception]:
-        """Return the answer of each request, those by HTTP last, or what went wrong."""
+        """Return the answer of each request, or what went wrong.
+
+        Those that a load may leave out are the last ones: by HTTP, and by questions.
+        """
         timeout_s = self._timeout_s
         clients = [AsyncClient(self._endpoint, timeout_s, timeout_s) for _ in range(CLIENTS)]
         limits = aiohttp.ClientTimeout(total=None, sock_connect=timeout_s)
@@ -202,9 +223,13 @@ class NumberRequests:
         async with aiohttp.ClientSession(timeout=limits, connector=connector) as session:
             try:
                 await asyncio.gather(*(client.connect() for client in clients))
-                by_socket = (self._by_socket(clients[n % CLIENTS], n) for n in range(BY_SOCKET))
+                asks, model = self._by_socket, self._model
+                by_socket = (asks(model.by_socket, clients, n) for n in range(BY_SOCKET))
                 by_http = (self._by_http(session, number) for number in range(self._num_by_http))
-                running = asyncio.gather(*by_socket, *by_http)
+                by_questions = (
+                    asks(model.by_questions, clients, n) for n in range(self._num_by_questions)
+                )
+                running = asyncio.gather(*by_socket, *by_http, *by_questions)
                 starting = asyncio.ensure_future(self._set_started(clients, session))
                 answers: list[Answer | Exception] = await running
                 starting.cancel()
@@ -233,10 +258,12 @@ class NumberRequests:
         self.arrivals.append(time.monotonic())
         self._num_answered_by_http += is_by_http
 
-    async def _by_socket(self, client: AsyncClient, number: int) -> Answer | Exception:
-        ask = self._model.by_socket[number % len(self._model.by_socket)]
+    async def _by_socket(
+        self, asks: Sequence[Asked], clients: Sequence[AsyncClient], number: int
+    ) -> Answer | Exception:
+        ask, client = asks[number % len(asks)], clients[number % len(clients)]
         try:
-            answer: Answer = await asyncio.wait_for(ask(client, number), self._timeout_s)
+            answer = await asyncio.wait_for(ask(client, number), self._timeout_s)
         except (QuadrigaError, asyncio.TimeoutError) as error:
             return error
         self._note(False)

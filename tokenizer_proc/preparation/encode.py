@@ -90,6 +90,11 @@ class Encoder:
         self._leading_ids, self._trailing_ids = _ids_around(tokenizer)
         self._pair_form = PairForm.of(tokenizer)
 
+    @property
+    def takes_chats(self) -> bool:
+        """Whether there is a template that writes chats as text."""
+        return self._chat.exists
+
     def render(self, prompt: str | list[ChatMessage], chat: ChatOptions) -> str:
         """Return a text as it is, or a chat as the model's template writes it.
 

@@ -444,6 +444,8 @@ class Preparer:
 
     def _encode(self, prompt: str | list[ChatMessage], chat: ChatOptions) -> "_Prompt":
         is_chat = not isinstance(prompt, str)
+        if is_chat and not self._encoder.takes_chats:
+            validation.check_served_tokens(self._model)  # an encoder needs no template
 
         def encode() -> "_Prompt":
             if not isinstance(prompt, str):

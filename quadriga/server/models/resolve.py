@@ -287,9 +287,11 @@ class ModelFiles:
         if name is None:
             name = self.sentence.default_prompt if self.sentence is not None else ""
         if name and name not in self.prompts:
-            known = ", ".join(self.prompts) or "none"
+            known = (
+                f"has the prompts {', '.join(self.prompts)}" if self.prompts else "has no prompts"
+            )
             raise InvalidRequest(
-                f"prompt_name is {name[:100]!r}: the model's prompts are {known}", "prompt_name"
+                f"prompt_name is {name[:100]!r}: the model {known}; or leave it out", "prompt_name"
             )
         return self.prompts.get(name, "") if name else ""
 

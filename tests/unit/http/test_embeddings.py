@@ -148,6 +148,9 @@ async def test_an_error_of_one_text_ends_the_request_with_the_name_of_its_place(
             answer = await send(gateway, path, body)
             assert (answer.status, answer.body["error"]["param"]) == (400, field)
             assert answer.body["error"]["message"] == message
+        ring.error = InvalidRequest("prompt_token_ids holds -1: …", "prompt_token_ids")
+        answer = await send(gateway, "/v1/embeddings", {"input": [[-1], [2]]})
+        assert answer.body["error"]["message"] == "input[0] holds -1: …"
         ring.error = InvalidRequest("dimensions is 9: ask for 1 to 3", "dimensions")
         answer = await send(gateway, "/v1/embeddings", {"input": ["a", "b"], "dimensions": 9})
         assert answer.body["error"]["message"] == "dimensions is 9: ask for 1 to 3"

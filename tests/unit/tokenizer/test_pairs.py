@@ -81,6 +81,7 @@ def test_what_cannot_be_scored_is_refused_with_the_remedy(tmp_path: Path) -> Non
     pair, long = Pooling(CLASSIFY, text_pair="b"), "dog " * 99
     for preparer, prompt, pooling, words in (
         (encoder, "a", pair, "has no scores"),
+        (encoder, [ChatMessage("user", "a")], Pooling(), r"an encoder \(bert\), which makes"),
         (encoder, "a", Pooling(MEAN, text_pair="b"), "scored by the method score"),
         (ranker, "a", Pooling(), "neither text nor embeddings: use /rerank"),
         (ranker, "a", Pooling(LOGPROBS, token_ids=[1]), "neither text nor embeddings: use /rerank"),
@@ -126,5 +127,5 @@ def test_the_models_prompt_is_put_before_a_text_and_not_before_a_pair(tmp_path: 
     whole = prepared(preparer, "the dog sleeps", Pooling()).prompt_token_ids
     assert prepared(preparer, "sleeps", Pooling(prompt_name="query")).prompt_token_ids == whole
     assert prepared(preparer, "sleeps", Pooling(prompt_name="")).prompt_token_ids == plain != whole
-    with pytest.raises(InvalidRequest, match="prompts are query"):
+    with pytest.raises(InvalidRequest, match="the prompts query"):
         prepared(preparer, "sleeps", Pooling(prompt_name="passage"))

@@ -49,13 +49,13 @@ def test_a_prompt_is_chosen_by_its_name_or_is_the_default_one(tmp_path: Path) ->
     assert [model.prompt_before(name) for name in (None, "", "query", "document", "own")] == [
         "", "", "query: ", "", "",
     ]  # fmt: skip
-    with pytest.raises(InvalidRequest, match="the model's prompts are query, document, own"):
+    with pytest.raises(InvalidRequest, match="the model has the prompts query, document, own"):
         model.prompt_before("passage")
     model = resolved(
         embedder(tmp_path / "b", MEAN_POOLING, prompts=prompts, default_prompt_name="query")
     )
     assert [model.prompt_before(name) for name in (None, "")] == ["query: ", ""]
-    with pytest.raises(InvalidRequest, match="the model's prompts are none"):
+    with pytest.raises(InvalidRequest, match="the model has no prompts"):
         resolved(embedder(tmp_path / "c", MEAN_POOLING)).prompt_before("query")
 
 
