@@ -290,6 +290,20 @@ class SchedulerCore:
         for request in [r for r in rows if r.num_known_tokens == r.max_total_tokens]:
             self._batching.leave(request)
 
+    def suspend(self) -> Plan:
+        """Retract every running request, of which no step may be in flight.
+
+        Their pages go into the prefix tree, and so to the tiers beyond the pool.
+
+        Returns:
+            An empty plan, with what was retracted and what has failed.
+        """
+        plan = Plan(in_flight=False)
+        self._batching.end_batch()
+        for request in self.running.all_requests:
+            self.retraction.retract(request, RetractReason.SUSPENSION, plan)
+        return plan
+
     # --- complete ---------------------------------------------------------------------------------
 
     def complete(self, batch: ScheduleBatch, result: StepResult) -> StepUpdate:

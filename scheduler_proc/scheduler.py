@@ -7,6 +7,7 @@ under test and in the simulator. At the end of the file is what clients ask: the
 how far requests are.
 """
 
+import enum
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -30,6 +31,19 @@ from scheduler_proc.lifecycle import RequestLifecycle
 from scheduler_proc.planning.quarantine import is_quarantined, record_worker_crash
 from scheduler_proc.planning.step_cost import StepCosts
 from scheduler_proc.state.request import FinishReason, Request, RequestStatus
+
+
+class Pause(enum.Enum):
+    """How far a pause is: steps in flight end, then pages are stored, then it is complete."""
+
+    NONE = enum.auto()
+    AFTER_STEPS = enum.auto()
+    STORING = enum.auto()
+    COMPLETE = enum.auto()
+
+
+# Pages that are not stored within this time after the last step are computed again.
+STORE_TIMEOUT_S = 10.0
 
 
 class Scheduler:
@@ -67,16 +81,34 @@ class Scheduler:
         self._frontend = 0  # number of the newest frontend that was heard of
         self.progress = ProgressReport(self.lifecycle, self.costs, args.max_queued_requests)
         self.stopped = False
-        self._is_paused = False
+        self._pause = Pause.NONE
+        self._pause_ends_at = math.inf
 
     def pause(self) -> None:
-        """Send no further plan until a new worker is ready: this one is about to end."""
-        self._is_paused = True
+        """Send no further plan until a new worker is ready: this one is about to end.
+
+        Once no step is in flight, running requests give their pages to the prefix tree, and the
+        worker stores those for which it has a tier.
+        """
+        if self._pause is Pause.NONE:
+            self._pause = Pause.AFTER_STEPS
 
     @property
     def has_paused(self) -> bool:
-        """Whether it is paused, and every step that was sent has ended."""
-        return self._is_paused and self.pipeline.idle
+        """Whether it is paused, no step is in flight, and all pages are stored that can be."""
+        return self._pause is Pause.COMPLETE
+
+    def _continue_pause(self, now: float) -> None:
+        """Take the next steps of a pause that has begun."""
+        offload = self.lifecycle.core.offload
+        if self._pause is Pause.AFTER_STEPS and self.pipeline.idle:
+            plan = self.lifecycle.core.suspend()
+            if self.lifecycle.tracer.live:
+                self.lifecycle.tracer.on_plan(plan, now)
+            self.lifecycle.fail_all(plan.failed)
+            self._pause, self._pause_ends_at = Pause.STORING, now + STORE_TIMEOUT_S
+        if self._pause is Pause.STORING and not (offload.is_storing and now < self._pause_ends_at):
+            self._pause, self._pause_ends_at = Pause.COMPLETE, math.inf
 
     def fail_all(self, error: QuadrigaError) -> None:
         """End every open request with an error."""
@@ -113,6 +145,8 @@ class Scheduler:
         plan_at = self._plan_at(now)
         while plan_at <= now:
             plan_at = self._plan_at(now) if self._dispatch_plan(now) else math.inf
+        if self._pause is not Pause.NONE:
+            self._continue_pause(now)
         for transfer in lifecycle.core.offload.take_messages():
             self.pipeline.send_transfer(transfer)
         lifecycle.queue_wait_s = self.progress.wait_if_nearly_full(now)
@@ -125,13 +159,14 @@ class Scheduler:
                 self._feed.on_idle(now)
         if has_replays:
             return now
+        plan_at = min(plan_at, self._pause_ends_at)
         wake_at = plan_at if wake_at is None else min(wake_at, plan_at)
         return wake_at if wake_at < math.inf else None
 
     def _plan_at(self, now: float) -> float:
         """Return when the next plan is wanted; infinite where something has to arrive first."""
         core = self.lifecycle.core
-        if self._is_paused or not core.has_work:
+        if self._pause is not Pause.NONE or not core.has_work:
             return math.inf
         plan_at = self.pipeline.next_plan_at
         is_full = plan_at > now and self.pipeline.idle and not core.has_room
@@ -192,7 +227,8 @@ class Scheduler:
     def _on_worker_ready(self, ready: to_worker.WorkerReady) -> None:
         """Start with a new worker, the first one or a later one: give it every request."""
         poison = record_worker_crash(self.pipeline.reset(ready.session, self._clock()))
-        self._worker_ready, self._is_paused = ready, False
+        self._worker_ready = ready
+        self._pause, self._pause_ends_at = Pause.NONE, math.inf
         self._journal.set_kernels(ready.kernels)
         self.lifecycle.tracer.on_worker_ready()
         self.lifecycle.restart_all(ready, poison)

@@ -91,6 +91,10 @@ class KVOffload(Protocol):
     def loads(self) -> Collection[PageLoad]:
         """Transfers to the pool that are under way, each of which holds pages."""
 
+    @property
+    def is_storing(self) -> bool:
+        """Whether the worker has been asked to store pages, and has not said that it has."""
+
     def awaits(self, request: Request) -> bool:
         """Return whether a waiting request waits for a load that has begun."""
 
@@ -119,6 +123,7 @@ class NoOffload:
     """No tiers beyond the pool: nothing is stored and nothing loaded."""
 
     loads: Collection[PageLoad] = ()
+    is_storing = False
 
     def awaits(self, request: Request) -> bool:  # noqa: ARG002
         """Return False: no load has begun."""
@@ -184,6 +189,13 @@ class TieredOffload:
     def forget(self, node: Node) -> None:
         """Take in that a node has left the tree."""
         self._names.pop(node, None)
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether the worker has been asked to store pages, and has not said that it has."""
+        if self.stats.disk_failed:
+            return False
+        return bool(self._to_store) or not all(self._can_load.values())
 
     # --- loads ------------------------------------------------------------------------------------
 

@@ -216,12 +216,14 @@ class RetractReason(str, enum.Enum):
     """Why a running request lost its slot and pages.
 
     PAGES: others needed them. PRIORITY: a request of a higher priority came. QUARANTINE: a request
-    that may crash the worker runs alone.
+    that may crash the worker runs alone. SUSPENSION: the worker ends, and another model has its
+    memory for a time.
     """
 
     PAGES = "pages"
     PRIORITY = "priority"
     QUARANTINE = "quarantine"
+    SUSPENSION = "suspension"
 
 
 class FinishReason(str, enum.Enum):

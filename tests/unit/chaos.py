@@ -152,6 +152,7 @@ def random_life(
     window: int = 0,
     world_class: type[World] = World,
     speculative_method: str = "none",
+    suspends: bool = False,
 ) -> Chaos:
     """Run a random load on a random server, for at least so many steps and then until it is idle.
 
@@ -162,6 +163,7 @@ def random_life(
         window: number of tokens that a token sees in every layer; 0: all.
         world_class: of scheduler and worker.
         speculative_method: of the server, whose other flags are random.
+        suspends: the worker is suspended as often as it crashes.
     """
     args = replace(random_args(source), speculative_method=speculative_method)
     num_pages, page_size = source.randint(2, 16), source.choice([1, 2, 3, 4, 8])
@@ -190,6 +192,8 @@ def random_life(
             retract_one(chaos.world.scheduler, source.randrange(100))
         if source.random() < crash_rate:
             chaos.world.restart_worker()
+        if suspends and source.random() < crash_rate:
+            chaos.world.suspend_worker()
         if source.random() < crash_rate:
             chaos.world.kill_detok()
         if chaos.world.detok.session < 0 and source.random() < 0.5:

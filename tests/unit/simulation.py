@@ -29,7 +29,7 @@ from quadriga.wire.worker import (
 )
 from scheduler_proc.journal.writer import NoJournal
 from scheduler_proc.pipeline import MAX_TOTAL_DELAY_S
-from scheduler_proc.scheduler import Scheduler
+from scheduler_proc.scheduler import STORE_TIMEOUT_S, Scheduler
 
 EOS = 2
 JUMPING = 100  # a prompt that begins so has a grammar, which forces tokens now and then
@@ -470,6 +470,16 @@ class World:
         )
         self.schedule([], [ready] if late_result is None else [ready, late_result])
         self._check()
+
+    def suspend_worker(self) -> None:
+        """End the worker once the scheduler has paused, and start another one."""
+        self.scheduler.pause()
+        self.schedule()
+        while not self.scheduler.has_paused:
+            if not self.step():
+                self.wake(self.worker.now + STORE_TIMEOUT_S)
+        assert self.scheduler.pipeline.idle
+        self.restart_worker()
 
     def wake(self, until: float) -> None:
         """Let simulated time pass."""

@@ -54,7 +54,24 @@ def finish(world: TieredWorld, request: Submit) -> int:
 def test_lives_of_random_servers_with_a_tier(number: int) -> None:
     method = ("none", "ngram")[number % 2]
     source = random.Random(f"tier/{number}")
-    random_life(source, 120, world_class=TieredWorld, speculative_method=method)
+    random_life(
+        source, 120, world_class=TieredWorld, speculative_method=method, suspends=number % 3 == 0
+    )
+
+
+def test_running_requests_of_a_suspended_worker_find_their_pages_in_the_tier() -> None:
+    world = LosslessWorld(SchedulerArgs())
+    prompts = {"a": PROMPT, "b": PROMPT[::-1]}
+    world.send(*(submit(name, prompt, 30, ignore_eos=True) for name, prompt in prompts.items()))
+    while min(map(len, world.detok.tokens.values()), default=0) < 10:
+        world.step()
+    num_loaded = world.worker.num_loaded
+    world.suspend_worker()
+    world.run()
+    num_pages = 2 * (len(PROMPT) + 10) // 4 - 2
+    assert world.worker.num_loaded - num_loaded >= num_pages - 2
+    for name, prompt in prompts.items():
+        assert world.detok.tokens[name] == reference(prompt, 30, True)
 
 
 def test_a_prompt_is_loaded_after_its_pages_were_evicted() -> None:

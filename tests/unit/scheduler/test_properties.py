@@ -127,4 +127,4 @@ def test_lives_of_random_servers_that_guess(method: str, window: int) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_lives_of_random_servers(seed: int) -> None:
     for number in range(25):
-        random_life(random.Random(f"{seed}/{number}"), 100)
+        random_life(random.Random(f"{seed}/{number}"), 100, suspends=number % 2 == 0)

@@ -41,6 +41,40 @@ def test_streams_go_on_as_if_nothing_had_happened_when_the_worker_dies() -> None
     assert world.scheduler.info()["pages_held"] == 0
 
 
+def test_a_suspended_worker_crashes_for_no_request_and_streams_go_on() -> None:
+    world = World(SchedulerArgs(max_batch_size=3))
+    prompts = {f"r{n}": [n + 3] * (3 * n + 1) for n in range(6)}
+    world.send(*(submit(name, prompt, 40, ignore_eos=True) for name, prompt in prompts.items()))
+    for _ in range(8):
+        for _ in range(12):
+            world.step()
+        world.suspend_worker()
+        assert all(request.worker_crashes == 0 for request in world.scheduler.lifecycle.table)
+    world.run()
+    for name, prompt in prompts.items():
+        assert tokens_of(world, name) == reference(prompt, 40, True)
+        assert world.detok.closed[name].finish_reason == "length"
+    assert world.scheduler.info()["pages_held"] == 0
+
+
+def test_a_paused_scheduler_takes_requests_and_aborts_and_plans_nothing() -> None:
+    world = World(SchedulerArgs())
+    world.send(submit("a", [5], 20, ignore_eos=True), submit("b", [6], 20, ignore_eos=True))
+    world.step()
+    world.scheduler.pause()
+    world.run()
+    num_steps = world.scheduler.info()["steps"]
+    world.send(submit("c", [7], 20, ignore_eos=True), abort("a"))
+    world.run()
+    assert world.scheduler.has_paused
+    assert world.scheduler.info()["steps"] == num_steps
+    assert world.detok.closed["a"].finish_reason == "abort"
+    world.restart_worker()
+    world.run()
+    for name, token in (("b", 6), ("c", 7)):
+        assert tokens_of(world, name) == reference([token], 20, True)
+
+
 def test_nothing_that_the_crashed_worker_had_computed_counts_as_cached() -> None:
     world = World(SchedulerArgs())
     world.send(submit("a", [5] * 20, 2, ignore_eos=True))
