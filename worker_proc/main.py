@@ -161,7 +161,11 @@ def start(
     )  # fmt: skip
     if child.config.worker.has_offload:
         clock.begin("open the KV tiers")
-    mover = open_tiers(child.config.worker, files, runner, child.replica, child.endpoints.results)
+    # Without a prefix cache no page has a name.
+    suspension_dir = "" if child.config.scheduler.disable_radix_cache else child.suspension_dir
+    mover = open_tiers(
+        child.config.worker, files, runner, child.replica, child.endpoints.results, suspension_dir
+    )
     clock.begin("warm up")
     runner.warm_up()
     clock.begin("find the size of a prefill")

@@ -232,6 +232,8 @@ def test_models_for_which_there_is_no_room_take_turns_and_lose_nothing(
             expected = [await texts_of(client, 40) for client in clients]
             found = await asyncio.gather(*(texts_of(client, 40) for client in clients))
             assert found == expected
+            infos = [await client.info() for client in clients]
+            assert sum(info["kv_offload_loads_total"] for info in infos), "pages came back"
 
     flags = (
         "--model-memory",

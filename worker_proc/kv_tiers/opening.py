@@ -6,9 +6,11 @@ The namespace, of all that says what the bytes of a stored page mean, comes firs
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -68,7 +70,12 @@ EXIT_FAILED = 1
 
 
 def open_tiers(
-    args: WorkerArgs, files: ModelFiles, runner: Runner, replica: ReplicaPlace, results: str
+    args: WorkerArgs,
+    files: ModelFiles,
+    runner: Runner,
+    replica: ReplicaPlace,
+    results: str,
+    suspension_dir: str = "",
 ) -> PageMover | None:
     """Return what moves pages between the pool and the tiers; None without tiers.
 
@@ -78,12 +85,17 @@ def open_tiers(
         runner: what runs it.
         replica: the replica of this worker: each has tiers of its own, and its share of the sizes.
         results: address of the scheduler.
+        suspension_dir: directory of the pages of requests that a suspension interrupts, where the
+            flags ask for no tiers; "": there is none.
 
     Raises:
         ConfigError: tiers cannot be used with this model or device, or the directory cannot.
     """
     if not args.has_offload:
-        return None
+        found = _for_suspension(args, runner, suspension_dir)
+        if found is None:
+            return None
+        args = found
     _check(args, runner)
     device = runner.table.device
     pages = pool_pages(runner.engine, device)
@@ -102,6 +114,30 @@ def open_tiers(
         return Outbox(results).send
 
     return PageMover(pages, args.page_size, memory, on_disk, make_sender, _die)
+
+
+# Of the free space of the disk with the directory of the run.
+SUSPENSION_SHARE, MIN_SUSPENSION_GIB = 0.25, 0.5
+
+
+def _for_suspension(args: WorkerArgs, runner: Runner, directory: str) -> WorkerArgs | None:
+    """Return flags of a tier for suspensions; None where this model or device has none.
+
+    Without it, what was computed before a suspension is computed again.
+    """
+    if not directory or args.tp > 1 or not runner.engine.has_head:
+        return None
+    Path(directory).mkdir(mode=0o700, exist_ok=True)
+    size = SUSPENSION_SHARE * shutil.disk_usage(directory).free / GIB
+    if size < MIN_SUSPENSION_GIB:
+        return None
+    changed = replace(args, kv_cache_dir=directory, kv_cache_dir_size=size)
+    try:
+        _check(changed, runner)
+    except ConfigError as error:
+        logging.debug("what a suspension interrupts is computed again: %s", error)
+        return None
+    return changed
 
 
 def pool_pages(engine: Engine, device: torch.device) -> PoolPages:

@@ -45,6 +45,7 @@ class Child:
         models_file: path of the list of models that the gateway serves; "": the only model is that
             of the config.
         of_model: name of its model, where the server has several.
+        suspension_dir: directory of the pages of requests that a suspension interrupts; "": none.
     """
 
     config: server_config.ServerConfig
@@ -55,6 +56,7 @@ class Child:
     has_status_line: bool = False
     models_file: str = ""
     of_model: str = ""
+    suspension_dir: str = ""
 
     @property
     def public_endpoint(self) -> str:
@@ -141,6 +143,7 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
                 has_status_line=arguments.has_status_line,
                 models_file=arguments.models_file,
                 of_model=arguments.of_model,
+                suspension_dir=arguments.suspension_dir,
             )
         )
         logging.debug("stopped")
@@ -195,6 +198,7 @@ def _parse(name: str) -> argparse.Namespace:
     parser.add_argument("--run-dir", required=True, help="directory of this run's sockets (0700)")
     parser.add_argument("--server-dir", help="directory of the run (default: --run-dir)")
     parser.add_argument("--of-model", default="", help="name of its model, among several")
+    parser.add_argument("--suspension-dir", default="", help="of pages that a suspension keeps")
     parser.add_argument("--control-fd", type=int, help="inherited socket to the launcher")
     parser.add_argument(
         "--clock-offset", type=float, help="offset of the server's clock, in seconds"

@@ -76,6 +76,7 @@ class ServerProcesses(Supervisor):
             model.open(self)
         uses = {plan.name: _use_of(plan) for plan in plans}
         on_gpu = any(runs_on_gpu(plan.config.worker) for plan in plans)
+        self._suspends = budget is not None and len(plans) > 1
         turns = ModelTurns(uses, budget, launch.model_turn, loads_at_once=not on_gpu)
         self.host = ModelHost(self.models, turns, self._notify_gateway)
 
@@ -127,6 +128,8 @@ class ServerProcesses(Supervisor):
         if name.program in CLIENT_FACING and len(self.models) > 1:
             flags = [*flags, "--models-file", str(self._models_file)]
         model_dir = self.run_dir if model is None else model.directory(self.run_dir)
+        if name.program == WORKER and self._suspends:
+            flags = [*flags, "--suspension-dir", str(model_dir / "pages")]
         return ProcessStart(program, self.run_dir, model_dir, flags)
 
     def next_event(self, timeout: Countdown | None) -> Death | SupervisorEvent | None:
