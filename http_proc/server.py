@@ -37,6 +37,7 @@ from http_proc.apis import (
     service,
     sglang,
 )
+from http_proc.apis.model_aliases import ALIAS_ENDPOINTS, open_aliases
 from http_proc.apis.model_states import MODEL_STATE_ENDPOINTS, MODEL_STATES
 from http_proc.apis.responses import background, conversations, endpoints, stored_responses
 from http_proc.apis.service import TRACE_ENDPOINTS
@@ -198,6 +199,7 @@ ENDPOINTS = [
     *TRACE_ENDPOINTS,
     *what_if.WHAT_IF_ENDPOINTS,
     *MODEL_STATE_ENDPOINTS,
+    *ALIAS_ENDPOINTS,
     Endpoint("/v1/models", service.models, "The model that is served", service.ModelList),
     Endpoint("/v1/models/{name}", service.model, "One model", service.ModelCard),
     generating("/generate", sglang.generate, "Complete prompts, in SGLang's format",
@@ -237,6 +239,7 @@ def make_app(gateway: Gateway) -> web.Application:
     app[UNREAD_ANSWERS] = UnreadAnswers(gateway.shares)
     app[ERROR_BODIES] = {}
     gateway[APIS] = {one.path: cast(Answerer, one.handler) for one in ENDPOINTS if one.answers}
+    open_aliases(gateway)
     gateway[LIVE], gateway[what_if.SIMULATION] = {}, what_if.SimulationProcess()
     app.cleanup_ctx.append(_parts)
     app.on_shutdown.append(_end_viewers)

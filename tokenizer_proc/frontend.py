@@ -14,6 +14,7 @@ from functools import partial
 
 from quadriga.errors import InvalidRequest, QuadrigaError, RequestFailed, ServerStopping
 from quadriga.server.config.frontend_args import TenantArgs, TraceArgs
+from quadriga.server.model_aliases import AliasFile
 from quadriga.server.processes.logs import log_exception
 from quadriga.server.tracing.export import NoExporter
 from quadriga.wire.async_sockets import AsyncPort
@@ -56,6 +57,7 @@ class Frontend:
         logs_refusals: log why requests are refused.
         owners: finds the tenants of requests; None without tenants.
         traces: keeps the traces of requests; None: of those whose clients want them.
+        aliases: names that were moved between the models of the server; None: it has one model.
 
     Attributes:
         ended: set when the last result has been handed over.
@@ -72,7 +74,9 @@ class Frontend:
         owners: tenants.RequestOwners | None = None,
         traces: RingTraces | None = None,
         num_replicas: int = 1,
+        aliases: AliasFile | None = None,
     ) -> None:
+        self._aliases = aliases
         self.traces = traces or RingTraces(TraceArgs(), NoExporter())
         self._owners = owners or tenants.RequestOwners(TenantArgs())
         self._preparation = preparation
@@ -169,6 +173,8 @@ class Frontend:
         self._info_requests.begin(client)
         current = {"refused": self.clients.num_refused, "open_requests": self.intake.num_open}
         info: InfoValues = {**self._static_info, **current, **self.traces.info()}
+        if self._aliases is not None:
+            info["models"] = self._aliases.endpoints(info["models"])
         flush_cache = isinstance(message, FlushCache)
         self._replicas.send(InfoRequest(client, message.request_id, info, flush_cache))
 

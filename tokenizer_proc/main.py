@@ -12,6 +12,7 @@ import uvloop
 
 from quadriga.errors import ServerFailed
 from quadriga.sampling.validation import find_unserved_tokens
+from quadriga.server.model_aliases import FILE_NAME, AliasFile
 from quadriga.server.model_list import read_models
 from quadriga.server.models import model_impl, resolve
 from quadriga.server.models.formats.tokenizer import load_tokenizer
@@ -150,6 +151,7 @@ def _make_frontend(
     limits, traces = child.config.scheduler, child.config.traces
     max_queued = limits.max_queued_requests * child.config.replicas.num_slots
     guard = overload.OverloadGuard(max_queued, limits.max_requests_per_client)
+    moved = Path(child.models_file).with_name(FILE_NAME) if child.models_file else None
     return Frontend(
         preparation,
         guard,
@@ -160,6 +162,7 @@ def _make_frontend(
         owners=owners,
         traces=RingTraces(traces, make_exporter(traces, child.config.model.shown_name)),
         num_replicas=child.config.replicas.num_slots,
+        aliases=AliasFile(moved) if moved else None,
     )
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -11,7 +10,7 @@ from aiohttp import web
 from http_proc.core.caller import current_caller
 from http_proc.core.errors import ApiError
 from http_proc.core.gateway import Gateway, Key
-from http_proc.core.served_model import LOADED, ServedModel
+from http_proc.core.served_model import LOADED, ServedModel, ServedModels
 from http_proc.generation.sampling import convert
 from http_proc.generation.schema import RequestBody
 from http_proc.web.endpoint import STREAM, Endpoint, post
@@ -39,13 +38,17 @@ class ModelStatus(msgspec.Struct):
 
 
 class RoutedModel(msgspec.Struct):
-    """A model, as llama.cpp's router shows it."""
+    """A model, as llama.cpp's router shows it.
+
+    canaries: shares of the requests that it gets of other models' aliases, by their names.
+    """
 
     id: str
     status: ModelStatus
     aliases: list[str]
     object: str = "model"
     owned_by: str = "quadriga"
+    canaries: dict[str, float] | msgspec.UnsetType = msgspec.UNSET
 
 
 class RoutedModels(msgspec.Struct):
@@ -104,11 +107,21 @@ def set_states(gateway: Gateway, states: str) -> None:
 async def list_models(request: web.Request) -> web.Response:
     """List the models with their states."""
     gateway = request.app[GATEWAY]
-    return json_response(RoutedModels([_listed(model) for model in gateway.models]))
+    return json_response(_listed(gateway.models))
 
 
-def _listed(model: ServedModel) -> RoutedModel:
-    return RoutedModel(model.name, ModelStatus(model.state), list(model.aliases))
+def _listed(models: ServedModels) -> RoutedModels:
+    return RoutedModels(
+        [
+            RoutedModel(
+                model.name,
+                ModelStatus(model.state),
+                models.aliases_of(model),
+                canaries=models.canaries_of(model) or msgspec.UNSET,
+            )
+            for model in models
+        ]
+    )
 
 
 async def load(request: web.Request) -> web.Response:
@@ -165,14 +178,19 @@ def _wait_s(request: web.Request) -> float:
     return float(text)
 
 
-async def _named(request: web.Request) -> tuple[Gateway, ServedModel]:
-    """Return the model of a request's body. Raise ApiError for a tenant's key."""
+def check_operator() -> None:
+    """Raise ApiError for a tenant's key."""
     if current_caller().entry is not None:
         raise ApiError(
             403,
-            "models are those of all tenants: load and unload them with a key of --api-key",
+            "models are those of all tenants: load, unload and name them with a key of --api-key",
             code="not_allowed",
         )
+
+
+async def _named(request: web.Request) -> tuple[Gateway, ServedModel]:
+    """Return the model of a request's body. Raise ApiError for a tenant's key."""
+    check_operator()
     gateway = request.app[GATEWAY]
     body = convert(await read_object(request), ModelBody)
     return gateway, gateway.served(body.model, request[RECORD])
@@ -191,8 +209,7 @@ async def events(request: web.Request) -> web.StreamResponse:
 async def _events(gateway: Gateway) -> AsyncIterator[bytes]:
     while not gateway.is_draining:
         changed = asyncio.ensure_future(gateway[MODEL_STATES].change())
-        models: Any = RoutedModels([_listed(model) for model in gateway.models])
-        yield b"data: " + msgspec.json.encode(models) + b"\n\n"
+        yield b"data: " + msgspec.json.encode(_listed(gateway.models)) + b"\n\n"
         await changed
 
 

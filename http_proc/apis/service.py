@@ -200,7 +200,7 @@ async def _card(gateway: Gateway, served: ServedModel) -> ModelCard:
         served.name,
         capabilities,
         answers.source,
-        aliases=list(served.aliases) or msgspec.UNSET,
+        aliases=gateway.models.aliases_of(served) or msgspec.UNSET,
     )
 
 

@@ -102,12 +102,14 @@ class Gateway:
 
         Args:
             name: a name, an alias or a path.
-            record: of the call, where the model is noted if there are several.
+            record: of the call, whose X-Request-Id chooses where an alias has a canary, and where
+                the model is noted if there are several.
 
         Raises:
             ApiError: 404, no model is called so.
         """
-        model = self.models.default if name is None else self.models.find(name)
+        models = self.models
+        model = models.default if name is None else models.find(name, record.request_id)
         if model is None:
             raise self.models.missing(name or "")
         if len(self.models) > 1:

@@ -16,6 +16,7 @@ from quadriga.client.async_client import AsyncClient
 from quadriga.errors import QuadrigaError
 from quadriga.keywords import similar
 from quadriga.server.config.server_config import ServerConfig
+from quadriga.server.model_aliases import Alias
 
 INFO_TIMEOUT_S = 2.0
 # States of a model in which its requests run, and in which they soon will.
@@ -115,10 +116,11 @@ class ServedModel:
             before and after this one; None: `client` is.
         ping_interval_s: seconds of silence after which a stream gets a comment; 0: never.
         name: what clients see; "": the name of `config`.
-        aliases: further names of the model in requests.
+        aliases: further names of the model in requests, until they are moved.
         preload: the server is ready when the model is loaded; else a request loads it.
 
     Attributes:
+        first_aliases: its aliases at the start; ServedModels has those of now.
         state: whether it is loaded: LOADED, or what the launcher says.
         server_info: the info of the model's server.
         progress: the poller of streams that wait.
@@ -141,7 +143,7 @@ class ServedModel:
     ) -> None:
         self.config = config
         self.name = name or config.model.shown_name
-        self.aliases = tuple(aliases)
+        self.first_aliases = tuple(aliases)
         self.preload = preload
         self.state = LOADED
         self.client = client
@@ -162,8 +164,8 @@ class ServedModel:
         return f"loading {self.name}" if self.state == LOADING else f"waiting for {self.name}"
 
     def is_called(self, name: str) -> bool:
-        """Return whether the model is called so: by its name, an alias, or its path."""
-        return name in (self.name, *self.aliases) or self.config.model.is_called(name)
+        """Return whether the model is called so: by its name, or its path."""
+        return name == self.name or self.config.model.is_called(name)
 
     def head(self, call: Call, prefix: str, separator: str = "-") -> ResponseHead:
         """Return the head of the answer, whose id is made of `prefix` and the X-Request-Id."""
@@ -208,6 +210,11 @@ class ServedModels(Collection[ServedModel]):
 
     def __init__(self, models: Sequence[ServedModel]) -> None:
         self._models = tuple(models)
+        self._by_name = {model.name: model for model in models}
+        self._aliases: dict[str, Alias] = {}
+        for model in models:
+            for name in model.first_aliases:
+                self.move(Alias(name=name, model=model.name))
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models)
@@ -223,12 +230,45 @@ class ServedModels(Collection[ServedModel]):
         """The model of requests that name none."""
         return self._models[0]
 
-    def find(self, name: str) -> ServedModel | None:
-        """Return the model that is called so; names and aliases come before paths."""
-        for model in self._models:
-            if name in (model.name, *model.aliases):
-                return model
-        return next((model for model in self._models if model.is_called(name)), None)
+    # --- names ------------------------------------------------------------------------------------
+
+    def find(self, name: str, request_id: str = "") -> ServedModel | None:
+        """Return the model that is called so; names and aliases come before paths.
+
+        Args:
+            name: a name, an alias or a path.
+            request_id: the X-Request-Id, which decides whether the request gets the canary of an
+                alias; "": it does not.
+        """
+        if (alias := self._aliases.get(name)) is not None:
+            chosen = self._by_name[alias.model_of(request_id) if request_id else alias.model]
+            return self._by_name[alias.model] if chosen.is_lost else chosen
+        found = self._by_name.get(name)
+        return found or next((model for model in self._models if model.is_called(name)), None)
+
+    def alias(self, name: str) -> Alias | None:
+        """Return the alias of this name."""
+        return self._aliases.get(name)
+
+    def named(self, name: str) -> ServedModel | None:
+        """Return the model whose own name this is."""
+        return self._by_name.get(name)
+
+    def move(self, alias: Alias) -> None:
+        """Give later requests with this alias the models that it says. Both are served."""
+        self._aliases[alias.name] = alias
+
+    def aliases_of(self, model: ServedModel) -> list[str]:
+        """Return the aliases of a model, without those of which it has a share alone."""
+        return [alias.name for alias in self._aliases.values() if alias.model == model.name]
+
+    def canaries_of(self, model: ServedModel) -> dict[str, float]:
+        """Return the aliases of which a model has a share of the requests, and the shares."""
+        return {
+            alias.name: alias.canary
+            for alias in self._aliases.values()
+            if alias.canary_model == model.name
+        }
 
     def missing(self, name: str) -> ApiError:
         """Return the error for a name that no model has."""
@@ -243,24 +283,26 @@ class ServedModels(Collection[ServedModel]):
         """Return "use …" with the names of models: all if they are few, else those like `name`."""
         names = [model.name for model in self._models]
         if len(names) > MAX_NAMED_MODELS:
-            aliases = [alias for model in self._models for alias in model.aliases]
-            names = similar(name[:MAX_COMPARED_CHARS], [*names, *aliases])
+            names = similar(name[:MAX_COMPARED_CHARS], [*names, *self._aliases])
         if not names:
             return "GET /v1/models lists what is"
         *others, last = map(repr, names)
         return f"use {', '.join(others)} or {last}" if others else f"use {last}"
 
-    def of_body(self, body: bytes) -> ServedModel:
-        """Return the model that the JSON body of a request names.
+    def of_body(self, body: bytes, request_id: str) -> ServedModel | None:
+        """Return the model that answers a request; None: it names one that is not served.
 
-        It is the default one where the body names none, or none that is served.
+        Args:
+            body: JSON.
+            request_id: as in `find`.
         """
         try:
             name = _decode_name(body).model
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             name = None
-        found = self.find(name) if isinstance(name, str) else None
-        return found or self.default
+        return self.find(name, request_id) if isinstance(name, str) else self.default
+
+    # --- all models -------------------------------------------------------------------------------
 
     async def each(self, ask: Callable[[ServedModel], Awaitable[T]]) -> list[T | QuadrigaError]:
         """Ask all models at one time. Return the answer of each, or why it has none."""

@@ -379,7 +379,8 @@ class BatchJob:
 
     async def _ask(self, line: InputLine, line_id: str) -> LineAnswer:
         """Return the answer of the endpoint, asked again while it cannot serve."""
-        gate = self._tools.gates[self._tools.gateway.models.of_body(line.body)]
+        models = self._tools.gateway.models
+        gate = self._tools.gates[models.of_body(line.body, line_id) or models.default]
         wait_s = MIN_RETRY_S
         while True:
             await gate.acquire()

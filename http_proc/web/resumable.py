@@ -494,9 +494,11 @@ async def _send_stream(request: web.Request, call: Call) -> web.StreamResponse:
     table, caller = gateway[STREAMS], current_caller()
     stream = _of_same_call(gateway, call)
     if stream is None:
-        stream = table.start(
-            _row(call, gateway.models.of_body(call.body)), answer_of(gateway, call, caller)
-        )
+        model = gateway.models.of_body(call.body, call.request_id)
+        row = _row(call, model or gateway.models.default)
+        if model is not None:  # the name may be moved before the answer begins
+            call.model = model.name
+        stream = table.start(row, answer_of(gateway, call, caller))
     else:
         num_read = num_read_before(request)
         table.num_resumed += 1

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from bench.client.server import free_port
@@ -31,18 +32,19 @@ class TwoModels:
     """A server of the tiny Llama as `first`, and of the tiny GPT-2 as `second`."""
 
     def __init__(self, server: Server, port: int) -> None:
-        self.server, self._port = server, port
+        self.server = server
+        self.url = f"http://127.0.0.1:{port}"
 
     def client(self, model: str = "") -> Client:
         return Client(self.server.endpoint, model=model)
 
     def states(self) -> dict[str, str]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/models", timeout=30) as answer:
+        with urllib.request.urlopen(f"{self.url}/models", timeout=30) as answer:
             return {model["id"]: model["status"]["value"] for model in json.load(answer)["data"]}
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}{path}",
+            f"{self.url}{path}",
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
@@ -59,7 +61,7 @@ class TwoModels:
 
     def get(self, path: str) -> Any:
         """Return the JSON of an address of the gateway."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}{path}", timeout=30) as answer:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=30) as answer:
             return json.load(answer)
 
 
@@ -187,13 +189,7 @@ def test_a_gateway_that_is_restarted_knows_that_a_model_is_lost(
             kill_and_wait(served.server, "worker_proc@second")
         wait_until(lambda: "error" in served.complete(model="second"), 20)
         kill_and_wait(served.server, "http_proc")
-
-        def answers() -> bool:
-            with suppress(OSError):
-                return "choices" in served.complete(model="first")
-            return False
-
-        wait_until(answers, 20)
+        wait_until(lambda: _answers(served), 20)
         assert "worker_proc@second died" in served.complete(model="second")["error"]["message"]
         assert served.get("/readyz") == {"status": "ready"}
         assert [model["id"] for model in served.get("/v1/models")["data"]] == ["first"]
@@ -250,3 +246,80 @@ def test_models_for_which_there_is_no_room_take_turns_and_lose_nothing(
         asyncio.run(asyncio.wait_for(run(served.server.endpoint), 100))
         log = served.server.log.read_text()
         assert "suspended with" in log, "a busy model gave its turn up"
+
+
+NUM_CLIENTS = 8
+
+
+def test_a_name_that_is_moved_under_load_drops_no_request(llama_dir: Path, gpt2_dir: Path) -> None:
+    """Clients ask the alias without a pause, while it is moved by a canary and whole."""
+
+    async def ask(session: aiohttp.ClientSession, url: str, number: int) -> tuple[str, str]:
+        body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True,
+                "model": "gpt-4o", "stream": number % 2 == 0}  # fmt: skip
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            if not body["stream"]:
+                answer = await response.json()
+                return answer["model"], answer["choices"][0]["text"]
+            events = [
+                json.loads(line.removeprefix(b"data: "))
+                async for line in response.content
+                if line.startswith(b"data: {")
+            ]
+            text = "".join(one["choices"][0]["text"] for one in events if one["choices"])
+            return events[0]["model"], text
+
+    async def run(served: TwoModels, expected: dict[str, str]) -> None:
+        phase, answers = "blue", []
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
+
+            async def move(**fields: Any) -> None:
+                body = {"alias": "gpt-4o", "model": "second", **fields}
+                async with session.post(f"{served.url}/models/alias", json=body) as response:
+                    assert response.status == 200, await response.text()
+
+            async def client(number: int) -> None:
+                while phase != "end":
+                    began_in = phase
+                    model, text = await ask(session, served.url, number)
+                    assert text == expected[model]
+                    answers.append((began_in, model))
+                    number += NUM_CLIENTS + 1
+
+            async def until(name: str, count: int) -> None:
+                while sum(began_in == name for began_in, _ in answers) < count:
+                    await asyncio.sleep(0.01)
+
+            clients = asyncio.gather(*map(client, range(NUM_CLIENTS)))
+            ends = asyncio.ensure_future(clients)
+            await until("blue", 20)
+            await move(canary=0.3)
+            phase = "canary"
+            await until("canary", 60)
+            await move()
+            phase = "green"
+            await until("green", 30)
+            phase = "end"
+            await ends
+        models = {name: {m for began_in, m in answers if began_in == name} for name, _ in answers}
+        assert models["canary"] == {"first", "second"}
+        assert models["green"] == {"second"}
+
+    with two_models(llama_dir, gpt2_dir) as served:
+        texts = {
+            name: served.complete(model=name, max_tokens=40)["choices"][0]["text"]
+            for name in ("first", "second")
+        }
+        asyncio.run(asyncio.wait_for(run(served, texts), 100))
+        kill_and_wait(served.server, "http_proc")
+        wait_until(lambda: _answers(served), 20)
+        assert served.complete(model="gpt-4o")["model"] == "second"
+        with served.client("gpt-4o") as client:  # a frontend knows it, too
+            assert client.generate(PROMPT, GREEDY).text.startswith(texts["second"])
+
+
+def _answers(served: TwoModels) -> bool:
+    with suppress(OSError):
+        return "choices" in served.complete(model="first")
+    return False
