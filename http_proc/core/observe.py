@@ -362,7 +362,8 @@ class RequestSummary(msgspec.Struct):
     status: null while it is not known. code: of its error. queue_s, prefill_s, decode_s: of the
     choice that ended last; null where it has no such time. generated_tokens: of all choices. model:
     only of a server with several. vectors: number of texts that were answered with numbers;
-    prompt_tokens is then that of all.
+    prompt_tokens is then that of all, queue_s until the first one was admitted, and prefill_s from
+    then on until the last vector.
     """
 
     id: str
@@ -581,7 +582,9 @@ def _summary(
         summary.prompt_tokens, summary.cached_tokens = counts
         summary.generated_tokens = sum(c.usage.completion_tokens for c in completions)
         summary.vectors = num_vectors(completions)
-        if span := computed(times):
+        if summary.vectors:
+            _take_times_of_texts(summary, [completion.timings for completion in completions])
+        elif span := computed(times):
             first, end = span
             summary.queue_s = times.admitted - times.tokenized
             summary.prefill_s = first - times.admitted
@@ -589,6 +592,15 @@ def _summary(
                 summary.first_token_s = first - trace.began_at
                 summary.decode_s = end - first
     return summary
+
+
+def _take_times_of_texts(summary: RequestSummary, times: Sequence[Timings]) -> None:
+    """Take the times of texts that are answered with numbers, a few of them at one time."""
+    admitted = [each.admitted for each in times if each.admitted]
+    ends = [span[1] for span in map(computed, times) if span]
+    if admitted and ends:
+        summary.queue_s = max(0.0, min(admitted) - min(each.tokenized for each in times))
+        summary.prefill_s = max(0.0, max(ends) - min(admitted))
 
 
 def _attributes(record: CallRecord, tenant: str) -> Attributes:

@@ -62,7 +62,7 @@ GAUGES = {
 COUNTERS = {
     "prompt_tokens": (
         "prompt_tokens_total",
-        "Number of prompt tokens of the requests that generated a token",
+        "Number of prompt tokens of the requests that generated a token or a vector",
     ),
     "generation_tokens": ("generation_tokens_total", "Number of generated tokens"),
     "prefix_cache_queries": (
