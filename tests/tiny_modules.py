@@ -30,7 +30,8 @@ def write_modules(directory: Path, dense: Sequence[dict[str, Any]]) -> None:
     """
     named = [f"{2 + number}_Dense" for number in range(len(dense))]
     modules = [TRANSFORMER, POOLING, *(DENSE | {"path": path} for path in named), NORMALIZE]
-    write_json(directory / "modules.json", modules)
+    numbered = [{"idx": n, "name": str(n), **module} for n, module in enumerate(modules)]
+    write_json(directory / "modules.json", numbered)
     write_json(directory / "1_Pooling" / "config.json", {"pooling_mode_mean_tokens": True})
     generator = torch.Generator().manual_seed(1)
     for path, config in zip(named, dense, strict=True):
