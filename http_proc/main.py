@@ -179,6 +179,7 @@ async def _lose_model(gateway: Gateway, name: str, reason: str) -> None:
     for model in gateway.models:
         if model.name == name:
             await model.lose(ServerFailed(reason))
+            gateway[MODEL_STATES].note_change()
 
 
 async def _serve_until_stopped(child: Child, gateway: Gateway, server: asyncio.Server) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from http_proc.apis.keep_alive import KeepAlive, kept_alive
 from http_proc.apis.ollama import OllamaError, error_body, ollama_model
 from http_proc.apis.openai import list_prompts
 from http_proc.core.call import Call
@@ -191,14 +192,17 @@ class CohereFloatsAnswer(msgspec.Struct):
 
 
 class OllamaEmbedRequest(RequestBody, kw_only=True):
-    """POST /api/embed. truncate: cut long texts. options and keep_alive have no effect."""
+    """POST /api/embed.
+
+    truncate: cut long texts. keep_alive: as in /api/chat. options has no effect.
+    """
 
     input: str | list[str]
     model: str
     truncate: bool = True
     dimensions: int | None = None
     options: dict[str, Any] | None = None
-    keep_alive: str | float | None = None
+    keep_alive: KeepAlive | None = None
 
 
 class OllamaEmbedAnswer(msgspec.Struct):
@@ -217,7 +221,7 @@ class OllamaEmbeddingsRequest(RequestBody, kw_only=True):
     prompt: str
     model: str
     options: dict[str, Any] | None = None
-    keep_alive: str | float | None = None
+    keep_alive: KeepAlive | None = None
 
 
 class OllamaEmbeddingsAnswer(msgspec.Struct):
@@ -434,7 +438,8 @@ async def ollama_embed(gateway: Gateway, call: Call, _: EventSink) -> OllamaEmbe
     pooling = Pooling(dimensions=fields.dimensions)
     prompts: list[Any] = [fields.input] if isinstance(fields.input, str) else list(fields.input)
     options: RequestOptions = {"truncate_prompt": fields.truncate}
-    completions = await embed(gateway, model, call, prompts, pooling, options, "input")
+    with kept_alive(gateway, model, fields.keep_alive):
+        completions = await embed(gateway, model, call, prompts, pooling, options, "input")
     begin = min(completion.timings.submitted for completion in completions)
     end = max(completion.timings.delivered for completion in completions)
     return OllamaEmbedAnswer(
@@ -451,7 +456,10 @@ async def ollama_embeddings(gateway: Gateway, call: Call, _: EventSink) -> Ollam
     model = ollama_model(gateway, call, fields.model)
     options: RequestOptions = {"truncate_prompt": True}
     pooling = Pooling(normalize=False)
-    (completion,) = await embed(gateway, model, call, [fields.prompt], pooling, options, "prompt")
+    with kept_alive(gateway, model, fields.keep_alive):
+        (completion,) = await embed(
+            gateway, model, call, [fields.prompt], pooling, options, "prompt"
+        )
     return OllamaEmbeddingsAnswer(_numbers(completion))
 
 

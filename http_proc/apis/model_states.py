@@ -1,20 +1,20 @@
 """The models and whether they are loaded, as llama.cpp's router lists them; load and unload."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
 from aiohttp import web
 
 from http_proc.core.caller import current_caller
-from http_proc.core.errors import ApiError
+from http_proc.core.errors import RETRY_AFTER_RESTART_S, ApiError
 from http_proc.core.gateway import Gateway, Key
-from http_proc.core.served_model import LOADED, ServedModel, ServedModels
+from http_proc.core.served_model import FAILED, LOADED, ServedModel, ServedModels
 from http_proc.generation.sampling import convert
 from http_proc.generation.schema import RequestBody
 from http_proc.web.endpoint import STREAM, Endpoint, post
 from http_proc.web.exchange import GATEWAY, HEADERS, RECORD, json_response, read_object
+from quadriga.server.model_list import ModelLoad
 
 UNLOADED = "unloaded"
 # Time in which the launcher unloads a model that is not busy.
@@ -68,7 +68,7 @@ class ModelStates:
     """Wishes of clients to load and unload models, and the changes that follow.
 
     Args:
-        wish: reports to the launcher that a model is to be loaded, or unloaded.
+        wish: reports to the launcher what is wanted of a model, as ModelWish.
     """
 
     def __init__(self, wish: Callable[..., None]) -> None:
@@ -82,6 +82,32 @@ class ModelStates:
     def unload(self, model: ServedModel) -> None:
         """Ask for a model to be unloaded, which happens if it is not busy."""
         self._wish(name=model.name, loaded=False)
+
+    def keep(self, model: ServedModel, seconds: float) -> None:
+        """Ask for a model to be unloaded after so many seconds without a request; below 0: never.
+
+        It begins to count now.
+        """
+        self._wish(name=model.name, idle_s=seconds)
+
+    async def until_loaded(self, model: ServedModel) -> None:
+        """Ask for a model to be loaded, and wait for that.
+
+        Raises:
+            ApiError: it cannot be loaded.
+        """
+        if model.state == LOADED:
+            return
+        self.load(model)
+        while model.state != LOADED:
+            await self.change()
+            if model.state == FAILED or model.is_lost:
+                raise ApiError(
+                    503,
+                    f"model {model.name!r} could not be loaded: the log says why",
+                    code="server_failed",
+                    retry_after=RETRY_AFTER_RESTART_S,
+                )
 
     def note_change(self) -> None:
         """Take in that the state of some model has changed."""
@@ -98,9 +124,10 @@ MODEL_STATES = Key[ModelStates]("model_states")
 
 def set_states(gateway: Gateway, states: str) -> None:
     """Take in the states of models that the launcher has sent, as JSON."""
-    by_name: dict[str, str] = json.loads(states)
+    loads = msgspec.json.decode(states, type=dict[str, ModelLoad])
+    only = loads.get("")  # a server's only model is not called by its name there
     for model in gateway.models:
-        model.state = by_name.get(model.name, model.state)
+        model.load = only or loads.get(model.name, model.load)
     gateway[MODEL_STATES].note_change()
 
 

@@ -28,10 +28,11 @@ from http_proc.answer.events import (
     new_call_id,
 )
 from http_proc.answer.parser import ToolSchemas
+from http_proc.apis.keep_alive import KeepAlive, expires_at, kept_alive, load_or_unload
 from http_proc.core.call import Call
 from http_proc.core.errors import ApiError, QueueHint, invalid
 from http_proc.core.gateway import Gateway
-from http_proc.core.served_model import ServedModel
+from http_proc.core.served_model import LOADED, ServedModel
 from http_proc.core.streaming import JSON_LINES, EventSink
 from http_proc.generation.chat_answers import (
     ChatAnswer,
@@ -68,7 +69,6 @@ from quadriga.sampling.params import MAX_SEED, SamplingParams
 from quadriga.server.answer_format import AnswerFormat, from_info
 from quadriga.server.model_info import ModelDetails, details_from_info
 
-KeepAlive = str | float
 Images = list[str]
 
 
@@ -121,7 +121,9 @@ class OllamaRequest(RequestBody, kw_only=True):
 
     format: "json", or a JSON schema that the answer obeys. think: whether the model reasons first,
     or how much. truncate: cut a prompt that is too long to its last tokens. logprobs: return the
-    logprob of each token, with top_logprobs top tokens. keep_alive and shift have no effect.
+    logprob of each token, with top_logprobs top tokens. keep_alive: how long the model stays
+    loaded without requests, in seconds or as a duration such as "5m"; 0: it is unloaded after this
+    one, below 0: it stays. shift has no effect.
     """
 
     model: str
@@ -169,7 +171,7 @@ class OllamaMessage(msgspec.Struct, kw_only=True):
 
 
 class OllamaChatRequest(OllamaRequest, kw_only=True):
-    """POST /api/chat. Without messages the answer says that the model is loaded."""
+    """POST /api/chat. Without messages the model is loaded, or unloaded with keep_alive 0."""
 
     messages: list[OllamaMessage] = msgspec.field(default_factory=list)
     tools: list[Tool] = msgspec.field(default_factory=list)
@@ -181,8 +183,8 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     prompt: a turn of the user, which the chat template renders, with `system` before it. raw: the
     prompt is sent as it is, as it is to a model without a chat template. suffix: the text after the
     answer, for models that fill in the middle. context: the field `context` of an earlier answer,
-    to continue from there; an empty list asks for one. Without a prompt the answer says that the
-    model is loaded.
+    to continue from there; an empty list asks for one. Without a prompt the
+    model is loaded, or unloaded with keep_alive 0.
     """
 
     prompt: str = ""
@@ -500,7 +502,9 @@ def _nanoseconds(begin: float, end: float) -> int:
 # The version of Ollama whose fields this API has; clients compare it with what they need.
 API_VERSION = "0.12.11"
 TAG = ":latest"
-# The model is never unloaded.
+# Of what /api/ps says of a model's requests.
+INFO_MAX_AGE_S = 0.5
+# The model is not unloaded.
 NEVER = "9999-12-31T23:59:59Z"
 # Ollama's name of a dimension in model_info -> Hugging Face's.
 DIMENSIONS = {
@@ -549,7 +553,11 @@ class OllamaModelList(msgspec.Struct):
 
 
 class OllamaLoadedModel(msgspec.Struct):
-    """The model that is loaded. size_vram: 0 without a GPU."""
+    """A model that is loaded.
+
+    size: bytes of its memory. size_vram: 0 without a GPU. expires_at: when it is unloaded if no
+    request comes.
+    """
 
     name: str
     model: str
@@ -562,7 +570,7 @@ class OllamaLoadedModel(msgspec.Struct):
 
 
 class OllamaLoadedModels(msgspec.Struct):
-    """The models that are served."""
+    """The models that are loaded."""
 
     models: list[OllamaLoadedModel]
 
@@ -629,23 +637,30 @@ async def show(gateway: Gateway, call: Call, _: EventSink) -> OllamaShowAnswer:
 
 
 async def ps(request: web.Request) -> web.Response:
-    """List the models that are loaded, which are those that are served."""
-    models = request.app[GATEWAY].models
-    return json_response(OllamaLoadedModels(await models.known(_loaded)))
+    """List the models that are loaded."""
+    gateway = request.app[GATEWAY]
+    known = await gateway.models.known(lambda model: _loaded(gateway, model))
+    return json_response(OllamaLoadedModels([model for model in known if model is not None]))
 
 
-async def _loaded(model: ServedModel) -> OllamaLoadedModel:
-    info, known = await model.server_info.static(), await _details(model)
+async def _loaded(gateway: Gateway, model: ServedModel) -> OllamaLoadedModel | None:
+    """Return what is shown of a model; None: it is not loaded."""
+    info, known = await model.server_info.current(INFO_MAX_AGE_S), await _details(model)
+    if model.state != LOADED:
+        return None
     name = _untagged(model.name) + TAG
+    is_busy = bool(info.get("open_requests")) or gateway.num_open_of(model) > 0
+    ends_at, num_bytes = expires_at(model, is_busy), model.load.num_bytes or known.num_bytes
     on_gpu = str(info.get("device", "")).startswith("cuda")
     return OllamaLoadedModel(
         name,
         name,
-        known.num_bytes,
+        num_bytes,
         known.digest,
         _stored(known),
-        known.num_bytes if on_gpu else 0,
+        num_bytes if on_gpu else 0,
         info["context_length"],
+        NEVER if math.isinf(ends_at) else rfc3339(ends_at),
     )
 
 
@@ -752,10 +767,13 @@ def generate_answer(model: str, created_at: str, piece: OllamaPiece) -> OllamaAn
     )
 
 
-def loaded_answer(model: str, make: MakeAnswer) -> OllamaAnswer:
-    """Return the body of a request without input, by which clients load a model."""
-    body = make(model, rfc3339(now()), OllamaPiece())
-    body.done, body.done_reason = True, "load"
+async def loaded_answer(
+    gateway: Gateway, model: ServedModel, fields: OllamaRequest, make: MakeAnswer
+) -> OllamaAnswer:
+    """Answer a request without input, by which clients load and unload a model."""
+    reason = await load_or_unload(gateway, model, fields.keep_alive)
+    body = make(fields.model, rfc3339(now()), OllamaPiece())
+    body.done, body.done_reason = True, reason
     return body
 
 
@@ -878,7 +896,7 @@ async def ollama_chat_answer(gateway: Gateway, call: Call, sink: EventSink) -> O
     fields = convert(with_known_options(body), OllamaChatRequest)
     model = ollama_model(gateway, call, fields.model)
     if not fields.messages:
-        return loaded_answer(fields.model, chat_answer)
+        return await loaded_answer(gateway, model, fields, chat_answer)
     info = await model.server_info.static()
     last = fields.messages[-1]
     chat = ChatCall(
@@ -915,7 +933,7 @@ async def ollama_generate(gateway: Gateway, call: Call, sink: EventSink) -> Olla
     model = ollama_model(gateway, call, fields.model)
     _check_supported(fields)
     if not fields.prompt and not fields.suffix:
-        return loaded_answer(fields.model, generate_answer)
+        return await loaded_answer(gateway, model, fields, generate_answer)
     asked = await _prompt(gateway, model, fields)
     return await _answer(gateway, model, call, sink, fields, asked, generate_answer)
 
@@ -932,7 +950,10 @@ async def _answer(
     """Answer a prompt in the form of an endpoint. `make`: makes the bodies."""
     prepared, head = asked.prepared, model.head(call, "ollama")
     options = prepared.options | length_options(fields)
-    with gateway.open_group(model, head.id, prepared.names, call.record) as group:
+    with (
+        kept_alive(gateway, model, fields.keep_alive),
+        gateway.open_group(model, head.id, prepared.names, call.record) as group,
+    ):
         group.submit(asked.prompt, prepared.params, fields.stream, options)
         if fields.stream:
             lines = OllamaLines(fields.model, make, asked.ids)
@@ -1021,7 +1042,7 @@ OLLAMA_ENDPOINTS = [
               OllamaShowRequest, OllamaShowAnswer, **_ERRORS),
     Endpoint("/api/tags", tags, "The model that is served, in Ollama's format",
              OllamaModelList, **_ERRORS),
-    Endpoint("/api/ps", ps, "The model that is loaded, in Ollama's format",
+    Endpoint("/api/ps", ps, "The models that are loaded, in Ollama's format",
              OllamaLoadedModels, **_ERRORS),
     Endpoint("/api/version", version, "The version of Ollama whose API this is",
              OllamaVersion, **_ERRORS),

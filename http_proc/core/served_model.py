@@ -17,10 +17,12 @@ from quadriga.errors import QuadrigaError
 from quadriga.keywords import similar
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.model_aliases import Alias
+from quadriga.server.model_list import ModelLoad
 
 INFO_TIMEOUT_S = 2.0
 # States of a model in which its requests run, and in which they soon will.
 LOADED, LOADING = "loaded", "loading"
+FAILED = "failed"
 # Probes within this time share one question to the server.
 READY_MAX_AGE_S = 0.5
 READY_POLL_S = 0.02
@@ -121,7 +123,7 @@ class ServedModel:
 
     Attributes:
         first_aliases: its aliases at the start; ServedModels has those of now.
-        state: whether it is loaded: LOADED, or what the launcher says.
+        load: whether it is loaded, as the launcher says.
         server_info: the info of the model's server.
         progress: the poller of streams that wait.
         lasting_progress: the poller of resumable ones.
@@ -145,7 +147,7 @@ class ServedModel:
         self.name = name or config.model.shown_name
         self.first_aliases = tuple(aliases)
         self.preload = preload
-        self.state = LOADED
+        self.load = ModelLoad(LOADED)
         self.client = client
         self.lasting_client = lasting_client or client
         self.server_info = ServerInfo(client)
@@ -156,6 +158,11 @@ class ServedModel:
         self.answers = AnswerMetrics()
         self.recent = RecentChoices()
         self.is_lost = False
+
+    @property
+    def state(self) -> str:
+        """Whether it is loaded: the state of `load`."""
+        return self.load.state
 
     def _waiting_note(self) -> str:
         """Return what a stream's comments say of the model: that it waits, or is being loaded."""

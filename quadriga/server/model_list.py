@@ -32,6 +32,22 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     preload: bool = True
 
 
+class ModelLoad(msgspec.Struct, frozen=True):
+    """Whether a model is loaded, as the launcher reports it to the gateway.
+
+    Attributes:
+        state: loaded, loading, unloading, unloaded or failed.
+        num_bytes: memory of its workers: measured, or before they were ever loaded estimated.
+        idle_s: seconds without a request after which it is unloaded; None: never.
+        used_at: time.monotonic() of its last use. While it has requests, that is now.
+    """
+
+    state: str
+    num_bytes: int = 0
+    idle_s: float | None = None
+    used_at: float = 0.0
+
+
 def read_models(path: Path) -> list[ModelEntry]:
     """Return the models of a file, the default one first.
 

@@ -212,6 +212,36 @@ def test_a_model_is_loaded_by_its_first_request_and_unloaded_when_it_is_idle(
         assert served.states()["first"] == "unloaded"
 
 
+def test_ollamas_keep_alive_loads_a_model_keeps_it_and_unloads_it(
+    llama_dir: Path, gpt2_dir: Path
+) -> None:
+    flags = ("--sleep-idle-seconds", "1")
+    with two_models(llama_dir, gpt2_dir, *flags, second={"preload": False}) as served:
+        ask = {"model": "second", "stream": False, "keep_alive": -1}
+        assert served.post("/api/generate", ask)["done_reason"] == "load"
+        wait_until(lambda: served.states() == {"first": "unloaded", "second": "loaded"}, 20)
+        (shown,) = served.get("/api/ps")["models"]
+        assert shown["name"] == "second:latest" and shown["expires_at"].startswith("9999")
+        assert shown["size"] > 50_000_000  # the process, with torch
+        ask |= {"prompt": "a", "raw": True, "keep_alive": 0, "options": {"num_predict": 4}}
+        assert served.post("/api/generate", ask)["done"]
+        wait_until(lambda: served.states()["second"] == "unloaded", 20)
+        assert served.get("/api/ps")["models"] == []
+
+
+def test_the_only_model_of_a_server_is_unloaded_too(llama_dir: Path, tmp_path: Path) -> None:
+    port = free_port()
+    named = ["--model", str(llama_dir), "--served-model-name", "only", "--port", str(port)]
+    with running_server(tmp_path / "log", *named, *FLAGS) as server:
+        served = TwoModels(server, port)
+        expected = served.complete()["choices"]
+        assert served.post("/api/generate", {"model": "only", "keep_alive": 0})["done"]
+        wait_until(lambda: served.states() == {"only": "unloaded"}, 20)
+        assert served.get("/readyz") == {"status": "ready"}
+        assert served.complete()["choices"] == expected
+        assert served.states() == {"only": "loaded"}
+
+
 def test_models_for_which_there_is_no_room_take_turns_and_lose_nothing(
     llama_dir: Path, gpt2_dir: Path
 ) -> None:

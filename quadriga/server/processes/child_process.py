@@ -68,10 +68,18 @@ class ReplicaChange(NamedTuple):
 
 
 class ModelWish(NamedTuple):
-    """The gateway reports that a client wants a model to be loaded, or to be unloaded."""
+    """The gateway reports what a client wants of a model.
+
+    Attributes:
+        name: the model.
+        loaded: it is to be loaded, or to be unloaded; None: neither.
+        idle_s: seconds without a request after which it is to be unloaded; below 0: never; None:
+            that stays.
+    """
 
     name: str
-    loaded: bool
+    loaded: bool | None = None
+    idle_s: float | None = None
 
 
 class Exit(NamedTuple):

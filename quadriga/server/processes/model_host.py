@@ -5,14 +5,16 @@ scheduler keeps them. The scheduler first lets the steps in flight end, so that 
 where they were when the model is loaded again.
 """
 
-import json
+import math
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 import psutil
 
 from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import OTHER_FRACTION, WorkerArgs
+from quadriga.server.model_list import ModelLoad
 from quadriga.server.processes.control_channel import Command
 from quadriga.server.processes.logs import say
 from quadriga.server.processes.machine import runs_on_gpu
@@ -112,15 +114,19 @@ class ModelHost:
 
     def on_open(self, name: str, num_open: int) -> None:
         """Take in the number of a model's open requests."""
+        use = self._turns.models[name]
+        becomes_idle = use.num_open and not num_open
         self._turns.on_open(name, num_open, self._clock())
+        if becomes_idle and use.idle_s < math.inf:
+            self._notify(self.states)
 
     def on_ready(self, name: str) -> None:
         """Take in that a process of a model is ready: a worker, or a scheduler."""
         model = self._models[name]
         state = self._state(name)
         if state is ModelState.LOADING and all(worker.is_ready for worker in model.workers):
-            self._change(name, ModelState.LOADED)
             self._measure(name)
+            self._change(name, ModelState.LOADED)
         elif state is ModelState.UNLOADING:  # a scheduler was restarted meanwhile
             self._pause(model)
 
@@ -167,6 +173,11 @@ class ModelHost:
     def load(self, name: str) -> None:
         """Load a model as soon as there is room."""
         self._turns.want(name, self._clock())
+
+    def keep(self, name: str, seconds: float) -> None:
+        """Unload a model after so many seconds without a request; infinite: never."""
+        self._turns.keep(name, seconds, self._clock())
+        self._notify(self.states)
 
     def unload(self, name: str) -> None:
         """Unload a model, unless it is busy or not loaded."""
@@ -220,9 +231,17 @@ class ModelHost:
 
     @property
     def states(self) -> str:
-        """The state of each model, as JSON."""
-        models = self._turns.models.items()
-        return json.dumps({name: use.state.value for name, use in models})
+        """The ModelLoad of each model, as JSON."""
+        loads = {
+            name: ModelLoad(
+                use.state.value,
+                use.num_bytes,
+                None if math.isinf(use.idle_s) else use.idle_s,
+                use.used_at,
+            )
+            for name, use in self._turns.models.items()
+        }
+        return msgspec.json.encode(loads).decode()
 
     def _measure(self, name: str) -> None:
         """Measure the memory of a loaded model."""

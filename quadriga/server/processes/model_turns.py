@@ -6,6 +6,7 @@ is over is suspended: its requests stay open, and go on when it is loaded again.
 """
 
 import enum
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -37,6 +38,8 @@ class ModelUse:
         num_bytes: memory of its worker: measured, or before that estimated.
         is_pinned: it is never unloaded to make room for others.
         idle_unload_s: seconds without a request after which it is unloaded; None: never.
+        keep_alive_s: the same as a client has asked for it, until the model is unloaded; infinite:
+            never; None: no client has.
         state: whether its worker runs.
         num_open: open requests.
         is_wanted: it is to be loaded although no request waits for it.
@@ -49,6 +52,7 @@ class ModelUse:
     num_bytes: int
     is_pinned: bool = False
     idle_unload_s: float | None = None
+    keep_alive_s: float | None = None
     state: ModelState = ModelState.UNLOADED
     num_open: int = 0
     is_wanted: bool = False
@@ -61,6 +65,15 @@ class ModelUse:
     def takes_memory(self) -> bool:
         """Whether its worker has memory, or is about to."""
         return self.state in (ModelState.LOADING, ModelState.LOADED, ModelState.UNLOADING)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds without a request after which it is unloaded; infinite: never."""
+        if self.is_pinned:
+            return math.inf
+        if self.keep_alive_s is not None:
+            return self.keep_alive_s
+        return math.inf if self.idle_unload_s is None else self.idle_unload_s
 
 
 class ModelTurns:
@@ -103,6 +116,17 @@ class ModelTurns:
             self.on_state(name, ModelState.UNLOADED, now)
         self._note_waiting(model, now)
 
+    def keep(self, name: str, seconds: float, now: float) -> None:
+        """Unload a model after other idle seconds than it was said at the start.
+
+        Args:
+            name: the model. This counts as a use of it.
+            seconds: seconds without a request; infinite: it is not unloaded.
+            now: the time.
+        """
+        model = self.models[name]
+        model.keep_alive_s, model.used_at = seconds, now
+
     def on_state(self, name: str, state: ModelState, now: float) -> None:
         """Take in the state of a model."""
         model = self.models[name]
@@ -113,6 +137,8 @@ class ModelTurns:
             model.used_at = now
         if state is ModelState.FAILED:
             model.is_wanted = False
+        if state is ModelState.UNLOADED and not model.num_open:
+            model.keep_alive_s = None
         model.state, model.changed_at = state, now
         self._note_waiting(model, now)
 
@@ -160,7 +186,7 @@ class ModelTurns:
                     for _, model in self._loaded()
                     if not model.is_pinned
                 ]
-        return min((time for time in times if time < float("inf")), default=None)
+        return min((time for time in times if time < math.inf), default=None)
 
     @property
     def is_short_of_memory(self) -> bool:
@@ -234,9 +260,7 @@ class ModelTurns:
 
     def _idle_until(self, model: ModelUse) -> float:
         """Return when a loaded model is unloaded, as nothing asks for it; infinite: never."""
-        if model.num_open or model.is_pinned or model.idle_unload_s is None:
-            return float("inf")
-        return model.used_at + model.idle_unload_s
+        return math.inf if model.num_open else model.used_at + model.idle_s
 
 
 def _bytes(models: Iterable[ModelUse]) -> int:

@@ -4,6 +4,7 @@ After a signal open requests finish, or are aborted in the end (ServerDrain).
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -81,7 +82,7 @@ class ServerProcesses(Supervisor):
         self.host = ModelHost(self.models, turns, self._notify_gateway)
 
     def _notify_gateway(self, states: str) -> None:
-        if GATEWAY in self and len(self.models) > 1:
+        if GATEWAY in self:
             self[GATEWAY].send(Command.MODELS, states)
 
     @property
@@ -154,11 +155,7 @@ class ServerProcesses(Supervisor):
                 self._on_ready(event.name)
                 return None
             case ModelWish():
-                name = event.name if len(self.models) > 1 else self.models[0].plan.name
-                if event.loaded:
-                    self.host.load(name)
-                else:
-                    self.host.unload(name)
+                self._on_wish(event)
                 return None
             case ReplicaChange():
                 self._on_change(event)
@@ -179,6 +176,16 @@ class ServerProcesses(Supervisor):
             self.host.on_ready(model.plan.name)
         else:  # a new frontend has no request yet
             self.host.on_open(model.plan.name, 0)
+
+    def _on_wish(self, wish: ModelWish) -> None:
+        """Do what a client of the gateway wants of a model."""
+        name = wish.name if len(self.models) > 1 else self.models[0].plan.name
+        if wish.idle_s is not None:
+            self.host.keep(name, wish.idle_s if wish.idle_s >= 0 else math.inf)
+        if wish.loaded:
+            self.host.load(name)
+        elif wish.loaded is not None:
+            self.host.unload(name)
 
     def _on_change(self, change: ReplicaChange) -> None:
         """Take in what a process of a model reports."""

@@ -1,5 +1,6 @@
 """Which model is loaded, suspended and unloaded, in a time that the test sets."""
 
+import math
 import random
 from itertools import pairwise
 
@@ -165,3 +166,50 @@ def test_whatever_comes_the_budget_holds_and_every_model_gets_its_turn(seed: int
                 waited_at.setdefault(other, one.now)
                 bound = len(models) * (10.0 + 2 * LOAD_S) * 2
                 assert one.now - waited_at[other] <= bound, "starved"
+
+
+def test_a_client_keeps_a_model_for_longer_or_has_it_unloaded_until_it_is_unloaded() -> None:
+    one = host(None, a=ModelUse(GB, idle_unload_s=5.0))
+    turns = one.turns
+    turns.want("a", 0.0)
+    one.run(3)
+    turns.keep("a", math.inf, one.now)
+    assert turns.next_at() is None
+    one.run(100)
+    assert one.loaded == {"a"}
+    turns.keep("a", 20.0, one.now)
+    one.run(119)
+    assert one.loaded == {"a"}
+    one.run(122)
+    assert one.loaded == set()
+    turns.want("a", one.now)  # what the client has asked for is over
+    one.run(126)
+    assert one.loaded == {"a"} and turns.models["a"].idle_s == 5.0
+    turns.on_open("a", 1, one.now)
+    turns.keep("a", 0.0, one.now)
+    one.run(130)
+    assert one.loaded == {"a"}
+    turns.on_open("a", 0, one.now)
+    one.act()
+    assert one.loaded == set()
+
+
+def test_a_suspended_model_stays_as_long_as_a_client_has_asked_for() -> None:
+    one = host(GB, a=ModelUse(GB), b=ModelUse(GB))
+    turns = one.turns
+    turns.on_open("a", 1, 0.0)
+    one.run(3)
+    turns.keep("a", 7.0, one.now)
+    turns.on_open("b", 1, one.now)
+    one.run(40)
+    assert one.loaded == {"b"}
+    assert turns.models["a"].idle_s == 7.0
+
+
+def test_a_pinned_model_is_not_unloaded_by_a_client() -> None:
+    one = host(None, a=ModelUse(GB, is_pinned=True))
+    one.turns.want("a", 0.0)
+    one.run(3)
+    one.turns.keep("a", 0.0, one.now)
+    one.run(10)
+    assert one.loaded == {"a"}
