@@ -21,7 +21,7 @@ from quadriga.errors import ConfigError, QuadrigaError, ServerFailed
 from quadriga.server.config import served_models
 from quadriga.server.config.engine_args import CUDA_FRACTION, OTHER_FRACTION
 from quadriga.server.config.parser import ServerParser
-from quadriga.server.config.served_models import ConfiguredModel
+from quadriga.server.config.served_models import ConfiguredModel, ModelSet
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.models.model_impl import find_served_model
 from quadriga.server.models.resolve import ModelFiles
@@ -244,6 +244,34 @@ def check_packages(no_http: bool) -> None:
         )
 
 
+def find_models(
+    model_set: ModelSet, shows_progress: bool
+) -> list[tuple[ConfiguredModel, ModelFiles]]:
+    """Return the models with their files.
+
+    A model of --models-dir that cannot be served is left out, with the reason in the log.
+
+    Args:
+        model_set: what is to be served.
+        shows_progress: print how far a download is.
+
+    Raises:
+        QuadrigaError: a model that was named cannot be served, or no model can.
+    """
+    files: list[ModelFiles] = []
+    left_out: list[ConfiguredModel] = []
+    for model in model_set.models:
+        try:
+            files.append(find_served_model(model.config, shows_progress))
+        except QuadrigaError as error:
+            if not model.is_found or len(left_out) + 1 == len(model_set.models):
+                raise
+            left_out.append(model)
+            say(f"model {model.name} is left out: {error}", event="model_left_out")
+    models = served_models.without(left_out, model_set) if left_out else model_set.models
+    return list(zip(models, files, strict=True))
+
+
 def serve(arguments: list[str]) -> NoReturn:
     """Run the command `quadriga serve`."""
     main(arguments, "quadriga serve")
@@ -268,7 +296,7 @@ def main(arguments: list[str] | None = None, program: str = "launcher.py") -> No
     try:
         check_packages(config.http.no_http)
         shows_progress = config.launch.log_format != JSON
-        found = [(model, find_served_model(model.config, shows_progress)) for model in models]
+        found = find_models(ModelSet(config, models), shows_progress)
         for _, files in found:
             for note in files.notes:
                 say(note)

@@ -278,6 +278,24 @@ def test_models_for_which_there_is_no_room_take_turns_and_lose_nothing(
         assert "suspended with" in log, "a busy model gave its turn up"
 
 
+def test_the_models_of_a_directory_are_served_but_for_one_that_cannot_be(
+    llama_dir: Path, gpt2_dir: Path, tmp_path: Path
+) -> None:
+    directory, port = tmp_path / "models", free_port()
+    (directory / "broken").mkdir(parents=True)
+    (directory / "broken" / "config.json").write_text("{}")
+    (directory / "first").symlink_to(llama_dir)
+    (directory / "second").symlink_to(gpt2_dir)
+    flags = ["--models-dir", str(directory), "--port", str(port), *FLAGS]
+    with running_server(tmp_path / "log", *flags) as server:
+        served = TwoModels(server, port)
+        assert set(served.states()) == {"first", "second"}
+        assert served.complete(model="second")["choices"][0]["text"]
+        with served.client("first") as client:
+            assert client.generate(PROMPT, GREEDY).text
+        assert "model broken is left out" in server.log.read_text()
+
+
 NUM_CLIENTS = 8
 
 

@@ -59,10 +59,10 @@ class ModelArgs:
     )
     models: str = flag(
         "",
-        "YAML file of models that one server serves: names, each with a map of its own flags and"
-        " aliases; see docs/several-models.md",
+        "YAML file of models and their flags: see docs/several-models.md",
         unit="FILE.yaml",
     )
+    models_dir: str = flag("", "directory of models that requests load", unit="DIR")
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""

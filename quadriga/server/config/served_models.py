@@ -1,13 +1,14 @@
-"""The models of a server: one by --model, several by repeating it or by --models FILE.
+"""The models of a server: by --model, which may be repeated, --models FILE and --models-dir DIR.
 
 Each model has a config of its own, of which every flag of the server that is not the model's is the
 same in all. What two models cannot share, such as the endpoint and the journal, is made different.
 """
 
 import dataclasses
+import os
 import re
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from quadriga.wire.sockets import IPC
 # Groups of flags that a model may have of its own, but for these, which are the server's.
 MODEL_GROUPS = ("model", "scheduler", "worker", "detok", "replicas")
 SERVER_FLAGS = {
-    "models", "served_model_name", "journal", "resume", "no_journal", "kv_cache_dir",
+    "models", "models_dir", "served_model_name", "journal", "resume", "no_journal", "kv_cache_dir",
     "fair_tenants",
 }  # fmt: skip
 FRONTEND_FLAGS = {
@@ -33,6 +34,10 @@ _MODELS = "models, such as `chat: {model: smollm2-135m, max-batch-size: 16}`"
 # Characters of a directory's name; others of a model's name become "-".
 _NO_NAME = re.compile(r"[^\w.-]+", re.ASCII)
 MAX_PORT = 65535
+# Of a folder in --models-dir that is a model; of files, the names of a model in several parts.
+FILES_OF_A_MODEL = ("config.json", "modules.json")
+GGUF = ".gguf"
+_PART = re.compile(r"-(\d+)-of-\d+\.gguf$", re.ASCII)
 
 
 class ConfiguredModel(NamedTuple):
@@ -45,6 +50,7 @@ class ConfiguredModel(NamedTuple):
         preload: whether the server loads it at the start; None: if there is room.
         pin: it is never unloaded to make room for others.
         idle_unload: seconds without a request after which it is unloaded; None: never.
+        is_found: it was found in --models-dir: the others are served also where it cannot be.
     """
 
     name: str
@@ -53,6 +59,7 @@ class ConfiguredModel(NamedTuple):
     preload: bool | None = None
     pin: bool = False
     idle_unload: float | None = None
+    is_found: bool = False
 
 
 class ModelSet(NamedTuple):
@@ -75,20 +82,25 @@ def from_namespace(namespace: Namespace) -> ModelSet:
     """
     config = server_config.from_namespace(namespace)
     names = server_config.named_models(namespace)
-    if config.model.served_model_name and (config.model.models or len(names) > 1):
+    is_set = config.model.models or config.model.models_dir or len(names) > 1
+    if config.model.served_model_name and is_set:
         raise ConfigError(
             f"--served-model-name {config.model.served_model_name} is the name of one model: give"
             " names in a file, with --models FILE"
         )
+    found = _in_directory(config.model.models_dir)
     if config.model.models:
         if names:
             raise ConfigError(
                 f"--models {config.model.models} says which models are served: leave --model"
                 f" {names[0]} out, or put it into the file"
             )
-        models = _of_file(config)
+        models = _of_file(config, found)
+    elif names or found:
+        models = [_of_name(config, found.get(name, name)) for name in names]
     else:
-        models = [_of_name(config, name) for name in names] or [_model(config, "", [], {})]
+        models = [_model(config, "", [], {})]
+    models += _others(config, found, models)
     _check_names(models)
     if len(models) == 1:
         return ModelSet(models[0].config, models)
@@ -100,16 +112,71 @@ def _of_name(config: ServerConfig, name: str) -> ConfiguredModel:
     return _model(config, config.model.served_model_name, [], {"model": name})
 
 
-def _of_file(config: ServerConfig) -> list[ConfiguredModel]:
-    """Return the models of --models: a map of names to flags, without their dashes."""
+def _in_directory(directory: str) -> dict[str, str]:
+    """Return the paths of the models in --models-dir by their names, in their order; "": none.
+
+    Raises:
+        ConfigError: there is no such directory, or no model in it.
+    """
+    if not directory:
+        return {}
+    try:
+        paths = sorted(Path(directory).expanduser().absolute().iterdir())
+    except OSError as error:
+        raise ConfigError(f"--models-dir {directory} cannot be read: {error.strerror}") from None
+    found = {path.name: str(path) for path in paths if _is_model(path)}
+    if not found:
+        raise ConfigError(
+            f"--models-dir {directory} has no model: no folder with a config.json or modules.json,"
+            " and no .gguf"
+        )
+    return found
+
+
+def _is_model(path: Path) -> bool:
+    if path.is_dir():
+        return any((path / name).is_file() for name in FILES_OF_A_MODEL)
+    part = _PART.search(path.name)  # the first part of a split model stands for all
+    return path.suffix == GGUF and (part is None or int(part[1]) == 1)
+
+
+def _others(
+    config: ServerConfig, found: Mapping[str, str], models: Sequence[ConfiguredModel]
+) -> list[ConfiguredModel]:
+    """Return the models that were found and are not among those that were named.
+
+    Args:
+        config: the flags of the server.
+        found: as `_in_directory` returns it.
+        models: those that were named; where there are none, the first that was found is loaded.
+    """
+    named = {os.path.realpath(os.path.expanduser(model.config.model.model)) for model in models}
+    names = {model.name for model in models}
+    others: list[ConfiguredModel] = []
+    for name, path in found.items():
+        if os.path.realpath(path) in named or name in names:
+            continue
+        preload = None if not models and not others else False
+        other = _model(config, name, [], {"model": path})
+        others.append(other._replace(preload=preload, is_found=True))
+    return others
+
+
+def _of_file(config: ServerConfig, found: Mapping[str, str]) -> list[ConfiguredModel]:
+    """Return the models of --models: a map of names to flags, without their dashes.
+
+    `found`: the paths of names that are those of a model of --models-dir.
+    """
     path = Path(config.model.models)
     entries = server_config.read_map("--models", path, _MODELS)
     if not entries:
         raise ConfigError(f"{path} is empty: it must be a map of {_MODELS}")
-    return [_entry(config, path, name, entry) for name, entry in entries.items()]
+    return [_entry(config, path, name, entry, found) for name, entry in entries.items()]
 
 
-def _entry(config: ServerConfig, path: Path, name: object, entry: object) -> ConfiguredModel:
+def _entry(
+    config: ServerConfig, path: Path, name: object, entry: object, found: Mapping[str, str]
+) -> ConfiguredModel:
     if entry is None:
         entry = {}
     if not isinstance(entry, dict) or not isinstance(name, str):
@@ -126,7 +193,7 @@ def _entry(config: ServerConfig, path: Path, name: object, entry: object) -> Con
     idle_unload = config.launch.sleep_idle_seconds
     for key in ("idle_unload", "idle-unload"):
         idle_unload = converted(f"{where}: {key}", entry.pop(key, idle_unload), float | None)
-    flags = {"model": name} | _flags(where, entry)
+    flags = {"model": found.get(name, name)} | _flags(where, entry)
     model = _model(config, name, aliases, flags)
     return model._replace(preload=preload, pin=pin, idle_unload=idle_unload)
 
@@ -163,7 +230,7 @@ def _model_fields() -> "dict[str, dataclasses.Field[Any]]":
 def _model(
     config: ServerConfig, name: str, aliases: list[str], flags: dict[str, Any]
 ) -> ConfiguredModel:
-    own = config.replace(models="", served_model_name=name, **flags)
+    own = config.replace(models="", models_dir="", served_model_name=name, **flags)
     own.validate()
     idle_unload = config.launch.sleep_idle_seconds
     return ConfiguredModel(own.model.shown_name, aliases, own, idle_unload=idle_unload)
@@ -195,6 +262,22 @@ def _check_names(models: list[ConfiguredModel]) -> None:
 def _directory(name: str) -> str:
     """Return the name of a model's directories."""
     return _NO_NAME.sub("-", name)
+
+
+def without(left_out: Sequence[ConfiguredModel], model_set: ModelSet) -> list[ConfiguredModel]:
+    """Return the models but for some: the next ones have their endpoints, and their preload."""
+    endpoint = model_set.shared.frontend.endpoint
+    models = [model for model in model_set.models if model not in left_out]
+    if model_set.models[0] in left_out:
+        models[0] = models[0]._replace(preload=model_set.models[0].preload)
+    return [
+        model._replace(
+            config=model.config.replace(
+                endpoint=_endpoint(endpoint, _directory(model.name), number)
+            )
+        )
+        for number, model in enumerate(models)
+    ]
 
 
 def _apart(model: ConfiguredModel, number: int) -> ConfiguredModel:

@@ -6,7 +6,7 @@ import pytest
 
 from quadriga.errors import ConfigError
 from quadriga.server.config.parser import ServerParser
-from quadriga.server.config.served_models import ModelSet, from_namespace
+from quadriga.server.config.served_models import ModelSet, from_namespace, without
 
 FILE = """
 chat:
@@ -101,3 +101,73 @@ def test_contradictions_on_the_command_line_say_what_to_leave_out(file: Path) ->
         parse("--model gpt2 --model gpt2")
     with pytest.raises(ConfigError, match="model 2 needs port 65536"):
         parse("a b --endpoint tcp://127.0.0.1:65535")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A directory of models, and of what is none."""
+    models = tmp_path / "models"
+    for name in ("chat/config.json", "embed/modules.json", "notes/readme.md"):
+        (models / name).parent.mkdir(parents=True)
+        (models / name).touch()
+    for name in ("b.gguf", "big-00001-of-00002.gguf", "big-00002-of-00002.gguf", "a.bin"):
+        (models / name).touch()
+    return models
+
+
+FOUND = ["b.gguf", "big-00001-of-00002.gguf", "chat", "embed"]
+
+
+def preloads_of(found: ModelSet) -> dict[str, bool | None]:
+    return {model.name: model.preload for model in found.models}
+
+
+def test_each_folder_and_each_gguf_of_a_directory_is_a_model(directory: Path) -> None:
+    found = parse(f"--models-dir {directory} --journal /j --context-length 64")
+    assert list(preloads_of(found)) == FOUND
+    assert list(preloads_of(found).values()) == [None, False, False, False]
+    assert [model.config.model.model for model in found.models] == [
+        str(directory / name) for name in FOUND
+    ]
+    assert all(model.config.model.context_length == 64 for model in found.models)
+    assert len({model.config.frontend.endpoint for model in found.models}) == 4
+    assert found.models[2].config.scheduler.journal == "/j/chat"
+    assert found.models[2].config.to_argv().count("--models-dir") == 0
+
+
+@pytest.mark.parametrize("named", ["embed", "{}/embed"])
+def test_named_models_come_before_those_of_the_directory(directory: Path, named: str) -> None:
+    found = parse(f"gpt2 {named.format(directory)} --models-dir {directory}")
+    assert list(preloads_of(found)) == ["gpt2", "embed", *FOUND[:3]]
+    assert list(preloads_of(found).values()) == [None, None, False, False, False]
+    assert found.models[1].config.model.model == str(directory / "embed")
+    assert [model.is_found for model in found.models] == [False, False, True, True, True]
+
+
+def test_an_entry_of_a_file_gives_flags_to_a_model_of_the_directory(
+    directory: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(f"embed: {{context-length: 8}}\nalso: {{model: {directory}/chat}}")
+    found = parse(f"--models {file} --models-dir {directory}")
+    assert list(preloads_of(found)) == ["embed", "also", *FOUND[:2]]
+    assert found.models[0].config.model.model == str(directory / "embed")
+    assert found.models[0].config.model.context_length == 8
+
+
+def test_a_model_that_is_left_out_leaves_no_gap_in_the_endpoints(directory: Path) -> None:
+    found = parse(f"--models-dir {directory} --endpoint tcp://127.0.0.1:5555")
+    rest = without([found.models[0], found.models[2]], found)
+    assert [(model.name, model.config.frontend.endpoint) for model in rest] == [
+        (FOUND[1], "tcp://127.0.0.1:5555"),
+        (FOUND[3], "tcp://127.0.0.1:5556"),
+    ]
+
+
+def test_a_directory_without_a_model_says_so(directory: Path) -> None:
+    with pytest.raises(ConfigError, match="has no model: no folder with"):
+        parse(f"--models-dir {directory}/notes")
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        parse(f"--models-dir {directory}/gone")
+    with pytest.raises(ConfigError, match="is the name of one model"):
+        parse(f"--models-dir {directory} --served-model-name a")
