@@ -20,6 +20,7 @@ from quadriga.errors import (
 from quadriga.sampling.params import SamplingParams
 from quadriga.server.cli.server_api import CallRefused, GatewayClient
 from quadriga.server.cli.shared import (
+    add_model,
     add_sampling,
     add_server,
     is_web_address,
@@ -43,10 +44,12 @@ OTHER_DOOR = (
 def connect(arguments: argparse.Namespace) -> Iterator[AnyClient]:
     """Connect to the server of the flags: to its ZeroMQ socket, or by HTTP."""
     if is_web_address(arguments.endpoint):
-        with GatewayClient(arguments.endpoint, arguments.api_key, show_reasoning) as gateway:
+        with GatewayClient(
+            arguments.endpoint, arguments.api_key, show_reasoning, arguments.model
+        ) as gateway:
             yield gateway
         return
-    client = Client(arguments.endpoint, curve_dir=arguments.curve_dir)
+    client = Client(arguments.endpoint, curve_dir=arguments.curve_dir, model=arguments.model)
     try:
         with client:
             yield client
@@ -106,6 +109,7 @@ ALIASES = {"/clear": "/reset", "/exit": "/quit"}
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `quadriga chat`."""
     parser.add_argument("--system", metavar="TEXT", default="", help="system prompt of the chat")
+    add_model(parser)
     add_server(parser)
     add_sampling(parser, temperature=None)
 
@@ -295,6 +299,7 @@ def add_ask_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print time in the queue, time to the first token, tok/s and total after the answer",
     )
+    add_model(parser)
     add_server(parser)
     add_sampling(parser, temperature=0.0)
 

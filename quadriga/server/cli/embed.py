@@ -34,6 +34,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dimensions", type=int, metavar="N", help="keep the first N numbers")
     parser.add_argument("--no-normalize", action="store_true", help="leave the vectors' lengths")
     parser.add_argument("--truncate", action="store_true", help="cut texts that are too long")
+    shared.add_model(parser)
     shared.add_server(parser)
 
 
@@ -84,11 +85,13 @@ def _vectors(arguments: argparse.Namespace) -> Iterator[list["array[float]"]]:
     pooling = Pooling(normalize=not arguments.no_normalize, dimensions=arguments.dimensions)
     texts = _texts(arguments.input, arguments.field)
     if shared.is_web_address(arguments.endpoint):
-        gateway = server_api.GatewayClient(arguments.endpoint, arguments.api_key, lambda _: None)
+        gateway = server_api.GatewayClient(
+            arguments.endpoint, arguments.api_key, lambda _: None, arguments.model
+        )
         while block := list(islice(texts, TEXTS_AT_ONCE)):
             yield gateway.embed(block, pooling, arguments.truncate)
         return
-    with Client(arguments.endpoint, curve_dir=arguments.curve_dir) as client:
+    with Client(arguments.endpoint, curve_dir=arguments.curve_dir, model=arguments.model) as client:
         while block := list(islice(texts, TEXTS_AT_ONCE)):
             embeddings = client.embed(block, pooling, truncate_prompt=arguments.truncate)
             yield [each.vector for each in embeddings]

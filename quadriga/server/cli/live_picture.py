@@ -16,6 +16,7 @@ import msgspec
 from quadriga.client import async_client, live
 from quadriga.errors import RequestFailed, ServerUnreachable
 from quadriga.server.cli.server_api import ServerApi, events_of
+from quadriga.server.processes.process_name import ProcessName
 from quadriga.wire.live import (
     EventKind,
     LiveEvent,
@@ -81,6 +82,7 @@ def _decode(data: str) -> list[LiveMessage]:
     return messages
 
 
+WORKER = "worker_proc"
 LANE_STEPS = 200
 MAX_EVENTS = 100
 RATE_WINDOW_S = 5.0
@@ -233,6 +235,17 @@ class Picture:
         return 1000 * times[len(times) // 2] if times else 0.0
 
     # --- processes --------------------------------------------------------------------------------
+
+    @property
+    def models(self) -> dict[str, bool]:
+        """The models of a server with several, and whether a worker of theirs runs."""
+        found: dict[str, bool] = {}
+        for row in self.processes.values():
+            name = ProcessName.parse(row.about.name)
+            if name.model:
+                is_worker = name.program == WORKER
+                found[name.model] = found.get(name.model, False) or is_worker
+        return found
 
     def _take_server(self, server: LiveServer) -> None:
         before, self.server = self.server, server

@@ -1,4 +1,4 @@
-"""`quadriga models` and `quadriga models check MODEL`."""
+"""`quadriga models` and `quadriga models check MODEL`; model_states.py has its other commands."""
 
 import argparse
 import dataclasses
@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from quadriga.client import Client
 from quadriga.errors import ConfigError, ModelError, QuadrigaError
 from quadriga.programs import install_command
 from quadriga.sampling.validation import find_unserved_tokens
-from quadriga.server.cli import server_api, shared
+from quadriga.server.cli import model_states, server_api, shared
 from quadriga.server.config.engine_args import (
     CUDA_FRACTION,
     OTHER_FRACTION,
@@ -63,7 +63,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     shared.add_server(parser)
-    check = parser.add_subparsers(title="commands").add_parser(
+    commands = parser.add_subparsers(title="commands")
+    model_states.add_commands(commands)
+    check = commands.add_parser(
         "check",
         help="whether a server can serve a model, and in which memory; exit code 1: it cannot",
         description="Say whether a server can serve a model that is on this machine, and what to"
@@ -107,8 +109,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _list(arguments: argparse.Namespace) -> None:
     models = local_models()
-    if served := served_model(arguments.endpoint, arguments.curve_dir, arguments.api_key):
-        models.append(served)
+    models += served_models(arguments.endpoint, arguments.curve_dir, arguments.api_key)
     if arguments.json:
         print(json.dumps([asdict(model) for model in models], indent=1))
         return
@@ -116,7 +117,7 @@ def _list(arguments: argparse.Namespace) -> None:
         (model.name, model.where, model.architecture or "-", _size(model.num_bytes))
         for model in models
     ]
-    _print_table([("name", "where", "architecture", "size"), *rows])
+    shared.print_table([("name", "where", "architecture", "size"), *rows])
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -160,7 +161,7 @@ def _check(arguments: argparse.Namespace) -> None:
             ("tokenizer", _yes_no(report.tokenizer)),
             *(("note", note) for note in report.notes),
         ]
-        _print_table([row for row in rows if row[1]])
+        shared.print_table([row for row in rows if row[1]])
         if report.modes:
             _print_modes(report)
         if report.gpu_modes:
@@ -190,7 +191,7 @@ def _print_modes(report: "ModelReport") -> None:
         if mode.name == report.best_mode:
             best = f"{mode.name}, {mode.flags or 'which needs no flag'}"
     print()
-    _print_table(rows)
+    shared.print_table(rows)
     print(f"best here: {best}")
     if report.memory_bandwidth is not None:
         print(
@@ -220,7 +221,7 @@ def _print_gpu_modes(report: "ModelReport") -> None:
         if mode.name == report.best_mode:
             best = f"{mode.name}, {mode.flags or 'which needs no flag'}"
     print()
-    _print_table(rows)
+    shared.print_table(rows)
     print(f"best there: {best}")
     print(
         f"\nestimates for a GPU with {(report.gpu_bytes or 0) / GIB:.1f} GiB: steps, graphs and"
@@ -266,13 +267,6 @@ def _gpu_bytes(arguments: argparse.Namespace) -> int | None:
     return num_bytes
 
 
-def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())
-
-
 def _size(num_bytes: int | None) -> str:
     if num_bytes is None:
         return "-"
@@ -313,17 +307,18 @@ def local_models() -> list[ListedModel]:
     return builtins + [_from_hub(name, path) for name, path in cached_models().items()]
 
 
-def served_model(endpoint: str, curve_dir: str | None, api_key: str = "") -> ListedModel | None:
-    """Return the model of the server at an address; None if no server answers."""
+def served_models(endpoint: str, curve_dir: str | None, api_key: str = "") -> list[ListedModel]:
+    """Return the models of the server at an address; none if no server answers."""
     try:
         if shared.is_web_address(endpoint):
-            return ListedModel(
-                server_api.ServerApi(endpoint, api_key).models()[0]["id"], f"served at {endpoint}"
-            )
-        with Client(endpoint, connect_timeout=CONNECT_TIMEOUT_S, curve_dir=curve_dir) as client:
-            return ListedModel(str(client.info(ANSWER_TIMEOUT_S)["model"]), f"served at {endpoint}")
+            cards = server_api.ServerApi(endpoint, api_key).models()
+            names = [str(card["id"]) for card in cards]
+        else:
+            with Client(endpoint, connect_timeout=CONNECT_TIMEOUT_S, curve_dir=curve_dir) as client:
+                names = [str(client.info(ANSWER_TIMEOUT_S)["model"])]
     except QuadrigaError:
-        return None
+        return []
+    return [ListedModel(name, f"served at {endpoint}") for name in names]
 
 
 def _from_catalog(model: BuiltinModel) -> ListedModel:

@@ -23,6 +23,7 @@ from quadriga.sampling.pooling import Pooling
 from quadriga.wire.client import Usage
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+VERSION = "/v1"
 TIMEOUT_S = 60.0
 PIECE_BYTES = 1024 * 1024
 DONE = "[DONE]"
@@ -62,7 +63,7 @@ class ServerApi:
             raise ConfigError(f"{url!r} is not the address of a server: try {DEFAULT_URL}")
         self._is_tls = parts.scheme == "https"
         self._address = parts.netloc
-        self._prefix = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
+        self._root = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def upload(self, path: Path) -> str:
@@ -105,6 +106,36 @@ class ServerApi:
         """Return the models that are served."""
         models: list[dict[str, Any]] = self._call("GET", "/models")["data"]
         return models
+
+    def model(self, name: str) -> dict[str, Any]:
+        """Return a model by its name or alias. Raise CallRefused for another name."""
+        return self._call("GET", f"/models/{quote(name, safe='')}")
+
+    def model_states(self) -> list[dict[str, Any]]:
+        """Return the models with their states, as GET /models lists them."""
+        models: list[dict[str, Any]] = self._call("GET", "/models", version="")["data"]
+        return models
+
+    def state(self, name: str) -> str:
+        """Return the state of a model. Raise ConfigError for a name that no model has."""
+        models = self.model_states()
+        for model in models:
+            if name == model["id"] or name in model["aliases"]:
+                return str(model["status"]["value"])
+        names = ", ".join(repr(model["id"]) for model in models)
+        raise ConfigError(f"model {name!r} is not served there: use one of {names}")
+
+    def load(self, name: str) -> None:
+        """Ask for a model to be loaded as soon as there is room."""
+        self._post("/models/load", {"model": name})
+
+    def unload(self, name: str, wait_s: int) -> None:
+        """Unload a model. Raise CallRefused if it is still busy after `wait_s` seconds."""
+        self._post(f"/models/unload?wait={wait_s}", {"model": name})
+
+    def _post(self, path: str, body: dict[str, Any]) -> None:
+        headers = {"Content-Type": "application/json"}
+        self._call("POST", path, json.dumps(body).encode(), headers, version="")
 
     def embeddings(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the answer of /v1/embeddings to a body."""
@@ -152,8 +183,9 @@ class ServerApi:
         path: str,
         body: bytes | Iterator[bytes] | None = None,
         headers: dict[str, str] | None = None,
+        version: str = VERSION,
     ) -> dict[str, Any]:
-        with self.call(method, path, body, headers) as response:
+        with self.call(method, path, body, headers, version) as response:
             answer: dict[str, Any] = json.loads(response.read())
             return answer
 
@@ -163,8 +195,9 @@ class ServerApi:
         path: str,
         body: bytes | Iterator[bytes] | None = None,
         headers: dict[str, str] | None = None,
+        version: str = VERSION,
     ) -> "ServerCall":
-        """Return a request, which is sent when its `with` block begins. path: below /v1."""
+        """Return a request, which is sent when its `with` block begins. path: below `version`."""
         if self._is_tls:
             context = ssl.create_default_context()
             connection: http.client.HTTPConnection = http.client.HTTPSConnection(
@@ -172,7 +205,7 @@ class ServerApi:
             )
         else:
             connection = http.client.HTTPConnection(self._address, timeout=TIMEOUT_S)
-        request = (method, self._prefix + path, body, self._headers | (headers or {}))
+        request = (method, self._root + version + path, body, self._headers | (headers or {}))
         return ServerCall(connection, request)
 
 
@@ -233,9 +266,13 @@ class GatewayClient:
         url: of the server.
         key: API key, or "".
         on_reasoning: called with each piece of a reasoning, which is no part of the answer.
+        model: name or alias of one of its models; "": the first one.
     """
 
-    def __init__(self, url: str, key: str, on_reasoning: Callable[[str], None]) -> None:
+    def __init__(
+        self, url: str, key: str, on_reasoning: Callable[[str], None], model: str = ""
+    ) -> None:
+        self._model = model
         self._api = ServerApi(url, key)
         self._on_reasoning = on_reasoning
         self._card: dict[str, Any] | None = None
@@ -249,7 +286,7 @@ class GatewayClient:
     def info(self) -> dict[str, Any]:
         """Return the name of the served model, and whether it takes chats."""
         if self._card is None:
-            self._card = self._api.models()[0]
+            self._card = self._api.model(self._model) if self._model else self._api.models()[0]
         capabilities = self._card.get("capabilities") or {}
         return {"model": self._card["id"], "chat": capabilities.get("chat", True)}
 
@@ -261,6 +298,7 @@ class GatewayClient:
             ServerUnreachable: no server answers.
         """
         body: dict[str, Any] = {
+            **({"model": self._model} if self._model else {}),
             "input": texts,
             "encoding_format": "base64",
             "dimensions": pooling.dimensions,
@@ -280,7 +318,7 @@ class GatewayClient:
             CallRefused: the server refuses the request for another reason.
             ServerUnreachable: no server answers, or the connection broke.
         """
-        model, is_chat = self.info()["model"], not isinstance(prompt, str)
+        model, is_chat = self._model or self.info()["model"], not isinstance(prompt, str)
         path = "/chat/completions" if is_chat else "/completions"
         body = {
             "model": model,

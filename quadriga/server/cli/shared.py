@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from quadriga.client.types import Completion
@@ -11,19 +12,32 @@ from quadriga.server.cli.server_api import DEFAULT_URL
 from quadriga.wire.client import DEFAULT_ENDPOINT
 
 
-def add_server(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the connection."""
+def add_server(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """Add the flags of the connection. default: of each flag, in place of its own."""
     group = parser.add_argument_group("the server")
     group.add_argument(
         "--endpoint",
-        default=DEFAULT_ENDPOINT,
+        default=default or DEFAULT_ENDPOINT,
         metavar="ADDRESS",
         help="tcp://HOST:PORT of its ZeroMQ socket, or its web address http(s)://HOST:PORT"
         f" (default: {DEFAULT_ENDPOINT})",
     )
-    add_api_key(group, "with a web address, if the server needs a key")
+    add_api_key(group, "with a web address, if the server needs a key", default)
     group.add_argument(
-        "--curve-dir", metavar="DIR", help="with tcp://: this client's keys, if it needs one"
+        "--curve-dir",
+        default=default,
+        metavar="DIR",
+        help="with tcp://: this client's keys, if it needs one",
+    )
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that chooses one of a server's models."""
+    parser.add_argument(
+        "--model",
+        default="",
+        metavar="NAME",
+        help="name or alias, of a server with several models (default: its first one)",
     )
 
 
@@ -33,11 +47,17 @@ def add_url(parser: argparse.ArgumentParser) -> None:
     add_api_key(parser, "if the server needs one")
 
 
-def add_api_key(parser: Any, when: str) -> None:
-    """Add --api-key to a parser, or to a group of one. when: when it is needed."""
+def add_api_key(parser: Any, when: str, default: str | None = None) -> None:
+    """Add --api-key to a parser, or to a group of one.
+
+    Args:
+        parser: the parser, or the group.
+        when: when the key is needed.
+        default: the default; None: that of the environment.
+    """
     parser.add_argument(
         "--api-key",
-        default=os.environ.get("QUADRIGA_API_KEY", "").partition(",")[0].strip(),
+        default=default or os.environ.get("QUADRIGA_API_KEY", "").partition(",")[0].strip(),
         metavar="KEY",
         help=f"{when} (default: the environment variable QUADRIGA_API_KEY)",
     )
@@ -75,6 +95,14 @@ def sampling(arguments: argparse.Namespace) -> SamplingParams:
 
 
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
+
+
+def print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    """Print rows of equally many cells in columns."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
 
 
 def note(text: str) -> None:

@@ -14,7 +14,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -43,6 +43,7 @@ BLOCK = "■"
 MIN_LANE = 10
 BAR_WIDTH = 24
 NUM_EVENTS = 5
+MAX_MODEL_LINES = 3
 ID_CHARS = 12
 COLUMNS = f"{'REQUEST':<{ID_CHARS}} {'PROMPT':>7} {'CACHED':>7} {'OUT':>6} {'AGE':>7}  {'DOES':<17}"
 MEBIBYTE = 1 << 20
@@ -66,7 +67,12 @@ class Style:
 
 def screen(picture: Picture, endpoint: str, style: Style, is_paused: bool = False) -> list[str]:
     """Return the lines, at most `style.height` of them."""
-    head = [*_gauges(picture, endpoint, style, is_paused), *_processes(picture, style), ""]
+    head = [
+        *_gauges(picture, endpoint, style, is_paused),
+        *_models(picture, style),
+        *_processes(picture, style),
+        "",
+    ]
     events = _events(picture, style)
     room = max(3, style.height - len(head) - len(events) - 1)
     return (head + _requests(picture, style, room) + events)[: style.height]
@@ -102,16 +108,33 @@ def _bar(held: float, cached: float, style: Style) -> str:
     return style.paint("█" * num_held, 35) + style.paint("▒" * num_cached, 75) + free
 
 
+def _models(picture: Picture, style: Style) -> list[str]:
+    """Return which models have a worker; no line for a server with one model."""
+    states = {True: "loaded", False: "unloaded"}
+    models = [f"{name} {states[has_worker]}" for name, has_worker in picture.models.items()]
+    if not models:
+        return []
+    models[0] = f"models: {models[0]}"
+    return _wrapped(models, style)[:MAX_MODEL_LINES]
+
+
 def _processes(picture: Picture, style: Style) -> list[str]:
-    parts, line = [], ""
+    parts = []
     for row in picture.processes.values():
         share = "  …" if row.cpu_share is None else f"{100 * row.cpu_share:3.0f}"
-        part = f"{row.about.name} {share} % {row.about.resident_bytes / MEBIBYTE:.0f} MiB"
+        parts.append(f"{row.about.name} {share} % {row.about.resident_bytes / MEBIBYTE:.0f} MiB")
+    return _wrapped(parts, style)
+
+
+def _wrapped(parts: Sequence[str], style: Style) -> list[str]:
+    """Return lines of parts with dots between them."""
+    lines, line = [], ""
+    for part in parts:
         if line and len(line) + 3 + len(part) > style.width:
-            parts.append(line)
+            lines.append(line)
             line = ""
         line = f"{line} · {part}" if line else part
-    return [*parts, line] if line else []
+    return [*lines, line] if line else []
 
 
 # --- requests and events --------------------------------------------------------------------------

@@ -2,12 +2,15 @@
 
 import asyncio
 import builtins
+import json
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from http_proc.apis.model_states import MODEL_STATES, ModelStates, set_states
+from http_proc.core.gateway import Gateway
 from quadriga.client import Client
 from quadriga.errors import PromptTooLong, QuadrigaError, RequestFailed
 from quadriga.sampling.params import SamplingParams
@@ -171,3 +174,86 @@ def test_without_a_zeromq_socket_the_web_address_is_named(
     monkeypatch.setattr(chat, "Client", lambda *_, **__: nowhere)
     assert main(["ask", "Hi"]) == EXIT_FAILED
     assert "try --endpoint http://127.0.0.1:8000 --api-key KEY" in capsys.readouterr().err
+
+
+def of_several(test: Callable[[Command, Gateway], None]) -> dict[str, ScriptedRing]:
+    """Run a test at a gateway of models a and b, which do what they are asked for."""
+    rings = {
+        "a": ScriptedRing(["from a"], open_requests=0),
+        "b gpt-4o": ScriptedRing(["from b"], open_requests=0),
+    }
+
+    async def at_gateway() -> None:
+        async with gateway_before(rings) as (url, gateway):
+            loop = asyncio.get_running_loop()
+
+            def wish(name: str, loaded: bool) -> None:
+                state = "loaded" if loaded else "unloaded"
+                loads = json.dumps({name: {"state": state}})
+                loop.call_later(0.3, set_states, gateway, loads)
+
+            gateway[MODEL_STATES] = ModelStates(wish)
+
+            def quadriga(command: str, *arguments: str) -> int:
+                return main([command, *arguments, "--endpoint", url])
+
+            await asyncio.to_thread(test, quadriga, gateway)
+
+    asyncio.run(asyncio.wait_for(at_gateway(), 60))
+    return rings
+
+
+def test_models_of_a_server_are_listed_loaded_and_unloaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def test(quadriga: Command, gateway: Gateway) -> None:
+        def shown(*arguments: str) -> list[str]:
+            assert quadriga("models", *arguments) == EXIT_OK
+            return capsys.readouterr().out.splitlines()
+
+        listed = ["name  state   aliases", "a     loaded", "b     loaded  gpt-4o"]
+        assert shown("list") == listed
+        assert shown("unload", "gpt-4o") == ["gpt-4o is unloaded"]
+        assert shown("list")[2] == "b     unloaded  gpt-4o"
+        assert json.loads("".join(shown("load", "b", "--json"))) == {"id": "b", "state": "loaded"}
+        assert shown("list") == listed
+        assert shown("load", "a") == ["a is loaded"]  # it is already
+        assert [row.split()[0] for row in shown()[-2:]] == ["a", "b"]
+        assert quadriga("models", "load", "c") == EXIT_FAILED
+        assert "model 'c' is not served there: use one of 'a', 'b'" in capsys.readouterr().err
+        next(iter(gateway.models)).client.facts["open_requests"] = 3  # type: ignore[attr-defined]
+        assert quadriga("models", "unload", "a", "--wait", "0.3") == EXIT_FAILED
+        assert "409 for /models/unload" in capsys.readouterr().err
+
+    of_several(test)
+    assert main(["models", "list", "--endpoint", "tcp://127.0.0.1:1"]) == EXIT_FAILED
+    assert "give the web address" in capsys.readouterr().err
+
+
+def test_ask_takes_the_model_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def test(quadriga: Command, _: Gateway) -> None:
+        for name in ("b", "gpt-4o"):
+            assert quadriga("ask", "--model", name, "Rain?") == EXIT_OK
+            assert capsys.readouterr().out == "from b\n"
+        assert quadriga("ask", "Rain?") == EXIT_OK
+        assert capsys.readouterr().out == "from a\n"
+        assert quadriga("ask", "--model", "c", "Rain?") == EXIT_FAILED
+        assert "use 'a' or 'b'" in capsys.readouterr().err
+
+    rings = of_several(test)
+    assert [len(ring.submitted) for ring in rings.values()] == [1, 2]
+
+
+@pytest.mark.parametrize("command", ["ask", "chat"])
+def test_a_model_is_chosen_at_a_zeromq_socket(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def client(endpoint: str, *, curve_dir: str | None, model: str) -> None:
+        asked.append(model)
+        raise RequestFailed("enough")
+
+    monkeypatch.setattr(chat, "Client", client)
+    assert main([command, "--model", "b", *(["Hi"] if command == "ask" else [])]) == EXIT_FAILED
+    assert asked == ["b"]

@@ -93,6 +93,15 @@ def test_a_process_that_is_replaced_is_an_event_and_cpu_time_becomes_a_share() -
     ]
 
 
+def test_the_models_of_a_server_with_several_are_loaded_where_a_worker_runs() -> None:
+    names = ["scheduler_proc@chat", "worker_proc/1@chat", "scheduler_proc@coder", "http_proc"]
+    processes = [LiveProcess(name, pid, 1.0, 1, 1.0) for pid, name in enumerate(names)]
+    lines = screen(picture_of(make_step(0), server(1.0, *processes)), "tcp://x", PLAIN)
+    assert "models: chat loaded · coder unloaded" in lines
+    lines = screen(picture_of(make_step(0), server(1.0, process(1.0))), "tcp://x", PLAIN)
+    assert not any("models:" in line for line in lines)
+
+
 def test_rates_are_those_of_the_last_seconds() -> None:
     picture = Picture()
     for number in range(20):
