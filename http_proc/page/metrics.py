@@ -30,6 +30,8 @@ from http_proc.web import exchange, stream_rows
 from http_proc.web.resumable import STREAM_ROWS, STREAMS, StreamTable
 from quadriga.errors import NonFiniteLogits, QuadrigaError
 from quadriga.server.histogram import buckets
+from quadriga.server.model_list import ModelLoad
+from quadriga.server.processes.model_turns import ModelState
 
 PREFIX = "quadriga:"
 # The process of a server that belongs to all of its models.
@@ -299,6 +301,17 @@ def of_gateway(
     yield make.counter("http_connections_refused", text, http.num_refused_connections)
 
 
+def of_load(make: Families, load: ModelLoad) -> Iterator[Metric]:
+    """Yield what says whether a model is loaded."""
+    states = {state.value: float(state.value == load.state) for state in ModelState}
+    text = "1 for the state of the model, 0 for the others"
+    yield make.labeled("model_state", text, "state", states, GaugeMetricFamily)
+    text = "Number of times that the model was loaded"
+    yield make.counter("model_loads", text, load.num_loads)
+    text = "Number of times that the model was unloaded, also for the turn of another one"
+    yield make.counter("model_unloads", text, load.num_unloads)
+
+
 class Collector(Families):
     """One sample of the metrics of a model: of its ring, and of its answers by HTTP.
 
@@ -535,6 +548,7 @@ async def metrics(request: web.Request) -> web.Response:
     return _exposed(
         chain(
             chain.from_iterable(ring.collect() for ring in rings),
+            chain.from_iterable(of_load(Families(model.name), model.load) for model in models),
             of_gateway(default, gateway.metrics, pids, has_failed),
             of_batches(make, gateway[BATCHES]),
             of_responses(make, gateway.get(RESPONSE_STORE)),

@@ -40,12 +40,15 @@ class ModelLoad(msgspec.Struct, frozen=True):
         num_bytes: memory of its workers: measured, or before they were ever loaded estimated.
         idle_s: seconds without a request after which it is unloaded; None: never.
         used_at: time.monotonic() of its last use. While it has requests, that is now.
+        num_loads, num_unloads: how often it was loaded and unloaded.
     """
 
     state: str
     num_bytes: int = 0
     idle_s: float | None = None
     used_at: float = 0.0
+    num_loads: int = 0
+    num_unloads: int = 0
 
 
 def read_models(path: Path) -> list[ModelEntry]:

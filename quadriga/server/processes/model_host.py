@@ -238,6 +238,8 @@ class ModelHost:
                 use.num_bytes,
                 None if math.isinf(use.idle_s) else use.idle_s,
                 use.used_at,
+                use.num_loads,
+                use.num_unloads,
             )
             for name, use in self._turns.models.items()
         }

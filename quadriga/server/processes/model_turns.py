@@ -47,6 +47,7 @@ class ModelUse:
         changed_at: time of the last change of its state.
         used_at: last time at which it had open requests, or was loaded.
         load_s: seconds of its last load.
+        num_loads, num_unloads: how often it was loaded and unloaded.
     """
 
     num_bytes: int
@@ -60,6 +61,8 @@ class ModelUse:
     changed_at: float = 0.0
     used_at: float = 0.0
     load_s: float = EXPECTED_LOAD_S
+    num_loads: int = 0
+    num_unloads: int = 0
 
     @property
     def takes_memory(self) -> bool:
@@ -133,10 +136,13 @@ class ModelTurns:
         if state is ModelState.LOADED:
             if model.state is ModelState.LOADING:
                 model.load_s = now - model.changed_at
+                model.num_loads += 1
             model.is_wanted = False
             model.used_at = now
         if state is ModelState.FAILED:
             model.is_wanted = False
+        if state is ModelState.UNLOADED and model.takes_memory:
+            model.num_unloads += 1
         if state is ModelState.UNLOADED and not model.num_open:
             model.keep_alive_s = None
         model.state, model.changed_at = state, now

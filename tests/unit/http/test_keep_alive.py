@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 import time
 from datetime import datetime
 from typing import Any
@@ -15,6 +16,7 @@ from http_proc.core.errors import ApiError
 from http_proc.core.gateway import Gateway
 from quadriga.clock import now
 from tests.unit.http.calls import Answer, key_file, send
+from tests.unit.http.server_info import info_of
 from tests.unit.scripted_ring import ScriptedRing, gateway_before
 from tests.unit.vector_ring import VectorRing
 
@@ -169,3 +171,16 @@ async def test_the_only_model_of_a_server_has_a_state_too() -> None:
         Launcher(gateway).says(**{"": {"state": "unloaded"}})
         assert (await send(gateway, "/models")).body["data"][0]["status"]["value"] == "unloaded"
         assert (await send(gateway, "/api/ps")).body["models"] == []
+
+
+async def test_the_metrics_have_the_state_of_each_model_and_count_its_loads() -> None:
+    rings = {name: ScriptedRing([], **info_of()) for name in "ab"}
+    async with gateway_before(rings) as (_, gateway):
+        Launcher(gateway).says(b={"state": "unloaded", "num_loads": 3, "num_unloads": 2})
+        text = (await send(gateway, "/metrics")).text
+    states = re.findall(r'^quadriga:model_state\{model_name="b",state="(.*)"\} 1.0', text, re.M)
+    assert states == ["unloaded"]
+    assert 'quadriga:model_state{model_name="a",state="loaded"} 1.0' in text
+    assert 'quadriga:model_state{model_name="b",state="failed"} 0.0' in text
+    assert 'quadriga:model_loads_total{model_name="b"} 3.0' in text
+    assert 'quadriga:model_unloads_total{model_name="b"} 2.0' in text

@@ -21,10 +21,12 @@ from http_proc.page.metrics import (
     merged,
     of_batches,
     of_gateway,
+    of_load,
     of_responses,
     of_streams,
     of_traces,
 )
+from quadriga.server.model_list import ModelLoad
 from tests.unit.http.server_info import info_of
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
@@ -86,6 +88,7 @@ def families() -> Iterator[Metric]:
     exporter = {key: 1 for key, _ in TRACE_COUNTERS.values()}
     return chain(
         Collector("m", whole_info(), 1, AnswerMetrics()).collect(),
+        of_load(make, ModelLoad("loaded")),
         of_gateway("m", http, {}, key_file_failed=True),
         of_batches(make, batches),
         of_responses(make, store),

@@ -185,6 +185,7 @@ def test_a_client_keeps_a_model_for_longer_or_has_it_unloaded_until_it_is_unload
     turns.want("a", one.now)  # what the client has asked for is over
     one.run(126)
     assert one.loaded == {"a"} and turns.models["a"].idle_s == 5.0
+    assert (turns.models["a"].num_loads, turns.models["a"].num_unloads) == (2, 1)
     turns.on_open("a", 1, one.now)
     turns.keep("a", 0.0, one.now)
     one.run(130)
