@@ -779,7 +779,7 @@ MESSAGES = [
 
 OLLAMA = [
     _get("ollama/tags", "/api/tags"),
-    _get("ollama/ps", "/api/ps"),
+    _get("ollama/ps", "/api/ps", vary=(r'"size":(\d+)',)),
     _get("ollama/version", "/api/version"),
     Call("ollama/show", "POST /api/show", {"model": "tiny:latest"}),
     Call("ollama/show_name", "POST /api/show", {"name": "tiny"}),
