@@ -126,7 +126,7 @@ class Launcher:
             event = self._processes.next_event(timeout)
             match event:
                 case Death():
-                    if not self._processes.restart(event):
+                    if not self._processes.survives_start(event):
                         return self._fail_start(event.start_error, event.error_code)
                 case SupervisorEvent.STOP:
                     if not self._owner.is_gone:
@@ -138,6 +138,7 @@ class Launcher:
                         f" {self._config.launch.start_timeout:g} s; raise --start-timeout"
                     )
         line.close()
+        self._processes.host.begin_to_serve(self._config.launch.start_timeout)
         if self._owner:
             self._owner.report_ready(self._public_endpoint)
         else:

@@ -166,7 +166,7 @@ class Commands:
                 case control_channel.Command.FAIL_ALL:
                     self._scheduler.fail_all(RequestFailed(reason))
                 case control_channel.Command.PAUSE:
-                    self._scheduler.pause()
+                    self._scheduler.pause(int(reason))
                     self._is_pausing = True
 
     def report(self) -> None:
@@ -174,7 +174,8 @@ class Commands:
         if self._is_pausing and self._scheduler.has_paused:
             self._is_pausing = False
             number = self._child.replica.number
-            self._child.control.report("replica", replica=number, state="paused")
+            count = str(self._scheduler.num_new_tokens)
+            self._child.control.report("replica", replica=number, state="paused", argument=count)
 
 
 def _add_observers(child: Child, lifecycle: RequestLifecycle) -> UsageLog | None:

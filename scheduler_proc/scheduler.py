@@ -83,13 +83,20 @@ class Scheduler:
         self.stopped = False
         self._pause = Pause.NONE
         self._pause_ends_at = math.inf
+        self._paused_at = 0
+        self._num_at_start = 0  # _num_computed when the worker began
 
-    def pause(self) -> None:
+    def pause(self, paused_at: int) -> None:
         """Send no further plan until a new worker is ready: this one is about to end.
 
         Once no step is in flight, running requests give their pages to the prefix tree, and the
         worker stores those for which it has a tier.
+
+        Args:
+            paused_at: a worker is new if it was started later, as in WorkerReady. The one that is
+                about to end may still say that it is ready, for example to a new scheduler.
         """
+        self._paused_at = paused_at
         if self._pause is Pause.NONE:
             self._pause = Pause.AFTER_STEPS
 
@@ -109,6 +116,19 @@ class Scheduler:
             self._pause, self._pause_ends_at = Pause.STORING, now + STORE_TIMEOUT_S
         if self._pause is Pause.STORING and not (offload.is_storing and now < self._pause_ends_at):
             self._pause, self._pause_ends_at = Pause.COMPLETE, math.inf
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Number of tokens that the worker has given, with those of prompts that it has finished.
+
+        Of what it has computed nothing else is left when it ends without tiers.
+        """
+        return self._num_computed - self._num_at_start
+
+    @property
+    def _num_computed(self) -> int:
+        stats = self.lifecycle.stats
+        return stats.generation_tokens + stats.prompt_tokens
 
     def fail_all(self, error: QuadrigaError) -> None:
         """End every open request with an error."""
@@ -227,8 +247,11 @@ class Scheduler:
     def _on_worker_ready(self, ready: to_worker.WorkerReady) -> None:
         """Start with a new worker, the first one or a later one: give it every request."""
         poison = record_worker_crash(self.pipeline.reset(ready.session, self._clock()))
-        self._worker_ready = ready
-        self._pause, self._pause_ends_at = Pause.NONE, math.inf
+        self._worker_ready, self._num_at_start = ready, self._num_computed
+        self._pause_ends_at = math.inf
+        if self._pause is not Pause.NONE:
+            is_new = ready.started_at > self._paused_at
+            self._pause = Pause.NONE if is_new else Pause.AFTER_STEPS
         self._journal.set_kernels(ready.kernels)
         self.lifecycle.tracer.on_worker_ready()
         self.lifecycle.restart_all(ready, poison)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from worker_proc.kv_tiers.page_mover import PageMover
     from worker_proc.step.runner import Runner
 
+# In ns of the system's monotonic clock, as in WorkerReady.
+STARTED_AT = time.monotonic_ns()
 # How often an OpenMP thread on a CPU polls for its team before it sleeps. libgomp's own 300,000 let
 # a decode step on two cores take 1 s instead of 20 ms when another process keeps one of them busy,
 # as a polling thread keeps the one that it waits for from running; with 3000 it takes 60 ms then,
@@ -196,6 +198,7 @@ def start(
         cuda_graph=runner.engine.has_graphs,
         draft_costs=draft_costs or [],
         is_encoder=not runner.engine.has_head,
+        started_at=STARTED_AT,
     )
     ready = _begin_session(ready, mover)
     child.ready(

@@ -247,6 +247,7 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
         is_encoder: every row has a vector, and is computed whole: no page has a past to share.
         draft_costs: measured where steps draft guesses, by ascending numbers of rows; empty:
             guesses take no steps of their own.
+        started_at: when the process began, in ns of the system's monotonic clock.
     """
 
     num_pages: int
@@ -265,6 +266,7 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     kernels: str = ""
     draft_costs: list[DraftCost] = []
     is_encoder: bool = False
+    started_at: int = 0
 
 
 class GrammarReady(msgspec.Struct, tag="grammar", array_like=True, frozen=True):

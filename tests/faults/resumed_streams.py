@@ -61,6 +61,7 @@ class ResumedStreams:
     Args:
         url: of the gateway, or of a proxy before it.
         timeout_s: a stream that takes longer counts as lost.
+        model: name of the model; "": the only one.
 
     Attributes:
         started: set when each stream has an event.
@@ -68,8 +69,11 @@ class ResumedStreams:
         num_resumed: connections beside the first of each stream.
     """
 
-    def __init__(self, url: str, timeout_s: float, num_streams: int = STREAMS) -> None:
+    def __init__(
+        self, url: str, timeout_s: float, num_streams: int = STREAMS, model: str = ""
+    ) -> None:
         self._url = url
+        self._model = {"model": model} if model else {}
         self._timeout_s = timeout_s
         self._num_streams = num_streams
         self._run = uuid.uuid4().hex[:8]
@@ -113,6 +117,7 @@ class ResumedStreams:
     async def _read(self, session: aiohttp.ClientSession, number: int, events: list[bytes]) -> None:
         """Read the rest of a stream, as far as the connection goes."""
         path, body = request_of(number)
+        body |= self._model
         name = f"{self._run}-{number}"
         headers = {"X-Request-Id": name, "Last-Event-ID": str(len(events))}
         in_background = "background" in body

@@ -4,11 +4,8 @@ import asyncio
 import json
 import os
 import signal
-import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,76 +13,18 @@ import aiohttp
 import pytest
 
 from bench.client.server import free_port
-from quadriga import AsyncClient, Client, SamplingParams
+from quadriga import AsyncClient, Client
 from quadriga.errors import InvalidRequest, ServerFailed
 from tests.server import Server, running_server
+from tests.two_models import FLAGS, GREEDY, NUM_TOKENS, PROMPT, TwoModels, two_models
 from tests.waiting import wait_until
 
-FLAGS = ["--dtype", "float32", "--worker-threads", "1", "--max-total-tokens", "4096"]
-PROMPT = [5, 6, 7]
-NUM_TOKENS = 120
-GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 RING = ("worker_proc", "scheduler_proc", "detok_proc", "tokenizer_proc")
-
-
-class TwoModels:
-    """A server of the tiny Llama as `first`, and of the tiny GPT-2 as `second`."""
-
-    def __init__(self, server: Server, port: int) -> None:
-        self.server = server
-        self.url = f"http://127.0.0.1:{port}"
-
-    def client(self, model: str = "") -> Client:
-        return Client(self.server.endpoint, model=model)
-
-    def states(self) -> dict[str, str]:
-        with urllib.request.urlopen(f"{self.url}/models", timeout=30) as answer:
-            return {model["id"]: model["status"]["value"] for model in json.load(answer)["data"]}
-
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        request = urllib.request.Request(
-            f"{self.url}{path}",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.load(answer)
-
-    def complete(self, **fields: Any) -> Any:
-        """Return the answer of /v1/completions, or the body of its error."""
-        body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **fields}
-        try:
-            return self.post("/v1/completions", body)
-        except urllib.error.HTTPError as error:
-            return json.load(error)
-
-    def get(self, path: str) -> Any:
-        """Return the JSON of an address of the gateway."""
-        with urllib.request.urlopen(f"{self.url}{path}", timeout=30) as answer:
-            return json.load(answer)
 
 
 def generate_forever(client: Client) -> None:
     while True:
         client.generate(PROMPT, GREEDY)
-
-
-@contextmanager
-def two_models(
-    llama: Path, gpt2: Path, *flags: str, second: dict[str, Any] | None = None
-) -> Iterator[TwoModels]:
-    port = free_port()
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        models = {
-            "first": {"model": str(llama), "aliases": ["gpt-4o"]},
-            "second": {"model": str(gpt2), "max-batch-size": 4, **(second or {})},
-        }
-        (directory / "models.yaml").write_text(json.dumps(models))
-        named = ["--models", str(directory / "models.yaml"), "--port", str(port)]
-        endpoint = f"ipc://{directory}/zmq"
-        with running_server(directory / "log", *named, *FLAGS, *flags, endpoint=endpoint) as server:
-            yield TwoModels(server, port)
 
 
 @pytest.fixture(scope="module")

@@ -460,20 +460,23 @@ class World:
         self._acknowledge()
         self._check()
 
-    def restart_worker(self) -> None:
-        """Crash the worker and start another one."""
+    def restart_worker(self, started_at: int | None = None) -> None:
+        """Crash the worker and start another one; started_at: as in WorkerReady."""
         self.num_crashes += 1
         late_result = self.worker.run_one() if self.num_crashes % 2 else None
         self.worker.restart()
         ready = msgspec.structs.replace(
-            self._ready, session=self.worker.session, stored=self.worker.stored_names()
+            self._ready,
+            session=self.worker.session,
+            stored=self.worker.stored_names(),
+            started_at=self.worker.session if started_at is None else started_at,
         )
         self.schedule([], [ready] if late_result is None else [ready, late_result])
         self._check()
 
     def suspend_worker(self) -> None:
         """End the worker once the scheduler has paused, and start another one."""
-        self.scheduler.pause()
+        self.scheduler.pause(self.worker.session)
         self.schedule()
         while not self.scheduler.has_paused:
             if not self.step():

@@ -346,6 +346,7 @@ class RequestIntake:
 
     def _stop_awaiting_clients(self) -> None:
         self._awaits_clients = False
+        self._open.on_change()  # the launcher has the number of the frontend before
         self._drain_if_idle()
 
     def _drain_if_idle(self) -> None:

@@ -29,14 +29,17 @@ class LoadReport:
     """Reports the number of open requests when it has changed: the first at once, others later.
 
     Args:
+        last: what was reported last; -1: an earlier frontend has reported, what is not known.
         num_open: returns the number of open requests.
         report: called with the number.
     """
 
-    def __init__(self, num_open: Callable[[], int], report: Callable[[int], None]) -> None:
+    def __init__(
+        self, num_open: Callable[[], int], report: Callable[[int], None], last: int = 0
+    ) -> None:
         self._num_open = num_open
         self._report = report
-        self._last = 0
+        self._last = last
         self._timer: asyncio.TimerHandle | None = None
 
     def on_change(self) -> None:
@@ -237,5 +240,6 @@ def _make_replicas(child: Child) -> Replicas:
     replicas = Replicas(count, router, block_tokens, on_recalled, lists_replicas=args.survives_loss)
     if args.follows_load or not args.in_cluster:
         requests = replicas.requests
-        requests.on_change = LoadReport(lambda: len(requests), report_load).on_change
+        last = -1 if child.is_restart else 0
+        requests.on_change = LoadReport(lambda: len(requests), report_load, last).on_change
     return replicas

@@ -56,8 +56,8 @@ class ReplicaChange(NamedTuple):
         state: `recalled` (it has no requests any more), or of a cluster `joined`, `died` and
             `restarted` (one of its processes), `lost`, `leaving` (its requests have to move),
             `left`; of a scheduler `paused`. Of no replica: `load`.
-        argument: what belongs to it: addresses, the name of the process, the reason, or the number
-            of open requests.
+        argument: what belongs to it: addresses, the name of the process, the reason, the number of
+            open requests, or of a paused scheduler that of the tokens since its worker was ready.
         model: as in ProcessName, of the process that reports it.
     """
 

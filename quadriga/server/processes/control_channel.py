@@ -87,8 +87,8 @@ class Command(enum.Enum):
         LEFT: the replica of the argument's number has left; its processes have ended.
         REMOVE: end the replica of the argument's number, whose requests have moved.
         LOAD: the argument is the number of open requests.
-        PAUSE: let the steps in flight end, send none until a new worker is ready, and report
-            `paused`.
+        PAUSE: let the steps in flight end, report `paused`, and send none until a worker is ready
+            that was started after the argument, in ns of the system's monotonic clock.
         FAIL_ALL: end every open request with the argument as the error, and go on.
         MODELS: the argument is a map of models to their states, as JSON.
         RELOAD: restart the worker, of the replica of the argument's number where there are several.

@@ -22,11 +22,9 @@ from quadriga.server.processes.model_processes import ModelPlan, ModelProcesses
 from quadriga.server.processes.model_turns import FAILED_FOR_S, ModelState, ModelTurns
 
 MEGABYTE = 1_000_000
-# A scheduler answers within a step; one that does not answer for so long is not waited for.
-PAUSE_TIMEOUT_S = 30.0
-
-
 GIB = 1 << 30
+# Between two measurements of a model's memory, which take the kernel some ms for each GiB.
+MEASURE_INTERVAL_S = 1.0
 # Of a worker beside its weights and its KV pool.
 PROCESS_BYTES = 200 * MEGABYTE
 
@@ -56,7 +54,8 @@ def with_preloads(
         budget: as of ModelTurns.
 
     Raises:
-        ConfigError: a model does not fit, or those that are to be loaded do not fit together.
+        ConfigError: a model does not fit beside what is never unloaded, or the models that are to
+            be loaded do not fit together.
     """
     if budget is None:
         return [
@@ -64,11 +63,14 @@ def with_preloads(
             for plan, want in zip(plans, wanted, strict=True)
         ]
     for plan in plans:
-        if plan.num_bytes > budget:
+        pinned = [other for other in plans if other.is_pinned and other is not plan]
+        if plan.num_bytes + sum(other.num_bytes for other in pinned) > budget:
+            names = [other.config.model.shown_name for other in pinned]
+            beside = f" beside {', '.join(names)}, never unloaded," if pinned else ""
             raise ConfigError(
                 f"--model-memory is {budget / GIB:.2f} GiB, and {plan.config.model.shown_name}"
-                f" needs about {plan.num_bytes / GIB:.2f}: raise it, or bound the model's KV pool"
-                " with --max-total-tokens or --mem-fraction-static"
+                f" needs about {plan.num_bytes / GIB:.2f}{beside}: raise it, or bound the model's"
+                " KV pool with --max-total-tokens or --mem-fraction-static"
             )
     used = sum(plan.num_bytes for plan, want in zip(plans, wanted, strict=True) if want)
     if used > budget:
@@ -90,6 +92,9 @@ def with_preloads(
 class ModelHost:
     """Carries out what ModelTurns decides.
 
+    The states of the processes are looked at again before each decision, so that it does not matter
+    in which order they die, are restarted and answer.
+
     Args:
         models: the processes of each model.
         turns: decides; its models are called as those of `models`.
@@ -108,12 +113,26 @@ class ModelHost:
         self._turns = turns
         self._notify = notify
         self._clock = clock
-        self._pausing: set[str] = set()  # schedulers of the model that is unloaded
+        # By model that is unloaded: the schedulers that may have steps in flight.
+        self._pausing: dict[str, set[str]] = {}
+        self._measured_at = -MEASURE_INTERVAL_S
+        # None: the server starts, which has a bound of its own, and lines of its own.
+        self._load_timeout_s: float | None = None
+
+    def begin_to_serve(self, load_timeout_s: float) -> None:
+        """Bound each load from now on, and log it.
+
+        Args:
+            load_timeout_s: seconds after which a load has failed.
+        """
+        self._load_timeout_s = load_timeout_s
 
     # --- what happens -----------------------------------------------------------------------------
 
     def on_open(self, name: str, num_open: int) -> None:
         """Take in the number of a model's open requests."""
+        if name not in self._models:
+            return
         use = self._turns.models[name]
         becomes_idle = use.num_open and not num_open
         self._turns.on_open(name, num_open, self._clock())
@@ -121,20 +140,21 @@ class ModelHost:
             self._notify(self.states)
 
     def on_ready(self, name: str) -> None:
-        """Take in that a process of a model is ready: a worker, or a scheduler."""
-        model = self._models[name]
-        state = self._state(name)
-        if state is ModelState.LOADING and all(worker.is_ready for worker in model.workers):
-            self._measure(name)
-            self._change(name, ModelState.LOADED)
-        elif state is ModelState.UNLOADING:  # a scheduler was restarted meanwhile
-            self._pause(model)
+        """Take in that a process of a model is ready, perhaps a new scheduler, to be paused too."""
+        if name in self._models and self._state(name) is ModelState.UNLOADING:
+            self._pause(self._models[name])
 
-    def on_paused(self, name: str, scheduler: str) -> None:
-        """Take in that a scheduler has no step in flight, and sends none."""
-        self._pausing.discard(scheduler)
-        if self._state(name) is ModelState.UNLOADING and not self._pausing:
-            self._end_workers(self._models[name])
+    def on_paused(self, name: str, scheduler: str, num_tokens: int) -> None:
+        """Take in that a scheduler has no step in flight, and sends none.
+
+        Args:
+            name: the model.
+            scheduler: name of the process.
+            num_tokens: number of tokens that its worker gave.
+        """
+        if name in self._models:
+            self._pausing.get(name, set()).discard(scheduler)
+            self._turns.on_turn_over(name, num_tokens)
 
     def on_load_failed(self, name: str, reason: str) -> bool:
         """End the requests of a model whose worker could not start.
@@ -142,7 +162,7 @@ class ModelHost:
         Returns:
             False if it was not being loaded for requests: then this is the death of a worker.
         """
-        if self._state(name) is not ModelState.LOADING:
+        if name not in self._models or self._state(name) is not ModelState.LOADING:
             return False
         model = self._models[name]
         model.end_workers()
@@ -156,12 +176,19 @@ class ModelHost:
             scheduler.send(Command.FAIL_ALL, f"model {name} could not be loaded: {reason}")
         return True
 
-    def on_worker_death(self, name: str) -> bool:
-        """End the other workers of a model that is unloaded; return False if it is not."""
-        if self._state(name) is not ModelState.UNLOADING:
-            return False
-        self._end_workers(self._models[name])
-        return True
+    def is_unloading(self, name: str) -> bool:
+        """Return whether the workers of a model are about to be ended, so that each may die."""
+        return name in self._models and self._state(name) is ModelState.UNLOADING
+
+    def forget(self, name: str) -> None:
+        """Leave a model alone, whose processes have ended for good."""
+        self._models.pop(name, None)
+        self._pausing.pop(name, None)
+        self._turns.forget(name)
+
+    def begin_drain(self) -> None:
+        """Load models for open requests alone from now on: the server stops."""
+        self._turns.want_none(self._clock())
 
     @property
     def has_wanted(self) -> bool:
@@ -172,15 +199,19 @@ class ModelHost:
 
     def load(self, name: str) -> None:
         """Load a model as soon as there is room."""
-        self._turns.want(name, self._clock())
+        if name in self._models:
+            self._turns.want(name, self._clock())
 
     def keep(self, name: str, seconds: float) -> None:
         """Unload a model after so many seconds without a request; infinite: never."""
-        self._turns.keep(name, seconds, self._clock())
-        self._notify(self.states)
+        if name in self._models:
+            self._turns.keep(name, seconds, self._clock())
+            self._notify(self.states)
 
     def unload(self, name: str) -> None:
-        """Unload a model, unless it is busy or not loaded."""
+        """Unload a model, unless it is busy, not loaded, or on the machines of a cluster."""
+        if name not in self._models or self._models[name].plan.config.replicas.in_cluster:
+            return
         use = self._turns.models[name]
         if use.state is ModelState.LOADED and not use.num_open:
             self._unload(name)
@@ -188,10 +219,13 @@ class ModelHost:
     # --- what is done -----------------------------------------------------------------------------
 
     def act(self) -> None:
-        """Load and unload what is due."""
+        """Take in how far loads and unloads are, then load and unload what is due."""
         now = self._clock()
+        for model in self._models.values():
+            self._look_at(model, now)
         self._turns.retry_failed(now)
-        if self._turns.is_short_of_memory:
+        if self._turns.is_short_of_memory and now >= self._measured_at + MEASURE_INTERVAL_S:
+            self._measured_at = now
             for name, use in self._turns.models.items():
                 if use.state is ModelState.LOADED:
                     self._measure(name)
@@ -199,11 +233,50 @@ class ModelHost:
             self._unload(unused)
         while (wanted := self._turns.to_load()) is not None:
             self._change(wanted, ModelState.LOADING)
+            if self._load_timeout_s is not None:
+                num_open = self._turns.models[wanted].num_open
+                say(
+                    f"model {wanted} is being loaded for {num_open} open requests",
+                    event="model_loading", model=wanted, open=num_open,
+                )  # fmt: skip
             self._models[wanted].start_workers()
+
+    def _look_at(self, model: ModelProcesses, now: float) -> None:
+        """Take in how far the load or the unload of a model is."""
+        name = model.plan.name
+        match self._state(name):
+            case ModelState.LOADING:
+                if model.is_loaded:
+                    self._measure(name)
+                    self._change(name, ModelState.LOADED)
+                    self._log_load(name)
+                elif (ends_at := self._load_ends_at(name)) is not None and now >= ends_at:
+                    reason = f"not ready within {self._load_timeout_s:g} s; raise --start-timeout"
+                    self.on_load_failed(name, reason)
+            case ModelState.UNLOADING:
+                # A worker that is not ready has no step that could still end.
+                steps = {one.scheduler.name for one in model.rings if one.worker.is_ready}
+                if not steps & self._pausing[name]:
+                    self._end_workers(model)
+
+    def _log_load(self, name: str) -> None:
+        if self._load_timeout_s is not None:
+            seconds = self._turns.models[name].load_s
+            say(
+                f"model {name} is loaded after {seconds:.1f} s",
+                event="model_loaded", model=name, seconds=round(seconds, 3),
+            )  # fmt: skip
+
+    def _load_ends_at(self, name: str) -> float | None:
+        """Return when a load has failed."""
+        if self._load_timeout_s is None or self._state(name) is not ModelState.LOADING:
+            return None
+        return self._turns.models[name].changed_at + self._load_timeout_s
 
     def seconds_to_next(self) -> float | None:
         """Return the seconds until time alone may give something to do; None: never."""
-        at = self._turns.next_at()
+        times = [self._turns.next_at(), *map(self._load_ends_at, self._models)]
+        at = min((time for time in times if time is not None), default=None)
         return None if at is None else max(0.0, at - self._clock())
 
     def _unload(self, name: str) -> None:
@@ -214,11 +287,12 @@ class ModelHost:
         self._pause(model)
 
     def _pause(self, model: ModelProcesses) -> None:
-        self._pausing = {scheduler.name for scheduler in model.schedulers}
+        self._pausing[model.plan.name] = {scheduler.name for scheduler in model.schedulers}
         for scheduler in model.schedulers:
-            scheduler.send(Command.PAUSE)
+            scheduler.send(Command.PAUSE, str(time.monotonic_ns()))
 
     def _end_workers(self, model: ModelProcesses) -> None:
+        self._pausing.pop(model.plan.name, None)
         model.end_workers()
         self._change(model.plan.name, ModelState.UNLOADED)
 

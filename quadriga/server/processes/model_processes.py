@@ -9,9 +9,10 @@ from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.model_list import ModelEntry
 from quadriga.server.processes.child_process import ChildProcess
 from quadriga.server.processes.control_channel import EXIT_OK, Command
+from quadriga.server.processes.logs import say
 from quadriga.server.processes.process_name import ProcessName
 from quadriga.server.processes.replicas import FRONTEND, ClusterReplicas, ReplicaProcesses
-from quadriga.server.processes.supervisor import Supervisor
+from quadriga.server.processes.supervisor import START_RETRY_S, Supervisor
 from quadriga.wire.client import PRIVATE_ENDPOINT
 from quadriga.wire.links import Endpoints
 
@@ -38,6 +39,13 @@ class ModelPlan(NamedTuple):
     is_pinned: bool = False
     idle_unload_s: float | None = None
     num_bytes: int = 0
+
+
+class Ring(NamedTuple):
+    """The processes of a replica that exchange steps."""
+
+    scheduler: ChildProcess
+    worker: ChildProcess
 
 
 class ModelProcesses:
@@ -134,10 +142,28 @@ class ModelProcesses:
         """The schedulers."""
         return [self[name] for name in self.replicas.schedulers]
 
+    @property
+    def rings(self) -> list[Ring]:
+        """Scheduler and worker of each replica whose worker was started."""
+        pairs = zip(self.replicas.schedulers, self.replicas.workers, strict=True)
+        started = self.server
+        return [Ring(self[s], self[w]) for s, w in pairs if self.full_name(w) in started]
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether every worker serves."""
+        workers = self.workers
+        are_started = len(workers) == len(self.replicas.workers)
+        return are_started and all(worker.is_ready for worker in workers)
+
     def start_workers(self) -> None:
-        """Start the workers: load the model."""
-        for name in self.replicas.workers:
-            self.server.start(self.full_name(name))
+        """Start the workers, at once or when the system has room for a process: load the model."""
+        for name in map(self.full_name, self.replicas.workers):
+            try:
+                self.server.start(name)
+            except OSError as error:
+                say(f"{name} cannot be started now ({error}): tried again in {START_RETRY_S:g} s")
+                self.server.start_later(name, START_RETRY_S)
 
     def end_workers(self) -> None:
         """End the workers, which are not restarted: unload the model."""
@@ -147,8 +173,7 @@ class ModelProcesses:
 
     def abandon(self, names: Iterable[str]) -> None:
         """Kill processes for good, as far as they were started, and wait until they are gone."""
-        full_names = map(self.full_name, names)
-        self.server.abandon(name for name in full_names if name in self.server)
+        self.server.abandon(map(self.full_name, names))
 
     def lose(self, message: str, countdown: Countdown) -> None:
         """End the processes for good, once the frontend has said why to the clients.
@@ -174,6 +199,11 @@ class ModelProcesses:
         """
         children = (self[name] for name in (FRONTEND, *self.replicas.schedulers))
         return any(child.has_exited and child.process.returncode == EXIT_OK for child in children)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the clients have everything, and no worker has memory any more."""
+        return self.all_is_delivered and all(worker.has_exited for worker in self.workers)
 
     def kill(self) -> None:
         """Kill every process that still runs: it waits for a message of a dead one."""

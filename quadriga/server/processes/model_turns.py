@@ -48,6 +48,8 @@ class ModelUse:
         used_at: last time at which it had open requests, or was loaded.
         load_s: seconds of its last load.
         num_loads, num_unloads: how often it was loaded and unloaded.
+        stretch: its turns are so many times as long as usual, since in shorter ones no request came
+            further: a prompt of which a turn computes a part only is computed from its begin again.
     """
 
     num_bytes: int
@@ -63,6 +65,7 @@ class ModelUse:
     load_s: float = EXPECTED_LOAD_S
     num_loads: int = 0
     num_unloads: int = 0
+    stretch: float = 1.0
 
     @property
     def takes_memory(self) -> bool:
@@ -130,6 +133,12 @@ class ModelTurns:
         model = self.models[name]
         model.keep_alive_s, model.used_at = seconds, now
 
+    def want_none(self, now: float) -> None:
+        """Load models for requests alone from now on."""
+        for model in self.models.values():
+            model.is_wanted = False
+            self._note_waiting(model, now)
+
     def on_state(self, name: str, state: ModelState, now: float) -> None:
         """Take in the state of a model."""
         model = self.models[name]
@@ -147,6 +156,15 @@ class ModelTurns:
             model.keep_alive_s = None
         model.state, model.changed_at = state, now
         self._note_waiting(model, now)
+
+    def on_turn_over(self, name: str, num_tokens: int) -> None:
+        """Take in how many tokens a model gave in its turn."""
+        model = self.models[name]
+        model.stretch = 1.0 if num_tokens or not model.num_open else 2.0 * model.stretch
+
+    def forget(self, name: str) -> None:
+        """Take a model out, whose processes have ended for good."""
+        self.models.pop(name, None)
 
     def _note_waiting(self, model: ModelUse, now: float) -> None:
         waits = model.state is ModelState.UNLOADED and (model.num_open or model.is_wanted)
@@ -206,13 +224,6 @@ class ModelTurns:
             if model.state is ModelState.FAILED and now >= model.changed_at + FAILED_FOR_S:
                 self.on_state(name, ModelState.UNLOADED, now)
 
-    def fits(self, name: str) -> bool:
-        """Return whether a model fits into the budget beside what is never unloaded."""
-        if self._budget is None:
-            return True
-        pinned = [one for other, one in self.models.items() if one.is_pinned and other != name]
-        return self.models[name].num_bytes + _bytes(pinned) <= self._budget
-
     @property
     def _is_changing(self) -> bool:
         """Whether a model is being loaded or unloaded: one at a time, so that memory is known."""
@@ -226,20 +237,24 @@ class ModelTurns:
         return [(name, model) for name, model in states if model.state is ModelState.LOADED]
 
     def _first_waiting(self) -> str | None:
-        """Return the model that has waited for longest, of those that can be loaded."""
+        """Return the model that has waited for longest."""
         waiting = [
             (model.waits_since, name)
             for name, model in self.models.items()
-            if model.waits_since is not None and self.fits(name)
+            if model.waits_since is not None
         ]
         return min(waiting)[1] if waiting else None
 
     def _missing_bytes(self, name: str) -> int:
-        """Return how many bytes have to become free before a model can be loaded."""
-        if self._budget is None:
+        """Return how many bytes have to become free before a model can be loaded.
+
+        Nothing has to where all the others are unloaded that can be: a model that proved to be
+        larger than the budget after it was accepted would else never be loaded again.
+        """
+        others = [model for model in self.models.values() if model.takes_memory]
+        if self._budget is None or all(model.is_pinned for model in others):
             return 0
-        used = _bytes(model for model in self.models.values() if model.takes_memory)
-        return used + self.models[name].num_bytes - self._budget
+        return _bytes(others) + self.models[name].num_bytes - self._budget
 
     def _victim(self, waiting: str, now: float) -> str | None:
         """Return the model that makes room: the idle one that was not used for longest.
@@ -262,7 +277,7 @@ class ModelTurns:
         if not busy.num_open:
             return busy.changed_at
         turn_s = LOADS_PER_TURN * (busy.load_s + waiting.load_s)
-        return busy.changed_at + min(turn_s, self._longest_turn_s)
+        return busy.changed_at + busy.stretch * min(turn_s, self._longest_turn_s)
 
     def _idle_until(self, model: ModelUse) -> float:
         """Return when a loaded model is unloaded, as nothing asks for it; infinite: never."""

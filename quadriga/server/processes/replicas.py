@@ -150,12 +150,17 @@ class ReplicaProcesses:
             " meanwhile"
         )
 
-    def begin_reload(self) -> None:
+    def begin_reload(self, workers: Iterable[ChildProcess]) -> None:
         """Restart the workers, one after the other.
 
-        Each replica gives its requests to the others before, where there are others.
+        Each replica gives its requests to the others before, where there are others. A model that
+        is unloaded has no worker, and reads its files again when it is loaded.
+
+        Args:
+            workers: those that were started.
         """
-        self._to_reload = deque(self.workers)
+        running = [child for child in workers if not child.is_abandoned]
+        self._to_reload = deque(ProcessName.parse(child.name).in_model for child in running)
 
     def reload_next(self, processes: Processes) -> None:
         """Restart the next worker of a reload, once the one before it is ready."""
@@ -327,7 +332,7 @@ class ClusterReplicas(ReplicaProcesses):
 
     # --- reloads ----------------------------------------------------------------------------------
 
-    def begin_reload(self) -> None:
+    def begin_reload(self, workers: Iterable[ChildProcess]) -> None:  # noqa: ARG002
         """Restart the workers, one after the other, each after its requests have moved."""
         self._reloads = deque(sorted(self._joined))
 

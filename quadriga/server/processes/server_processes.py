@@ -91,6 +91,16 @@ class ServerProcesses(Supervisor):
         return bool(self.not_ready) or self.host.has_wanted
 
     @property
+    def not_ready(self) -> list[str]:
+        """Names of the processes that do not serve, but for workers that requests load."""
+        return [name for name in super().not_ready if not self._is_on_demand(name)]
+
+    def _is_on_demand(self, name: str) -> bool:
+        """Return whether a process is the worker of a model that the start does not wait for."""
+        model, is_worker = self.model_of(name), ProcessName.parse(name).program == WORKER
+        return model is not None and is_worker and not model.plan.preload
+
+    @property
     def live_models(self) -> list[ModelProcesses]:
         """The models whose processes have not ended for good."""
         return [model for model in self.models if not model.lost]
@@ -160,7 +170,7 @@ class ServerProcesses(Supervisor):
             case ReplicaChange():
                 self._on_change(event)
                 return None
-            case Death() if self._is_wanted(event):
+            case Death() if self._ends_with_unload(event):
                 return None
             case SupervisorEvent.RESTARTED:
                 for model in self.live_models:
@@ -172,10 +182,8 @@ class ServerProcesses(Supervisor):
         model = self.model_of(name)
         if model is None:
             self._notify_gateway(self.host.states)
-        elif ProcessName.parse(name).program != FRONTEND:
+        else:
             self.host.on_ready(model.plan.name)
-        else:  # a new frontend has no request yet
-            self.host.on_open(model.plan.name, 0)
 
     def _on_wish(self, wish: ModelWish) -> None:
         """Do what a client of the gateway wants of a model."""
@@ -196,16 +204,17 @@ class ServerProcesses(Supervisor):
         elif change.state == "paused":
             replicas = model.plan.config.replicas
             scheduler = replicas.process_name(SCHEDULER, change.replica)
-            self.host.on_paused(change.model, model.full_name(scheduler))
+            name, num_tokens = model.full_name(scheduler), int(change.argument)
+            self.host.on_paused(change.model, name, num_tokens)
         else:
             model.replicas.on_report(change, model)
 
-    def _is_wanted(self, death: Death) -> bool:
+    def _ends_with_unload(self, death: Death) -> bool:
         """Return whether a worker has died whose model is being unloaded."""
         model = self.model_of(death.name)
         if model is None or ProcessName.parse(death.name).program != WORKER:
             return False
-        return self.host.on_worker_death(model.plan.name)
+        return self.host.is_unloading(model.plan.name)
 
     def _seconds_to_wait(self, timeout: Countdown | None, now: float) -> float | None:
         waits = (super()._seconds_to_wait(timeout, now), self.host.seconds_to_next())
@@ -221,7 +230,7 @@ class ServerProcesses(Supervisor):
     def begin_reload(self) -> None:
         """Restart the workers, of each model one after the other."""
         for model in self.live_models:
-            model.replicas.begin_reload()
+            model.replicas.begin_reload(model.workers)
 
     def reload_next(self) -> None:
         """Restart the next workers of a reload, once those before them are ready."""
@@ -259,6 +268,13 @@ class ServerProcesses(Supervisor):
             model.replicas.on_restart(ProcessName.parse(death.name).in_model, model)
         self.start_later(death.name, death.restart_delay_s or 0.0)
 
+    def survives_start(self, death: Death) -> bool:
+        """Go on with the start after a death; return False if the server cannot start."""
+        if self.restart(death):
+            return True
+        name = ProcessName.parse(death.name).model
+        return self._is_on_demand(death.name) and self.host.on_load_failed(name, death.reason)
+
     def survives(self, death: Death) -> bool:
         """Go on after a death: restart the process, or leave its replica or model to the others.
 
@@ -290,6 +306,7 @@ class ServerProcesses(Supervisor):
         )  # fmt: skip
         reason = f"{message}; start the server again"
         model.lose(reason, Countdown(NOTIFY_TIMEOUT_S))
+        self.host.forget(name)
         if self._gateway_flags is not None:
             try:
                 self._write_models()  # for a gateway that takes the place of this one
@@ -357,6 +374,7 @@ class ServerDrain:
         timeout = self._timeout_s
         say(f"stopping: open requests have {timeout:g} s; a second signal ends them now")
         self._processes.cancel_start(GATEWAY)
+        self._processes.host.begin_drain()
         self._send_drain()
         outcome = self._wait_for_exits(timeout)
         if outcome is None:
@@ -432,6 +450,8 @@ class ServerDrain:
         """
         for model in self._processes.live_models:
             name = model.plan.name
+            if model.is_over:  # others that wait for its memory have their turn
+                self._processes.host.forget(name)
             if name not in self._grace:
                 if model.all_is_delivered:
                     self._grace[name] = Countdown(EXIT_GRACE_S)

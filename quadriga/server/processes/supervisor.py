@@ -288,10 +288,13 @@ class Supervisor:
             child.process.kill()
 
     def abandon(self, names: Iterable[str]) -> None:
-        """Kill processes for good, and wait until they are gone."""
-        children = [self[name] for name in names]
+        """Kill processes for good, as far as they were started, and wait until they are gone."""
+        children = []
+        for name in names:
+            self._restart_at.pop(name, None)
+            if name in self:
+                children.append(self[name])
         for child in children:
-            self._restart_at.pop(child.name, None)
             child.abandon()
         for child in children:
             child.process.wait()

@@ -92,6 +92,23 @@ def test_busy_models_take_turns_that_are_long_against_loads_and_bounded() -> Non
         assert {name for _, name in one.loads} == {"a", "b"}
 
 
+def test_a_turn_in_which_no_request_came_further_is_followed_by_longer_ones() -> None:
+    one = host(GB, 5.0, a=ModelUse(GB), b=ModelUse(GB))
+    one.turns.on_open("a", 1, 0.0)
+    one.run(4)
+    one.turns.on_open("b", 1, one.now)
+    lengths = []
+    for num_tokens in (0, 0, 7, 7):
+        while "a" not in one.loaded:
+            one.run(one.now + 0.25)
+        began_at = one.turns.models["a"].changed_at
+        while "a" in one.loaded:
+            one.run(one.now + 0.25)
+        lengths.append(one.turns.models["a"].changed_at - began_at)
+        one.turns.on_turn_over("a", num_tokens)
+    assert lengths == pytest.approx([5.0, 10.0, 20.0, 5.0], abs=0.5)
+
+
 def test_a_turn_ends_early_where_the_busy_model_becomes_idle() -> None:
     one = host(GB, 1000.0, a=ModelUse(GB), b=ModelUse(GB))
     one.turns.on_open("a", 1, 0.0)
@@ -104,15 +121,26 @@ def test_a_turn_ends_early_where_the_busy_model_becomes_idle() -> None:
     assert one.loaded == {"b"}
 
 
-def test_a_pinned_model_stays_and_a_model_that_cannot_fit_is_not_loaded() -> None:
+def test_a_pinned_model_stays_and_one_that_proved_larger_than_the_rest_has_its_turns() -> None:
     one = host(2 * GB, 5.0, a=ModelUse(GB, is_pinned=True), b=ModelUse(GB), c=ModelUse(2 * GB))
     one.turns.want("a", 0.0)
     one.run(5)
-    assert not one.turns.fits("c") and one.turns.fits("b")
     one.turns.on_open("c", 1, one.now)
     one.turns.on_open("b", 1, one.now)
     one.run(60)
-    assert one.loaded == {"a", "b"}
+    loads = [name for _, name in one.loads]
+    assert "a" in one.loaded and loads.count("a") == 1
+    assert loads.count("b") > 1 and loads.count("c") > 1
+
+
+def test_a_model_that_is_lost_leaves_its_memory_to_the_others() -> None:
+    one = host(GB, a=ModelUse(GB, is_pinned=True), b=ModelUse(GB))
+    one.turns.on_open("a", 1, 0.0)
+    one.run(5)
+    one.turns.on_open("b", 1, one.now)
+    one.turns.forget("a")
+    one.run(10)
+    assert one.loaded == {"b"}
 
 
 def test_a_model_without_requests_is_unloaded_after_its_time_and_not_before_its_first_one() -> None:
