@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class ServerFlags(TypedDict, total=False):
-    """Flags of the server, without those of the endpoint and the web gateway.
+    """Flags of the server, without those of the endpoint, the web gateway and several models.
 
     docs/configuration.md describes them: `max_batch_size=8` is `--max-batch-size 8`. A test
     compares this list with the server's flags.

@@ -25,7 +25,6 @@ class ModelArgs:
         " several if it is given several times",
         unit="MODEL",
         basic=True,
-        several=True,
     )
     served_model_name: str = flag(
         "", "name that clients see (default: --model, or of a path the name of its file or folder)"

@@ -26,7 +26,6 @@ def flag(
     alias: str = "",
     alias_value: str = "",
     secures: bool = False,
-    several: bool = False,
 ) -> Any:
     """Make a dataclass field that is also a command line flag.
 
@@ -41,10 +40,9 @@ def flag(
         alias_value: value that the alias, which then takes none itself, gives the flag.
         secures: the flag protects the server, so that an empty value, such as that of an unset
             variable, is refused and not taken for the default.
-        several: the flag may be given several times.
     """
     metadata: dict[str, Any] = {"help": text, "choices": choices, "basic": basic, "unit": unit}
-    metadata |= {"alias": alias, "alias_value": alias_value, "secures": secures, "several": several}
+    metadata |= {"alias": alias, "alias_value": alias_value, "secures": secures}
     return dataclasses.field(default=default, metadata=metadata)
 
 

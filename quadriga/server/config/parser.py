@@ -84,7 +84,7 @@ class ServerParser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         self.add_argument("--version", action="version", version=f"quadriga {__version__}")
-        server_config.add_flags(self)
+        server_config.add_flags(self, repeatable=("model",))
 
     def parse_flags(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         """Return the flags, for `server_config.from_namespace`; each MODEL becomes a --model.

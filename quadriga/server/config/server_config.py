@@ -329,11 +329,16 @@ class ServerConfig:
         return argv
 
 
-def add_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
+def add_flags(
+    parser: argparse.ArgumentParser,
+    only: Collection[str] | None = None,
+    repeatable: Collection[str] = (),
+) -> None:
     """Add the flags of ServerConfig, --config and --help-all; absent flags stay out of the result.
 
     --help shows the flags that most operators need, --help-all all of them. `only` has the names of
-    the flags to add; None adds all.
+    the flags to add; None adds all. A flag in `repeatable` may be given several times, and its
+    value is a list.
     """
     others: list[tuple[argparse.Action, str]] = []
     parser.add_argument(
@@ -350,7 +355,7 @@ def add_flags(parser: argparse.ArgumentParser, only: Collection[str] | None = No
         fields = [f for f in flag_fields(group) if only is None or f.name in only]
         section = parser.add_argument_group((group.__doc__ or "").rstrip(".")) if fields else None
         for field in fields:
-            action = _add_flag(section, field)
+            action = _add_flag(section, field, field.name in repeatable)
             if not field.metadata["basic"]:
                 others.append((action, action.help or ""))
                 action.help = argparse.SUPPRESS
@@ -370,7 +375,7 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
-def _add_flag(section: Any, field: "dataclasses.Field[Any]") -> argparse.Action:
+def _add_flag(section: Any, field: "dataclasses.Field[Any]", repeatable: bool) -> argparse.Action:
     data = field.metadata
     shown = help_text(field)
     if field.default not in (None, "", False):
@@ -388,7 +393,7 @@ def _add_flag(section: Any, field: "dataclasses.Field[Any]") -> argparse.Action:
         keywords["action"] = "store_true"
     else:
         keywords["type"] = value_type(field.type)
-        if data["several"]:
+        if repeatable:
             keywords["action"] = "append"
         if data["choices"]:
             keywords["choices"] = data["choices"]
@@ -408,9 +413,9 @@ def help_text(field: "dataclasses.Field[Any]") -> str:
 
 
 def named_models(namespace: argparse.Namespace) -> list[str]:
-    """Return the values of --model in a parsed command line."""
-    models: list[str] = getattr(namespace, "model", [])
-    return models
+    """Return the values of --model in a parsed command line, where it may be repeatable or not."""
+    models: str | list[str] = getattr(namespace, "model", [])
+    return [models] if isinstance(models, str) else models
 
 
 def from_namespace(namespace: argparse.Namespace) -> ServerConfig:

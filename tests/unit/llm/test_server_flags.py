@@ -12,8 +12,11 @@ from quadriga.server.config.flags import flag_fields
 from quadriga.server.config.frontend_args import HttpArgs
 from quadriga.server.config.server_config import ServerConfig
 
-NOT_OFFERED = {"model", "served_model_name", "endpoint", "curve_dir", "insecure"}
-"""The model is an argument of its own, and the endpoint is private."""
+NOT_OFFERED = {
+    "model", "served_model_name", "endpoint", "curve_dir", "insecure", "models", "models_dir",
+    "model_memory", "model_turn", "sleep_idle_seconds",
+}  # fmt: skip
+"""The one model is an argument of its own, and the endpoint is private."""
 
 ALWAYS = ["--endpoint", "ipc", "--no-http", "--log-level", "warning"]
 
