@@ -283,6 +283,49 @@ class StepTarget:
         return min(limit, most)
 
 
+# Texts that become vectors, beside running streams.
+#
+# Thousands of them may wait, and many go into one step as a whole, which a target for the time of
+# steps cannot cut. So what they add to the time of steps is bounded over several steps: each step
+# with streams earns some seconds, and a text that begins spends those that it is expected to take.
+
+MAX_STREAM_SLOWDOWN = 1.5  # of the time between two tokens of a stream, without --itl-target
+MIN_TEXT_SHARE = 0.05  # of the time of decode rows, whatever the target says: texts always go on
+
+
+class TextShare:
+    """Bound the time that texts which become vectors take from running streams.
+
+    Args:
+        args: the scheduler's flags.
+        costs: what steps take.
+    """
+
+    def __init__(self, args: SchedulerArgs, costs: step_cost.StepCosts) -> None:
+        self._costs = costs
+        self._target_s = None if args.itl_target is None else AIM * args.itl_target / 1000
+        self._left_s = 0.0
+        self._has_streams = False
+
+    def begin_step(self, num_streams: int) -> None:
+        """Earn the seconds of a step. num_streams: number of requests that decode."""
+        self._has_streams = num_streams > 0
+        step_s = self._costs.seconds(num_streams)
+        target_s = self._target_s or MAX_STREAM_SLOWDOWN * step_s
+        earned_s = max(target_s - step_s, MIN_TEXT_SHARE * step_s)
+        self._left_s = min(self._left_s + earned_s, earned_s) if self._has_streams else 0.0
+
+    def may_begin(self, request: Request) -> bool:
+        """Return whether a waiting request may begin in this step."""
+        return self._left_s >= 0.0 or not (self._has_streams and request.makes_embedding)
+
+    def spend(self, request: Request, num_tokens: int, num_pairs: int) -> None:
+        """Take in what a step computes of a prompt: tokens, and pairs of tokens that attend."""
+        if self._has_streams and request.makes_embedding:
+            costs = self._costs
+            self._left_s -= costs.seconds(0, num_tokens, num_pairs) - costs.seconds(0)
+
+
 class PlanParts(Protocol):
     """The requests, slots and pages of a step: the core's own, or those of a simulation."""
 
@@ -440,6 +483,7 @@ class PrefillPlanner:
         budget: prompt tokens of a step.
         sharing: which prompts go first.
         target: bounds the prompt tokens of a step by its time.
+        texts: bounds the time of texts that become vectors.
         width: largest number of requests that a step admits.
     """
 
@@ -455,6 +499,7 @@ class PrefillPlanner:
         self.budget = budget
         self.sharing = PrefillSharing(args, page_size, budget.cuts_prompts)
         self.target = StepTarget(args, costs)
+        self.texts = TextShare(args, costs)
         self.width = args.prefill_width
         # What the last step that left requests waiting lacked, and when that was.
         self._lacked = WaitReason.BUDGET
@@ -464,6 +509,7 @@ class PrefillPlanner:
         """Return a planner with the same rules over other parts, such as those of a simulation."""
         planner = copy.copy(self)
         planner._parts, planner.sharing = parts, copy.copy(self.sharing)
+        planner.texts = copy.copy(self.texts)
         return planner
 
     @property
@@ -478,6 +524,7 @@ class PrefillPlanner:
     def add_prompts(self, plan: Plan, now: float) -> None:
         """Add prompts under way, and admit requests from the waiting queue."""
         partial, waiting = self._parts.partial, self._parts.waiting
+        self.texts.begin_step(self._parts.num_rows)
         if partial:
             first = waiting.first(1, self.budget.tokens)
             self._parts.preempt_partial(first, plan)
@@ -547,6 +594,7 @@ class PrefillPlanner:
         count = self._parts.grow_prompt(request, count, plan, is_first)
         if count == 0:
             return 0
+        self.texts.spend(request, count, count * request.num_computed_tokens + count * count // 2)
         samples = (batch.add_prefill if is_first else batch.extend_prefill)(request, count)
         self._parts.on_part(request, samples)
         return count
@@ -610,6 +658,8 @@ class PrefillPlanner:
         is never cut: it fits, or is the first of its step.
         """
         parts, limits, batch = self._parts, self.budget, plan.batch
+        if not self.texts.may_begin(request):
+            return None
         num_cached, has_prompts = parts.num_cached_tokens(request), batch.num_prompts > 0
         num_uncached = request.num_known_tokens - num_cached
         if self.sharing.is_held_back(request, num_uncached, budget, parts.partial.values()):

@@ -14,7 +14,7 @@ import msgspec
 
 from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import LIMITS, MAX_SEED, NEUTRAL, SamplingParams, given
-from quadriga.sampling.pooling import LOGPROBS, Pooling
+from quadriga.sampling.pooling import LOGPROBS, POOLINGS, Pooling
 from quadriga.wire.client import ErrorInfo
 from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.logprobs import LogprobBlock
@@ -185,6 +185,7 @@ _DEFAULTS = SlotSamplingParams(num_prompt=0)
 
 # Of a request without a target. It bounds for how long others with a target go first.
 DEFAULT_TTFT_TARGET_S = 5.0
+TEXT_TARGET_S = 30.0  # of a text that becomes a vector: thousands of them may be before a chat
 BACKGROUND_PRIORITY = LIMITS["priority"].minimum
 TOKENS_PER_LOGPROB_BLOCK = 64  # a block without its numbers takes as much memory
 
@@ -509,6 +510,11 @@ class Request:
         return self.wants_prompt_logprobs or self.num_read_at_end == self.num_known_tokens
 
     @property
+    def makes_embedding(self) -> bool:
+        """Whether the answer is a vector of the text, not scores or probabilities."""
+        return self.pooling is not None and self.pooling.method in POOLINGS
+
+    @property
     def goes_whole(self) -> bool:
         """Whether one step has to compute all of the prompt that is not cached."""
         return self.pooling is not None and self.pooling.num_read != 1
@@ -539,8 +545,11 @@ class Request:
 
 def _due_at(message: Submit) -> float:
     """Return when the first token of a request is due."""
-    target_s = message.params.ttft_target
-    due_at = message.received_at + (DEFAULT_TTFT_TARGET_S if target_s is None else target_s)
+    target_s, pooling = message.params.ttft_target, message.params.pooling
+    if target_s is None:
+        is_text = pooling is not None and pooling.method in POOLINGS
+        target_s = TEXT_TARGET_S if is_text else DEFAULT_TTFT_TARGET_S
+    due_at = message.received_at + target_s
     deadlines = (message.queue_deadline, message.deadline)
     return min((due_at, *(deadline for deadline in deadlines if deadline is not None)))
 
