@@ -141,7 +141,7 @@ def test_a_model_is_loaded_by_its_first_request_and_unloaded_when_it_is_idle(
     with two_models(llama_dir, gpt2_dir, *flags, second={"preload": False}) as served:
         assert served.states() == {"first": "loaded", "second": "unloaded"}
         expected = served.complete(model="second", max_tokens=NUM_TOKENS)["choices"]
-        assert served.states()["second"] == "loaded"
+        wait_until(lambda: served.states()["second"] == "loaded", 20)
         wait_until(lambda: set(served.states().values()) == {"unloaded"}, 20)
         assert served.server.pid_of("worker_proc@second") == 0
         assert served.complete(model="second", max_tokens=NUM_TOKENS)["choices"] == expected
@@ -178,7 +178,7 @@ def test_the_only_model_of_a_server_is_unloaded_too(llama_dir: Path, tmp_path: P
         wait_until(lambda: served.states() == {"only": "unloaded"}, 20)
         assert served.get("/readyz") == {"status": "ready"}
         assert served.complete()["choices"] == expected
-        assert served.states() == {"only": "loaded"}
+        wait_until(lambda: served.states() == {"only": "loaded"}, 20)
 
 
 def test_models_for_which_there_is_no_room_take_turns_and_lose_nothing(
