@@ -84,7 +84,7 @@ def test_probabilities_are_those_of_transformers(
         assert sum(decision.probabilities.values()) == pytest.approx(1)
         with pytest.raises(InvalidRequest, match=r"questions\[0\].labels has 'a' twice"):
             client.decide(STATE, [Question("x", ["a", "a"])])
-        with pytest.raises(InvalidRequest, match="questions has 0 entries"):
+        with pytest.raises(InvalidRequest, match="questions is empty"):
             client.decide(STATE, [])
 
 
