@@ -38,7 +38,7 @@ async def texts_of(client: AsyncClient, count: int) -> list[str]:
 
 
 def test_kills_while_models_take_turns_cost_nothing() -> None:
-    flags = ["--moments", "pausing", "other-loading", "--signals", "SIGKILL", "--seed", "1"]
+    flags = ["--moments", "pausing", "--signals", "SIGKILL", "--seed", "1"]
     assert main([*flags, "--processes", "worker_proc", "scheduler_proc"]) == 0
 
 
