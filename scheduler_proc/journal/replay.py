@@ -258,7 +258,9 @@ def _connected(
         with Client(arguments.endpoint, curve_dir=arguments.curve_dir) as client:
             yield client
         return
-    server = OwnedServer([*server_argv(journal.header.model, {}), *flags])
+    named = any(flag.partition("=")[0] == "--model" for flag in flags)
+    own = server_argv(journal.header.model, {})[2 if named else 0 :]  # which begins with --model
+    server = OwnedServer([*own, *flags])
     try:
         with Client(server.wait_until_ready(), CONNECT_TIMEOUT_S) as client:
             yield client

@@ -109,7 +109,7 @@ def test_the_wheel_has_one_top_level_name_and_all_that_it_needs(wheel: Path) -> 
     [
         ("quadriga --version", f"quadriga {__version__}"),
         ("quadriga serve --version", f"quadriga {__version__}"),
-        ("quadriga serve --help", "usage: quadriga serve [MODEL] [FLAGS]"),
+        ("quadriga serve --help", "usage: quadriga serve [MODEL ...] [FLAGS]"),
     ],
 )
 def test_commands_run_beside_files_of_the_same_names(
