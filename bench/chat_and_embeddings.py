@@ -13,20 +13,16 @@ import asyncio
 import random
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import suppress
 
 from bench.cli.command import EXIT_OK, command_parser, run_command, run_until_signal
-from bench.client.server import OwnServer, info_of
+from bench.client.server import serving
 from bench.load.natural import natural_texts
 from bench.report.table import FigureRow, add_json_flag, show
 from bench.turns import split_common
 from quadriga.client import AsyncClient, SamplingParams
-from quadriga.server.config import server_config
-from quadriga.server.config.parser import CommandParser
 
 ANSWER_TOKENS, MIN_TOKENS = 64, 8
 TEXTS_OF_REQUEST, REQUESTS_AT_ONCE = 4, 16
@@ -70,33 +66,20 @@ class LoadPhase:
 
 async def _measure(arguments: argparse.Namespace, server_flags: Sequence[str]) -> int:
     rows: list[FigureRow] = []
-    async with _server(server_flags) as (client, name):
+    flags = ["--pooling", "mean", *server_flags]
+    async with serving(flags) as (own, info), AsyncClient(own.endpoint) as client:
         plain = await _phases(client, arguments)
     rows += _rows("default", plain)
     target_ms = 1000 * arguments.target_ratio * _tpot(plain[CHATS])
-    flags = [*server_flags, "--itl-target", f"{target_ms:.2f}"]
-    async with _server(flags) as (client, _):
+    flags += ["--itl-target", f"{target_ms:.2f}"]
+    async with serving(flags) as (own, _), AsyncClient(own.endpoint) as client:
         rows += _rows(f"--itl-target {target_ms:.1f}", await _phases(client, arguments))
     title = (
-        f"{name}: {arguments.streams} chats, and texts of {arguments.text_tokens} tokens that"
-        " become vectors"
+        f"{info['model']} in {info['dtype']}: {arguments.streams} chats, and texts of"
+        f" {arguments.text_tokens} tokens that become vectors"
     )
     show(title, rows, arguments.json)
     return EXIT_OK
-
-
-@asynccontextmanager
-async def _server(flags: Sequence[str]) -> AsyncIterator[tuple[AsyncClient, str]]:
-    parser = CommandParser("the server", allow_abbrev=False)
-    server_config.add_flags(parser)
-    config = server_config.from_namespace(parser.parse_args(["--pooling", "mean", *flags]))
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        OwnServer(config, Path(directory) / "log") as own,
-    ):
-        info = await own.wait_ready(lambda: info_of(own.endpoint, "", 1.0, 2.0))
-        async with AsyncClient(own.endpoint) as client:
-            yield client, f"{info['model']} in {info['dtype']}"
 
 
 async def _phases(client: AsyncClient, arguments: argparse.Namespace) -> dict[str, list[LoadPhase]]:

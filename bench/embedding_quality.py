@@ -14,9 +14,7 @@ import base64
 import json
 import random
 import sys
-import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -24,15 +22,12 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from bench.cli.command import EXIT_OK, command_parser, run_command, run_until_signal
-from bench.client.server import OwnServer, info_of
-from bench.embeddings import LIBRARY, MODEL, TEXTS_OF_REQUEST
+from bench.client.server import serving
+from bench.embeddings import LIBRARY, MODEL, TEXTS_OF_REQUEST, checkpoint_of
 from bench.report.table import Value, add_json_flag, show
 from bench.turns import split_common
 from quadriga.client import AsyncClient
 from quadriga.errors import ConfigError
-from quadriga.server.config import engine_args, server_config
-from quadriga.server.config.parser import CommandParser
-from quadriga.server.models.resolve import resolve_model
 
 NUM_NEIGHBOURS = 10
 OTHER_WORDS = (
@@ -66,23 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _compare(arguments: argparse.Namespace, server_flags: Sequence[str]) -> int:
-    files = resolve_model(engine_args.ModelArgs(model=arguments.model), show_progress=True)
-    tokenizer = Tokenizer.from_file(str(files.tokenizer_dir / "tokenizer.json"))
-    tokenizer.no_truncation()
-    parser = CommandParser("the server", allow_abbrev=False)
-    server_config.add_flags(parser)
-    config = server_config.from_namespace(
-        parser.parse_args(["--model", arguments.model, *server_flags])
-    )
+    directory, tokenizer = checkpoint_of(arguments.model)
     texts = make_texts(tokenizer, arguments.num_texts, arguments.max_tokens)
-    assert files.weights is not None
-    theirs = await _library_vectors(arguments.library_python, files.weights, texts)
-    with ExitStack() as stack:
-        log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "log"
-        own = stack.enter_context(OwnServer(config, log))
-        info = await own.wait_ready(lambda: info_of(own.endpoint, "", 1.0, 2.0))
-        async with AsyncClient(own.endpoint) as client:
-            answers = await client.embed(texts)
+    theirs = await _library_vectors(arguments.library_python, directory, texts)
+    flags = ["--model", arguments.model, *server_flags]
+    async with serving(flags) as (own, info), AsyncClient(own.endpoint) as client:
+        answers = await client.embed(texts)
     ours = np.array([answer.vector for answer in answers], dtype=np.float32)
     title = f"vectors of {arguments.model} in {info['dtype']} beside {LIBRARY} in float32"
     show(title, [agreement(ours, theirs)], arguments.json)

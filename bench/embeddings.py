@@ -18,7 +18,6 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -29,12 +28,11 @@ import aiohttp
 from tokenizers import Tokenizer
 
 from bench.cli.command import EXIT_OK, command_parser, run_command, run_until_signal
-from bench.client.server import OwnServer, free_port, info_of
+from bench.client.server import OwnServer, free_port, serving
 from bench.report.table import Value, add_json_flag, show
 from bench.turns import split_common
 from quadriga.errors import ConfigError
-from quadriga.server.config import engine_args, server_config
-from quadriga.server.config.parser import CommandParser
+from quadriga.server.config import engine_args
 from quadriga.server.models.resolve import resolve_model
 
 TEXTS_OF_REQUEST, REQUESTS_AT_ONCE = 32, 4
@@ -70,26 +68,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _compare(arguments: argparse.Namespace, server_flags: Sequence[str]) -> int:
-    files = resolve_model(engine_args.ModelArgs(model=arguments.model), show_progress=True)
-    tokenizer = Tokenizer.from_file(str(files.tokenizer_dir / "tokenizer.json"))
-    tokenizer.no_truncation()
-    parser = CommandParser("the server", allow_abbrev=False)
-    server_config.add_flags(parser)
-    config = server_config.from_namespace(
-        parser.parse_args(["--model", arguments.model, *server_flags])
-    )
-    async with AsyncExitStack() as stack:
-        log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "log"
-        port = free_port()
-        own = stack.enter_context(OwnServer(config, log, http_port=port))
-        info = await own.wait_ready(lambda: info_of(own.endpoint, "", 1.0, 2.0))
+    directory, tokenizer = checkpoint_of(arguments.model)
+    flags, port = ["--model", arguments.model, *server_flags], free_port()
+    async with serving(flags, port) as (own, info), AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
+        library = stack.enter_context(_Library(arguments.library_python, directory))
         ways: dict[str, Embed] = {
-            "quadriga": _by_http(session, f"http://127.0.0.1:{port}", arguments.model)
+            "quadriga": _by_http(session, f"http://127.0.0.1:{port}", arguments.model),
+            LIBRARY: library.embed,
         }
-        assert files.weights is not None
-        library = stack.enter_context(_Library(arguments.library_python, files.weights))
-        ways[LIBRARY] = library.embed
         for named in arguments.server:
             name, _, url = named.partition("=")
             ways[name] = _by_http(session, url, name)
@@ -99,6 +86,15 @@ async def _compare(arguments: argparse.Namespace, server_flags: Sequence[str]) -
     formats = f"quadriga in {info['dtype']}, {LIBRARY} in float32"
     show(f"texts/s, {arguments.model}; {formats}", rows, arguments.json)
     return EXIT_OK
+
+
+def checkpoint_of(model: str) -> tuple[Path, Tokenizer]:
+    """Return the directory of a model's weights, and its tokenizer, which cuts no text."""
+    files = resolve_model(engine_args.ModelArgs(model=model), show_progress=True)
+    assert files.weights is not None
+    tokenizer = Tokenizer.from_file(str(files.tokenizer_dir / "tokenizer.json"))
+    tokenizer.no_truncation()
+    return files.weights, tokenizer
 
 
 async def _rates(

@@ -17,7 +17,7 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bench.cli.command import EXIT_FAILED, EXIT_OK, command_parser, run_command
 from bench.client.server import OwnServer
@@ -100,12 +100,7 @@ def measure(config: ServerConfig, options: Namespace, directory: Path) -> int:
 
 def _wait(server: OwnServer, log: Path) -> None:
     """Wait until a server has loaded all models that it loads at its start."""
-
-    async def info() -> dict[str, Any]:
-        async with AsyncClient(server.endpoint, connect_timeout=1.0) as client:
-            return await client.info()
-
-    asyncio.run(server.wait_ready(info))
+    asyncio.run(server.wait_info())
     while READY not in log.read_text():
         server.check()
         time.sleep(0.05)

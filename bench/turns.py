@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from bench.cli.command import named_flags
-from bench.client.server import LAUNCHER
+from bench.client.server import LAUNCHER, config_of
 from bench.report.table import markdown_table
 from quadriga.errors import ConfigError
-from quadriga.server.config import server_config
-from quadriga.server.config.parser import CommandParser
 from quadriga.server.config.server_config import ServerConfig
 
 R = TypeVar("R")
@@ -42,9 +40,7 @@ class Variant:
 
     def config(self, common: Sequence[str]) -> ServerConfig:
         """Return the server's configuration: common flags, then those of the variant."""
-        parser = CommandParser(f"the server of {self.name!r}", allow_abbrev=False)
-        server_config.add_flags(parser)
-        return server_config.from_namespace(parser.parse_args([*common, *self.flags]))
+        return config_of([*common, *self.flags], f"the server of {self.name!r}")
 
 
 def variant_of(text: str) -> Variant:

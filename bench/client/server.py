@@ -6,9 +6,15 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    suppress,
+)
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -17,6 +23,8 @@ from bench.client.backends import OpenAIServer, ServerConnection
 from quadriga.client import AsyncClient
 from quadriga.errors import ConfigError, DeadlineExceeded, ServerFailed, ServerUnreachable
 from quadriga.programs import install_command
+from quadriga.server.config import server_config
+from quadriga.server.config.parser import CommandParser
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.processes.control_channel import signal_at_parents_death
 
@@ -150,8 +158,14 @@ class OwnServer(ServerProcess):
         config = config.replace(endpoint=self.endpoint, no_http=http_port is None)
         if http_port is not None:
             config = config.replace(port=http_port)
+        self._curve_dir = config.frontend.curve_dir
         command = [sys.executable, str(launcher), *config.to_argv()]
         super().__init__(command, log, config.launch.start_timeout)
+
+    async def wait_info(self) -> dict[str, Any]:
+        """Return the info of the server as soon as it is ready, or raise ServerFailed."""
+        limits = START_CONNECT_TIMEOUT_S, START_INFO_TIMEOUT_S
+        return await self.wait_ready(lambda: info_of(self.endpoint, self._curve_dir, *limits))
 
 
 def free_port() -> int:
@@ -207,8 +221,30 @@ async def start_server(
 ) -> tuple[str, dict[str, Any]]:
     """Start a server, which the stack stops; return its endpoint and info once it serves."""
     server = stack.enter_context(OwnServer(config, log, launcher))
-    keys = config.frontend.curve_dir
-    info = await server.wait_ready(
-        lambda: info_of(server.endpoint, keys, START_CONNECT_TIMEOUT_S, START_INFO_TIMEOUT_S)
-    )
-    return server.endpoint, info
+    return server.endpoint, await server.wait_info()
+
+
+def config_of(flags: Sequence[str], server: str = "the server") -> ServerConfig:
+    """Return the configuration that flags give a server, which errors call `server`."""
+    parser = CommandParser(server, allow_abbrev=False)
+    server_config.add_flags(parser)
+    return server_config.from_namespace(parser.parse_args(list(flags)))
+
+
+@asynccontextmanager
+async def serving(
+    flags: Sequence[str], http_port: int | None = None
+) -> AsyncIterator[tuple[OwnServer, dict[str, Any]]]:
+    """Serve with these flags as long as the context lasts; give the server and its info.
+
+    The log is in a temporary file, whose end is part of the error if the server does not start.
+
+    Args:
+        flags: of the server.
+        http_port: of its gateway; None: without one.
+    """
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        OwnServer(config_of(flags), Path(directory) / "log", http_port=http_port) as server,
+    ):
+        yield server, await server.wait_info()

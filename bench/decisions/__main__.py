@@ -17,22 +17,18 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.cli.command import EXIT_FAILED, EXIT_OK, command_parser, run_command, run_until_signal
-from bench.client.server import OwnServer, info_of
+from bench.client.server import serving
 from bench.load.natural import PASSAGES
 from bench.report.table import FigureRow, add_json_flag, show
 from bench.turns import Ratios, split_common
 from quadriga.client import AsyncClient
 from quadriga.client.decisions import Question
-from quadriga.server.config import server_config
-from quadriga.server.config.parser import CommandParser
 
 QUESTIONS = Path(__file__).with_name("questions.json")
 MAX_QUESTION_TOKENS = 60
@@ -80,14 +76,7 @@ def _known(given: dict[str, Any]) -> KnownAnswer:
 
 
 async def _measure(arguments: argparse.Namespace, server_flags: Sequence[str]) -> int:
-    parser = CommandParser("the server", allow_abbrev=False)
-    server_config.add_flags(parser)
-    config = server_config.from_namespace(parser.parse_args(list(server_flags)))
-    async with AsyncExitStack() as stack:
-        log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "log"
-        own = stack.enter_context(OwnServer(config, log))
-        info = await own.wait_ready(lambda: info_of(own.endpoint, "", 1.0, 2.0))
-        client = await stack.enter_async_context(AsyncClient(own.endpoint))
+    async with serving(server_flags) as (own, info), AsyncClient(own.endpoint) as client:
         name = f"{info['model']} in {info['dtype']}"
         show(f"right answers, {name}", await _right_answers(client), arguments.json)
         if not arguments.turns:
