@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from http_proc.apis.embeddings import (
     MAX_TEXTS,
@@ -284,74 +285,44 @@ async def rerank(gateway: Gateway, call: Call, _: EventSink) -> RerankAnswer | l
         raise invalid("give either documents or texts", "documents")
     if fields.top_n is not None and fields.top_n < 1:
         raise invalid(f"top_n is {fields.top_n}: it must be at least 1, or left out", "top_n")
-    if fields.texts is not None:
-        return await _rank_texts(gateway, model, call, fields, fields.texts)
-    assert fields.documents is not None
-    texts = [each if isinstance(each, str) else each.text for each in fields.documents]
-    activation = "" if fields.use_activation and not fields.raw_scores else IDENTITY
-    cuts = fields.truncate is not False
-    head, completions = await _ranked(gateway, model, call, fields, texts, activation, cuts)
+    is_tei = fields.texts is not None
+    given = fields.texts or fields.documents or ()
+    texts = [each if isinstance(each, str) else each.text for each in given]
+    activation = SIGMOID if is_tei else ""
+    pooling = Pooling(
+        SCORE,
+        max_tokens=cut_to(fields.truncate_prompt_tokens),
+        activation=activation if fields.use_activation and not fields.raw_scores else IDENTITY,
+        max_first_tokens=fields.max_tokens_per_query,
+        max_second_tokens=fields.max_tokens_per_doc,
+        instruction=fields.instruction or "",
+    )
+    asked = [(fields.query, replace(pooling, text_pair=text)) for text in texts]
+    cuts = bool(fields.truncate) if is_tei else fields.truncate is not False
+    names = ("query", "texts" if is_tei else "documents")
+    head, completions = await scores_of(
+        gateway, model, call, asked, _options(fields, cuts), names, "rerank"
+    )
     scores = [vector_of(completion)[0] for completion in completions]
-    with_text = fields.return_documents or fields.return_text
+    order = best_first(scores, fields.top_n)
+    shown = dict(enumerate(texts)) if fields.return_documents or fields.return_text else {}
+    if is_tei:
+        return [TeiRankedText(number, scores[number], shown.get(number)) for number in order]
     results = [
-        RankedDocument(number, scores[number], {"text": texts[number]} if with_text else None)
-        for number in best_first(scores, fields.top_n)
+        RankedDocument(number, scores[number], {"text": shown[number]} if shown else None)
+        for number in order
     ]
     meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
     return RerankAnswer(head.id, model.name, results, usage_of(completions), meta)
 
 
-async def _rank_texts(
-    gateway: Gateway,
-    model: ServedModel,
-    call: Call,
-    fields: RerankRequest,
-    texts: list[str],
-) -> list[TeiRankedText]:
-    activation = IDENTITY if fields.raw_scores or not fields.use_activation else SIGMOID
-    _, completions = await _ranked(
-        gateway, model, call, fields, texts, activation, bool(fields.truncate)
-    )
-    scores = [vector_of(completion)[0] for completion in completions]
-    with_text = fields.return_text or fields.return_documents
-    return [
-        TeiRankedText(number, scores[number], texts[number] if with_text else None)
-        for number in best_first(scores, fields.top_n)
-    ]
-
-
-async def _ranked(
-    gateway: Gateway,
-    model: ServedModel,
-    call: Call,
-    fields: RerankRequest,
-    texts: list[str],
-    activation: str,
-    cuts: bool,
-) -> tuple[ResponseHead, list[Completion]]:
-    """Return the completions of the query with each text."""
-    most = cut_to(fields.truncate_prompt_tokens)
-    options: RequestOptions = {
-        "priority": fields.priority,
-        "truncate_prompt": cuts or fields.truncate_prompt_tokens is not None,
-    }
-    asked = [
-        (
-            fields.query,
-            Pooling(
-                SCORE,
-                max_tokens=most,
-                activation=activation,
-                text_pair=text,
-                max_first_tokens=fields.max_tokens_per_query,
-                max_second_tokens=fields.max_tokens_per_doc,
-                instruction=fields.instruction or "",
-            ),
-        )
-        for text in texts
-    ]
-    field = "documents" if fields.texts is None else "texts"
-    return await scores_of(gateway, model, call, asked, options, ("query", field), "rerank")
+def _options(
+    fields: RerankRequest | ScoreRequest | ClassifyRequest, cuts: bool | None = None
+) -> RequestOptions:
+    """Return the options of the requests to the server, which `cuts` long texts; None: its flag."""
+    if fields.truncate_prompt_tokens is not None:
+        cuts = True
+    return {"priority": fields.priority, "truncate_prompt": cuts}
 
 
 def best_first(scores: Sequence[float], top_n: int | None) -> list[int]:
@@ -364,26 +335,15 @@ async def score(gateway: Gateway, call: Call, _: EventSink) -> ScoreAnswer:
     fields = convert(await call.parse(), ScoreRequest)
     model = gateway.served(fields.model, call.record)
     pairs, names = _pairs_of(fields)
-    options: RequestOptions = {"priority": fields.priority}
-    if fields.truncate_prompt_tokens is not None:
-        options["truncate_prompt"] = True
-    most = cut_to(fields.truncate_prompt_tokens)
-    activation = "" if fields.use_activation else IDENTITY
-    asked = [
-        (
-            first,
-            Pooling(
-                SCORE,
-                max_tokens=most,
-                activation=activation,
-                text_pair=second,
-                instruction=fields.instruction or "",
-            ),
-        )
-        for first, second in pairs
-    ]
+    pooling = Pooling(
+        SCORE,
+        max_tokens=cut_to(fields.truncate_prompt_tokens),
+        activation="" if fields.use_activation else IDENTITY,
+        instruction=fields.instruction or "",
+    )
+    asked = [(first, replace(pooling, text_pair=second)) for first, second in pairs]
     head, completions = await scores_of(
-        gateway, model, call, asked, options, names, "score", CUT_BY
+        gateway, model, call, asked, _options(fields), names, "score", CUT_BY
     )
     data = [
         PairScore(number, vector_of(completion)[0]) for number, completion in enumerate(completions)
@@ -414,17 +374,16 @@ async def classify(gateway: Gateway, call: Call, _: EventSink) -> ClassifyAnswer
     """Return the labels of texts in vLLM's format."""
     fields = convert(await call.parse(), ClassifyRequest)
     model = gateway.served(fields.model, call.record)
-    options: RequestOptions = {"priority": fields.priority}
-    if fields.truncate_prompt_tokens is not None:
-        options["truncate_prompt"] = True
-    activation = PROBABILITIES if fields.use_activation else IDENTITY
-    most = cut_to(fields.truncate_prompt_tokens)
-    pooling = Pooling(CLASSIFY, max_tokens=most, activation=activation)
+    pooling = Pooling(
+        CLASSIFY,
+        max_tokens=cut_to(fields.truncate_prompt_tokens),
+        activation=PROBABILITIES if fields.use_activation else IDENTITY,
+    )
     texts = [fields.input] if isinstance(fields.input, str) else fields.input
     asked = [(text, pooling) for text in texts]
     names, labels = ("input", "input"), await labels_of(model)
     head, completions = await scores_of(
-        gateway, model, call, asked, options, names, "classify", CUT_BY
+        gateway, model, call, asked, _options(fields), names, "classify", CUT_BY
     )
     data = []
     for number, completion in enumerate(completions):

@@ -1,16 +1,18 @@
 """Client: AsyncClient for programs without an event loop.
 
-LoopThread runs the event loop in a thread of its own; Client passes every call to it.
+LoopThread runs the event loop in a thread of its own; Client passes every call to it. NumberCalls
+has what Client and LLM share.
 """
 
 import asyncio
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, overload
 
 from quadriga.client.async_client import (
     DEFAULT_CLASSIFYING,
@@ -206,7 +208,170 @@ async def _drain(tasks: set[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*pending, return_exceptions=True)
 
 
-class Client:
+# Makes a call of an AsyncClient, whose result is a T.
+ClientCall: TypeAlias = Callable[[AsyncClient], Coroutine[Any, Any, T]]
+
+
+class NumberCalls(ABC):
+    """The calls of Client and LLM whose answers are numbers: vectors, scores and probabilities.
+
+    In the examples `client` is one of both.
+    """
+
+    @abstractmethod
+    def _run(self, work: ClientCall[T]) -> T:
+        """Return the result of a call of an AsyncClient, or raise its error."""
+
+    @overload  # a str is a sequence of str, too, but the first overload wins
+    def embed(  # type: ignore[overload-overlap]
+        self, prompt: str, pooling: Pooling = DEFAULT_POOLING, **options: "Unpack[RequestOptions]"
+    ) -> TextEmbedding: ...
+    @overload
+    def embed(
+        self,
+        prompt: Sequence[Prompt],
+        pooling: Pooling = DEFAULT_POOLING,
+        **options: "Unpack[RequestOptions]",
+    ) -> list[TextEmbedding]: ...
+    def embed(
+        self, prompt: Any, pooling: Pooling = DEFAULT_POOLING, **options: "Unpack[RequestOptions]"
+    ) -> TextEmbedding | list[TextEmbedding]:
+        """Return the vector of a text, or those of a list of texts in the same order.
+
+            embedding = client.embed("The capital of France is Paris.")
+            first, second = client.embed(["One.", "Two."], Pooling(dimensions=128))
+
+        Args:
+            prompt: a text or token ids, or a list of them. `[]` gives `[]`.
+            pooling: what vectors are asked for.
+            **options: timeout, priority, truncate_prompt, … (see RequestOptions), for each text.
+
+        Raises:
+            InvalidRequest: the server gives no vectors, or a text or `pooling` is wrong.
+            QuadrigaError: as `generate`.
+        """
+        result: TextEmbedding | list[TextEmbedding] = self._run(
+            lambda client: client.embed(prompt, pooling, **options)
+        )
+        return result
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        pooling: Pooling = DEFAULT_SCORING,
+        **options: "Unpack[RequestOptions]",
+    ) -> list[TextScore]:
+        """Return the scores of pairs of texts, of a model that ranks, in their order.
+
+            (score,) = client.score("Who has horses?", "Four horses draw the chariot.")
+
+        Args:
+            text_1: the first texts, such as queries; a single one goes with every second text.
+            text_2: the second texts, such as documents.
+            pooling: of the method "score": activation, instruction, and what texts are cut to.
+            **options: timeout, priority, truncate_prompt, … (see RequestOptions), for each pair.
+
+        Raises:
+            InvalidRequest: the model ranks no texts, or a text or `pooling` is wrong.
+            QuadrigaError: as `generate`.
+        """
+        return self._run(lambda client: client.score(text_1, text_2, pooling, **options))
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        pooling: Pooling = DEFAULT_SCORING,
+        **options: "Unpack[RequestOptions]",
+    ) -> list[RankedText]:
+        """Return documents with their scores, those that match a query best first.
+
+            best, *_ = client.rerank("Who has horses?", ["A fox.", "Four horses."])
+
+        Args:
+            query: the first text of each pair.
+            documents: the second ones.
+            top_n: return so many; None: all.
+            pooling: as in `score`.
+            **options: timeout, priority, truncate_prompt, … (see RequestOptions), for each pair.
+
+        Raises:
+            InvalidRequest: the model ranks no texts, or a text or `pooling` is wrong.
+            QuadrigaError: as `generate`.
+        """
+        return self._run(lambda client: client.rerank(query, documents, top_n, pooling, **options))
+
+    @overload  # a str is a sequence of str, too, but the first overload wins
+    def classify(  # type: ignore[overload-overlap]
+        self,
+        prompt: str,
+        pooling: Pooling = DEFAULT_CLASSIFYING,
+        **options: "Unpack[RequestOptions]",
+    ) -> TextLabels: ...
+    @overload
+    def classify(
+        self,
+        prompt: Sequence[str],
+        pooling: Pooling = DEFAULT_CLASSIFYING,
+        **options: "Unpack[RequestOptions]",
+    ) -> list[TextLabels]: ...
+    def classify(
+        self,
+        prompt: Any,
+        pooling: Pooling = DEFAULT_CLASSIFYING,
+        **options: "Unpack[RequestOptions]",
+    ) -> TextLabels | list[TextLabels]:
+        """Return the labels of a text, or those of a list of texts in the same order.
+
+            labels = client.classify("What a day!")
+            print(labels.label, labels.probs[labels.label])
+
+        Args:
+            prompt: a text, or a list of texts. `[]` gives `[]`.
+            pooling: of the method "classify": activation.
+            **options: timeout, priority, truncate_prompt, … (see RequestOptions), for each text.
+
+        Raises:
+            InvalidRequest: the model has no labels, or a text or `pooling` is wrong.
+            QuadrigaError: as `generate`.
+        """
+        result: TextLabels | list[TextLabels] = self._run(
+            lambda client: client.classify(prompt, pooling, **options)
+        )
+        return result
+
+    def decide(
+        self,
+        state: str | Chat,
+        questions: Sequence[Question | str],
+        **options: "Unpack[RequestOptions]",
+    ) -> list[Decision]:
+        """Return the probabilities of the possible answers to questions about a state, in order.
+
+            place, about = client.decide(
+                "Paris lies on the Seine.",
+                [Question("Which country?", ["France", "Germany"]), "It is about a city."],
+            )
+            print(place.label, place.confidence, about.probability)
+
+        Args:
+            state: a text, or a chat. It is computed once.
+            questions: 1 to 400; a text is a statement that is true or not. Of those whose prompts
+                are too long each is refused alone, as long as others have an answer.
+            **options: timeout, priority, cache_salt, receipt, … (see RequestOptions), for each
+                prompt.
+
+        Raises:
+            InvalidRequest: a question has too few, too many, empty or equal labels, all questions
+                are refused, or the model has no chat template.
+            QuadrigaError: as `generate`.
+        """
+        return self._run(lambda client: client.decide(state, questions, **options))
+
+
+class Client(NumberCalls):
     """One connection to a server, for programs without an event loop. Call it from any thread.
 
     A connection that breaks is re-established, and open requests continue where they were. It is
@@ -269,6 +434,9 @@ class Client:
             error: what the calls raise.
         """
         self._loop.run(lambda: self._async.give_up(error))
+
+    def _run(self, work: ClientCall[T]) -> T:
+        return self._loop.run(lambda: work(self._async))
 
     @overload  # a str is a sequence of str, too, but the first overload wins
     def generate(  # type: ignore[overload-overlap]
@@ -338,156 +506,6 @@ class Client:
             QuadrigaError: as `generate`; the iterator raises it.
         """
         return self._loop.iterate(self._async.stream(prompt, params, **options))
-
-    @overload  # a str is a sequence of str, too, but the first overload wins
-    def embed(  # type: ignore[overload-overlap]
-        self, prompt: str, pooling: Pooling = DEFAULT_POOLING, **options: "Unpack[RequestOptions]"
-    ) -> TextEmbedding: ...
-    @overload
-    def embed(
-        self,
-        prompt: Sequence[Prompt],
-        pooling: Pooling = DEFAULT_POOLING,
-        **options: "Unpack[RequestOptions]",
-    ) -> list[TextEmbedding]: ...
-    def embed(
-        self, prompt: Any, pooling: Pooling = DEFAULT_POOLING, **options: "Unpack[RequestOptions]"
-    ) -> TextEmbedding | list[TextEmbedding]:
-        """Return the vector of a text, or those of a list of texts in the same order.
-
-            embedding = client.embed("The capital of France is Paris.")
-            first, second = client.embed(["One.", "Two."], Pooling(dimensions=128))
-
-        Args:
-            prompt: a text or token ids, or a list of them. `[]` gives `[]`.
-            pooling: what vectors are asked for.
-            **options: timeout, priority, truncate_prompt, … (see RequestOptions), for each text.
-
-        Raises:
-            InvalidRequest: the server gives no vectors, or a text or `pooling` is wrong.
-            QuadrigaError: as `generate`.
-        """
-        result: TextEmbedding | list[TextEmbedding] = self._loop.run(
-            lambda: self._async.embed(prompt, pooling, **options)
-        )
-        return result
-
-    def score(
-        self,
-        text_1: str | Sequence[str],
-        text_2: str | Sequence[str],
-        pooling: Pooling = DEFAULT_SCORING,
-        **options: "Unpack[RequestOptions]",
-    ) -> list[TextScore]:
-        """Return the scores of pairs of texts, of a model that ranks, in their order.
-
-            (score,) = client.score("Who has horses?", "Four horses draw the chariot.")
-
-        Args:
-            text_1: the first texts, such as queries; a single one goes with every second text.
-            text_2: the second texts, such as documents.
-            pooling: of the method "score": activation, instruction, and what texts are cut to.
-            **options: timeout, priority, truncate_prompt, … (see RequestOptions), for each pair.
-
-        Raises:
-            InvalidRequest: the model ranks no texts, or a text or `pooling` is wrong.
-            QuadrigaError: as `generate`.
-        """
-        return self._loop.run(lambda: self._async.score(text_1, text_2, pooling, **options))
-
-    def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        top_n: int | None = None,
-        pooling: Pooling = DEFAULT_SCORING,
-        **options: "Unpack[RequestOptions]",
-    ) -> list[RankedText]:
-        """Return documents with their scores, those that match a query best first.
-
-            best, *_ = client.rerank("Who has horses?", ["A fox.", "Four horses."])
-
-        Args:
-            query: the first text of each pair.
-            documents: the second ones.
-            top_n: return so many; None: all.
-            pooling: as in `score`.
-            **options: timeout, priority, truncate_prompt, … (see RequestOptions), for each pair.
-
-        Raises:
-            InvalidRequest: the model ranks no texts, or a text or `pooling` is wrong.
-            QuadrigaError: as `generate`.
-        """
-        return self._loop.run(
-            lambda: self._async.rerank(query, documents, top_n, pooling, **options)
-        )
-
-    @overload  # a str is a sequence of str, too, but the first overload wins
-    def classify(  # type: ignore[overload-overlap]
-        self,
-        prompt: str,
-        pooling: Pooling = DEFAULT_CLASSIFYING,
-        **options: "Unpack[RequestOptions]",
-    ) -> TextLabels: ...
-    @overload
-    def classify(
-        self,
-        prompt: Sequence[str],
-        pooling: Pooling = DEFAULT_CLASSIFYING,
-        **options: "Unpack[RequestOptions]",
-    ) -> list[TextLabels]: ...
-    def classify(
-        self,
-        prompt: Any,
-        pooling: Pooling = DEFAULT_CLASSIFYING,
-        **options: "Unpack[RequestOptions]",
-    ) -> TextLabels | list[TextLabels]:
-        """Return the labels of a text, or those of a list of texts in the same order.
-
-            labels = client.classify("What a day!")
-            print(labels.label, labels.probs[labels.label])
-
-        Args:
-            prompt: a text, or a list of texts. `[]` gives `[]`.
-            pooling: of the method "classify": activation.
-            **options: timeout, priority, truncate_prompt, … (see RequestOptions), for each text.
-
-        Raises:
-            InvalidRequest: the model has no labels, or a text or `pooling` is wrong.
-            QuadrigaError: as `generate`.
-        """
-        result: TextLabels | list[TextLabels] = self._loop.run(
-            lambda: self._async.classify(prompt, pooling, **options)
-        )
-        return result
-
-    def decide(
-        self,
-        state: str | Chat,
-        questions: Sequence[Question | str],
-        **options: "Unpack[RequestOptions]",
-    ) -> list[Decision]:
-        """Return the probabilities of the possible answers to questions about a state, in order.
-
-            place, about = client.decide(
-                "Paris lies on the Seine.",
-                [Question("Which country?", ["France", "Germany"]), "It is about a city."],
-            )
-            print(place.label, place.confidence, about.probability)
-
-        Args:
-            state: a text, or a chat. It is computed once.
-            questions: 1 to 400; a text is a statement that is true or not. Of those whose prompts
-                are too long each is refused alone, as long as others have an answer.
-            **options: timeout, priority, cache_salt, receipt, … (see RequestOptions), for each
-                prompt.
-
-        Raises:
-            InvalidRequest: a question has too few, too many, empty or equal labels, all questions
-                are refused, or the model has no chat template.
-            QuadrigaError: as `generate`.
-        """
-        return self._loop.run(lambda: self._async.decide(state, questions, **options))
 
     def abort(self, request_id: str = "") -> None:
         """Abort a request of this client, or all of them if the id is empty.

@@ -18,29 +18,20 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from quadriga import errors, keywords
 from quadriga.client.async_client import (
-    DEFAULT_CLASSIFYING,
-    DEFAULT_POOLING,
-    DEFAULT_SCORING,
     RequestOptions,
 )
-from quadriga.client.decisions import Decision, Question
-from quadriga.client.sync_client import Client
+from quadriga.client.sync_client import Client, ClientCall, NumberCalls, T
 from quadriga.client.types import (
     Chat,
     Completion,
     Prompt,
-    RankedText,
     StreamChunk,
-    TextEmbedding,
-    TextLabels,
-    TextScore,
     check_is_chat,
     check_options,
 )
 from quadriga.errors import QuadrigaError, RequestAborted, ServerFailed
 from quadriga.programs import command_of
 from quadriga.sampling.params import SamplingParams
-from quadriga.sampling.pooling import Pooling
 from quadriga.server.config.engine_args import BUILTIN_MODEL
 from quadriga.wire.client import PRIVATE_ENDPOINT
 
@@ -275,7 +266,7 @@ os.register_at_fork(after_in_child=_close_in_fork)
 CONNECT_TIMEOUT_S = 30.0
 
 
-class LLM:
+class LLM(NumberCalls):
     """A model, served by processes that this program starts for itself and that end with it.
 
     The server has a private endpoint and no web gateway, so that any number of LLMs can run side by
@@ -327,6 +318,9 @@ class LLM:
         """Abort all requests and stop the server. Later calls of a method raise RequestAborted."""
         self._close()
 
+    def _run(self, work: ClientCall[T]) -> T:
+        return self.client._run(work)
+
     @overload  # a str is a sequence of str, too, but the first overload wins
     def generate(  # type: ignore[overload-overlap]
         self,
@@ -366,150 +360,6 @@ class LLM:
         """
         result: Completion | list[Completion] = self.client.generate(prompts, params, **options)
         return result
-
-    @overload  # a str is a sequence of str, too, but the first overload wins
-    def embed(  # type: ignore[overload-overlap]
-        self, prompt: str, pooling: Pooling = DEFAULT_POOLING, **options: "Unpack[RequestOptions]"
-    ) -> TextEmbedding: ...
-    @overload
-    def embed(
-        self,
-        prompt: Sequence[Prompt],
-        pooling: Pooling = DEFAULT_POOLING,
-        **options: "Unpack[RequestOptions]",
-    ) -> list[TextEmbedding]: ...
-    def embed(
-        self, prompt: Any, pooling: Pooling = DEFAULT_POOLING, **options: "Unpack[RequestOptions]"
-    ) -> TextEmbedding | list[TextEmbedding]:
-        """Return the vector of a text, or those of a list of texts in the same order.
-
-            embedding = llm.embed("The capital of France is Paris.")
-            first, second = llm.embed(["One.", "Two."], Pooling(dimensions=128))
-
-        Args:
-            prompt: a text or token ids, or a list of them. `[]` gives `[]`.
-            pooling: what vectors are asked for.
-            **options: timeout, priority, truncate_prompt, … (see RequestOptions), for each text.
-
-        Raises:
-            InvalidRequest: the server gives no vectors, or a text or `pooling` is wrong.
-            QuadrigaError: as `generate`.
-        """
-        result: TextEmbedding | list[TextEmbedding] = self.client.embed(prompt, pooling, **options)
-        return result
-
-    def score(
-        self,
-        text_1: str | Sequence[str],
-        text_2: str | Sequence[str],
-        pooling: Pooling = DEFAULT_SCORING,
-        **options: "Unpack[RequestOptions]",
-    ) -> list[TextScore]:
-        """Return the scores of pairs of texts, of a model that ranks, in their order.
-
-            (score,) = llm.score("Who has horses?", "Four horses draw the chariot.")
-
-        Args:
-            text_1: the first texts, such as queries; a single one goes with every second text.
-            text_2: the second texts, such as documents.
-            pooling: of the method "score": activation, instruction, and what texts are cut to.
-            **options: timeout, priority, truncate_prompt, … (see RequestOptions), for each pair.
-
-        Raises:
-            InvalidRequest: the model ranks no texts, or a text or `pooling` is wrong.
-            QuadrigaError: as `generate`.
-        """
-        return self.client.score(text_1, text_2, pooling, **options)
-
-    def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        top_n: int | None = None,
-        pooling: Pooling = DEFAULT_SCORING,
-        **options: "Unpack[RequestOptions]",
-    ) -> list[RankedText]:
-        """Return documents with their scores, those that match a query best first.
-
-            best, *_ = llm.rerank("Who has horses?", ["A fox.", "Four horses."])
-
-        Args:
-            query: the first text of each pair.
-            documents: the second ones.
-            top_n: return so many; None: all.
-            pooling: as in `score`.
-            **options: timeout, priority, truncate_prompt, … (see RequestOptions), for each pair.
-
-        Raises:
-            InvalidRequest: the model ranks no texts, or a text or `pooling` is wrong.
-            QuadrigaError: as `generate`.
-        """
-        return self.client.rerank(query, documents, top_n, pooling, **options)
-
-    @overload  # a str is a sequence of str, too, but the first overload wins
-    def classify(  # type: ignore[overload-overlap]
-        self,
-        prompt: str,
-        pooling: Pooling = DEFAULT_CLASSIFYING,
-        **options: "Unpack[RequestOptions]",
-    ) -> TextLabels: ...
-    @overload
-    def classify(
-        self,
-        prompt: Sequence[str],
-        pooling: Pooling = DEFAULT_CLASSIFYING,
-        **options: "Unpack[RequestOptions]",
-    ) -> list[TextLabels]: ...
-    def classify(
-        self,
-        prompt: Any,
-        pooling: Pooling = DEFAULT_CLASSIFYING,
-        **options: "Unpack[RequestOptions]",
-    ) -> TextLabels | list[TextLabels]:
-        """Return the labels of a text, or those of a list of texts in the same order.
-
-            labels = llm.classify("What a day!")
-            print(labels.label, labels.probs[labels.label])
-
-        Args:
-            prompt: a text, or a list of texts. `[]` gives `[]`.
-            pooling: of the method "classify": activation.
-            **options: timeout, priority, truncate_prompt, … (see RequestOptions), for each text.
-
-        Raises:
-            InvalidRequest: the model has no labels, or a text or `pooling` is wrong.
-            QuadrigaError: as `generate`.
-        """
-        result: TextLabels | list[TextLabels] = self.client.classify(prompt, pooling, **options)
-        return result
-
-    def decide(
-        self,
-        state: str | Chat,
-        questions: Sequence[Question | str],
-        **options: "Unpack[RequestOptions]",
-    ) -> list[Decision]:
-        """Return the probabilities of the possible answers to questions about a state, in order.
-
-            place, about = llm.decide(
-                "Paris lies on the Seine.",
-                [Question("Which country?", ["France", "Germany"]), "It is about a city."],
-            )
-            print(place.label, place.confidence, about.probability)
-
-        Args:
-            state: a text, or a chat. It is computed once.
-            questions: 1 to 400; a text is a statement that is true or not. Of those whose prompts
-                are too long each is refused alone, as long as others have an answer.
-            **options: timeout, priority, cache_salt, receipt, … (see RequestOptions), for each
-                prompt.
-
-        Raises:
-            InvalidRequest: a question has too few, too many, empty or equal labels, all questions
-                are refused, or the model has no chat template.
-            QuadrigaError: as `generate`.
-        """
-        return self.client.decide(state, questions, **options)
 
     @overload
     def chat(
