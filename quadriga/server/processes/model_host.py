@@ -65,18 +65,16 @@ def with_preloads(
     for plan in plans:
         pinned = [other for other in plans if other.is_pinned and other is not plan]
         if plan.num_bytes + sum(other.num_bytes for other in pinned) > budget:
-            names = [other.config.model.shown_name for other in pinned]
+            names = [other.shown_name for other in pinned]
             beside = f" beside {', '.join(names)}, never unloaded," if pinned else ""
             raise ConfigError(
-                f"--model-memory is {budget / GIB:.2f} GiB, and {plan.config.model.shown_name}"
+                f"--model-memory is {budget / GIB:.2f} GiB, and {plan.shown_name}"
                 f" needs about {plan.num_bytes / GIB:.2f}{beside}: raise it, or bound the model's"
                 " KV pool with --max-total-tokens or --mem-fraction-static"
             )
     used = sum(plan.num_bytes for plan, want in zip(plans, wanted, strict=True) if want)
     if used > budget:
-        names = [
-            plan.config.model.shown_name for plan, want in zip(plans, wanted, strict=True) if want
-        ]
+        names = [plan.shown_name for plan, want in zip(plans, wanted, strict=True) if want]
         raise ConfigError(
             f"--model-memory is {budget / GIB:.2f} GiB, and the models that are preloaded need"
             f" about {used / GIB:.2f}: {', '.join(names)}; preload fewer of them"
@@ -167,13 +165,14 @@ class ModelHost:
         model = self._models[name]
         model.end_workers()
         self._change(name, ModelState.FAILED)
+        error = f"model {model.plan.shown_name} could not be loaded: {reason}"
         say(
-            f"error: model {name} could not be loaded: {reason}. Its requests end with this error;"
-            f" it is tried again in {FAILED_FOR_S:g} s at the earliest",
-            event="model_failed", model=name, reason=reason,
+            f"error: {error}. Its requests end with this error; it is tried again in"
+            f" {FAILED_FOR_S:g} s at the earliest",
+            event="model_failed", model=model.plan.shown_name, reason=reason,
         )  # fmt: skip
         for scheduler in model.schedulers:
-            scheduler.send(Command.FAIL_ALL, f"model {name} could not be loaded: {reason}")
+            scheduler.send(Command.FAIL_ALL, error)
         return True
 
     def is_unloading(self, name: str) -> bool:
@@ -235,9 +234,10 @@ class ModelHost:
             self._change(wanted, ModelState.LOADING)
             if self._load_timeout_s is not None:
                 num_open = self._turns.models[wanted].num_open
+                shown = self._models[wanted].plan.shown_name
                 say(
-                    f"model {wanted} is being loaded for {num_open} open requests",
-                    event="model_loading", model=wanted, open=num_open,
+                    f"model {shown} is being loaded for {num_open} open requests",
+                    event="model_loading", model=shown, open=num_open,
                 )  # fmt: skip
             self._models[wanted].start_workers()
 
@@ -261,10 +261,10 @@ class ModelHost:
 
     def _log_load(self, name: str) -> None:
         if self._load_timeout_s is not None:
-            seconds = self._turns.models[name].load_s
+            seconds, shown = self._turns.models[name].load_s, self._models[name].plan.shown_name
             say(
-                f"model {name} is loaded after {seconds:.1f} s",
-                event="model_loaded", model=name, seconds=round(seconds, 3),
+                f"model {shown} is loaded after {seconds:.1f} s",
+                event="model_loaded", model=shown, seconds=round(seconds, 3),
             )  # fmt: skip
 
     def _load_ends_at(self, name: str) -> float | None:
@@ -282,7 +282,8 @@ class ModelHost:
     def _unload(self, name: str) -> None:
         use, model = self._turns.models[name], self._models[name]
         verb = f"suspended with {use.num_open} open requests" if use.num_open else "unloaded"
-        say(f"model {name} is {verb}", event="model_unloading", model=name, open=use.num_open)
+        shown = model.plan.shown_name
+        say(f"model {shown} is {verb}", event="model_unloading", model=shown, open=use.num_open)
         self._change(name, ModelState.UNLOADING)
         self._pause(model)
 

@@ -40,6 +40,11 @@ class ModelPlan(NamedTuple):
     idle_unload_s: float | None = None
     num_bytes: int = 0
 
+    @property
+    def shown_name(self) -> str:
+        """What people and clients call the model."""
+        return self.name or self.config.model.shown_name
+
 
 class Ring(NamedTuple):
     """The processes of a replica that exchange steps."""

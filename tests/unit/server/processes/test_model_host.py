@@ -76,9 +76,15 @@ class FakeServer:
 class Hosted:
     """Models a and b with a memory budget for one of them; `dp` replicas each."""
 
-    def __init__(self, dp: int = 1, budget: int | None = GIB, **fields: Any) -> None:
-        config = ServerConfig().replace(dp=dp)
-        plans = [ModelPlan(name, config, [], num_bytes=GIB, **fields) for name in ("a", "b")]
+    def __init__(
+        self,
+        dp: int = 1,
+        budget: int | None = GIB,
+        names: tuple[str, ...] = ("a", "b"),
+        **fields: Any,
+    ) -> None:
+        config = ServerConfig().replace(dp=dp, **fields)
+        plans = [ModelPlan(name, config, [], num_bytes=GIB) for name in names]
         self.server, self.now = FakeServer(), 0.0
         self.models = {p.name: ModelProcesses(p, n) for n, p in enumerate(plans)}
         uses = {plan.name: ModelUse(plan.num_bytes) for plan in plans}
@@ -281,6 +287,20 @@ def test_a_reload_leaves_models_alone_that_are_not_loaded(dp: int) -> None:
     model.replicas.begin_reload(model.workers)
     model.replicas.reload_next(model)
     assert one.process(FRONTEND, "a").sent.count(Command.RECALL) == 1
+
+
+def test_lines_about_the_only_model_have_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    one = Hosted(budget=None, names=("",), served_model_name="the-only-one")
+    one.open("", 2)
+    one.make_ready("")
+    one.open("", 0)
+    one.host.unload("")
+    one.host.on_paused("", SCHEDULER, 1)
+    one.pass_time()
+    one.open("", 1)
+    one.host.on_load_failed("", "its file is gone")
+    lines = [line for line in capsys.readouterr().err.splitlines() if "model" in line]
+    assert len(lines) == 5 and all("model the-only-one " in line for line in lines), lines
 
 
 def test_a_budget_must_hold_each_model_beside_those_that_are_never_unloaded() -> None:
