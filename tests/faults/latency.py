@@ -30,7 +30,6 @@ from tests.tiny_models import tiny_llama
 MIB = 1 << 20
 PARAMS = {"max_new_tokens": 2}
 PING = msgpack.packb(["ping", 1])
-PING_INTERVAL_S = 0.002
 
 
 def chat(*messages: dict[str, Any], **options: Any) -> list[Any]:
@@ -71,10 +70,10 @@ INPUTS: dict[str, tuple[int, Callable[[], list[Any]]]] = {
 
 
 def ping_until_stdin_ends(endpoint: str) -> None:
-    """Ping the server until stdin ends, and print the seconds of each round trip as JSON."""
+    """Ping the server without a pause until stdin ends; print the round trips' seconds as JSON."""
     round_trips: list[float] = []
     with RawClient(endpoint) as client:
-        while not select.select([sys.stdin], [], [], PING_INTERVAL_S)[0]:
+        while not select.select([sys.stdin], [], [], 0)[0]:
             sent_at = time.perf_counter()
             client.send(PING)
             while client.receive(60)[0] != "pong":
@@ -105,31 +104,37 @@ def pings(endpoint: str) -> Iterator[list[float]]:
         process.wait()
 
 
-def attack(endpoint: str, name: str, max_messages: int | None = None) -> list[float]:
+def attack(endpoint: str, name: str, num_messages: int | None = None) -> list[float]:
     """Send a hostile input and wait for the answers; return the round trips of another client."""
     count, make = INPUTS[name]
-    count = min(count, max_messages or count)
+    count = num_messages or count
     message = make()
-    frames = []
+    frames: dict[str, bytes] = {}
     for number in range(min(count, 16)):
         if len(message) > 1:
             message[2] = f"h{number}"
-        frames.append(msgpack.packb(message))
+        frames[f"h{number}"] = msgpack.packb(message)
+    # Messages without an id are answered before the last one, which has one.
+    waited_for = {"last", *(frames if len(message) > 1 else ())}
     with RawClient(endpoint, receive_queue=0) as hostile, pings(endpoint) as round_trips:
-        for frame in itertools.islice(itertools.cycle(frames), count):
+        for frame in itertools.islice(itertools.cycle(frames.values()), count):
             hostile.send(frame)
         last = msgpack.packb(["generate", 1, "last", "x", PARAMS])
         hostile.send(last)
-        while not _ends(message := hostile.receive(120), "last"):
-            if message[0] == "server_gone":  # it has read its answers too slowly
+        while waited_for:
+            answer = hostile.receive(120)
+            waited_for -= _answered(answer)
+            if answer[0] == "server_gone":  # it has read its answers too slowly
+                waited_for = {"last"}
                 hostile.send(last)
     return round_trips
 
 
-def _ends(message: list[Any], request_id: str) -> bool:
-    if message[0] == "refused":
-        return bool(message[1] == request_id)
-    return message[0] == "chunks" and any(c[0] == request_id and c[5] for c in message[1])
+def _answered(answer: list[Any]) -> set[str]:
+    """Return the ids of the messages whose answer ends with this one."""
+    if answer[0] == "chunks":
+        return {chunk[0] for chunk in answer[1] if chunk[5]}
+    return {answer[1]} if isinstance(answer[1], str) else set()
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 import os
 import random
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -105,15 +104,11 @@ def test_a_client_that_does_not_read_is_cut_off_alone_and_notified(server: Serve
 def test_other_clients_are_answered_while_one_sends_what_costs_most(
     server: Server, name: str
 ) -> None:
-    num_large = 4
-    began_at = time.monotonic()
+    num_large = 16
     seconds = attack(server.endpoint, name, 10_000 if "times" in name else num_large)
-    seconds_of_message = (time.monotonic() - began_at) / num_large
     print(f"{name}: {len(seconds)} pings, the longest {1000 * max(seconds):.0f} ms")
-    # Where a message held up the loop from its begin to its end, there would be a ping for each,
-    # which would take as long as the message.
-    is_short = max(seconds) < seconds_of_message / 4
-    assert len(seconds) > num_large or is_short, "pings are answered while a message is worked on"
+    # Where a message held up the loop from its begin to its end, there would be a ping for each.
+    assert len(seconds) > num_large, "pings are answered while a message is worked on"
 
 
 def test_memory_of_long_messages_is_released(server: Server) -> None:
