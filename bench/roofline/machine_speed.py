@@ -19,6 +19,7 @@ from worker_proc.cpu.memory import allocate
 from worker_proc.cpu.program import OpKind
 from worker_proc.engines.factory import make_engine
 from worker_proc.models import attention, base, layers
+from worker_proc.models.base import StoredRows
 from worker_proc.models.ops import Ops, Value
 from worker_proc.step.engine import Engine
 
@@ -126,6 +127,10 @@ class OneProduct(base.Model):
     def compute_logits(self, ops: Ops[Value], hidden: Value) -> Value:
         """Return the product."""
         return ops.logits(self.linear, ops.norm(self.final_norm, hidden))
+
+    def checkpoint_rows(self) -> dict[str, StoredRows]:
+        """Return nothing: the weights are random."""
+        return {}
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Return nothing: the weights are random."""

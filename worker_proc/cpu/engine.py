@@ -28,6 +28,7 @@ from worker_proc.cpu.program import (
 )
 from worker_proc.cpu.recorder import Recorded, Recorder, StepRows
 from worker_proc.cpu.weights import CodedWeights, round_up
+from worker_proc.models.attention import Ints
 from worker_proc.models.base import Model
 from worker_proc.sampling.sampler import SamplingRows, argmax, uniform
 from worker_proc.step.clock import RunningStep
@@ -171,7 +172,7 @@ class NativeEngine(Engine):
             add_nonfinite(output, broken, np.arange(count), first, begins)
         return output
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: Ints | None = None) -> Tensor:  # noqa: ARG002
         self._reserve(self._head, len(hidden))
         self._step.row_count = 0  # nothing here attends
         self._point(Buffer.RESIDUAL, hidden)

@@ -6,13 +6,14 @@ then the engine, and a model's operations in torch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from worker_proc.adapters.change import Adapter, LinearChange
 from worker_proc.models.attention import AttentionShape, BatchLayout, Ints
 from worker_proc.models.base import Model
 from worker_proc.models.layers import (
@@ -35,7 +36,7 @@ from worker_proc.models.transfer import send
 from worker_proc.step.engine import Engine
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.pooling import Classifier, OutputNorm
-from worker_proc.step.slot_table import ALL_FINITE
+from worker_proc.step.slot_table import ALL_FINITE, NO_ADAPTER
 
 if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup
@@ -477,6 +478,57 @@ PACKED_FOR_ROWS = 32
 Packed = dict[nn.Module, Tensor]
 
 
+class AdaptedRows(NamedTuple):
+    """Rows of a value that have one adapter.
+
+    Attributes:
+        changes: of the adapter, by the matrix.
+        embedding: [vocab_size, hidden_size], or None.
+        rows: their numbers, in order.
+    """
+
+    changes: dict[nn.Module, LinearChange]
+    embedding: Tensor | None
+    rows: Tensor
+
+
+class TorchAdapters:
+    """The adapters of a model, which its operations add to its products."""
+
+    def __init__(self, model: Model, device: torch.device) -> None:
+        self._matrices, self._device = model.matrices(), device
+        self._adapters: dict[int, tuple[dict[nn.Module, LinearChange], Tensor | None]] = {}
+
+    def set_adapter(self, index: int, adapter: Adapter | None) -> None:
+        """Let an index have an adapter, or none."""
+        self._adapters.pop(index, None)
+        if adapter is not None:
+            adapter = adapter.to(self._device)
+            changes: dict[nn.Module, LinearChange] = {
+                self._matrices[number]: change for number, change in adapter.changes.items()
+            }
+            self._adapters[index] = changes, adapter.embedding
+
+    def of_rows(self, adapters: Ints | None) -> list[AdaptedRows]:
+        """Return the rows of each adapter.
+
+        Args:
+            adapters: `[rows]` the index of each row's adapter; None: no row has one.
+
+        Raises:
+            ValueError: an index has no adapter.
+        """
+        found: list[AdaptedRows] = []
+        for index in [] if adapters is None else np.unique(adapters).tolist():
+            if index == NO_ADAPTER:
+                continue
+            if index not in self._adapters:
+                raise ValueError(f"a row has the adapter {index}, which is not loaded")
+            rows = send((adapters == index).nonzero()[0], self._device)
+            found.append(AdaptedRows(*self._adapters[index], rows))
+        return found
+
+
 class TorchEngine(Engine):
     """A model in plain torch.
 
@@ -485,6 +537,7 @@ class TorchEngine(Engine):
     """
 
     name = "torch"
+    supports_adapters = True
 
     def __init__(
         self, model: Model, attention: TorchAttention, ranks: "TPGroup | None" = None
@@ -495,6 +548,7 @@ class TorchEngine(Engine):
         self.output_norm, self.has_head = OutputNorm.of(model), model.has_head
         self.classifier = Classifier.of(model)
         self._attention = attention
+        self._adapters = TorchAdapters(model, next(model.parameters()).device)
         self._packed: Packed = {
             module: packed
             for module in model.modules()
@@ -502,7 +556,8 @@ class TorchEngine(Engine):
         }
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        ops = TorchOps(self._packed, inputs, self._attention, self.ranks)
+        adapted = self._adapters.of_rows(inputs.token_adapters)
+        ops = TorchOps(self._packed, inputs, self._attention, self.ranks, adapted)
         hidden = self.model.forward(ops)
         ops.note_nonfinite(inputs)
         return hidden
@@ -510,8 +565,12 @@ class TorchEngine(Engine):
     def kv_parts(self) -> Sequence[Tensor]:
         return self._attention.layers
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.compute_logits(TorchOps(self._packed), hidden)
+    def logits(self, hidden: Tensor, adapters: Ints | None = None) -> Tensor:
+        adapted = self._adapters.of_rows(adapters)
+        return self.model.compute_logits(TorchOps(self._packed, adapted=adapted), hidden)
+
+    def set_adapter(self, index: int, adapter: Adapter | None) -> None:
+        self._adapters.set_adapter(index, adapter)
 
 
 class TorchOps(Ops[Tensor]):
@@ -526,8 +585,10 @@ class TorchOps(Ops[Tensor]):
         inputs: StepInputs | None = None,
         attention: TorchAttention | None = None,
         ranks: "TPGroup | None" = None,
+        adapted: Sequence[AdaptedRows] = (),
     ) -> None:
         self._packed = packed
+        self._adapted = adapted
         self._inputs = inputs
         if inputs is not None and attention is not None:
             self._heads = attention.shape
@@ -548,6 +609,10 @@ class TorchOps(Ops[Tensor]):
     ) -> Tensor:
         assert self._inputs is not None
         x = F.embedding(self._inputs.token_ids, tokens.weight)
+        for _, table, rows in self._adapted:
+            if table is not None:
+                differences = F.embedding(self._inputs.token_ids[rows], table)
+                x[rows] = (x[rows].float() + differences).to(x.dtype)
         if scale != 1.0:
             x = x * scale
         if positions is not None:
@@ -569,7 +634,7 @@ class TorchOps(Ops[Tensor]):
         return residual + self.norm(norm, x)
 
     def linear(self, proj: Linear, x: Tensor) -> Tensor:
-        projected = self._project(proj, proj.bias, x)
+        projected = self._adapt(proj, x, self._project(proj, proj.bias, x))
         if self._ranks is not None and proj.parallel is Parallel.ROW:
             projected = self._ranks.all_reduce(projected)
         return projected
@@ -591,10 +656,11 @@ class TorchOps(Ops[Tensor]):
         added = torch.zeros_like(x)
         for number in chosen.unique().tolist():
             tokens, place = (chosen == number).nonzero(as_tuple=True)
-            inner = self.linear_gated(
-                cast(Linear, experts.gate_up[number]), x[tokens], experts.activation
+            inner = gate_up(
+                experts.activation,
+                self._of_expert(cast(Linear, experts.gate_up[number]), x[tokens], tokens),
             )
-            output = self._project(down := cast(Linear, experts.down[number]), down.bias, inner)
+            output = self._of_expert(cast(Linear, experts.down[number]), inner, tokens)
             output = output * weights[tokens, place, None].to(output.dtype)
             added.index_add_(0, tokens, output)
         if self._ranks is not None:
@@ -620,7 +686,8 @@ class TorchOps(Ops[Tensor]):
         scale: float = 1.0,
         softcap: float | None = None,
     ) -> Tensor:
-        logits = self._project(head, None if isinstance(head, Embedding) else head.bias, x)
+        bias = None if isinstance(head, Embedding) else head.bias
+        logits = self._adapt(head, x, self._project(head, bias, x))
         return cap(logits if scale == 1.0 else logits * scale, softcap)
 
     def _norm_heads(self, norm: RMSNorm, x: Tensor, whole: bool) -> Tensor:
@@ -632,6 +699,50 @@ class TorchOps(Ops[Tensor]):
         if packed is None:
             return F.linear(x, weights.weight, bias)
         return multiply_packed(packed, bias, x)
+
+    def _of_expert(self, proj: Linear, x: Tensor, tokens: Tensor) -> Tensor:
+        """Return x Wᵀ + b of some of the step's tokens."""
+        return self._adapt(proj, x, self._project(proj, proj.bias, x), tokens)
+
+    def _adapt(
+        self, matrix: Linear | Embedding, x: Tensor, projected: Tensor, tokens: Tensor | None = None
+    ) -> Tensor:
+        """Change the rows of x Wᵀ + b that have an adapter, in place.
+
+        Args:
+            matrix: W and b.
+            x: [rows, inputs].
+            projected: [rows, outputs].
+            tokens: the numbers of the rows among the tokens; None: they are all.
+        """
+        for changes, _, rows in self._adapted:
+            if (change := changes.get(matrix)) is None:
+                continue
+            if tokens is not None:
+                rows = torch.isin(tokens, rows).nonzero()[:, 0]
+            projected[rows] = self._changed(matrix, change, x[rows], projected[rows])
+        return projected
+
+    def _changed(
+        self, matrix: Linear | Embedding, change: LinearChange, x: Tensor, projected: Tensor
+    ) -> Tensor:
+        """Return gain ∘ (W x + U (D x)) + b + shift of rows with the same adapter.
+
+        The sums are in float32.
+        """
+        bias = None if change.gain is None or isinstance(matrix, Embedding) else matrix.bias
+        sums = (projected if bias is None else self._project(matrix, None, x)).float()
+        thin = x.float() if change.down is None else F.linear(x.float(), change.down)
+        for part in change.parts:
+            inner = thin if change.down is None else thin[:, part.ranks]
+            sums[:, part.rows] += F.linear(inner, part.up)
+        if change.gain is not None:
+            sums *= change.gain
+        if bias is not None:
+            sums += bias.float()
+        if change.shift is not None:
+            sums += change.shift
+        return sums.to(projected.dtype)
 
     def _rotate(self, x: Tensor, rope: Rope) -> None:
         """Rotate `[tokens, heads, head_dim]` by the tokens' positions, in place."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quadriga.errors import ModelError
 from quadriga.server.models.families.windows import common_window
 from worker_proc.engines.torch_engine import TorchAttention, TorchStepAttention
-from worker_proc.models.attention import AttentionShape
+from worker_proc.models.attention import AttentionShape, Ints
 from worker_proc.models.layers import Attention
 from worker_proc.step.engine import Engine
 from worker_proc.step.inputs import StepInputs
@@ -469,7 +469,7 @@ class TransformersEngine(Engine):
     def kv_parts(self) -> Sequence[Tensor]:
         return self._attention.layers
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: Ints | None = None) -> Tensor:  # noqa: ARG002
         return self.model.logits(hidden)
 
 

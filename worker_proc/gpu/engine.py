@@ -264,7 +264,7 @@ class TritonEngine(Engine):
         hidden = self.model.forward(ops).settled()
         return hidden if sampled is None or are_fewer else hidden.index_select(0, sampled)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: Ints | None = None) -> Tensor:  # noqa: ARG002
         return self.model.compute_logits(self._ops(), Hidden(hidden)).x
 
     def sample_slots(self, logits: Tensor, inputs: StepInputs) -> Tensor:

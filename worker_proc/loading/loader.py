@@ -175,7 +175,7 @@ def load_model(
     else:
         tensors = from_gguf(files.weights, files.tensor_index, files.config, packed)
         fill(model, tensors, files.location, rank)
-    is_kept = any(layer.blocks or layer.coded for layer in _layers(model))
+    is_kept = any(layer.blocks or layer.coded for layer in model.matrices())
     if packed and quantization is None and not is_kept:
         raise ConfigError(
             f"quantization gguf keeps a GGUF's packed weights, but no matrix of {files.location} is"
@@ -240,7 +240,7 @@ def fill(
     for what, names in (("lacks", missing), ("has unexpected", unexpected)):
         if names:
             raise ModelError(f"{location} {what} {len(names)} tensors: {shown_names(names)}")
-    keep_quantized(_layers(model), quantized)
+    keep_quantized(model.matrices(), quantized)
 
 
 def _check_shape(
@@ -251,10 +251,6 @@ def _check_shape(
             f"{location}: tensor {name} is {list(tensor.shape)}, but config.json asks for"
             f" {list(target.shape)}"
         )
-
-
-def _layers(model: Model) -> list[Linear | Embedding]:
-    return [layer for layer in model.modules() if isinstance(layer, Linear | Embedding)]
 
 
 def shown_names(names: list[str]) -> str:

@@ -7,6 +7,7 @@ First the parts into which the stacked, fused or transposed tensors of a checkpo
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -16,7 +17,14 @@ from quadriga.errors import ModelError
 from quadriga.server.models.families.decoder_config import DecoderConfig
 from quadriga.server.models.families.windows import common_window
 from worker_proc.models.attention import AttentionShape
-from worker_proc.models.layers import Attention, ClassifierHead, LayerNorm, RMSNorm
+from worker_proc.models.layers import (
+    Attention,
+    ClassifierHead,
+    Embedding,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+)
 from worker_proc.models.ops import Ops, Value
 from worker_proc.models.quantized_weights import CodedRows, PackedRows, StackedRows
 
@@ -153,6 +161,28 @@ def _halves(tensor: StoredTensor) -> tuple[Tensor, ...]:
     return torch.arange(tensor.shape[0]).chunk(2)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """The rows of a matrix that one matrix of the checkpoint fills.
+
+    Attributes:
+        matrix: the layer with the weight, and with the bias if there is one.
+        first: the first row.
+        count: number of rows.
+    """
+
+    matrix: Linear | Embedding
+    first: int
+    count: int
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Return the views of weight and bias by their names. name: without `.weight`."""
+        rows = slice(self.first, self.first + self.count)
+        bias = self.matrix.bias if isinstance(self.matrix, Linear) else None
+        tensors: dict[str, Tensor] = {f"{name}.weight": self.matrix.weight[rows]}
+        return tensors if bias is None else tensors | {f"{name}.bias": bias[rows]}
+
+
 class Model(nn.Module):
     """A decoder over the concatenated tokens of a step, which may belong to many requests.
 
@@ -191,11 +221,19 @@ class Model(nn.Module):
     def compute_logits(self, ops: Ops[Value], hidden: Value) -> Value:
         """Return the logits [rows, vocab_size] of hidden states [rows, hidden_size]."""
 
+    def matrices(self) -> list[Linear | Embedding]:
+        """Return the matrices in the order by which adapters number them."""
+        return [layer for layer in self.modules() if isinstance(layer, Linear | Embedding)]
+
+    @abstractmethod
+    def checkpoint_rows(self) -> dict[str, StoredRows]:
+        """Return what each matrix of the checkpoint fills, by its name without `.weight`."""
+
     @abstractmethod
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Return the view of a parameter that each tensor of the checkpoint fills, by its name.
 
-        A view can be a row range of a fused weight.
+        A view can be a row range of a fused weight, as `checkpoint_rows` says.
         """
 
     def checkpoint_parts(

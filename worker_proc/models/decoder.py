@@ -3,6 +3,7 @@
 First the rotary frequencies of the scaling types, then the decoder; `build_model` is at the end.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from quadriga.server.models.families.classifier import HeadConfig
 from quadriga.server.models.families.config_values import setting
 from quadriga.server.models.families.decoder_config import DecoderConfig, RopeScaling
 from worker_proc.models.attention import AttentionShape
-from worker_proc.models.base import Model, StoredTensor, checkpoint_parts
+from worker_proc.models.base import Model, StoredRows, StoredTensor, checkpoint_parts
 from worker_proc.models.layers import (
     Activation,
     Attention,
@@ -259,26 +260,36 @@ class Decoder(Model):
     ) -> Iterator[tuple[str, StoredTensor]]:
         return checkpoint_parts(self.config, name, tensor)
 
+    def checkpoint_rows(self) -> dict[str, StoredRows]:
+        name = self.config.name
+        rows = _all_rows(name("embedding"), self.embedding)
+        if self.position_embedding is not None:
+            rows |= _all_rows(name("positions"), self.position_embedding)
+        if self.token_types is not None:
+            rows |= _all_rows(name("token_types"), self.token_types)
+        if self.lm_head is not None:
+            rows |= _all_rows(name("head"), self.lm_head)
+        for layer, block in enumerate(self._blocks()):
+            for part, of_part in block.checkpoint_rows().items():
+                rows[f"{name('layers')}.{layer}.{part}"] = of_part
+        return rows
+
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         name = self.config.name
-        tensors = {f"{name('embedding')}.weight": self.embedding.weight}
-        if self.position_embedding is not None:
-            tensors[f"{name('positions')}.weight"] = self.position_embedding.weight
-        if self.token_types is not None:
-            tensors[f"{name('token_types')}.weight"] = self.token_types.weight
+        tensors: dict[str, Tensor] = {}
+        for stored, rows in self.checkpoint_rows().items():
+            tensors |= rows.tensors(stored)
         if self.embedding_norm is not None:
             tensors |= _of_norm(name("embedding_norm"), self.embedding_norm)
         if self.attention_bias is not None:
             tensors[f"{name('attention_bias')}.weight"] = self.attention_bias
         if self.final_norm is not None:
             tensors |= _of_norm(name("final_norm"), self.final_norm)
-        if self.lm_head is not None:
-            tensors |= _of_linear(name("head"), self.lm_head)
         if self.classifier is not None:
             assert self.config.classifier is not None
             tensors |= _of_head(self.config.classifier, self.classifier)
         for layer, block in enumerate(self._blocks()):
-            for part, tensor in block.checkpoint_tensors().items():
+            for part, tensor in block.other_tensors().items():
                 tensors[f"{name('layers')}.{layer}.{part}"] = tensor
         return tensors
 
@@ -344,11 +355,19 @@ class DecoderBlock(nn.Module):
             x = ops.norm_residual(self.mlp_residual_norm, x)
         return x
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Return the block's parameters by their names in the checkpoint, without the layer."""
+    def checkpoint_rows(self) -> dict[str, StoredRows]:
+        """Return the rows of the block's matrices by their names, without the layer's."""
         name, heads = self.config.name, {"q": self.q_size, "k": self.kv_size, "v": self.kv_size}
-        tensors = _of_linear(name("out"), self.out_proj)
-        tensors |= _of_rows(self.qkv_proj, {name(key): size for key, size in heads.items()})
+        rows = _all_rows(name("out"), self.out_proj)
+        rows |= _split_rows(self.qkv_proj, {name(key): size for key, size in heads.items()})
+        if self.mlp is not None:
+            return rows | self.mlp.checkpoint_rows()
+        assert self.experts is not None
+        return rows | _rows_of_experts(self.config, self.experts)
+
+    def other_tensors(self) -> dict[str, Tensor]:
+        """Return the block's norms and sinks by their names, without the layer's."""
+        name, tensors = self.config.name, dict[str, Tensor]()
         for key in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"):
             if (norm := getattr(self, key)) is not None:
                 tensors |= _of_norm(name(key), norm)
@@ -360,10 +379,7 @@ class DecoderBlock(nn.Module):
             tensors |= _of_norm(name("k_norm"), norms.keys)
         if self.attention.sinks is not None:
             tensors[name("sinks")] = self.attention.sinks
-        if self.mlp is not None:
-            return tensors | self.mlp.checkpoint_tensors()
-        assert self.experts is not None
-        return tensors | _of_experts(self.config, self.experts)
+        return tensors
 
     def _parallel(self, ops: Ops[Value], layer: int, x: Value) -> Value:
         """Add attention and MLP, which read the same residual stream."""
@@ -412,11 +428,11 @@ class MLP(nn.Module):
             return ops.linear_gated(self.up_proj, x, self.activation)
         return ops.linear_activation(self.up_proj, x, self.activation)
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Return the parameters by their names in the checkpoint, without the layer."""
+    def checkpoint_rows(self) -> dict[str, StoredRows]:
+        """Return the rows of the matrices by their names in the checkpoint, without the layer's."""
         name, keys = self.config.name, ("gate", "up") if self.config.gated else ("up",)
         parts = {name(key): self.config.intermediate_size for key in keys}
-        return _of_rows(self.up_proj, parts) | _of_linear(name("down"), self.down_proj)
+        return _split_rows(self.up_proj, parts) | _all_rows(name("down"), self.down_proj)
 
 
 def _norm(config: DecoderConfig) -> LayerNorm | RMSNorm:
@@ -470,17 +486,17 @@ def _experts(config: DecoderConfig) -> Experts:
     )
 
 
-def _of_experts(config: DecoderConfig, experts: Experts) -> dict[str, Tensor]:
+def _rows_of_experts(config: DecoderConfig, experts: Experts) -> dict[str, StoredRows]:
     name = config.name
-    tensors = _of_linear(name("router"), experts.router)
+    rows = _all_rows(name("router"), experts.router)
     for number, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
         assert isinstance(gate_up, Linear)
         assert isinstance(down, Linear)
         expert, size = name("expert").format(number), down.weight.shape[1]
         parts = {f"{expert}.{name(key)}": size for key in ("expert_gate", "expert_up")}
-        tensors |= _of_rows(gate_up, parts)
-        tensors |= _of_linear(f"{expert}.{name('expert_down')}", down)
-    return tensors
+        rows |= _split_rows(gate_up, parts)
+        rows |= _all_rows(f"{expert}.{name('expert_down')}", down)
+    return rows
 
 
 def _of_norm(name: str, norm: LayerNorm | RMSNorm) -> dict[str, Tensor]:
@@ -490,18 +506,15 @@ def _of_norm(name: str, norm: LayerNorm | RMSNorm) -> dict[str, Tensor]:
     return tensors
 
 
-def _of_linear(name: str, linear: Linear) -> dict[str, Tensor]:
-    return _of_rows(linear, {name: len(linear.weight)})
+def _all_rows(name: str, matrix: Linear | Embedding) -> dict[str, StoredRows]:
+    return {name: StoredRows(matrix, 0, len(matrix.weight))}
 
 
-def _of_rows(linear: Linear, sizes: dict[str, int]) -> dict[str, Tensor]:
-    """Return the row ranges of a projection by their names in the checkpoint."""
-    tensors = {}
-    for kind, fused in (("weight", linear.weight), ("bias", linear.bias)):
-        if fused is not None:
-            for name, part in zip(sizes, fused.split(list(sizes.values())), strict=True):
-                tensors[f"{name}.{kind}"] = part
-    return tensors
+def _split_rows(matrix: Linear, sizes: dict[str, int]) -> dict[str, StoredRows]:
+    """Return the rows of a fused projection, in the order of the names."""
+    starts = itertools.accumulate(sizes.values(), initial=0)
+    named = zip(sizes.items(), starts, strict=False)
+    return {name: StoredRows(matrix, first, size) for (name, size), first in named}
 
 
 def build_model(

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from quadriga import __version__
+from quadriga.errors import ModelError
 from quadriga.server.processes.machine import Cpus
 from quadriga.wire.logprobs import PromptPiece
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.worker import GuessedRow, StepPlan, VectorRow
+from worker_proc.models.attention import Ints
 from worker_proc.models.transfer import send
 from worker_proc.sampling.grammar import Constrained
 from worker_proc.sampling.logits_processors import apply_logits_processors, constrained
@@ -42,6 +44,7 @@ from worker_proc.step.pooling import Classifier, OutputNorm, VectorHeads, begin_
 from worker_proc.step.slot_table import ALL_FINITE, SlotTable
 
 if TYPE_CHECKING:
+    from worker_proc.adapters.change import Adapter
     from worker_proc.distributed.tp_group import TPGroup
 
 
@@ -141,6 +144,7 @@ class Engine(ABC):
         supports_jump_forward: a row with a few more tokens hardly makes a step longer, so that the
             tokens that a grammar forces are computed together with the sampled one.
         supports_drafts: rows of several tokens can sample after each of them.
+        supports_adapters: `set_adapter` takes adapters.
         has_equal_bits: a token's numbers are the same to the last bit, whatever else is in a step.
         max_draft_samples: tokens that a step with drafts may sample.
         output_norm: of hidden states before the head; None: `forward` returns normalized ones.
@@ -160,6 +164,7 @@ class Engine(ABC):
     max_graph_tokens = 0
     supports_jump_forward = True
     supports_drafts = True
+    supports_adapters = False
     has_equal_bits = False
     max_draft_samples = sys.maxsize
     output_norm: OutputNorm | None = None
@@ -269,11 +274,13 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: Ints | None = None) -> Tensor:
         """Compute the logits of some rows of `forward`'s result.
 
         Args:
             hidden: `[rows, hidden]`.
+            adapters: `[rows]` the index of each row's adapter, as in the slot table; None: no row
+                has one.
 
         Returns:
             `[rows, vocab_size]`, valid until the next call.
@@ -293,7 +300,7 @@ class Engine(ABC):
         table, slots, positions = inputs.table, inputs.sampled_slots, inputs.sample_positions
         if not len(slots):
             return SampledTokens(NO_TOKENS)
-        logits = self.logits(hidden)
+        logits = self.logits(hidden, table.adapters_of(slots))
         rules = table.sampling.row_logits(slots)
         asked = row_logprobs(logits, rules)
         changing = [row for row in rules if row.changes_logits]
@@ -316,6 +323,23 @@ class Engine(ABC):
     def sample(self, logits: Tensor, rows: SamplingRows | None) -> Tensor:
         """Sample `[rows]` int64 from logits `[rows, vocab_size]`, as sampler.py's `sample` does."""
         return sample(logits, rows)
+
+    def set_adapter(self, index: int, adapter: "Adapter | None") -> None:  # noqa: ARG002
+        """Let slots whose `SlotTable.adapters` has an index be computed with an adapter.
+
+        It is called between steps, for an index that no held slot has.
+
+        Args:
+            index: from 0 on, below --max-loras.
+            adapter: read for this model; None: nothing has the index from now on.
+
+        Raises:
+            ModelError: the engine computes no adapters.
+        """
+        raise ModelError(
+            f"the engine {self.name} computes no adapters: start without them, or with"
+            " --attention-backend torch on a model of the supported families"
+        )
 
     def capture_graphs(self, table: SlotTable) -> None:  # noqa: B027 (most engines have none)
         """Prepare for steps on a table, before the first one that counts."""

@@ -81,6 +81,11 @@ class StepInputs:
         return send(is_second, self.table.device) if is_second.any() else None
 
     @LazyAttribute
+    def token_adapters(self) -> Ints | None:
+        """`[tokens]` the index of each token's adapter, on the host; None: no token has one."""
+        return self.table.adapters_of(self.token_slots)
+
+    @LazyAttribute
     def last_tokens(self) -> Tensor | None:
         """`[samples]` the token before each sample; None: every token is one, in order."""
         return None if self.decodes_only else send(self.sample_places, self.table.device)

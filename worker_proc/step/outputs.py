@@ -20,7 +20,7 @@ from worker_proc.models.transfer import DeviceToHostCopier, Fetch, TokenIds, sen
 from worker_proc.sampling.grammar import Constrained, advance
 from worker_proc.sampling.logits_processors import RowLogits
 from worker_proc.step.inputs import StepInputs
-from worker_proc.step.pooling import has_nonfinite
+from worker_proc.step.pooling import LogitsOfRows, has_nonfinite, of_one
 from worker_proc.step.slot_table import ALL_FINITE, SlotTable
 
 # Logprobs of the model's own distribution: before bias, penalties, temperature and masks.
@@ -55,12 +55,14 @@ class PromptSpan(NamedTuple):
         begin: the first token of the step whose hidden state predicts one of them.
         tokens: `[count]` ids.
         width: how many of the most likely tokens were asked for.
+        adapter: the index of their adapter, or NO_ADAPTER.
     """
 
     row: int
     begin: int
     tokens: Tensor
     width: int
+    adapter: int
 
 
 def row_logprobs(logits: Tensor, rows: Sequence[RowLogits]) -> RowLogprobs | None:
@@ -130,14 +132,15 @@ def prompt_spans(inputs: StepInputs) -> list[PromptSpan]:
         if count > 0:
             tokens = table.tokens[slot, first : first + count].long()
             plan_row, width = int(inputs.plan_rows[row]), params.prompt_logprobs or 0
-            spans.append(PromptSpan(plan_row, int(begins[row]), tokens, width))
+            adapter = int(table.adapters[slot])
+            spans.append(PromptSpan(plan_row, int(begins[row]), tokens, width, adapter))
     return spans
 
 
 def prompt_logprobs(
     spans: Iterable[PromptSpan],
     hidden: Tensor,
-    logits: Callable[[Tensor], Tensor],
+    logits: LogitsOfRows,
     copier: DeviceToHostCopier,
 ) -> list[Callable[[], PromptPiece]]:
     """Compute the logprobs of prompt tokens; return functions that wait for them.
@@ -152,7 +155,11 @@ def prompt_logprobs(
     for span in spans:
         states = hidden[span.begin : span.begin + len(span.tokens)].split(BLOCK_ROWS)
         picked = [
-            _pick(logits(block).float().log_softmax(-1), tokens, span.width)
+            _pick(
+                logits(block, of_one(span.adapter, len(block))).float().log_softmax(-1),
+                tokens,
+                span.width,
+            )
             for block, tokens in zip(states, span.tokens.split(BLOCK_ROWS), strict=True)
         ]
         fetch = copier.begin(torch.cat(picked))

@@ -24,14 +24,24 @@ from quadriga.sampling.pooling import (
     Pooling,
 )
 from quadriga.wire.worker import VectorRow
+from worker_proc.models.attention import Ints
 from worker_proc.models.base import Model
 from worker_proc.models.layers import ClassifierHead, LayerNorm, RMSNorm
 from worker_proc.models.transfer import DeviceToHostCopier, Fetch
 from worker_proc.step.inputs import StepInputs
+from worker_proc.step.slot_table import NO_ADAPTER
 
 MIN_LENGTH = 1e-12  # a vector is divided by its length, or by this
 # Rows of logits that are computed at one time: the head is read once for all of them.
 MAX_LOGIT_ROWS = 64
+
+# `Engine.logits`: of hidden states `[rows, hidden]` and the adapters `[rows]`.
+LogitsOfRows = Callable[[Tensor, Ints | None], Tensor]
+
+
+def of_one(adapter: int, num_rows: int) -> Ints | None:
+    """Return the adapters `[rows]` of rows that have the same one; None if it is NO_ADAPTER."""
+    return None if adapter == NO_ADAPTER else np.full(num_rows, adapter, dtype=np.int64)
 
 
 class OutputNorm:
@@ -103,13 +113,14 @@ class VectorHeads(NamedTuple):
         norm: of hidden states; None: they are normalized.
         classifier: of a model with one; None: there is none.
         dense: what follows the pooling of a vector, in its order: functions of a vector.
-        logits: computes the model's logits `[rows, vocab_size]` of hidden states, not normalized.
+        logits: computes the model's logits `[rows, vocab_size]` of hidden states, not normalized,
+            and of the adapters of the rows.
     """
 
     norm: OutputNorm | None
     classifier: Classifier | None
     dense: Sequence[Callable[[Tensor], Tensor]]
-    logits: Callable[[Tensor], Tensor]
+    logits: LogitsOfRows
 
 
 class PooledRow(NamedTuple):
@@ -120,6 +131,7 @@ class PooledRow(NamedTuple):
         begin, end: its tokens in the step, `end` excluded.
         last_ids: int32 the last tokens of the prompt, where their probabilities are wanted.
         pooling: what its client has asked for.
+        adapter: the index of its adapter, or NO_ADAPTER.
     """
 
     row: int
@@ -127,6 +139,7 @@ class PooledRow(NamedTuple):
     end: int
     pooling: Pooling
     last_ids: Tensor
+    adapter: int
 
 
 def pooled_rows(inputs: StepInputs) -> list[PooledRow]:
@@ -142,7 +155,8 @@ def pooled_rows(inputs: StepInputs) -> list[PooledRow]:
             begin = ends[row] - int(layout.num_tokens[row])
             known = int(table.num_known[slot])
             last_ids = table.tokens[slot, known - pooling.num_last : known]
-            rows.append(PooledRow(int(inputs.plan_rows[row]), begin, ends[row], pooling, last_ids))
+            plan_row, adapter = int(inputs.plan_rows[row]), int(table.adapters[slot])
+            rows.append(PooledRow(plan_row, begin, ends[row], pooling, last_ids, adapter))
     return rows
 
 
@@ -188,7 +202,8 @@ def _scores(row: PooledRow, hidden: Tensor, heads: VectorHeads) -> Tensor:
     Of a model that makes text, it is the logit of the first of its `token_ids` less the second's.
     """
     if token_ids := row.pooling.token_ids:
-        logits = heads.logits(hidden[row.end - 1 : row.end]).float()[0]
+        last = hidden[row.end - 1 : row.end]
+        logits = heads.logits(last, of_one(row.adapter, 1)).float()[0]
         score = logits[token_ids[0]]
         for token_id in token_ids[1:]:
             score = score - logits[token_id]
@@ -227,9 +242,7 @@ def pooled(
     return vector.clone()  # the engine may reuse its memory
 
 
-def token_logprobs(
-    rows: Sequence[PooledRow], hidden: Tensor, logits: Callable[[Tensor], Tensor]
-) -> list[Tensor]:
+def token_logprobs(rows: Sequence[PooledRow], hidden: Tensor, logits: LogitsOfRows) -> list[Tensor]:
     """Return the log-probabilities that rows ask for, in the model's own distribution.
 
     The logits of all rows are computed together, at most MAX_LOGIT_ROWS at one time.
@@ -237,11 +250,14 @@ def token_logprobs(
     scored = [_scored_ids(row, hidden.device) for row in rows]
     places = [place for of_row in scored for place in of_row]
     all_ids = [ids for of_row in scored for ids in of_row.values()]
+    adapters = np.repeat([row.adapter for row in rows], [len(of_row) for of_row in scored])
     found: list[Tensor] = []
     largest: list[Tensor] = []
     for begin in range(0, len(places), MAX_LOGIT_ROWS):
         piece = torch.tensor(places[begin : begin + MAX_LOGIT_ROWS], device=hidden.device)
-        logprobs = logits(hidden[piece]).float().log_softmax(-1)
+        indexes = adapters[begin : begin + MAX_LOGIT_ROWS]
+        of_piece = indexes if (indexes != NO_ADAPTER).any() else None
+        logprobs = logits(hidden[piece], of_piece).float().log_softmax(-1)
         found += [each[ids] for each, ids in zip(logprobs, all_ids[begin:], strict=False)]
         largest += logprobs.amax(-1, keepdim=True)
     vectors, first = [], 0

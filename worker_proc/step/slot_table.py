@@ -15,6 +15,7 @@ from worker_proc.sampling.sampler import SamplingState
 
 MAX_VOCAB_SIZE = 2**31
 ALL_FINITE = ALL_FIRST = 1 << 40  # no position is as high
+NO_ADAPTER = -1
 
 
 class SlotTable:
@@ -37,6 +38,8 @@ class SlotTable:
         poolings: of the slots whose answers are vectors.
         second_from: `[slots]` int64 on the host: the position of a slot's first token of the second
             type, or ALL_FIRST.
+        adapters: `[slots]` int64 on the host: the engine's index of a slot's adapter; NO_ADAPTER:
+            the model without one.
         held: the slots in use.
         refused: why the requests of slots cannot be computed, by slot: they hold ids that the model
             does not have. Their rows are computed with other tokens, and have failed.
@@ -73,6 +76,7 @@ class SlotTable:
         self.nonfinite_from = torch.full((num_slots,), ALL_FINITE, device=device)
         self.poolings: dict[int, Pooling] = {}
         self.second_from = np.full(num_slots, ALL_FIRST, dtype=np.int64)
+        self.adapters = np.full(num_slots, NO_ADAPTER, dtype=np.int64)
         self.held: set[int] = set()
         self.refused: dict[int, str] = {}
         self.num_pages_used = 0
@@ -100,6 +104,7 @@ class SlotTable:
         for slot in slots if self.poolings else ():
             self.poolings.pop(slot, None)
         self.num_known[slots] = 0
+        self.adapters[slots] = NO_ADAPTER
         self.sampling.release(slots)
 
     def release_all(self) -> None:
@@ -155,6 +160,11 @@ class SlotTable:
         device_slots, device_columns, device_pages = send_all(self.device, slots, columns, pages)
         self.pages[device_slots, device_columns] = device_pages
         self.num_pages_of += np.bincount(slots, minlength=self.num_slots)
+
+    def adapters_of(self, slots: Ints) -> Ints | None:
+        """Return the indexes `[n]` of the adapters of slots `[n]`; None: no slot has one."""
+        adapters: Ints = self.adapters[slots]
+        return adapters if (adapters != NO_ADAPTER).any() else None
 
     def tokens_at(self, slots: Ints, positions: Ints) -> Tensor:
         """Return the tokens `[n]` int32 at positions of slots, on the device."""

@@ -41,6 +41,7 @@ from worker_proc.gpu.engine import TritonEngine
 from worker_proc.gpu.ops import Hidden, PaddedHeads, TritonOps
 from worker_proc.gpu.pages import Pages
 from worker_proc.gpu.products import multiply_by_torch
+from worker_proc.models.attention import Ints
 from worker_proc.models.layers import Linear
 
 TRITON = {"device": str(DEVICE), "attention_backend": "triton", "max_total_tokens": 512}
@@ -147,8 +148,8 @@ def logits_of(directory: Path, others: int, chunk: int) -> torch.Tensor:
     runner = runner_of(directory, **flags)
     compute, seen = runner.engine.logits, []
 
-    def watched(hidden: torch.Tensor) -> torch.Tensor:
-        seen.append(compute(hidden))
+    def watched(hidden: torch.Tensor, adapters: Ints | None = None) -> torch.Tensor:
+        seen.append(compute(hidden, adapters))
         return seen[-1]
 
     runner.engine.logits = watched  # type: ignore[method-assign]

@@ -11,6 +11,7 @@ from tests.unit.worker_driver import CPU, Driver, load_on_cpu, prompts_of
 from worker_proc.cpu.engine import NativeEngine
 from worker_proc.cpu.weights import quantize
 from worker_proc.engines.torch_engine import TorchAttention, TorchEngine
+from worker_proc.models.attention import Ints
 from worker_proc.step.engine import Engine
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.outputs import SampledTokens
@@ -36,9 +37,9 @@ class Compared(Engine):
         self._check(hidden, self.reference.forward(inputs))
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits = self.native.logits(hidden)
-        reference = self.reference.logits(hidden)
+    def logits(self, hidden: Tensor, adapters: Ints | None = None) -> Tensor:
+        logits = self.native.logits(hidden, adapters)
+        reference = self.reference.logits(hidden, adapters)
         self._check(logits, reference)
         return logits
 

@@ -25,6 +25,7 @@ from worker_proc.cpu.build import ARCH_VARIABLE
 from worker_proc.cpu.engine import NativeEngine
 from worker_proc.cpu.program import ComputeType
 from worker_proc.loading.loader import load_model
+from worker_proc.models.attention import Ints
 from worker_proc.step.engine import Engine
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.outputs import SampledTokens
@@ -50,8 +51,8 @@ class Recording(Engine):
     def forward(self, inputs: StepInputs) -> Tensor:
         return self.native.forward(inputs)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.native.logits(hidden)
+    def logits(self, hidden: Tensor, adapters: Ints | None = None) -> Tensor:
+        return self.native.logits(hidden, adapters)
 
     def forward_and_sample(self, inputs: StepInputs) -> SampledTokens:
         """In one go, then by logits, which must give the same tokens."""
