@@ -39,6 +39,7 @@ from tokenizer_proc.replicas.replicas import Replicas
 STALL_TIMEOUT_S = 3.0
 REPLICA_COMMANDS = (
     Command.RESTARTED, Command.DIED, Command.LOST, Command.RECALL, Command.JOINED, Command.LEFT,
+    Command.REPORT_LOAD,
 )  # fmt: skip
 # Time in which the sockets may send what they have taken.
 FLUSH_TIMEOUT_S = 1.0

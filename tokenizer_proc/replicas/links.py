@@ -1,8 +1,7 @@
 """The frontend's sockets to the schedulers and detokenizers of its replicas.
 
 `ReplicaLinks` has all of them, `NodeLink` is the link with a replica on another machine, whose loss
-is noticed, and `LoadReport` sends the load of a server whose number of replicas follows it to the
-launcher.
+is noticed, and `LoadReport` sends the load to the launcher, where that asks for it.
 """
 
 import asyncio
@@ -21,32 +20,34 @@ from tokenizer_proc.replicas.placed import RouterKey
 from tokenizer_proc.replicas.replicas import Replicas, ResultListener
 from tokenizer_proc.replicas.router import Router
 
-# Between two reports of the load; one that does not change is not reported again.
+# Between two reports of the load. What begins after none was open is reported at once.
 LOAD_INTERVAL_S = 1.0
 
 
 class LoadReport:
-    """Reports the number of open requests when it has changed: the first at once, others later.
+    """Reports the number of open requests, and again when it has changed, at most once a second.
 
     Args:
-        last: what was reported last; -1: an earlier frontend has reported, what is not known.
         num_open: returns the number of open requests.
         report: called with the number.
+        delay_s: seconds until the first report, as of a frontend that finds its requests again.
     """
 
     def __init__(
-        self, num_open: Callable[[], int], report: Callable[[int], None], last: int = 0
+        self, num_open: Callable[[], int], report: Callable[[int], None], delay_s: float = 0.0
     ) -> None:
         self._num_open = num_open
         self._report = report
-        self._last = last
-        self._timer: asyncio.TimerHandle | None = None
+        self._last: int | None = None
+        self._timer: asyncio.TimerHandle | None = self._look_in(delay_s)
 
     def on_change(self) -> None:
         """Take in that the number may have changed."""
         if self._timer is None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(LOAD_INTERVAL_S if self._last else 0.0, self._look)
+            self._timer = self._look_in(LOAD_INTERVAL_S if self._last else 0.0)
+
+    def _look_in(self, delay_s: float) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(delay_s, self._look)
 
     def _look(self) -> None:
         self._timer = None
@@ -156,12 +157,15 @@ class ReplicaLinks:
         count = 0 if args.in_cluster else args.dp
         ends = [child.endpoints.of_replica(number, count) for number in range(count)]
         self._key_dir = child.config.frontend.curve_dir
+        self._control, self._is_restart = child.control, child.is_restart
         self._sockets = [bind_frames(end.delivery) for end in ends]
         self._ports: list[AsyncPort] = []
         self._node_links: dict[int, NodeLink] = {}
         self.replicas = _make_replicas(child)
         for number, end in enumerate(ends):
             self.replicas.join(number, Outbox(end.scheduler))
+        if args.in_cluster and args.follows_load:
+            self._report_load()
 
     def open(self, listener: ResultListener) -> None:
         """Give results to the listener from now on."""
@@ -191,6 +195,18 @@ class ReplicaLinks:
             case Command.LEFT:
                 replicas.on_left(int(argument))
                 self._close_node_link(int(argument))
+            case Command.REPORT_LOAD:
+                self._report_load()
+
+    def _report_load(self) -> None:
+        """Report the load to the launcher from now on."""
+        requests, send = self.replicas.requests, self._control.report
+
+        def report(num_open: int) -> None:
+            send("replica", replica=-1, state="load", argument=str(num_open))
+
+        delay_s = LOAD_INTERVAL_S if self._is_restart else 0.0
+        requests.on_change = LoadReport(lambda: len(requests), report, delay_s).on_change
 
     def _join(self, number_text: str, scheduler: str, delivery: str) -> None:
         """Connect to a replica of the cluster, unless that was done before."""
@@ -231,15 +247,7 @@ def _make_replicas(child: Child) -> Replicas:
         args.load_balance_method, count, block_tokens, page_size, limits.max_queued_requests
     )
 
-    def report_load(num_open: int) -> None:
-        child.control.report("replica", replica=-1, state="load", argument=str(num_open))
-
     def on_recalled(number: int) -> None:
         child.control.report("replica", replica=number, state="recalled")
 
-    replicas = Replicas(count, router, block_tokens, on_recalled, lists_replicas=args.survives_loss)
-    if args.follows_load or not args.in_cluster:
-        requests = replicas.requests
-        last = -1 if child.is_restart else 0
-        requests.on_change = LoadReport(lambda: len(requests), report_load, last).on_change
-    return replicas
+    return Replicas(count, router, block_tokens, on_recalled, lists_replicas=args.survives_loss)

@@ -87,6 +87,7 @@ class Command(enum.Enum):
         LEFT: the replica of the argument's number has left; its processes have ended.
         REMOVE: end the replica of the argument's number, whose requests have moved.
         LOAD: the argument is the number of open requests.
+        REPORT_LOAD: report the number of open requests at once, and from now on when it changes.
         PAUSE: let the steps in flight end, report `paused`, and send none until a worker is ready
             that was started after the argument, in ns of the system's monotonic clock.
         FAIL_ALL: end every open request with the argument as the error, and go on.
@@ -106,6 +107,7 @@ class Command(enum.Enum):
     LEFT = "left"
     REMOVE = "remove"
     LOAD = "load"
+    REPORT_LOAD = "report-load"
     RELOAD = "reload"
     PAUSE = "pause"
     FAIL_ALL = "fail-all"

@@ -8,6 +8,7 @@ where they were when the model is loaded again.
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import psutil
@@ -113,6 +114,11 @@ class ModelHost:
         self._clock = clock
         # By model that is unloaded: the schedulers that may have steps in flight.
         self._pausing: dict[str, set[str]] = {}
+        # Models whose frontends report their open requests; that of others depends on nothing.
+        self._followed: set[str] = set()
+        self._known: set[str] = set()
+        # By model that is asked for its open requests: what is to be done then.
+        self._once_known: dict[str, list[Callable[[], None]]] = {}
         self._measured_at = -MEASURE_INTERVAL_S
         # None: the server starts, which has a bound of its own, and lines of its own.
         self._load_timeout_s: float | None = None
@@ -136,6 +142,14 @@ class ModelHost:
         self._turns.on_open(name, num_open, self._clock())
         if becomes_idle and use.idle_s < math.inf:
             self._notify(self.states)
+        self._known.add(name)
+        for act in self._once_known.pop(name, ()):
+            act()
+
+    def on_frontend_ready(self, name: str) -> None:
+        """Take in that a frontend is ready, perhaps a new one that reports nothing yet."""
+        if name in self._followed and name in self._models:
+            self._models[name].frontend.send(Command.REPORT_LOAD)
 
     def on_ready(self, name: str) -> None:
         """Take in that a process of a model is ready, perhaps a new scheduler, to be paused too."""
@@ -183,6 +197,7 @@ class ModelHost:
         """Leave a model alone, whose processes have ended for good."""
         self._models.pop(name, None)
         self._pausing.pop(name, None)
+        self._once_known.pop(name, None)
         self._turns.forget(name)
 
     def begin_drain(self) -> None:
@@ -196,6 +211,21 @@ class ModelHost:
 
     # --- what is asked for ------------------------------------------------------------------------
 
+    def follow(self, name: str) -> None:
+        """Let a model be loaded and unloaded by its open requests from now on."""
+        if name not in self._followed:
+            self._followed.add(name)
+            if self._models[name].frontend.is_ready:
+                self.on_frontend_ready(name)
+
+    def _with_load(self, name: str, act: Callable[[], None]) -> None:
+        """Do something for which the number of a model's open requests has to be known."""
+        if name in self._known:
+            act()
+        else:
+            self._once_known.setdefault(name, []).append(act)
+            self.follow(name)
+
     def load(self, name: str) -> None:
         """Load a model as soon as there is room."""
         if name in self._models:
@@ -203,14 +233,22 @@ class ModelHost:
 
     def keep(self, name: str, seconds: float) -> None:
         """Unload a model after so many seconds without a request; infinite: never."""
-        if name in self._models:
-            self._turns.keep(name, seconds, self._clock())
-            self._notify(self.states)
+        if self._can_unload(name):
+            self._with_load(name, partial(self._keep, name, seconds))
+
+    def _keep(self, name: str, seconds: float) -> None:
+        self._turns.keep(name, seconds, self._clock())
+        self._notify(self.states)
 
     def unload(self, name: str) -> None:
         """Unload a model, unless it is busy, not loaded, or on the machines of a cluster."""
-        if name not in self._models or self._models[name].plan.config.replicas.in_cluster:
-            return
+        if self._can_unload(name):
+            self._with_load(name, partial(self._unload_idle, name))
+
+    def _can_unload(self, name: str) -> bool:
+        return name in self._models and not self._models[name].plan.config.replicas.in_cluster
+
+    def _unload_idle(self, name: str) -> None:
         use = self._turns.models[name]
         if use.state is ModelState.LOADED and not use.num_open:
             self._unload(name)

@@ -80,6 +80,11 @@ class ServerProcesses(Supervisor):
         self._suspends = budget is not None and len(plans) > 1
         turns = ModelTurns(uses, budget, launch.model_turn, loads_at_once=not on_gpu)
         self.host = ModelHost(self.models, turns, self._notify_gateway)
+        self._swapped = {
+            plan.name
+            for plan in plans
+            if budget is not None or not plan.preload or plan.idle_unload_s is not None
+        }
 
     def _notify_gateway(self, states: str) -> None:
         if GATEWAY in self:
@@ -122,6 +127,8 @@ class ServerProcesses(Supervisor):
         self.host.act()
         for model in self.models:
             model.start()
+            if model.plan.name in self._swapped:
+                self.host.follow(model.plan.name)
         if self._gateway_flags is not None:
             self.start(GATEWAY)
 
@@ -184,6 +191,8 @@ class ServerProcesses(Supervisor):
             self._notify_gateway(self.host.states)
         else:
             self.host.on_ready(model.plan.name)
+            if ProcessName.parse(name).program == FRONTEND:
+                self.host.on_frontend_ready(model.plan.name)
 
     def _on_wish(self, wish: ModelWish) -> None:
         """Do what a client of the gateway wants of a model."""

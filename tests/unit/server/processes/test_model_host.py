@@ -188,6 +188,7 @@ def test_two_models_that_become_idle_at_once_are_both_unloaded() -> None:
         one.host.load(name)
         one.pass_time()
         one.make_ready(name)
+        one.open(name, 0)
     one.host.unload("a")
     one.host.unload("b")
     for name in ("a", "b"):
@@ -287,6 +288,28 @@ def test_a_reload_leaves_models_alone_that_are_not_loaded(dp: int) -> None:
     model.replicas.begin_reload(model.workers)
     model.replicas.reload_next(model)
     assert one.process(FRONTEND, "a").sent.count(Command.RECALL) == 1
+
+
+def test_open_requests_are_asked_for_once_a_client_wants_a_model_unloaded() -> None:
+    one = Hosted(budget=None)
+    one.host.load("a")
+    one.pass_time()
+    one.make_ready("a")
+    frontend = one.process(FRONTEND, "a")
+    one.host.on_frontend_ready("a")
+    assert frontend.sent == [], "nothing depends on them"
+    for _ in range(3):
+        one.host.keep("a", 30.0)
+    one.pass_time(60.0)
+    assert frontend.sent == [Command.REPORT_LOAD] and one.states["a"] == "loaded"
+    one.open("a", 1)
+    one.pass_time(60.0)
+    assert one.states["a"] == "loaded", "it is busy"
+    one.host.on_frontend_ready("a")
+    assert frontend.sent == [Command.REPORT_LOAD] * 2, "a new frontend does not know of it"
+    one.open("a", 0)
+    one.pass_time(30.0)
+    assert one.states["a"] == "unloading"
 
 
 def test_lines_about_the_only_model_have_its_name(capsys: pytest.CaptureFixture[str]) -> None:
