@@ -14,7 +14,7 @@ import uvloop
 from http_proc.apis.model_states import MODEL_STATES, ModelStates, set_states
 from http_proc.apis.responses.background import BACKGROUND
 from http_proc.core.gateway import Gateway
-from http_proc.core.served_model import ServedModel, ServedModels
+from http_proc.core.served_model import LOST, ServedModel, ServedModels
 from http_proc.jobs.batches import BATCHES
 from http_proc.server import FLUSH_TIMEOUT_S, bind, listen, make_runner, tls_context
 from http_proc.web.resumable import STREAM_ROWS, STREAMS
@@ -106,7 +106,7 @@ async def _connected(models: ServedModels, is_restart: bool) -> AsyncIterator[No
     may_miss_some = is_restart and len(models) > 1
     connect = _connect_sometime if may_miss_some else AsyncClient.connect
     connecting = [
-        asyncio.create_task(connect(model.client)) for model in models if not model.is_lost
+        asyncio.create_task(connect(model.client)) for model in models if model.state != LOST
     ]
     try:
         if may_miss_some:

@@ -128,15 +128,14 @@ def serve(child: Child) -> None:
     status = _status(child, scheduler)
     watchdog = StepWatchdog(launch.watchdog_timeout, scheduler.pipeline, child.control, now)
     wake_at: float | None = None
-    commands = Commands(child, scheduler)
     while not scheduler.stopped:
         if scheduler.pipeline.in_batch_delay(now()):
             time.sleep(POLL_INTERVAL_S)
         else:
             poller.wait(_seconds_until(wake_at, status.wake_at, watchdog.wake_at))
-        commands.carry_out()
+        _carry_out_commands(child, scheduler)
         wake_at = scheduler.step(inbox.drain(MAX_MESSAGES_PER_STEP), results.drain())
-        commands.report()
+        _report_pause(child, scheduler)
         status.update(now())
         watchdog.check()
     status.close()
@@ -144,38 +143,24 @@ def serve(child: Child) -> None:
         usage_log.close()
 
 
-class Commands:
-    """Carries out the commands of the launcher, and reports when a pause has begun.
+def _carry_out_commands(child: Child, scheduler: Scheduler) -> None:
+    """Carry out the commands of the launcher that have arrived."""
+    for command, argument in child.control.read_commands():
+        match command:
+            case control_channel.Command.ABORT:
+                scheduler.step([AbortAll(argument)], [])
+            case control_channel.Command.FAIL_ALL:
+                scheduler.fail_all(RequestFailed(argument))
+            case control_channel.Command.PAUSE:
+                scheduler.pause.begin(int(argument))
 
-    Args:
-        child: this process.
-        scheduler: what is commanded.
-    """
 
-    def __init__(self, child: Child, scheduler: Scheduler) -> None:
-        self._child = child
-        self._scheduler = scheduler
-        self._is_pausing = False
-
-    def carry_out(self) -> None:
-        """Carry out the commands that have arrived."""
-        for command, reason in self._child.control.read_commands():
-            match command:
-                case control_channel.Command.ABORT:
-                    self._scheduler.step([AbortAll(reason)], [])
-                case control_channel.Command.FAIL_ALL:
-                    self._scheduler.fail_all(RequestFailed(reason))
-                case control_channel.Command.PAUSE:
-                    self._scheduler.pause(int(reason))
-                    self._is_pausing = True
-
-    def report(self) -> None:
-        """Report a pause once every step that was sent has ended."""
-        if self._is_pausing and self._scheduler.has_paused:
-            self._is_pausing = False
-            number = self._child.replica.number
-            count = str(self._scheduler.num_new_tokens)
-            self._child.control.report("replica", replica=number, state="paused", argument=count)
+def _report_pause(child: Child, scheduler: Scheduler) -> None:
+    """Report a pause once it is complete."""
+    num_tokens = scheduler.pause.take_report()
+    if num_tokens is not None:
+        number = child.replica.number
+        child.control.report("replica", replica=number, state="paused", argument=str(num_tokens))
 
 
 def _add_observers(child: Child, lifecycle: RequestLifecycle) -> UsageLog | None:

@@ -7,7 +7,6 @@ under test and in the simulator. At the end of the file is what clients ask: the
 how far requests are.
 """
 
-import enum
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -28,22 +27,10 @@ from scheduler_proc.core import SchedulerCore
 from scheduler_proc.forecast import WaitForecast
 from scheduler_proc.journal.writer import Journal
 from scheduler_proc.lifecycle import RequestLifecycle
+from scheduler_proc.pause import Pause
 from scheduler_proc.planning.quarantine import is_quarantined, record_worker_crash
 from scheduler_proc.planning.step_cost import StepCosts
 from scheduler_proc.state.request import FinishReason, Request, RequestStatus
-
-
-class Pause(enum.Enum):
-    """How far a pause is: steps in flight end, then pages are stored, then it is complete."""
-
-    NONE = enum.auto()
-    AFTER_STEPS = enum.auto()
-    STORING = enum.auto()
-    COMPLETE = enum.auto()
-
-
-# Pages that are not stored within this time after the last step are computed again.
-STORE_TIMEOUT_S = 10.0
 
 
 class Scheduler:
@@ -52,6 +39,7 @@ class Scheduler:
     Attributes:
         lifecycle: every request from its Submit to its end.
         pipeline: the steps in flight.
+        pause: whether it sends plans.
         costs: how long they take.
         progress: how far requests are.
         stopped: whether the process may leave.
@@ -81,54 +69,7 @@ class Scheduler:
         self._frontend = 0  # number of the newest frontend that was heard of
         self.progress = ProgressReport(self.lifecycle, self.costs, args.max_queued_requests)
         self.stopped = False
-        self._pause = Pause.NONE
-        self._pause_ends_at = math.inf
-        self._paused_at = 0
-        self._num_at_start = 0  # _num_computed when the worker began
-
-    def pause(self, paused_at: int) -> None:
-        """Send no further plan until a new worker is ready: this one is about to end.
-
-        Once no step is in flight, running requests give their pages to the prefix tree, and the
-        worker stores those for which it has a tier.
-
-        Args:
-            paused_at: a worker is new if it was started later, as in WorkerReady. The one that is
-                about to end may still say that it is ready, for example to a new scheduler.
-        """
-        self._paused_at = paused_at
-        if self._pause is Pause.NONE:
-            self._pause = Pause.AFTER_STEPS
-
-    @property
-    def has_paused(self) -> bool:
-        """Whether it is paused, no step is in flight, and all pages are stored that can be."""
-        return self._pause is Pause.COMPLETE
-
-    def _continue_pause(self, now: float) -> None:
-        """Take the next steps of a pause that has begun."""
-        offload = self.lifecycle.core.offload
-        if self._pause is Pause.AFTER_STEPS and self.pipeline.idle:
-            plan = self.lifecycle.core.suspend()
-            if self.lifecycle.tracer.live:
-                self.lifecycle.tracer.on_plan(plan, now)
-            self.lifecycle.fail_all(plan.failed)
-            self._pause, self._pause_ends_at = Pause.STORING, now + STORE_TIMEOUT_S
-        if self._pause is Pause.STORING and not (offload.is_storing and now < self._pause_ends_at):
-            self._pause, self._pause_ends_at = Pause.COMPLETE, math.inf
-
-    @property
-    def num_new_tokens(self) -> int:
-        """Number of tokens that the worker has given, with those of prompts that it has finished.
-
-        Of what it has computed nothing else is left when it ends without tiers.
-        """
-        return self._num_computed - self._num_at_start
-
-    @property
-    def _num_computed(self) -> int:
-        stats = self.lifecycle.stats
-        return stats.generation_tokens + stats.prompt_tokens
+        self.pause = Pause(self.lifecycle, self.pipeline)
 
     def fail_all(self, error: QuadrigaError) -> None:
         """End every open request with an error."""
@@ -165,8 +106,7 @@ class Scheduler:
         plan_at = self._plan_at(now)
         while plan_at <= now:
             plan_at = self._plan_at(now) if self._dispatch_plan(now) else math.inf
-        if self._pause is not Pause.NONE:
-            self._continue_pause(now)
+        self.pause.advance(now)
         for transfer in lifecycle.core.offload.take_messages():
             self.pipeline.send_transfer(transfer)
         lifecycle.queue_wait_s = self.progress.wait_if_nearly_full(now)
@@ -179,14 +119,14 @@ class Scheduler:
                 self._feed.on_idle(now)
         if has_replays:
             return now
-        plan_at = min(plan_at, self._pause_ends_at)
+        plan_at = min(plan_at, self.pause.ends_at)
         wake_at = plan_at if wake_at is None else min(wake_at, plan_at)
         return wake_at if wake_at < math.inf else None
 
     def _plan_at(self, now: float) -> float:
         """Return when the next plan is wanted; infinite where something has to arrive first."""
         core = self.lifecycle.core
-        if self._pause is not Pause.NONE or not core.has_work:
+        if self.pause.is_on or not core.has_work:
             return math.inf
         plan_at = self.pipeline.next_plan_at
         is_full = plan_at > now and self.pipeline.idle and not core.has_room
@@ -247,11 +187,8 @@ class Scheduler:
     def _on_worker_ready(self, ready: to_worker.WorkerReady) -> None:
         """Start with a new worker, the first one or a later one: give it every request."""
         poison = record_worker_crash(self.pipeline.reset(ready.session, self._clock()))
-        self._worker_ready, self._num_at_start = ready, self._num_computed
-        self._pause_ends_at = math.inf
-        if self._pause is not Pause.NONE:
-            is_new = ready.started_at > self._paused_at
-            self._pause = Pause.NONE if is_new else Pause.AFTER_STEPS
+        self._worker_ready = ready
+        self.pause.on_worker_ready(ready)
         self._journal.set_kernels(ready.kernels)
         self.lifecycle.tracer.on_worker_ready()
         self.lifecycle.restart_all(ready, poison)

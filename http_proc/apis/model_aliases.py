@@ -11,7 +11,7 @@ from aiohttp import web
 from http_proc.apis.model_states import MODEL_STATES, check_operator
 from http_proc.core.errors import ApiError, invalid
 from http_proc.core.gateway import Gateway, Key
-from http_proc.core.served_model import ServedModel, ServedModels
+from http_proc.core.served_model import LOST, ServedModel, ServedModels
 from http_proc.generation.sampling import convert
 from http_proc.generation.schema import RequestBody
 from http_proc.web.endpoint import Endpoint, post
@@ -139,7 +139,7 @@ class AliasMoves:
                     "model",
                 )
             raise self._models.missing(name)
-        if model.is_lost:
+        if model.state == LOST:
             raise ApiError(
                 409,
                 f"model {name!r} has ended for good: choose another one, or restart the server",

@@ -9,7 +9,7 @@ from aiohttp import web
 from http_proc.core.caller import current_caller
 from http_proc.core.errors import RETRY_AFTER_RESTART_S, ApiError
 from http_proc.core.gateway import Gateway, Key
-from http_proc.core.served_model import FAILED, LOADED, ServedModel, ServedModels
+from http_proc.core.served_model import FAILED, LOADED, LOST, ServedModel, ServedModels
 from http_proc.generation.sampling import convert
 from http_proc.generation.schema import RequestBody
 from http_proc.web.endpoint import STREAM, Endpoint, post
@@ -32,7 +32,7 @@ class ModelBody(RequestBody):
 
 
 class ModelStatus(msgspec.Struct):
-    """value: loaded, loading, unloading, unloaded or failed."""
+    """value: loaded, loading, unloading, unloaded, failed, or lost until the server's restart."""
 
     value: str
 
@@ -101,7 +101,7 @@ class ModelStates:
         self.load(model)
         while model.state != LOADED:
             await self.change()
-            if model.state == FAILED or model.is_lost:
+            if model.state in (FAILED, LOST):
                 raise ApiError(
                     503,
                     f"model {model.name!r} could not be loaded: the log says why",

@@ -13,7 +13,7 @@ from http_proc.core.caller import current_caller
 from http_proc.core.errors import ApiError, from_server, invalid
 from http_proc.core.gateway import Gateway
 from http_proc.core.observe import RequestSummary, all_traces
-from http_proc.core.served_model import LOADED, LOADING, READY_MAX_AGE_S, ServedModel
+from http_proc.core.served_model import LOADED, LOADING, LOST, READY_MAX_AGE_S, ServedModel
 from http_proc.core.streaming import EventSink
 from http_proc.generation.chat_call import chat_prompt, check_counts, template_options
 from http_proc.generation.sampling import convert
@@ -285,7 +285,7 @@ async def readyz(request: web.Request) -> web.Response:
     models = gateway.models
     infos = await models.each(lambda model: model.server_info.current(READY_MAX_AGE_S))
     for model, info in zip(models, infos, strict=True):
-        if model.is_lost:
+        if model.state == LOST:
             continue  # the others are served
         which = f"{model.name}: " if len(models) > 1 else ""
         if isinstance(info, QuadrigaError):

@@ -22,7 +22,7 @@ from quadriga.server.model_list import ModelLoad
 INFO_TIMEOUT_S = 2.0
 # States of a model in which its requests run, and in which they soon will.
 LOADED, LOADING = "loaded", "loading"
-FAILED = "failed"
+FAILED, LOST = "failed", "lost"
 # Probes within this time share one question to the server.
 READY_MAX_AGE_S = 0.5
 READY_POLL_S = 0.02
@@ -123,13 +123,13 @@ class ServedModel:
 
     Attributes:
         first_aliases: its aliases at the start; ServedModels has those of now.
-        load: whether it is loaded, as the launcher says.
+        load: whether it is loaded, as the launcher says. LOST: its processes have ended for good,
+            and every call of its clients says why.
         server_info: the info of the model's server.
         progress: the poller of streams that wait.
         lasting_progress: the poller of resumable ones.
         answers: counts and times of its answers.
         recent: what is known of its choices that have ended lately.
-        is_lost: its processes have ended for good; every call of its clients says why.
     """
 
     def __init__(
@@ -157,7 +157,6 @@ class ServedModel:
         )
         self.answers = AnswerMetrics()
         self.recent = RecentChoices()
-        self.is_lost = False
 
     @property
     def state(self) -> str:
@@ -182,7 +181,7 @@ class ServedModel:
 
     async def lose(self, error: QuadrigaError) -> None:
         """End every open and later request with an error: the model's processes have ended."""
-        self.is_lost = True
+        self.load = ModelLoad(LOST)
         self.server_info = ServerInfo(self.client)  # what is known holds no more
         await self.client.give_up(error)
         if self.lasting_client is not self.client:
@@ -193,7 +192,7 @@ class ServedModel:
 
         Nothing is waited for where the model is lost.
         """
-        while not self.is_lost:
+        while self.state != LOST:
             with suppress(QuadrigaError):
                 await self.lasting_client.connect()
                 if (await self.server_info.static())["ready"]:
@@ -249,7 +248,7 @@ class ServedModels(Collection[ServedModel]):
         """
         if (alias := self._aliases.get(name)) is not None:
             chosen = self._by_name[alias.model_of(request_id) if request_id else alias.model]
-            return self._by_name[alias.model] if chosen.is_lost else chosen
+            return self._by_name[alias.model] if chosen.state == LOST else chosen
         found = self._by_name.get(name)
         return found or next((model for model in self._models if model.is_called(name)), None)
 

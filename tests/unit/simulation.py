@@ -28,8 +28,9 @@ from quadriga.wire.worker import (
     WorkerReady,
 )
 from scheduler_proc.journal.writer import NoJournal
+from scheduler_proc.pause import STORE_TIMEOUT_S
 from scheduler_proc.pipeline import MAX_TOTAL_DELAY_S
-from scheduler_proc.scheduler import STORE_TIMEOUT_S, Scheduler
+from scheduler_proc.scheduler import Scheduler
 
 EOS = 2
 JUMPING = 100  # a prompt that begins so has a grammar, which forces tokens now and then
@@ -476,9 +477,9 @@ class World:
 
     def suspend_worker(self) -> None:
         """End the worker once the scheduler has paused, and start another one."""
-        self.scheduler.pause(self.worker.session)
+        self.scheduler.pause.begin(self.worker.session)
         self.schedule()
-        while not self.scheduler.has_paused:
+        while not self.scheduler.pause.is_complete:
             if not self.step():
                 self.wake(self.worker.now + STORE_TIMEOUT_S)
         assert self.scheduler.pipeline.idle

@@ -89,7 +89,7 @@ def _load(arguments: argparse.Namespace) -> None:
     api.load(name)
     while (state := api.state(name)) != "loaded":
         has_begun = has_begun or state != "failed" or time.monotonic() - began_at > BEGIN_S
-        if has_begun and state == "failed":
+        if state == "lost" or (has_begun and state == "failed"):
             raise ServerFailed(f"model {name} could not be loaded: the server's log says why")
         time.sleep(POLL_S)
     _say(arguments, name, "loaded")

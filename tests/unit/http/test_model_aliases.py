@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from http_proc.core.gateway import Gateway
+from http_proc.core.served_model import LOST
 from quadriga.server.model_aliases import FILE_NAME, read_aliases
+from quadriga.server.model_list import ModelLoad
 from tests.unit.http.calls import key_file, send
 from tests.unit.http.streams.stream_clients import PIECES, OpenRing, events_of, streaming
 from tests.unit.scripted_ring import ScriptedRing, gateway_before
@@ -102,7 +104,7 @@ async def test_a_canary_that_is_lost_leaves_its_requests_to_the_other_model() ->
         await move(gateway, canary=0.9)
         names = {await model_of(gateway, f"r{number}") for number in range(40)}
         assert names == {"blue", "green"}
-        list(gateway.models)[1].is_lost = True
+        list(gateway.models)[1].load = ModelLoad(LOST)
         assert {await model_of(gateway, f"r{number}") for number in range(40)} == {"blue"}
         assert "has ended for good" in await move(gateway, 409)
 

@@ -61,12 +61,12 @@ def test_a_paused_scheduler_takes_requests_and_aborts_and_plans_nothing() -> Non
     world = World(SchedulerArgs())
     world.send(submit("a", [5], 20, ignore_eos=True), submit("b", [6], 20, ignore_eos=True))
     world.step()
-    world.scheduler.pause(world.worker.session)
+    world.scheduler.pause.begin(world.worker.session)
     world.run()
     num_steps = world.scheduler.info()["steps"]
     world.send(submit("c", [7], 20, ignore_eos=True), abort("a"))
     world.run()
-    assert world.scheduler.has_paused
+    assert world.scheduler.pause.is_complete
     assert world.scheduler.info()["steps"] == num_steps
     assert world.detok.closed["a"].finish_reason == "abort"
     world.restart_worker()
@@ -409,19 +409,19 @@ def test_a_paused_scheduler_waits_for_a_worker_that_was_started_later() -> None:
     world.send(submit("a", [5], 30, ignore_eos=True), submit("b", [6], 30, ignore_eos=True))
     for _ in range(3):
         world.step()
-    world.scheduler.pause(100)
-    assert not world.scheduler.has_paused, "a step is in flight"
+    world.scheduler.pause.begin(100)
+    assert not world.scheduler.pause.is_complete, "a step is in flight"
     while world.step():
         pass
-    assert world.scheduler.has_paused
+    assert world.scheduler.pause.is_complete
     num_tokens = len(tokens_of(world, "a"))
     assert 0 < num_tokens < 30
-    assert world.scheduler.num_new_tokens == 2 * (num_tokens + 1), "prompts have one token"
+    assert world.scheduler.pause.num_new_tokens == 2 * (num_tokens + 1), "prompts have one token"
     world.send(submit("c", [7], 5, ignore_eos=True), abort("b"))
     for started_at in (99, 101):  # the old worker, which a new scheduler has reset, and a new one
         world.restart_worker(started_at)
-        assert world.scheduler.has_paused == (started_at < 100)
-        assert world.scheduler.num_new_tokens == 0
+        assert world.scheduler.pause.is_complete == (started_at < 100)
+        assert world.scheduler.pause.num_new_tokens == 0
     world.run()
     for name, prompt, count in (("a", 5, 30), ("c", 7, 5)):
         assert tokens_of(world, name) == reference([prompt], count, True)
@@ -430,7 +430,7 @@ def test_a_paused_scheduler_waits_for_a_worker_that_was_started_later() -> None:
 
 def test_a_request_that_waits_for_a_suspended_model_ends_at_its_deadline() -> None:
     world = World(SchedulerArgs())
-    world.scheduler.pause(100)
+    world.scheduler.pause.begin(100)
     message = submit("late", [5], 30, ignore_eos=True)
     world.send(msgspec.structs.replace(message, deadline=world.worker.now + 2.0))
     assert world.wake_at == world.worker.now + 2.0
