@@ -5,7 +5,6 @@
 are, and cut into the part of one rank.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from quadriga.errors import ModelError
 from quadriga.server.models.families.decoder_config import DecoderConfig
 from worker_proc.adapters.change import Adapter, LinearChange, Part
 from worker_proc.loading.sharding import WHOLE, TPRank
-from worker_proc.models.base import Model, checkpoint_parts
+from worker_proc.models.base import Model, checkpoint_parts, part_names, plain_name
 from worker_proc.models.decoder import Decoder
 from worker_proc.models.layers import Linear, Parallel
 
@@ -47,8 +46,8 @@ class Places:
     Attributes:
         config: of the model.
         rank: this process among those that share the model.
-        by_name: by the name in the checkpoint, without `.weight`; a matrix that stays whole in the
-            model is not there by the name of the fused tensor, but of its parts.
+        by_name: by the name in the checkpoint, without `.weight` and what `plain_name` removes. Of
+            a fused matrix, its parts have their names here.
         outputs: rows of each matrix in the part of this rank, by its number.
         embedding: of the tokens.
         head: of the logits: the embedding's, where it is the head; None: there are none.
@@ -89,33 +88,78 @@ class Places:
             by_name.get(config.name("head"), embedding) if model.has_head else None,
         )
 
-    def parts(self, name: str, tensor: Tensor, kind: str = "weight") -> list[tuple[Place, Tensor]]:
+    def size_of(self, name: str) -> tuple[int, int] | None:
+        """Return outputs and inputs of a matrix of the checkpoint; None if there is none.
+
+        Args:
+            name: as it is stored, without `.weight`.
+        """
+        places = [self.by_name.get(part) for part in self._part_names(name)]
+        sizes = [(place.outputs, place.inputs) for place in places if place is not None]
+        if len(sizes) < len(places):
+            return None
+        return sum(outputs for outputs, _ in sizes), sizes[0][1]
+
+    def stored_names(self) -> list[str]:
+        """Return the names of the checkpoint's matrices of layers, but those of experts."""
+        fused = {
+            f".{self.config.name(part)}": f".{self.config.names[key]}"
+            for key, parts in (("qkv", ("q", "k", "v")), ("gate_up", ("gate", "up")))
+            if key in self.config.names
+            for part in parts
+        }
+        names = []
+        for name in self.by_name:
+            end = next((end for end in fused if name.endswith(end)), "")
+            if self.is_in_layers(name) and ".experts." not in name:
+                names.append(name.removesuffix(end) + fused.get(end, ""))
+        return list(dict.fromkeys(names))
+
+    def parts(self, name: str, tensor: Tensor) -> list["PlacedRows"]:
         """Return the places that a matrix of the checkpoint fills, each with its rows of a tensor.
 
         Args:
-            name: as it is stored, without `.weight`; of the embedding, it is the place of its rows
-                in the logits, if it is the head.
-            tensor: [outputs, …] for a weight, [outputs] for a bias.
-            kind: "weight" or "bias".
-
-        Returns:
-            Nothing if the model has no such matrix.
+            name: as it is stored, without `.weight`; `size_of` has its size.
+            tensor: `[outputs, …]`.
         """
-        if kind == "weight" and self.config.transposed:
-            tensor = tensor.t() if self._is_in_layers(name) else tensor
+        kind = "bias" if tensor.dim() == 1 else "weight"
+        if kind == "weight" and self.config.transposed and self.is_in_layers(name):
+            tensor = tensor.t()  # as the checkpoint has weights
         found = []
         for part, rows in checkpoint_parts(self.config, f"{name}.{kind}", tensor):
-            place = self.by_name.get(part.removesuffix(f".{kind}"))
-            if place is None:
-                return []
             assert isinstance(rows, Tensor)
-            found.append((place, rows))
+            found.append((self.by_name[part.removesuffix(f".{kind}")], rows))
         return found
 
-    def _is_in_layers(self, name: str) -> bool:
-        for part in self.config.removed:
-            name = name.replace(part, "")
-        return name.startswith(f"{self.config.name('layers')}.")
+    def expert_parts(self, layer: str, key: str, number: int, rows: Tensor) -> list["PlacedRows"]:
+        """Return the places of a matrix of an expert, each with its rows of a tensor.
+
+        Args:
+            layer: the name of the layer, as it is stored.
+            key: "gate_up" or "down".
+            number: of the expert.
+            rows: `[outputs, …]`.
+        """
+        experts, name = self.config.experts, self.config.name
+        assert experts is not None
+        expert = f"{plain_name(self.config, layer)}.{name('expert').format(number)}"
+        if key == "down":
+            return [(self.by_name[f"{expert}.{name('expert_down')}"], rows)]
+        gate, up = (rows[::2], rows[1::2]) if experts.interleaved else rows.chunk(2)
+        return [
+            (self.by_name[f"{expert}.{name('expert_gate')}"], gate),
+            (self.by_name[f"{expert}.{name('expert_up')}"], up),
+        ]
+
+    def is_in_layers(self, name: str) -> bool:
+        """Return whether a stored name is of a matrix of a layer."""
+        return plain_name(self.config, name).startswith(f"{self.config.name('layers')}.")
+
+    def _part_names(self, name: str) -> tuple[str, ...]:
+        return part_names(self.config, plain_name(self.config, name))
+
+
+PlacedRows = tuple[Place, Tensor]
 
 
 class Assembly:
@@ -129,7 +173,7 @@ class Assembly:
         self._shifts: dict[int, Tensor] = {}
         self._embedding: Tensor | None = None
 
-    def add(self, places: list[tuple[Place, Tensor]], down: Tensor | None) -> None:
+    def add(self, places: list[PlacedRows], down: Tensor | None) -> None:
         """Add U D to the rows of matrices.
 
         Args:
@@ -148,17 +192,19 @@ class Assembly:
             part = Part(place.first, _own(self._rows(place, up)), begin)
             self._parts.setdefault(place.number, []).append(part)
 
-    def add_gain(self, places: list[tuple[Place, Tensor]]) -> None:
+    def add_gain(self, places: list[PlacedRows]) -> None:
         """Multiply rows of matrices by gains [outputs]."""
         for place, gain in places:
-            self._write(self._gains, place, gain, 1.0)
+            rows = self._rows(place, gain)
+            self._vector(self._gains, place, len(rows), 1.0).copy_(rows)
 
-    def add_shift(self, places: list[tuple[Place, Tensor]]) -> None:
+    def add_shift(self, places: list[PlacedRows]) -> None:
         """Add [outputs] to the results of rows of matrices."""
         for place, shift in places:
             if place.parallel is Parallel.ROW and self._places.rank.rank > 0:
                 continue  # the results are summed over the ranks
-            self._write(self._shifts, place, shift, 0.0)
+            rows = self._rows(place, shift)
+            self._vector(self._shifts, place, len(rows), 0.0).add_(rows)
 
     def add_embedding(self, differences: Tensor) -> None:
         """Add [vocab_size, hidden_size] to the table of embeddings."""
@@ -199,24 +245,15 @@ class Assembly:
             return values.chunk(rank.count)[rank.rank]
         return values
 
-    def _write(
-        self, vectors: dict[int, Tensor], place: Place, values: Tensor, other: float
-    ) -> None:
-        """Write values of a place's rows to its matrix's vector, which is `other` elsewhere."""
-        rows = self._rows(place, values)
-        vector = vectors.get(place.number)
-        if vector is None:
-            size = self._places.outputs[place.number]
-            vector = vectors[place.number] = torch.full((size,), other)
-        vector[place.first : place.first + len(rows)] = rows
+    def _vector(
+        self, vectors: dict[int, Tensor], place: Place, size: int, unchanged: float
+    ) -> Tensor:
+        """Return a view of `size` rows of a place in its matrix's vector, made at first use."""
+        if place.number not in vectors:
+            vectors[place.number] = torch.full((self._places.outputs[place.number],), unchanged)
+        return vectors[place.number][place.first : place.first + size]
 
 
 def _own(tensor: Tensor) -> Tensor:
     """Return a contiguous float32 tensor that shares no memory with a file or a larger tensor."""
     return tensor.to(torch.float32, copy=True).contiguous()
-
-
-def shown(places: list[tuple[Place, Tensor]]) -> Iterator[str]:
-    """Yield the sizes of places, for errors."""
-    for place, _ in places:
-        yield f"[{place.outputs}, {place.inputs}]"

@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from quadriga.server.models.formats.gguf_config import ROPE_TENSORS, VOCABULARY_
 from quadriga.server.models.formats.gguf_reader import gguf_files
 from quadriga.server.models.formats.quantization import BLOCK_SIZES, check_packed_types
 from worker_proc.models.base import Model, plain_name
-from worker_proc.models.quantized_weights import PackedRows, StackedRows
+from worker_proc.models.quantized_weights import CodedRows, PackedRows, StackedRows
 
 
 def seeded_generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
@@ -100,12 +100,21 @@ COMPARED_ROWS = 4096  # of a head and an embedding at a time
 
 POSITION_EMBEDDING = "position_embd.weight"
 
+# Whether a tensor is read, by its name as in a Hugging Face checkpoint.
+IsWanted = Callable[[str], bool]
 NamedTensors = Iterator[tuple[str, Tensor | PackedRows]]
-ExpertTensors = Iterator[tuple[str, Tensor | PackedRows | StackedRows]]
+StoredTensors = Iterator[tuple[str, Tensor | PackedRows | CodedRows | StackedRows]]
 
 
-def from_safetensors(directory: Path, device: torch.device) -> NamedTensors:
-    """Yield every tensor of a directory's *.safetensors, read straight to the device.
+def every_tensor(_: str) -> bool:
+    """Return True: every tensor is wanted."""
+    return True
+
+
+def from_safetensors(
+    directory: Path, device: torch.device, is_wanted: IsWanted = every_tensor
+) -> NamedTensors:
+    """Yield the wanted tensors of a directory's *.safetensors, read straight to the device.
 
     Raises:
         ModelError: there is no such file, or one cannot be read.
@@ -116,7 +125,8 @@ def from_safetensors(directory: Path, device: torch.device) -> NamedTensors:
         try:
             with safe_open(file, framework="pt", device=str(device)) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                    yield name, tensors.get_tensor(name)
+                    if is_wanted(name):
+                        yield name, tensors.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"cannot read {file}: {error}; fetch the file again") from None
 
@@ -205,7 +215,7 @@ def _are_equal(first: Any, second: Any) -> bool:
     )
 
 
-def head_as_embedding(source: ExpertTensors, config: DecoderConfig) -> ExpertTensors:
+def head_as_embedding(source: StoredTensors, config: DecoderConfig) -> StoredTensors:
     """Yield the tensors, the head under the name of the embedding."""
     head = f"{config.name('head')}.weight"
     for name, tensor in source:
@@ -214,9 +224,13 @@ def head_as_embedding(source: ExpertTensors, config: DecoderConfig) -> ExpertTen
 
 
 def from_gguf(
-    file: Path, tensor_index: Path, config: dict[str, Any], packed: bool = False
+    file: Path,
+    tensor_index: Path,
+    config: dict[str, Any],
+    packed: bool = False,
+    is_wanted: IsWanted = every_tensor,
 ) -> NamedTensors:
-    """Yield every tensor of a GGUF, named and laid out as in a Hugging Face checkpoint.
+    """Yield the wanted tensors of a GGUF, named and laid out as in a Hugging Face checkpoint.
 
     Args:
         file: the GGUF; the first file of a split one.
@@ -225,6 +239,7 @@ def from_gguf(
         config: the model's config.json.
         packed: keep quantized matrices packed, always as [outputs, inputs]. Without it, everything
             is unpacked to float32.
+        is_wanted: returns whether a tensor is read.
 
     Raises:
         ModelError: the architecture or the type of a tensor is not supported.
@@ -238,7 +253,7 @@ def from_gguf(
         check_packed_types(file, tensors)
     data = [np.asarray(np.memmap(part, mode="c", dtype=np.uint8)) for part in gguf_files(file)]
     for name, entry in tensors.items():
-        if name in ROPE_TENSORS:
+        if name in ROPE_TENSORS or not is_wanted(hf_name(name, architecture)):
             continue
         begin = entry["offset"]
         raw = data[entry.get("part", 0)][begin : begin + entry["bytes"]]
@@ -254,11 +269,11 @@ def from_gguf(
             if not (packed and is_matrix):
                 tensor = tensor.dense().view(shape)
         else:
-            tensor = _dequantize(rows, kind, f"{file}: {name}").view(shape)
+            tensor = dequantize_rows(rows, kind, f"{file}: {name}").view(shape)
         yield hf_name(name, architecture), _undo_conversion(name, tensor, config)
 
 
-def _dequantize(rows: Any, kind: str, what: str) -> Tensor:
+def dequantize_rows(rows: Any, kind: str, what: str) -> Tensor:
     """Return the values [rows, weights of a row] of bytes [rows, bytes of a row] in float32."""
     if kind in _PLAIN_TYPES:
         return torch.from_numpy(rows).view(_PLAIN_TYPES[kind]).float()
@@ -283,18 +298,22 @@ def _undo_conversion(
     """
     if config["model_type"] in ("gemma", "gemma2", "gemma3") and isinstance(tensor, Tensor):
         return tensor - 1 if name.endswith("norm.weight") else tensor
-    if config["model_type"] in ("granite", "llama", "mistral", "smollm3"):
-        if isinstance(tensor, PackedRows):
-            return dataclasses.replace(tensor, data=_deinterleave_heads(name, tensor.data, config))
-        return _deinterleave_heads(name, tensor, config)
     is_block = name.startswith("blk.")
     if config["model_type"] == "gpt2" and is_block and isinstance(tensor, Tensor):
         return tensor.t() if tensor.dim() == 2 else tensor
-    return tensor
+    if isinstance(tensor, PackedRows):
+        return dataclasses.replace(tensor, data=deinterleave_heads(name, tensor.data, config))
+    return deinterleave_heads(name, tensor, config)
 
 
-def _deinterleave_heads(name: str, rows: Tensor, config: dict[str, Any]) -> Tensor:
-    """Move the even rows of each Q and K head before the odd ones; return others unchanged."""
+def deinterleave_heads(name: str, rows: Tensor, config: dict[str, Any]) -> Tensor:
+    """Move the even rows of each Q and K head before the odd ones.
+
+    Other matrices, and those of families that the converter to GGUF leaves as they are, are
+    returned unchanged.
+    """
+    if config["model_type"] not in ("granite", "llama", "mistral", "smollm3"):
+        return rows
     num_heads = config["num_attention_heads"]
     if ".attn_k." in name:
         num_heads = config.get("num_key_value_heads") or num_heads
@@ -364,6 +383,8 @@ _GGUF_NAMES = {
         "ffn_down": "mlp.c_proj",
     },
 }
+# The families whose GGUFs are read.
+GGUF_FAMILIES = frozenset(_GGUF_NAMES)
 
 
 def hf_name(name: str, architecture: str) -> str:

@@ -12,8 +12,10 @@ from quadriga.server.models.families.architectures import read_architecture
 from quadriga.server.models.formats.quantization import is_mxfp4, read_quantization
 from quadriga.server.models.resolve import ModelFiles
 from worker_proc.loading.checkpoints import (
-    ExpertTensors,
+    IsWanted,
     StoredHead,
+    StoredTensors,
+    every_tensor,
     fill_at_random,
     find_stored_head,
     from_gguf,
@@ -22,7 +24,7 @@ from worker_proc.loading.checkpoints import (
     safetensors_files,
     with_mxfp4,
 )
-from worker_proc.loading.quantized_checkpoints import QuantizedTensors, from_quantized
+from worker_proc.loading.quantized_checkpoints import from_quantized
 from worker_proc.loading.sharding import WHOLE, TPRank, WeightSharder, memory_of
 from worker_proc.models.base import Model
 from worker_proc.models.decoder import build_model
@@ -155,26 +157,17 @@ def load_model(
     model = build_model(files.config | untied, dtype, device, rank.count)
     if files.weights is None:
         fill_at_random(model)
-    elif quantization is not None:
-        source = from_quantized(safetensors_files(files.weights), quantization, files.location)
-        fill(model, source, files.location, rank, packed)
-    elif files.tensor_index is None:
-        stored: ExpertTensors = from_safetensors(files.weights, device)
-        if is_coded and packed:
-            stored = with_mxfp4(from_safetensors(files.weights, device), packed)
-        elif is_coded:
+    else:
+        if is_coded and not packed:
             logging.warning(
                 "the experts' MXFP4 weights become %s, about %d times their size in the file",
                 str(dtype).removeprefix("torch."),
                 round(dtype.itemsize * 8 / MXFP4_BITS),
             )
-            stored = with_mxfp4(from_safetensors(files.weights, device))
+        stored = read_stored(files, device, packed)
         if head is StoredHead.ONLY:
             stored = head_as_embedding(stored, read_architecture(files.config))
         fill(model, stored, files.location, rank, packed)
-    else:
-        tensors = from_gguf(files.weights, files.tensor_index, files.config, packed)
-        fill(model, tensors, files.location, rank)
     is_kept = any(layer.blocks or layer.coded for layer in model.matrices())
     if packed and quantization is None and not is_kept:
         raise ConfigError(
@@ -184,6 +177,35 @@ def load_model(
     take_weights(model)
     model.finish_loading(files.context_length)
     return model.eval()
+
+
+def read_stored(
+    files: ModelFiles,
+    device: torch.device,
+    packed: bool = False,
+    is_wanted: IsWanted = every_tensor,
+) -> StoredTensors:
+    """Yield the tensors of a model's checkpoint, named as a Hugging Face checkpoint has them.
+
+    Args:
+        files: the model's files, which have weights.
+        device: where tensors are read to that are not quantized.
+        packed: quantized matrices of a GGUF, and experts in MXFP4, stay as they are stored; those
+            of a quantized checkpoint do in any case.
+        is_wanted: returns whether a tensor of a name is read.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    assert files.weights is not None
+    quantization = read_quantization(files.config)
+    if quantization is not None:
+        stored = safetensors_files(files.weights)
+        return from_quantized(stored, quantization, files.location, is_wanted)
+    if files.tensor_index is not None:
+        return from_gguf(files.weights, files.tensor_index, files.config, packed, is_wanted)
+    tensors = from_safetensors(files.weights, device, is_wanted)
+    return with_mxfp4(tensors, packed) if is_mxfp4(files.config) else tensors
 
 
 def _stored_head(files: ModelFiles) -> StoredHead:
@@ -203,7 +225,7 @@ def _stored_head(files: ModelFiles) -> StoredHead:
 
 def fill(
     model: Model,
-    source: ExpertTensors | QuantizedTensors,
+    source: StoredTensors,
     location: str,
     rank: TPRank = WHOLE,
     packed_codes: bool = False,

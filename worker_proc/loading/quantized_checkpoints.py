@@ -19,6 +19,7 @@ from quadriga.server.models.formats.quantization import (
     CheckpointQuantization,
     WeightScheme,
 )
+from worker_proc.loading.checkpoints import IsWanted, every_tensor
 from worker_proc.models.quantized_weights import CodedRows, CodeKind
 
 
@@ -407,14 +408,18 @@ IGNORED_SUFFIXES = (".input_scale", ".output_scale", ".activation_scale", ".inpu
 
 
 def from_quantized(
-    files: list[Path], quantization: CheckpointQuantization, location: str
+    files: list[Path],
+    quantization: CheckpointQuantization,
+    location: str,
+    is_wanted: IsWanted = every_tensor,
 ) -> QuantizedTensors:
-    """Yield every tensor; a quantized layer as the tensor `weight`, in CodedRows.
+    """Yield the wanted tensors; a quantized layer as the tensor `weight`, in CodedRows.
 
     Args:
         files: the *.safetensors.
         quantization: what config.json says.
         location: of the checkpoint, for errors.
+        is_wanted: returns whether a tensor is read.
 
     Raises:
         ModelError: a file cannot be read, or a layer's tensors do not fit together.
@@ -430,9 +435,11 @@ def from_quantized(
         layers = quantized_layers(handle_of)
         parts = {f"{layer}.{part}" for layer, names in layers.items() for part in names}
         for name, handle in handle_of.items():
-            if name not in parts and not name.endswith(IGNORED_SUFFIXES):
+            if name not in parts and not name.endswith(IGNORED_SUFFIXES) and is_wanted(name):
                 yield name, handle.get_tensor(name)
         for layer, names in layers.items():
+            if not is_wanted(f"{layer}.weight"):
+                continue
             tensors = {
                 part: handle_of[f"{layer}.{part}"].get_tensor(f"{layer}.{part}") for part in names
             }

@@ -105,17 +105,31 @@ def checkpoint_parts(
         raise ModelError(f"{name} is in MXFP4, but it is no projection of experts")
     if config.transposed and name.startswith(f"{config.name('layers')}."):
         tensor = tensor.t() if isinstance(tensor, Tensor) and tensor.dim() == 2 else tensor
-    for key, parts in (("qkv", ("q", "k", "v")), ("gate_up", ("gate", "up"))):
-        fused = config.names.get(key)
-        if fused is not None and f".{fused}." in name:
-            rows = _rows_of_qkv(config, tensor) if key == "qkv" else _halves(tensor)
-            for part, index in zip(parts, rows, strict=True):
-                stored = take_rows(tensor, index)
-                yield name.replace(f".{fused}.", f".{config.name(part)}."), stored
-            return
+    matrix, _, kind = name.rpartition(".")
+    names = part_names(config, matrix)
+    if len(names) > 1:
+        rows = _rows_of_qkv(config, tensor) if len(names) == 3 else _halves(tensor)
+        for part, index in zip(names, rows, strict=True):
+            yield f"{part}.{kind}", take_rows(tensor, index)
+        return
     if config.interleaved_rope and any(f".{config.name(key)}." in name for key in ("q", "k")):
         tensor = take_rows(tensor, half_rotary_rows(config, tensor.shape[0] // config.head_dim))
     yield name, tensor
+
+
+def part_names(config: DecoderConfig, name: str) -> tuple[str, ...]:
+    """Return the names of the parts of a matrix that the checkpoint fuses; itself if it does not.
+
+    Args:
+        config: the model.
+        name: of the matrix, without `.weight` and what `plain_name` removes.
+    """
+    for key, parts in (("qkv", ("q", "k", "v")), ("gate_up", ("gate", "up"))):
+        fused = config.names.get(key)
+        if fused is not None and name.endswith(f".{fused}"):
+            start = name.removesuffix(fused)
+            return tuple(f"{start}{config.name(part)}" for part in parts)
+    return (name,)
 
 
 def plain_name(config: DecoderConfig, name: str) -> str:
