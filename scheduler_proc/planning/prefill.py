@@ -288,9 +288,11 @@ class StepTarget:
 # Thousands of them may wait, and many go into one step as a whole, which a target for the time of
 # steps cannot cut. So what they add to the time of steps is bounded over several steps: each step
 # with streams earns some seconds, and a text that begins spends those that it is expected to take.
+# The time that steps take without texts is that of decode rows and of the prompts of chats.
 
 MAX_STREAM_SLOWDOWN = 1.5  # of the time between two tokens of a stream, without --itl-target
-MIN_TEXT_SHARE = 0.05  # of the time of decode rows, whatever the target says: texts always go on
+MIN_TEXT_SHARE = 0.05  # of the time without texts, whatever the target says: texts always go on
+NUM_AVERAGED_STEPS = 32  # in the mean time of steps without texts
 
 
 class TextShare:
@@ -306,13 +308,20 @@ class TextShare:
         self._target_s = None if args.itl_target is None else AIM * args.itl_target / 1000
         self._left_s = 0.0
         self._has_streams = False
+        # Of the last step and, on average, of the steps with streams before it; without texts.
+        self._step_s = 0.0
+        self._mean_s = 0.0
 
     def begin_step(self, num_streams: int) -> None:
         """Earn the seconds of a step. num_streams: number of requests that decode."""
+        if self._has_streams:
+            share = 1 / NUM_AVERAGED_STEPS if self._mean_s else 1.0
+            self._mean_s += share * (self._step_s - self._mean_s)
         self._has_streams = num_streams > 0
-        step_s = self._costs.seconds(num_streams)
-        target_s = self._target_s or MAX_STREAM_SLOWDOWN * step_s
-        earned_s = max(target_s - step_s, MIN_TEXT_SHARE * step_s)
+        self._step_s = self._costs.seconds(num_streams)
+        usual_s = self._mean_s or self._step_s
+        target_s = self._target_s or MAX_STREAM_SLOWDOWN * usual_s
+        earned_s = max(target_s - usual_s, MIN_TEXT_SHARE * usual_s)
         self._left_s = min(self._left_s + earned_s, earned_s) if self._has_streams else 0.0
 
     def may_begin(self, request: Request) -> bool:
@@ -321,9 +330,11 @@ class TextShare:
 
     def spend(self, request: Request, num_tokens: int, num_pairs: int) -> None:
         """Take in what a step computes of a prompt: tokens, and pairs of tokens that attend."""
-        if self._has_streams and request.makes_embedding:
-            costs = self._costs
-            self._left_s -= costs.seconds(0, num_tokens, num_pairs) - costs.seconds(0)
+        spent_s = self._costs.seconds(0, num_tokens, num_pairs) - self._costs.seconds(0)
+        if not request.makes_embedding:
+            self._step_s += spent_s
+        elif self._has_streams:
+            self._left_s -= spent_s
 
 
 class PlanParts(Protocol):

@@ -6,7 +6,7 @@ import pytest
 from quadriga.sampling.pooling import LOGPROBS, MEAN, Pooling
 from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire.to_scheduler import Submit
-from scheduler_proc.planning.prefill import MAX_STREAM_SLOWDOWN, MIN_TEXT_SHARE, TextShare
+from scheduler_proc.planning.prefill import AIM, MAX_STREAM_SLOWDOWN, MIN_TEXT_SHARE, TextShare
 from scheduler_proc.planning.step_cost import StepCosts
 from scheduler_proc.state.request import Request
 from tests.unit.simulation import World, reference, submit, vector_of
@@ -56,6 +56,34 @@ def test_texts_take_their_share_of_the_time_of_streams(
 ) -> None:
     args = SchedulerArgs(itl_target=target_ms)
     assert time_of_texts(TextShare(args, KnownCosts())) == pytest.approx(share, rel=0.05)
+
+
+PROMPT_TOKENS, PROMPT_EVERY = 32, 8
+
+
+@pytest.mark.parametrize(
+    ("slowdown", "target_ratio"),
+    [(MAX_STREAM_SLOWDOWN, None), (1.3, 1.3), (1 + MIN_TEXT_SHARE, 1.05)],
+)
+def test_prompts_of_chats_are_time_of_streams_and_leave_less_of_a_target(
+    slowdown: float, target_ratio: float | None
+) -> None:
+    costs = KnownCosts()
+    of_prompts = PROMPT_TOKENS * TOKEN_S / PROMPT_EVERY
+    alone_s = costs.seconds(NUM_STREAMS) + of_prompts
+    target_ms = None if target_ratio is None else 1000 * target_ratio * alone_s / AIM
+    share = TextShare(SchedulerArgs(itl_target=target_ms), costs)
+    chat, embedded = request_of(submit("chat", [5, 6])), request_of(text())
+    num_texts, num_steps = 0, 4000
+    for step in range(num_steps):
+        share.begin_step(NUM_STREAMS)
+        if step % PROMPT_EVERY == 0:
+            share.spend(chat, PROMPT_TOKENS, 0)
+        while share.may_begin(embedded):
+            share.spend(embedded, TEXT_TOKENS, 0)
+            num_texts += 1
+    mean_s = alone_s + num_texts * TEXT_TOKENS * TOKEN_S / num_steps
+    assert mean_s / alone_s == pytest.approx(slowdown, rel=0.02)
 
 
 def test_without_streams_and_for_decisions_there_is_no_bound() -> None:
