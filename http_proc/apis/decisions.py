@@ -22,6 +22,7 @@ from http_proc.generation.vectors import vectors
 from http_proc.web.endpoint import answering
 from quadriga.client.async_client import RequestOptions
 from quadriga.client.decisions import (
+    MIN_LABELS,
     NO,
     YES,
     AskedQuestion,
@@ -40,6 +41,8 @@ from quadriga.errors import QuadrigaError
 NAMES = {"prompt": "input", "prompt_token_ids": "input"}
 # Parts of instructions, and the field that has what the model reads.
 PARTS = {"input_text": "text", "input_json": "data"}
+
+MIN_CRITERIA = 1  # System One takes a single label, whose probability is 1
 
 JsonText = str | dict[str, Any] | list[Any]
 
@@ -343,10 +346,15 @@ def _is_part(value: Any) -> bool:
     return isinstance(value, dict) and str(value.get("type", "")).startswith("input_")
 
 
-def _one_of(instructions: str, labels: Sequence[tuple[str, str]], field: str) -> AskedQuestion:
+def _one_of(
+    instructions: str,
+    labels: Sequence[tuple[str, str]],
+    field: str,
+    min_labels: int = MIN_LABELS,
+) -> AskedQuestion:
     """Return a question that is answered with one of several labels. Raises ApiError."""
     try:
-        return one_of(instructions, labels, field)
+        return one_of(instructions, labels, field, min_labels)
     except QuadrigaError as error:
         raise from_server(error, {}) from None
 
@@ -418,12 +426,11 @@ def _asked_by_name(
                 raise invalid(f"questions.{name} has neither instructions nor criteria", field)
             return predicate("\n".join(filter(None, (instructions, *lines))))
         case SystemOneChoice():
-            return _one_of(
-                instructions, [(k, as_text(v)) for k, v in question.criteria.items()], field
-            )
+            labels = [(label, as_text(why)) for label, why in question.criteria.items()]
+            return _one_of(instructions, labels, field, MIN_CRITERIA)
         case SystemOneScore():
             levels = [(str(number), as_text(why)) for number, why in enumerate(question.criteria)]
-            return _one_of(instructions, levels, field)
+            return _one_of(instructions, levels, field, MIN_CRITERIA)
 
 
 def _named_answer(

@@ -29,6 +29,8 @@ from quadriga.server.tracing.chrome import ChromeTrace, chrome_trace
 
 # Anthropic's clients send it with every request.
 ANTHROPIC_HEADER = "anthropic-version"
+# System One's clients send it with every request.
+SYSTEM_ONE_HEADER = "X-TypeSafe-SDK"
 # The server's names of a list of token ids.
 _ID_FIELDS = ("prompt", "prompt_token_ids", "token_ids")
 
@@ -127,6 +129,26 @@ class NamedModelList(msgspec.Struct):
     has_more: bool = False
 
 
+class DescribedModel(msgspec.Struct):
+    """A model in System One's form. release_date: YYYY-MM-DD, the day of `created`."""
+
+    name: str
+    description: str
+    release_date: str
+
+    @classmethod
+    def of(cls, served: ModelCard) -> "DescribedModel":
+        """Return a model in this form."""
+        date = datetime.fromtimestamp(served.created, timezone.utc).strftime("%Y-%m-%d")
+        return cls(served.id, f"context of {served.max_model_len} tokens", date)
+
+
+class DescribedModels(msgspec.Struct):
+    """The models that are served, in System One's form."""
+
+    models: list[DescribedModel]
+
+
 class TokenizeAnswer(msgspec.Struct):
     """Token ids of a text or a chat. max_model_len: context in tokens."""
 
@@ -164,6 +186,8 @@ async def models(request: web.Request) -> web.Response:
     """List the models in the form of the client's API, without those that never answered."""
     gateway = request.app[GATEWAY]
     cards = await gateway.models.known(lambda served: _card(gateway, served))
+    if SYSTEM_ONE_HEADER in request.headers:
+        return json_response(DescribedModels([DescribedModel.of(card) for card in cards]))
     if ANTHROPIC_HEADER not in request.headers:
         return json_response(ModelList(cards))
     return json_response(

@@ -92,7 +92,7 @@ class AskedQuestion:
 
     Attributes:
         text: what is appended to the state.
-        labels: the possible answers, at least two, all different.
+        labels: the possible answers, all different.
     """
 
     text: str
@@ -118,21 +118,27 @@ def predicate(instructions: str) -> AskedQuestion:
     return AskedQuestion(f"{asked}\n\nAnswer with {YES} or {NO} only.", [YES, NO])
 
 
-def one_of(instructions: str, labels: Sequence[tuple[str, str]], field: str) -> AskedQuestion:
+def one_of(
+    instructions: str,
+    labels: Sequence[tuple[str, str]],
+    field: str,
+    min_labels: int = MIN_LABELS,
+) -> AskedQuestion:
     """Return a question that is answered with one of several labels.
 
     Args:
         instructions: the question.
         labels: each label and its description, which may be "".
         field: name of the labels in the request, for errors.
+        min_labels: the least number of labels.
 
     Raises:
         InvalidRequest: there are too few or too many labels, or one is empty or there twice.
     """
     names = [label for label, _ in labels]
-    if not MIN_LABELS <= len(names) <= MAX_LABELS:
+    if not min_labels <= len(names) <= MAX_LABELS:
         raise InvalidRequest(
-            f"{field} has {len(names)} entries: a question has {MIN_LABELS} to {MAX_LABELS}", field
+            f"{field} has {len(names)} entries: a question has {min_labels} to {MAX_LABELS}", field
         )
     for number, name in enumerate(names):
         if not name.strip():

@@ -112,8 +112,11 @@ def test_system_ones_client_has_decisions(url: str) -> None:
                 "horses": sdk.Noul(instructions="Is it about horses?"),
                 "what": sdk.Choice(criteria={"horses": None, "a fox": "It jumps."}),
                 "speed": sdk.Score(instructions="How fast?", criteria=["slow", "fast"]),
+                "only": sdk.Choice(criteria={"horses": None}),
             },
         )
+        assert [model.name for model in client.models.list().models] == [MODEL]
     assert 0 < answer.nouls["horses"].noul < 1
     assert answer.choices["what"].choice in ("horses", "a fox")
     assert sum(answer.scores["speed"].probabilities.values()) == pytest.approx(1)
+    assert answer.choices["only"].confidence == 1

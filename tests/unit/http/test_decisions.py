@@ -152,6 +152,20 @@ async def test_system_one_has_names_in_place_of_places() -> None:
     assert answer.body["usage"]["output_tokens"] == 0
 
 
+async def test_system_one_takes_a_single_label_but_not_none() -> None:
+    alone = {"a": {"type": "score", "instructions": "x", "criteria": ["Paris"]}}
+    async with gateway_before(WordRing()) as (_, gateway):
+        answer = await send(gateway, "/v1/systemone", {"state": "a", "questions": alone})
+        none = {"a": {"type": "choice", "criteria": {}}}
+        refused = await send(gateway, "/v1/systemone", {"state": "a", "questions": none})
+        listed = await send(gateway, "/v1/models", **{"X-TypeSafe-SDK": "1"})
+    assert answer.body["answers"]["a"]["probabilities"] == {"0": 1.0}
+    assert answer.body["answers"]["a"]["diagnostics"]["label_mass"] < 1
+    assert "questions.a.criteria has 0 entries" in refused.body["error"]["message"]
+    (model,) = listed.body["models"]
+    assert model.keys() == {"name", "description", "release_date"}
+
+
 PREDICATE = {"type": "predicate", "instructions": "x"}
 
 
