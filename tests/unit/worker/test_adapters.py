@@ -4,20 +4,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from tests.adapted_runs import NO_ADAPTER, check_answer, load_adapter, run_adapted
+from tests.adapted_runs import (
+    check_adapted,
+    check_answers,
+    files_of,
+    load_adapter,
+    requests_of,
+    run_adapted,
+    run_on_ranks,
+    torch_runner,
+)
 from tests.tiny_adapters import make_adapter
 from tests.tiny_experts import EXPERTS
 from tests.tiny_models import FAMILIES
-from tests.unit.worker_driver import prompts_of, runner_of
+from tests.unit.worker_driver import runner_of
+from worker_proc.step.slot_table import NO_ADAPTER
 
-peft = pytest.importorskip("peft")
+pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's advice for training
 
 MODELS = {**FAMILIES, **EXPERTS}
-COUNT = 64
 EXPERT_WEIGHTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 # Kinds of adapters, each with a family whose tiny model has what the kind changes.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -76,27 +83,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def check(directory: Path, adapters: list[Path], lengths: list[int]) -> None:
-    """Check prompts of all adapters and of the base in one batch."""
-    runner = runner_of(directory, attention_backend="torch", max_running_requests=16)
-    for index, path in enumerate(adapters):
-        runner.engine.set_adapter(index, load_adapter(directory, path))
-    indexes = [*range(len(adapters)), NO_ADAPTER]
-    requests = [
-        (prompt, index) for index in indexes for prompt in prompts_of(lengths, seed=index + 1)
-    ]
-    answers = run_adapted(runner, requests, COUNT)
-    for index in indexes:
-        base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        model = (
-            base if index == NO_ADAPTER else peft.PeftModel.from_pretrained(base, adapters[index])
-        )
-        model.eval()
-        for (prompt, of_prompt), answer in zip(requests, answers, strict=True):
-            if of_prompt == index:
-                check_answer(model, prompt, answer)
-
-
 @pytest.mark.parametrize("family", MODELS)
 def test_adapters_of_every_family_beside_each_other_and_the_base(
     family: str, tmp_path: Path
@@ -105,7 +91,7 @@ def test_adapters_of_every_family_beside_each_other_and_the_base(
     adapters = [
         make_adapter(directory, tmp_path / str(rank), seed=rank, rank=rank) for rank in (4, 7)
     ]
-    check(directory, adapters, [5, 30])
+    check_adapted(torch_runner(files_of(directory), adapters), directory, adapters)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -113,4 +99,43 @@ def test_kinds_of_adapters(kind: str, tmp_path: Path) -> None:
     family, changes = KINDS[kind]
     directory = MODELS[family](tmp_path / "model")
     adapter = make_adapter(directory, tmp_path / "adapter", **changes)
-    check(directory, [adapter], [5, 30])
+    check_adapted(torch_runner(files_of(directory), [adapter]), directory, [adapter])
+
+
+def test_eight_ranks_and_the_base_in_one_batch(tmp_path: Path) -> None:
+    directory = MODELS["llama"](tmp_path / "model")
+    ranks = [4, 8, 16, 32, 48, 64, 128, 256]
+    adapters = [
+        make_adapter(directory, tmp_path / str(rank), seed=rank, rank=rank) for rank in ranks
+    ]
+    runner = torch_runner(files_of(directory), adapters)
+    check_adapted(runner, directory, adapters, lengths=[21], chunk=4)
+
+
+def test_an_index_gets_another_adapter_and_then_none(tmp_path: Path) -> None:
+    directory = MODELS["llama"](tmp_path / "model")
+    adapters = [make_adapter(directory, tmp_path / str(seed), seed=seed) for seed in (1, 2)]
+    runner = runner_of(directory, attention_backend="torch")
+    ((prompt, _), *_) = requests_of(1, [9])
+    for path in adapters:
+        runner.engine.set_adapter(0, load_adapter(directory, path))
+        answers = run_adapted(runner, [(prompt, 0)], 8)
+        check_answers(directory, [path], [(prompt, 0)], answers)
+        assert (runner.table.adapters == NO_ADAPTER).all()
+    runner.engine.set_adapter(0, None)
+    with pytest.raises(ValueError, match="a row has the adapter 0, which is not loaded"):
+        run_adapted(runner, [(prompt, 0)], 8)
+
+
+RANK_KINDS = ["DoRA", "DoRA with biases, permuted", "saved embedding and head", "biases of U",
+              "DoRA, fused, stabilized", "experts", "patterns"]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RANK_KINDS)
+def test_two_ranks_give_the_answers_of_one_process(kind: str, tmp_path: Path) -> None:
+    family, changes = KINDS[kind]
+    directory = MODELS[family](tmp_path / "model")
+    adapters = [make_adapter(directory, tmp_path / "adapter", **changes)]
+    requests = requests_of(1, [5, 30])
+    for answers in run_on_ranks(files_of(directory), adapters, 2, requests, 32):
+        check_answers(directory, adapters, requests, answers)
