@@ -46,6 +46,11 @@ class LoadReport:
         if self._timer is None:
             self._timer = self._look_in(LOAD_INTERVAL_S if self._last else 0.0)
 
+    def answer(self) -> None:
+        """Report the number at once, also if it has not changed."""
+        self._last = self._num_open()
+        self._report(self._last)
+
     def _look_in(self, delay_s: float) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(delay_s, self._look)
 
@@ -158,6 +163,7 @@ class ReplicaLinks:
         ends = [child.endpoints.of_replica(number, count) for number in range(count)]
         self._key_dir = child.config.frontend.curve_dir
         self._control, self._is_restart = child.control, child.is_restart
+        self._load_report: LoadReport | None = None
         self._sockets = [bind_frames(end.delivery) for end in ends]
         self._ports: list[AsyncPort] = []
         self._node_links: dict[int, NodeLink] = {}
@@ -199,14 +205,18 @@ class ReplicaLinks:
                 self._report_load()
 
     def _report_load(self) -> None:
-        """Report the load to the launcher from now on."""
+        """Report the load to the launcher, now and from now on."""
+        if self._load_report is not None:
+            self._load_report.answer()
+            return
         requests, send = self.replicas.requests, self._control.report
 
         def report(num_open: int) -> None:
             send("replica", replica=-1, state="load", argument=str(num_open))
 
         delay_s = LOAD_INTERVAL_S if self._is_restart else 0.0
-        requests.on_change = LoadReport(lambda: len(requests), report, delay_s).on_change
+        self._load_report = LoadReport(lambda: len(requests), report, delay_s)
+        requests.on_change = self._load_report.on_change
 
     def _join(self, number_text: str, scheduler: str, delivery: str) -> None:
         """Connect to a replica of the cluster, unless that was done before."""

@@ -117,7 +117,8 @@ class ModelHost:
         # Models whose frontends report their open requests; that of others depends on nothing.
         self._followed: set[str] = set()
         self._known: set[str] = set()
-        # By model that is asked for its open requests: what is to be done then.
+        # By model that is asked for its open requests, as a report may be a second old: what is to
+        # be done then.
         self._once_known: dict[str, list[Callable[[], None]]] = {}
         self._measured_at = -MEASURE_INTERVAL_S
         # None: the server starts, which has a bound of its own, and lines of its own.
@@ -198,6 +199,7 @@ class ModelHost:
         self._models.pop(name, None)
         self._pausing.pop(name, None)
         self._once_known.pop(name, None)
+        self._known.discard(name)
         self._turns.forget(name)
 
     def begin_drain(self) -> None:
@@ -219,12 +221,11 @@ class ModelHost:
                 self.on_frontend_ready(name)
 
     def _with_load(self, name: str, act: Callable[[], None]) -> None:
-        """Do something for which the number of a model's open requests has to be known."""
-        if name in self._known:
-            act()
-        else:
-            self._once_known.setdefault(name, []).append(act)
-            self.follow(name)
+        """Ask for the number of a model's open requests, and do something once it is known."""
+        self._once_known.setdefault(name, []).append(act)
+        self._followed.add(name)
+        if self._models[name].frontend.is_ready:
+            self.on_frontend_ready(name)
 
     def load(self, name: str) -> None:
         """Load a model as soon as there is room."""
@@ -233,7 +234,9 @@ class ModelHost:
 
     def keep(self, name: str, seconds: float) -> None:
         """Unload a model after so many seconds without a request; infinite: never."""
-        if self._can_unload(name):
+        if name in self._known:
+            self._keep(name, seconds)
+        elif self._can_unload(name):
             self._with_load(name, partial(self._keep, name, seconds))
 
     def _keep(self, name: str, seconds: float) -> None:

@@ -189,8 +189,9 @@ def test_two_models_that_become_idle_at_once_are_both_unloaded() -> None:
         one.pass_time()
         one.make_ready(name)
         one.open(name, 0)
-    one.host.unload("a")
-    one.host.unload("b")
+    for name in ("a", "b"):
+        one.host.unload(name)
+        one.open(name, 0)
     for name in ("a", "b"):
         one.host.on_paused(name, f"{SCHEDULER}@{name}", 1)
     one.pass_time()
@@ -301,15 +302,33 @@ def test_open_requests_are_asked_for_once_a_client_wants_a_model_unloaded() -> N
     for _ in range(3):
         one.host.keep("a", 30.0)
     one.pass_time(60.0)
-    assert frontend.sent == [Command.REPORT_LOAD] and one.states["a"] == "loaded"
+    assert set(frontend.sent) == {Command.REPORT_LOAD} and one.states["a"] == "loaded"
     one.open("a", 1)
     one.pass_time(60.0)
     assert one.states["a"] == "loaded", "it is busy"
+    frontend.sent.clear()
     one.host.on_frontend_ready("a")
-    assert frontend.sent == [Command.REPORT_LOAD] * 2, "a new frontend does not know of it"
+    assert frontend.sent == [Command.REPORT_LOAD], "a new frontend does not know of it"
     one.open("a", 0)
     one.pass_time(30.0)
     assert one.states["a"] == "unloading"
+
+
+def test_a_model_that_is_to_be_unloaded_is_asked_for_its_open_requests_of_now() -> None:
+    one = Hosted(budget=None)
+    one.open("a", 1)
+    one.make_ready("a")
+    one.host.unload("a")
+    assert one.process(FRONTEND, "a").sent[-1] is Command.REPORT_LOAD
+    one.open("a", 0)
+    assert one.states["a"] == "unloading", "the report of its request was old"
+    one.host.on_paused("a", f"{SCHEDULER}@a", 1)
+    one.open("a", 1)
+    one.make_ready("a")
+    one.host.unload("a")
+    one.open("a", 1)
+    one.open("a", 0)
+    assert one.states["a"] == "loaded", "it was busy"
 
 
 def test_lines_about_the_only_model_have_its_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,6 +337,7 @@ def test_lines_about_the_only_model_have_its_name(capsys: pytest.CaptureFixture[
     one.make_ready("")
     one.open("", 0)
     one.host.unload("")
+    one.open("", 0)
     one.host.on_paused("", SCHEDULER, 1)
     one.pass_time()
     one.open("", 1)
