@@ -134,12 +134,15 @@ def run_adapted(
         count: number of tokens to generate for each of them.
         chunk: most tokens of a prompt in a step.
     """
-    driver, pieces = Driver(runner), dict[int, list[np.ndarray]]()
+    driver, pieces, adapters = Driver(runner), dict[int, list[np.ndarray]](), dict[int, int]()
     made = [driver.add(prompt) for prompt, _ in requests]
     for request, (prompt, index) in zip(made, requests, strict=True):
-        runner.table.adapters[request.slot] = index
+        adapters[request.slot] = index
         driver.set_rules(request, SlotSamplingParams(num_prompt=len(prompt), prompt_logprobs=1))
         pieces[request.slot] = []
+    runner.table.apply(driver.plan([]))  # the requests get their slots
+    for slot, index in adapters.items():
+        runner.table.adapters[slot] = index
     while unfinished := [request for request in made if len(request.output) < count]:
         rows = [(request, min(request.left_of_prompt, chunk) or 1) for request in unfinished]
         result = runner.run(driver.plan(rows))

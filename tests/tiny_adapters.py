@@ -25,10 +25,16 @@ def make_adapter(
 
     if model is None:
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    fields = {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear", **changes}
+    fields = {
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": "all-linear",
+        "task_type": "CAUSAL_LM",
+        **changes,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **fields))
+        adapted = get_peft_model(model, LoraConfig(**fields))
         with torch.no_grad():
             for name, values in adapted.named_parameters():
                 if values.requires_grad:
@@ -47,12 +53,3 @@ def _randomize(name: str, values: torch.Tensor) -> None:
         values.normal_(0.0, 0.2)
     else:  # biases, and modules that are saved whole
         values.add_(torch.randn_like(values) * 0.05)
-
-
-def peft_model(model_dir: Path, adapter_dir: Path, model: Any = None) -> Any:
-    """Return PEFT's model with an adapter beside its weights, in float32; not merged."""
-    from peft import PeftModel
-
-    if model is None:
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    return PeftModel.from_pretrained(model, adapter_dir).eval()

@@ -149,7 +149,7 @@ class Driver:
                 self._grown += (request.slot, page)
         plan = StepPlan(
             step=self._step,
-            forward_mode=MIXED if len(modes) > 1 else modes.pop(),
+            forward_mode=modes.pop() if len(modes) == 1 else MIXED,
             slots=pack_ids(request.slot for request, _ in rows),
             num_tokens=pack_ids(counts),
             new=self._new,

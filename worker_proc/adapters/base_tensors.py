@@ -13,10 +13,10 @@ from quadriga.errors import ModelError
 from quadriga.server.models.families.decoder_config import DecoderConfig
 from quadriga.server.models.resolve import ModelFiles
 from worker_proc.loading.loader import read_stored, shown_names
-from worker_proc.models.base import plain_name
+from worker_proc.models.base import checkpoint_parts, part_names, plain_name
 from worker_proc.models.quantized_weights import StackedRows
 
-# Takes a tensor as it is stored, dequantized to float32.
+CPU = torch.device("cpu")
 TakesTensor = Callable[[Tensor], None]
 
 
@@ -28,8 +28,13 @@ class BaseTensors:
         self._needed: dict[str, list[TakesTensor]] = defaultdict(list)
 
     def need(self, name: str, take: TakesTensor) -> None:
-        """Let `take` be called by `read` with a tensor. name: as it is stored."""
-        self._needed[plain_name(self._config, name)].append(take)
+        """Let `read` call `take` with a tensor.
+
+        Args:
+            name: as `checkpoint_parts` yields it: of a part of a fused matrix, that of the part.
+            take: is given the tensor dequantized to float32, a weight as [outputs, inputs].
+        """
+        self._needed[name].append(take)
 
     def read(self) -> None:
         """Read all needed tensors.
@@ -45,19 +50,21 @@ class BaseTensors:
                 f" {self._files.name} are random: start without --load-format dummy"
             )
         missing = set(self._needed)
-        stored = read_stored(self._files, torch.device("cpu"), True, self._is_needed)
-        for name, tensor in stored:
-            if isinstance(tensor, StackedRows):
+        for stored_name, stored in read_stored(self._files, CPU, True, self._is_needed):
+            if isinstance(stored, StackedRows):
                 continue
-            values = tensor.float() if isinstance(tensor, Tensor) else tensor.dense()
-            for take in self._needed[plain_name(self._config, name)]:
-                take(values)
-            missing.discard(plain_name(self._config, name))
+            for name, tensor in checkpoint_parts(self._config, stored_name, stored):
+                if name in self._needed:
+                    values = tensor.float() if isinstance(tensor, Tensor) else tensor.dense()
+                    for take in self._needed[name]:
+                        take(values)
+                    missing.discard(name)
         if missing:
             raise ModelError(
                 f"it changes {shown_names(sorted(missing))}, which {self._files.location} does not"
                 " have: it was trained on another model"
             )
 
-    def _is_needed(self, name: str) -> bool:
-        return plain_name(self._config, name) in self._needed
+    def _is_needed(self, stored_name: str) -> bool:
+        name, _, kind = plain_name(self._config, stored_name).rpartition(".")
+        return any(f"{part}.{kind}" in self._needed for part in part_names(self._config, name))

@@ -21,9 +21,10 @@ from torch import Tensor
 from quadriga.errors import ModelError, quoted
 from quadriga.server.models.adapters.content import SAFETENSORS_NAME, AdapterContent, check_rank
 from quadriga.server.models.adapters.peft_config import PeftConfig
+from quadriga.server.models.families.decoder_config import NAMES
 from worker_proc.adapters.base_tensors import BaseTensors
 from worker_proc.adapters.change import Adapter
-from worker_proc.adapters.places import Assembly, PlacedRows, Places
+from worker_proc.adapters.places import Assembly, Place, PlacedRows, Places
 from worker_proc.loading.loader import shown_names
 from worker_proc.models.base import plain_name
 
@@ -40,6 +41,8 @@ KINDS = (DOWN, UP, UP_BIAS, MAGNITUDE, EMBEDDING_DOWN, EMBEDDING_UP, BASE_WEIGHT
 _LAYER = re.compile(r"(?P<layer>(?:.*\.)?layers\.\d+)\..*")
 _STACKED = ("experts_gate_up", "experts_down")
 # Paths of routers in transformers 5; in a checkpoint, they may have others.
+_LLAMA_MODULE = re.compile(r"(?:.*\.)?layers\.(?P<number>\d+)\.(?P<module>.*)")
+_LLAMA_KEYS = {NAMES[key]: key for key in ("q", "k", "v", "out", "gate", "up", "down")}
 _ROUTERS = tuple(f".{b}.{r}" for b in ("mlp", "block_sparse_moe") for r in ("gate", "router"))
 
 ModuleTensors = dict[str, Tensor]
@@ -108,17 +111,13 @@ class _Matrix:
     """A matrix of the checkpoint.
 
     Attributes:
-        name: as it is stored, without `.weight`.
         size: outputs and inputs.
         place: returns the places of rows [outputs, …].
-        is_transposed: it is stored as [inputs, outputs].
         is_head: it is that of the logits.
     """
 
-    name: str
     size: tuple[int, int]
     place: Callable[[Tensor], list[PlacedRows]]
-    is_transposed: bool = False
     is_head: bool = False
 
 
@@ -140,7 +139,7 @@ class _Reader:
     def read(self) -> Adapter:
         modules, unknown = self._modules()
         for module, tensors in modules.items():
-            if not self._add(module, tensors):
+            if not self._is_passed_over(module, tensors) and not self._add(module, tensors):
                 unknown += [f"{PREFIX}{module}.{kind}" for kind in tensors]
         if unknown:
             raise ModelError(
@@ -173,27 +172,35 @@ class _Reader:
         """Add the change of a module. Return False if the model has no such module."""
         if (layer := self._layer_of_experts(module)) is not None:
             return self._add_experts(layer, module, tensors)
-        is_norm = tensors.keys() == {BIAS} and self._find(module) is None
-        if is_norm and self._config.bias == "all":
-            self._base.need(f"{module}.bias", partial(self._check_same, module, tensors[BIAS]))
-            return True
         name = self._find(module)
         if name is None:
-            return False
+            is_norm = tensors.keys() == {BIAS} and self._config.bias == "all"
+            if is_norm:
+                bias = plain_name(self._places.config, f"{module}.bias")
+                self._base.need(bias, partial(self._check_same, module, tensors[BIAS]))
+            return is_norm
         if name == self._places.config.name("embedding"):
             return self._add_embedding(module, tensors)
         if name == self._places.config.name("head"):
             return self._add_head(module, tensors)
         size = self._places.size_of(name)
         assert size is not None
-        is_transposed = self._places.config.transposed and self._places.is_in_layers(name)
-        matrix = _Matrix(name, size, partial(self._places.parts, name), is_transposed)
+        matrix = _Matrix(size, partial(self._places.parts, name))
         return self._add_matrix(module, matrix, tensors)
+
+    def _is_passed_over(self, module: str, tensors: ModuleTensors) -> bool:
+        """Return whether a module is of a part of the model that is not computed, as for images."""
+        plain = plain_name(self._places.config, module)
+        is_product = tensors.keys() <= {DOWN, UP, UP_BIAS, MAGNITUDE}
+        return is_product and plain.startswith(self._places.config.skipped_starts)
 
     def _find(self, module: str) -> str | None:
         """Return the stored name of a module; of embedding and head, their plain names."""
         config = self._places.config
         names = [module, f"model.{module}"]
+        llama = _LLAMA_MODULE.fullmatch(module) if config.has_llama_modules else None
+        if llama is not None and (key := _LLAMA_KEYS.get(llama["module"])) is not None:
+            names.append(f"{config.name('layers')}.{llama['number']}.{config.name(key)}")
         for end in _ROUTERS:
             if config.experts is not None and module.endswith(end):
                 names.append(f"{module.removesuffix(end)}.{config.name('router')}")
@@ -230,15 +237,31 @@ class _Reader:
             if MAGNITUDE in values:
                 raise ModelError(f"{module} has {UP_BIAS} and {MAGNITUDE}: leave out lora_bias")
             self._assembly.add_shift(matrix.place(bias * self._config.scaling_of(module)))
-        if (magnitude := values.get(MAGNITUDE)) is not None:
-            take = partial(self._add_gain, matrix, magnitude, down, up)
-            self._base.need(f"{matrix.name}.weight", take)
-        if (bias := values.get(BASE_BIAS, values.get(BIAS))) is not None:
-            self._base.need(f"{matrix.name}.bias", partial(self._add_new_bias, matrix, bias))
-        if (weight := values.get(WEIGHT, values.get(BASE_WEIGHT))) is not None:
-            take = partial(self._add_new_weight, matrix, weight, "" if up is None else module)
-            self._base.need(f"{matrix.name}.weight", take)
+        self._add_from_base(module, matrix, values, down, up)
         return True
+
+    def _add_from_base(
+        self,
+        module: str,
+        matrix: "_Matrix",
+        values: ModuleTensors,
+        down: Tensor | None,
+        up: Tensor | None,
+    ) -> None:
+        """Add what depends on the base's tensors, too, when they are read."""
+        if (magnitude := values.get(MAGNITUDE)) is not None:
+            outputs, _ = matrix.size
+            ups = matrix.place(torch.zeros(outputs, 0) if up is None else up)
+            for (place, rows), (_, of_rows) in zip(matrix.place(magnitude), ups, strict=True):
+                take = partial(self._add_gain, place, rows, down, of_rows)
+                self._base.need(f"{place.name}.weight", take)
+        if (bias := values.get(BASE_BIAS, values.get(BIAS))) is not None:
+            for place, rows in matrix.place(bias):
+                self._base.need(f"{place.name}.bias", partial(self._add_new_bias, place, rows))
+        if (weight := values.get(WEIGHT, values.get(BASE_WEIGHT))) is not None:
+            for place, rows in matrix.place(weight):
+                take = partial(self._add_new_weight, place, rows, "" if up is None else module)
+                self._base.need(f"{place.name}.weight", take)
 
     def _product(
         self, module: str, tensors: ModuleTensors, outputs: int, inputs: int
@@ -281,24 +304,18 @@ class _Reader:
         return f"its base_model_name_or_path is {quoted(base)}" if base else "it names no base"
 
     def _add_gain(
-        self,
-        matrix: "_Matrix",
-        magnitude: Tensor,
-        down: Tensor | None,
-        up: Tensor | None,
-        stored: Tensor,
+        self, place: Place, magnitude: Tensor, down: Tensor | None, up: Tensor, weight: Tensor
     ) -> None:
         """Add the gain of DoRA: magnitude / row norms of W + U D."""
-        weight = stored.t() if matrix.is_transposed else stored
-        if down is not None and up is not None:
+        if down is not None:
             weight = torch.addmm(weight, up, down)
-        self._assembly.add_gain(matrix.place(magnitude / weight.norm(dim=1)))
+        self._assembly.add_gain([(place, magnitude / weight.norm(dim=1))])
 
-    def _add_new_bias(self, matrix: "_Matrix", bias: Tensor, stored: Tensor) -> None:
-        self._assembly.add_shift(matrix.place(bias - stored))
+    def _add_new_bias(self, place: Place, bias: Tensor, stored: Tensor) -> None:
+        self._assembly.add_shift([(place, bias - stored)])
 
     def _add_new_weight(
-        self, matrix: "_Matrix", weight: Tensor, product_of: str, stored: Tensor
+        self, place: Place, weight: Tensor, product_of: str, stored: Tensor
     ) -> None:
         """Add the differences of a weight; `product_of` is its module, if it has a product, too."""
         differences = weight - stored
@@ -309,7 +326,7 @@ class _Reader:
                 f"{product_of} is both saved whole, with changed weights, and changed by {DOWN};"
                 " leave it out of one of modules_to_save and target_modules"
             )
-        self._assembly.add(matrix.place(differences), None)
+        self._assembly.add([(place, differences)], None)
 
     def _check_same(self, module: str, bias: Tensor, stored: Tensor) -> None:
         if not torch.equal(bias.float(), stored):
@@ -321,11 +338,10 @@ class _Reader:
     # --- embedding and head ---
 
     def _add_head(self, module: str, tensors: ModuleTensors) -> bool:
-        place, config = self._places.head, self._places.config
+        place = self._places.head
         assert place is not None
-        name = config.name("embedding" if place == self._places.embedding else "head")
         size = (place.outputs, place.inputs)
-        matrix = _Matrix(name, size, lambda rows: [(place, rows)], is_head=True)
+        matrix = _Matrix(size, lambda rows: [(place, rows)], is_head=True)
         return self._add_matrix(module, matrix, tensors)
 
     def _add_embedding(self, module: str, tensors: ModuleTensors) -> bool:

@@ -24,6 +24,8 @@ class Place:
     """The rows of a matrix that one matrix of the checkpoint fills.
 
     Attributes:
+        name: in the checkpoint, without `.weight` and what `plain_name` removes; of a part of a
+            fused matrix, the name that `part_names` has for it.
         number: of the matrix, in `Model.matrices`.
         first: its first row, in the part of this rank.
         outputs, inputs: the whole size of the checkpoint's matrix, over all ranks.
@@ -31,6 +33,7 @@ class Place:
         has_bias: the matrix has a bias.
     """
 
+    name: str
     number: int
     first: int
     outputs: int
@@ -46,8 +49,7 @@ class Places:
     Attributes:
         config: of the model.
         rank: this process among those that share the model.
-        by_name: by the name in the checkpoint, without `.weight` and what `plain_name` removes. Of
-            a fused matrix, its parts have their names here.
+        by_name: by their names.
         outputs: rows of each matrix in the part of this rank, by its number.
         embedding: of the tokens.
         head: of the logits: the embedding's, where it is the head; None: there are none.
@@ -71,6 +73,7 @@ class Places:
             matrix = rows.matrix
             parallel = matrix.parallel if isinstance(matrix, Linear) else Parallel.NONE
             by_name[name] = Place(
+                name,
                 numbers[matrix],
                 rows.first,
                 rows.count * (rank.count if parallel is Parallel.COLUMN else 1),

@@ -3,8 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModel
 
+from quadriga.sampling.pooling import MEAN, Pooling
 from tests.adapted_runs import (
     check_adapted,
     check_answers,
@@ -16,12 +20,13 @@ from tests.adapted_runs import (
     torch_runner,
 )
 from tests.tiny_adapters import make_adapter
+from tests.tiny_encoders import ENCODERS
 from tests.tiny_experts import EXPERTS
 from tests.tiny_models import FAMILIES
-from tests.unit.worker_driver import runner_of
+from tests.unit.worker_driver import Driver, prompts_of, runner_of
 from worker_proc.step.slot_table import NO_ADAPTER
 
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's advice for training
 
 MODELS = {**FAMILIES, **EXPERTS}
@@ -139,3 +144,28 @@ def test_two_ranks_give_the_answers_of_one_process(kind: str, tmp_path: Path) ->
     requests = requests_of(1, [5, 30])
     for answers in run_on_ranks(files_of(directory), adapters, 2, requests, 32):
         check_answers(directory, adapters, requests, answers)
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_vectors_of_encoders_beside_each_other_and_the_base(family: str, tmp_path: Path) -> None:
+    directory = ENCODERS[family](tmp_path / "model")
+
+    def reference() -> Any:
+        return AutoModel.from_pretrained(directory, dtype=torch.float32)
+
+    changes: dict[str, Any] = {"task_type": "FEATURE_EXTRACTION", "use_dora": family != "bert"}
+    adapter = make_adapter(directory, tmp_path / "adapter", model=reference(), **changes)
+    runner = torch_runner(files_of(directory), [adapter])
+    driver, prompts = Driver(runner), prompts_of([17, 17], seed=3)
+    requests = [driver.add(prompt) for prompt in prompts]
+    for request in requests:
+        driver.set_pooling(request, Pooling(MEAN, normalize=False, whole=True))
+    runner.table.apply(driver.plan([]))  # the requests get their slots
+    runner.table.adapters[requests[0].slot] = 0
+    result = runner.run(driver.plan([(request, 17) for request in requests]))
+    vectors = {row.row: np.frombuffer(row.vector, "<f4") for row in result.vectors}
+    models = [peft.PeftModel.from_pretrained(reference(), str(adapter)), reference()]
+    for row, (model, prompt) in enumerate(zip(models, prompts, strict=True)):
+        with torch.inference_mode():
+            states = model.eval()(torch.tensor([prompt])).last_hidden_state[0]
+        np.testing.assert_allclose(vectors[row], states.mean(0), rtol=0, atol=2e-5)

@@ -174,6 +174,7 @@ def nomic_bert(config: dict[str, Any]) -> DecoderConfig:
         gated=True,
         ropes=(rope,) * setting(config, "num_hidden_layers"),
         num_positions=0,
+        has_llama_modules=True,
     )
 
 

@@ -267,6 +267,8 @@ class DecoderConfig:
         head_bias: the head has a bias.
         names: names of tensors that differ from NAMES. "qkv" and "gate_up" are fused projections;
             "experts_gate_up" and "experts_down" are stacked weights of all experts of a layer.
+        has_llama_modules: transformers names the modules as those of a Llama, while the checkpoint
+            has other names; adapters have those of the modules.
         qkv_by_head: a fused projection has the rows of a query, key and value head side by side.
         transposed: the checkpoint has the weights of blocks as [inputs, outputs].
         skipped: ends of the names of tensors that are not read.
@@ -315,6 +317,7 @@ class DecoderConfig:
     tie_word_embeddings: bool = False
     head_bias: bool = False
     names: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    has_llama_modules: bool = False
     qkv_by_head: bool = False
     transposed: bool = False
     skipped: tuple[str, ...] = ()
