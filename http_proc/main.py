@@ -21,8 +21,9 @@ from http_proc.web.resumable import STREAM_ROWS, STREAMS
 from http_proc.web.stream_rows import StreamRows
 from quadriga.client.async_client import AsyncClient
 from quadriga.errors import ServerFailed, ServerUnreachable
-from quadriga.server.config.server_config import from_argv
+from quadriga.server.config.server_config import ServerConfig, from_argv
 from quadriga.server.model_list import read_models
+from quadriga.server.models.adapters.store import AdapterStore, store_directory
 from quadriga.server.processes.child import Child, run_child
 from quadriga.server.processes.control_channel import Command
 from quadriga.wire.client import gateway_address
@@ -75,18 +76,30 @@ async def _models(child: Child, rows: StreamRows) -> ServedModels:
             for identity in (gateway_address(), rows.address)
         ]
 
+    def adapters(config: ServerConfig, name: str) -> AdapterStore | None:
+        if not config.model.serves_adapters:
+            return None
+        return AdapterStore(store_directory(child.server_dir, name), config.model)
+
     if not child.models_file:
-        only = clients(child.public_endpoint)
-        return ServedModels([ServedModel(child.config, *only, ping_interval_s=interval_s)])
+        only = ServedModel(
+            child.config,
+            *clients(child.public_endpoint),
+            ping_interval_s=interval_s,
+            adapters=adapters(child.config, ""),
+        )
+        return ServedModels([only])
     models = []
     for each in read_models(Path(child.models_file)):
+        config = from_argv(each.flags)
         model = ServedModel(
-            from_argv(each.flags),
+            config,
             *clients(each.endpoint),
             ping_interval_s=interval_s,
             name=each.name,
             aliases=each.aliases,
             preload=each.preload,
+            adapters=adapters(config, each.name),
         )
         if each.lost:
             await model.lose(ServerFailed(each.lost))

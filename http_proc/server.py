@@ -37,6 +37,7 @@ from http_proc.apis import (
     service,
     sglang,
 )
+from http_proc.apis.adapters import ADAPTER_ENDPOINTS
 from http_proc.apis.model_aliases import ALIAS_ENDPOINTS, open_aliases
 from http_proc.apis.model_states import MODEL_STATE_ENDPOINTS, MODEL_STATES
 from http_proc.apis.responses import background, conversations, endpoints, stored_responses
@@ -200,6 +201,7 @@ ENDPOINTS = [
     *what_if.WHAT_IF_ENDPOINTS,
     *MODEL_STATE_ENDPOINTS,
     *ALIAS_ENDPOINTS,
+    *ADAPTER_ENDPOINTS,
     Endpoint("/v1/models", service.models, "The model that is served", service.ModelList),
     Endpoint("/v1/models/{name}", service.model, "One model", service.ModelCard),
     generating("/generate", sglang.generate, "Complete prompts, in SGLang's format",

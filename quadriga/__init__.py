@@ -6,6 +6,7 @@
         print(llm.generate("The capital of France is", SamplingParams(max_tokens=16)).text)
 
     LLM                     a model in this program
+    LoRARequest             the adapter that answers a request of an LLM
     Client, AsyncClient     a connection to a server, for threads and for an event loop
     SamplingParams          sampling and stopping of a request
     RequestOptions          keywords of a request: timeout, priority, chat, …
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from quadriga.errors import ServerUnreachable as ServerUnreachable
     from quadriga.errors import SlowReader as SlowReader
     from quadriga.llm.llm import LLM as LLM
+    from quadriga.llm.lora import LoRARequest as LoRARequest
     from quadriga.sampling.params import SamplingParams as SamplingParams
     from quadriga.sampling.pooling import Pooling as Pooling
     from quadriga.wire.client import ChatOptions as ChatOptions
@@ -76,6 +78,7 @@ _MODULES = {
         "ServerUnreachable", "SlowReader",
     ),
     "quadriga.llm.llm": ("LLM",),
+    "quadriga.llm.lora": ("LoRARequest",),
     "quadriga.sampling.params": ("SamplingParams",),
     "quadriga.sampling.pooling": ("Pooling",),
     "quadriga.wire.client": ("ChatOptions",),

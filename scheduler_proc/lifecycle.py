@@ -7,12 +7,12 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from quadriga.errors import QuadrigaError, QueueFull, RequestFailed, ServerStopping
+from quadriga.errors import InvalidRequest, QuadrigaError, QueueFull, RequestFailed, ServerStopping
 from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire import client, sockets, to_detok, to_scheduler
 from quadriga.wire.to_detok import EndedRequest
-from quadriga.wire.worker import GrammarReady, WorkerReady
-from scheduler_proc import core, forecast, request_table
+from quadriga.wire.worker import AdapterReady, GrammarReady, WorkerReady
+from scheduler_proc import adapter_queue, core, forecast, request_table
 from scheduler_proc.journal import detok_outbox, recovery, writer
 from scheduler_proc.journal.events import StepEvents
 from scheduler_proc.observe import replica_report, stats, tracer
@@ -72,6 +72,7 @@ class RequestLifecycle:
         offload_stats: those of the KV pages beyond the pool, if there are any.
         recent_ends: what the last requests say about the lengths of others.
         grammars: the requests whose grammar the worker compiles.
+        adapters: the adapters that it has, and the requests that wait for one.
         events: what happened since the last publication.
         end_observers: logs, and the live feed while a client watches.
         report: what the frontend has to know of this replica beside the texts.
@@ -99,6 +100,7 @@ class RequestLifecycle:
         self.end_observers: list[EndObserver] = []
         self.report = replica_report.ReplicaReport()
         self.grammars = request_table.GrammarQueue(worker)
+        self.adapters = adapter_queue.AdapterQueue(worker, args.max_loras)
         self.table = request_table.RequestTable(eos_ids)
         self.outbox = detok_outbox.DetokOutbox(detok)
         self.stats = stats.SchedulerStats()
@@ -126,10 +128,10 @@ class RequestLifecycle:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests without a slot, also those whose grammar is being compiled."""
+        """Number of requests without a slot, also those that wait for the worker's preparation."""
         if self.core.kv.num_pages == 0:
             return len(self.table)
-        return self.core.num_waiting + self.grammars.num_waiting
+        return self.core.num_waiting + self.grammars.num_waiting + self.adapters.num_waiting
 
     # --- accept and queue -------------------------------------------------------------------------
 
@@ -206,7 +208,7 @@ class RequestLifecycle:
     def _enqueue(self, request: Request) -> None:
         """Queue a request, at once or when the worker has compiled its grammar."""
         if request.grammar is None or not self.grammars.add(request):
-            self._add_to_core(request)
+            self._enqueue_compiled(request)
         else:
             self.tracer.on_grammar(request, "waits")
 
@@ -218,7 +220,46 @@ class RequestLifecycle:
             else:
                 request.waited_for = (WaitReason.GRAMMAR,)
                 self.tracer.on_grammar(request, "compiled")
-                self._add_to_core(request)
+                self._enqueue_compiled(request)
+
+    def _enqueue_compiled(self, request: Request) -> None:
+        """Queue a request, at once or when the worker has loaded its adapter."""
+        if request.adapter is None:
+            self._add_to_core(request)
+            return
+        if self.adapters.add(request):
+            self.tracer.on_adapter(request, "waits")
+        else:
+            self._add_to_core(request)
+        self._settle_adapters()
+
+    def on_adapter_ready(self, ready: AdapterReady) -> None:
+        """Queue or fail the requests that have waited for an adapter."""
+        for request in self.adapters.on_ready(ready):
+            if ready.error:
+                self.fail(request, InvalidRequest(ready.error, "adapter"))
+            else:
+                self._on_adapter(request)
+        self._settle_adapters()
+
+    def drop_adapters(self, ids: list[str]) -> None:
+        """Free the memory of adapters that have no name any more."""
+        self.adapters.drop(ids)
+        self._settle_adapters()
+
+    def _on_adapter(self, request: Request) -> None:
+        """Queue a request whose adapter is loaded."""
+        request.waited_for += (WaitReason.ADAPTER,)
+        self.tracer.on_adapter(request, "loaded")
+        self._add_to_core(request)
+
+    def _settle_adapters(self) -> None:
+        """Move requests between the core and those that wait for their adapter's turn."""
+        leaving, entering = self.adapters.settle()
+        for request in leaving:
+            self.core.remove(request)
+        for request in entering:
+            self._on_adapter(request)
 
     def _add_to_core(self, request: Request) -> None:
         """Queue a request that waits for nothing else; fail one that can never run."""
@@ -239,6 +280,7 @@ class RequestLifecycle:
         if ready.can_guess and self.stats.guesses is None:
             self.stats.guesses = stats.GuessStats(self._args.num_speculative_tokens)
         self.grammars.forget_all()
+        self.adapters.begin(ready.session)
         num_retractions = self.core.num_retractions
         self._costs.on_new_worker()
         self.core = core.SchedulerCore(
@@ -297,7 +339,14 @@ class RequestLifecycle:
             observer.on_finish(request, now)
         self.events.finished.append(request)
         self.outbox.finish(request)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        """Remove a request that has ended, or is gone, from all but the core."""
         self.grammars.remove(request)
+        if request.adapter is not None:
+            self.adapters.remove(request)
+            self._settle_adapters()
         self.table.remove(request)
 
     def hand_back(self, number: int) -> None:
@@ -335,8 +384,7 @@ class RequestLifecycle:
         for request in requests:
             self.core.remove(request)
             request.finish(FinishReason.ABORT)
-            self.grammars.remove(request)
-            self.table.remove(request)
+            self._forget(request)
         self.events.finished += requests
         self.events.acknowledged += seqs
         self.publish(to_detok=False)

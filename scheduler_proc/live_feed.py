@@ -129,7 +129,8 @@ def _unplannable(lifecycle: RequestLifecycle) -> Skipped:
     """Yield the requests that are not in the core's queue yet."""
     if not lifecycle.core.kv.num_pages:
         return ((SkipReason.WORKER, request) for request in lifecycle.table)
-    return ((SkipReason.GRAMMAR, request) for request in lifecycle.grammars)
+    grammars = ((SkipReason.GRAMMAR, request) for request in lifecycle.grammars)
+    return chain(grammars, ((SkipReason.ADAPTER, request) for request in lifecycle.adapters))
 
 
 def _running(lifecycle: RequestLifecycle, plan: Plan) -> Skipped:

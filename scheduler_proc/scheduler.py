@@ -161,6 +161,8 @@ class Scheduler:
             self._on_step_result(result)
         elif isinstance(result, to_worker.GrammarReady):
             self.lifecycle.on_grammar_ready(result)
+        elif isinstance(result, to_worker.AdapterReady):
+            self.lifecycle.on_adapter_ready(result)
         else:
             self.lifecycle.core.offload.on_message(result)
 
@@ -236,6 +238,8 @@ class Scheduler:
                 lifecycle.hand_back(message.number)
             case to_scheduler.Withdraw():
                 lifecycle.withdraw(lifecycle.table.with_seqs(message.seqs))
+            case to_scheduler.DropAdapters():
+                lifecycle.drop_adapters(message.ids)
             case to_scheduler.AbortAll():
                 lifecycle.abort_all(message.reason)
             case to_scheduler.Shutdown():
@@ -289,6 +293,8 @@ class Scheduler:
             "running": len(lifecycle.table) - lifecycle.num_waiting,
             "waiting": lifecycle.num_waiting,
             "waiting_for_grammar": lifecycle.grammars.num_waiting,
+            "waiting_for_adapter": lifecycle.adapters.num_waiting,
+            "adapters": lifecycle.adapters.info(),
             "journal": self._journal.state,
         }
         gauges = collect_info(self._args, self._worker_ready, lifecycle.core)
@@ -437,7 +443,8 @@ class ProgressReport:
     def _of_choice(self, request: Request, age_s: float) -> RequestProgress:
         state, place = STATES[request.status], NO_PLACE
         if state is RequestState.QUEUED:
-            if self._lifecycle.grammars.holds(request):
+            lifecycle = self._lifecycle
+            if lifecycle.grammars.holds(request) or lifecycle.adapters.holds(request):
                 state = RequestState.PREPARING
             else:
                 place = self._place(request, age_s)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from quadriga.server.config.engine_args import ModelArgs
 from quadriga.server.models.adapters.content import read_content
 from quadriga.server.models.resolve import ModelFiles, resolve_model
-from quadriga.wire.worker import SlotSamplingParams
+from quadriga.wire.worker import NO_ADAPTER, SlotSamplingParams
 from tests.unit.worker_driver import CPU, Driver, load_on_cpu, prompts_of
 from worker_proc.adapters.change import Adapter
 from worker_proc.adapters.places import Places
@@ -22,7 +22,7 @@ from worker_proc.engines.torch_engine import TorchAttention, TorchEngine
 from worker_proc.loading.loader import load_model
 from worker_proc.loading.sharding import WHOLE, TPRank
 from worker_proc.step.runner import Runner
-from worker_proc.step.slot_table import NO_ADAPTER, SlotTable
+from worker_proc.step.slot_table import SlotTable
 
 COUNT = 64  # tokens of an answer
 LOGPROB_TOLERANCE = 1e-4

@@ -11,9 +11,9 @@ MAX_WORDS = 1500
 MAX_WORDS_OF = {
     "architecture.md": 2700,
     "coming-from.md": 1650,
-    "configuration.md": 4000,
+    "configuration.md": 4200,
     "http.md": 1800,
-    "protocol.md": 4100,
+    "protocol.md": 4200,
     "troubleshooting.md": 2200,
 }
 

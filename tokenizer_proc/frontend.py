@@ -40,6 +40,7 @@ from tokenizer_proc.deliver import clients, live
 from tokenizer_proc.deliver.traces import RingTraces
 from tokenizer_proc.info import InfoRequests
 from tokenizer_proc.intake import intake, overload, tenants
+from tokenizer_proc.intake.adapters import Adapters
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.prepare import MAX_INLINE_BYTES
 from tokenizer_proc.replicas.placed import Name
@@ -58,6 +59,7 @@ class Frontend:
         owners: finds the tenants of requests; None without tenants.
         traces: keeps the traces of requests; None: of those whose clients want them.
         aliases: names that were moved between the models of the server; None: it has one model.
+        adapters: what requests can name; None: nothing.
 
     Attributes:
         ended: set when the last result has been handed over.
@@ -75,8 +77,10 @@ class Frontend:
         traces: RingTraces | None = None,
         num_replicas: int = 1,
         aliases: AliasFile | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self._aliases = aliases
+        self._adapters = adapters or Adapters(None, replicas)
         self.traces = traces or RingTraces(TraceArgs(), NoExporter())
         self._owners = owners or tenants.RequestOwners(TenantArgs())
         self._preparation = preparation
@@ -87,8 +91,9 @@ class Frontend:
         self._info_requests = InfoRequests()
         self.clients = clients.Clients(self._on_client_lost, logs_refusals)
         self.intake = intake.RequestIntake(
-            preparation, guard, replicas, self.clients, replaces, self._owners, self.traces
-        )
+            preparation, guard, replicas, self.clients, replaces, self._owners, self.traces,
+            self._adapters,
+        )  # fmt: skip
         usage = live.ProcessUsage(os.getppid())
         self._viewers = live.Viewers(
             replicas, self.clients, usage, lambda: self.intake.num_open, num_replicas
@@ -172,7 +177,9 @@ class Frontend:
         validation.check_request_id(message.request_id)
         self._info_requests.begin(client)
         current = {"refused": self.clients.num_refused, "open_requests": self.intake.num_open}
-        info: InfoValues = {**self._static_info, **current, **self.traces.info()}
+        info: InfoValues = {
+            **self._static_info, **current, **self.traces.info(), **self._adapters.info()
+        }  # fmt: skip
         if self._aliases is not None:
             info["models"] = self._aliases.endpoints(info["models"])
         flush_cache = isinstance(message, FlushCache)

@@ -15,6 +15,7 @@ from quadriga.sampling.validation import find_unserved_tokens
 from quadriga.server.model_aliases import FILE_NAME, AliasFile
 from quadriga.server.model_list import read_models
 from quadriga.server.models import model_impl, resolve
+from quadriga.server.models.adapters.store import AdapterStore, store_directory
 from quadriga.server.models.formats.tokenizer import load_tokenizer
 from quadriga.server.processes.child import Child, run_child
 from quadriga.server.processes.control_channel import GATEWAY_GOES_ON, Command
@@ -27,6 +28,7 @@ from tokenizer_proc.deliver.traces import RingTraces
 from tokenizer_proc.frontend import Frontend
 from tokenizer_proc.info import find_fill_format, static_server_info
 from tokenizer_proc.intake import grammar_validator, intake, overload, tenants
+from tokenizer_proc.intake.adapters import Adapters
 from tokenizer_proc.intake.pool import ForkServer, PreparePool
 from tokenizer_proc.preparation.chat import ChatTemplate, token_marks
 from tokenizer_proc.preparation.encode import Encoder
@@ -152,6 +154,11 @@ def _make_frontend(
     limits, traces = child.config.scheduler, child.config.traces
     max_queued = limits.max_queued_requests * child.config.replicas.num_slots
     guard = overload.OverloadGuard(max_queued, limits.max_requests_per_client)
+    store = None
+    if child.config.model.serves_adapters:
+        directory = store_directory(child.server_dir, child.of_model)
+        store = AdapterStore(directory, child.config.model)
+        store.load_modules()
     moved = Path(child.models_file).with_name(FILE_NAME) if child.models_file else None
     return Frontend(
         preparation,
@@ -164,6 +171,7 @@ def _make_frontend(
         traces=RingTraces(traces, make_exporter(traces, child.config.model.shown_name)),
         num_replicas=child.config.replicas.num_slots,
         aliases=AliasFile(moved) if moved else None,
+        adapters=Adapters(store, replicas, num_kept=2 * limits.max_loras),
     )
 
 

@@ -60,11 +60,13 @@ def body(child: Child) -> None:
     from torch import inference_mode  # loaded by now
 
     from worker_proc.rank import Rank, is_stale
+    from worker_proc.startup.adapters import make_loader
 
     rank = Rank(
         runner,
         grammars,
         lambda grammar: grammars.compile(grammar, ready.session),
+        make_loader(child, resolve_model(child.config.model), runner, answers=True),
         sender.send,
         mover,
     )
@@ -148,6 +150,7 @@ def start(
     import_torch(child.config.worker, choose_model_impl(files))
     from worker_proc.kv_tiers.opening import open_tiers
     from worker_proc.loading.sharding import TPRank
+    from worker_proc.startup.adapters import check_modules
     from worker_proc.startup.build import describe_kernels, make_runner
     from worker_proc.startup.devices import take_cores
     from worker_proc.startup.drafts import prepare_drafts
@@ -168,6 +171,9 @@ def start(
     mover = open_tiers(
         child.config.worker, files, runner, child.replica, child.endpoints.results, suspension_dir
     )
+    if child.config.model.lora_modules and not child.is_restart:
+        clock.begin("check adapters")
+        check_modules(child, files, runner)
     clock.begin("warm up")
     runner.warm_up()
     clock.begin("find the size of a prefill")

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 
 from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.worker import (
+    NO_ADAPTER,
     CompileGrammar,
+    ForgetAdapter,
     ForgetGrammar,
+    LoadAdapter,
     LoadPages,
     ResetWorker,
     ResultMessage,
@@ -14,6 +17,7 @@ from quadriga.wire.worker import (
     StorePages,
     WorkerMessage,
 )
+from worker_proc.adapters.loader import AdapterLoader
 from worker_proc.kv_tiers.page_mover import PageMover
 from worker_proc.result_sender import Wait
 from worker_proc.sampling.grammar_compiler import GrammarCompiler
@@ -21,11 +25,12 @@ from worker_proc.step.runner import Runner
 
 
 def is_stale(message: WorkerMessage, session: int) -> bool:
-    """Return whether a message is about slots or pages of another session.
+    """Return whether a message is about slots, pages or adapters of another session.
 
     Such a message was on its way to the worker before this one, or is of a scheduler that has died.
     """
-    return isinstance(message, StepPlan | StorePages | LoadPages) and message.session != session
+    of_session = StepPlan | StorePages | LoadPages | LoadAdapter | ForgetAdapter
+    return isinstance(message, of_session) and message.session != session
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,7 @@ class Rank:
         grammars: the compiled grammars.
         compile_grammar: compiles one: rank 0 in a thread, as the scheduler waits for its answer;
             the others at once, since a plan may need the grammar as soon as rank 0 has answered.
+        adapters: reads adapters for the engine.
         send: takes the function that waits for a launched step.
         mover: moves pages between the pool and the tiers beyond it; None without tiers.
     """
@@ -44,6 +50,7 @@ class Rank:
     runner: Runner
     grammars: GrammarCompiler
     compile_grammar: Callable[[GrammarForm], object]
+    adapters: AdapterLoader
     send: Callable[[Wait], None]
     mover: PageMover | None = None
 
@@ -51,6 +58,7 @@ class Rank:
         """Do what a message asks for; StopWorker is left to the caller."""
         match message:
             case StepPlan():
+                self._take_adapters(message)
                 if self.mover is None:
                     self.send(self.runner.launch(message))
                 else:
@@ -64,8 +72,19 @@ class Rank:
                 self._tiers.store(message)
             case LoadPages():
                 self._tiers.load(message)
+            case LoadAdapter():
+                self.adapters.load(message)
+            case ForgetAdapter():
+                self.adapters.forget(message.place)
             case ResetWorker():
                 self.runner.table.release_all()
+                self.adapters.forget_all()
+
+    def _take_adapters(self, plan: StepPlan) -> None:
+        """Put the adapters of a plan's new slots into the engine."""
+        places = {new.adapter for new in plan.new} - {NO_ADAPTER} if plan.new else None
+        if places:
+            self.adapters.take(places)
 
     @property
     def _tiers(self) -> PageMover:

@@ -80,6 +80,7 @@ def serve_rank(
 
     from worker_proc.loading.sharding import TPRank
     from worker_proc.rank import Rank
+    from worker_proc.startup.adapters import make_loader
     from worker_proc.startup.build import make_runner
     from worker_proc.startup.devices import take_cores
 
@@ -93,7 +94,8 @@ def serve_rank(
     runner.warm_up()
     grammars = GrammarCompiler(files, child.endpoints.results)
     runner.table.sampling.compiled = grammars.compiled
-    handle = Rank(runner, grammars, grammars.compile_here, send=lambda _: None).handle
+    adapters = make_loader(child, files, runner, answers=False)
+    handle = Rank(runner, grammars, grammars.compile_here, adapters, send=lambda _: None).handle
     on_ready()
     with inference_mode():
         while not isinstance(message := inbox.receive(), StopWorker):

@@ -17,6 +17,7 @@ from http_proc.answer.events import (
     ReasoningDelta,
     TextDelta,
 )
+from http_proc.apis.adapters import served_by
 from http_proc.core.call import Call
 from http_proc.core.errors import from_server, invalid
 from http_proc.core.gateway import Gateway
@@ -103,7 +104,7 @@ async def completions(gateway: Gateway, call: Call, sink: EventSink) -> Completi
     body = await call.parse()
     sampling = take_sampling(body, OPENAI, {"max_new_tokens": DEFAULT_MAX_TOKENS})
     fields = convert(body, CompletionRequest, OPENAI)
-    model = gateway.served(fields.model, call.record)
+    model = served_by(gateway, fields.model, fields.lora, fields.lora_path, call.record)
     sampling = with_response_format(sampling, fields)
     _check_completion(fields, sampling.params)
     check_receipt(fields)
@@ -663,7 +664,7 @@ async def chat_completions(gateway: Gateway, call: Call, sink: EventSink) -> Cha
     check_counts(body)
     sampling = take_sampling(body, CHAT, {})
     fields = convert(body, ChatRequest, CHAT)
-    model = gateway.served(fields.model, call.record)
+    model = served_by(gateway, fields.model, fields.lora, fields.lora_path, call.record)
     check_receipt(fields)
     check_metadata(fields.metadata)
     chat = chat_call(fields, sampling)
@@ -737,7 +738,7 @@ async def render(gateway: Gateway, call: Call, _: EventSink) -> RenderAnswer:
     check_counts(body)
     sampling = take_sampling(body, CHAT, {})
     fields = convert(body, RenderRequest, CHAT)
-    model = gateway.served(fields.model, call.record)
+    model = served_by(gateway, fields.model, fields.lora, fields.lora_path, call.record)
     if (fields.prompt is None) == (not fields.messages):
         raise invalid("give either prompt or messages", "prompt")
     names = {"prompt": "prompt"}

@@ -8,12 +8,20 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from http_proc.apis.adapters import all_entries
 from http_proc.core.call import Call
 from http_proc.core.caller import current_caller
 from http_proc.core.errors import ApiError, from_server, invalid
 from http_proc.core.gateway import Gateway
 from http_proc.core.observe import RequestSummary, all_traces
-from http_proc.core.served_model import LOADED, LOADING, LOST, READY_MAX_AGE_S, ServedModel
+from http_proc.core.served_model import (
+    LOADED,
+    LOADING,
+    LOST,
+    READY_MAX_AGE_S,
+    ServedAdapter,
+    ServedModel,
+)
 from http_proc.core.streaming import EventSink
 from http_proc.generation.chat_call import chat_prompt, check_counts, template_options
 from http_proc.generation.sampling import convert
@@ -82,8 +90,9 @@ class ModelCard(msgspec.Struct):
     """A model.
 
     created: start of the gateway, in Unix seconds. max_model_len: context in tokens. root: the
-    model. answer_format: where the marks of its reasoning and calls come from. aliases: further
-    names of the model in requests, if it has any.
+    model, or the path of an adapter. parent: the model of an adapter. answer_format: where the
+    marks of its reasoning and calls come from. aliases: further names of the model in requests, if
+    it has any.
     """
 
     id: str
@@ -92,7 +101,7 @@ class ModelCard(msgspec.Struct):
     root: str
     capabilities: ModelCapabilities
     answer_format: str
-    parent: None = None
+    parent: str | None = None
     object: str = "model"
     owned_by: str = "quadriga"
     aliases: list[str] | msgspec.UnsetType = msgspec.UNSET
@@ -186,6 +195,10 @@ async def models(request: web.Request) -> web.Response:
     """List the models in the form of the client's API, without those that never answered."""
     gateway = request.app[GATEWAY]
     cards = await gateway.models.known(lambda served: _card(gateway, served))
+    by_name = {card.id: card for card in cards}
+    for served, entry in all_entries(gateway):
+        if served.name in by_name:
+            cards.append(await _card(gateway, ServedAdapter(served, entry.name)))
     if SYSTEM_ONE_HEADER in request.headers:
         return json_response(DescribedModels([DescribedModel.of(card) for card in cards]))
     if ANTHROPIC_HEADER not in request.headers:
@@ -217,13 +230,17 @@ async def _card(gateway: Gateway, served: ServedModel) -> ModelCard:
         rerank=ranks(info),
         classify=classifies(info),
     )
+    adapter = None
+    if served.adapter and served.base.adapters is not None:
+        adapter = served.base.adapters.entries.get(served.adapter)
     return ModelCard(
         served.name,
-        gateway.started_at,
+        gateway.started_at if adapter is None else int(adapter.loaded_at),
         info["context_length"],
-        served.name,
+        served.name if adapter is None else adapter.path,
         capabilities,
         answers.source,
+        parent=served.base.name if served.adapter else None,
         aliases=gateway.models.aliases_of(served) or msgspec.UNSET,
     )
 

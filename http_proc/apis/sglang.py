@@ -4,6 +4,7 @@ from typing import Annotated, Any, NamedTuple, cast
 
 import msgspec
 
+from http_proc.apis.adapters import served_by
 from http_proc.core.call import Call
 from http_proc.core.errors import invalid
 from http_proc.core.gateway import Gateway
@@ -35,6 +36,7 @@ class GenerateRequest(RequestBody):
     return the logprob of each generated token, with top_logprobs_num top tokens. logprob_start_len:
     if 0 or more, also the logprobs of the prompt from this token on. token_ids_logprob: ids whose
     logprobs are returned for each generated token. model: of a server with several.
+    lora_path: name of the adapter that answers.
     """
 
     text: str | list[str] | None = None
@@ -43,6 +45,7 @@ class GenerateRequest(RequestBody):
     stream: bool = False
     rid: str | None = None
     model: str | None = None
+    lora_path: str | None = None
     priority: Priority = 0
     return_logprob: bool = False
     top_logprobs_num: Top = 0
@@ -63,7 +66,7 @@ async def generate(
 ) -> GenerateAnswer | list[GenerateAnswer] | None:
     """Complete each prompt n times. The answer to a list of prompts, or to n > 1, is a list."""
     fields = convert(await call.parse(), GenerateRequest)
-    model = gateway.served(fields.model, call.record)
+    model = served_by(gateway, fields.model, [], fields.lora_path, call.record)
     prompts, single = _prompts(fields)
     given = dict(fields.sampling_params)
     sampling = take_sampling(given, SGLANG, {})

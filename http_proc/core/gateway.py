@@ -112,7 +112,7 @@ class Gateway:
         model = models.default if name is None else models.find(name, record.request_id)
         if model is None:
             raise self.models.missing(name or "")
-        if len(self.models) > 1:
+        if len(self.models) > 1 or model.adapter:
             record.model = model.name
         return model
 
@@ -160,11 +160,11 @@ class Gateway:
 
     def num_open_of(self, model: ServedModel) -> int:
         """Return the number of web requests that a model is answering."""
-        return sum(group.model is model for group in self._groups.values())
+        return sum(group.model.base is model for group in self._groups.values())
 
     def num_choices_of(self, model: ServedModel) -> int:
         """Return the number of choices that a model has not finished, of all web requests."""
-        return sum(g.num_unfinished for g in self._groups.values() if g.model is model)
+        return sum(g.num_unfinished for g in self._groups.values() if g.model.base is model)
 
     def is_open(self, rid: str) -> bool:
         """Return whether a request of this id is being answered."""

@@ -229,6 +229,8 @@ class RequestGroup:
         if self.resumption is not None:
             params = self.resumption.params(params, prompt_index)
             kept = self.resumption.kept_request(prompt_index)
+        if self.model.adapter:
+            options = {**options, "adapter": self.model.adapter}
         self.priority = options.get("priority", 0)
         handle = self._client.submit(
             prompt,

@@ -18,6 +18,7 @@ from quadriga.keywords import similar
 from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.model_aliases import Alias
 from quadriga.server.model_list import ModelLoad
+from quadriga.server.models.adapters.store import AdapterStore
 
 INFO_TIMEOUT_S = 2.0
 # States of a model in which its requests run, and in which they soon will.
@@ -130,6 +131,7 @@ class ServedModel:
         lasting_progress: the poller of resumable ones.
         answers: counts and times of its answers.
         recent: what is known of its choices that have ended lately.
+        adapters: what requests may name of its adapters; None: it serves none.
     """
 
     def __init__(
@@ -142,11 +144,13 @@ class ServedModel:
         name: str = "",
         aliases: Sequence[str] = (),
         preload: bool = True,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self.config = config
         self.name = name or config.model.shown_name
         self.first_aliases = tuple(aliases)
         self.preload = preload
+        self.adapters = adapters
         self.load = ModelLoad(LOADED)
         self.client = client
         self.lasting_client = lasting_client or client
@@ -157,6 +161,16 @@ class ServedModel:
         )
         self.answers = AnswerMetrics()
         self.recent = RecentChoices()
+
+    @property
+    def base(self) -> "ServedModel":
+        """The model that has weights of its own."""
+        return self
+
+    @property
+    def adapter(self) -> str:
+        """Name of the adapter that answers; "": the model itself does."""
+        return ""
 
     @property
     def state(self) -> str:
@@ -198,6 +212,36 @@ class ServedModel:
                 if (await self.server_info.static())["ready"]:
                     return
             await asyncio.sleep(READY_POLL_S)
+
+
+class ServedAdapter(ServedModel):
+    """An adapter of a model, which requests name like a model: it has all else of its base.
+
+    Args:
+        base: the model.
+        name: the adapter's.
+    """
+
+    def __init__(self, base: ServedModel, name: str) -> None:
+        self._base = base
+        self.name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+    @property
+    def base(self) -> ServedModel:
+        """The model that has weights of its own."""
+        return self._base
+
+    @property
+    def adapter(self) -> str:
+        """Name of the adapter."""
+        return self.name
+
+    def is_called(self, name: str) -> bool:
+        """Return whether the adapter is called so."""
+        return name == self.name
 
 
 class _NamedModel(msgspec.Struct):
@@ -250,7 +294,15 @@ class ServedModels(Collection[ServedModel]):
             chosen = self._by_name[alias.model_of(request_id) if request_id else alias.model]
             return self._by_name[alias.model] if chosen.state == LOST else chosen
         found = self._by_name.get(name)
-        return found or next((model for model in self._models if model.is_called(name)), None)
+        found = found or next((model for model in self._models if model.is_called(name)), None)
+        return found or self._adapter(name)
+
+    def _adapter(self, name: str) -> ServedAdapter | None:
+        """Return the adapter of this name, of the first model that has one."""
+        for model in self._models:
+            if model.adapters is not None and model.adapters.has(name):
+                return ServedAdapter(model, name)
+        return None
 
     def alias(self, name: str) -> Alias | None:
         """Return the alias of this name."""
@@ -288,6 +340,8 @@ class ServedModels(Collection[ServedModel]):
     def advice(self, name: str = "") -> str:
         """Return "use …" with the names of models: all if they are few, else those like `name`."""
         names = [model.name for model in self._models]
+        for model in self._models:
+            names += model.adapters.names if model.adapters is not None else []
         if len(names) > MAX_NAMED_MODELS:
             names = similar(name[:MAX_COMPARED_CHARS], [*names, *self._aliases])
         if not names:

@@ -69,17 +69,27 @@ class StructuredOutputs(RequestBody, kw_only=True):
     structural_tag: str | dict[str, Any] | None = None
 
 
+class AdapterScale(RequestBody, kw_only=True):
+    """An adapter in llama.cpp's form. id: its number in GET /lora-adapters. scale: 1, or 0."""
+
+    id: int
+    scale: float = 1.0
+
+
 class OpenAIRequest(RequestBody, kw_only=True):
     """Fields of both endpoints.
 
-    resumable: the stream goes on when its connection breaks, and can be resumed. cache_salt: what
-    is cached of the prompt is shared with no request of another salt. prompt_logprobs:
-    number of top tokens for each token of the prompt, in vLLM's format. receipt: the answer
-    has receipts, unless it is a stream. return_token_ids: the answer has the token ids of the
-    prompt and of each choice, in vLLM's fields. The fields after structured_outputs have no effect.
+    lora, lora_path: the adapter that answers, as llama.cpp and SGLang name it; `model` may name it,
+    too. resumable: the stream goes on when its connection breaks, and can be resumed. cache_salt:
+    what is cached of the prompt is shared with no request of another salt. prompt_logprobs: number
+    of top tokens for each token of the prompt, in vLLM's format. receipt: the answer has receipts,
+    unless it is a stream. return_token_ids: the answer has the token ids of the prompt and of each
+    choice, in vLLM's fields. The fields after structured_outputs have no effect.
     """
 
     model: str | None = None
+    lora: list[AdapterScale] = []
+    lora_path: str | None = None
     stream: bool = False
     resumable: bool = False
     stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)

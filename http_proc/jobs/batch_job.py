@@ -380,7 +380,8 @@ class BatchJob:
     async def _ask(self, line: InputLine, line_id: str) -> LineAnswer:
         """Return the answer of the endpoint, asked again while it cannot serve."""
         models = self._tools.gateway.models
-        gate = self._tools.gates[models.of_body(line.body, line_id) or models.default]
+        model = models.of_body(line.body, line_id) or models.default
+        gate = self._tools.gates[model.base]
         wait_s = MIN_RETRY_S
         while True:
             await gate.acquire()

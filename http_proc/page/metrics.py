@@ -25,6 +25,7 @@ from http_proc.apis.responses.store import RESPONSE_STORE, ResponseStore
 from http_proc.apis.responses.stored_responses import StoredResponses
 from http_proc.core.caller import current_caller
 from http_proc.core.observe import HISTOGRAMS, AnswerMetrics, RequestMetrics
+from http_proc.core.served_model import wall_seconds
 from http_proc.jobs.batches import BATCHES, BatchService
 from http_proc.web import exchange, stream_rows
 from http_proc.web.resumable import STREAM_ROWS, STREAMS, StreamTable
@@ -47,6 +48,10 @@ GAUGES = {
     "num_grammar_queue_reqs": (
         "waiting_for_grammar",
         "Number of waiting requests whose grammar the worker compiles",
+    ),
+    "num_adapter_queue_reqs": (
+        "waiting_for_adapter",
+        "Number of waiting requests whose adapter is being loaded, or waits for a place",
     ),
     "num_used_tokens": ("", "Number of tokens that fit into the KV pages that requests hold"),
     "new_token_ratio": (
@@ -357,6 +362,24 @@ class Collector(Families):
         text = "Number of texts that were answered with numbers: a vector, scores or probabilities"
         yield self.counter("http_vectors", text, self._answers.num_vectors)
 
+    def _adapters(self, adapters: dict[str, Any]) -> Iterator[Metric]:
+        """Yield the metrics of the adapters, the first one as vLLM has it."""
+        labels = {
+            "max_lora": str(adapters["max"]),
+            "running_lora_adapters": ",".join(adapters["running"]),
+            "waiting_lora_adapters": ",".join(adapters["waiting"]),
+        }
+        text = "Unix time of this sample, with the adapters that have running and waiting requests"
+        family = GaugeMetricFamily(
+            PREFIX + "lora_requests_info", text, labels=["model_name", *labels]
+        )
+        family.add_metric([self._model, *labels.values()], wall_seconds())
+        yield family
+        text = "Number of times that the worker has loaded an adapter"
+        yield self.counter("adapter_loads", text, adapters["loads"])
+        text = "Seconds that loads of adapters took, beside the steps"
+        yield self.counter("adapter_load_seconds", text, adapters["load_seconds"])
+
     def _replicas(self) -> Iterator[Metric]:
         """Yield the ring's metrics of several replicas, each with the label `replica`."""
         families: dict[str, Metric] = {}
@@ -402,6 +425,7 @@ class Collector(Families):
             yield self.gauge(name, text, derived[name] if not key else info[key])
         for name, (key, text) in COUNTERS.items():
             yield self.counter(name, text, info[key])
+        yield from self._adapters(info["adapters"])
         yield self.counter(
             "nan_logits",
             "Number of choices that ended because the model's logits were not finite",

@@ -93,12 +93,6 @@ NOT_SERVED = (
         " /v1/chat/completions, /v1/completions and /v1/responses",
     ),
     NotServed(
-        ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter",
-         "/unload_lora_adapter", "/lora-adapters"),
-        "LoRA adapters are not served: merge the adapter into its model, and start the server with"
-        " --model DIRECTORY",
-    ),
-    NotServed(
         ("/api/blobs/",),
         "models are not managed by HTTP: the server serves the one of --model, which its start"
         " fetches; `quadriga models` lists those of the machine",

@@ -234,6 +234,7 @@ class RequestOptions(TypedDict, total=False):
             instead of raising PromptTooLong.
         traceparent: the caller's span, as in W3C Trace Context: the server's spans are below it.
         cache_salt: cached prefixes are shared only with requests of the same salt.
+        adapter: name of the LoRA adapter that answers.
         receipt: completions have a receipt, for which the server is asked two more questions; not
             with submit.
     """
@@ -246,6 +247,7 @@ class RequestOptions(TypedDict, total=False):
     clamp_max_new_tokens: bool
     traceparent: str
     cache_salt: str
+    adapter: str
     receipt: bool
 
 

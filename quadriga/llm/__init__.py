@@ -5,5 +5,6 @@ with LLM("smollm2-135m") as llm:
 """
 
 from quadriga.llm.llm import LLM, ServerFlags
+from quadriga.llm.lora import LoRARequest
 
-__all__ = ["LLM", "ServerFlags"]
+__all__ = ["LLM", "LoRARequest", "ServerFlags"]

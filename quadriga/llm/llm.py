@@ -30,6 +30,7 @@ from quadriga.client.types import (
     check_options,
 )
 from quadriga.errors import QuadrigaError, RequestAborted, ServerFailed
+from quadriga.llm.lora import LoRARequest, load_adapter
 from quadriga.programs import command_of
 from quadriga.sampling.params import SamplingParams
 from quadriga.server.config.engine_args import BUILTIN_MODEL
@@ -54,6 +55,10 @@ class ServerFlags(TypedDict, total=False):
     model_impl: Literal["auto", "native", "transformers"]
     trust_remote_code: bool
     context_length: int | None
+    enable_lora: bool
+    lora_modules: str
+    lora_dir: str
+    max_lora_rank: int
     # Frontend, text to token ids (tokenizer_proc)
     tokenize_workers: int
     default_max_tokens: int
@@ -83,6 +88,7 @@ class ServerFlags(TypedDict, total=False):
     disable_radix_cache: bool
     speculative_method: Literal["none", "ngram", "auto", "self"]
     num_speculative_tokens: int
+    max_loras: int
     journal: str
     no_journal: bool
     resume: bool
@@ -299,6 +305,7 @@ class LLM(NumberCalls):
         except BaseException:
             self._server.close()
             raise
+        self._loaded: set[LoRARequest] = set()
         watch = threading.Thread(target=_watch, args=(self.client, self._server), daemon=True)
         watch.start()
         # Called at the end of the program, too, unless the LLM was closed before.
@@ -321,11 +328,23 @@ class LLM(NumberCalls):
     def _run(self, work: ClientCall[T]) -> T:
         return self.client._run(work)
 
+    def _with_adapter(
+        self, options: RequestOptions, lora_request: LoRARequest | None
+    ) -> RequestOptions:
+        """Return options with the adapter of a LoRARequest, which is loaded first."""
+        if lora_request is None:
+            return options
+        if lora_request not in self._loaded:
+            load_adapter(self.client.info(), lora_request)
+            self._loaded.add(lora_request)
+        return {**options, "adapter": lora_request.lora_name}
+
     @overload  # a str is a sequence of str, too, but the first overload wins
     def generate(  # type: ignore[overload-overlap]
         self,
         prompts: Prompt,
         params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
         **options: "Unpack[RequestOptions]",
     ) -> Completion: ...
     @overload
@@ -333,10 +352,15 @@ class LLM(NumberCalls):
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: LoRARequest | None = None,
         **options: "Unpack[RequestOptions]",
     ) -> list[Completion]: ...
     def generate(
-        self, prompts: Any, params: Any = None, **options: "Unpack[RequestOptions]"
+        self,
+        prompts: Any,
+        params: Any = None,
+        lora_request: LoRARequest | None = None,
+        **options: "Unpack[RequestOptions]",
     ) -> Completion | list[Completion]:
         """Return the completion of a prompt, or those of a list of prompts in the same order.
 
@@ -349,6 +373,7 @@ class LLM(NumberCalls):
         Args:
             prompts: a text, token ids or a chat, or a list of them. `[]` gives `[]`.
             params: sampling and stopping; a list gives each prompt its own.
+            lora_request: the adapter that answers; it is loaded from its path at the first call.
             **options: timeout, priority, … (see RequestOptions), for each prompt of a list.
 
         Raises:
@@ -358,6 +383,7 @@ class LLM(NumberCalls):
             RequestAborted: the LLM was closed.
             QuadrigaError: the server failed; `quadriga.errors` lists the subclasses.
         """
+        options = self._with_adapter(options, lora_request)
         result: Completion | list[Completion] = self.client.generate(prompts, params, **options)
         return result
 
@@ -366,6 +392,7 @@ class LLM(NumberCalls):
         self,
         messages: Chat,
         params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
         **options: "Unpack[RequestOptions]",
     ) -> Completion: ...
     @overload
@@ -373,10 +400,15 @@ class LLM(NumberCalls):
         self,
         messages: Sequence[Chat],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: LoRARequest | None = None,
         **options: "Unpack[RequestOptions]",
     ) -> list[Completion]: ...
     def chat(
-        self, messages: Any, params: Any = None, **options: "Unpack[RequestOptions]"
+        self,
+        messages: Any,
+        params: Any = None,
+        lora_request: LoRARequest | None = None,
+        **options: "Unpack[RequestOptions]",
     ) -> Completion | list[Completion]:
         """Return the answer to a chat, or those to a list of chats in the same order.
 
@@ -385,6 +417,7 @@ class LLM(NumberCalls):
         Args:
             messages: the turns, each a map of role and content; or a list of such chats.
             params: sampling and stopping; a list gives each chat its own.
+            lora_request: as in `generate`.
             **options: timeout, priority, … (see RequestOptions); `chat=ChatOptions(tools=…)` for
                 tools and variables of the chat template.
 
@@ -394,6 +427,7 @@ class LLM(NumberCalls):
         """
         check_options("chat", options, RequestOptions.__annotations__)
         check_is_chat(messages)
+        options = self._with_adapter(options, lora_request)
         answers: Completion | list[Completion] = self.client.generate(messages, params, **options)
         return answers
 
@@ -401,6 +435,7 @@ class LLM(NumberCalls):
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
         **options: "Unpack[RequestOptions]",
     ) -> Iterator[StreamChunk]:
         """Yield the chunks of a completion as they come. Leaving the loop early aborts the request.
@@ -411,6 +446,7 @@ class LLM(NumberCalls):
         Args:
             prompt: a text, token ids or a chat.
             params: sampling and stopping.
+            lora_request: as in `generate`.
             **options: timeout, priority, … (see RequestOptions).
 
         Returns:
@@ -419,6 +455,7 @@ class LLM(NumberCalls):
         Raises:
             QuadrigaError: as `generate`; the iterator raises it.
         """
+        options = self._with_adapter(options, lora_request)
         return self.client.stream(prompt, params, **options)
 
 

@@ -124,6 +124,7 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
         traceparent: the caller's span, as in W3C Trace Context; a malformed one is ignored.
         cache_salt: cached prefixes are shared only with requests of the same salt, at most
             MAX_CACHE_SALT_CHARS characters; "": with those without one.
+        adapter: name of the adapter of the model that answers; "": the model itself.
     """
 
     version: int
@@ -144,6 +145,7 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
     keep_s: float | None = None
     traceparent: str = ""
     cache_salt: str = ""
+    adapter: str = ""
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):

@@ -35,6 +35,7 @@ class SkipReason(str, enum.Enum):
     Attributes:
         WORKER: the worker is not ready.
         GRAMMAR: the worker compiles its grammar.
+        ADAPTER: its adapter is being loaded, or others have all places.
         SLOTS: no slot is free.
         PAGES: no KV page is free.
         BUDGET: the step computes as many prompt tokens as it may.
@@ -50,6 +51,7 @@ class SkipReason(str, enum.Enum):
 
     WORKER = "worker"
     GRAMMAR = "grammar"
+    ADAPTER = "adapter"
     SLOTS = "slots"
     PAGES = "pages"
     BUDGET = "budget"

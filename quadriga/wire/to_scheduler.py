@@ -3,6 +3,7 @@
 import msgspec
 
 from quadriga.sampling.params import SamplingParams
+from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.client import InfoValues
 from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.trace import TraceContext
@@ -45,6 +46,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
         placement: number of the placement of these choices.
         since: number of the first placement of their present stay at the replica.
         sender: number of the frontend, as in FrontendRestarted.
+        adapter: the adapter that answers; None: the model itself. `cache_salt` has its id, too.
     """
 
     client: bytes
@@ -70,6 +72,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
     placement: int = 0
     since: int = 0
     sender: int = 0
+    adapter: AdapterRef | None = None
 
     def begun(self) -> "Submit":
         """Return the request as it began, with the number of its placement."""
@@ -150,6 +153,16 @@ class FrontendRestarted(msgspec.Struct, tag="frontend_restarted", array_like=Tru
 
     sender: int = 0
     wants_names: bool = False
+
+
+class DropAdapters(msgspec.Struct, tag="drop_adapters", array_like=True, frozen=True):
+    """Have the worker free the memory of adapters that have no name any more.
+
+    Attributes:
+        ids: as in AdapterRef. One that a request needs is kept until the request's end.
+    """
+
+    ids: list[str]
 
 
 class LinkRestored(msgspec.Struct, tag="link_restored", array_like=True, frozen=True):
@@ -254,4 +267,5 @@ SchedulerMessage = (
     | Recall
     | LinkRestored
     | Withdraw
+    | DropAdapters
 )

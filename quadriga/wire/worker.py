@@ -7,6 +7,7 @@ of the steps, in both directions.
 import msgspec
 
 from quadriga.sampling.pooling import Pooling
+from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.logprobs import PromptPiece, SampledLogprobs
 
@@ -138,6 +139,10 @@ class SlotSamplingParams(msgspec.Struct, array_like=True, frozen=True):
     jumps: bool = False
 
 
+# The place of a slot whose rows only the model itself computes.
+NO_ADAPTER = -1
+
+
 class NewSlot(msgspec.Struct, array_like=True, frozen=True):
     """A request enters a slot.
 
@@ -149,6 +154,7 @@ class NewSlot(msgspec.Struct, array_like=True, frozen=True):
             entries are 0, or pages that another slot has by now.
         rules: further sampling parameters; None: the other fields suffice.
         pooling: the slot's last prompt row gives a vector, and samples nothing.
+        adapter: place of the adapter that was loaded for the slot's rows; NO_ADAPTER: none.
     """
 
     slot: int
@@ -161,6 +167,7 @@ class NewSlot(msgspec.Struct, array_like=True, frozen=True):
     seed: int
     rules: SlotSamplingParams | None = None
     pooling: Pooling | None = None
+    adapter: int = NO_ADAPTER
 
 
 class StepPlan(msgspec.Struct, tag="plan", array_like=True, frozen=True):
@@ -209,8 +216,28 @@ class ForgetGrammar(msgspec.Struct, tag="forget", array_like=True, frozen=True):
     key: bytes
 
 
+class LoadAdapter(msgspec.Struct, tag="load_adapter", array_like=True, frozen=True):
+    """Load an adapter in parallel to the steps, and answer with AdapterReady.
+
+    Attributes:
+        place: from 0 to --max-loras - 1, with no adapter in it.
+        session: as in StepPlan.
+    """
+
+    adapter: AdapterRef
+    place: int
+    session: int = 0
+
+
+class ForgetAdapter(msgspec.Struct, tag="forget_adapter", array_like=True, frozen=True):
+    """Free the place of an adapter that no slot uses, also one that is being loaded."""
+
+    place: int
+    session: int = 0
+
+
 class ResetWorker(msgspec.Struct, tag="reset", array_like=True, frozen=True):
-    """Forget every slot and every grammar, and answer with a WorkerReady of a new session."""
+    """Forget every slot, grammar and adapter, and answer with a WorkerReady of a new session."""
 
 
 class StopWorker(msgspec.Struct, tag="stop", array_like=True, frozen=True):
@@ -218,7 +245,15 @@ class StopWorker(msgspec.Struct, tag="stop", array_like=True, frozen=True):
 
 
 WorkerMessage = (
-    StepPlan | CompileGrammar | ForgetGrammar | StorePages | LoadPages | ResetWorker | StopWorker
+    StepPlan
+    | CompileGrammar
+    | ForgetGrammar
+    | LoadAdapter
+    | ForgetAdapter
+    | StorePages
+    | LoadPages
+    | ResetWorker
+    | StopWorker
 )
 
 
@@ -275,6 +310,21 @@ class GrammarReady(msgspec.Struct, tag="grammar", array_like=True, frozen=True):
     key: bytes
     error: str = ""
     session: int = 0
+
+
+class AdapterReady(msgspec.Struct, tag="adapter", array_like=True, frozen=True):
+    """Slots can have the adapter in a place; with an error, none is there.
+
+    Attributes:
+        id: as in AdapterRef.
+        seconds: that the load took.
+    """
+
+    id: str
+    place: int
+    error: str = ""
+    session: int = 0
+    seconds: float = 0.0
 
 
 class FailedRow(msgspec.Struct, array_like=True, frozen=True):
@@ -365,7 +415,7 @@ class StepResult(msgspec.Struct, tag="result", array_like=True, frozen=True):
     vectors: list[VectorRow] = []
 
 
-ResultMessage = WorkerReady | GrammarReady | StepResult | StoredPages | PagesLoaded
+ResultMessage = WorkerReady | GrammarReady | AdapterReady | StepResult | StoredPages | PagesLoaded
 
 
 # Rank 0 of a worker -> ranks on other machines: these, and every message that rank 0 receives.

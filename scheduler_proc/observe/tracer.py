@@ -78,6 +78,11 @@ class Tracer:
         if request.trace is not None:
             request.trace.event(event, self._clock(), reason=WaitReason.GRAMMAR.value)
 
+    def on_adapter(self, request: Request, event: str) -> None:
+        """Note that a request waits for its adapter, or has it."""
+        if request.trace is not None:
+            request.trace.event(event, self._clock(), reason=WaitReason.ADAPTER.value)
+
     def on_finish(self, request: Request, now: float) -> None:
         """End the spans of a request that has ended."""
         self.live.pop(request.seq, None)

@@ -15,12 +15,13 @@ import msgspec
 from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import LIMITS, MAX_SEED, NEUTRAL, SamplingParams, given
 from quadriga.sampling.pooling import LOGPROBS, POOLINGS, Pooling
+from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.client import ErrorInfo
 from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.logprobs import LogprobBlock
 from quadriga.wire.packing import pack_floats, pack_ids, unpack_ids
 from quadriga.wire.to_scheduler import Submit
-from quadriga.wire.worker import NewSlot, SlotSamplingParams, WantedLogprobs
+from quadriga.wire.worker import NO_ADAPTER, NewSlot, SlotSamplingParams, WantedLogprobs
 from scheduler_proc.state.prefix_tree import Node
 from scheduler_proc.state.span_recorder import SpanRecorder
 
@@ -208,6 +209,7 @@ class WaitReason(str, enum.Enum):
     """What kept requests in the waiting queue."""
 
     GRAMMAR = "grammar"
+    ADAPTER = "adapter"
     SLOTS = "slots"
     PAGES = "pages"
     BUDGET = "budget"
@@ -283,6 +285,8 @@ class Request:
         guess_record: how good its guessed tokens were; None before the first ones.
         trace: recorder of its spans; None: it is not traced.
         vector: float32 bytes of the answer, once it is there.
+        adapter: the adapter that answers; None: the model itself.
+        adapter_place: the worker's place of it, while the request may run.
     """
 
     seq: int
@@ -336,6 +340,8 @@ class Request:
     guess_record: GuessRecord | None = None
     trace: SpanRecorder | None = None
     vector: bytes | None = None
+    adapter: AdapterRef | None = None
+    adapter_place: int = NO_ADAPTER
 
     @classmethod
     def from_submit(
@@ -378,6 +384,7 @@ class Request:
             cache_salt=message.cache_salt.encode(),
             placement=message.placement,
             trace=_recorder_of(message),
+            adapter=message.adapter,
         )
 
     # --- life -------------------------------------------------------------------------------------
@@ -540,6 +547,7 @@ class Request:
             seed=sampling.seed,
             rules=slot_params,
             pooling=self.pooling,
+            adapter=self.adapter_place,
         )
 
 

@@ -5,6 +5,7 @@ python -m tests.faults.kill_matrix --random 600     # a random process every thr
 python -m tests.faults.kill_matrix --moments http   # under resumable streams by HTTP
 python -m tests.faults.kill_matrix --dp 2           # the processes of one of two replicas
 python -m tests.faults.kill_matrix --requests encoder ranker …  # answers that are numbers
+python -m tests.faults.kill_matrix --requests adapters  # streams of more adapters than places
 
 The streams are greedy, in float32, of a tiny model with random weights. Each is compared with the
 undisturbed run: lost (ended with an error), duplicated (longer than expected), different. Those by
@@ -65,7 +66,7 @@ KILL_INTERVAL_S = 3.0
 # Ids of tokens, or numbers of events; and the text, or the bytes of the events.
 Answer = tuple[list[int], str | bytes]
 
-TOKENS = "tokens"
+TOKENS, ADAPTERS = "tokens", "adapters"
 
 
 @dataclass
@@ -131,8 +132,11 @@ class Load:
         arrivals: Arrival times of chunks.
     """
 
-    def __init__(self, endpoint: str, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, endpoint: str, timeout_s: float = TIMEOUT_S, adapters: Sequence[str] = ("",)
+    ) -> None:
         self._endpoint = endpoint
+        self._adapters = adapters
         self._timeout_s = timeout_s
         self.started = asyncio.Event()
         self.arrivals: list[float] = []
@@ -156,9 +160,9 @@ class Load:
         ids: list[int] = []
         text = ""
         try:
-            stream = client.stream(
-                [3 + number] * (1 + number % 40), GREEDY, timeout=self._timeout_s
-            )
+            prompt = [3 + number] * (1 + number % 40)
+            adapter = self._adapters[number % len(self._adapters)]
+            stream = client.stream(prompt, GREEDY, timeout=self._timeout_s, adapter=adapter)
             async for chunk in stream:
                 self.arrivals.append(time.monotonic())
                 self._streaming += not ids and bool(chunk.token_ids)
@@ -180,22 +184,49 @@ class Load:
 class TokenWork:
     """Streams of tokens, of a tiny Llama."""
 
-    @staticmethod
-    def flags(directory: Path) -> list[str]:
+    def flags(self, directory: Path) -> list[str]:
         """Write the model, and return the flags of its server."""
         return ["--model", str(tiny_llama(directory)), "--max-total-tokens", "16384"]
 
-    @staticmethod
     def load(
-        endpoint: str, _url: str, _killed: str, timeout_s: float, _is_stopping: bool = False
+        self, endpoint: str, _url: str, _killed: str, timeout_s: float, _is_stopping: bool = False
     ) -> AnyLoad:
         """Return streams by the public socket."""
         return Load(endpoint, timeout_s)
 
-    @staticmethod
-    def resumed_load(_endpoint: str, url: str) -> AnyLoad:
+    def resumed_load(self, _endpoint: str, url: str) -> AnyLoad:
         """Return streams that go on at a server that resumes."""
         return ResumedStreams(url, TIMEOUT_S)
+
+
+class AdapterWork(TokenWork):
+    """Streams of tokens of a tiny Llama, and of more adapters than the server has places for."""
+
+    NAMES = ("", "a1", "a2", "a3", "a4", "a5")
+    PLACES = 3
+
+    def flags(self, directory: Path) -> list[str]:
+        """Write the model and the adapters, and return the flags of its server."""
+        from tests.tiny_adapters import make_adapter
+
+        flags = super().flags(directory)
+        adapters = [
+            f"{name}={make_adapter(directory, directory / name, seed, 2 + 3 * seed)}"
+            for seed, name in enumerate(self.NAMES)
+            if name
+        ]
+        flags += ["--served-model-name", NAME, "--lora-modules", ",".join(adapters)]
+        return [*flags, "--max-loras", str(self.PLACES)]
+
+    def load(
+        self, endpoint: str, _url: str, _killed: str, timeout_s: float, _is_stopping: bool = False
+    ) -> AnyLoad:
+        """Return streams by the public socket."""
+        return Load(endpoint, timeout_s, self.NAMES)
+
+    def resumed_load(self, _endpoint: str, url: str) -> AnyLoad:
+        """Return streams that go on at a server that resumes."""
+        return ResumedStreams(url, TIMEOUT_S, models=[name or NAME for name in self.NAMES])
 
 
 class NumberWork:
@@ -232,6 +263,9 @@ class NumberWork:
     def resumed_load(self, endpoint: str, url: str) -> AnyLoad:
         """Return requests that are repeated at a server that resumes."""
         return self.load(endpoint, url, ANY, TIMEOUT_S)
+
+
+WORKS: dict[str, Callable[[], TokenWork]] = {TOKENS: TokenWork, ADAPTERS: AdapterWork}
 
 
 class Matrix:
@@ -416,14 +450,14 @@ def main(arguments: list[str] | None = None) -> int:
         "--random", type=float, metavar="SECONDS", help="kill random processes instead"
     )
     parser.add_argument(
-        "--requests", nargs="*", choices=(TOKENS, *MODELS), default=[TOKENS],
+        "--requests", nargs="*", choices=(TOKENS, ADAPTERS, *MODELS), default=[TOKENS],
         help="streams of tokens, or requests of a kind of models whose answers are numbers",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     print(f"{'killed':42}  streams  lost duplicated different  median s  max s", flush=True)
     clean = True
     for kind in options.requests:
-        work = TokenWork() if kind == TOKENS else NumberWork(MODELS[kind])
+        work = WORKS[kind]() if kind in WORKS else NumberWork(MODELS[kind])
         with tempfile.TemporaryDirectory(prefix="kill-matrix-") as directory:
             matrix = Matrix(Path(directory), work, options.watchdog, options.dp)
             clean &= _run(matrix, options, "" if kind == TOKENS else f"{kind}: ")

@@ -8,7 +8,7 @@ import itertools
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -61,7 +61,7 @@ class ResumedStreams:
     Args:
         url: of the gateway, or of a proxy before it.
         timeout_s: a stream that takes longer counts as lost.
-        model: name of the model; "": the only one.
+        models: names of models, which the streams have in turns; none: the only one.
 
     Attributes:
         started: set when each stream has an event.
@@ -70,10 +70,10 @@ class ResumedStreams:
     """
 
     def __init__(
-        self, url: str, timeout_s: float, num_streams: int = STREAMS, model: str = ""
+        self, url: str, timeout_s: float, num_streams: int = STREAMS, models: Sequence[str] = ()
     ) -> None:
         self._url = url
-        self._model = {"model": model} if model else {}
+        self._models = models
         self._timeout_s = timeout_s
         self._num_streams = num_streams
         self._run = uuid.uuid4().hex[:8]
@@ -117,7 +117,8 @@ class ResumedStreams:
     async def _read(self, session: aiohttp.ClientSession, number: int, events: list[bytes]) -> None:
         """Read the rest of a stream, as far as the connection goes."""
         path, body = request_of(number)
-        body |= self._model
+        if self._models:
+            body |= {"model": self._models[number % len(self._models)]}
         name = f"{self._run}-{number}"
         headers = {"X-Request-Id": name, "Last-Event-ID": str(len(events))}
         in_background = "background" in body

@@ -110,7 +110,7 @@ class TwoLoads:
         clients = [
             AsyncClient(self._endpoint, TIMEOUT_S, TIMEOUT_S, model=name) for _ in range(CLIENTS)
         ]
-        by_http = ResumedStreams(self._url, TIMEOUT_S, HTTP_STREAMS, name)
+        by_http = ResumedStreams(self._url, TIMEOUT_S, HTTP_STREAMS, [name])
         try:
             streams = (
                 self._stream(clients[number % CLIENTS], number)

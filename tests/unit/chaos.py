@@ -1,6 +1,7 @@
 """A scheduler under random load, with a check of every answer: for property tests and long runs.
 
-python -m tests.unit.chaos --steps 1000000 [--seed 0] [--window 0] [--speculative-method none]
+python -m tests.unit.chaos --steps 1000000 [--seed 0] [--window 0] [--adapters]
+    [--speculative-method none]
 """
 
 import argparse
@@ -12,12 +13,14 @@ from typing import Any
 
 from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import BATCH_MODES, POLICIES, SchedulerArgs
-from quadriga.wire.to_scheduler import StopFound
+from quadriga.wire.adapter import AdapterRef
+from quadriga.wire.to_scheduler import DropAdapters, StopFound
 from scheduler_proc.planning.quarantine import MAX_WORKER_CRASHES
 from tests.faults.inject import retract_one
 from tests.unit.simulation import JUMPING, Observe, World, abort, reference, submit
 
 PREFIXES = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [5, 6, 7, 8, 20, 21, 22, 23], [30] * 9, []]
+ADAPTERS = ["first", "second", "third", "fourth", "fifth"]
 PREFIXES += [[JUMPING, 5, 6, 7, 8, 20], [JUMPING]]
 
 
@@ -28,6 +31,7 @@ class SentRequest:
     prompt: list[int]
     max_new_tokens: int
     ignore_eos: bool
+    adapter: str = ""
     stopped: bool = False
     timed: bool = False
 
@@ -64,12 +68,15 @@ class Chaos:
         client: bytes = b"c",
         priority: int = 0,
         timeout_s: float | None = None,
+        adapter: str = "",
     ) -> None:
         name = f"r{len(self.sent)}"
         self.sent[name] = SentRequest(
-            prompt, max_new_tokens, ignore_eos, timed=timeout_s is not None
+            prompt, max_new_tokens, ignore_eos, adapter, timed=timeout_s is not None
         )
         fields: dict[str, Any] = {"priority": priority}
+        if adapter:
+            fields |= {"adapter": AdapterRef(adapter, adapter), "cache_salt": f"{adapter}\0"}
         if timeout_s is not None:
             fields["deadline"] = self.world.worker.now + timeout_s
             fields["queue_deadline"] = self.world.worker.now + timeout_s / 2
@@ -98,9 +105,10 @@ class Chaos:
         info = self.world.scheduler.info()
         assert info["pages_free"] + info["pages_cached"] == self.num_pages
         assert info["running"] == info["waiting"] == 0
+        assert not info["adapters"]["running"] and not info["adapters"]["waiting"]
 
     def _check(self, sent: SentRequest, closed: Any, tokens: list[int]) -> None:
-        expected = reference(sent.prompt, sent.max_new_tokens, sent.ignore_eos)
+        expected = reference(sent.prompt, sent.max_new_tokens, sent.ignore_eos, sent.adapter)
         assert tokens == expected[: len(tokens)], "a wrong token"
         if closed.finish_reason == "error":
             needed = len(sent.prompt) + sent.max_new_tokens - 1
@@ -153,6 +161,7 @@ def random_life(
     world_class: type[World] = World,
     speculative_method: str = "none",
     suspends: bool = False,
+    has_adapters: bool = False,
 ) -> Chaos:
     """Run a random load on a random server, for at least so many steps and then until it is idle.
 
@@ -164,12 +173,18 @@ def random_life(
         world_class: of scheduler and worker.
         speculative_method: of the server, whose other flags are random.
         suspends: the worker is suspended as often as it crashes.
+        has_adapters: requests have adapters, for more of which than the worker holds.
     """
     args = replace(random_args(source), speculative_method=speculative_method)
+    if has_adapters:
+        args = replace(args, max_loras=source.randint(1, 3))
     num_pages, page_size = source.randint(2, 16), source.choice([1, 2, 3, 4, 8])
     can_guess = speculative_method != "none"
     chaos = Chaos(args, num_pages, page_size, observe, window, world_class, can_guess)
     rate = source.choice([0.1, 0.5, 1.5])
+    adapters = [""]
+    if has_adapters:
+        adapters = source.choice([["", "", "first"], ["", *ADAPTERS], ADAPTERS])
     crash_rate = source.choice([0.0, 0.0, 0.01, 0.1])
     retraction_rate = source.choice([0.0, 0.0, 0.0, 0.2, 1.0])
     for _ in range(steps):
@@ -183,7 +198,10 @@ def random_life(
                 source.choice([b"c", b"d"]),
                 source.randint(-3, 3),
                 source.choice([None] * 9 + [0.1]),
+                source.choice(adapters) if has_adapters else "",
             )
+        if has_adapters and source.random() < 0.02:
+            chaos.world.send(DropAdapters([source.choice(ADAPTERS)]))
         if source.random() < 0.05:
             chaos.abort(source.randint(0, len(chaos.sent)))
         if source.random() < 0.03:
@@ -212,6 +230,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--window", type=int, default=0, help="of every layer; 0: none")
     parser.add_argument("--speculative-method", default="none")
+    parser.add_argument("--adapters", action="store_true")
     arguments = parser.parse_args()
     began, steps, seed = time.monotonic(), 0, arguments.seed
     counts: Counter[str] = Counter()
@@ -223,6 +242,7 @@ def main() -> None:
                 100,
                 window=arguments.window,
                 speculative_method=arguments.speculative_method,
+                has_adapters=arguments.adapters,
             )
         except BaseException:
             print(f"seed {seed}: {random_args(random.Random(seed))}")

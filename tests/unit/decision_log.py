@@ -81,6 +81,10 @@ def facts_of(message: Any) -> Iterator[Fact]:
             yield "compile", message.grammar.key.hex(), message.grammar.text
         case worker.ForgetGrammar():
             yield "forget grammar", message.key.hex()
+        case worker.LoadAdapter():
+            yield "load adapter", msgspec.to_builtins(message.adapter), message.place
+        case worker.ForgetAdapter():
+            yield "forget adapter", message.place
         case worker.StorePages():
             yield "store pages", _ids(message.pages), message.hashes.hex()
         case worker.LoadPages():
@@ -131,6 +135,8 @@ def _plan(plan: worker.StepPlan) -> Iterator[Fact]:
         tokens, pages = _ids(new.token_ids), _ids(new.pages)
         sampling = [new.temperature, new.top_k, new.top_p, new.seed]
         yield "fill", new.slot, tokens, new.computed, pages, sampling, _rules(new.rules), group
+        if new.adapter != worker.NO_ADAPTER:
+            yield "adapter of", new.slot, new.adapter
         if new.pooling is not None:
             yield "vector of", new.slot, msgspec.to_builtins(new.pooling)
     grown = _ids(plan.grown)

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 
@@ -18,8 +19,12 @@ from quadriga.wire.to_scheduler import (
     Submit,
 )
 from quadriga.wire.worker import (
+    NO_ADAPTER,
+    AdapterReady,
     ForcedRow,
+    ForgetAdapter,
     GuessedRow,
+    LoadAdapter,
     NewSlot,
     ResultMessage,
     StepPlan,
@@ -53,10 +58,17 @@ def forced_after(first: int, state: int) -> list[int]:
     return [3 + (state + i) % 97 for i in range(state % 6)] if first == JUMPING else []
 
 
-def reference(prompt: list[int], max_new_tokens: int, ignore_eos: bool) -> list[int]:
+def first_state(adapter: str) -> int:
+    """Return the state before the first token, which the adapter of this id changes; "": none."""
+    return int.from_bytes(adapter.encode(), "big") % 1_000_003
+
+
+def reference(
+    prompt: list[int], max_new_tokens: int, ignore_eos: bool, adapter: str = ""
+) -> list[int]:
     """Return what the simulated model generates for a request that runs alone."""
     history = list(prompt)
-    state = 0
+    state = first_state(adapter)
     for token in prompt:
         state = state_after(state, token)
     while len(history) < len(prompt) + max_new_tokens:
@@ -105,6 +117,10 @@ class SimulatedWorker:
         self.kv: dict[tuple[int, int], int] = {}
         self.jumped: set[int] = set()
         self.poolings: dict[int, Pooling] = {}
+        self.loads: deque[LoadAdapter] = deque()
+        self.adapters: dict[int, str] = {}  # by place
+        self.forgotten: dict[int, int] = {}  # places, and how many plans come before
+        self.adapter_of: dict[int, str] = {}  # by slot
         self.now = 1000.0
         self.free_at = 0.0
         self.stopped = False
@@ -119,8 +135,33 @@ class SimulatedWorker:
             assert message.session == self.session, "a plan for a worker that has crashed"
             self.plans.append((self.now, message))
             assert len(self.plans) <= 2, "more than two plans are outstanding"
+        elif isinstance(message, LoadAdapter):
+            assert message.session == self.session
+            places = {load.place for load in self.loads} | self.adapters.keys()
+            free = message.place not in places or message.place in self.forgotten
+            assert free, "a place is given to two adapters"
+            self.loads.append(message)
+        elif isinstance(message, ForgetAdapter):
+            self.loads = deque(load for load in self.loads if load.place != message.place)
+            self.forgotten[message.place] = len(self.plans)
+            self._forget_adapters(0)
         else:
             self.stopped = True
+
+    def finish_loads(self) -> list[AdapterReady]:
+        """Load the adapters that were asked for, as far as their places are free."""
+        loaded = [load for load in self.loads if load.place not in self.forgotten]
+        self.loads = deque(load for load in self.loads if load.place in self.forgotten)
+        self.adapters |= {load.place: load.adapter.id for load in loaded}
+        return [AdapterReady(load.adapter.id, load.place, "", load.session) for load in loaded]
+
+    def _forget_adapters(self, num_run: int) -> None:
+        """Free places behind the plans that were sent before. num_run: plans that have run."""
+        for place in list(self.forgotten):
+            self.forgotten[place] -= num_run
+            if self.forgotten[place] <= 0:
+                del self.forgotten[place]
+                self.adapters.pop(place, None)
 
     def stored_names(self) -> bytes | None:
         """Return the names of all pages in tiers beyond the pool; None without tiers."""
@@ -139,6 +180,7 @@ class SimulatedWorker:
         _sent, plan = self.plans.popleft()
         for slot in unpack_ids(plan.released):
             del self.known[slot], self.states[slot], self.computed[slot], self.pages[slot]
+            del self.adapter_of[slot]
             self.poolings.pop(slot, None)
         for new in plan.new:
             self._admit(new)
@@ -163,6 +205,7 @@ class SimulatedWorker:
             for row, slot in enumerate(slots)
             if tokens[row] >= 0 and (ids := self._jump(slot))
         ]
+        self._forget_adapters(1)
         self.rows_of_steps.append(slots)
         self.tokens_of_steps.append(counts)
         self.modes.append(plan.forward_mode)
@@ -185,6 +228,8 @@ class SimulatedWorker:
         self.session += 1
         for lost in (self.plans, self.known, self.states, self.computed, self.pages, self.kv):
             lost.clear()
+        for also in (self.loads, self.adapters, self.adapter_of, self.forgotten):
+            also.clear()
         self.poolings.clear()
         self.free_at = self.now
 
@@ -192,6 +237,9 @@ class SimulatedWorker:
         assert new.slot not in self.known, f"slot {new.slot} is given to two requests"
         self.jumped.discard(new.slot)
         self.known[new.slot] = []
+        place = new.adapter
+        assert place == NO_ADAPTER or place in self.adapters, f"no adapter is in place {place}"
+        self.adapter_of[new.slot] = "" if place == NO_ADAPTER else self.adapters[place]
         self.states[new.slot] = []
         for token in unpack_ids(new.token_ids):
             self._append(new.slot, token)
@@ -204,7 +252,8 @@ class SimulatedWorker:
     def _append(self, slot: int, token: int) -> None:
         states = self.states[slot]
         self.known[slot].append(token)
-        states.append(state_after(states[-1] if states else 0, token))
+        state = states[-1] if states else first_state(self.adapter_of[slot])
+        states.append(state_after(state, token))
 
     def _jump(self, slot: int) -> list[int]:
         forced = forced_after(self.known[slot][0], self.states[slot][-1])
@@ -422,6 +471,9 @@ class World:
 
         Return False where nothing was planned.
         """
+        if loaded := self.worker.finish_loads():
+            self.schedule([], loaded)
+            return True
         if self.worker.done_at is None:
             self.pass_batch_delay()
         done_at = self.worker.done_at
@@ -513,7 +565,7 @@ def submit(
     client: bytes = b"c",
     ignore_eos: bool = False,
     stop_token_ids: list[int] | None = None,
-    **fields: float,
+    **fields: Any,
 ) -> Submit:
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
@@ -521,7 +573,7 @@ def submit(
         ignore_eos=ignore_eos,
         stop_token_ids=stop_token_ids or [],
     )
-    return Submit(client, request_id, pack_ids(prompt), params, True, 1000.0, 1000.0, **fields)  # type: ignore[arg-type]
+    return Submit(client, request_id, pack_ids(prompt), params, True, 1000.0, 1000.0, **fields)
 
 
 def abort(request_id: str, client: bytes = b"c") -> AbortRequest:

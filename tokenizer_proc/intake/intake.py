@@ -19,6 +19,7 @@ from quadriga.wire.to_scheduler import CLIENT, CLIENT_LOST, Drain, FrontendResta
 from tokenizer_proc.deliver.clients import Clients
 from tokenizer_proc.deliver.traces import RingTraces
 from tokenizer_proc.intake import grammar_validator, overload, tenants
+from tokenizer_proc.intake.adapters import Adapters, salted
 from tokenizer_proc.intake.pool import PreparePool
 from tokenizer_proc.preparation import validation
 from tokenizer_proc.preparation.prepare import Prepared, Preparer, decode_outcome
@@ -73,6 +74,7 @@ class RequestIntake:
         replaces: a frontend before this one has died, and its clients come back.
         owners: finds the tenants of requests.
         traces: decides which requests are traced.
+        adapters: what requests can name.
 
     Attributes:
         has_drained: the scheduler knows that no further request will come.
@@ -87,8 +89,10 @@ class RequestIntake:
         replaces: bool,
         owners: tenants.RequestOwners,
         traces: RingTraces,
+        adapters: Adapters,
     ) -> None:
         self._traces = traces
+        self._adapters = adapters
         self._tenants = tenants.TenantAccounts(owners)
         self._preparation = preparation
         self._guard = guard
@@ -112,6 +116,7 @@ class RequestIntake:
             loop = asyncio.get_running_loop()
             loop.call_later(RETURN_TIMEOUT_S, self._stop_awaiting_clients)
             loop.call_later(PROOF_TIMEOUT_S, self.on_known, set())
+        self._sweep = asyncio.ensure_future(self._adapters.sweep())
 
     @property
     def num_open(self) -> int:
@@ -135,7 +140,8 @@ class RequestIntake:
         prepared = self._preparation.preparer.prepare(message)
         grammar = prepared.grammar
         form = None if grammar is None else self._preparation.grammars.known_form(grammar)
-        if grammar is None or form is not None:
+        has_form = grammar is None or form is not None
+        if has_form and self._adapters.is_loaded(message.adapter):
             self._submit(request, prepared, form)
         else:
             self._start(request, prepared)
@@ -191,6 +197,7 @@ class RequestIntake:
                 if prepared.grammar is not None:
                     is_new = self._is_new(request.client, request.request_id, request.resent)
                     form = await self._preparation.grammars.check(prepared.grammar, is_new)
+                await self._adapters.load(prepared.request.adapter)
             self._submit(request, prepared, form)
         except QuadrigaError as error:
             self._clients.refuse(request.client, request.request_id, error)
@@ -215,6 +222,7 @@ class RequestIntake:
         is_proven = request.resent and self._known is not None and name in self._known
         prompt_ids, received_at = prepared.request.prompt_token_ids or b"", request.received_at
         num_prompt = num_ids(prompt_ids)
+        adapter = self._adapters.find(prepared.request.adapter)
         message, owner = self._tenants.admit(
             request.client, prepared, request.resent, is_open, is_proven
         )
@@ -240,8 +248,9 @@ class RequestIntake:
             client_retry=request.resent,
             tenant=owner.name,
             weight=owner.weight,
-            cache_salt=owner.salted(message.cache_salt),
+            cache_salt=salted(adapter, owner.salted(message.cache_salt)),
             trace=self._traces.context(request.client, message),
+            adapter=adapter,
         )
         if self._replicas.submit(submit, request.aborted_by, message.keep_s):
             self._tenants.on_opened(owner)

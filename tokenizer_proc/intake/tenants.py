@@ -149,6 +149,12 @@ class RequestOwners:
             raise InvalidRequest(f"there is no tenant {name!r} any more: use another API key")
         return Owner(name, tenant)
 
+    def _may_use(self, tenant: Tenant, adapter: str) -> bool:
+        """Return whether a tenant's models are the model, or its adapter if one is named."""
+        if adapter:
+            return adapter in tenant.models
+        return any(map(self._model.is_called, tenant.models))
+
     def checked(self, message: Generate, owner: Owner) -> Generate:
         """Return a request with a priority that its tenant may use.
 
@@ -161,10 +167,11 @@ class RequestOwners:
         tenant = owner.tenant
         if tenant is None:
             return message
-        if tenant.models and not any(map(self._model.is_called, tenant.models)):
+        if tenant.models and not self._may_use(tenant, message.adapter):
+            name, models = message.adapter or self._model.shown_name, ", ".join(tenant.models)
             raise InvalidRequest(
-                f"model is {self._model.shown_name!r}, and tenant {tenant.name} may use"
-                f" {', '.join(tenant.models)}: ask the server's operator",
+                f"model is {name!r}, and tenant {tenant.name} may use {models}: ask the server's"
+                " operator",
                 "model",
             )
         if message.priority == MIN_PRIORITY:

@@ -185,6 +185,12 @@ class OpenRequests:
             placed.is_lost = True
         self._lost.remember(client, {placed.name[1] for placed in requests})
 
+    @property
+    def adapter_ids(self) -> set[str]:
+        """Ids of the adapters that requests have which have not ended at their replicas."""
+        submits = (placed.submit for placed in self._open)
+        return {submit.adapter.id for submit in submits if submit is not None and submit.adapter}
+
     def of_replica(self, number: int) -> list[PlacedRequest]:
         """Return the requests with choices at a replica that can go on at another one."""
         return [p for p in self._open if p.submit is not None and p.is_at(number)]

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quadriga.wire.worker import NO_ADAPTER
 from worker_proc.adapters.change import Adapter, LinearChange
 from worker_proc.models.attention import AttentionShape, BatchLayout, Ints
 from worker_proc.models.base import Model
@@ -36,7 +37,7 @@ from worker_proc.models.transfer import send
 from worker_proc.step.engine import Engine
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.pooling import Classifier, OutputNorm
-from worker_proc.step.slot_table import ALL_FINITE, NO_ADAPTER
+from worker_proc.step.slot_table import ALL_FINITE
 
 if TYPE_CHECKING:
     from worker_proc.distributed.tp_group import TPGroup

@@ -39,6 +39,7 @@ from quadriga.server.models.model_impl import (
 from quadriga.server.models.resolve import ModelFiles
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.worker import EXTEND, NewSlot, StepPlan
+from worker_proc.adapters.places import Places
 from worker_proc.distributed.rendezvous import Rendezvous
 from worker_proc.engines.factory import (
     QUANTIZATION_BITS,
@@ -62,7 +63,7 @@ from worker_proc.loading.dense_modules import load_dense_modules
 from worker_proc.loading.loader import load_model
 from worker_proc.loading.sharding import WHOLE, TPRank
 from worker_proc.models.base import Model
-from worker_proc.models.decoder import build_model
+from worker_proc.models.decoder import Decoder, build_model
 from worker_proc.models.layers import Embedding, Linear
 from worker_proc.speculation.self_draft import draft_bytes, wants_draft
 from worker_proc.startup.devices import (
@@ -426,12 +427,12 @@ def make_runner(
     free_before = free_memory(device)
     on_phase("load weights")
     ranks = None if meeting is None else _join(part, meeting, device)
-    stores: dict[str, PackStore] = {}
-    if keeps_packed and native_kernels and run_dir is not None and files.weights is not None:
-        stores = pack_stores(run_dir, files.weights, args, dtype, has_draft)
-    is_packed = bool(stores) and all(store.is_full for store in stores.values())
+    has_stores = keeps_packed and native_kernels
+    stores = _pack_stores(run_dir, has_stores, files, args, dtype, has_draft)
+    is_packed = _are_full(stores)
     model = _load(config, files, impl, dtype, device, part, ranks, has_draft, is_packed, on_phase)
     dense = load_dense_modules(files, device)
+    places = Places.of(model, part) if isinstance(model, Decoder) else None
     num_slots, context_length = config.scheduler.max_running_requests, files.context_length
 
     def with_pages(num_pages: int) -> Runner:
@@ -461,6 +462,8 @@ def make_runner(
     if ranks is not None:
         num_pages = ranks.all_reduce_min(num_pages)
     runner = with_pages(num_pages)
+    if runner.engine.supports_adapters:
+        runner.places = places
     if record is not None and first is None:
         FirstStart(free_before - free_memory(device), num_pages).write(record)
     if kv_dtype == torch.float8_e4m3fn:

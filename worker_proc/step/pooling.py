@@ -23,13 +23,12 @@ from quadriga.sampling.pooling import (
     SOFTMAX,
     Pooling,
 )
-from quadriga.wire.worker import VectorRow
+from quadriga.wire.worker import NO_ADAPTER, VectorRow
 from worker_proc.models.attention import Ints
 from worker_proc.models.base import Model
 from worker_proc.models.layers import ClassifierHead, LayerNorm, RMSNorm
 from worker_proc.models.transfer import DeviceToHostCopier, Fetch
 from worker_proc.step.inputs import StepInputs
-from worker_proc.step.slot_table import NO_ADAPTER
 
 MIN_LENGTH = 1e-12  # a vector is divided by its length, or by this
 # Rows of logits that are computed at one time: the head is read once for all of them.

@@ -13,6 +13,7 @@ import torch
 from quadriga.errors import ServerFailed
 from quadriga.sampling.pooling import MEAN, Pooling
 from quadriga.wire.worker import FailedRow, StepPlan, StepResult
+from worker_proc.adapters.places import Places
 from worker_proc.step.clock import RunningStep, step_clock
 from worker_proc.step.dummy_plans import decode_plan, prefill_plan, release_plan
 from worker_proc.step.engine import Engine
@@ -58,6 +59,7 @@ class Runner:
             slot can hold.
         quantization: how the weights are kept: --quantization, with `auto` resolved.
         only_pooling: of a model without a head, whose answers are vectors; None: it has tokens.
+        places: where adapters belong in the model; None: it takes none.
         drafter: drafts tokens where plans ask for it; None: there are no drafts.
     """
 
@@ -75,6 +77,7 @@ class Runner:
         self.window = window if window < table.context_length else 0
         self.quantization = quantization
         self.only_pooling = None if engine.has_head else Pooling(MEAN, whole=True)
+        self.places: Places | None = None
         self.drafter: Drafter | None = None
         self._start_clock = step_clock(table.device)
 

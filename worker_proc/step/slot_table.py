@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from quadriga.sampling.pooling import Pooling
-from quadriga.wire.worker import NewSlot, StepPlan, WantedLogprobs
+from quadriga.wire.worker import NO_ADAPTER, NewSlot, StepPlan, WantedLogprobs
 from worker_proc.models.attention import Ints
 from worker_proc.models.transfer import DeviceToHostCopier, Fetch, TokenIds, send_all
 from worker_proc.sampling.sampler import SamplingState
 
 MAX_VOCAB_SIZE = 2**31
 ALL_FINITE = ALL_FIRST = 1 << 40  # no position is as high
-NO_ADAPTER = -1
 
 
 class SlotTable:
@@ -128,6 +127,7 @@ class SlotTable:
             self.num_computed[slot.slot] = slot.computed
             self.num_pages_of[slot.slot] = len(slot_pages)
             self.second_from[slot.slot] = ALL_FIRST
+            self.adapters[slot.slot] = slot.adapter
             if (pooling := slot.pooling) is not None:
                 self.poolings[slot.slot] = pooling
                 self.second_from[slot.slot] = pooling.num_first or ALL_FIRST

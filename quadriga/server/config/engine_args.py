@@ -56,6 +56,16 @@ class ModelArgs:
     context_length: int | None = flag(
         None, "tokens of context, if shorter than the model's own", unit="TOKENS", basic=True
     )
+    enable_lora: bool = flag(
+        False, "let clients load LoRA adapters from paths of this machine: see docs/adapters.md"
+    )
+    lora_modules: str = flag(
+        "", "LoRA adapters that are served by name, separated by commas", unit="NAME=PATH"
+    )
+    lora_dir: str = flag(
+        "", "directory of LoRA adapters: a folder's name is a model that requests load", unit="DIR"
+    )
+    max_lora_rank: int = flag(256, "largest rank of an adapter")
     models: str = flag(
         "",
         "YAML file of models and their flags: see docs/several-models.md",
@@ -65,7 +75,33 @@ class ModelArgs:
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
-        check_positive(self, "context_length")
+        check_positive(self, "context_length", "max_lora_rank")
+        _ = self.adapter_paths
+
+    @property
+    def adapter_paths(self) -> dict[str, str]:
+        """Paths of the adapters of --lora-modules by name.
+
+        Raises:
+            ConfigError: an item is no NAME=PATH, or two have one name.
+        """
+        paths: dict[str, str] = {}
+        for item in filter(None, self.lora_modules.split(",")):
+            name, _, path = item.partition("=")
+            if not (name and path):
+                raise ConfigError(
+                    f"lora_modules has {item!r}: it must be NAME=PATH, such as"
+                    " french=/adapters/french"
+                )
+            if name in paths:
+                raise ConfigError(f"lora_modules has {name!r} twice: give one another name")
+            paths[name] = path
+        return paths
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether requests may name adapters."""
+        return bool(self.enable_lora or self.lora_modules or self.lora_dir)
 
     @property
     def shown_name(self) -> str:
@@ -181,6 +217,9 @@ class SchedulerArgs:
     num_speculative_tokens: int = flag(
         15, "largest number of draft tokens of a request in one step", unit="TOKENS"
     )
+    max_loras: int = flag(
+        16, "LoRA adapters that the worker holds, and one step computes; others wait for a place"
+    )
     journal: str = flag(
         "",
         "directory of the journal, from which a restarted scheduler recovers all requests; a"
@@ -200,7 +239,7 @@ class SchedulerArgs:
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
         check_positive(self, "max_batch_size", "prefill_max_batch_size", "prefill_max_tokens")
-        check_positive(self, "max_running_requests", "max_queued_requests")
+        check_positive(self, "max_running_requests", "max_queued_requests", "max_loras")
         check_positive(self, "max_requests_per_client", "priority_preemption_threshold")
         if self.itl_target is not None and not self.itl_target > 0:
             raise ConfigError(

@@ -46,6 +46,7 @@ class Child:
             of the config.
         of_model: name of its model, where the server has several.
         suspension_dir: directory of the pages of requests that a suspension interrupts; "": none.
+        server_dir: directory of the server's run, which all its processes have in common.
     """
 
     config: server_config.ServerConfig
@@ -57,6 +58,7 @@ class Child:
     models_file: str = ""
     of_model: str = ""
     suspension_dir: str = ""
+    server_dir: Path = Path()
 
     @property
     def public_endpoint(self) -> str:
@@ -112,7 +114,8 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
     descriptor = arguments.control_fd
     connection = None if descriptor is None else socket.socket(fileno=descriptor)
     run_dir = Path(arguments.run_dir)
-    control = ControlChannel(connection, Path(arguments.server_dir or run_dir))
+    server_dir = Path(arguments.server_dir or run_dir)
+    control = ControlChannel(connection, server_dir)
     try:
         config = configuration.from_namespace(arguments)
         name = str(ProcessName(name, arguments.replica, arguments.of_model))
@@ -144,6 +147,7 @@ def run_child(name: str, body: Callable[[Child], None], low_priority: bool = Fal
                 models_file=arguments.models_file,
                 of_model=arguments.of_model,
                 suspension_dir=arguments.suspension_dir,
+                server_dir=server_dir,
             )
         )
         logging.debug("stopped")

@@ -23,7 +23,6 @@ PATHS = [path for endpoints in NOT_SERVED for path in endpoints.paths]
         ("/v1/reranking", "use POST /rerank"),
         ("/v1/fine_tuning/jobs", "--model DIRECTORY"),
         ("/v1/threads/thread_1/messages", "POST /v1/responses"),
-        ("/v1/load_lora_adapter", "merge the adapter"),
         ("/completion", "use POST /v1/completions"),
     ],
 )

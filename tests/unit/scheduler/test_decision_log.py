@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from quadriga.sampling.pooling import Pooling
+from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.client import ErrorInfo, Info, ProgressAnswer, RequestProgress, RequestState
 from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.logprobs import LogprobBlock, SampledLogprobs
@@ -36,7 +37,9 @@ from quadriga.wire.worker import (
     EXTEND,
     MIXED,
     CompileGrammar,
+    ForgetAdapter,
     ForgetGrammar,
+    LoadAdapter,
     LoadPages,
     NewSlot,
     ResetWorker,
@@ -73,7 +76,7 @@ POOLING = Pooling(
     num_first=2,
     prompt_name="p",
 )
-NEW = NewSlot(1, pack_ids([5, 6]), 1, pack_ids([9, 10]), 0.5, 20, 0.9, 7, RULES, POOLING)
+NEW = NewSlot(1, pack_ids([5, 6]), 1, pack_ids([9, 10]), 0.5, 20, 0.9, 7, RULES, POOLING, 3)
 OTHER_NEW = replace(NEW, slot=2, rules=replace(RULES, logprobs=5))
 PLAN = StepPlan(
     3, MIXED, pack_ids([1, 2]), pack_ids([1, 3]), [NEW, OTHER_NEW], pack_ids([4, 5]),
@@ -97,6 +100,8 @@ MESSAGES: list[msgspec.Struct] = [
     PLAN,
     CompileGrammar(GrammarForm(b"a key", "a text")),
     ForgetGrammar(b"a key"),
+    LoadAdapter(AdapterRef("an id", "a name", "a path"), 2),
+    ForgetAdapter(2),
     StorePages(pack_ids([1, 2]), b"some hashes"),
     LoadPages(6, pack_ids([1, 2]), b"some hashes"),
     ResetWorker(),
@@ -115,6 +120,7 @@ MESSAGES: list[msgspec.Struct] = [
 ]
 NO_DECISIONS = {
     "StepPlan.session", "StorePages.session", "LoadPages.session",  # of a link
+    "LoadAdapter.session", "ForgetAdapter.session",
     "StepOutput.session",
     "StreamStart.placement", "StreamEnd.placement", "EndedRequest.placements",  # of the frontend
     "LoadPages.load", "HandedBack.number",  # names of messages
@@ -201,7 +207,9 @@ def test_which_of_two_links_is_first_is_no_decision() -> None:
 def test_a_line_is_a_fact_in_words_of_its_own() -> None:
     lines: list[str] = []
     log = DecisionLog(lines.append)
-    log.observe(replace(PLAN, new=[replace(NEW, rules=None, pooling=None)], groups=[]), 20)
+    log.observe(
+        replace(PLAN, new=[replace(NEW, rules=None, pooling=None, adapter=-1)], groups=[]), 20
+    )
     log.observe(StepOutput(1.5, [], [3], pack_ids([8]), []), 30)
     assert lines == [
         'worker 20 ["step", 3, 2]',

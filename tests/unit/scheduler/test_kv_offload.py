@@ -151,10 +151,10 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_its_pages_to_the_next_o
 
 def test_pages_of_other_salts_are_not_loaded() -> None:
     world = LosslessWorld(SchedulerArgs())
-    finish(world, submit("first", PROMPT, 2, cache_salt="a"))  # type: ignore[arg-type]
+    finish(world, submit("first", PROMPT, 2, cache_salt="a"))
     world.restart_worker()
-    assert finish(world, submit("other", PROMPT, 2, cache_salt="b")) == 0  # type: ignore[arg-type]
-    assert finish(world, submit("same", PROMPT, 2, cache_salt="a")) == 40  # type: ignore[arg-type]
+    assert finish(world, submit("other", PROMPT, 2, cache_salt="b")) == 0
+    assert finish(world, submit("same", PROMPT, 2, cache_salt="a")) == 40
 
 
 def test_a_load_ends_at_the_first_page_that_is_gone() -> None:

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from quadriga.server.config.engine_args import BATCH_MODES, POLICIES, SchedulerArgs
 from tests.faults.inject import retract_one
-from tests.unit.chaos import PREFIXES, Chaos, random_life
+from tests.unit.chaos import ADAPTERS, PREFIXES, Chaos, random_life
 
 pytestmark = pytest.mark.timeout(400)  # shrinking a failure takes a while
 
@@ -37,11 +37,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         at_once=st.booleans(),
         fair=st.booleans(),
         window=st.sampled_from([0, 0, 1, 3, 8]),
+        max_loras=st.integers(1, 3),
     )
     def start(
         self, policy: str, mode: str, width: int, prefill_width: int | None, running: int,
         budget: int, chunk: int | None, num_pages: int, page_size: int, at_once: bool, fair: bool,
-        window: int,
+        window: int, max_loras: int,
     ) -> None:  # fmt: skip
         flags: dict[str, Any] = {"batch_mode": mode} if mode in BATCH_MODES else {"batching": mode}
         args = SchedulerArgs(
@@ -54,6 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             schedule_policy=policy,
             plan_at_once=at_once,
             fair_clients=fair,
+            max_loras=max_loras,
         )
         args.validate()
         self.chaos = Chaos(args, num_pages, page_size, window=window)
@@ -66,6 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         client=st.sampled_from([b"c", b"d"]),
         priority=st.integers(-20, 20),
         timeout_s=st.one_of(st.none(), st.just(0.05)),
+        adapter=st.sampled_from(["", "", *ADAPTERS]),
     )
     def submit(self, prefix: list[int], tail: list[int], **fields: Any) -> None:
         self.chaos.submit(prefix + tail, **fields)
@@ -128,3 +131,10 @@ def test_lives_of_random_servers_that_guess(method: str, window: int) -> None:
 def test_lives_of_random_servers(seed: int) -> None:
     for number in range(25):
         random_life(random.Random(f"{seed}/{number}"), 100, suspends=number % 2 == 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lives_of_random_servers_with_adapters(seed: int) -> None:
+    for number in range(25):
+        source = random.Random(f"adapters/{seed}/{number}")
+        random_life(source, 100, suspends=number % 2 == 0, has_adapters=True)

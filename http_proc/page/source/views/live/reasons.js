@@ -25,6 +25,7 @@ export const REASONS = {
   fairness: "It is the turn of another client or tenant.",
   policy: "The policy prefers a request that arrived later.",
   grammar: "The worker compiles its grammar.",
+  adapter: "Its adapter is being loaded, or others have all places (--max-loras).",
   worker: "The worker is not ready.",
   quarantine: "A request that may crash the worker runs alone.",
   retracted: "It has lost its pages, and its last step is not answered yet.",

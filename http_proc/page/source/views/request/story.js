@@ -17,6 +17,7 @@ const WAITS = {
   fairness: "other clients or tenants had their turn",
   policy: "the policy preferred others (--schedule-policy)",
   grammar: "its grammar was compiled",
+  adapter: "its adapter was loaded",
   worker: "the worker was not ready",
   quarantine: "a request that may crash the worker ran alone",
 };

@@ -1,0 +1,250 @@
+"""The adapters that the worker has loaded, and the requests that wait for one."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
+
+from quadriga.wire.adapter import AdapterRef
+from quadriga.wire.client import InfoValues
+from quadriga.wire.sockets import Sender
+from quadriga.wire.worker import NO_ADAPTER, AdapterReady, ForgetAdapter, LoadAdapter
+from scheduler_proc.state.request import Request, RequestStatus
+
+# While adapters wait for a place, so many requests for each place may begin with loaded ones. Then
+# the place with the fewest requests is closed.
+MAX_OVERTAKEN_A_PLACE = 2
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A place of the worker, and the adapter in it.
+
+    Attributes:
+        number: of the place.
+        is_ready: the worker has loaded the adapter.
+        is_closing: its further requests wait, so that another adapter gets the place.
+        is_dropped: the adapter has no name any more: it leaves with its last request.
+        users: the open requests that have the adapter, by their numbers.
+    """
+
+    number: int
+    adapter: AdapterRef
+    is_ready: bool = False
+    is_closing: bool = False
+    is_dropped: bool = False
+    users: dict[int, Request] = field(default_factory=dict)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request needs the adapter."""
+        return self.is_ready and not self.users
+
+
+class AdapterMoves(NamedTuple):
+    """Requests that leave the core's queue, as others need the place, and such that enter it."""
+
+    leaving: list[Request]
+    entering: list[Request]
+
+
+class AdapterQueue:
+    """Hold requests back until the worker has loaded their adapter.
+
+    The worker has a number of places. A wanted adapter gets a free one, else the place of the
+    adapter that has not been needed for longest. Where requests need all of them, adapters wait in
+    the order of their first requests; a loaded adapter with a stream of new requests cannot keep
+    them waiting for long, see MAX_OVERTAKEN_A_PLACE.
+
+    Args:
+        worker: the link to the worker.
+        num_places: of the worker.
+    """
+
+    def __init__(self, worker: Sender, num_places: int) -> None:
+        self._worker = worker
+        self._num_places = num_places
+        self._session: int | None = None  # None: there is no worker yet
+        self._places: OrderedDict[str, _Place] = OrderedDict()  # the longest unused first
+        self._free: list[int] = []
+        self._held: OrderedDict[str, dict[int, Request]] = OrderedDict()
+        self._num_overtaken = 0
+        self._num_loads = 0
+        self._load_s = 0.0
+
+    def begin(self, session: int) -> None:
+        """Forget everything: a new worker has no adapter."""
+        self._session = session
+        self._places.clear()
+        self._held.clear()
+        self._free = list(reversed(range(self._num_places)))
+        self._num_overtaken = 0
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield the requests that are held back."""
+        return chain.from_iterable(held.values() for held in self._held.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that are held back."""
+        return sum(map(len, self._held.values())) if self._held else 0
+
+    def holds(self, request: Request) -> bool:
+        """Return whether a request is held back."""
+        adapter = request.adapter
+        return adapter is not None and request.seq in self._held.get(adapter.id, ())
+
+    def add(self, request: Request) -> bool:
+        """Take in a request that has an adapter. Return whether it has to wait."""
+        adapter = request.adapter
+        assert adapter is not None
+        place = self._places.get(adapter.id)
+        if place is not None and place.is_ready and not place.is_closing:
+            self._use(place, request)
+            if self._waiting_adapters():
+                self._num_overtaken += 1
+                self._close_if_overtaken()
+            return False
+        self._held.setdefault(adapter.id, {})[request.seq] = request
+        if place is None:
+            self._load_next()
+        return True
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that ended, wherever it stands."""
+        adapter = request.adapter
+        if adapter is None:
+            return
+        held = self._held.get(adapter.id)
+        if held is not None and held.pop(request.seq, None) is not None and not held:
+            del self._held[adapter.id]
+        place = self._places.get(adapter.id)
+        if place is not None and place.users.pop(request.seq, None) is not None:
+            self._on_fewer_users(place)
+
+    def settle(self) -> AdapterMoves:
+        """Return which requests have to leave the queue of the core, and which can enter it.
+
+        The lifecycle calls it after each of the other methods.
+        """
+        leaving: list[Request] = []
+        for place in [place for place in self._places.values() if place.is_closing]:
+            if self._waiting_adapters():
+                leaving += self._take_back(place)
+        entering: list[Request] = []
+        if not self._waiting_adapters():
+            for place in [place for place in self._places.values() if place.is_closing]:
+                place.is_closing = False
+                entering += self._begin_held(place)
+        return AdapterMoves(leaving, entering)
+
+    def _take_back(self, place: _Place) -> list[Request]:
+        """Hold back the requests of a closing place that have not begun, and return them."""
+        waiting = [r for r in place.users.values() if r.status is RequestStatus.WAITING]
+        for request in waiting:
+            del place.users[request.seq]
+            request.adapter_place = NO_ADAPTER
+            self._held.setdefault(place.adapter.id, {})[request.seq] = request
+        if waiting:
+            self._on_fewer_users(place)
+        return waiting
+
+    def _begin_held(self, place: _Place) -> list[Request]:
+        """Let the requests that were held back have the place, and return them."""
+        requests = list(self._held.pop(place.adapter.id, {}).values())
+        for request in requests:
+            self._use(place, request)
+        return requests
+
+    # --- the worker -------------------------------------------------------------------------------
+
+    def on_ready(self, ready: AdapterReady) -> list[Request]:
+        """Return the requests that have waited for an adapter; none for one that was forgotten."""
+        place = self._places.get(ready.id)
+        if place is None or place.number != ready.place:
+            return []
+        if ready.error:
+            requests = list(self._held.pop(ready.id, {}).values())
+            del self._places[ready.id]
+            self._free.append(place.number)
+        else:
+            place.is_ready = True
+            self._num_loads += 1
+            self._load_s += ready.seconds
+            requests = self._begin_held(place)
+        self._load_next()
+        return requests
+
+    def drop(self, ids: list[str]) -> None:
+        """Free the memory of adapters, at once or after their last requests."""
+        for place in [self._places[adapter_id] for adapter_id in ids if adapter_id in self._places]:
+            place.is_dropped = True
+            if place.is_idle:
+                self._on_fewer_users(place)
+
+    def info(self) -> InfoValues:
+        """Return the counters and gauges, as docs/protocol.md lists them."""
+        loaded = [place.adapter.name for place in self._places.values() if place.is_ready]
+        running = [place.adapter.name for place in self._places.values() if place.users]
+        waiting = {r.adapter.name for r in self if r.adapter is not None}
+        return {
+            "max": self._num_places,
+            "loaded": loaded,
+            "running": running,
+            "waiting": sorted(waiting),
+            "loads": self._num_loads,
+            "load_seconds": self._load_s,
+        }
+
+    # --- places -----------------------------------------------------------------------------------
+
+    def _use(self, place: _Place, request: Request) -> None:
+        place.users[request.seq] = request
+        request.adapter_place = place.number
+        self._places.move_to_end(place.adapter.id)
+
+    def _on_fewer_users(self, place: _Place) -> None:
+        if place.users or not place.is_ready:
+            return
+        if place.is_dropped:
+            self._forget(place)
+        self._load_next()
+
+    def _waiting_adapters(self) -> list[str]:
+        """Return the ids of the adapters that have requests and no place, the first one first."""
+        return [adapter_id for adapter_id in self._held if adapter_id not in self._places]
+
+    def _load_next(self) -> None:
+        """Give waiting adapters places, as far as there are free or idle ones."""
+        for adapter_id in self._waiting_adapters() if self._session is not None else ():
+            if not self._free:
+                idle = next((place for place in self._places.values() if place.is_idle), None)
+                if idle is None:
+                    return
+                self._forget(idle)
+            adapter = next(iter(self._held[adapter_id].values())).adapter
+            assert adapter is not None
+            assert self._session is not None
+            place = _Place(self._free.pop(), adapter)
+            self._places[adapter_id] = place
+            self._num_overtaken = 0
+            self._worker.send(LoadAdapter(adapter, place.number, self._session))
+
+    def _forget(self, place: _Place) -> None:
+        assert self._session is not None
+        del self._places[place.adapter.id]
+        self._free.append(place.number)
+        if place.adapter.id in self._held:  # it was closed: its requests wait for their turn
+            self._held.move_to_end(place.adapter.id)
+        self._worker.send(ForgetAdapter(place.number, self._session))
+
+    def _close_if_overtaken(self) -> None:
+        """Close the place with the fewest requests if the waiting adapters were overtaken."""
+        places = [place for place in self._places.values() if place.is_ready]
+        has_closing = any(place.is_closing for place in places)
+        if self._num_overtaken < MAX_OVERTAKEN_A_PLACE * self._num_places or has_closing:
+            return
+        min(places, key=lambda place: len(place.users)).is_closing = True

@@ -1,0 +1,131 @@
+"""Requests wait in the scheduler until the worker has loaded their adapters."""
+
+from typing import Any
+
+from quadriga.sampling.params import SamplingParams
+from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.wire.adapter import AdapterRef
+from quadriga.wire.packing import pack_ids, unpack_ids
+from quadriga.wire.to_detok import StepOutput
+from quadriga.wire.to_scheduler import DropAdapters, Submit
+from quadriga.wire.worker import AdapterReady, ForgetAdapter, LoadAdapter, StepPlan
+from scheduler_proc.adapter_queue import MAX_OVERTAKEN_A_PLACE
+from tests.unit.scheduler.sampling_bench import PROMPT, Bench
+from tests.unit.simulation import World, abort, reference, submit
+
+
+def ref(name: str) -> AdapterRef:
+    return AdapterRef(f"id of {name}", name)
+
+
+class AdapterBench(Bench):
+    def ask(self, name: str, adapter: str, **fields: Any) -> None:
+        params = SamplingParams(max_new_tokens=4, seed=7, **fields)
+        known = ref(adapter) if adapter else None
+        ids = pack_ids(PROMPT)
+        message = Submit(b"c", name, ids, params, True, 1.0, 1.0, adapter=known)
+        self.scheduler.step([message], [])
+
+    def ready(self, load: LoadAdapter, error: str = "") -> list[StepOutput]:
+        self.scheduler.step([], [AdapterReady(load.adapter.id, load.place, error)])
+        outputs, self.detok.sent = list(self.detok.sent), type(self.detok.sent)()
+        return outputs
+
+    def sent(self) -> LoadAdapter | ForgetAdapter:
+        message = self.worker.sent.popleft()
+        assert isinstance(message, LoadAdapter | ForgetAdapter), message
+        return message
+
+    def load(self, name: str) -> LoadAdapter:
+        message = self.sent()
+        assert isinstance(message, LoadAdapter) and message.adapter.name == name, message
+        return message
+
+    def end(self, name: str) -> None:
+        """End a request, and answer the plan in which it is."""
+        self.scheduler.step([abort(name)], [])
+        rest = list(self.worker.sent)
+        self.worker.sent.clear()
+        for message in rest:
+            if isinstance(message, StepPlan):
+                self.answer(message, [5] * len(unpack_ids(message.slots)))
+            else:
+                self.worker.sent.append(message)
+
+
+def test_a_request_waits_for_its_adapter_and_its_slot_has_the_place() -> None:
+    bench = AdapterBench(max_loras=2)
+    bench.ask("first", "french")
+    bench.ask("second", "french")
+    load = bench.load("french")
+    assert not bench.worker.sent
+    info = bench.scheduler.info()
+    assert (info["waiting_for_adapter"], info["waiting"]) == (2, 2)
+    bench.ask("base", "")
+    plan = bench.plan()
+    assert [new.adapter for new in plan.new] == [-1]
+    bench.answer(plan, [5])
+    bench.end("base")
+    bench.ready(load)
+    assert [new.adapter for new in bench.plan().new] == [load.place, load.place]
+    assert bench.scheduler.info()["adapters"]["running"] == ["french"]
+
+
+def test_an_adapter_that_cannot_be_loaded_fails_its_requests_and_may_be_tried_again() -> None:
+    bench = AdapterBench(max_loras=1)
+    bench.ask("a", "bad", n=2)
+    closed = [end for output in bench.ready(bench.load("bad"), error="no good") for end in
+              output.closed]  # fmt: skip
+    assert [end.finish_reason for end in closed] == ["error", "error"]
+    assert closed[0].error is not None and closed[0].error.message == "no good"
+    bench.ask("b", "bad")
+    bench.load("bad")
+
+
+def test_the_adapter_that_was_unused_for_longest_gives_its_place() -> None:
+    bench = AdapterBench(max_loras=2)
+    for name in ("first", "second"):
+        bench.ask(name, name)
+        bench.ready(bench.load(name))
+        bench.end(name)
+    bench.ask("again", "first")
+    bench.end("again")
+    bench.ask("third", "third")
+    forgotten, load = bench.sent(), bench.sent()
+    assert isinstance(load, LoadAdapter) and load.adapter.name == "third"
+    assert forgotten == ForgetAdapter(load.place)
+    assert bench.scheduler.info()["adapters"]["loaded"] == ["first"]
+
+
+def test_an_adapter_without_a_name_leaves_with_its_last_request() -> None:
+    bench = AdapterBench(max_loras=2)
+    bench.ask("a", "old")
+    load = bench.load("old")
+    bench.ready(load)
+    bench.scheduler.step([DropAdapters([load.adapter.id])], [])
+    assert bench.scheduler.info()["adapters"]["loaded"] == ["old"]
+    bench.end("a")
+    assert bench.sent() == ForgetAdapter(load.place)
+    assert bench.scheduler.info()["adapters"]["loaded"] == []
+
+
+def test_a_stream_of_requests_does_not_keep_another_adapter_waiting() -> None:
+    """The popular adapter has always requests, of which the last ones give way."""
+    world = World(SchedulerArgs(max_loras=1, max_running_requests=2))
+    other = submit("other", [9, 9], adapter=ref("other"))
+    world.send(*(_popular(i) for i in range(4)), other)
+    sent = 4
+    while "other" not in world.detok.closed:
+        world.step()
+        world.send(_popular(sent))
+        sent += 1
+        assert sent < 40, "the other adapter starves"
+    assert sent > MAX_OVERTAKEN_A_PLACE
+    world.run()
+    assert len(world.detok.closed) == sent + 1
+    expected = reference([9, 9], 8, False, ref("other").id)
+    assert world.detok.tokens["other"] == expected
+
+
+def _popular(number: int) -> Submit:
+    return submit(f"p{number}", [5, 6, number % 50 + 3], adapter=ref("popular"))

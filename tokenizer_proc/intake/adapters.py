@@ -1,0 +1,76 @@
+"""The adapters that requests name: found by name, loaded from --lora-dir at the first use."""
+
+import asyncio
+import contextlib
+
+from quadriga.errors import InvalidRequest
+from quadriga.server.models.adapters.store import AdapterStore
+from quadriga.wire.adapter import AdapterRef
+from quadriga.wire.client import InfoValues
+from quadriga.wire.to_scheduler import DropAdapters
+from tokenizer_proc.replicas.replicas import Replicas
+
+# Copies that nothing needs any more are looked for at this interval.
+SWEEP_INTERVAL_S = 30.0
+
+
+def salted(adapter: AdapterRef | None, salt: str) -> str:
+    """Return a salt that keeps the cached pages of an adapter apart."""
+    return salt if adapter is None else f"{adapter.id}\0{salt}"
+
+
+class Adapters:
+    """The adapters of the model.
+
+    Args:
+        store: their list and files; None: the server serves none.
+        replicas: have the requests that use them.
+        num_kept: adapters of --lora-dir that stay loaded without a request.
+    """
+
+    def __init__(self, store: AdapterStore | None, replicas: Replicas, num_kept: int = 0) -> None:
+        self._store = store
+        self._replicas = replicas
+        self._num_kept = num_kept
+
+    def is_loaded(self, name: str) -> bool:
+        """Return whether `find` knows at once what a name says. "": no adapter."""
+        return (
+            not name
+            or self._store is None
+            or not self._store.is_found(name)
+            or (name in self._store.entries)
+        )
+
+    async def load(self, name: str) -> None:
+        """Load an adapter of --lora-dir, if it is one and is not loaded. Raise InvalidRequest."""
+        if not self.is_loaded(name):
+            assert self._store is not None
+            await asyncio.to_thread(self._store.load_found, name)
+
+    def find(self, name: str) -> AdapterRef | None:
+        """Return the present version of an adapter; None for "". Raise InvalidRequest."""
+        if not name:
+            return None
+        if self._store is None:
+            raise InvalidRequest(
+                f"there is no adapter {name[:200]!r}: start the server with --lora-modules"
+                " NAME=PATH, --lora-dir or --enable-lora",
+                "adapter",
+            )
+        return self._store.require(name).ref
+
+    def info(self) -> InfoValues:
+        """Return what the server info says of the adapters."""
+        return {} if self._store is None else self._store.info()
+
+    async def sweep(self) -> None:
+        """Remove, from time to time, what neither a name nor an open request needs."""
+        store = self._store
+        while store is not None:
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            used = self._replicas.requests.adapter_ids
+            with contextlib.suppress(OSError):
+                removed = await asyncio.to_thread(store.sweep, used, self._num_kept)
+                if removed:
+                    self._replicas.send(DropAdapters(removed))
