@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from bench.client.server import free_port
 from quadriga import LLM, AsyncClient, Client, LoRARequest, SamplingParams
 from quadriga.errors import InvalidRequest
 from tests.references import greedy_of
 from tests.server import Server, launch, running_server
-from tests.tiny_adapters import make_adapter, peft_model
+from tests.tiny_adapters import make_adapter
 from tests.waiting import wait_until
 
 PROMPTS = [[5, 6, 7], [5, 6, 7, 8, 9, 10, 11, 12, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49]]
@@ -59,6 +62,12 @@ class Adapters:
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(f"{self.url}{path}", timeout=30) as answer:
             return json.load(answer)
+
+
+def peft_model(model_dir: Path, adapter_dir: Path) -> Any:
+    """Return PEFT's model with an adapter beside its weights, in float32; not merged."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    return PeftModel.from_pretrained(model, str(adapter_dir)).eval()
 
 
 @pytest.fixture(scope="module")

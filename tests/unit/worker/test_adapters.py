@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModel
 
 from quadriga.sampling.pooling import MEAN, Pooling
+from quadriga.wire.worker import NO_ADAPTER
 from tests.adapted_runs import (
     check_adapted,
     check_answers,
@@ -24,7 +25,6 @@ from tests.tiny_encoders import ENCODERS
 from tests.tiny_experts import EXPERTS
 from tests.tiny_models import FAMILIES
 from tests.unit.worker_driver import Driver, prompts_of, runner_of
-from worker_proc.step.slot_table import NO_ADAPTER
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's advice for training
