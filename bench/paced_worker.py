@@ -62,7 +62,9 @@ class PacedRunner:
         """Forget nothing: the next plan of a slot says what it has."""
 
 
-def start(step_s: float, child: Child, _: object) -> tuple[PacedRunner, None, WorkerReady]:
+def start(
+    step_s: float, child: Child, _: object, started_at: int
+) -> tuple[PacedRunner, None, WorkerReady]:
     """Take the place of worker_proc.main.start, for steps of `step_s` seconds."""
     num_slots = child.config.scheduler.max_running_requests
     slots = replica.SimulatedSlots(num_slots, resolve_model(child.config.model).vocab_size)
@@ -75,6 +77,7 @@ def start(step_s: float, child: Child, _: object) -> tuple[PacedRunner, None, Wo
         pid=os.getpid(),
         backend="none",
         session=worker_main.new_session(),
+        started_at=started_at,
     )
     child.ready(
         dtype=ready.dtype,

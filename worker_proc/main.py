@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from worker_proc.kv_tiers.page_mover import PageMover
     from worker_proc.step.runner import Runner
 
-# In ns of the system's monotonic clock, as in WorkerReady.
-STARTED_AT = time.monotonic_ns()
 # How often an OpenMP thread on a CPU polls for its team before it sleeps. libgomp's own 300,000 let
 # a decode step on two cores take 1 s instead of 20 ms when another process keeps one of them busy,
 # as a polling thread keeps the one that it waits for from running; with 3000 it takes 60 ms then,
@@ -40,19 +38,25 @@ SPIN_COUNT = 3000
 
 def main() -> None:
     """Run the worker until it is stopped."""
+    set_up()
+    run_child("worker_proc", body)
+
+
+def set_up() -> None:
+    """Make the settings of this process that have to come before torch is imported."""
     use_one_heap()
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))  # read when torch is imported
-    run_child("worker_proc", body)
 
 
 def body(child: Child) -> None:
     """Start, then handle messages."""
+    started_at = time.monotonic_ns()
     # Bound before the model loads.
     inbox = Inbox[WorkerMessage](child.endpoints.worker, WorkerMessage)
     results = Outbox(child.endpoints.results)
     leader = _start_ranks(child)
-    runner, mover, ready = start(child, None if leader is None else leader.meeting)
+    runner, mover, ready = start(child, None if leader is None else leader.meeting, started_at)
     results.send(ready)
     grammars = GrammarCompiler(resolve_model(child.config.model), child.endpoints.results)
     runner.table.sampling.compiled = grammars.compiled
@@ -133,13 +137,14 @@ def _begin_session(ready: WorkerReady, mover: "PageMover | None") -> WorkerReady
 
 
 def start(
-    child: Child, meeting: Rendezvous | None
+    child: Child, meeting: Rendezvous | None, started_at: int
 ) -> "tuple[Runner, PageMover | None, WorkerReady]":
     """Load the model, warm up, and report to the launcher that this process is ready.
 
     Args:
         child: this process.
         meeting: how the ranks find each other; None for a single rank.
+        started_at: as in WorkerReady.
 
     Returns:
         The runner, what moves pages to and from the tiers, and the message for the scheduler.
@@ -204,7 +209,7 @@ def start(
         cuda_graph=runner.engine.has_graphs,
         draft_costs=draft_costs or [],
         is_encoder=not runner.engine.has_head,
-        started_at=STARTED_AT,
+        started_at=started_at,
     )
     ready = _begin_session(ready, mover)
     child.ready(

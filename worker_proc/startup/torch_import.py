@@ -43,6 +43,9 @@ def import_torch(args: WorkerArgs, impl: ModelImpl) -> None:
             _import_uncollected()
     else:
         _import_uncollected()
+        for name in DEFERRED:  # a spare worker has deferred them, before it had a model
+            if is_deferred(name):
+                getattr(sys.modules[name], "__all__", None)
 
 
 def can_defer(args: WorkerArgs, impl: ModelImpl) -> bool:

@@ -24,6 +24,7 @@ from quadriga import clock, errors
 from quadriga.clock import Countdown
 from quadriga.server.processes import child, control_channel
 from quadriga.server.processes.process_name import ProcessName
+from quadriga.server.processes.spare import SpareWorker
 
 # Seconds between the end of a child's control channel and the end of the child.
 EXIT_GRACE_S = 5.0
@@ -250,12 +251,14 @@ class ProcessStart(NamedTuple):
         run_dir: directory of the server's run.
         model_dir: directory of its model's sockets.
         flags: those of its model.
+        spare: takes the place of the program, unless it has died.
     """
 
     program: list[str]
     run_dir: Path
     model_dir: Path
     flags: list[str]
+    spare: SpareWorker | None = None
 
 
 def start_child(name: str, start: ProcessStart, is_restart: bool) -> ChildProcess:
@@ -269,10 +272,11 @@ def start_child(name: str, start: ProcessStart, is_restart: bool) -> ChildProces
     ours, theirs = socket.socketpair()
     place = child.place_flags(ProcessName.parse(name), start.run_dir, start.model_dir)
     command = [*start.program, *place]
-    command += ["--control-fd", str(theirs.fileno()), f"--clock-offset={clock.offset()}"]
+    command += [f"--clock-offset={clock.offset()}"]
     command += [*(["--is-restart"] if is_restart else []), *start.flags]
-    process = subprocess.Popen(
-        command,
+    spare = start.spare and start.spare.take(command, theirs)
+    process = spare or subprocess.Popen(
+        [*command, "--control-fd", str(theirs.fileno())],
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         start_new_session=True,

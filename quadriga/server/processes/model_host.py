@@ -207,6 +207,11 @@ class ModelHost:
         self._turns.want_none(self._clock())
 
     @property
+    def is_loading(self) -> bool:
+        """Whether a model is being loaded."""
+        return any(use.state is ModelState.LOADING for use in self._turns.models.values())
+
+    @property
     def has_wanted(self) -> bool:
         """Whether a model is to be loaded without a request, and is not yet."""
         return any(use.is_wanted for use in self._turns.models.values())

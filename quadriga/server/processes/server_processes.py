@@ -32,6 +32,7 @@ from quadriga.server.processes.model_processes import ModelPlan, ModelProcesses
 from quadriga.server.processes.model_turns import ModelTurns, ModelUse
 from quadriga.server.processes.process_name import ProcessName
 from quadriga.server.processes.replicas import FRONTEND, SCHEDULER, WORKER
+from quadriga.server.processes.spare import SpareWorkers
 from quadriga.server.processes.supervisor import (
     Death,
     FirstReady,
@@ -40,7 +41,7 @@ from quadriga.server.processes.supervisor import (
     SupervisorEvent,
 )
 
-GATEWAY = "http_proc"
+GATEWAY, SPARE = "http_proc", "worker_proc.spare"
 # Programs that report to the clients why the server ends.
 CLIENT_FACING = (FRONTEND, GATEWAY)
 # Time in which frontend and gateway report to the clients why the server ends.
@@ -85,6 +86,8 @@ class ServerProcesses(Supervisor):
             for plan in plans
             if budget is not None or not plan.preload or plan.idle_unload_s is not None
         }
+        self._spares = SpareWorkers(program_of(SPARE))
+        self._keeps_spare = bool(self._swapped)
 
     def _notify_gateway(self, states: str) -> None:
         if GATEWAY in self:
@@ -146,9 +149,11 @@ class ServerProcesses(Supervisor):
         if name.program in CLIENT_FACING and len(self.models) > 1:
             flags = [*flags, "--models-file", str(self._models_file)]
         model_dir = self.run_dir if model is None else model.directory(self.run_dir)
-        if name.program == WORKER and self._suspends:
+        if name.program != WORKER:
+            return ProcessStart(program, self.run_dir, model_dir, flags)
+        if self._suspends:
             flags = [*flags, "--suspension-dir", str(model_dir / "pages")]
-        return ProcessStart(program, self.run_dir, model_dir, flags)
+        return ProcessStart(program, self.run_dir, model_dir, flags, self._spares.take())
 
     def next_event(self, timeout: Countdown | None) -> Death | SupervisorEvent | None:
         """Wait for the next event, and pass on what the frontends and the replicas have to know.
@@ -160,6 +165,8 @@ class ServerProcesses(Supervisor):
             None also after what only the frontends or the replicas have to know.
         """
         self.host.act()
+        if self._keeps_spare:
+            self._spares.keep(is_quiet=not (self.is_starting or self.host.is_loading))
         event = super().next_event(timeout)
         match event:
             case FirstReady():
@@ -226,8 +233,22 @@ class ServerProcesses(Supervisor):
         return self.host.is_unloading(model.plan.name)
 
     def _seconds_to_wait(self, timeout: Countdown | None, now: float) -> float | None:
-        waits = (super()._seconds_to_wait(timeout, now), self.host.seconds_to_next())
+        own = (self.host.seconds_to_next(), self._spares.seconds_to_next())
+        waits = (super()._seconds_to_wait(timeout, now), *own)
         return min((wait for wait in waits if wait is not None), default=None)
+
+    # --- stop -------------------------------------------------------------------------------------
+
+    def begin_drain(self) -> None:
+        """Load models for open requests alone from now on: the server stops."""
+        self._keeps_spare = False
+        self._spares.close()
+        self.host.begin_drain()
+
+    def clean_up(self) -> None:
+        """End every process that still runs, also the spare worker."""
+        self._spares.close()
+        super().clean_up()
 
     # --- reloads ----------------------------------------------------------------------------------
 
@@ -383,7 +404,7 @@ class ServerDrain:
         timeout = self._timeout_s
         say(f"stopping: open requests have {timeout:g} s; a second signal ends them now")
         self._processes.cancel_start(GATEWAY)
-        self._processes.host.begin_drain()
+        self._processes.begin_drain()
         self._send_drain()
         outcome = self._wait_for_exits(timeout)
         if outcome is None:
