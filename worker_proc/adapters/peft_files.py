@@ -33,9 +33,10 @@ DOWN, UP, UP_BIAS = "lora_A.weight", "lora_B.weight", "lora_B.bias"
 MAGNITUDE = "lora_magnitude_vector"
 EMBEDDING_DOWN, EMBEDDING_UP = "lora_embedding_A", "lora_embedding_B"
 BASE_WEIGHT, BASE_BIAS = "base_layer.weight", "base_layer.bias"
+TOKENS = "token_adapter.trainable_tokens_delta"
 WEIGHT, BIAS = "weight", "bias"
 # The longest ones first: a name has the first end that fits.
-KINDS = (DOWN, UP, UP_BIAS, MAGNITUDE, EMBEDDING_DOWN, EMBEDDING_UP, BASE_WEIGHT, BASE_BIAS,
+KINDS = (DOWN, UP, UP_BIAS, MAGNITUDE, EMBEDDING_DOWN, EMBEDDING_UP, TOKENS, BASE_WEIGHT, BASE_BIAS,
          WEIGHT, BIAS)  # fmt: skip
 # What precedes the experts in the path of a module.
 _LAYER = re.compile(r"(?P<layer>(?:.*\.)?layers\.\d+)\..*")
@@ -91,10 +92,14 @@ def load_tensors(content: AdapterContent) -> dict[str, Tensor]:
             f" {SAFETENSORS_NAME}"
         ) from None
     if not isinstance(tensors, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
+        isinstance(name, str)
+        and isinstance(tensor, Tensor)
+        and tensor.layout == torch.strided
+        and tensor.is_floating_point()
+        for name, tensor in tensors.items()
     ):
         raise ModelError(
-            f"{content.weights_name} has more than tensors by their names; save it as"
+            f"{content.weights_name} has more than numbers by their names; save it as"
             f" {SAFETENSORS_NAME}"
         )
     return tensors
@@ -135,9 +140,14 @@ class _Reader:
         self._max_rank = max_rank
         self._assembly = Assembly(places)
         self._tables: list[Tensor] = []  # differences of the embedding
+        self._trains_head_tokens = False  # apart from the embedding's
 
     def read(self) -> Adapter:
         modules, unknown = self._modules()
+        self._trains_head_tokens = any(
+            self._find(module) == self._places.config.name("head") and TOKENS in tensors
+            for module, tensors in modules.items()
+        )
         for module, tensors in modules.items():
             if not self._is_passed_over(module, tensors) and not self._add(module, tensors):
                 unknown += [f"{PREFIX}{module}.{kind}" for kind in tensors]
@@ -340,12 +350,17 @@ class _Reader:
     def _add_head(self, module: str, tensors: ModuleTensors) -> bool:
         place = self._places.head
         assert place is not None
+        if (vectors := tensors.get(TOKENS)) is not None:
+            take = partial(self._add_tokens_of_head, place, *self._trained(module, vectors))
+            self._base.need(f"{place.name}.weight", take)
+            return tensors.keys() == {TOKENS}
         size = (place.outputs, place.inputs)
         matrix = _Matrix(size, lambda rows: [(place, rows)], is_head=True)
         return self._add_matrix(module, matrix, tensors)
 
     def _add_embedding(self, module: str, tensors: ModuleTensors) -> bool:
-        if not tensors.keys() <= {EMBEDDING_DOWN, EMBEDDING_UP, MAGNITUDE, WEIGHT, BASE_WEIGHT}:
+        kinds = {EMBEDDING_DOWN, EMBEDDING_UP, MAGNITUDE, TOKENS, WEIGHT, BASE_WEIGHT}
+        if not tensors.keys() <= kinds:
             return False
         place = self._places.embedding
         base_name = f"{self._places.config.name('embedding')}.weight"
@@ -354,6 +369,8 @@ class _Reader:
         if weight is not None:
             self._check_shape(module, WEIGHT, weight, (entries, channels))
             self._base.need(base_name, partial(self._add_new_table, weight.float()))
+        if (vectors := tensors.get(TOKENS)) is not None:
+            self._add_tokens(*self._trained(module, vectors))
         down, up = tensors.get(EMBEDDING_DOWN), tensors.get(EMBEDDING_UP)
         if down is None and up is None:
             return True
@@ -379,6 +396,41 @@ class _Reader:
         """Add the difference that DoRA makes, whose magnitudes are of channels."""
         changed = stored + product
         self._tables.append(changed * (magnitude / changed.norm(dim=0)) - stored)
+
+    # --- vectors of single tokens ---
+
+    def _trained(self, module: str, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ids of a module's trained tokens [tokens], and their vectors."""
+        token_ids, place = self._config.trained_tokens_of(module), self._places.embedding
+        self._check_shape(module, TOKENS, vectors, (len(token_ids), place.inputs))
+        if token_ids and max(token_ids) >= place.outputs:
+            raise ModelError(
+                f"its config names the token id {max(token_ids)} in trainable_token_indices, and"
+                f" ids of the model are 0 to {place.outputs - 1}; {self._made_for()}"
+            )
+        return torch.tensor(token_ids), vectors.float()
+
+    def _add_tokens(self, token_ids: Tensor, vectors: Tensor) -> None:
+        """Replace rows of the embedding, and of the head if it has no other rows of its own."""
+        place = self._places.embedding
+
+        def add(stored: Tensor) -> None:
+            table = torch.zeros_like(stored)
+            table[token_ids] = vectors - stored[token_ids]
+            self._tables.append(table)
+
+        self._base.need(f"{place.name}.weight", add)
+        if self._places.head == place and not self._trains_head_tokens:
+            take = partial(self._add_tokens_of_head, place, token_ids, vectors)
+            self._base.need(f"{place.name}.weight", take)
+
+    def _add_tokens_of_head(
+        self, place: Place, token_ids: Tensor, vectors: Tensor, stored: Tensor
+    ) -> None:
+        """Replace rows of the head: by a product whose rank is their number."""
+        up = torch.zeros(len(stored), len(token_ids))
+        up[token_ids, torch.arange(len(token_ids))] = 1
+        self._assembly.add([(place, up)], vectors - stored[token_ids])
 
     # --- experts ---
 

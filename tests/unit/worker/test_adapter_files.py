@@ -126,7 +126,7 @@ def change_tensors(adapter: Path, change: Callable[[dict[str, torch.Tensor]], No
         ({"rank_pattern": {"q_proj": "x"}}, "rank_pattern['q_proj'] = 'x'; it must be a whole"),
         ({"rank_pattern": {"q_(proj": 4}}, "cannot be used"),
         ({"use_qalora": True}, "has use_qalora, which is not supported"),
-        ({"trainable_token_indices": [1]}, "save the embedding by modules_to_save instead"),
+        ({"trainable_token_indices": "x"}, "= 'x'; it must be a list of token ids, or one for"),
         ({"init_lora_weights": "pissa"}, "changes the base's weights: save it with"),
         ({"r": 5}, "has rank 4, and its config says 5: adapter_config.json is of another adapter"),
         ({"target_modules": ["q_proj", "v_proj"]},

@@ -50,6 +50,21 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "saved embedding": ("gemma", {"modules_to_save": ["embed_tokens"]}),
     "saved head of a tied model": ("llama", {"modules_to_save": ["lm_head"]}),
     "saved embedding and head": ("mistral", {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    "tokens of a tied model": (
+        "llama",
+        {"target_modules": ["q_proj"], "trainable_token_indices": [132, 3, 500]},
+    ),
+    "tokens of an embedding": (
+        "gemma3_text",
+        {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [132, 3]}},
+    ),
+    "tokens of embedding and head": (
+        "mistral",
+        {
+            "target_modules": ["q_proj"],
+            "trainable_token_indices": {"embed_tokens": [132, 3], "lm_head": [7]},
+        },
+    ),
     "head with a bias": ("gptj", {"target_modules": ["lm_head", "q_proj"], "bias": "lora_only"}),
     "biases": ("gpt2", {"bias": "lora_only"}),
     "all biases": ("qwen2", {"bias": "all"}),

@@ -19,7 +19,7 @@ from quadriga.server.models.adapters.safetensors_header import (
     header_length,
     parse_header,
 )
-from quadriga.server.models.formats.gguf_reader import GGUFHeader, read_header
+from quadriga.server.models.formats import gguf_reader
 
 SAFETENSORS_NAME, PICKLE_NAME = "adapter_model.safetensors", "adapter_model.bin"
 LORA_TYPE = "lora"
@@ -117,7 +117,7 @@ class AdapterContent:
     weights_name: str
     weights: bytes
     config: PeftConfig | None = None
-    header: GGUFHeader | None = None
+    header: gguf_reader.GGUFHeader | None = None
 
     @cached_property
     def id(self) -> str:
@@ -149,8 +149,9 @@ def read_content(path: str | Path) -> AdapterContent:
     """
     found = adapter_file(path)
     if not found.is_dir():
-        header = _gguf_header(found)
-        return AdapterContent(found, found.name, _read(found), header=header)
+        data = _read(found)
+        header = _checked(found, gguf_reader.parse_header(data, found))
+        return AdapterContent(found, found.name, data, header=header)
     config, weights = _read_config(found), _weights_file(found)
     content = AdapterContent(found, weights.name, _read(weights), config)
     if weights.name == SAFETENSORS_NAME:
@@ -163,7 +164,7 @@ def read_content(path: str | Path) -> AdapterContent:
 
 def _summary(found: Path) -> AdapterSummary:
     if not found.is_dir():
-        metadata = _gguf_header(found).metadata
+        metadata = _checked(found, gguf_reader.read_header(found)).metadata
         base = metadata.get("general.base_model.0.name") or ""
         return AdapterSummary(found, str(base), 0, found.stat().st_size)
     config, weights = _read_config(found), _weights_file(found)
@@ -200,8 +201,8 @@ def _weights_file(directory: Path) -> Path:
     )
 
 
-def _gguf_header(file: Path) -> GGUFHeader:
-    header = read_header(file)
+def _checked(file: Path, header: gguf_reader.GGUFHeader) -> gguf_reader.GGUFHeader:
+    """Return the header of an adapter. Raise ModelError for that of something else."""
     kind = header.metadata.get("general.type")
     if kind != "adapter":
         raise ModelError(

@@ -21,7 +21,6 @@ _UNSUPPORTED = {
     "kasa_config": "train it without kasa_config",
     "layer_replication": "train it without layer_replication",
     "monteclora_config": "train it without monteclora_config",
-    "trainable_token_indices": "save the embedding by modules_to_save instead",
     "use_bdlora": "train it without use_bdlora",
     "use_qalora": "train it without use_qalora",
 }
@@ -42,6 +41,8 @@ class PeftConfig:
         excluded: likewise, of modules that do not change after all.
         layers: the numbers of the layers that change; None: all.
         modules_to_save: ends of the names of modules that are saved whole.
+        trained_tokens: ids of tokens whose vectors are saved, by the end of the name of their
+            table; "": the embedding.
         target_parameters: likewise of stacked weights, such as those of experts.
         bias: one of BIASES: which biases of the base are saved.
         uses_dora: rows have magnitudes of their own.
@@ -57,6 +58,7 @@ class PeftConfig:
     excluded: tuple[str, ...] | str
     layers: tuple[int, ...] | None
     modules_to_save: tuple[str, ...]
+    trained_tokens: dict[str, tuple[int, ...]]
     target_parameters: tuple[str, ...]
     bias: str
     uses_dora: bool
@@ -69,6 +71,13 @@ class PeftConfig:
     def rank_of(self, module: str) -> int:
         """Return the rank of a module. Raises ModelError for a broken expression."""
         return self.rank_pattern.get(_pattern_of(self.rank_pattern, module), self.rank)
+
+    def trained_tokens_of(self, module: str) -> tuple[int, ...]:
+        """Return the ids of the tokens that a module has vectors of."""
+        for name, token_ids in self.trained_tokens.items():
+            if not name or module == name or module.endswith(f".{name}"):
+                return token_ids
+        return ()
 
     def is_excluded(self, module: str) -> bool:
         """Return whether a module stays as it is. Raises ModelError for a broken expression."""
@@ -135,6 +144,7 @@ def parse_config(text: bytes) -> PeftConfig:
         excluded=_targets(config, "exclude_modules"),
         layers=_layers(config.get("layers_to_transform")),
         modules_to_save=_texts(config, "modules_to_save"),
+        trained_tokens=_trained_tokens(config.get("trainable_token_indices")),
         target_parameters=_texts(config, "target_parameters"),
         bias=_choice(config, "bias", BIASES),
         uses_dora=bool(config.get("use_dora")),
@@ -208,6 +218,16 @@ def _layers(value: object) -> tuple[int, ...] | None:
     if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
         raise _wrong("layers_to_transform", value, "a number of a layer, or a list of them")
     return tuple(sorted(set(numbers)))
+
+
+def _trained_tokens(value: object) -> dict[str, tuple[int, ...]]:
+    field = "trainable_token_indices"
+    by_name = value if isinstance(value, dict) else {"": value or []}
+    for token_ids in by_name.values():
+        is_list = isinstance(token_ids, list)
+        if not is_list or not all(isinstance(i, int) and i >= 0 for i in token_ids):
+            raise _wrong(field, value, "a list of token ids, or one for each table's name")
+    return {str(name): tuple(ids) for name, ids in by_name.items() if ids}
 
 
 def _choice(config: dict[str, Any], field: str, choices: tuple[str, ...]) -> str:

@@ -104,17 +104,28 @@ def read_header(path: Path) -> GGUFHeader:
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            header = _Cursor(data).header()
+            return parse_header(data, path)
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:  # an empty file cannot be mapped
+        raise ModelError(f"{path} is damaged or cut short: {error}; fetch the file again") from None
+
+
+def parse_header(data: mmap.mmap | bytes, path: Path) -> GGUFHeader:
+    """Read the metadata and the tensor index of a file's bytes. `path` is for errors.
+
+    Raises:
+        ModelError: the file is damaged or cut short.
+    """
+    try:
+        header = _Cursor(data).header()
         return GGUFHeader(checked_metadata(header.metadata), header.tensors)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}") from None
     except struct.error:
-        size = path.stat().st_size
         raise ModelError(
-            f"{path} is damaged or cut short: its header goes beyond the end, at {size:,} bytes;"
-            " fetch the file again"
+            f"{path} is damaged or cut short: its header goes beyond the end, at {len(data):,}"
+            " bytes; fetch the file again"
         ) from None
     except (ValueError, KeyError) as error:
         raise ModelError(f"{path} is damaged or cut short: {error}; fetch the file again") from None
@@ -166,7 +177,7 @@ def _kind_of(name: str) -> tuple[Any, str] | None:
 class _Cursor:
     """A position in the header."""
 
-    def __init__(self, data: mmap.mmap) -> None:
+    def __init__(self, data: mmap.mmap | bytes) -> None:
         self._data = data
         self._at = 0
 
