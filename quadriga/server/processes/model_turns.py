@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 
 class ModelState(enum.Enum):
-    """Whether the worker of a model runs."""
+    """Whether the worker of a model runs. LOST: no process of the model does, for good."""
 
     UNLOADED = "unloaded"
     LOADING = "loading"
     LOADED = "loaded"
     UNLOADING = "unloading"
     FAILED = "failed"
+    LOST = "lost"
 
 
 # A turn takes at least this many times as long as the loads around it, so that loads take at most a
