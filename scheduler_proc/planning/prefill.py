@@ -290,7 +290,10 @@ class StepTarget:
 # with streams earns some seconds, and a text that begins spends those that it is expected to take.
 # The time that steps take without texts is that of decode rows and of the prompts of chats.
 
-MAX_STREAM_SLOWDOWN = 1.5  # of the time between two tokens of a stream, without --itl-target
+# Of the time between two tokens of a stream, without --itl-target. It is 1.5 with what texts still
+# owe when the last stream ends.
+MAX_STREAM_SLOWDOWN = 1.47
+MEAN_AIM = 0.95  # of --itl-target, for the mean: steps have time between them, too
 MIN_TEXT_SHARE = 0.05  # of the time without texts, whatever the target says: texts always go on
 NUM_AVERAGED_STEPS = 32  # in the mean time of steps without texts
 
@@ -305,7 +308,7 @@ class TextShare:
 
     def __init__(self, args: SchedulerArgs, costs: step_cost.StepCosts) -> None:
         self._costs = costs
-        self._target_s = None if args.itl_target is None else AIM * args.itl_target / 1000
+        self._target_s = None if args.itl_target is None else MEAN_AIM * args.itl_target / 1000
         self._left_s = 0.0
         self._has_streams = False
         # Of the last step and, on average, of the steps with streams before it; without texts.

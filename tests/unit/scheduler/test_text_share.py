@@ -6,7 +6,12 @@ import pytest
 from quadriga.sampling.pooling import LOGPROBS, MEAN, Pooling
 from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire.to_scheduler import Submit
-from scheduler_proc.planning.prefill import AIM, MAX_STREAM_SLOWDOWN, MIN_TEXT_SHARE, TextShare
+from scheduler_proc.planning.prefill import (
+    MAX_STREAM_SLOWDOWN,
+    MEAN_AIM,
+    MIN_TEXT_SHARE,
+    TextShare,
+)
 from scheduler_proc.planning.step_cost import StepCosts
 from scheduler_proc.state.request import Request
 from tests.unit.simulation import World, reference, submit, vector_of
@@ -46,7 +51,7 @@ def time_of_texts(share: TextShare, num_steps: int = 2000) -> float:
     ("target_ms", "share"),
     [
         (None, MAX_STREAM_SLOWDOWN - 1),
-        (20.0, 0.9 * 20.0 / 8.8 - 1),
+        (20.0, MEAN_AIM * 20.0 / 8.8 - 1),
         (8.8 * 1.05, MIN_TEXT_SHARE),
         (1.0, MIN_TEXT_SHARE),
     ],
@@ -71,7 +76,7 @@ def test_prompts_of_chats_are_time_of_streams_and_leave_less_of_a_target(
     costs = KnownCosts()
     of_prompts = PROMPT_TOKENS * TOKEN_S / PROMPT_EVERY
     alone_s = costs.seconds(NUM_STREAMS) + of_prompts
-    target_ms = None if target_ratio is None else 1000 * target_ratio * alone_s / AIM
+    target_ms = None if target_ratio is None else 1000 * target_ratio * alone_s / MEAN_AIM
     share = TextShare(SchedulerArgs(itl_target=target_ms), costs)
     chat, embedded = request_of(submit("chat", [5, 6])), request_of(text())
     num_texts, num_steps = 0, 4000
