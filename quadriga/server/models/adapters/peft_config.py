@@ -221,12 +221,12 @@ def _layers(value: object) -> tuple[int, ...] | None:
 
 
 def _trained_tokens(value: object) -> dict[str, tuple[int, ...]]:
-    field = "trainable_token_indices"
-    by_name = value if isinstance(value, dict) else {"": value or []}
+    by_name: dict[str, Any] = value if isinstance(value, dict) else {"": value or []}
     for token_ids in by_name.values():
         is_list = isinstance(token_ids, list)
         if not is_list or not all(isinstance(i, int) and i >= 0 for i in token_ids):
-            raise _wrong(field, value, "a list of token ids, or one for each table's name")
+            wanted = "a list of token ids, or one for each table's name"
+            raise _wrong("trainable_token_indices", value, wanted)
     return {str(name): tuple(ids) for name, ids in by_name.items() if ids}
 
 
