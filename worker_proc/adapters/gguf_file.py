@@ -111,32 +111,42 @@ def _add(
     max_rank: int | None,
 ) -> bool:
     """Add the change of a matrix. Return False if the model has no such matrix."""
-    assert content.header is not None
     down, up = pair[DOWN], pair[UP]
+    if down.dim() != 2 or up.dim() != 2:
+        return False
     stored, is_weight, _ = hf_name(name, config["model_type"]).partition(".weight")
+    embedding, head = places.embedding, places.head
     is_embedding = stored == places.config.name("embedding")
+    is_head = stored == places.config.name("head") and head is not None
+    size = places.size_of(stored)
     if is_embedding:
-        size: tuple[int, int] | None = (places.embedding.inputs, places.embedding.outputs)
-        down = down.mT
-    elif stored == places.config.name("head") and places.head is not None:
-        size = (places.head.outputs, places.head.inputs)
-    else:
-        size = places.size_of(stored)
-    if size is None or not is_weight or down.dim() != 2 or up.dim() != 2:
+        size, down = (embedding.inputs, embedding.outputs), down.mT
+    elif head is not None and is_head:
+        size = (head.outputs, head.inputs)
+    if size is None or not is_weight:
         return False
     rank = up.shape[1]
     check_rank(rank, max_rank)
-    if tuple(up.shape) != (size[0], rank) or tuple(down.shape) != (rank, size[1]):
+    if not rank or tuple(up.shape) != (size[0], rank) or tuple(down.shape) != (rank, size[1]):
         raise ModelError(
             f"{name} has {DOWN} {list(pair[DOWN].shape)} and {UP} {list(up.shape)}, and the"
             f" model's matrix is [{size[0]}, {size[1]}]: it was trained on another model"
         )
-    alpha = float(content.header.metadata.get(ALPHA) or 0)
+    alpha = _alpha(content)
     up = deinterleave_heads(name, up, config) * (alpha / rank if alpha else 1.0)
     if is_embedding:
         assembly.add_embedding((up @ down).t())
-    elif places.head is not None and stored == places.config.name("head"):
-        assembly.add([(places.head, up)], down)
+    elif head is not None and is_head:
+        assembly.add([(head, up)], down)
     else:
         assembly.add(places.parts(stored, up), down)
     return True
+
+
+def _alpha(content: AdapterContent) -> float:
+    """Return alpha; 0: products are not scaled."""
+    assert content.header is not None
+    alpha = content.header.metadata.get(ALPHA, 0)
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ModelError(f"its header has {ALPHA} = {alpha!r}; it must be a number")
+    return float(alpha)

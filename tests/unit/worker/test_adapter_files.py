@@ -121,7 +121,7 @@ def change_tensors(adapter: Path, change: Callable[[dict[str, torch.Tensor]], No
     ("changes", "message"),
     [
         ({"peft_type": "IA3"}, "has peft_type 'IA3'; supported: 'LORA'"),
-        ({"r": 0}, "has r = 0; it must be a whole number from 1 on"),
+        ({"r": 0}, "has r = 0; it must be a whole number from 1 to 1000000"),
         ({"lora_alpha": None}, "has lora_alpha = None; it must be a number"),
         ({"rank_pattern": {"q_proj": "x"}}, "rank_pattern['q_proj'] = 'x'; it must be a whole"),
         ({"rank_pattern": {"q_(proj": 4}}, "cannot be used"),
@@ -232,6 +232,7 @@ def test_a_gguf_that_is_no_adapter_of_the_model_is_refused(
 ) -> None:
     other = gguf_adapter(model_dir, adapter, tmp_path / "other.gguf", architecture="qwen2")
     assert "is for the architecture 'qwen2', and the model is 'llama'" in refusal(model_dir, other)
+    assert read_content(other).header is not None
     wide = tiny_llama(tmp_path / "wide", hidden_size=192, head_dim=16)
     file = gguf_adapter(wide, make_adapter(wide, tmp_path / "of-wide"), tmp_path / "wide.gguf")
     assert "it was trained on another model" in refusal(model_dir, file)

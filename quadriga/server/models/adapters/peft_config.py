@@ -13,6 +13,7 @@ from quadriga.errors import ModelError, quoted
 CONFIG_NAME = "adapter_config.json"
 ALL_LINEAR = "all-linear"
 BIASES = ("none", "all", "lora_only")
+MAX_RANK, MAX_ALPHA = 1_000_000, 1e9
 PATTERN_TIMEOUT_S = 1.0  # of one comparison of a name with an expression
 # Fields that change what is computed, in a way that is not; each with its remedy.
 _UNSUPPORTED = {
@@ -173,16 +174,15 @@ def _wrong(field: str, value: object, wanted: str) -> ModelError:
 
 
 def _rank(value: object, field: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _wrong(field, value, "a whole number from 1 on")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_RANK:
+        raise _wrong(field, value, f"a whole number from 1 to {MAX_RANK}")
     return value
 
 
 def _number(value: object, field: str) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value):  # type: ignore[arg-type]
-        raise _wrong(field, value, "a number")
-    return float(value)  # type: ignore[arg-type]
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_ALPHA:
+        return float(value)
+    raise _wrong(field, value, f"a number up to {MAX_ALPHA:g}")
 
 
 def _text(config: dict[str, Any], field: str) -> str:

@@ -4,6 +4,8 @@ import json
 import struct
 import subprocess
 import sys
+from contextlib import suppress
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from quadriga.errors import ModelError
 from quadriga.server.models.adapters.content import adapter_id, check_adapter, read_content
+from quadriga.server.models.adapters.peft_config import parse_config
 
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"],
@@ -118,6 +121,24 @@ def test_a_file_that_is_no_adapter_is_refused(tmp_path: Path) -> None:
         check_adapter(tmp_path)
     with pytest.raises(ModelError, match=r"a\.gguf"):
         check_adapter(tmp_path / "a.gguf")
+
+
+WEIRD = [None, True, 0, -1, 2.5, 10**30, 10**400, float("inf"), float("nan"), "", "x", "(",
+         "(a+)+$", [], [1], ["x"], [[]], {}, {"x": 1}, {"x": None}, {"(": 1}]  # fmt: skip
+FIELDS = ["alpha_pattern", "base_model_name_or_path", "bias", "exclude_modules",
+          "init_lora_weights", "layers_to_transform", "lora_alpha", "modules_to_save", "peft_type",
+          "r", "rank_pattern", "target_modules", "target_parameters", "trainable_token_indices",
+          "use_dora", "use_rslora"]  # fmt: skip
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_any_value_of_a_field_is_read_or_refused(field: str) -> None:
+    module = "model.layers.0.self_attn.q_proj"
+    for value in WEIRD:
+        with suppress(ModelError):
+            config = parse_config(json.dumps({**CONFIG, field: value}).encode())
+            assert isfinite(config.scaling_of(module))
+            config.is_excluded(module)
 
 
 def test_reading_an_adapter_loads_no_torch() -> None:
