@@ -84,7 +84,8 @@ class ServerProcesses(Supervisor):
         self._swapped = {
             plan.name
             for plan in plans
-            if budget is not None or not plan.preload or plan.idle_unload_s is not None
+            if not plan.config.replicas.in_cluster
+            and (self._suspends or not plan.preload or plan.idle_unload_s is not None)
         }
         self._spares = SpareWorkers(program_of(SPARE))
         self._keeps_spare = bool(self._swapped)
