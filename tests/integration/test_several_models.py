@@ -144,7 +144,10 @@ def test_a_model_is_loaded_by_its_first_request_and_unloaded_when_it_is_idle(
         wait_until(lambda: served.states()["second"] == "loaded", 20)
         wait_until(lambda: set(served.states().values()) == {"unloaded"}, 20)
         assert served.server.pid_of("worker_proc@second") == 0
+        wait_until(lambda: served.server.pid_of("worker_proc.spare") != 0, 20)
+        spare = served.server.pid_of("worker_proc.spare")
         assert served.complete(model="second", max_tokens=NUM_TOKENS)["choices"] == expected
+        assert served.server.pid_of("worker_proc@second") == spare, "its command line is a worker's"
         assert served.post("/models/load", {"model": "first"}) == {"success": True}
         wait_until(lambda: served.states()["first"] == "loaded", 20)
         assert served.post("/models/unload", {"model": "gpt-4o"}) == {"success": True}
