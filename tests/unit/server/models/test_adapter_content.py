@@ -123,8 +123,8 @@ def test_a_file_that_is_no_adapter_is_refused(tmp_path: Path) -> None:
         check_adapter(tmp_path / "a.gguf")
 
 
-WEIRD = [None, True, 0, -1, 2.5, 10**30, 10**400, float("inf"), float("nan"), "", "x", "(",
-         "(a+)+$", [], [1], ["x"], [[]], {}, {"x": 1}, {"x": None}, {"(": 1}]  # fmt: skip
+WEIRD: list[Any] = [None, True, 0, -1, 2.5, 10**30, 10**400, float("inf"), float("nan"), "", "x",
+         "(", "(a+)+$", [], [1], ["x"], [[]], {}, {"x": 1}, {"x": None}, {"(": 1}]  # fmt: skip
 FIELDS = ["alpha_pattern", "base_model_name_or_path", "bias", "exclude_modules",
           "init_lora_weights", "layers_to_transform", "lora_alpha", "modules_to_save", "peft_type",
           "r", "rank_pattern", "target_modules", "target_parameters", "trainable_token_indices",
