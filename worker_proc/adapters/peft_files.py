@@ -21,6 +21,21 @@ from torch import Tensor
 from quadriga.errors import ModelError, quoted
 from quadriga.server.models.adapters.content import SAFETENSORS_NAME, AdapterContent, check_rank
 from quadriga.server.models.adapters.peft_config import PeftConfig
+from quadriga.server.models.adapters.peft_names import (
+    BASE_BIAS,
+    BASE_WEIGHT,
+    BIAS,
+    DOWN,
+    EMBEDDING_DOWN,
+    EMBEDDING_UP,
+    MAGNITUDE,
+    PREFIX,
+    TOKENS,
+    UP,
+    UP_BIAS,
+    WEIGHT,
+    split_name,
+)
 from quadriga.server.models.families.decoder_config import NAMES
 from worker_proc.adapters.base_tensors import BaseTensors
 from worker_proc.adapters.change import Adapter
@@ -28,16 +43,6 @@ from worker_proc.adapters.places import Assembly, Place, PlacedRows, Places
 from worker_proc.loading.loader import shown_names
 from worker_proc.models.base import plain_name
 
-PREFIX = "base_model.model."
-DOWN, UP, UP_BIAS = "lora_A.weight", "lora_B.weight", "lora_B.bias"
-MAGNITUDE = "lora_magnitude_vector"
-EMBEDDING_DOWN, EMBEDDING_UP = "lora_embedding_A", "lora_embedding_B"
-BASE_WEIGHT, BASE_BIAS = "base_layer.weight", "base_layer.bias"
-TOKENS = "token_adapter.trainable_tokens_delta"
-WEIGHT, BIAS = "weight", "bias"
-# The longest ones first: a name has the first end that fits.
-KINDS = (DOWN, UP, UP_BIAS, MAGNITUDE, EMBEDDING_DOWN, EMBEDDING_UP, TOKENS, BASE_WEIGHT, BASE_BIAS,
-         WEIGHT, BIAS)  # fmt: skip
 # What precedes the experts in the path of a module.
 _LAYER = re.compile(r"(?P<layer>(?:.*\.)?layers\.\d+)\..*")
 _STACKED = ("experts_gate_up", "experts_down")
@@ -156,6 +161,8 @@ class _Reader:
                 f"it has {len(unknown)} tensors that match nothing that can be changed here:"
                 f" {shown_names(unknown)}; {self._made_for()}"
             )
+        if not modules:
+            raise ModelError("it has no tensors: save the adapter again by save_pretrained")
         self._check_targets(modules)
         self._base.read()
         if self._tables:
@@ -168,14 +175,11 @@ class _Reader:
         unknown = []
         for name, tensor in load_tensors(self._content).items():
             check_finite(name, tensor)
-            path = name.removeprefix(PREFIX).replace(".default.", ".")
-            if path.endswith(f"{MAGNITUDE}.weight"):
-                path = path.removesuffix(".weight")
-            kind = next((kind for kind in KINDS if path.endswith(f".{kind}")), None)
-            if kind is None:
+            if (parts := split_name(name)) is None:
                 unknown.append(name)
             else:
-                modules[path.removesuffix(f".{kind}")][kind] = tensor
+                module, kind = parts
+                modules[module][kind] = tensor
         return modules, unknown
 
     def _add(self, module: str, tensors: ModuleTensors) -> bool:

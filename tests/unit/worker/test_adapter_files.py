@@ -159,6 +159,7 @@ def put(name: str, value: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], N
         (put(f"{Q_PROJ}.lora_B.weight", torch.ones(97, 4)),
          "q_proj.lora_B.weight is [97, 4], and the model needs [96, 4]"),
         (put(f"{Q_PROJ}.lora_B.weight", torch.full((96, 4), torch.nan)), "NaN or infinite"),
+        (lambda tensors: tensors.clear(), "it has no tensors"),
         (lambda tensors: tensors.pop(f"{Q_PROJ}.lora_B.weight"),
          "has lora_A.weight, but not the other one"),
     ],

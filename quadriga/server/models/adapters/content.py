@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from quadriga import disk
-from quadriga.errors import ModelError
+from quadriga.errors import ModelError, quoted
 from quadriga.server.models.adapters.peft_config import CONFIG_NAME, PeftConfig, parse_config
+from quadriga.server.models.adapters.peft_names import split_name
 from quadriga.server.models.adapters.safetensors_header import (
     HeaderEntry,
     header_length,
@@ -173,12 +174,21 @@ def _summary(found: Path) -> AdapterSummary:
         try:
             with weights.open("rb") as file:
                 start = file.read(8)
-                parse_header(start + file.read(header_length(start) - 8), num_bytes)
+                header = start + file.read(header_length(start) - 8)
+            _check_names(parse_header(header, num_bytes))
         except OSError as error:
             raise ModelError(f"cannot read {weights}: {error.strerror}") from None
         except ModelError as error:
             raise ModelError(f"the adapter's {weights}: {error}") from None
     return AdapterSummary(found, config.base, config.largest_rank, num_bytes)
+
+
+def _check_names(tensors: dict[str, HeaderEntry]) -> None:
+    """Raise ModelError for a file without tensors of LoRA, or with others."""
+    unknown = [name for name in tensors if split_name(name) is None]
+    if unknown or not tensors:
+        named = f"the tensor {quoted(unknown[0])}, which is none" if unknown else "no tensors"
+        raise ModelError(f"it has {named} of LoRA; save the adapter again by save_pretrained")
 
 
 def _read_config(directory: Path) -> PeftConfig:

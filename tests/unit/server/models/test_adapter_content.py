@@ -111,6 +111,21 @@ def test_a_damaged_file_is_refused_before_it_is_loaded(
         assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({}, "it has no tensors of LoRA"),
+        ({"base_model.model.a.lokr_w1.weight": ("F32", [], bytes(4))}, "lokr_w1.weight', which is"),
+        ({"base_model.model.a.lora_E": ("F32", [], bytes(4))}, "lora_E', which is none of LoRA"),
+    ],
+)
+def test_tensors_of_other_methods_are_refused_by_their_names(
+    tensors: dict[str, tuple[str, list[int], bytes]], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        check_adapter(write_adapter(tmp_path / "adapter", safetensors(tensors)))
+
+
 def test_a_file_that_is_no_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="there is no such file or directory"):
         check_adapter(tmp_path / "none")
