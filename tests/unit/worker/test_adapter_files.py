@@ -10,16 +10,25 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from quadriga.errors import ModelError
 from quadriga.server.models.adapters.content import read_content
-from tests.adapted_runs import check_adapted, files_of, torch_runner
+from tests.adapted_runs import (
+    COUNT,
+    check_adapted,
+    check_answer,
+    files_of,
+    run_adapted,
+    torch_runner,
+)
 from tests.gguf_adapters import gguf_adapter
 from tests.tiny_adapters import make_adapter
+from tests.tiny_experts import EXPERTS, tiny_mxfp4
 from tests.tiny_models import FAMILIES, tiny_llama
 from tests.unit.gguf_checkpoint import gguf_of
 from tests.unit.quantized_checkpoint import FORMATS, quantize_checkpoint
-from tests.unit.worker_driver import load_on_cpu, runner_of
+from tests.unit.worker_driver import load_on_cpu, prompts_of, runner_of
 from worker_proc.adapters.places import Places
 from worker_proc.adapters.reading import read_adapter
 from worker_proc.loading.loader import load_model
@@ -76,6 +85,43 @@ def test_an_adapter_of_a_pickle_has_the_numbers_of_safetensors(tmp_path: Path) -
     runner = torch_runner(files_of(directory), [adapter])
     save_file(tensors, adapter / WEIGHTS)
     check_adapted(runner, directory, [adapter])
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [("mixtral", ["w1", "w2", "w3"]), ("qwen3_moe", ["gate_proj", "up_proj", "down_proj"])],
+)
+def test_experts_that_are_named_one_by_one(family: str, targets: list[str], tmp_path: Path) -> None:
+    """As PEFT wrote them before transformers 5, whose modules have no such names any more."""
+    directory = EXPERTS[family](tmp_path / "model")
+    merged = EXPERTS[family](tmp_path / "merged")
+    weights, draw = load_file(directory / "model.safetensors"), torch.Generator().manual_seed(1)
+    tensors: dict[str, torch.Tensor] = {}
+    for name in [name for name in weights if name.split(".")[-2] in targets]:
+        outputs, inputs = weights[name].shape
+        down = torch.randn(4, inputs, generator=draw) * 0.1
+        up = torch.randn(outputs, 4, generator=draw) * 0.2
+        weights[name] = weights[name] + 2 * up @ down
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors |= {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}
+    assert any(".experts." in name for name in tensors)
+    save_file(weights, merged / "model.safetensors", {"format": "pt"})
+    (tmp_path / "adapter").mkdir()
+    save_file(tensors, tmp_path / "adapter" / WEIGHTS)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": targets}
+    (tmp_path / "adapter" / CONFIG).write_text(json.dumps(config))
+    requests = [(prompt, 0) for prompt in prompts_of([5, 30])]
+    runner = torch_runner(files_of(directory), [tmp_path / "adapter"])
+    answers = run_adapted(runner, requests, COUNT)
+    model = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).eval()
+    for (prompt, _), answer in zip(requests, answers, strict=True):
+        check_answer(model, prompt, answer)
+
+
+def test_dora_beside_experts_in_mxfp4(tmp_path: Path) -> None:
+    decoded, stored = tiny_mxfp4(tmp_path)
+    adapter = make_adapter(decoded, tmp_path / "adapter", use_dora=True)
+    check_adapted(torch_runner(files_of(stored), [adapter]), decoded, [adapter])
 
 
 # --- mistakes ---
