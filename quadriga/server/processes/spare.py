@@ -148,6 +148,8 @@ def show_command_line(command: Sequence[str]) -> None:
         return
     words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(words[ARG_START]), int(words[ARG_END])
+    if not 0 < start < end:  # some sandboxes do not say where it is
+        return
     text = b"".join(word.encode() + b"\0" for word in command)
     room = end - start - 1
     ctypes.memmove(start, text[:room].ljust(room, b" ") + b"\0", room + 1)
