@@ -88,13 +88,17 @@ class Adapter:
         changes = {number: change.to(device) for number, change in self.changes.items()}
         return Adapter(changes, _moved(self.embedding, device))
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors."""
+        for change in self.changes.values():
+            yield from change.tensors()
+        if self.embedding is not None:
+            yield self.embedding
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors in float32."""
-        tensors = [tensor for change in self.changes.values() for tensor in change.tensors()]
-        if self.embedding is not None:
-            tensors.append(self.embedding)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
 
 
 def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:

@@ -7,6 +7,7 @@ biases that were trained whole have their own names. Source: PEFT 0.21, `peft/tu
 """
 
 import io
+import logging
 import pickle
 import re
 from collections import defaultdict
@@ -153,8 +154,15 @@ class _Reader:
             self._find(module) == self._places.config.name("head") and TOKENS in tensors
             for module, tensors in modules.items()
         )
+        passed_over = [name for name in modules if self._is_passed_over(name, modules[name])]
+        if passed_over:
+            logging.warning(
+                "an adapter changes %d modules that texts do not need, and which are left out: %s",
+                len(passed_over),
+                shown_names(passed_over),
+            )
         for module, tensors in modules.items():
-            if not self._is_passed_over(module, tensors) and not self._add(module, tensors):
+            if module not in passed_over and not self._add(module, tensors):
                 unknown += [f"{PREFIX}{module}.{kind}" for kind in tensors]
         if unknown:
             raise ModelError(
@@ -245,22 +253,18 @@ class _Reader:
                 self._check_shape(module, kind, tensor, expected)
         values = {kind: tensor.float() for kind, tensor in tensors.items()}
         down, up = self._product(module, values, outputs, inputs)
+        self._check_magnitude(module, tensors, up is not None)
         if up is not None:
             self._assembly.add(matrix.place(up), down)
         if (bias := values.get(UP_BIAS)) is not None:
             if MAGNITUDE in values:
                 raise ModelError(f"{module} has {UP_BIAS} and {MAGNITUDE}: leave out lora_bias")
             self._assembly.add_shift(matrix.place(bias * self._config.scaling_of(module)))
-        self._add_from_base(module, matrix, values, down, up)
+        self._add_from_base(matrix, values, down, up)
         return True
 
     def _add_from_base(
-        self,
-        module: str,
-        matrix: "_Matrix",
-        values: ModuleTensors,
-        down: Tensor | None,
-        up: Tensor | None,
+        self, matrix: "_Matrix", values: ModuleTensors, down: Tensor | None, up: Tensor | None
     ) -> None:
         """Add what depends on the base's tensors, too, when they are read."""
         if (magnitude := values.get(MAGNITUDE)) is not None:
@@ -274,8 +278,7 @@ class _Reader:
                 self._base.need(f"{place.name}.bias", partial(self._add_new_bias, place, rows))
         if (weight := values.get(WEIGHT, values.get(BASE_WEIGHT))) is not None:
             for place, rows in matrix.place(weight):
-                take = partial(self._add_new_weight, place, rows, "" if up is None else module)
-                self._base.need(f"{place.name}.weight", take)
+                self._base.need(f"{place.name}.weight", partial(self._add_new_weight, place, rows))
 
     def _product(
         self, module: str, tensors: ModuleTensors, outputs: int, inputs: int
@@ -304,6 +307,15 @@ class _Reader:
         check_rank(rank, self._max_rank)
         return rank
 
+    def _check_magnitude(self, module: str, tensors: ModuleTensors, is_changed: bool) -> None:
+        """Check that a module has a magnitude where the config says so, and nowhere else."""
+        if is_changed and self._config.uses_dora != (MAGNITUDE in tensors):
+            has = "has" if MAGNITUDE in tensors else "has no"
+            raise ModelError(
+                f"{module} {has} {MAGNITUDE}, and its config says use_dora ="
+                f" {self._config.uses_dora}: adapter_config.json is of another adapter"
+            )
+
     def _check_shape(
         self, module: str, kind: str, tensor: Tensor, expected: tuple[int, ...]
     ) -> None:
@@ -328,19 +340,9 @@ class _Reader:
     def _add_new_bias(self, place: Place, bias: Tensor, stored: Tensor) -> None:
         self._assembly.add_shift([(place, bias - stored)])
 
-    def _add_new_weight(
-        self, place: Place, weight: Tensor, product_of: str, stored: Tensor
-    ) -> None:
-        """Add the differences of a weight; `product_of` is its module, if it has a product, too."""
-        differences = weight - stored
-        if not bool(differences.any()):
-            return
-        if product_of:
-            raise ModelError(
-                f"{product_of} is both saved whole, with changed weights, and changed by {DOWN};"
-                " leave it out of one of modules_to_save and target_modules"
-            )
-        self._assembly.add([(place, differences)], None)
+    def _add_new_weight(self, place: Place, weight: Tensor, stored: Tensor) -> None:
+        if bool((differences := weight - stored).any()):
+            self._assembly.add([(place, differences)], None)
 
     def _check_same(self, module: str, bias: Tensor, stored: Tensor) -> None:
         if not torch.equal(bias.float(), stored):
@@ -383,6 +385,7 @@ class _Reader:
         rank = self._check_rank(module, len(down))
         self._check_shape(module, EMBEDDING_DOWN, down, (rank, entries))
         self._check_shape(module, EMBEDDING_UP, up, (channels, rank))
+        self._check_magnitude(module, tensors, True)
         product = down.float().t() @ (up.float() * self._config.scaling_of(module)).t()
         magnitude = tensors.get(MAGNITUDE)
         if magnitude is None:

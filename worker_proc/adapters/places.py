@@ -184,16 +184,19 @@ class Assembly:
             down: D [rank, inputs]; None: the identity.
 
         Raises:
-            ModelError: a matrix has another change that cannot be together with this one.
+            ModelError: the rows have another change.
         """
         for place, up in places:
             begin = 0
             if down is not None:
                 begin = self._begin_of(place, down)
             elif place.number in self._parts:
-                raise ModelError("a matrix is both saved whole and changed by low-rank products")
+                raise _changed_twice(place)
             part = Part(place.first, _own(self._rows(place, up)), begin)
-            self._parts.setdefault(place.number, []).append(part)
+            rows, others = part.rows, self._parts.setdefault(place.number, [])
+            if any(rows.start < o.rows.stop and o.rows.start < rows.stop for o in others):
+                raise _changed_twice(place)
+            others.append(part)
 
     def add_gain(self, places: list[PlacedRows]) -> None:
         """Multiply rows of matrices by gains [outputs]."""
@@ -233,7 +236,7 @@ class Assembly:
         if place.parallel is Parallel.ROW:
             down = down.chunk(rank.count, 1)[rank.rank]
         if place.number in self._parts and place.number not in self._downs:
-            raise ModelError("a matrix is both saved whole and changed by low-rank products")
+            raise _changed_twice(place)
         for other in self._downs.setdefault(place.number, []):
             if other.data_ptr() == down.data_ptr():
                 return begin
@@ -255,6 +258,13 @@ class Assembly:
         if place.number not in vectors:
             vectors[place.number] = torch.full((self._places.outputs[place.number],), unchanged)
         return vectors[place.number][place.first : place.first + size]
+
+
+def _changed_twice(place: Place) -> ModelError:
+    return ModelError(
+        f"it changes {place.name} in two ways, by modules_to_save, target_modules or"
+        " trainable_token_indices, which is not supported: leave it out of all but one of them"
+    )
 
 
 def _own(tensor: Tensor) -> Tensor:

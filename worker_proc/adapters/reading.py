@@ -34,10 +34,14 @@ def read_adapter(
     """
     try:
         if content.config is None:
-            return read_gguf(content, places, files.config, max_rank)
-        _check_base(content.config, files)
-        base = BaseTensors(files, places.config)
-        return read_peft(content, places, base, max_rank)
+            adapter = read_gguf(content, places, files.config, max_rank)
+        else:
+            _check_base(content.config, files)
+            base = BaseTensors(files, places.config)
+            adapter = read_peft(content, places, base, max_rank)
+        if not all(bool(tensor.isfinite().all()) for tensor in adapter.tensors()):
+            raise ModelError("its numbers overflow in float32; train it again")
+        return adapter
     except ModelError as error:
         raise ModelError(f"the adapter {content.path}: {error}") from None
 

@@ -177,6 +177,7 @@ def change_tensors(adapter: Path, change: Callable[[dict[str, torch.Tensor]], No
         ({"r": 5}, "has rank 4, and its config says 5: adapter_config.json is of another adapter"),
         ({"target_modules": ["q_proj", "v_proj"]},
          "names model.layers.0.self_attn.v_proj in target_modules, and it has no tensors of it"),
+        ({"use_dora": True}, "has no lora_magnitude_vector, and its config says use_dora = True"),
         ({"layers_to_transform": "x"}, "layers_to_transform = 'x'; it must be a number of a layer"),
     ],
 )  # fmt: skip
@@ -205,6 +206,8 @@ def put(name: str, value: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], N
         (put(f"{Q_PROJ}.lora_B.weight", torch.ones(97, 4)),
          "q_proj.lora_B.weight is [97, 4], and the model needs [96, 4]"),
         (put(f"{Q_PROJ}.lora_B.weight", torch.full((96, 4), torch.nan)), "NaN or infinite"),
+        (put(f"{Q_PROJ}.lora_magnitude_vector", torch.ones(96)), "says use_dora = False"),
+        (put(f"{Q_PROJ}.lora_B.weight", torch.full((96, 4), 3e38)), "overflow in float32"),
         (lambda tensors: tensors.clear(), "it has no tensors"),
         (lambda tensors: tensors.pop(f"{Q_PROJ}.lora_B.weight"),
          "has lora_A.weight, but not the other one"),
@@ -266,6 +269,27 @@ def test_dora_beside_random_weights_is_refused(model_dir: Path, tmp_path: Path) 
     files = replace(files_of(model_dir), weights=None)
     with pytest.raises(ModelError, match="are random: start without --load-format dummy"):
         read_adapter(read_content(adapter), Places.of(load_on_cpu(model_dir)), files)
+
+
+def test_a_matrix_that_changes_in_two_ways_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(model_dir, tmp_path / "adapter", target_modules=["lm_head"])
+    change_config(adapter, trainable_token_indices=[1])
+    name = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    change_tensors(adapter, put(name, torch.ones(1, 96)))
+    assert "it changes model.embed_tokens in two ways" in refusal(model_dir, adapter)
+
+
+def test_a_part_that_texts_do_not_need_is_left_out_with_a_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = FAMILIES["gemma3_text"](tmp_path / "model")
+    adapter = make_adapter(directory, tmp_path / "adapter")
+    image = "base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj.lora_{}.weight"
+    change_tensors(adapter, put(image.format("A"), torch.ones(4, 16)))
+    change_tensors(adapter, put(image.format("B"), torch.ones(16, 4)))
+    places = Places.of(load_on_cpu(directory))
+    assert read_adapter(read_content(adapter), places, files_of(directory)).changes
+    assert "an adapter changes 1 modules that texts do not need" in caplog.text
 
 
 def test_trained_norms_are_refused(tmp_path: Path) -> None:
