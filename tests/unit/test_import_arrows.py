@@ -20,6 +20,7 @@ BENCHES_OF_THE_WORKER = {
     "bench/gpu/profile.py",
     "bench/peers/models.py",
     "bench/quality.py",
+    "bench/roofline/adapters.py",
     "bench/roofline/machine_speed.py",
     "bench/worker_steps.py",
 }

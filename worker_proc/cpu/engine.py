@@ -12,6 +12,8 @@ from torch import Tensor
 from quadriga.server.models.families.architectures import INT8_SCALE_BYTES
 from quadriga.server.processes.machine import Cpus
 from quadriga.wire.worker import DECODE, StepPlan
+from worker_proc.adapters.change import Adapter
+from worker_proc.cpu.adapters import PackedAdapter, pack_adapter
 from worker_proc.cpu.build import fastest_compute_type, load_kernels
 from worker_proc.cpu.memory import KVPools
 from worker_proc.cpu.pack_store import PackStore
@@ -26,7 +28,7 @@ from worker_proc.cpu.program import (
     check_heads,
     check_layout,
 )
-from worker_proc.cpu.recorder import Recorded, Recorder, StepRows
+from worker_proc.cpu.recorder import MatrixPlace, Recorded, Recorder, StepRows
 from worker_proc.cpu.weights import CodedWeights, round_up
 from worker_proc.models.attention import Ints
 from worker_proc.models.base import Model
@@ -58,6 +60,7 @@ class NativeEngine(Engine):
 
     name = "native"
     has_equal_bits = True
+    supports_adapters = True
 
     def __init__(
         self,
@@ -96,6 +99,9 @@ class NativeEngine(Engine):
         self._weights = CodedWeights(bits, store)
         self.output_norm, self.has_head = OutputNorm.of(model), model.has_head
         self.classifier = Classifier.of(model)
+        self._adapters: dict[int, PackedAdapter] = {}
+        self._adapter_addresses = (ctypes.c_void_p * 0)()
+        self._adapted_width = 0
         self._record(model, num_pages, page_size, int8_pages, pools)
         self._weights.close_store()
         self._weights.log_bytes()
@@ -172,11 +178,19 @@ class NativeEngine(Engine):
             add_nonfinite(output, broken, np.arange(count), first, begins)
         return output
 
-    def logits(self, hidden: Tensor, adapters: Ints | None = None) -> Tensor:  # noqa: ARG002
-        self._reserve(self._head, len(hidden))
-        self._step.row_count = 0  # nothing here attends
+    def logits(self, hidden: Tensor, adapters: Ints | None = None) -> Tensor:
+        step, count = self._step, len(hidden)
+        self._reserve(self._head, count)
+        of_slots = step.adapters
+        step.row_count, step.adapters = 0, None  # nothing here attends
+        if adapters is not None:  # as if row i were of slot i
+            self._make_rows(count)
+            self._rows.slots[:count], self._rows.computed[:count] = np.arange(count), 0
+            self._rows.num_tokens[:count] = 1
+            step.row_count, step.adapters = count, adapters.ctypes.data
         self._point(Buffer.RESIDUAL, hidden)
-        self._call(self._library.quadriga_run, self._head, len(hidden), None)
+        self._call(self._library.quadriga_run, self._head, count, None)
+        step.adapters = of_slots
         if (residual := self._buffers.get(Buffer.RESIDUAL)) is not None:
             self._point(Buffer.RESIDUAL, residual)
         return self._buffers[Buffer.LOGITS][: len(hidden), : self._vocab_size]
@@ -198,6 +212,43 @@ class NativeEngine(Engine):
             ctypes.c_int64(self._step.threads),
         )
         return tokens
+
+    def pack_adapter(self, adapter: Adapter) -> PackedAdapter:
+        return pack_adapter(
+            adapter, self._changeable, self._embedding, self._num_places, self._dtype
+        )
+
+    def set_adapter(self, index: int, adapter: Adapter | None) -> None:
+        if adapter is None:
+            packed = self._adapters.pop(index, None)
+        else:
+            packed = adapter if isinstance(adapter, PackedAdapter) else self.pack_adapter(adapter)
+            self._adapters[index] = packed
+            self._make_room_for_adapters(index + 1, packed.width)
+        if index < len(self._adapter_addresses):
+            held = self._adapters.get(index)
+            address = None if held is None else ctypes.addressof(held.places)
+            self._adapter_addresses[index] = address
+        if self.draft is not None:
+            self.draft.set_adapter(index, packed if adapter is not None else None)
+
+    def _make_room_for_adapters(self, count: int, width: int) -> None:
+        """Let steps have `count` adapters, of which a row has `width` elements at most."""
+        if count > len(self._adapter_addresses):
+            grown = (ctypes.c_void_p * count)(*self._adapter_addresses)
+            self._adapter_addresses = grown
+            for recorded in self._programs:
+                recorded.program.adapter_count = count
+                recorded.program.adapters = ctypes.addressof(grown)
+        if width > self._adapted_width:
+            self._adapted_width = width
+            self._buffers.pop(Buffer.ADAPTED, None)
+            for recorded in self._programs:
+                recorded.widths[Buffer.ADAPTED], recorded.room = width, 0
+
+    @property
+    def _programs(self) -> tuple[Recorded, ...]:
+        return self._body, self._head, self._sampled_body, self._whole
 
     @contextmanager
     def timed(self) -> Iterator[list[tuple[OpKind, float]]]:
@@ -227,10 +278,13 @@ class NativeEngine(Engine):
         pools: KVPools | None,
     ) -> None:
         shape, weights = model.attention_shape, self._weights
-        body, head = Recorder(shape, weights), Recorder(shape, weights)
+        places = MatrixPlace.of_model(model)
+        body, head = Recorder(shape, weights, places), Recorder(shape, weights, places)
         model.forward(body)
         if model.has_head:
             model.compute_logits(head, Buffer.RESIDUAL)
+        self._changeable = body.changeable | head.changeable
+        self._embedding, self._num_places = body.embedding, len(places)
         dim = round_up(shape.head_dim, LANES)
         row_bytes = dim + INT8_SCALE_BYTES if int8_pages else dim * self._dtype.itemsize
         page_bytes = page_size * 2 * shape.kv_heads * row_bytes
@@ -285,8 +339,7 @@ class NativeEngine(Engine):
         if table is not self._table:
             self._set_table(table)
         self.pools.reach(table.num_pages_used)
-        if max(rows, samples) > len(self._rows.slots):
-            self._set_rows(StepRows.of(round_up(max(rows, samples), 64)))
+        self._make_rows(max(rows, samples))
         self._step.row_count = rows
 
     def _set_table(self, table: SlotTable) -> None:
@@ -296,10 +349,16 @@ class NativeEngine(Engine):
         step.page_table, step.page_stride = pages.data_ptr(), pages.stride(0)
         step.nonfinite_from = table.nonfinite_from.data_ptr()
         step.second_from = table.second_from.ctypes.data
+        step.adapters = table.adapters.ctypes.data
         sampling = table.sampling
         arrays = (table.num_known, table.num_computed, table.num_pages_of, sampling.greedy_only)
         self._slots = Slots(table.num_slots, *(values.ctypes.data for values in arrays))
         self._table = table
+
+    def _make_rows(self, count: int) -> None:
+        """Make room for the rows of a step."""
+        if count > len(self._rows.slots):
+            self._set_rows(StepRows.of(round_up(count, 64)))
 
     def _set_rows(self, rows: StepRows) -> None:
         """Let the kernels read and write these rows."""
@@ -349,12 +408,14 @@ class NativeEngine(Engine):
         step.token_count = tokens
         step.sampled = None if sampled is None else sampled.data_ptr()
         step.sampled_count = tokens if sampled is None else len(sampled)
-        step.op_seconds = None
-        if self._timed is None:
-            return run(ctypes.byref(program), ctypes.byref(step), *arguments)
-        seconds = (ctypes.c_float * program.op_count)()
-        step.op_seconds = ctypes.addressof(seconds)
+        step.op_seconds, step.has_unknown_adapter = None, 0
+        seconds = None
+        if self._timed is not None:
+            seconds = (ctypes.c_float * program.op_count)()
+            step.op_seconds = ctypes.addressof(seconds)
         result = run(ctypes.byref(program), ctypes.byref(step), *arguments)
-        if seconds[0]:
+        if step.has_unknown_adapter:
+            raise ValueError("a row has an adapter that is not loaded")
+        if seconds is not None and self._timed is not None and seconds[0]:
             self._timed.append((program, seconds))
         return result

@@ -47,6 +47,11 @@ def allocate(num_bytes: int) -> Tensor:
     return torch.from_numpy(memory[:num_bytes])
 
 
+def allocate_apart(num_bytes: int) -> Tensor:
+    """Allocate as `allocate` does; the system has the memory again as soon as it is not used."""
+    return torch.from_numpy(_map(max(num_bytes, 1))[:num_bytes])
+
+
 def _map(length: int) -> NDArray[np.uint8]:
     """Return `length` zero bytes, in large pages if the system has them."""
     # Private: Linux gives large pages to shared memory only if it is configured to.

@@ -11,6 +11,7 @@ from quadriga.server.models.model_impl import check_native_heads
 from worker_proc.models.attention import AttentionShape
 
 LANES = 16  # outputs of a panel
+NO_PLACE = -1  # of a matrix that no adapter changes
 
 
 class OpKind(IntEnum):
@@ -36,6 +37,7 @@ class OpKind(IntEnum):
     SORT_ROWS = 17
     GATHER = 18
     ADD_EXPERTS = 19
+    ADAPT = 20
 
 
 class Buffer(IntEnum):
@@ -57,6 +59,7 @@ class Buffer(IntEnum):
     EXPERT_INNER = 10
     EXPERT_OUTPUT = 11
     ARRANGED = 12
+    ADAPTED = 13
 
 
 QUANTIZED_BUFFERS = (Buffer.QUANTIZED, Buffer.EXPERT_QUANTIZED)
@@ -129,6 +132,35 @@ class Matrix(ctypes.Structure):
     ]
 
 
+class UpRun(ctypes.Structure):
+    """Panels of an adapter's U whose products have the same inputs."""
+
+    _fields_ = [
+        ("begin", ctypes.c_int64),
+        ("end", ctypes.c_int64),
+        ("step", ctypes.c_int64),
+        ("words", ctypes.c_void_p),
+        ("panel_units", ctypes.c_int64),
+        ("first", ctypes.c_int64),
+        ("depth", ctypes.c_int64),
+    ]
+
+
+class AdapterPlace(ctypes.Structure):
+    """What an adapter changes of a matrix."""
+
+    _fields_ = [
+        ("changes", ctypes.c_int64),
+        ("down", ctypes.c_void_p),
+        ("down_panels", ctypes.c_int64),
+        ("runs", ctypes.c_void_p),
+        ("run_count", ctypes.c_int64),
+        ("gain", ctypes.c_void_p),
+        ("shift", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+    ]
+
+
 class Op(ctypes.Structure):
     """An operation of a program."""
 
@@ -160,6 +192,7 @@ class Op(ctypes.Structure):
         ("num_chosen", ctypes.c_int64),
         ("renormalize", ctypes.c_int64),
         ("by_expert", ctypes.c_int64),
+        ("place", ctypes.c_int64),
     ]
 
 
@@ -180,6 +213,8 @@ class Program(ctypes.Structure):
         ("position_vectors", ctypes.c_void_p),
         ("second_type", ctypes.c_void_p),
         ("bidirectional", ctypes.c_int64),
+        ("adapter_count", ctypes.c_int64),
+        ("adapters", ctypes.c_void_p),
     ]
 
 
@@ -208,6 +243,8 @@ class Step(ctypes.Structure):
         ("nonfinite_from", ctypes.c_void_p),
         ("second_from", ctypes.c_void_p),
         ("has_nonfinite", ctypes.c_int64),
+        ("adapters", ctypes.c_void_p),
+        ("has_unknown_adapter", ctypes.c_int64),
     ]
 
 
@@ -238,7 +275,10 @@ def check_layout(library: ctypes.CDLL) -> None:
     """Raise ModelError if the compiled kernels have structures of another size."""
     library.quadriga_size.restype = ctypes.c_int64
     library.quadriga_size.argtypes = [ctypes.c_int64]
-    for number, structure in enumerate((Matrix, Op, Program, Step, Slots)):
+    structures = (Matrix, Op, Program, Step, Slots, None, UpRun, AdapterPlace)
+    for number, structure in enumerate(structures):
+        if structure is None:  # the rows of the sampler, whose fields SAMPLING_ROW has
+            continue
         if library.quadriga_size(number) != ctypes.sizeof(structure):
             raise ModelError(
                 f"the compiled kernels have another {structure.__name__}: rebuild them"

@@ -1,6 +1,7 @@
 """Record a model as a program: the list of operations that the CPU kernels run."""
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -9,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quadriga.errors import ModelError
-from worker_proc.cpu.program import LANES, Buffer, Format, Matrix, Op, OpKind, Program
+from worker_proc.cpu.adapters import ChangeableMatrix
+from worker_proc.cpu.program import LANES, NO_PLACE, Buffer, Format, Matrix, Op, OpKind, Program
 from worker_proc.cpu.weights import GROUP_SIZE, PackedWeights, round_up
 from worker_proc.models.attention import AttentionShape, Ints
+from worker_proc.models.base import Model
 from worker_proc.models.layers import (
     Activation,
     Attention,
@@ -43,6 +46,22 @@ EXPERT_BUFFERS = (
 QUANTIZED_GROUP_BYTES = GROUP_SIZE + 12  # the codes of a group of inputs, a scale and two sums
 
 
+class MatrixPlace(NamedTuple):
+    """Number and size of a matrix, of which adapters change the rows."""
+
+    number: int
+    outputs: int
+    inputs: int
+
+    @classmethod
+    def of_model(cls, model: Model) -> "dict[Linear | Embedding, MatrixPlace]":
+        """Return the place of each matrix of a model, before its weights are taken."""
+        return {
+            matrix: cls(number, *matrix.weight.shape)
+            for number, matrix in enumerate(model.matrices())
+        }
+
+
 class Recorder(Ops[Buffer]):
     """Records operations; the values of the model are the numbers of buffers.
 
@@ -50,11 +69,28 @@ class Recorder(Ops[Buffer]):
         ops: the operations recorded so far.
         widths: elements in a row of each buffer that is written.
         rows_per_token: rows of each buffer for a token; missing: one.
+        changeable: the matrices that adapters can change, by their numbers.
+        embedding: the number of the table of the tokens' embeddings.
         position_vectors: address of the embeddings of positions, or None.
         second_type: address of what is added to tokens of the second type, or None.
     """
 
-    def __init__(self, shape: AttentionShape, weights: PackedWeights) -> None:
+    def __init__(
+        self,
+        shape: AttentionShape,
+        weights: PackedWeights,
+        places: Mapping[Linear | Embedding, "MatrixPlace"],
+    ) -> None:
+        """Record nothing yet.
+
+        Args:
+            shape: of the attention.
+            weights: take the weights of the layers.
+            places: of the matrices in adapters.
+        """
+        self.changeable: dict[int, ChangeableMatrix] = {}
+        self.embedding = NO_PLACE
+        self._places = places
         self.ops: list[Op] = []
         self.widths: dict[Buffer, int] = {}
         self.rows_per_token: dict[Buffer, int] = {}
@@ -79,7 +115,8 @@ class Recorder(Ops[Buffer]):
             self.second_type = self._weights.keep_floats(second_type)
         matrix = self._weights.matrix(tokens)
         output = self._add(OpKind.EMBED, None, Buffer.RESIDUAL, width, matrix)
-        self.ops[-1].scale = scale
+        self.embedding = self._places[tokens].number
+        self.ops[-1].scale, self.ops[-1].place = scale, self.embedding
         return output
 
     def norm(self, norm: LayerNorm | RMSNorm, x: Buffer) -> Buffer:
@@ -100,22 +137,20 @@ class Recorder(Ops[Buffer]):
         return self._normalize(OpKind.NORM_ADD, norm, x, residual)
 
     def linear(self, proj: Linear, x: Buffer) -> Buffer:
-        return self._multiply(OpKind.MATMUL, x, Buffer.PROJECTED, self._weights.matrix(proj))
+        return self._project(OpKind.MATMUL, x, Buffer.PROJECTED, proj)
 
     def linear_activation(self, proj: Linear, x: Buffer, activation: Activation) -> Buffer:
-        matrix = self._weights.matrix(proj)
-        output = self._multiply(OpKind.MATMUL_ACTIVATE, x, Buffer.INNER, matrix)
+        output = self._project(OpKind.MATMUL_ACTIVATE, x, Buffer.INNER, proj)
         self.ops[-1].activation = ACTIVATIONS.index(activation)
         return output
 
     def linear_gated(self, proj: Linear, x: Buffer, activation: Activation) -> Buffer:
-        matrix = self._weights.matrix(proj, gated=True)
-        output = self._multiply(OpKind.MATMUL_GATE, x, Buffer.INNER, matrix)
+        output = self._project(OpKind.MATMUL_GATE, x, Buffer.INNER, proj)
         self.ops[-1].activation = ACTIVATIONS.index(activation)
         return output
 
     def linear_add(self, residual: Buffer, proj: Linear, x: Buffer, scale: float = 1.0) -> Buffer:
-        output = self._multiply(OpKind.MATMUL_ADD, x, residual, self._weights.matrix(proj))
+        output = self._project(OpKind.MATMUL_ADD, x, residual, proj)
         self.ops[-1].scale = scale
         return output
 
@@ -124,9 +159,8 @@ class Recorder(Ops[Buffer]):
     ) -> Buffer:
         gate_up = self._weights.matrices(experts.gate_up, gated=True)
         down = self._weights.matrices(experts.down)
-        router = self._weights.matrix(experts.router, exact=True)
         begin, hidden_size = len(self.ops), down[0].columns
-        scores = self._multiply(OpKind.MATMUL, x, Buffer.PROJECTED, router)
+        scores = self._project(OpKind.MATMUL, x, Buffer.PROJECTED, experts.router, exact=True)
         for kind in (OpKind.ROUTE, OpKind.SORT_ROWS):
             self._add(kind, scores, scores, len(gate_up))
             self.ops[-1].expert_count = len(gate_up)
@@ -186,7 +220,7 @@ class Recorder(Ops[Buffer]):
         scale: float = 1.0,
         softcap: float | None = None,
     ) -> Buffer:
-        output = self._multiply(OpKind.MATMUL, x, Buffer.LOGITS, self._weights.matrix(head))
+        output = self._project(OpKind.MATMUL, x, Buffer.LOGITS, head)
         if scale != 1.0 or softcap is not None:
             self._add(OpKind.SCALE_CAP, output, output, self.ops[-1].width)
             self.ops[-1].scale, self.ops[-1].softcap = scale, softcap or 0.0
@@ -231,13 +265,29 @@ class Recorder(Ops[Buffer]):
             return x
         return self._add(OpKind.COPY, x, Buffer.NORMED, self.widths[Buffer.RESIDUAL])
 
-    def _multiply(self, kind: OpKind, x: Buffer, output: Buffer, matrix: Matrix) -> Buffer:
+    def _project(
+        self,
+        kind: OpKind,
+        x: Buffer,
+        output: Buffer,
+        layer: Linear | Embedding,
+        exact: bool = False,
+    ) -> Buffer:
+        """Multiply by the weight of a layer, which adapters can change."""
+        gated = kind == OpKind.MATMUL_GATE
+        number, outputs, inputs = self._places[layer]
+        matrix = self._weights.matrix(layer, gated, exact)
+        self.changeable[number] = ChangeableMatrix(inputs, outputs, gated)
         x = self._not_residual(x)
+        self._add(OpKind.ADAPT, x, Buffer.ADAPTED, inputs)
+        self.ops[-1].place = number
         if matrix.order or matrix.format in FLOAT_FORMATS:
             x = self._add(OpKind.ARRANGE, x, Buffer.ARRANGED, matrix.depth * GROUP_SIZE, matrix)
         if matrix.format != Format.DENSE and matrix.format not in FLOAT_FORMATS:
             x = self._add(OpKind.QUANTIZE, x, Buffer.QUANTIZED, matrix.depth)
-        return self._add(kind, x, output, matrix.panel_count * LANES, matrix)
+        self._add(kind, x, output, matrix.panel_count * LANES, matrix)
+        self.ops[-1].place = number
+        return output
 
     def _add(
         self,
@@ -249,12 +299,14 @@ class Recorder(Ops[Buffer]):
         layer: int = 0,
     ) -> Buffer:
         op = Op(kind=kind, input=x or 0, output=output, layer=layer, width=width)
+        op.place = NO_PLACE
         if matrix is not None:
             op.matrix = matrix
         self.ops.append(op)
         if kind == OpKind.QUANTIZE:
             width = width * QUANTIZED_GROUP_BYTES
-        self.widths[output] = max(width, self.widths.get(output, 0))
+        if kind != OpKind.ADAPT:  # whose output has the ranks of the adapters that there are
+            self.widths[output] = max(width, self.widths.get(output, 0))
         return output
 
 

@@ -431,13 +431,18 @@ def to_panels(weight: Tensor) -> Tensor:
     A panel has 16 outputs side by side, and for each depth the 4 bytes of one float32 input or of
     two bfloat16 inputs.
     """
+    units = panels_of(weight)
+    panels = allocate(units.numel() * UNIT_BYTES).view(torch.int32)
+    return panels.view(units.shape).copy_(units)
+
+
+def panels_of(weight: Tensor) -> Tensor:
+    """Return the panels of `to_panels`, not contiguous."""
     inputs_per_unit = UNIT_BYTES // weight.dtype.itemsize
     outputs, inputs = weight.shape
     weight = _padded(weight, (0, -inputs % inputs_per_unit, 0, -outputs % LANES)).contiguous()
     units = weight.view(torch.int32).view(-1, LANES, weight.shape[1] // inputs_per_unit)
-    panels = allocate(units.numel() * UNIT_BYTES).view(torch.int32)
-    panels = panels.view(units.shape[0], units.shape[2], LANES)
-    return panels.copy_(units.transpose(1, 2))
+    return units.transpose(1, 2)
 
 
 def interleave(weight: Tensor) -> Tensor:

@@ -324,6 +324,16 @@ class Engine(ABC):
         """Sample `[rows]` int64 from logits `[rows, vocab_size]`, as sampler.py's `sample` does."""
         return sample(logits, rows)
 
+    def pack_adapter(self, adapter: "Adapter") -> "Adapter":
+        """Return an adapter in the form that `set_adapter` has to make of it otherwise.
+
+        It takes the time of a few steps, in any thread, also while a step is computed.
+
+        Raises:
+            ModelError: the engine does not compute such an adapter.
+        """
+        return adapter
+
     def set_adapter(self, index: int, adapter: "Adapter | None") -> None:  # noqa: ARG002
         """Let slots whose `SlotTable.adapters` has an index be computed with an adapter.
 
@@ -331,7 +341,8 @@ class Engine(ABC):
 
         Args:
             index: from 0 on, below --max-loras.
-            adapter: read for this model; None: nothing has the index from now on.
+            adapter: read for this model, or a result of `pack_adapter`; None: nothing has the
+                index from now on.
 
         Raises:
             ModelError: the engine computes no adapters.

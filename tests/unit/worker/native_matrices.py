@@ -9,7 +9,7 @@ from torch import Tensor
 from worker_proc.cpu.build import load_kernels
 from worker_proc.cpu.engine import STRIDE_EXTRA
 from worker_proc.cpu.program import Buffer, ComputeType, Format, Op, OpKind, Program, Step
-from worker_proc.cpu.recorder import Recorder
+from worker_proc.cpu.recorder import MatrixPlace, Recorder
 from worker_proc.cpu.weights import PackedWeights, round_up
 from worker_proc.models.attention import AttentionShape
 from worker_proc.models.layers import Activation, Linear
@@ -27,8 +27,9 @@ class NativeMatrix:
         self.inputs = parts[0].shape[1]
         linear = Linear(self.inputs, self.outputs)
         linear.blocks = tuple(parts)
+        place = MatrixPlace(0, self.outputs, self.inputs)
         self._weights = PackedWeights()  # keeps the panels
-        self._recorder = Recorder(NO_ATTENTION, self._weights)
+        self._recorder = Recorder(NO_ATTENTION, self._weights, {linear: place})
         if gated:
             self._recorder.linear_gated(linear, Buffer.NORMED, Activation.SILU)
         else:

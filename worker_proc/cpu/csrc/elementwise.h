@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 
+#include "adapters.h"
 #include "attention_work.h"
 #include "coded.h"
 #include "pages.h"
@@ -24,6 +25,18 @@ void embedding(float* to, const Matrix& m, long id, long width) {
     }
 }
 
+// Adds what the adapter of a slot adds to row `id` of the table.
+template <class E>
+void add_difference(float* to, const Program& program, const Step& step, const Op& op, long slot,
+                    long id) {
+    long adapter = adapter_of(program, step, slot);
+    if (adapter == NO_ADAPTER || op.place < 0) return;
+    const AdapterPlace& place = program.adapters[adapter][op.place];
+    if (!place.table) return;
+    const typename E::Stored* row = (const typename E::Stored*)place.table + id * op.width;
+    for (long d = 0; d < op.width; d++) to[d] += widen_one(row[d]);
+}
+
 template <class E>
 void embed(const Program& program, const Step& step, const Op& op, TokenPosition at,
            long token) {
@@ -36,6 +49,7 @@ void embed(const Program& program, const Step& step, const Op& op, TokenPosition
     long id = step.tokens[step.slots[at.row] * step.token_stride + at.position];
     id = std::clamp<long>(id, 0, op.matrix.columns - 1);
     embedding<E>(to, op.matrix, id, op.width);
+    add_difference<E>(to, program, step, op, step.slots[at.row], id);
     for (long d = 0; d < op.width; d++) {
         to[d] *= float(op.scale);
         if (position) to[d] += position[d];

@@ -3,17 +3,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <utility>
 #include <vector>
 
+#include "adapters.h"
 #include "coded.h"
 #include "program.h"
 #include "quantized.h"
-#include "tile.h"
 
 constexpr long BLOCK_BYTES = 512 * 1024;  // of inputs, which stay in the second-level cache
-constexpr int PANELS_A_PIECE = 2;  // a panel of gate and its panel of up are in one piece
-constexpr int PIECE_COLUMNS = PANELS_A_PIECE * LANES;
 
 constexpr int64_t NO_COLUMN = -1;  // of a row that is not finite, or has no finite number
 
@@ -32,47 +29,6 @@ struct NextPanels {
     }
 };
 
-// Packs the rows of a tile.
-typedef void (*Pack)(uint32_t* to, const uint32_t* rows, long stride, long units);
-
-template <class E, int ROWS, int PANELS>
-void tile_product(float* out, long out_stride, const uint32_t* a, long a_stride,
-                  const uint32_t* panels, long panel_units, long depth, const Prefetch& prefetch) {
-    Floats acc[ROWS][PANELS];
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-        for (int p = 0; p < PANELS; p++) acc[r][p] = Floats(0.0f);
-    Segment segment;
-    for (int p = 0; p < PANELS; p++) segment.panels[p] = panels + p * panel_units;
-    multiply<E, ROWS, PANELS>(acc, dense_rows<E, ROWS>(a, a_stride), &segment, 1, depth, LANES,
-                              prefetch);
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-        for (int p = 0; p < PANELS; p++) store(out + r * out_stride + p * LANES, acc[r][p]);
-}
-
-template <class E>
-struct Dense {
-    static constexpr int ROWS = TILE_ROWS<E>;
-    static constexpr bool PACKED = E::PACKED;
-    template <int R>
-    static constexpr Pack pack = ::pack<E, R>;
-
-    static TileProduct tile(int64_t, int rows, int panels) {
-        typedef std::make_integer_sequence<int, ROWS> Rows;
-        return panels == 1 ? choose<1>(rows, Rows()) : choose<TILE_PANELS>(rows, Rows());
-    }
-
-  private:
-    template <int PANELS, int... R>
-    static TileProduct choose(int rows, std::integer_sequence<int, R...>) {
-        static constexpr TileProduct all[] = {tile_product<E, R + 1, PANELS>...};
-        return all[rows - 1];
-    }
-};
-
 struct Quantized {
     static constexpr int ROWS = QUANTIZED_TILE_ROWS;
     static constexpr bool PACKED = false;
@@ -81,12 +37,6 @@ struct Quantized {
         return quantized_tile(format, rows, panels);
     }
 };
-
-template <class F, int... ROWS>
-Pack choose_pack(int rows, std::integer_sequence<int, ROWS...>) {
-    static constexpr Pack all[] = {F::template pack<ROWS + 1>...};
-    return all[rows - 1];
-}
 
 // The pieces of a product, of which threads take runs: a block of rows by PANELS_A_PIECE panels of
 // columns. All columns of a block of rows come before the next block.
@@ -114,12 +64,14 @@ struct Matmul {
     RowMax* maxima;  // MATMUL_ARGMAX: [rows] maxima of this thread
     long packed_block = -1;
     const int64_t* residual_rows;  // [rows] row of the residual stream, or null: in order
+    const Additions<E>* additions;  // of adapters, or null: there are none
 
     Matmul(const Op& op, const Matrix& matrix, const Step& step, long rows, RowMax* maxima,
-           long first_row = 0)
+           long first_row = 0, const Additions<E>* additions = nullptr)
         : op(op), matrix(matrix), step(step), first_row(first_row),
           pieces(matrix, rows, row_words() * 4), maxima(maxima),
-          residual_rows(op.kind == MATMUL_ADD && op.sampled ? step.sampled : nullptr) {}
+          residual_rows(op.kind == MATMUL_ADD && op.sampled ? step.sampled : nullptr),
+          additions(additions) {}
 
     // Adds the weights of piece i, if it exists, to the memory to prefetch.
     void add_first_reads(long i, PrefetchQueue& queue) const {
@@ -156,10 +108,13 @@ struct Matmul {
         long begin = pieces.first_row(block), count = pieces.first_row(block + 1) - begin;
         long tiles = (count + F::ROWS - 1) / F::ROWS;
         const uint32_t* inputs = F::PACKED && count > 1 ? packed<F>(block, tiles) : input(begin);
-        alignas(64) float sums[F::ROWS * PIECE_COLUMNS];
+        alignas(64) float of_tile[F::ROWS * PIECE_COLUMNS];
+        float* of_block = additions ? additions->room(count) : nullptr;
         for (long t = 0; t < tiles; t++) {
             long row = begin + t * count / tiles, end = begin + (t + 1) * count / tiles;
+            float* sums = additions ? of_block + (row - begin) * PIECE_COLUMNS : of_tile;
             prefetch_outputs(row, end, panel * LANES, panels);
+            if (additions) additions->prefetch(panel, panels, t, tiles);
             for (int p = 0, width; p < panels; p += width) {
                 Panel first = m.panel(panel + p);
                 width = num_alike(panel + p, std::min(TILE_PANELS, panels - p));
@@ -168,9 +123,16 @@ struct Matmul {
                     row_words(), first.words, first.units, m.depth,
                     prefetch_of(next, t, tiles, p, width));
             }
-            for (long r = row; r < end; r++)
-                finish(sums + (r - row) * PIECE_COLUMNS, r, panel * LANES, panels);
+            if (!additions) finish_rows(sums, row, end, panel, panels);
         }
+        if (!additions) return;
+        additions->add(of_block, begin, begin + count, panel, panels);
+        finish_rows(of_block, begin, begin + count, panel, panels);
+    }
+
+    void finish_rows(const float* sums, long row, long end, long panel, int panels) const {
+        for (long r = row; r < end; r++)
+            finish(sums + (r - row) * PIECE_COLUMNS, r, panel * LANES, panels);
     }
 
     // Returns how many of `count` panels are side by side and have the format of the first one.

@@ -58,7 +58,8 @@ int64_t quadriga_max_group_size() { return MAX_GROUP_SIZE; }
 // Lets Python check its own declarations of the structures.
 int64_t quadriga_size(int64_t which) {
     const int64_t sizes[] = {sizeof(Matrix), sizeof(Op), sizeof(Program), sizeof(Step),
-                             sizeof(Slots), sizeof(SamplingRow)};
+                             sizeof(Slots), sizeof(SamplingRow),
+                             sizeof(UpRun), sizeof(AdapterPlace)};
     return sizes[which];
 }
 }

@@ -26,12 +26,14 @@ enum OpKind : int32_t {
     SORT_ROWS,     // the order of the rows by expert
     GATHER,        // output = rows of the input by expert
     ADD_EXPERTS,   // output += scale * weighted sum of the rows of each token's experts, float
+    ADAPT,         // output = what adapters multiply before the next product, see adapters.h
 };
 
 enum Activation : int64_t { SILU, GELU_TANH, GELU, RELU, CLAMPED_SWIGLU };
 
 enum Buffer : int32_t { RESIDUAL, NORMED, PROJECTED, QUERIES, ATTENDED, INNER, LOGITS, QUANTIZED,
-                       EXPERT_INPUT, EXPERT_QUANTIZED, EXPERT_INNER, EXPERT_OUTPUT, ARRANGED, BUFFERS };
+                       EXPERT_INPUT, EXPERT_QUANTIZED, EXPERT_INNER, EXPERT_OUTPUT, ARRANGED,
+                       ADAPTED, BUFFERS };
 
 // CODED_*: of quantized checkpoints, see coded.h. INT8 and INT4 are also GGUF's Q8_0 and Q4_1. MIXED: each panel of a matrix has its own format.
 enum Format : int64_t {
@@ -64,6 +66,28 @@ struct Matrix {
     }
 };
 
+// Panels of U whose products have the same inputs: every panel, or every second one, from `begin` to
+// `end`. Where panels of gate and up alternate, each has a run.
+struct UpRun {
+    int64_t begin, end, step;
+    const uint32_t* words;
+    int64_t panel_units;   // from one panel of the run to the next
+    int64_t first, depth;  // of t, in units of 4 bytes of a column
+};
+
+// What an adapter changes of a matrix.
+struct AdapterPlace {
+    int64_t changes;       // 0: nothing of the products
+    const uint32_t* down;  // dense panels [down_panels], or null: t is the input
+    int64_t down_panels;
+    const UpRun* runs;
+    int64_t run_count;
+    const float* gain;     // [panels * 16], or null
+    const float* shift;    // likewise
+    const void* table;     // EMBED: [entries][width] in the type of dense weights, what is added to
+                           // the table, or null
+};
+
 struct Op {
     int64_t kind, input, output, layer, width;
     int64_t sampled;     // not 0: computed for sampled tokens only, whose rows are contiguous
@@ -92,6 +116,7 @@ struct Op {
     int64_t num_chosen;     // experts of a token
     int64_t renormalize;    // ROUTE: not 0: the weights of a token's experts add up to 1
     int64_t by_expert;      // not 0: there is a row for each chosen expert of each token, see experts.h
+    int64_t place;          // of the matrix in adapters; -1: no adapter changes it
 };
 
 struct Program {
@@ -106,6 +131,8 @@ struct Program {
     const float* position_vectors;  // [context][hidden], or null: the model has none
     const float* second_type;       // [hidden] added to tokens of the second type, or null
     int64_t bidirectional;    // not 0: a query sees all keys of its row
+    int64_t adapter_count;
+    const AdapterPlace* const* adapters;  // [adapter_count] the places of each; null: it is not there
 };
 
 struct Step {
@@ -130,6 +157,8 @@ struct Step {
     int64_t* nonfinite_from;   // [slots] the lowest position whose keys or values are not finite
     const int64_t* second_from; // [slots] the position of the first token of the second type
     int64_t has_nonfinite;     // set to 1 where one of them was lowered
+    const int64_t* adapters;   // [slots] index of the adapter, -1 without one; null: there are none
+    int64_t has_unknown_adapter;  // set to 1 where an adapter of a row is not there
 };
 
 // Arrays of SlotTable and SamplingState, indexed by slot.

@@ -8,6 +8,7 @@
 
 #include <omp.h>
 
+#include "adapters.h"
 #include "attention.h"
 #include "elementwise.h"
 #include "experts.h"
@@ -71,7 +72,8 @@ class Run {
           barrier(threads),
           counters(program.op_count),
           thread_maxima(threads),
-          positions(step.token_count) {
+          positions(step.token_count),
+          changed(threads) {
         long token = 0;
         for (long row = 0; row < step.row_count; row++)
             for (long i = 0; i < step.num_tokens[row]; i++)
@@ -82,6 +84,7 @@ class Run {
             else if (program.ops[i].kind == ROUTE && expert_rows.chosen.empty())
                 expert_rows.reserve(step.token_count * program.ops[i].num_chosen);
         }
+        if (step.adapters) find_adapters();
     }
 
     void thread(int id) {
@@ -89,8 +92,10 @@ class Run {
         PrefetchQueue queue;
         long consumer = -1;  // the operation that the prefetched memory is for
         for (long i = 0; i < program.op_count; i++) {
+            if (program.ops[i].kind == ADAPT && !is_changed(program.ops[i], id)) continue;
             auto start = std::chrono::steady_clock::now();
             run(program.ops[i], counters[i].next, id);
+            if (is_read_later(i)) continue;
             if (i >= consumer) {
                 do consumer++;
                 while (consumer < program.op_count && !is_memory_bound(program.ops[consumer]));
@@ -142,6 +147,49 @@ class Run {
     std::vector<std::vector<RowMax>> thread_maxima;
     std::vector<TokenPosition> positions;  // [tokens]
     ExpertRows expert_rows;                // of the current layer
+    // Of all tokens and of the sampled ones; null: no token has an adapter.
+    std::unique_ptr<AdapterRows> adapter_rows, sampled_adapter_rows;
+    std::vector<ChangedTiles> changed;     // [threads]
+
+    // Groups the rows by adapter, if there are any.
+    void find_adapters() {
+        std::vector<int32_t> of_row(step.row_count);
+        bool any = false;
+        for (long row = 0; row < step.row_count; row++) {
+            of_row[row] = int32_t(adapter_of(program, step, step.slots[row]));
+            any |= of_row[row] != NO_ADAPTER;
+            if (of_row[row] == NO_ADAPTER && step.adapters[step.slots[row]] != NO_ADAPTER)
+                const_cast<Step&>(step).has_unknown_adapter = 1;
+        }
+        if (!any) return;
+        auto grouped = [&](long count, auto token_of) {
+            std::vector<int32_t> adapters(count);
+            for (long i = 0; i < count; i++) adapters[i] = of_row[positions[token_of(i)].row];
+            return new AdapterRows(adapters, program.adapter_count, Dense<E>::ROWS);
+        };
+        adapter_rows.reset(grouped(step.token_count, [](long i) { return i; }));
+        if (step.sampled)
+            sampled_adapter_rows.reset(
+                grouped(step.sampled_count, [&](long i) { return step.sampled[i]; }));
+    }
+
+    const std::vector<ChangedTile>& changed_by(const Op& op, int id) {
+        bool is_sampled = op.sampled && sampled_adapter_rows;
+        return changed[id].of(program, op, is_sampled ? *sampled_adapter_rows : *adapter_rows);
+    }
+
+    // Whether an adapter of the step changes the product of an operation.
+    bool is_changed(const Op& op, int id) {
+        return adapter_rows && op.place >= 0 && !changed_by(op, id).empty();
+    }
+
+    // Whether the next operation needs nothing of operation i: ADAPT reads what the one after it
+    // rounds or reorders.
+    bool is_read_later(long i) const {
+        if (program.ops[i].kind != ADAPT) return false;
+        int64_t next = program.ops[i + 1].kind;
+        return next == QUANTIZE || next == ARRANGE;
+    }
 
     static Scratch<E>& scratch_of_thread() {
         static thread_local std::unique_ptr<Scratch<E>> scratch;
@@ -183,15 +231,21 @@ class Run {
 
     // The experts' first reads are known when the rows are grouped: what waits for GATHER prefetches
     // them.
-    static bool is_memory_bound(const Op& op) {
+    bool is_memory_bound(const Op& op) const {
+        if (op.kind == ADAPT) return adapter_rows != nullptr;
         return op.kind == ATTEND || op.kind == GATHER || is_product(op);
     }
     static bool is_product(const Op& op) { return op.kind >= MATMUL && op.kind <= MATMUL_ARGMAX; }
 
     // The memory that the thread's first piece of the operation reads first.
-    PrefetchQueue first_reads(const Op& op, int id) const {
+    PrefetchQueue first_reads(const Op& op, int id) {
         PrefetchQueue queue;
         if (op.kind == GATHER) return queue;
+        if (op.kind == ADAPT) {
+            Adapt<E> adapt(op, step, changed_by(op, id));
+            adapt.add_first_reads(Schedule(adapt.count(), threads).first_piece(id), queue);
+            return queue;
+        }
         if (op.experts) {
             ExpertMatmul<E> matmul(op, step, expert_rows);
             matmul.add_first_reads(Schedule(matmul.count(), threads).first_piece(id), queue);
@@ -203,6 +257,14 @@ class Run {
             attend.add_first_reads(Schedule(attend.count(), threads).first_piece(id), queue);
         }
         return queue;
+    }
+
+    // additions: of adapters, or null.
+    void multiply(const Op& op, std::atomic<long>& next, int id, const Additions<E>* additions) {
+        Matmul<E> matmul(op, op.matrix, step, rows_of(op), thread_maxima[id].data(), 0, additions);
+        distribute(next, id, matmul.pieces.count(), [&](long i, long after) {
+            matmul.piece(i, matmul.panels_of(after));
+        });
     }
 
     void run(const Op& op, std::atomic<long>& next, int id) {
@@ -224,6 +286,11 @@ class Run {
             return each_row(op, next, id, [&](long token) { quantize_token<E>(step, op, token); });
         case ARRANGE:
             return each_row(op, next, id, [&](long token) { arrange_token<E>(step, op, token); });
+        case ADAPT: {
+            Adapt<E> adapt(op, step, changed_by(op, id));
+            return distribute(next, id, adapt.count(),
+                              [&](long i, long after) { adapt.piece(i, after); });
+        }
         case ROTATE_WRITE:
             return each_row(op, next, id, [&](long token) {
                 rotate_write<E>(program, step, op, positions[token], token);
@@ -260,10 +327,11 @@ class Run {
                 return distribute(next, id, matmul.count(),
                                   [&](long i, long after) { matmul.piece(i, after); });
             }
-            Matmul<E> matmul(op, op.matrix, step, rows_of(op), thread_maxima[id].data());
-            return distribute(next, id, matmul.pieces.count(), [&](long i, long after) {
-                matmul.piece(i, matmul.panels_of(after));
-            });
+            if (is_changed(op, id)) {
+                Additions<E> additions(step, changed_by(op, id));
+                return multiply(op, next, id, &additions);
+            }
+            return multiply(op, next, id, nullptr);
         }
     }
 };

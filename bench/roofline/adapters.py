@@ -1,0 +1,172 @@
+"""Measure what adapters cost in the steps of the worker, in this process.
+
+    python -m bench.roofline.adapters --rank 16 --adapters 1 8 32 -- --quantization int8
+
+Steps decode a token of each stream. Streams have different adapters, which change every projection
+and have random numbers. Steps with adapters and without take turns. The least time of a step is
+that without adapters, and that of reading the adapters from memory once. The exit code is 1 if a
+step takes longer than that over `--share`.
+
+Takes the flags of a server behind `--`.
+"""
+
+import random
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+from bench.cli.command import EXIT_FAILED, EXIT_OK, command_parser, run_command
+from bench.report.table import markdown_table
+from bench.turns import split_common
+from bench.worker_steps import WorkerBench, make_bench
+from quadriga.errors import ConfigError
+from quadriga.server.config import server_config
+from quadriga.server.config.parser import ServerParser
+from quadriga.server.models.resolve import resolve_model
+
+if TYPE_CHECKING:  # needs torch, which make_bench imports after it has set the environment
+    from worker_proc.adapters.change import Adapter
+    from worker_proc.models.base import Model
+
+NUM_STEPS = 6  # of a turn; the first one is not counted
+GB = 1e9
+
+
+class AdapterSteps(NamedTuple):
+    """Steps of streams after a context, with some adapters."""
+
+    context: int
+    num_adapters: int
+
+
+class AdapterTurn(NamedTuple):
+    """A turn: the ms of a step of each kind, and the bytes of memory that are read in a second."""
+
+    ms: dict[AdapterSteps, float]
+    bytes_per_s: float
+
+
+def random_adapter(model: "Model", rank: int, seed: int) -> "Adapter":
+    """Return an adapter of every projection, except those of experts."""
+    import torch
+
+    from worker_proc.adapters.change import Adapter, LinearChange, Part
+    from worker_proc.models.layers import Experts, Linear
+
+    generator = torch.Generator().manual_seed(seed)
+    of_experts = {
+        layer
+        for experts in model.modules()
+        if isinstance(experts, Experts)
+        for layer in experts.modules()
+    }
+    numbers = {matrix: number for number, matrix in enumerate(model.matrices())}
+    parts: dict[int, list[Part]] = {}
+    for name, rows in model.checkpoint_rows().items():
+        matrix = rows.matrix
+        if not isinstance(matrix, Linear) or matrix in of_experts or "head" in name:
+            continue
+        of_matrix = parts.setdefault(numbers[matrix], [])
+        up = torch.randn(rows.count, rank, generator=generator) * 0.02
+        of_matrix.append(Part(rows.first, up, len(of_matrix) * rank))
+    changes = {}
+    for matrix, number in numbers.items():
+        if number in parts:
+            size = len(parts[number]) * rank, matrix.weight.shape[1]
+            down = torch.randn(*size, generator=generator) * 0.02
+            changes[number] = LinearChange(down, tuple(parts[number]))
+    return Adapter(changes)
+
+
+def steps_ms(bench: WorkerBench, kind: AdapterSteps, streams: int) -> float:
+    """Return the median ms of steps of one kind."""
+    with bench.decoding(streams, kind.context - NUM_STEPS // 2, NUM_STEPS) as decode:
+        if kind.num_adapters:
+            adapters = [slot % kind.num_adapters for slot in range(streams)]
+            bench.runner.table.adapters[:streams] = adapters
+        decode()
+        return median(decode() for _ in range(NUM_STEPS - 1))
+
+
+def measure(config: server_config.ServerConfig, options: Namespace) -> int:
+    """Measure and print; return the exit code."""
+    context_length = max(options.contexts) + NUM_STEPS
+    bench, machine = make_bench(config, context_length)
+    if machine.device != "cpu":
+        raise ConfigError(f"device is {machine.device}: the steps are those of a cpu")
+    from bench.roofline.machine_speed import ReadSpeed
+    from worker_proc.cpu.engine import NativeEngine
+    from worker_proc.models.decoder import build_model
+
+    runner = bench.runner
+    if not isinstance(runner.engine, NativeEngine):
+        raise ConfigError("the steps are those of the native kernels: no --attention-backend")
+    model = build_model(resolve_model(config.model).config)
+    num_bytes = []
+    for index in range(max(options.adapters)):
+        packed = runner.engine.pack_adapter(random_adapter(model, options.rank, index))
+        runner.engine.set_adapter(index, packed)
+        num_bytes.append(packed.num_bytes)
+    bench.fill()
+    reads = ReadSpeed(config.worker, runner.dtype)
+    kinds = [
+        AdapterSteps(context, n) for context in options.contexts for n in (0, *options.adapters)
+    ]
+    turns = []
+    for number in range(options.turns):
+        order = random.Random(number).sample(kinds, len(kinds))
+        before = reads.measure()
+        ms = {kind: steps_ms(bench, kind, options.streams) for kind in order}
+        turns.append(AdapterTurn(ms, (before + reads.measure()) / 2))
+    print(
+        f"{machine.model}, {machine.dtype}, quantization {runner.quantization},"
+        f" {machine.threads} threads, {options.streams} streams, rank {options.rank},"
+        f" {num_bytes[0] / 1e6:.1f} MB an adapter; memory is read at"
+        f" {median(turn.bytes_per_s for turn in turns) / GB:.1f} GB/s\n"
+    )
+    rows, holds = [], True
+    for kind in kinds:
+        times = [turn.ms[kind] for turn in turns]
+        base = [turn.ms[AdapterSteps(kind.context, 0)] for turn in turns]
+        read = [1000 * sum(num_bytes[: kind.num_adapters]) / turn.bytes_per_s for turn in turns]
+        share = median((b + r) / t for b, r, t in zip(base, read, times, strict=True))
+        holds &= share >= options.share
+        ratio = median(b / t for b, t in zip(base, times, strict=True))
+        rows.append(
+            (
+                str(kind.context),
+                str(kind.num_adapters),
+                f"{median(times):.2f}",
+                f"{ratio:.2f}",
+                f"{median(b / (b + r) for b, r in zip(base, read, strict=True)):.2f}",
+                f"{share:.2f}",
+            )
+        )
+    header = ("context", "adapters", "ms a step", "of the base's rate", "at most", "share of that")
+    print(markdown_table(header, rows))
+    return EXIT_OK if holds else EXIT_FAILED
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    own, flags = split_common(sys.argv[1:] if arguments is None else list(arguments))
+    parser = command_parser("bench.roofline.adapters", __doc__)
+    parser.add_argument("--rank", type=int, default=16, help="of each product")
+    parser.add_argument("--adapters", type=int, nargs="+", default=[1, 8, 32], help="in a step")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024], help="in tokens")
+    parser.add_argument("--streams", type=int, default=32, help="that decode in a step")
+    parser.add_argument("--turns", type=int, default=8, help="of each kind of step")
+    parser.add_argument("--share", type=float, default=0.9, help="of the rate that memory allows")
+    options = parser.parse_args(own)
+
+    def work() -> int:
+        namespace = ServerParser("bench.roofline.adapters").parse_flags(flags)
+        return measure(server_config.from_namespace(namespace), options)
+
+    return run_command("bench.roofline.adapters", work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,326 @@
+// Adapters: a row with one gets gain * (W x + U t) + shift of a changed product, where t = D x. U and
+// D are dense panels in the compute type, in whatever format W is.
+//
+// ADAPT computes t before the inputs are rounded or reordered. Rows with the same adapter are
+// multiplied together, and t has them side by side. The product then adds U t to the sums of a piece.
+// A row's sums are added in the same order in every tile, so that its bits do not depend on the other
+// rows; rows without an adapter have the bits of a step without any.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "dense.h"
+#include "program.h"
+
+constexpr long NO_ADAPTER = -1;
+
+// Returns the adapter of a slot. One that is not there is none; Python then refuses the step.
+inline long adapter_of(const Program& program, const Step& step, long slot) {
+    long adapter = step.adapters ? step.adapters[slot] : NO_ADAPTER;
+    bool is_there = adapter >= 0 && adapter < program.adapter_count && program.adapters[adapter];
+    return is_there ? adapter : NO_ADAPTER;
+}
+
+// Rows `begin` to `end` of AdapterRows, which have the same adapter.
+struct AdapterTile {
+    long adapter, begin, end;
+};
+
+// The rows of an operation that have an adapter, those with the same one side by side.
+struct AdapterRows {
+    std::vector<int32_t> rows;  // of each adapter in order
+    std::vector<AdapterTile> tiles;
+
+    // adapters: [rows of the operation], NO_ADAPTER or below `adapter_count`.
+    AdapterRows(const std::vector<int32_t>& adapters, long adapter_count, long tile_rows) {
+        std::vector<long> ends(adapter_count + 1);
+        for (int32_t adapter : adapters) ends[adapter + 1]++;
+        ends[0] = 0;  // the rows without one
+        for (long i = 0; i < adapter_count; i++) {
+            long begin = ends[i], count = ends[i + 1], tiles_of = (count + tile_rows - 1) / tile_rows;
+            for (long t = 0; t < tiles_of; t++)
+                tiles.push_back({i, begin + t * count / tiles_of, begin + (t + 1) * count / tiles_of});
+            ends[i + 1] += begin;
+        }
+        rows.resize(ends[adapter_count]);
+        for (long row = 0; row < long(adapters.size()); row++)
+            if (adapters[row] != NO_ADAPTER) rows[ends[adapters[row]]++] = int32_t(row);
+    }
+};
+
+// A tile of rows whose adapter changes a product. first: its first row in the buffer of t.
+struct ChangedTile {
+    const AdapterPlace* place;
+    const int32_t* rows;
+    long first;
+    int count;
+
+    // The pieces of ADAPT.
+    long pieces() const {
+        return place->down ? (place->down_panels + PANELS_A_PIECE - 1) / PANELS_A_PIECE : 1;
+    }
+};
+
+// The tiles that a thread found last. ADAPT and its product have the same ones.
+struct alignas(64) ChangedTiles {
+    std::vector<ChangedTile> tiles;
+
+    const std::vector<ChangedTile>& of(const Program& program, const Op& op, const AdapterRows& all) {
+        if (rows == &all && place == op.place) return tiles;
+        rows = &all, place = op.place;
+        tiles.clear();
+        for (const AdapterTile& tile : all.tiles) {
+            const AdapterPlace* changed = program.adapters[tile.adapter] + place;
+            if (changed->changes)
+                tiles.push_back({changed, all.rows.data() + tile.begin, tile.begin,
+                                 int(tile.end - tile.begin)});
+        }
+        return tiles;
+    }
+
+  private:
+    const AdapterRows* rows = nullptr;
+    int64_t place = 0;
+};
+
+// The buffer of t. A tile is [rows][width], or where the compute type packs rows, packed.
+template <class E>
+struct Adapted {
+    uint32_t* words;
+    long stride;  // words of a row
+
+    explicit Adapted(const Step& step)
+        : words((uint32_t*)step.buffers[ADAPTED]),
+          stride(step.strides[ADAPTED] * long(sizeof(typename E::Passed)) / 4) {}
+
+    uint32_t* tile(const ChangedTile& tile) const { return words + tile.first * stride; }
+};
+
+// Copies the rows of a tile as `Adapted` has them. rows: [count] rows of x.
+template <class E>
+void gather_tile(uint32_t* to, long to_stride, const uint32_t* x, long stride, const int32_t* rows,
+                 int count, long words) {
+    if (!E::PACKED || count == 1) {
+        for (int r = 0; r < count; r++)
+            memcpy(to + r * to_stride, x + rows[r] * stride, words * sizeof *to);
+        return;
+    }
+    for (int r = 0; r < count; r++) {
+        const uint32_t* from = x + rows[r] * stride;
+        for (long w = 0; w < words; w += E::TERMS)
+            memcpy(to + w * count + r * E::TERMS, from + w, E::TERMS * sizeof *to);
+    }
+}
+
+// Computes t of the rows with adapters.
+template <class E>
+class Adapt {
+    typedef typename E::Passed Passed;
+
+  public:
+    Adapt(const Op& op, const Step& step, const std::vector<ChangedTile>& tiles)
+        : tiles(tiles),
+          x((const uint32_t*)step.buffers[op.input]),
+          stride(step.strides[op.input] * long(sizeof(Passed)) / 4),
+          depth((op.width + E::PACK - 1) / E::PACK),
+          adapted(step) {}
+
+    long count() const {
+        long pieces = 0;
+        for (const ChangedTile& tile : tiles) pieces += tile.pieces();
+        return pieces;
+    }
+
+    // Adds D's panels of piece i, if it exists, to the memory to prefetch.
+    void add_first_reads(long i, PrefetchQueue& queue) const {
+        Piece piece = Piece().to(i, tiles);
+        if (piece.tile == long(tiles.size()) || !tiles[piece.tile].place->down) return;
+        const AdapterPlace& place = *tiles[piece.tile].place;
+        for (long p = piece.panel(i); p < std::min<long>(piece.panel(i) + PANELS_A_PIECE, place.down_panels); p++)
+            queue.add(place.down + p * panel_units(), place.down + (p + 1) * panel_units());
+    }
+
+    // Computes piece i. next: the piece that this thread computes afterwards, or -1. Calls must not
+    // decrease i.
+    void piece(long i, long next) {
+        current = current.to(i, tiles);
+        const ChangedTile& tile = tiles[current.tile];
+        if (!tile.place->down)
+            return gather_tile<E>(adapted.tile(tile), adapted.stride, x, stride, tile.rows, tile.count,
+                                  depth * E::TERMS);
+        Prefetch prefetch;
+        if (next >= 0) {
+            Piece after = current.to(next, tiles);
+            const AdapterPlace& place = *tiles[after.tile].place;
+            for (int p = 0; p < TILE_PANELS && after.panel(next) + p < place.down_panels; p++)
+                prefetch.lines[p] = (const char*)(place.down + (after.panel(next) + p) * panel_units());
+        }
+        long panel = current.panel(i);
+        int panels = int(std::min<long>(PANELS_A_PIECE, tile.place->down_panels - panel));
+        Inputs inputs = inputs_of(tile);
+        alignas(64) float out[Dense<E>::ROWS * PIECE_COLUMNS];
+        for (int p = 0, width; p < panels; p += width) {
+            width = std::min(TILE_PANELS, panels - p);
+            Dense<E>::tile(DENSE, tile.count, width)(
+                out + p * LANES, PIECE_COLUMNS, inputs.words, inputs.stride,
+                tile.place->down + (panel + p) * panel_units(), panel_units(), depth, prefetch);
+        }
+        for (int r = 0; r < tile.count; r++)
+            for (int p = 0; p < panels; p++)
+                store_t(tile, r, panel + p, load<Floats>(out + r * PIECE_COLUMNS + p * LANES));
+    }
+
+  private:
+    struct Inputs {
+        const uint32_t* words;
+        long stride;
+    };
+    // The tile of a piece, and that tile's first piece.
+    struct Piece {
+        long tile = 0, first = 0;
+
+        Piece to(long i, const std::vector<ChangedTile>& tiles) const {
+            Piece found = *this;
+            for (; found.tile < long(tiles.size()); found.tile++) {
+                long end = found.first + tiles[found.tile].pieces();
+                if (i < end) break;
+                found.first = end;
+            }
+            return found;
+        }
+        long panel(long i) const { return (i - first) * PANELS_A_PIECE; }
+    };
+
+    const std::vector<ChangedTile>& tiles;
+    const uint32_t* const x;
+    const long stride, depth;
+    const Adapted<E> adapted;
+    Piece current;
+    const ChangedTile* gathered = nullptr;  // the tile whose rows are in the thread's scratch
+
+    long panel_units() const { return depth * LANES; }
+
+    // Returns the rows of a tile: where they are if they are evenly spaced, else a copy.
+    Inputs inputs_of(const ChangedTile& tile) {
+        static thread_local std::vector<uint32_t> copy;
+        long apart = tile.count > 1 ? tile.rows[1] - tile.rows[0] : 1;
+        bool is_even = !E::PACKED || tile.count == 1;
+        for (int r = 1; is_even && r < tile.count; r++)
+            is_even = tile.rows[r] - tile.rows[r - 1] == apart;
+        if (is_even) return {x + tile.rows[0] * stride, apart * stride};
+        long words = depth * E::TERMS;
+        if (gathered != &tile) {
+            gathered = &tile;
+            copy.resize(Dense<E>::ROWS * words);
+            gather_tile<E>(copy.data(), words, x, stride, tile.rows, tile.count, words);
+        }
+        return {copy.data(), words};
+    }
+
+    // Stores 16 elements of t of row r of a tile.
+    void store_t(const ChangedTile& tile, int r, long panel, Floats values) const {
+        uint32_t* to = adapted.tile(tile);
+        if constexpr (E::PACKED) {
+            static_assert(sizeof(Passed) == 4);
+            for (long i = 0, at = panel * LANES; i < LANES; i++, at++)
+                ((float*)to)[(at / E::TERMS * tile.count + r) * E::TERMS + at % E::TERMS] = values[int(i)];
+        } else {
+            narrow((Passed*)(to + r * adapted.stride) + panel * LANES, values);
+        }
+    }
+};
+
+// What adapters add to a product.
+template <class E>
+class Additions {
+  public:
+    Additions(const Step& step, const std::vector<ChangedTile>& tiles)
+        : tiles(tiles), adapted(step) {}
+
+    bool empty() const { return tiles.empty(); }
+
+    // Returns room for the sums of a block of rows, [rows][PIECE_COLUMNS].
+    static float* room(long rows) {
+        static thread_local std::vector<Floats> buffer;
+        if (long(buffer.size()) < rows * PANELS_A_PIECE) buffer.resize(rows * PANELS_A_PIECE);
+        return (float*)buffer.data();
+    }
+
+    // Prefetches U's panels of part `part` of the tiles.
+    void prefetch(long panel, int panels, long part, long parts) const {
+        long count = long(tiles.size());
+        for (long i = part * count / parts; i < (part + 1) * count / parts; i++) {
+            const AdapterPlace* place = tiles[i].place;
+            if (i > 0 && tiles[i - 1].place == place) continue;
+            for (int p = 0; p < panels; p++) {
+                UpPanel up = find(*place, panel + p);
+                prefetch_lines(up.words, up.words + up.depth * LANES);
+            }
+        }
+    }
+
+    // Changes the sums of rows `begin` to `end`, in the columns of `panels` panels.
+    void add(float* sums, long begin, long end, long panel, int panels) const {
+        for (const ChangedTile& tile : tiles) {
+            if (tile.rows[tile.count - 1] < begin || tile.rows[0] >= end) continue;
+            alignas(64) float added[Dense<E>::ROWS * PIECE_COLUMNS];
+            bool is_added[PANELS_A_PIECE];
+            multiply_up(added, is_added, tile, panel, panels);
+            for (int r = 0; r < tile.count; r++) {
+                long row = tile.rows[r];
+                if (row < begin || row >= end) continue;
+                for (int p = 0; p < panels; p++)
+                    change(sums + (row - begin) * PIECE_COLUMNS + p * LANES,
+                           is_added[p] ? added + r * PIECE_COLUMNS + p * LANES : nullptr, *tile.place,
+                           (panel + p) * LANES);
+            }
+        }
+    }
+
+  private:
+    struct UpPanel {
+        const uint32_t* words;
+        long first, depth;  // in units of t
+    };
+
+    const std::vector<ChangedTile>& tiles;
+    const Adapted<E> adapted;
+
+    static UpPanel find(const AdapterPlace& place, long panel) {
+        for (long i = 0; i < place.run_count; i++) {
+            const UpRun& run = place.runs[i];
+            long at = panel - run.begin;
+            if (at >= 0 && panel < run.end && (run.step == 1 || at % 2 == 0))
+                return {run.words + at / run.step * run.panel_units, run.first, run.depth};
+        }
+        return {};
+    }
+
+    void multiply_up(float* out, bool* is_added, const ChangedTile& tile, long panel, int panels) const {
+        UpPanel ups[PANELS_A_PIECE];
+        for (int p = 0; p < panels; p++) {
+            ups[p] = find(*tile.place, panel + p);
+            is_added[p] = ups[p].depth > 0;
+        }
+        for (int p = 0, width; p < panels; p += width) {
+            const UpPanel& up = ups[p];
+            bool alike = p + 1 < panels && ups[p + 1].first == up.first && ups[p + 1].depth == up.depth;
+            width = alike ? TILE_PANELS : 1;
+            if (!up.depth) continue;
+            long offset = up.first * E::TERMS * (E::PACKED ? tile.count : 1);
+            Dense<E>::tile(DENSE, tile.count, width)(
+                out + p * LANES, PIECE_COLUMNS, adapted.tile(tile) + offset, adapted.stride, up.words,
+                alike ? ups[p + 1].words - up.words : 0, up.depth, Prefetch());
+        }
+    }
+
+    // added: 16 products, or null.
+    INLINE static void change(float* sums, const float* added, const AdapterPlace& place, long column) {
+        Floats v = load<Floats>(sums);
+        if (added) v += load<Floats>(added);
+        if (place.gain) v *= load<Floats>(place.gain + column);
+        if (place.shift) v += load<Floats>(place.shift + column);
+        store(sums, v);
+    }
+};

@@ -1,0 +1,56 @@
+// Products with dense panels, in the compute type.
+#pragma once
+
+#include <utility>
+
+#include "tile.h"
+
+constexpr int PANELS_A_PIECE = 2;  // a panel of gate and its panel of up are in one piece
+constexpr int PIECE_COLUMNS = PANELS_A_PIECE * LANES;
+
+// Packs the rows of a tile.
+typedef void (*Pack)(uint32_t* to, const uint32_t* rows, long stride, long units);
+
+template <class E, int ROWS, int PANELS>
+void tile_product(float* out, long out_stride, const uint32_t* a, long a_stride,
+                  const uint32_t* panels, long panel_units, long depth, const Prefetch& prefetch) {
+    Floats acc[ROWS][PANELS];
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++) acc[r][p] = Floats(0.0f);
+    Segment segment;
+    for (int p = 0; p < PANELS; p++) segment.panels[p] = panels + p * panel_units;
+    multiply<E, ROWS, PANELS>(acc, dense_rows<E, ROWS>(a, a_stride), &segment, 1, depth, LANES,
+                              prefetch);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++) store(out + r * out_stride + p * LANES, acc[r][p]);
+}
+
+template <class E>
+struct Dense {
+    static constexpr int ROWS = TILE_ROWS<E>;
+    static constexpr bool PACKED = E::PACKED;
+    template <int R>
+    static constexpr Pack pack = ::pack<E, R>;
+
+    static TileProduct tile(int64_t, int rows, int panels) {
+        typedef std::make_integer_sequence<int, ROWS> Rows;
+        return panels == 1 ? choose<1>(rows, Rows()) : choose<TILE_PANELS>(rows, Rows());
+    }
+
+  private:
+    template <int PANELS, int... R>
+    static TileProduct choose(int rows, std::integer_sequence<int, R...>) {
+        static constexpr TileProduct all[] = {tile_product<E, R + 1, PANELS>...};
+        return all[rows - 1];
+    }
+};
+
+template <class F, int... ROWS>
+Pack choose_pack(int rows, std::integer_sequence<int, ROWS...>) {
+    static constexpr Pack all[] = {F::template pack<ROWS + 1>...};
+    return all[rows - 1];
+}
