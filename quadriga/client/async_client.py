@@ -94,8 +94,8 @@ class AsyncClient(ServerSession):
         reconnect_timeout: seconds until ServerUnreachable if the server stops answering.
         curve_dir: directory of this client's keys, if the server requires keys.
         identity: address of this client at the server; None: a random one.
-        model: name of the model to use, of several that the server at `endpoint` serves; "": the
-            first one.
+        model: name of the model to use, of several that the server at `endpoint` serves, or of an
+            adapter of its first one; "": the first one.
 
     Raises:
         ConfigError: the endpoint is the address of a web server.
@@ -165,6 +165,8 @@ class AsyncClient(ServerSession):
         self._counter += 1
         wire = wire_prompt(prompt)
         sent: Any = {name: value for name, value in options.items() if name != "receipt"}
+        if self._adapter:
+            sent.setdefault("adapter", self._adapter)
         message = Generate(
             PROTOCOL_VERSION,
             request_id,

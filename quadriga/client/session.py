@@ -284,6 +284,7 @@ class ServerSession:
         self._reconnect_timeout = reconnect_timeout
         self._keys = Path(curve_dir) if curve_dir else None
         self._model = model
+        self._adapter = ""  # of every request, where `model` is one
         self._finding = asyncio.Lock()
         self._identity = identity or uuid.uuid4()
         self._counter = 0
@@ -335,7 +336,11 @@ class ServerSession:
             info = await asker._ask(lambda name: GetInfo(PROTOCOL_VERSION, name), INFO_TIMEOUT_S)
         finally:
             await asker.close()
-        self.endpoint = _endpoint_of(self._model, self.endpoint, info.values)
+        models, adapters = info.values.get("models") or {}, info.values.get("adapter_names", ())
+        if self._model in adapters and self._model not in (info.values["model"], *models):
+            self._adapter = self._model
+        else:
+            self.endpoint = _endpoint_of(self._model, self.endpoint, info.values)
         self._model = ""
         self._connection = self._connection_to(self.endpoint)
 

@@ -127,6 +127,11 @@ def test_requests_name_adapters_as_models_and_the_list_has_their_parent(adapters
     assert (status, answer["model"]) == (200, "a0")
 
 
+def test_a_client_is_for_an_adapter_as_for_a_model(adapters: Adapters) -> None:
+    with Client(adapters.server.endpoint, model="a2") as client:
+        assert client.generate(PROMPTS[1], GREEDY).token_ids == adapters.answers["a2"][1]
+
+
 @pytest.mark.parametrize("program", ["worker_proc", "scheduler_proc", "tokenizer_proc"])
 def test_no_answer_is_lost_or_another_one_where_a_process_dies(
     adapters: Adapters, program: str

@@ -150,18 +150,20 @@ class AdapterStore:
     # --- load and unload --------------------------------------------------------------------------
 
     def load_modules(self) -> None:
-        """Load the adapters of --lora-modules, at the start of the server.
+        """Load the adapters of --lora-modules, unless an earlier frontend has done so.
 
         Raises:
             ConfigError: an adapter cannot be loaded.
         """
+        if self._list.exists():
+            return  # what was unloaded since stays so
+        entries = []
         for name, path in self._args.adapter_paths.items():
-            if name in self.entries:
-                continue  # a frontend before this one has loaded it
             try:
-                self.load(name, path)
+                entries.append(self._entry(name, path))
             except InvalidRequest as error:
                 raise ConfigError(f"--lora-modules {name}={path}: {error}") from None
+        self._change(lambda known: known.update({entry.name: entry for entry in entries}))
 
     def load_found(self, name: str) -> AdapterEntry:
         """Load an adapter of --lora-dir, unless it is loaded. Raise InvalidRequest."""
@@ -188,34 +190,32 @@ class AdapterStore:
         Raises:
             InvalidRequest: the name is taken, or the files are no adapter of the model.
         """
-        _check_name(name)
-        source = Path(path).expanduser().absolute()
-        try:
-            summary = check_adapter(source, self._args.max_lora_rank)
-            return self._load(name, source, summary.rank, replace, is_found)
-        except ModelError as error:
-            raise InvalidRequest(str(error), "lora_path") from None
-
-    def _load(
-        self, name: str, source: Path, rank: int, replace: bool, is_found: bool
-    ) -> AdapterEntry:
-        """Load an adapter whose header was checked. Raise InvalidRequest, or ModelError."""
-        if name in self.entries and not replace:
-            entry = self.entries[name]
-            if is_found or entry.id == adapter_id(source):
-                return entry
+        known = self.entries.get(name)
+        if known is not None and not replace:
+            if is_found or known.id == _identity(path):
+                return known
             raise InvalidRequest(
-                f"adapter {name!r} is loaded from {entry.path}: unload it first, or send"
+                f"adapter {name!r} is loaded from {known.path}: unload it first, or send"
                 " load_inplace true",
                 "lora_name",
             )
-        copy = self._copy(source)
-        entry = AdapterEntry(
+        entry = self._entry(name, path, is_found)
+        self._change(lambda entries: entries.__setitem__(name, entry))
+        return entry
+
+    def _entry(self, name: str, path: str, is_found: bool = False) -> AdapterEntry:
+        """Copy an adapter's files, and return what the list has of it. Raise InvalidRequest."""
+        _check_name(name)
+        source = _absolute(path)
+        try:
+            rank = check_adapter(source, self._args.max_lora_rank).rank
+            copy = self._copy(source)
+        except ModelError as error:
+            raise InvalidRequest(str(error), "lora_path") from None
+        return AdapterEntry(
             name=name, id=copy.name, path=str(source), loaded_at=clock.now(), rank=rank,
             is_found=is_found,
         )  # fmt: skip
-        self._change(lambda entries: entries.__setitem__(name, entry))
-        return entry
 
     def unload(self, name: str) -> AdapterEntry:
         """Take a name back. Requests that have begun go on. Raise InvalidRequest."""
@@ -303,6 +303,18 @@ class AdapterStore:
             entries = dict(_read_list(self._list))
             change(entries)
             disk.replace(self._list, msgspec.json.encode(list(entries.values())))
+
+
+def _absolute(path: str) -> Path:
+    return Path(path).expanduser().absolute()
+
+
+def _identity(path: str) -> str:
+    """Return the id of the adapter at a path. Raise InvalidRequest."""
+    try:
+        return adapter_id(_absolute(path))
+    except ModelError as error:
+        raise InvalidRequest(str(error), "lora_path") from None
 
 
 def _files_of(path: Path) -> list[Path]:
