@@ -30,7 +30,6 @@ NUM_TOKENS = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 NAMES = ("a0", "a1", "a2", "a3", "a4")
 MAX_LORAS = 2
-BACKEND = ("--attention-backend", "torch")
 
 
 @dataclass
@@ -82,7 +81,7 @@ def adapters(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     flags = ["--model", str(llama_dir), "--served-model-name", "base", "--dtype", "float32",
              "--worker-threads", "1", "--max-total-tokens", "4096", "--port", str(port),
              "--lora-modules", f"a0={directory / 'a0'}", "--lora-dir", str(directory),
-             "--enable-lora", "--max-loras", str(MAX_LORAS), *BACKEND]  # fmt: skip
+             "--enable-lora", "--max-loras", str(MAX_LORAS)]  # fmt: skip
     with running_server(tmp_path_factory.mktemp("log") / "log", *flags) as server:
         yield Adapters(server, f"http://127.0.0.1:{port}", directory, answers)
 
@@ -229,12 +228,7 @@ def test_an_adapter_of_another_model_is_refused_where_it_is_loaded(
 
 def test_an_llm_loads_the_adapter_of_a_request(adapters: Adapters, llama_dir: Path) -> None:
     path = str(adapters.directory / "a3")
-    flags: Any = {
-        "dtype": "float32",
-        "worker_threads": 1,
-        "max_total_tokens": 4096,
-        "attention_backend": "torch",
-    }
+    flags: Any = {"dtype": "float32", "worker_threads": 1, "max_total_tokens": 4096}
     with LLM(str(llama_dir), enable_lora=True, **flags) as llm:
         completion = llm.generate(PROMPTS[0], GREEDY, lora_request=LoRARequest("third", 1, path))
         assert completion.token_ids == adapters.answers["a3"][0]
@@ -250,7 +244,7 @@ def test_a_wrong_adapter_ends_the_start_with_its_reason(
         (f"x={tmp_path / 'none'}", str(tmp_path / "none")),
         (f"x={other}", "adapter 'x': "),
     ):
-        flags = ["--model", str(llama_dir), "--lora-modules", value, *BACKEND]
+        flags = ["--model", str(llama_dir), "--lora-modules", value]
         process = launch("ipc", *flags, log=tmp_path / "log")
         assert process.wait(timeout=60) != 0
         wait_until(lambda part=part: part in (tmp_path / "log").read_text(), 5)  # type: ignore[misc]

@@ -22,6 +22,7 @@ BENCHES_OF_THE_WORKER = {
     "bench/quality.py",
     "bench/roofline/adapters.py",
     "bench/roofline/machine_speed.py",
+    "bench/train_adapter.py",
     "bench/worker_steps.py",
 }
 """They compute beside the worker's own code, in one process, or write its checkpoints."""

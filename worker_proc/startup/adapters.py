@@ -34,7 +34,8 @@ def make_loader(child: Child, files: ModelFiles, runner: Runner, answers: bool) 
     results: list[Outbox] = []
 
     def read(adapter: AdapterRef) -> Adapter:
-        return _read(child, files, runner, adapter, store.files(adapter))
+        read = _read(child, files, runner, adapter, store.files(adapter))
+        return runner.engine.pack_adapter(read)
 
     def prepare() -> None:
         """Give steps priority, if the system has priorities of threads."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from quadriga.errors import ModelError
 from quadriga.server.config.engine_args import ModelArgs
 from quadriga.server.models.resolve import resolve_model
+from quadriga.wire.worker import NO_ADAPTER
 from tests.tiny_experts import tiny_mixtral
 from tests.tiny_models import FAMILIES, odd_llama, tiny_gpt2, tiny_llama
 from tests.unit.drafting import generate, no_rules, rows_of
@@ -45,7 +46,7 @@ from worker_proc.step.engine import Engine
 from worker_proc.step.inputs import StepInputs
 from worker_proc.step.outputs import SampledTokens
 from worker_proc.step.runner import Runner
-from worker_proc.step.slot_table import NO_ADAPTER, SlotTable
+from worker_proc.step.slot_table import SlotTable
 
 MODELS: dict[str, Callable[[Path], Path]] = {
     "llama, tied head": tiny_llama,
