@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from http_proc.apis.adapters import all_entries
 from http_proc.core.call import Call
 from http_proc.core.caller import current_caller
 from http_proc.core.errors import ApiError, from_server, invalid
@@ -195,10 +194,11 @@ async def models(request: web.Request) -> web.Response:
     """List the models in the form of the client's API, without those that never answered."""
     gateway = request.app[GATEWAY]
     cards = await gateway.models.known(lambda served: _card(gateway, served))
-    by_name = {card.id: card for card in cards}
-    for served, entry in all_entries(gateway):
-        if served.name in by_name:
-            cards.append(await _card(gateway, ServedAdapter(served, entry.name)))
+    answering = {card.id for card in cards}
+    for served in gateway.models:
+        if served.adapters is not None and served.name in answering:
+            for name in served.adapters.names:
+                cards.append(await _card(gateway, ServedAdapter(served, name)))
     if SYSTEM_ONE_HEADER in request.headers:
         return json_response(DescribedModels([DescribedModel.of(card) for card in cards]))
     if ANTHROPIC_HEADER not in request.headers:
@@ -230,14 +230,14 @@ async def _card(gateway: Gateway, served: ServedModel) -> ModelCard:
         rerank=ranks(info),
         classify=classifies(info),
     )
-    adapter = None
-    if served.adapter and served.base.adapters is not None:
-        adapter = served.base.adapters.entries.get(served.adapter)
+    created, root = gateway.started_at, served.name
+    if served.adapters is not None and served.adapter:
+        created, root = served.adapters.origin(served.adapter, created)
     return ModelCard(
         served.name,
-        gateway.started_at if adapter is None else int(adapter.loaded_at),
+        created,
         info["context_length"],
-        served.name if adapter is None else adapter.path,
+        root,
         capabilities,
         answers.source,
         parent=served.base.name if served.adapter else None,

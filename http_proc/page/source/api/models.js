@@ -9,6 +9,11 @@ export async function loadModels(server) {
   models.value = (await server.get("v1/models")).data;
 }
 
+/** Return the models that have processes of their own, as adapters have not. */
+export function wholeModels() {
+  return models.value.filter((one) => !one.parent);
+}
+
 /** Whether a model generates text, as encoders and rerankers do not. */
 const generates = ({ capabilities: can = {} }) => can.chat !== false || !(can.embeddings || can.rerank || can.classify);
 

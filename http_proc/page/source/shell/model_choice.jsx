@@ -1,9 +1,9 @@
 /** The choice of a model, where there are several. */
 
-import { models } from "../api/models.js";
+import { wholeModels } from "../api/models.js";
 
 /** `value`: a name; "" for the first of `list`. */
-export function ModelChoice({ value, list = models.value, onChange }) {
+export function ModelChoice({ value, list = wholeModels(), onChange }) {
   if (list.length < 2) return null;
   const names = list.map((one) => one.id);
   if (value && !names.includes(value)) names.push(value); // it was chosen at another server

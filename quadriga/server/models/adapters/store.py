@@ -120,6 +120,17 @@ class AdapterStore:
         loaded = self.entries
         return [*loaded, *(name for name in found if name not in loaded and self.is_found(name))]
 
+    def origin(self, name: str, started_at: int) -> tuple[int, str]:
+        """Return when an adapter was loaded, in Unix seconds, and its path.
+
+        Args:
+            name: of an adapter that requests can name.
+            started_at: the time of one that is not loaded.
+        """
+        if (entry := self.entries.get(name)) is not None:
+            return int(entry.loaded_at), entry.path
+        return started_at, str(self._found(name))
+
     def require(self, name: str) -> AdapterEntry:
         """Return a loaded adapter.
 
