@@ -223,7 +223,7 @@ class Assembly:
         for number in numbers:
             downs = self._downs.get(number)
             changes[number] = LinearChange(
-                None if downs is None else _own(torch.cat(downs)),
+                None if downs is None else torch.cat(downs).float(),
                 tuple(sorted(self._parts.get(number, ()), key=lambda part: part.first)),
                 self._gains.get(number),
                 self._shifts.get(number),
