@@ -726,6 +726,7 @@ class AsyncClient(ServerSession):
                 prompt=hash_ids(ids[-completion.usage.prompt_tokens :]),
                 tokens=hash_ids(completion.token_ids),
                 vector="" if completion.vector is None else hash_vector(completion.vector),
+                adapter=info.get("adapter_ids", {}).get(message.adapter, ""),
             )
 
     async def _tokens(

@@ -33,6 +33,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         prompt: hash of the prompt's token ids.
         tokens: hash of the generated token ids.
         vector: hash of the vector, of a request for one.
+        adapter: id of the adapter that has answered, a hash of its content; "": none has.
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt: str
     tokens: str
     vector: str = ""
+    adapter: str = ""
 
 
 def hash_ids(ids: Sequence[int]) -> str:

@@ -18,6 +18,7 @@ from quadriga.errors import ConfigError, InvalidRequest, QuadrigaError
 from quadriga.llm.llm import CONNECT_TIMEOUT_S, OwnedServer, server_argv
 from quadriga.sampling.params import SamplingParams
 from quadriga.server.config.parser import CommandParser
+from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.packing import num_ids, pack_floats, unpack_floats, unpack_ids
 from scheduler_proc.journal import file, recovery, writer
@@ -200,9 +201,16 @@ def _run(arguments: argparse.Namespace, flags: list[str]) -> int:
         return EXIT_EQUAL
     request = journal.find(arguments.id, arguments.choice)
     prompt, params = prompt_of(request), params_of(request)
+    adapter = request.message.adapter
+    if adapter is not None and not arguments.endpoint:
+        flags = [*flags, "--lora-modules", f"{adapter.name}={adapter.path}"]
     with _connected(arguments, flags, journal) as client:
         _check_model(journal, client.info())
-        answer = client.generate(prompt, params)
+        if adapter is None:
+            answer = client.generate(prompt, params)
+        else:
+            _check_adapter(adapter, client.info())
+            answer = client.generate(prompt, params, adapter=adapter.name)
         if answer.vector is not None:
             is_equal = _compare_numbers(arguments.id, request.vector, answer.vector)
         else:
@@ -274,6 +282,15 @@ def _check_model(journal: RecordedJournal, info: dict[str, Any]) -> None:
         raise ConfigError(
             f"the journal is of {header.model} (fingerprint {header.fingerprint}), and the server"
             f" has {info['model']} ({served}): compare with a server of the same model"
+        )
+
+
+def _check_adapter(adapter: AdapterRef, info: dict[str, Any]) -> None:
+    served = info.get("adapter_ids", {}).get(adapter.name)
+    if served != adapter.id:
+        raise ConfigError(
+            f"the request has adapter {adapter.name!r} with the content {adapter.id[:12]}, and the"
+            f" server has {(served or 'none')[:12]}: load what {adapter.path} had then"
         )
 
 

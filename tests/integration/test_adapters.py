@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM
 from bench.client.server import free_port
 from quadriga import LLM, AsyncClient, Client, LoRARequest, SamplingParams
 from quadriga.errors import InvalidRequest
+from quadriga.server.cli.main import main
+from scheduler_proc.journal import replay
 from tests.references import greedy_of
 from tests.server import Server, launch, running_server
 from tests.tiny_adapters import make_adapter
@@ -249,3 +251,27 @@ def test_a_wrong_adapter_ends_the_start_with_its_reason(
         assert process.wait(timeout=60) != 0
         wait_until(lambda part=part: part in (tmp_path / "log").read_text(), 5)  # type: ignore[misc]
         assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_receipts_name_the_adapter_and_a_journal_is_replayed_with_it(
+    adapters: Adapters, llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal, path = tmp_path / "journal", tmp_path / "adapter"
+    shutil.copytree(adapters.directory / "a1", path)
+    flags = ["--model", str(llama_dir), "--worker-threads", "1", "--max-total-tokens", "4096",
+             "--journal", str(journal), "--lora-modules", f"one={path}"]  # fmt: skip
+    with running_server(tmp_path / "log", *flags) as server:
+        with Client(server.endpoint) as client:
+            answer = client.generate(PROMPTS[0], GREEDY, adapter="one", receipt=True)
+            base = client.generate(PROMPTS[0], GREEDY, receipt=True)
+        assert answer.receipt is not None and base.receipt is not None
+        assert len(answer.receipt.adapter) == 64 and not base.receipt.adapter
+        where = ["--journal", str(journal), "--endpoint", server.endpoint]
+        assert main(["replay", answer.request_id, *where]) == replay.EXIT_EQUAL
+        shutil.copytree(journal, tmp_path / "copied")
+    where = ["--journal", str(tmp_path / "copied"), "--max-total-tokens", "4096"]
+    assert main(["replay", answer.request_id, *where]) == replay.EXIT_EQUAL
+    assert capsys.readouterr().out.count(f"equal: all {NUM_TOKENS} tokens") == 2
+    shutil.copytree(adapters.directory / "a2", path, dirs_exist_ok=True)
+    assert main(["replay", answer.request_id, *where]) == replay.EXIT_FAILED
+    assert "load what" in capsys.readouterr().err

@@ -154,6 +154,7 @@ class AdapterStore:
         """Return what the server info says of the adapters, as docs/protocol.md lists it."""
         return {
             "adapter_names": self.names,
+            "adapter_ids": {name: entry.id for name, entry in self.entries.items()},
             "adapter_directory": str(self._directory),
             "max_lora_rank": self._args.max_lora_rank,
         }
