@@ -31,7 +31,7 @@ def find_problem(directory: Path, weights: bool, tokenizer: bool) -> str | None:
     """
     if (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file():
         base = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path") or "its model"
-        return f"is an adapter, which is not served; merge it into {base}, and serve the result"
+        return f"is an adapter of {base}: serve that model with --lora-modules NAME={directory}"
     if not (directory / "config.json").is_file():
         ggufs = sorted(directory.glob("*.gguf"))
         if ggufs:

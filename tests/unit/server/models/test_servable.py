@@ -110,5 +110,5 @@ def test_sizes_that_do_not_divide_are_refused_at_once(tmp_path: Path) -> None:
 
 def test_an_adapter_is_refused_with_the_name_of_its_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "a/llama"}')
-    with pytest.raises(ModelError, match="is an adapter, which is not served; merge it into a/ll"):
+    with pytest.raises(ModelError, match="is an adapter of a/llama: serve that model"):
         resolve_model(ModelArgs(model=str(tmp_path)))
