@@ -127,6 +127,13 @@ class Driver:
             for new in self._new
         ]
 
+    def set_adapter(self, request: Request, index: int) -> None:
+        """Give a request that no plan has yet an adapter."""
+        self._new = [
+            msgspec.structs.replace(new, adapter=index) if new.slot == request.slot else new
+            for new in self._new
+        ]
+
     def set_pooling(self, request: Request, pooling: Pooling) -> None:
         """Let a request that no plan has yet have a vector."""
         self._new = [

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -90,7 +91,7 @@ def mixed_driver(engine: Engine, dtype: torch.dtype, page_size: int = 16) -> Dri
 
 def add(driver: Driver, prompt: Sequence[int], adapter: int) -> Request:
     request = driver.add(prompt)
-    driver.runner.table.adapters[request.slot] = adapter
+    driver.set_adapter(request, adapter)
     return request
 
 
@@ -154,7 +155,12 @@ def test_adapters_of_packed_ggufs_have_nearly_the_numbers_of_plain_torch(tmp_pat
 def test_drafts_of_the_model_itself_change_no_answer_of_an_adapter(
     llama_dir: Path, temperature: float
 ) -> None:
-    new = rows_of(prompts_of([5, 9, 1]), no_rules, temperature)
+    new = [
+        msgspec.structs.replace(one, adapter=adapter)
+        for one, adapter in zip(
+            rows_of(prompts_of([5, 9, 1]), no_rules, temperature), [1, NO_ADAPTER, 2], strict=True
+        )
+    ]
     adapters = adapters_of(llama_dir)[:3]
     answers = []
     for flags in ({}, {"speculative_method": "self"}):
@@ -163,7 +169,6 @@ def test_drafts_of_the_model_itself_change_no_answer_of_an_adapter(
             runner.engine.set_adapter(index, adapter)
         if runner.engine.draft is not None:
             runner.drafter = SelfDrafter(runner.table, runner.engine.draft)
-        runner.table.adapters[: len(new)] = [1, NO_ADAPTER, 2]
         answers.append(generate(runner, new, 4 if flags else 0))
     (expected, num_steps), (got, num_drafting_steps) = answers
     assert got == expected

@@ -231,96 +231,141 @@ class Adapt {
     }
 };
 
-// What adapters add to a product.
-template <class E>
-class Additions {
-  public:
-    Additions(const Step& step, const std::vector<ChangedTile>& tiles)
-        : tiles(tiles), adapted(step) {}
+// A panel of U. first, depth: of t, in units of a column.
+struct UpPanel {
+    const uint32_t* words;
+    long first, depth;
+};
 
-    bool empty() const { return tiles.empty(); }
+// Writes the products of a tile of t with one or two panels of the same depth to [rows][PIECE_COLUMNS].
+typedef void (*UpProduct)(float* out, const uint32_t* t, long stride, const UpPanel* panels);
 
-    // Returns room for the sums of a block of rows, [rows][PIECE_COLUMNS].
-    static float* room(long rows) {
-        static thread_local std::vector<Floats> buffer;
-        if (long(buffer.size()) < rows * PANELS_A_PIECE) buffer.resize(rows * PANELS_A_PIECE);
-        return (float*)buffer.data();
-    }
-
-    // Prefetches U's panels of part `part` of the tiles.
-    void prefetch(long panel, int panels, long part, long parts) const {
-        long count = long(tiles.size());
-        for (long i = part * count / parts; i < (part + 1) * count / parts; i++) {
-            const AdapterPlace* place = tiles[i].place;
-            if (i > 0 && tiles[i - 1].place == place) continue;
-            for (int p = 0; p < panels; p++) {
-                UpPanel up = find(*place, panel + p);
-                prefetch_lines(up.words, up.words + up.depth * LANES);
+// U is thin: what a call costs counts, and panels of gate and up read different elements of t.
+template <class E, int ROWS, int PANELS>
+void up_product(float* out, const uint32_t* t, long stride, const UpPanel* panels) {
+    constexpr long UNIT_WORDS = E::TERMS * (E::PACKED ? ROWS : 1);
+    Floats sums[ROWS][PANELS];
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+        for (int p = 0; p < PANELS; p++) sums[r][p] = Floats(0.0f);
+    for (long k = 0; k < panels[0].depth; k++) {
+#pragma GCC unroll 2
+        for (int p = 0; p < PANELS; p++) {
+            auto rows = dense_rows<E, ROWS>(t + panels[p].first * UNIT_WORDS, stride);
+            Words unit = load<Words>(panels[p].words + k * LANES);
+#pragma GCC unroll 2
+            for (int i = 0; i < E::TERMS; i++) {
+                Words term = E::term(unit, i);
+#pragma GCC unroll 16
+                for (int r = 0; r < ROWS; r++)
+                    sums[r][p] = E::multiply_add(sums[r][p], rows.template operand<E>(k, i, r), term);
             }
         }
     }
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+        for (int p = 0; p < PANELS; p++) store(out + r * PIECE_COLUMNS + p * LANES, sums[r][p]);
+}
 
-    // Changes the sums of rows `begin` to `end`, in the columns of `panels` panels.
-    void add(float* sums, long begin, long end, long panel, int panels) const {
-        for (const ChangedTile& tile : tiles) {
-            if (tile.rows[tile.count - 1] < begin || tile.rows[0] >= end) continue;
-            alignas(64) float added[Dense<E>::ROWS * PIECE_COLUMNS];
-            bool is_added[PANELS_A_PIECE];
-            multiply_up(added, is_added, tile, panel, panels);
-            for (int r = 0; r < tile.count; r++) {
-                long row = tile.rows[r];
-                if (row < begin || row >= end) continue;
-                for (int p = 0; p < panels; p++)
-                    change(sums + (row - begin) * PIECE_COLUMNS + p * LANES,
-                           is_added[p] ? added + r * PIECE_COLUMNS + p * LANES : nullptr, *tile.place,
-                           (panel + p) * LANES);
-            }
+template <class E, int PANELS, int... ROWS>
+UpProduct choose_up_product(int rows, std::integer_sequence<int, ROWS...>) {
+    static constexpr UpProduct all[] = {up_product<E, ROWS + 1, PANELS>...};
+    return all[rows - 1];
+}
+
+// What adapters add to a product. U of an adapter is read for several pieces at once, as a CPU
+// prefetches only memory that is read on and on.
+template <class E>
+class Additions {
+  public:
+    // rows: of the operation.
+    Additions(const Step& step, const std::vector<ChangedTile>& tiles, long rows)
+        : tiles(tiles), adapted(step), rows(rows_of_thread()) {
+        this->rows.assign(rows, Row());
+        for (const ChangedTile& tile : tiles)
+            for (int r = 0; r < tile.count; r++) this->rows[tile.rows[r]] = {tile.place, count++};
+    }
+
+    // Computes what is added to the columns of panels `panel` to `last`, as many as there is room for,
+    // of rows `begin` to `end`, unless it is there.
+    void compute(long begin, long end, long panel, long last) {
+        if (begin == computed_begin && panel >= first_panel && panel < end_panel) return;
+        computed_begin = begin, first_panel = panel;
+        long pieces = std::clamp<long>(ROOM_BYTES / (count * PIECE_COLUMNS * 4), 1, MAX_PIECES);
+        end_panel = std::min(last, panel + pieces * PANELS_A_PIECE);
+        std::vector<Floats>& buffer = buffer_of_thread();
+        buffer.resize(pieces * count * PANELS_A_PIECE);
+        added = (float*)buffer.data();
+        for (const ChangedTile& tile : tiles)
+            if (tile.rows[0] < end && tile.rows[tile.count - 1] >= begin)
+                for (long p = first_panel; p < end_panel; p += PANELS_A_PIECE)
+                    multiply_up(added_to(rows[tile.rows[0]].number, p), tile, p,
+                                int(std::min<long>(PANELS_A_PIECE, end_panel - p)));
+    }
+
+    // Changes the sums of a row in the columns of `panels` panels, which are computed.
+    INLINE void add(float* sums, long row, long panel, int panels) const {
+        const AdapterPlace* place = rows[row].place;
+        if (!place) return;
+        const float* from = added_to(rows[row].number, panel);
+        for (int p = 0; p < panels; p++) {
+            Floats v = load<Floats>(sums + p * LANES) + load<Floats>(from + p * LANES);
+            if (place->gain) v *= load<Floats>(place->gain + (panel + p) * LANES);
+            if (place->shift) v += load<Floats>(place->shift + (panel + p) * LANES);
+            store(sums + p * LANES, v);
         }
     }
 
   private:
-    struct UpPanel {
-        const uint32_t* words;
-        long first, depth;  // in units of t
+    static constexpr long MAX_PIECES = 8, ROOM_BYTES = 64 * 1024;
+
+    // number: of the changed rows, side by side in a tile.
+    struct Row {
+        const AdapterPlace* place = nullptr;
+        long number = 0;
     };
 
     const std::vector<ChangedTile>& tiles;
     const Adapted<E> adapted;
+    std::vector<Row>& rows;
+    long count = 0;  // of changed rows
+    long computed_begin = -1, first_panel = 0, end_panel = 0;
+    float* added = nullptr;  // [pieces][changed rows][PIECE_COLUMNS]
+
+    static std::vector<Row>& rows_of_thread() {
+        static thread_local std::vector<Row> rows;
+        return rows;
+    }
+    static std::vector<Floats>& buffer_of_thread() {
+        static thread_local std::vector<Floats> buffer;
+        return buffer;
+    }
+
+    float* added_to(long number, long panel) const {
+        return added + ((panel - first_panel) / PANELS_A_PIECE * count + number) * PIECE_COLUMNS;
+    }
 
     static UpPanel find(const AdapterPlace& place, long panel) {
         for (long i = 0; i < place.run_count; i++) {
             const UpRun& run = place.runs[i];
             long at = panel - run.begin;
-            if (at >= 0 && panel < run.end && (run.step == 1 || at % 2 == 0))
-                return {run.words + at / run.step * run.panel_units, run.first, run.depth};
+            long every = run.step - 1;  // 1: every second panel
+            if (at >= 0 && panel < run.end && !(at & every))
+                return {run.words + (at >> every) * run.panel_units, run.first, run.depth};
         }
         return {};
     }
 
-    void multiply_up(float* out, bool* is_added, const ChangedTile& tile, long panel, int panels) const {
+    void multiply_up(float* out, const ChangedTile& tile, long panel, int panels) const {
+        typedef std::make_integer_sequence<int, Dense<E>::ROWS> Rows;
         UpPanel ups[PANELS_A_PIECE];
-        for (int p = 0; p < panels; p++) {
-            ups[p] = find(*tile.place, panel + p);
-            is_added[p] = ups[p].depth > 0;
-        }
-        for (int p = 0, width; p < panels; p += width) {
-            const UpPanel& up = ups[p];
-            bool alike = p + 1 < panels && ups[p + 1].first == up.first && ups[p + 1].depth == up.depth;
-            width = alike ? TILE_PANELS : 1;
-            if (!up.depth) continue;
-            long offset = up.first * E::TERMS * (E::PACKED ? tile.count : 1);
-            Dense<E>::tile(DENSE, tile.count, width)(
-                out + p * LANES, PIECE_COLUMNS, adapted.tile(tile) + offset, adapted.stride, up.words,
-                alike ? ups[p + 1].words - up.words : 0, up.depth, Prefetch());
-        }
-    }
-
-    // added: 16 products, or null.
-    INLINE static void change(float* sums, const float* added, const AdapterPlace& place, long column) {
-        Floats v = load<Floats>(sums);
-        if (added) v += load<Floats>(added);
-        if (place.gain) v *= load<Floats>(place.gain + column);
-        if (place.shift) v += load<Floats>(place.shift + column);
-        store(sums, v);
+        for (int p = 0; p < panels; p++) ups[p] = find(*tile.place, panel + p);
+        const uint32_t* t = adapted.tile(tile);
+        if (TILE_PANELS == PANELS_A_PIECE && panels == PANELS_A_PIECE && ups[0].depth == ups[1].depth)
+            return choose_up_product<E, TILE_PANELS>(tile.count, Rows())(out, t, adapted.stride, ups);
+        for (int p = 0; p < panels; p++)
+            choose_up_product<E, 1>(tile.count, Rows())(out + p * LANES, t, adapted.stride, ups + p);
     }
 };
