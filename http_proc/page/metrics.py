@@ -159,7 +159,15 @@ TENANT_COUNTERS = (
     ("tenant_generation_tokens", "Number of generated tokens of a tenant"),
     ("tenant_queue_seconds", "Seconds that the requests of a tenant spent in the waiting queue"),
 )
-POOL_LABELS = {"page_size": "page_size", "num_pages": "pages_total", "prefix_cache": "prefix_cache"}
+# Label of cache_config_info -> key of the ring's info. A page is vLLM's block, and routers look for
+# vLLM's names: see the model server protocol of the Gateway API's inference extension.
+POOL_LABELS = {
+    "page_size": "page_size",
+    "num_pages": "pages_total",
+    "prefix_cache": "prefix_cache",
+    "block_size": "page_size",
+    "num_gpu_blocks": "pages_total",
+}
 
 
 class Families:

@@ -32,6 +32,7 @@ def key_check(args: HttpArgs, tenants: TenantArgs, file: TenantFile | None) -> M
     tenant's. Without any keys, --tenants-by says who the tenant is. `file`: that of --keys.
     """
     keys = [_as_bytes(key) for key in args.api_keys]
+    public_paths = PUBLIC_PATHS | ({"/metrics"} if args.metrics_without_key else set())
     # A thread that does nothing else: no other work delays the end of a removed key.
     reader = ThreadPoolExecutor(1, "keys")
 
@@ -51,7 +52,7 @@ def key_check(args: HttpArgs, tenants: TenantArgs, file: TenantFile | None) -> M
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         caller = Caller()
-        if request.path not in PUBLIC_PATHS and request.method != "OPTIONS":
+        if request.path not in public_paths and request.method != "OPTIONS":
             found = await find(request)
             if found is None:
                 raise ApiError(

@@ -174,6 +174,11 @@ class HttpArgs:
         basic=True,
         secures=True,
     )
+    metrics_without_key: bool = flag(
+        False,
+        "answer /metrics to clients without a key, for routers that have none; its labels name"
+        " tenants and adapters",
+    )
     allowed_origins: str = flag(
         "",
         "comma-separated origins of web pages that may call the gateway beside its own, or *"

@@ -1,5 +1,6 @@
 """The metrics of several replicas have the label `replica`, and those of one have not."""
 
+import re
 from typing import Any
 
 from prometheus_client.core import CollectorRegistry
@@ -64,3 +65,12 @@ def test_pages_beyond_the_pool_have_metrics_where_there_are_any() -> None:
     assert 'quadriga:kv_offload_disk_failed{model_name="m"} 0.0' in tiered
     assert 'quadriga:external_prefix_cache_hits_total{model_name="m"} 0.0' in tiered
     assert not any("kv_offload" in line or "external" in line for line in text_of(info_of()))
+
+
+def test_the_labels_of_the_pool_have_the_names_that_routers_look_for() -> None:
+    (line,) = (
+        line for line in text_of(info_of()) if line.startswith("quadriga:cache_config_info{")
+    )
+    labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
+    assert labels["block_size"] == labels["page_size"] == str(info_of()["page_size"])
+    assert labels["num_gpu_blocks"] == labels["num_pages"] == str(info_of()["pages_total"])

@@ -9,6 +9,7 @@ import yarl
 from quadriga.errors import ConfigError
 from quadriga.server.config.frontend_args import API_KEY_VARIABLE
 from quadriga.server.config.server_config import ServerConfig
+from tests.unit.http.server_info import info_of
 from tests.unit.scripted_ring import ScriptedRing, gateway_before, run_at_gateway
 
 EVIL = "https://evil.example"
@@ -190,3 +191,13 @@ def test_a_variable_without_a_key_is_refused_at_the_start(
     monkeypatch.setenv(API_KEY_VARIABLE, value)
     with pytest.raises(ConfigError, match="has no key"):
         ServerConfig().validate()
+
+
+async def test_a_router_without_a_key_reads_the_metrics_only_where_a_flag_allows_it() -> None:
+    for allowed in (False, True):
+        ring = ScriptedRing(["a"], **info_of())
+        flags: dict[str, Any] = {"api_key": "secret", "metrics_without_key": allowed}
+        async with gateway_before(ring, **flags) as (_, gateway):
+            status, _code = await status_of(gateway, "GET", "/metrics", {})
+            assert status == (200 if allowed else 401)
+            assert (await status_of(gateway, "GET", "/v1/models", {}))[0] == 401

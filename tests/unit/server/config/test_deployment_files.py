@@ -14,7 +14,7 @@ import yaml
 from quadriga import __version__
 from quadriga.server.config import server_config as configuration
 from quadriga.server.config.flags import FOREIGN_FLAGS
-from quadriga.server.config.server_config import ServerConfig
+from tests.unit.server.config.command_line import parse
 
 ROOT = Path(__file__).resolve().parents[4]
 KUBERAY = ROOT / "deploy" / "kuberay"
@@ -24,14 +24,6 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 @pytest.fixture(autouse=True)
 def _key_as_the_files_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUADRIGA_API_KEY", "a key")
-
-
-def parse(argv: list[str]) -> ServerConfig:
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    configuration.add_flags(parser)
-    config = configuration.from_namespace(parser.parse_args(argv))
-    config.validate()
-    return config
 
 
 def test_the_container_starts_a_server_that_its_port_reaches() -> None:
