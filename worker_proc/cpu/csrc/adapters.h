@@ -275,77 +275,56 @@ UpProduct choose_up_product(int rows, std::integer_sequence<int, ROWS...>) {
     return all[rows - 1];
 }
 
-// What adapters add to a product. U of an adapter is read for several pieces at once, as a CPU
-// prefetches only memory that is read on and on.
+// What adapters add to a product.
 template <class E>
 class Additions {
   public:
-    // rows: of the operation.
-    Additions(const Step& step, const std::vector<ChangedTile>& tiles, long rows)
-        : tiles(tiles), adapted(step), rows(rows_of_thread()) {
-        this->rows.assign(rows, Row());
-        for (const ChangedTile& tile : tiles)
-            for (int r = 0; r < tile.count; r++) this->rows[tile.rows[r]] = {tile.place, count++};
+    Additions(const Step& step, const std::vector<ChangedTile>& tiles)
+        : tiles(tiles), adapted(step) {}
+
+    bool empty() const { return tiles.empty(); }
+
+    // Returns room for the sums of a block of rows, [rows][PIECE_COLUMNS].
+    static float* room(long rows) {
+        static thread_local std::vector<Floats> buffer;
+        if (long(buffer.size()) < rows * PANELS_A_PIECE) buffer.resize(rows * PANELS_A_PIECE);
+        return (float*)buffer.data();
     }
 
-    // Computes what is added to the columns of panels `panel` to `last`, as many as there is room for,
-    // of rows `begin` to `end`, unless it is there.
-    void compute(long begin, long end, long panel, long last) {
-        if (begin == computed_begin && panel >= first_panel && panel < end_panel) return;
-        computed_begin = begin, first_panel = panel;
-        long pieces = std::clamp<long>(ROOM_BYTES / (count * PIECE_COLUMNS * 4), 1, MAX_PIECES);
-        end_panel = std::min(last, panel + pieces * PANELS_A_PIECE);
-        std::vector<Floats>& buffer = buffer_of_thread();
-        buffer.resize(pieces * count * PANELS_A_PIECE);
-        added = (float*)buffer.data();
-        for (const ChangedTile& tile : tiles)
-            if (tile.rows[0] < end && tile.rows[tile.count - 1] >= begin)
-                for (long p = first_panel; p < end_panel; p += PANELS_A_PIECE)
-                    multiply_up(added_to(rows[tile.rows[0]].number, p), tile, p,
-                                int(std::min<long>(PANELS_A_PIECE, end_panel - p)));
+    // Prefetches U's panels of part `part` of the tiles.
+    void prefetch(long panel, int panels, long part, long parts) const {
+        long count = long(tiles.size());
+        for (long i = part * count / parts; i < (part + 1) * count / parts; i++) {
+            const AdapterPlace* place = tiles[i].place;
+            if (i > 0 && tiles[i - 1].place == place) continue;
+            for (int p = 0; p < panels; p++) {
+                UpPanel up = find(*place, panel + p);
+                prefetch_lines(up.words, up.words + up.depth * LANES);
+            }
+        }
     }
 
-    // Changes the sums of a row in the columns of `panels` panels, which are computed.
-    INLINE void add(float* sums, long row, long panel, int panels) const {
-        const AdapterPlace* place = rows[row].place;
-        if (!place) return;
-        const float* from = added_to(rows[row].number, panel);
-        for (int p = 0; p < panels; p++) {
-            Floats v = load<Floats>(sums + p * LANES) + load<Floats>(from + p * LANES);
-            if (place->gain) v *= load<Floats>(place->gain + (panel + p) * LANES);
-            if (place->shift) v += load<Floats>(place->shift + (panel + p) * LANES);
-            store(sums + p * LANES, v);
+    // Changes the sums of rows `begin` to `end`, in the columns of `panels` panels.
+    void add(float* sums, long begin, long end, long panel, int panels) const {
+        for (const ChangedTile& tile : tiles) {
+            if (tile.rows[tile.count - 1] < begin || tile.rows[0] >= end) continue;
+            alignas(64) float added[Dense<E>::ROWS * PIECE_COLUMNS];
+            bool is_added[PANELS_A_PIECE];
+            multiply_up(added, is_added, tile, panel, panels);
+            for (int r = 0; r < tile.count; r++) {
+                long row = tile.rows[r];
+                if (row < begin || row >= end) continue;
+                for (int p = 0; p < panels; p++)
+                    change(sums + (row - begin) * PIECE_COLUMNS + p * LANES,
+                           is_added[p] ? added + r * PIECE_COLUMNS + p * LANES : nullptr, *tile.place,
+                           (panel + p) * LANES);
+            }
         }
     }
 
   private:
-    static constexpr long MAX_PIECES = 8, ROOM_BYTES = 64 * 1024;
-
-    // number: of the changed rows, side by side in a tile.
-    struct Row {
-        const AdapterPlace* place = nullptr;
-        long number = 0;
-    };
-
     const std::vector<ChangedTile>& tiles;
     const Adapted<E> adapted;
-    std::vector<Row>& rows;
-    long count = 0;  // of changed rows
-    long computed_begin = -1, first_panel = 0, end_panel = 0;
-    float* added = nullptr;  // [pieces][changed rows][PIECE_COLUMNS]
-
-    static std::vector<Row>& rows_of_thread() {
-        static thread_local std::vector<Row> rows;
-        return rows;
-    }
-    static std::vector<Floats>& buffer_of_thread() {
-        static thread_local std::vector<Floats> buffer;
-        return buffer;
-    }
-
-    float* added_to(long number, long panel) const {
-        return added + ((panel - first_panel) / PANELS_A_PIECE * count + number) * PIECE_COLUMNS;
-    }
 
     static UpPanel find(const AdapterPlace& place, long panel) {
         for (long i = 0; i < place.run_count; i++) {
@@ -358,14 +337,27 @@ class Additions {
         return {};
     }
 
-    void multiply_up(float* out, const ChangedTile& tile, long panel, int panels) const {
+    void multiply_up(float* out, bool* is_added, const ChangedTile& tile, long panel, int panels) const {
         typedef std::make_integer_sequence<int, Dense<E>::ROWS> Rows;
         UpPanel ups[PANELS_A_PIECE];
-        for (int p = 0; p < panels; p++) ups[p] = find(*tile.place, panel + p);
+        for (int p = 0; p < panels; p++) {
+            ups[p] = find(*tile.place, panel + p);
+            is_added[p] = ups[p].depth > 0;
+        }
         const uint32_t* t = adapted.tile(tile);
         if (TILE_PANELS == PANELS_A_PIECE && panels == PANELS_A_PIECE && ups[0].depth == ups[1].depth)
             return choose_up_product<E, TILE_PANELS>(tile.count, Rows())(out, t, adapted.stride, ups);
         for (int p = 0; p < panels; p++)
-            choose_up_product<E, 1>(tile.count, Rows())(out + p * LANES, t, adapted.stride, ups + p);
+            if (is_added[p])
+                choose_up_product<E, 1>(tile.count, Rows())(out + p * LANES, t, adapted.stride, ups + p);
+    }
+
+    // added: 16 products, or null.
+    INLINE static void change(float* sums, const float* added, const AdapterPlace& place, long column) {
+        Floats v = load<Floats>(sums);
+        if (added) v += load<Floats>(added);
+        if (place.gain) v *= load<Floats>(place.gain + column);
+        if (place.shift) v += load<Floats>(place.shift + column);
+        store(sums, v);
     }
 };

@@ -64,10 +64,10 @@ struct Matmul {
     RowMax* maxima;  // MATMUL_ARGMAX: [rows] maxima of this thread
     long packed_block = -1;
     const int64_t* residual_rows;  // [rows] row of the residual stream, or null: in order
-    Additions<E>* additions;        // of adapters, or null: there are none
+    const Additions<E>* additions;  // of adapters, or null: there are none
 
     Matmul(const Op& op, const Matrix& matrix, const Step& step, long rows, RowMax* maxima,
-           long first_row = 0, Additions<E>* additions = nullptr)
+           long first_row = 0, const Additions<E>* additions = nullptr)
         : op(op), matrix(matrix), step(step), first_row(first_row),
           pieces(matrix, rows, row_words() * 4), maxima(maxima),
           residual_rows(op.kind == MATMUL_ADD && op.sampled ? step.sampled : nullptr),
@@ -87,10 +87,8 @@ struct Matmul {
         return piece < 0 ? NextPanels() : NextPanels{&matrix, pieces.first_panel(piece)};
     }
 
-    // Computes piece i. next: the panels of the piece that this thread computes afterwards; end: the
-    // thread computes the pieces from i on that are before it.
-    void piece(long i, NextPanels next, long end = 0) {
-        if (additions) compute_additions(i, end);
+    // Computes piece i. next: the panels of the piece that this thread computes afterwards.
+    void piece(long i, NextPanels next) {
         switch (matrix.format) {
         case DENSE: return piece_of<Dense<E>>(i, next);
         case CODED_INT8:
@@ -110,10 +108,13 @@ struct Matmul {
         long begin = pieces.first_row(block), count = pieces.first_row(block + 1) - begin;
         long tiles = (count + F::ROWS - 1) / F::ROWS;
         const uint32_t* inputs = F::PACKED && count > 1 ? packed<F>(block, tiles) : input(begin);
-        alignas(64) float sums[F::ROWS * PIECE_COLUMNS];
+        alignas(64) float of_tile[F::ROWS * PIECE_COLUMNS];
+        float* of_block = additions ? additions->room(count) : nullptr;
         for (long t = 0; t < tiles; t++) {
             long row = begin + t * count / tiles, end = begin + (t + 1) * count / tiles;
+            float* sums = additions ? of_block + (row - begin) * PIECE_COLUMNS : of_tile;
             prefetch_outputs(row, end, panel * LANES, panels);
+            if (additions) additions->prefetch(panel, panels, t, tiles);
             for (int p = 0, width; p < panels; p += width) {
                 Panel first = m.panel(panel + p);
                 width = num_alike(panel + p, std::min(TILE_PANELS, panels - p));
@@ -122,20 +123,16 @@ struct Matmul {
                     row_words(), first.words, first.units, m.depth,
                     prefetch_of(next, t, tiles, p, width));
             }
-            for (long r = row; r < end; r++) {
-                float* sums_of_row = sums + (r - row) * PIECE_COLUMNS;
-                if (additions) additions->add(sums_of_row, r, panel, panels);
-                finish(sums_of_row, r, panel * LANES, panels);
-            }
+            if (!additions) finish_rows(sums, row, end, panel, panels);
         }
+        if (!additions) return;
+        additions->add(of_block, begin, begin + count, panel, panels);
+        finish_rows(of_block, begin, begin + count, panel, panels);
     }
 
-    void compute_additions(long i, long end) {
-        long block = i / pieces.columns;
-        end = std::min(end, (block + 1) * pieces.columns);
-        long last = std::min(matrix.panel_count, pieces.first_panel(end - 1) + PANELS_A_PIECE);
-        additions->compute(pieces.first_row(block), pieces.first_row(block + 1),
-                           pieces.first_panel(i), last);
+    void finish_rows(const float* sums, long row, long end, long panel, int panels) const {
+        for (long r = row; r < end; r++)
+            finish(sums + (r - row) * PIECE_COLUMNS, r, panel * LANES, panels);
     }
 
     // Returns how many of `count` panels are side by side and have the format of the first one.

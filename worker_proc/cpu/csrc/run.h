@@ -208,7 +208,7 @@ class Run {
                   long max_rows = MAX_TOKENS_A_PIECE) {
         long rows = rows_of(op), rows_per_thread = (rows + threads - 1) / threads;
         long size = std::clamp<long>(rows_per_thread, 1, max_rows);
-        distribute(next, id, (rows + size - 1) / size, [&](long i, long, long) {
+        distribute(next, id, (rows + size - 1) / size, [&](long i, long) {
             for (long token = i * size; token < std::min((i + 1) * size, rows); token++) work(token);
         });
     }
@@ -260,10 +260,10 @@ class Run {
     }
 
     // additions: of adapters, or null.
-    void multiply(const Op& op, std::atomic<long>& next, int id, Additions<E>* additions) {
+    void multiply(const Op& op, std::atomic<long>& next, int id, const Additions<E>* additions) {
         Matmul<E> matmul(op, op.matrix, step, rows_of(op), thread_maxima[id].data(), 0, additions);
-        distribute(next, id, matmul.pieces.count(), [&](long i, long after, long end) {
-            matmul.piece(i, matmul.panels_of(after), end);
+        distribute(next, id, matmul.pieces.count(), [&](long i, long after) {
+            matmul.piece(i, matmul.panels_of(after));
         });
     }
 
@@ -289,7 +289,7 @@ class Run {
         case ADAPT: {
             Adapt<E> adapt(op, step, changed_by(op, id));
             return distribute(next, id, adapt.count(),
-                              [&](long i, long after, long) { adapt.piece(i, after); });
+                              [&](long i, long after) { adapt.piece(i, after); });
         }
         case ROTATE_WRITE:
             return each_row(op, next, id, [&](long token) {
@@ -299,11 +299,11 @@ class Run {
             Attend<E> attend(program, step, op, attention_of(op));
             Scratch<E>& scratch = scratch_of_thread();
             return distribute(next, id, attend.count(),
-                              [&](long i, long after, long) { attend.piece(i, after, scratch); });
+                              [&](long i, long after) { attend.piece(i, after, scratch); });
         }
         case COMBINE: {
             const std::vector<SplitRow>& split = attention_of(op).split;
-            return distribute(next, id, long(split.size()) * program.heads, [&](long i, long, long) {
+            return distribute(next, id, long(split.size()) * program.heads, [&](long i, long) {
                 combine<E>(program, step, op, split[i / program.heads], i % program.heads);
             });
         }
@@ -325,10 +325,10 @@ class Run {
             if (op.experts) {
                 ExpertMatmul<E> matmul(op, step, expert_rows);
                 return distribute(next, id, matmul.count(),
-                                  [&](long i, long after, long) { matmul.piece(i, after); });
+                                  [&](long i, long after) { matmul.piece(i, after); });
             }
             if (is_changed(op, id)) {
-                Additions<E> additions(step, changed_by(op, id), rows_of(op));
+                Additions<E> additions(step, changed_by(op, id));
                 return multiply(op, next, id, &additions);
             }
             return multiply(op, next, id, nullptr);

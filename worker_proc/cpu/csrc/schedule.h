@@ -17,16 +17,15 @@ class Schedule {
 
     long first_piece(int id) { return run(id).begin; }
 
-    // Calls work(piece, next, end) for each piece; `next` is this thread's next piece, or -1, and `end`
-    // the end of the run.
+    // Calls work(piece, next) for each piece; `next` is this thread's next piece, or -1.
     template <class Work>
     void take(std::atomic<long>& next, int id, Work work) {
         Pieces after;
         for (Pieces now = run(id); !now.empty(); now = after) {
-            for (long i = now.begin; i + 1 < now.end; i++) work(i, i + 1, now.end);
+            for (long i = now.begin; i + 1 < now.end; i++) work(i, i + 1);
             after = Pieces();
             if (count > threads) after = run(threads + next.fetch_add(1, std::memory_order_relaxed));
-            work(now.end - 1, after.empty() ? -1 : after.begin, now.end);
+            work(now.end - 1, after.empty() ? -1 : after.begin);
         }
     }
 
