@@ -73,7 +73,8 @@ def _load(child: Child) -> Loaded:
     model = resolve.resolve_model(config.model)
     tokenizer = load_tokenizer(model.tokenizer_dir)
     marks = token_marks(tokenizer, model.eos_token_ids)
-    parsers = ParserNames(config.frontend.tool_call_parser, config.frontend.reasoning_parser)
+    flags = config.frontend
+    parsers = ParserNames.of_flags(flags.tool_call_parser, flags.reasoning_parser)
     chat = ChatTemplate(model.tokenizer_dir, model.chat_template, marks, parsers)
     num_ids = tokenizer.get_vocab_size(with_added_tokens=True)
     model_impl.check_tokenizer(model, num_ids)

@@ -270,6 +270,17 @@ class EventWriter:
             self._events.append(self._kind(text))
 
 
+class HeldCalls(EventWriter):
+    """Collect calls that may turn out to be text. They have no ids of their own yet."""
+
+    def __init__(self) -> None:
+        super().__init__(max_calls=None)
+
+    def _begin(self, name: str, call_id: str) -> None:
+        self._flush()
+        self._events.append(CallBegin(call_id, name))
+
+
 class ReasoningTokens:
     """Count the tokens of the chunks whose text is reasoning or a mark around it.
 

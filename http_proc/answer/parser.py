@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from http_proc.answer.events import EventWriter, ParsedAnswer
+from http_proc.answer.events import EventWriter, HeldCalls, ParsedAnswer, ParsedCall
 from http_proc.answer.marks import (
     SPACE,
     AnswerInput,
@@ -104,15 +104,17 @@ class CallContext(NamedTuple):
         writer: takes the events.
         marks: marks of the calls.
         tools: the tools of the request.
+        can_return: the text of a call that has begun can still be returned as text.
     """
 
     source: AnswerInput
     writer: EventWriter
     marks: CallFormat
     tools: ToolSchemas
+    can_return: bool = False
 
     def begin(self, name: str, needs_known_name: bool, call_id: str = "") -> None:
-        """Begin a call. The text consumed for it can no longer be returned as text.
+        """Begin a call. Unless `can_return`, its text can no longer be returned as text.
 
         Raises:
             UnexpectedText: the name is not valid, or it is of no tool of the request and must be.
@@ -121,7 +123,8 @@ class CallContext(NamedTuple):
             raise UnexpectedText
         if needs_known_name and name not in self.tools:
             raise UnexpectedText
-        self.source.release()
+        if not self.can_return:
+            self.source.release()
         self.writer.begin_call(name, call_id)
 
     def read_name(self, ends: Marks) -> Steps[tuple[str, str]]:
@@ -170,10 +173,16 @@ class JsonCalls:
     """Parse calls such as {"name": "f", "arguments": {"a": 1}}.
 
     The arguments may stand before the name, be a string of JSON, be null, or be missing.
+
+    Args:
+        context: input, output, marks and tools.
+        is_exact: the arguments may not be missing, and nothing may follow them that is no part of
+            a call.
     """
 
-    def __init__(self, context: CallContext) -> None:
+    def __init__(self, context: CallContext, is_exact: bool = False) -> None:
         self._context = context
+        self._is_exact = is_exact
         self._source = context.source
         self._name_key = context.marks.name_key
         self._argument_keys = _ARGUMENT_KEYS | {context.marks.arguments_key}
@@ -187,11 +196,14 @@ class JsonCalls:
             key = yield from self._short_string()
             yield from self._expect(":")
             yield from self._member(key, arguments)
-            if arguments.are_complete:
+            if arguments.are_complete and not self._is_exact:
                 break
             has_more = yield from self._goes_on()
-        if not arguments.are_complete:
+        if not has_more:
             self._source.take(1)
+        if not arguments.are_complete:
+            if self._is_exact:
+                raise UnexpectedText
             arguments.end_without()
         elif has_more:
             yield from self._rest()
@@ -634,14 +646,139 @@ _BODIES: dict[CallStyle, Callable[[CallContext], CallBody]] = {
 }
 _LIST_STYLES = (CallStyle.JSON, CallStyle.NAMED_JSON, CallStyle.PYTHONIC)
 _MIN_DISTINCTIVE_LENGTH = 4
-# What models write around the object of a call instead of the marks of their template: each mark
-# that opens, with the one that closes.
-_LOOSE_MARKS = {
-    "```json": "```",
-    "```": "```",
-    "<tools>": "</tools>",
-    "<function_call>": "</function_call>",
-}
+# What models write around calls instead of the marks of their format: each mark that opens, with
+# the one that closes. A Markdown block begins a line.
+_BLOCKS = {"```json": "```", "```": "```"}
+_TAGS = {"<tools>": "</tools>", "<function_call>": "</function_call>"}
+_BLOCK_OPENS = marks_of(*_BLOCKS)
+_NEWLINE = "\n"
+_BLOCK_TRIGGERS = tuple(_NEWLINE + mark for mark in _BLOCKS)
+_FIRST_OF_UNMARKED = "{[`"
+
+
+class UnmarkedCalls:
+    """Parse calls that lack the marks of their format, once it is certain that they are calls.
+
+    A whole answer, or what stands in its first Markdown block or between other marks, is calls if
+    it consists of JSON objects, or of a list of them, each with the name of a tool of the request
+    and with arguments, and of nothing else. It is held back while it may still become that. Blocks
+    that follow the first one at once are like it.
+
+    Args:
+        context: input, output, marks and tools.
+
+    Attributes:
+        triggers: marks that begin such calls.
+    """
+
+    def __init__(self, context: CallContext) -> None:
+        self._source = context.source
+        self._writer = context.writer
+        marks = context.marks
+        is_named = marks.style is CallStyle.JSON and marks.name_key
+        self._context = context._replace(
+            marks=marks if is_named else CallFormat(style=CallStyle.JSON), can_return=True
+        )
+        self._own_closes = marks_of(
+            *map(first_part, (marks.call_close, marks.close, *marks.close_variants))
+        )
+        self.triggers = (*_TAGS, *_BLOCK_TRIGGERS)
+
+    def parse(self, trigger: str) -> Steps[None]:
+        """Parse calls with the marks around them, and write them.
+
+        Args:
+            trigger: the mark that stands here; empty: the answer begins here.
+
+        Raises:
+            UnexpectedText: the text is no call.
+            EndOfAnswer: the answer ended before the calls.
+        """
+        if trigger in _TAGS:
+            self._source.take(len(trigger))
+            yield from self._marked(_TAGS[trigger])
+            return
+        if trigger:
+            self._source.take(len(_NEWLINE))
+        block = yield from _BLOCK_OPENS.here(self._source)
+        if block:
+            self.triggers = tuple(_TAGS)
+        else:
+            yield from self._whole_answer()
+        while block:
+            self._source.take(len(block))
+            yield from self._marked(_BLOCKS[block])
+            yield from self._source.skip_space()
+            block = yield from _BLOCK_OPENS.here(self._source)
+
+    def _marked(self, close: str) -> Steps[None]:
+        """Parse calls and the mark that closes them, for which the end of the answer may stand."""
+        calls = yield from self._calls()
+        if not (yield from self._ends_with(marks_of(close))):
+            raise UnexpectedText
+        self._write(calls)
+
+    def _whole_answer(self) -> Steps[None]:
+        """Parse calls which nothing follows but a mark of the format that closes them."""
+        calls = yield from self._calls()
+        yield from self._ends_with(self._own_closes)
+        try:
+            yield from self._source.skip_space()
+        except EndOfAnswer:
+            self._write(calls)
+            return
+        raise UnexpectedText
+
+    def _calls(self) -> Steps[list[ParsedCall]]:
+        """Parse objects, or a list of them, and return them."""
+        held = HeldCalls()
+        objects = JsonCalls(self._context._replace(writer=held), is_exact=True)
+        is_list = (yield from self._source.skip_space()) == "["
+        if is_list:
+            self._source.take(1)
+        while True:
+            yield from objects.call(needs_known_name=True)
+            try:
+                char = yield from self._source.skip_space()
+            except EndOfAnswer:
+                if is_list:
+                    raise
+                break
+            if char != ("," if is_list else "{"):
+                break
+            if is_list:
+                self._source.take(1)
+        if is_list:
+            if char != "]":
+                raise UnexpectedText
+            self._source.take(1)
+        answer = ParsedAnswer()
+        answer.add(held.take())
+        return answer.calls
+
+    def _ends_with(self, closes: Marks) -> Steps[bool]:
+        """Consume a mark, even if the end of the answer cuts it off, and return whether it is one.
+
+        The end of the answer counts as a mark.
+        """
+        try:
+            yield from self._source.skip_space()
+        except EndOfAnswer:
+            return True
+        found = yield from closes.here(self._source)
+        self._source.take(len(found))
+        if not found and self._source.is_ended and closes.can_begin_with_rest(self._source):
+            self._source.take_rest()
+            return True
+        return bool(found)
+
+    def _write(self, calls: list[ParsedCall]) -> None:
+        """Write calls, whose text cannot be returned as text any more."""
+        self._source.hold()
+        for call in calls:
+            self._writer.begin_call(call.name)
+            self._writer.arguments(call.arguments)
+            self._writer.end_call()
 
 
 class CallsParser:
@@ -649,12 +786,9 @@ class CallsParser:
 
     Args:
         context: input, output, marks and tools.
-        takes_unmarked: in a format of JSON objects with marks, an object without them, or in a
-            Markdown fence, is a call, too, if it has the name of a tool of the request, and
-            arguments.
+        takes_unmarked: `UnmarkedCalls` are calls, too.
 
     Attributes:
-        triggers: marks that begin calls.
         first_characters: characters that an answer of calls without a mark begins with; empty if
             calls have a mark.
     """
@@ -668,17 +802,22 @@ class CallsParser:
         self._closes = marks_of(*map(first_part, (marks.close, *marks.close_variants)))
         self._call_close = marks_of(first_part(marks.call_close))
         self._separator = marks_of(marks.separator.strip())
-        loose = _LOOSE_MARKS if takes_unmarked and _are_marked_objects(marks) else {}
-        # A mark of the format itself keeps its meaning.
-        own = {*self._opens, *_inner_triggers(marks)}
-        self._loose_marks = {opening: end for opening, end in loose.items() if opening not in own}
-        self.triggers = marks_of(*own, *self._loose_marks)
-        self._ends = marks_of(*self._call_close.all, *self._closes.all, *self.triggers.all)
+        self._own = marks_of(*self._opens, *_inner_triggers(marks))
+        self._unmarked = UnmarkedCalls(context) if takes_unmarked else None
+        self._ends = marks_of(*self._call_close.all, *self._closes.all, *self._own.all)
         is_unmarked = not (marks.open or marks.call_open or marks.name_open)
-        self.first_characters = _first_characters(marks) if is_unmarked or loose else ""
-        self._is_loose = bool(loose)
+        self._own_first = _first_characters(marks) if is_unmarked else ""
+        self.first_characters = self._own_first + (_FIRST_OF_UNMARKED if takes_unmarked else "")
         self._is_in_list = False
         self._is_after_call = False
+
+    @property
+    def triggers(self) -> Marks:
+        """Marks that begin calls. A mark of the format itself keeps its meaning."""
+        if self._unmarked is None:
+            return self._own
+        own = self._own.all
+        return marks_of(*own, *(m for m in self._unmarked.triggers if m.strip() not in own))
 
     def parse(self, trigger: str) -> Steps[str]:
         """Parse calls and return the consumed text that turned out to be no call.
@@ -689,8 +828,8 @@ class CallsParser:
         self._source.hold()
         self._is_in_list = self._is_after_call = False
         try:
-            if trigger in self._loose_marks or (self._is_loose and not trigger):
-                yield from self._loose_calls(trigger)
+            if self._unmarked is not None and not (yield from self._is_own(trigger)):
+                yield from self._unmarked.parse(trigger)
             else:
                 if trigger in self._opens:
                     self._source.take(len(trigger))
@@ -703,37 +842,31 @@ class CallsParser:
             self._source.take_rest()
         return self._source.release()
 
+    def _is_own(self, trigger: str) -> Steps[bool]:
+        """Return whether calls in the form of the format begin at a trigger, or without one."""
+        if trigger:
+            return trigger in self._own.all
+        return (yield from self._source.peek()) in self._own_first
+
     def _calls(self, needs_known_name: bool) -> Steps[None]:
         """Parse calls up to the mark that closes them."""
         while True:
             yield from self._open_call()
-            yield from self._call(needs_known_name, self._ends)
+            yield from self._call(needs_known_name)
             yield from self._drop(self._call_close, self._format.call_close)
             if not (yield from self._goes_on()):
                 break
             self._is_after_call = False
         yield from self._drop(self._closes)
 
-    def _loose_calls(self, mark: str) -> Steps[None]:
-        """Parse objects that follow a mark which is not of the format, or none, and the end."""
-        self._source.take(len(mark))
-        own_ends = marks_of(self._loose_marks.get(mark, ""))
-        ends = marks_of(*own_ends.all, *self._ends.all)
-        while True:
-            yield from self._call(needs_known_name=True, ends=ends)
-            if (yield from self._source.skip_space()) != "{":
-                break
-            self._is_after_call = False
-        yield from self._drop(own_ends)
-
-    def _call(self, needs_known_name: bool, ends: Marks) -> Steps[None]:
-        """Parse one call. Text after broken arguments, up to one of `ends`, joins them."""
+    def _call(self, needs_known_name: bool) -> Steps[None]:
+        """Parse one call. Text after broken arguments, up to the next mark, joins them."""
         try:
             yield from self._body.call(needs_known_name)
         except UnexpectedText:
             if not self._context.writer.is_in_call:
                 raise
-            yield from ends.copy_before(self._source, self._context.writer.arguments)
+            yield from self._ends.copy_before(self._source, self._context.writer.arguments)
             self._context.writer.leave_call()
         self._source.hold()
         self._is_after_call = True
@@ -792,14 +925,6 @@ def _inner_triggers(marks: CallFormat) -> list[str]:
     ]
 
 
-def _are_marked_objects(marks: CallFormat) -> bool:
-    """Return whether each call is an object with its name and arguments, between marks."""
-    has_marks = bool(marks.open or marks.call_open)
-    return (
-        marks.style is CallStyle.JSON and has_marks and bool(marks.name_key) and not marks.is_list
-    )
-
-
 def _first_characters(marks: CallFormat) -> str:
     """Return the characters that calls without a mark can begin with."""
     if marks.style is CallStyle.PYTHONIC:
@@ -840,7 +965,6 @@ class MarkedAnswerParser(AnswerParser):
         self._begins_in_reasoning = begins_in_reasoning and bool(self._closes.all)
         self._parses_reasoning = parses_reasoning
         dropped = stripped(marks.text_open, marks.text_close) if parses_reasoning else []
-        self._text_marks = marks_of(*dropped, *(calls.triggers.all if calls else ()))
         self._dropped = frozenset(dropped)
         self._text = TextAroundCalls(writer) if calls else TextSink(writer)
 
@@ -896,10 +1020,13 @@ class MarkedAnswerParser(AnswerParser):
         calls = self._calls
         if calls is not None and calls.first_characters:
             char = yield from self._source.skip_space(self._text.write)
-            if char in calls.first_characters:
+            if char in calls.first_characters and not (
+                yield from calls.triggers.here(self._source)
+            ):
                 yield from self._parse_calls("", calls)
         while True:
-            mark = yield from self._copy(self._text_marks, self._text)
+            triggers = calls.triggers.all if calls else ()
+            mark = yield from self._copy(marks_of(*self._dropped, *triggers), self._text)
             if calls is None or mark in self._dropped:
                 self._source.take(len(mark))
             else:
@@ -1055,8 +1182,8 @@ def make_parser(
             with its marks; marks of calls within it still begin no call.
         max_calls: number of calls after which further ones are dropped; None: no limit.
         ends_at_repeat: a call that repeats an earlier one ends the answer, and is dropped.
-        takes_unmarked: a JSON object without the marks of calls is a call of a tool of the request
-            if it has the form of one. False for an answer that a grammar makes.
+        takes_unmarked: `UnmarkedCalls` are calls, too, except in gpt-oss's format. False for an
+            answer that a grammar makes.
     """
     source, writer = AnswerInput(), EventWriter(max_calls, ends_at_repeat)
     calls = answer_format.calls

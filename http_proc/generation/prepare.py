@@ -43,7 +43,8 @@ class AnswerReader:
         max_calls: number of calls that an answer may have; None: any.
         parses_reasoning: the reasoning is separated from the text.
         ends_at_repeat: a call that repeats an earlier one ends the answer.
-        takes_unmarked: calls may lack their marks: no grammar makes the answer.
+        takes_unmarked: calls may lack their marks: no grammar makes the answer, and the server's
+            flags allow it.
         text_end: the end of the prompt's text, where the server is sent token ids; None: the server
             reports it.
     """
@@ -134,7 +135,8 @@ async def prepare_chat(gateway: Gateway, model: ServedModel, call: ChatCall) -> 
         None if call.is_parallel else 1,
         call.reasoning.is_parsed,
         ends_at_repeat=call.is_parallel and call.tool_choice.mode is ToolMode.REQUIRED,
-        takes_unmarked=all(getattr(sampling.params, name) is None for name in GRAMMAR_FIELDS),
+        takes_unmarked=answer_format.takes_unmarked
+        and all(getattr(sampling.params, name) is None for name in GRAMMAR_FIELDS),
     )
     chat = _chat_options(call, answer_format)
     options: RequestOptions = {

@@ -120,6 +120,7 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         takes_tools: the chat template renders tools. Otherwise the generic form of tools is put
             into the system message.
         has_special_marks: a mark is a special token, which the text must keep to be parsed.
+        takes_unmarked: plain JSON is a call, too, where it has the name of a tool and arguments.
     """
 
     source: str = ""
@@ -127,6 +128,7 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     reasoning: ReasoningFormat | None = None
     takes_tools: bool = False
     has_special_marks: bool = False
+    takes_unmarked: bool = True
 
 
 def ends_inside(text: str, open_mark: str, close_mark: str) -> bool:

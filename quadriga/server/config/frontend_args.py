@@ -20,6 +20,8 @@ from quadriga.wire.client import DEFAULT_ENDPOINT, PRIVATE_ENDPOINT
 # Values of --tool-call-parser and --reasoning-parser beside the names of known formats.
 AUTO = "auto"
 NONE = "none"
+# After a value of --tool-call-parser other than none: calls have that form and no other.
+EXACT = ":exact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class FrontendArgs:
     tool_call_parser: str = flag(
         AUTO,
         "form of the model's tool calls: a name of docs/tools.md, or none (auto: as the chat"
-        " template writes them)",
+        " template writes them); with :exact after it, plain JSON is not a call, too",
     )
     reasoning_parser: str = flag(
         AUTO,
@@ -135,6 +137,7 @@ def is_loopback(host: str) -> bool:
 
 def _check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
     """Raise ConfigError for a value that is neither auto, none, nor the name of a known format."""
+    tool_call_parser = tool_call_parser.removesuffix(EXACT) or tool_call_parser
     if {tool_call_parser, reasoning_parser} <= {AUTO, NONE}:
         return
     from quadriga.server.answer_format import KNOWN_FORMATS

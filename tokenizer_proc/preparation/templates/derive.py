@@ -17,7 +17,7 @@ from quadriga.server.answer_format import (
     CallStyle,
     ReasoningFormat,
 )
-from quadriga.server.config.frontend_args import AUTO, NONE
+from quadriga.server.config.frontend_args import AUTO, EXACT, NONE
 from tokenizer_proc.preparation.templates.adapt import TemplateNeeds
 from tokenizer_proc.preparation.templates.probes import (
     ARGUMENTS,
@@ -427,10 +427,21 @@ def _outer(calls: CallFormat) -> tuple[str, ...]:
 
 
 class ParserNames(NamedTuple):
-    """The values of the flags: AUTO, NONE, or a name of KNOWN_FORMATS."""
+    """What the flags choose: AUTO, NONE, or a name of KNOWN_FORMATS.
+
+    Attributes:
+        takes_unmarked: calls may lack the marks of their form.
+    """
 
     tool_call: str = AUTO
     reasoning: str = AUTO
+    takes_unmarked: bool = True
+
+    @classmethod
+    def of_flags(cls, tool_call: str, reasoning: str) -> "ParserNames":
+        """Return what --tool-call-parser and --reasoning-parser choose."""
+        form = tool_call.removesuffix(EXACT)
+        return cls(form, reasoning, takes_unmarked=form == tool_call)
 
 
 def overrule(
@@ -455,6 +466,7 @@ def overrule(
         calls=calls,
         reasoning=reasoning,
         has_special_marks=has_special_marks(calls, reasoning, special_tokens),
+        takes_unmarked=names.takes_unmarked,
     )
 
 

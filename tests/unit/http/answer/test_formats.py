@@ -275,64 +275,180 @@ def test_an_object_without_a_mark_that_is_no_call_is_not_held_back() -> None:
 
 
 CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
+TIME = '{"name": "time", "arguments": {}}'
 UNMARKED = (
     CALL,
     f"\n{CALL}\n",
+    f"[{CALL}]",
     f"```json\n{CALL}\n```",
     f"```\n{CALL}\n```",
+    f"```json\n[\n  {CALL}\n]\n```",
+    f"```json\n{CALL}",
     f"<tools>\n{CALL}\n</tools>",
     f"<function_call>{CALL}</function_call>",
     '```json\n{\n  "arguments": {"city": "Rome"},\n  "name": "weather"\n}\n```\n',
+    f'{CALL[:-1]}, "type": "function"}}',
 )
+# gpt-oss writes calls to channels of their own.
+UNMARKED_FORMATS = [name for name in CALL_FORMATS if name != "harmony"]
 
 
-@pytest.mark.parametrize("source", ["hermes", "qwen3"])
+def parse_unmarked(source: str, pieces: list[str], **options: Any) -> Any:
+    return parse(source, pieces, takes_unmarked=True, **options)
+
+
+@pytest.mark.parametrize("source", ["hermes", "qwen3", "mistral", "deepseek_v3", "command_r7b"])
 @pytest.mark.parametrize("text", UNMARKED)
 def test_a_call_without_the_marks_of_its_format_is_a_call_wherever_it_is_cut(
     source: str, text: str
 ) -> None:
+    if source == "command_r7b":
+        text = text.replace('"name"', '"tool_name"')
     for pieces in (list(text), *([text[:cut], text[cut:]] for cut in range(len(text)))):
-        answer = parse(source, pieces, takes_unmarked=True)
+        answer = parse_unmarked(source, pieces)
         (call,) = answer.calls
         assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Rome"})
         assert call.is_complete and answer.text == ""
     assert parse(source, [text]).calls == [] and parse(source, [text]).text == text
 
 
+@pytest.mark.parametrize("source", UNMARKED_FORMATS)
+def test_a_markdown_block_is_a_call_in_every_format(source: str) -> None:
+    name_key = from_info(to_info(KNOWN_FORMATS[source])).calls.name_key or "name"
+    text = f"```json\n{CALL}\n```".replace('"name"', f'"{name_key}"')
+    for pieces in ([text], list(text)):
+        answer = parse_unmarked(source, pieces)
+        assert [call.name for call in answer.calls] == ["weather"] and answer.text == ""
+
+
+def test_gpt_oss_has_no_calls_without_marks() -> None:
+    text = f"<|channel|>final<|message|>```json\n{CALL}\n```"
+    assert meaning(parse_unmarked("harmony", [text])) == ("", f"```json\n{CALL}\n```", [])
+
+
 def test_calls_without_marks_follow_text_and_each_other() -> None:
-    time = '{"name": "time", "arguments": {}}'
     for text in (
-        f"I look.\n\n```json\n{CALL}\n```\n\n```json\n{time}\n```",
-        f"I look.\n```json\n{CALL}\n{time}\n```",
+        f"I look.\n\n```json\n{CALL}\n```\n\n```json\n{TIME}\n```",
+        f"I look.\n```json\n{CALL}\n{TIME}\n```",
+        f"I look.\n```\n[{CALL}, {TIME}]\n```\n",
         f"I look.<tools>{CALL}</tools>{hermes('time', '{}')}",
     ):
-        answer = parse("hermes", list(text), takes_unmarked=True)
-        assert [call.name for call in answer.calls] == ["weather", "time"]
-        assert answer.text.strip() == "I look."
+        for pieces in ([text], list(text)):
+            answer = parse_unmarked("hermes", pieces)
+            assert [call.name for call in answer.calls] == ["weather", "time"]
+            assert answer.text.strip() == "I look."
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"name": "unknown", "arguments": {}}',
-        '{"name": "weather"}',
-        '```json\n{"name": "weather", "city": "Rome"}\n```',
-        '```json\n{"city": "Rome"}\n``` and ```\nls\n```\n',
-        '```python\nprint({"name": "weather", "arguments": {}})\n```',
-        f"It is {CALL}",
-        "```json\n[1, 2]\n```",
-        "```json",
-        "a ``` b <tools>x</tools> {",
-        "{",
-    ],
-)
-def test_what_has_not_the_form_of_a_call_stays_text(text: str) -> None:
+def test_text_after_a_block_of_calls_is_kept() -> None:
+    text = f"```json\n{CALL}\n```\n\nThis asks for the weather:\n```json\n{TIME}\n```"
     for pieces in ([text], list(text)):
-        answer = parse("hermes", pieces, takes_unmarked=True)
+        answer = parse_unmarked("hermes", pieces)
+        assert [call.name for call in answer.calls] == ["weather"]
+        assert answer.text == text.removeprefix(f"```json\n{CALL}\n```")
+
+
+def test_an_unmarked_answer_may_end_with_the_mark_that_closes_calls() -> None:
+    for text in (f"{CALL}\n</tool_call>", f"{CALL}\n</tool_", f"{CALL}\n{TIME}\n</tool_call>\n"):
+        for pieces in ([text], list(text)):
+            answer = parse_unmarked("hermes", pieces)
+            assert (answer.calls[0].name, answer.text) == ("weather", "")
+
+
+NO_CALLS = (
+    '{"name": "unknown", "arguments": {}}',
+    '{"name": "weather"}',
+    '```json\n{"name": "weather", "city": "Rome"}\n```',
+    '```json\n{"city": "Rome"}\n``` and ```\nls\n```\n',
+    '```python\nprint({"name": "weather", "arguments": {}})\n```',
+    f"It is {CALL}",
+    f"{CALL} is a call.",
+    f"{CALL}\n{{}}",
+    f"Write ```{CALL}``` to call.",
+    f"```json\n{CALL}\nis a call\n```",
+    f"```python\n1\n```\n```json\n{CALL}\n```",
+    f'```json\n{{"calls": [{CALL}]}}\n```',
+    f'```json\n{CALL[:-1]}, "description": "the weather"}}\n```',
+    f"```json\n[{CALL}, 1]\n```",
+    f"```json\n[{CALL}, {CALL}\n```",
+    f"```json\n{CALL[:-1]}",
+    f"```json\n{CALL[:-9]}\n```",
+    f"[{CALL}",
+    "```json\n[1, 2]\n```",
+    "```json\n[]\n```",
+    "```json",
+    "\n```",
+    "a ``` b <tools>x</tools> {",
+    "{",
+    "[",
+    f"<tools>{CALL}, no</tools>",
+)
+
+
+@pytest.mark.parametrize("text", NO_CALLS)
+def test_what_has_not_the_form_of_a_call_stays_text(text: str) -> None:
+    for pieces in ([text], list(text), *([text[:at], text[at:]] for at in range(len(text)))):
+        answer = parse_unmarked("hermes", pieces)
         assert (answer.text, answer.calls) == (text, [])
 
 
-def test_a_format_of_other_calls_takes_no_unmarked_objects() -> None:
-    for source in ("qwen3_coder", "mistral", "deepseek_v3"):
-        text = f"```json\n{CALL}\n```"
-        assert parse(source, [text], takes_unmarked=True).text == text
+MARKDOWN = (
+    "```json", "```", "```python", "\n", "\n\n", " ", "{", "}", "[", "]", ",", ":", '"', "\\",
+    "<tools>", "</tools>", "<function_call>", '"name": ', '"arguments": ', '"parameters": ', '"x"',
+    "{}", "null", '{"name": "x", "arguments": {}}', '{"arguments": {"a": [1, "}"]}, "name": ',
+    "I look. ", "é🚀",
+)  # fmt: skip
+
+
+def texts(words: tuple[str, ...]) -> st.SearchStrategy[str]:
+    return st.lists(st.sampled_from(words), max_size=16).map("".join)
+
+
+@pytest.mark.parametrize("source", ["hermes", "qwen3_coder", "mistral", "deepseek_v3", "granite"])
+@given(text=texts(MARKDOWN), cuts=st.lists(st.integers(0, 200), max_size=20))
+@settings(max_examples=300, deadline=None)
+def test_text_without_the_name_of_a_tool_is_unchanged_however_it_is_cut(
+    source: str, text: str, cuts: list[int]
+) -> None:
+    for pieces in ([text], list(text), pieces_at(text, [min(cut, len(text)) for cut in cuts])):
+        assert meaning(parse_unmarked(source, pieces)) == ("", text, [])
+
+
+@pytest.mark.parametrize("source", UNMARKED_FORMATS)
+@given(
+    text=texts((*MARKDOWN, '"weather"', CALL, TIME, f"\n```json\n{CALL}\n```", f"[{CALL}, ")),
+    cuts=st.lists(st.integers(0, 300), max_size=20),
+)
+@settings(max_examples=100, deadline=None)
+def test_text_with_calls_without_marks_means_the_same_however_it_is_cut(
+    source: str, text: str, cuts: list[int]
+) -> None:
+    answer = parse_unmarked(source, [text])
+    cuts = [min(cut, len(text)) for cut in cuts]
+    assert meaning(parse_unmarked(source, pieces_at(text, cuts))) == meaning(answer)
+    assert meaning(parse_unmarked(source, list(text))) == meaning(answer)
+    if not answer.calls:
+        assert answer.text == text
+
+
+def test_text_is_held_back_only_while_it_may_become_a_call() -> None:
+    for pieces in (
+        ("```", "python\n"),
+        ("```json\n", "[1"),
+        ("{", '"city": '),
+        ('{"name": ', '"unknown"'),
+        (CALL, "."),
+        (f"```json\n{CALL}\n", "x"),
+    ):
+        parser = make_parser(KNOWN_FORMATS["hermes"], tools=TOOLS, takes_unmarked=True)
+        *held, last = pieces
+        assert [parser.push(piece) for piece in held] == [[] for _ in held]
+        written = [event.text for event in parser.push(last) if isinstance(event, TextDelta)]
+        assert "".join(written).startswith("".join(held))
+
+
+def test_a_call_in_a_block_is_written_when_the_block_ends() -> None:
+    parser = make_parser(KNOWN_FORMATS["hermes"], tools=TOOLS, takes_unmarked=True)
+    assert parser.push(f"```json\n{CALL}\n") == []
+    begin, arguments, end = parser.push("```")
+    assert isinstance(begin, CallBegin) and begin.id
+    assert (arguments, end) == (ArgumentsDelta('{"city": "Rome"}'), CallEnd())
