@@ -1,6 +1,6 @@
 """Measure how many tool calls of the Berkeley leaderboard's questions a server answers rightly.
 
-    pip download --no-deps --no-binary :none: bfcl-eval && unzip bfcl_eval-*.whl -d bfcl
+    pip download --no-deps bfcl-eval && unzip bfcl_eval-*.whl -d bfcl
     python -m bench.tool_calls --data bfcl/bfcl_eval/data -- --model FILE.gguf
     python -m bench.tool_calls --data bfcl/bfcl_eval/data --base-url http://127.0.0.1:8080
 
@@ -55,17 +55,17 @@ class Case(NamedTuple):
     expected: list[AllowedCall]
 
 
-class Call(NamedTuple):
+class WrittenCall(NamedTuple):
     """A call, whose function has the name that the server knows."""
 
     name: str
     arguments: dict[str, Any]
 
 
-class Answer(NamedTuple):
-    """An answer. text: what the model wrote, with its marks; "": the server does not say."""
+class GradedAnswer(NamedTuple):
+    """An answer. text: what the model wrote, with its marks; its content if no ids are given."""
 
-    calls: list[Call]
+    calls: list[WrittenCall]
     text: str
 
 
@@ -158,7 +158,7 @@ def _row(
     }
 
 
-def _answer(base_url: str, choice: str, max_tokens: int, case: Case) -> Answer:
+def _answer(base_url: str, choice: str, max_tokens: int, case: Case) -> GradedAnswer:
     """Ask one question."""
     body = {
         "messages": case.messages,
@@ -171,10 +171,10 @@ def _answer(base_url: str, choice: str, max_tokens: int, case: Case) -> Answer:
     answer = _post(f"{base_url}/v1/chat/completions", body)
     first = answer["choices"][0]
     calls = [_call_of(each["function"]) for each in first["message"].get("tool_calls") or ()]
-    text = ""
+    text = first["message"].get("content") or ""
     if ids := first.get("token_ids"):
         text = _post(f"{base_url}/detokenize", {"tokens": ids})["prompt"]
-    return Answer(calls, text)
+    return GradedAnswer(calls, text)
 
 
 def _post(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,13 +186,13 @@ def _post(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _call_of(function: Mapping[str, str]) -> Call:
+def _call_of(function: Mapping[str, str]) -> WrittenCall:
     """Return a call of an answer; broken arguments are none."""
     try:
         arguments = json.loads(function["arguments"])
     except ValueError:
         arguments = {}
-    return Call(function["name"], arguments if isinstance(arguments, dict) else {})
+    return WrittenCall(function["name"], arguments if isinstance(arguments, dict) else {})
 
 
 def _schema_of(function: Function) -> dict[str, Any]:
@@ -224,11 +224,11 @@ def _json_schema(schema: Any) -> Any:
     return converted
 
 
-def calls_in_text(text: str, functions: Sequence[Function]) -> list[Call]:
+def calls_in_text(text: str, functions: Sequence[Function]) -> list[WrittenCall]:
     """Return every JSON object in a text that has the name of a function and arguments."""
     names = {served_name(function["name"]) for function in functions}
     return [
-        Call(value["name"], value["arguments"])
+        WrittenCall(value["name"], value["arguments"])
         for value in _objects(text)
         if value.get("name") in names and isinstance(value.get("arguments"), dict)
     ]
@@ -246,7 +246,7 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
         at = text.find("{", at)
 
 
-def is_right(case: Case, calls: Sequence[Call]) -> bool:
+def is_right(case: Case, calls: Sequence[WrittenCall]) -> bool:
     """Return whether the calls are those that the question asks for, in any order."""
     left = list(calls)
     for expected in case.expected:
@@ -259,7 +259,7 @@ def is_right(case: Case, calls: Sequence[Call]) -> bool:
     return not left
 
 
-def _is_allowed(call: Call, function: Function, allowed: Mapping[str, list[Any]]) -> bool:
+def _is_allowed(call: WrittenCall, function: Function, allowed: Mapping[str, list[Any]]) -> bool:
     """Return whether a call has the name of a function and arguments with allowed values."""
     properties = function["parameters"]["properties"]
     required = {name for name, values in allowed.items() if _MAY_BE_MISSING not in values}

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from quadriga.errors import InvalidRequest
@@ -274,3 +275,13 @@ def test_a_developers_message_is_the_systems_where_the_template_has_no_form_for_
     own = "{% if messages[0].role == 'developer' %}DEV: {% endif %}" + PLAIN
     rendered = chat_template(tmp_path, own).render(chat, ChatOptions())
     assert rendered.startswith("DEV: <developer>Be brief.")
+
+
+@pytest.mark.parametrize("name", ["auto", "glm45"])
+def test_the_flag_says_whether_calls_need_the_marks_of_their_form(
+    tmp_path: Path, name: str
+) -> None:
+    loose = chat_template(tmp_path, PLAIN, ParserNames.of_flags(name, "auto")).answer_format
+    exact = chat_template(tmp_path, PLAIN, ParserNames.of_flags(f"{name}:exact", "auto"))
+    assert loose.takes_unmarked
+    assert exact.answer_format == msgspec.structs.replace(loose, takes_unmarked=False)

@@ -314,7 +314,8 @@ def test_a_call_without_the_marks_of_its_format_is_a_call_wherever_it_is_cut(
 
 @pytest.mark.parametrize("source", UNMARKED_FORMATS)
 def test_a_markdown_block_is_a_call_in_every_format(source: str) -> None:
-    name_key = from_info(to_info(KNOWN_FORMATS[source])).calls.name_key or "name"
+    calls = KNOWN_FORMATS[source].calls
+    name_key = (calls and calls.name_key) or "name"
     text = f"```json\n{CALL}\n```".replace('"name"', f'"{name_key}"')
     for pieces in ([text], list(text)):
         answer = parse_unmarked(source, pieces)

@@ -136,6 +136,8 @@ def test_an_endpoint_that_is_no_address_is_an_error_with_an_example(endpoint: st
             r"scale_down_after must be 0 or more \(it is nan\)",
         ),
         ("--priority-preemption-threshold 3", "add --schedule-policy priority"),
+        ("--tool-call-parser herms:exact", "tool_call_parser is 'herms'.*hermes"),
+        ("--tool-call-parser :exact", "tool_call_parser is ':exact'"),
         ("--schedule-conservativeness 0", "above 0 and at most 10"),
         ("--schedule-conservativeness nan", "above 0 and at most 10"),
     ],
