@@ -275,18 +275,29 @@ def _has_value(value: Any, schema: Mapping[str, Any], allowed: list[Any]) -> boo
     """Return whether an argument has the type of its schema and one of the allowed values.
 
     An allowed value of another type stands for the name of a variable, which may be written, too.
+    An integer is a float, but not within a list.
     """
     kind = _TYPES[schema["type"]]
     if kind is float and type(value) is int:
         value = float(value)
-    allowed_types = {type(each) for each in allowed if each != _MAY_BE_MISSING}
-    if type(value) is not kind and type(value) not in allowed_types:
+    if not _has_type(value, kind, allowed):
         return False
+    if kind is list and isinstance(value, list):
+        item = _TYPES[schema["items"]["type"]]
+        lists = [each for each in allowed if isinstance(each, list)]
+        if not any(all(_has_type(each, item, items) for each in value) for items in lists):
+            return False
     if isinstance(value, dict):
         return any(isinstance(each, dict) and _is_like(value, each) for each in allowed)
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return any(_are_alike(value, each) for each in allowed if isinstance(each, list))
     return _plain(value) in map(_plain, allowed)
+
+
+def _has_type(value: Any, kind: type, allowed: list[Any]) -> bool:
+    """Return whether a value has a type, or that of the first allowed value."""
+    first = next((each for each in allowed if each != _MAY_BE_MISSING), None)
+    return type(value) is kind or (first is not None and type(value) is type(first))
 
 
 def _are_alike(values: Sequence[Any], allowed: Sequence[Any]) -> bool:
