@@ -137,7 +137,8 @@ class Adapt {
         Piece piece = Piece().to(i, tiles);
         if (piece.tile == long(tiles.size()) || !tiles[piece.tile].place->down) return;
         const AdapterPlace& place = *tiles[piece.tile].place;
-        for (long p = piece.panel(i); p < std::min<long>(piece.panel(i) + PANELS_A_PIECE, place.down_panels); p++)
+        long end = std::min<long>(piece.panel(i) + PANELS_A_PIECE, place.down_panels);
+        for (long p = piece.panel(i); p < end; p++)
             queue.add(place.down + p * panel_units(), place.down + (p + 1) * panel_units());
     }
 
@@ -337,7 +338,8 @@ class Additions {
         return {};
     }
 
-    void multiply_up(float* out, bool* is_added, const ChangedTile& tile, long panel, int panels) const {
+    void multiply_up(float* out, bool* is_added, const ChangedTile& tile, long panel,
+                     int panels) const {
         typedef std::make_integer_sequence<int, Dense<E>::ROWS> Rows;
         UpPanel ups[PANELS_A_PIECE];
         for (int p = 0; p < panels; p++) {
@@ -345,11 +347,13 @@ class Additions {
             is_added[p] = ups[p].depth > 0;
         }
         const uint32_t* t = adapted.tile(tile);
-        if (TILE_PANELS == PANELS_A_PIECE && panels == PANELS_A_PIECE && ups[0].depth == ups[1].depth)
-            return choose_up_product<E, TILE_PANELS>(tile.count, Rows())(out, t, adapted.stride, ups);
+        long stride = adapted.stride;
+        bool alike = panels == PANELS_A_PIECE && ups[0].depth == ups[1].depth;
+        if (alike && TILE_PANELS == PANELS_A_PIECE)
+            return choose_up_product<E, TILE_PANELS>(tile.count, Rows())(out, t, stride, ups);
         for (int p = 0; p < panels; p++)
             if (is_added[p])
-                choose_up_product<E, 1>(tile.count, Rows())(out + p * LANES, t, adapted.stride, ups + p);
+                choose_up_product<E, 1>(tile.count, Rows())(out + p * LANES, t, stride, ups + p);
     }
 
     // added: 16 products, or null.
