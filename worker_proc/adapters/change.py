@@ -7,6 +7,7 @@ https://arxiv.org/abs/2402.09353). D x has the rank of the adapter, which is sma
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,6 +100,18 @@ class Adapter:
     def num_bytes(self) -> int:
         """Bytes of all tensors in float32."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
+
+
+class AdapterLimits(NamedTuple):
+    """What adapters an engine has to take.
+
+    Attributes:
+        count: their number at a time.
+        rank: the largest of a product.
+    """
+
+    count: int
+    rank: int
 
 
 def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:

@@ -23,6 +23,7 @@ from worker_proc.speculation.self_draft import DRAFT_BITS, same_weights
 from worker_proc.step.engine import Engine
 
 if TYPE_CHECKING:
+    from worker_proc.adapters.change import AdapterLimits
     from worker_proc.cpu.pack_store import PackStore
     from worker_proc.distributed.tp_group import TPGroup
 
@@ -46,6 +47,7 @@ def make_engine(
     has_draft: bool = False,
     drafts: bool = False,
     stores: "Mapping[str, PackStore] | None" = None,
+    adapters: "AdapterLimits | None" = None,
 ) -> Engine:
     """Return the CPU kernels' engine on a CPU, Triton's on a GPU, else plain torch.
 
@@ -62,6 +64,7 @@ def make_engine(
         has_draft: add a draft of the model in fewer bits; by the native kernels only.
         drafts: tokens will be drafted, for which the graphs of a GPU have to be made.
         stores: as `pack_stores` returns them; None: weights are packed.
+        adapters: for which Triton's engine has to make room; the others take any.
 
     Raises:
         NoCompiler: the flags need kernels that cannot be compiled.
@@ -72,7 +75,9 @@ def make_engine(
         attention = TorchAttention(shape, num_pages, args.page_size, dtype, device)
         return TransformersEngine(model, attention)
     if _use_triton(args, device, model):
-        return _triton(args, model, num_pages, dtype, device, max_decode_rows, ranks, drafts)
+        return _triton(
+            args, model, num_pages, dtype, device, max_decode_rows, ranks, drafts, adapters
+        )
     if _use_native(args, device):
         try:
             return _native(args, model, num_pages, dtype, has_draft, stores or {})
@@ -201,6 +206,7 @@ def _triton(
     max_decode_rows: int,
     ranks: "TPGroup | None",
     drafts: bool,
+    adapters: "AdapterLimits | None",
 ) -> Engine:
     from worker_proc.gpu.engine import TritonEngine
     from worker_proc.gpu.graphs import CudaCapture, batch_sizes, prompt_sizes
@@ -237,6 +243,7 @@ def _triton(
         ranks=ranks,
         flashinfer=flashinfer,
         drafts=drafts,
+        adapters=adapters,
         prompt_sizes=prompt_sizes(
             num_pages * args.page_size, sum(weight.numel() for weight in model.parameters())
         ),

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, ModelError
+from worker_proc.gpu.adapters import AdaptedRows, GPUAdapters
 from worker_proc.gpu.graphs import (
     Capture,
     DecodeGraphs,
@@ -35,6 +36,7 @@ from worker_proc.gpu.pages import (
 from worker_proc.gpu.products import Products, chooses, multiply_by_torch
 from worker_proc.models.attention import Ints
 from worker_proc.models.base import Model
+from worker_proc.models.decoder import Decoder
 from worker_proc.models.layers import Attention
 from worker_proc.models.transfer import send_all
 from worker_proc.sampling.grammar import (
@@ -62,6 +64,7 @@ from worker_proc.step.pooling import OutputNorm
 from worker_proc.step.slot_table import SlotTable
 
 if TYPE_CHECKING:
+    from worker_proc.adapters.change import Adapter, AdapterLimits
     from worker_proc.distributed.tp_group import TPGroup
 
 PROGRESS_INTERVAL_S = 2.0
@@ -90,6 +93,7 @@ class TritonEngine(Engine):
         prompt_sizes: Sequence[int] = (),
         flashinfer: bool = False,
         drafts: bool = False,
+        adapters: "AdapterLimits | None" = None,
     ) -> None:
         """Allocate the pages.
 
@@ -108,6 +112,7 @@ class TritonEngine(Engine):
             flashinfer: prompts attend by FlashInfer, see flashinfer.py.
             drafts: tokens will be drafted: graphs of steps with prompts have room for
                 `max_draft_samples` sampled tokens, even if fewer rows run.
+            adapters: those that it takes; None: none.
         """
         self.model = model
         self.ranks = ranks
@@ -133,8 +138,14 @@ class TritonEngine(Engine):
         if capture is not None:
             self.max_graph_tokens = max((*graph_sizes, *prompt_sizes), default=0)
         self._min_samples = self.max_draft_samples if drafts else 0
+        self._adapters: GPUAdapters | None = None
+        if adapters is not None:
+            assert isinstance(model, Decoder)  # as is each model that has places for adapters
+            self._adapters = GPUAdapters(model, adapters, dtype, device)
+            self.supports_adapters = True
         self._logits_buffer: Tensor | None = None  # of all graphs, of which one runs at a time
         self._decode_graphs: DecodeGraphs | None = None
+        self._adapted_graphs: DecodeGraphs | None = None  # of decode steps with adapters
         self._prompt_graphs: PromptGraphs | None = None
 
     @torch.inference_mode()
@@ -162,14 +173,22 @@ class TritonEngine(Engine):
             device=table.device,
         )  # fmt: skip
         self.has_graphs = True
-        self._decode_graphs = DecodeGraphs(
-            partial(self._decode, table),
-            self._graph_sizes,
-            lambda size: is_context_long and self._pages.num_splits(size, False) < LONG_SPLITS,
-            table.device,
-            capture,
-            _progress_logger("decode steps"),
-        )
+
+        def decode_graphs(what: str, max_adapters: int) -> DecodeGraphs:
+            return DecodeGraphs(
+                partial(self._decode, table),
+                self._graph_sizes,
+                lambda size: is_context_long and self._pages.num_splits(size, False) < LONG_SPLITS,
+                table.device,
+                capture,
+                _progress_logger(what),
+                max_adapters,
+            )
+
+        self._decode_graphs = decode_graphs("decode steps", 0)
+        if self._adapters is not None:
+            count = self._adapters.limits.count
+            self._adapted_graphs = decode_graphs("decode steps with adapters", count)
         if self._prompt_sizes:
             self._prompt_graphs = PromptGraphs(
                 partial(self._compute_prompts, table),
@@ -185,10 +204,11 @@ class TritonEngine(Engine):
     def _compile(self, table: SlotTable) -> None:
         """Launch every kernel once on padding, so that none is compiled while requests wait."""
         metadata = self._attention.plan_all_kinds(table)
-        ops = self._ops(metadata)
         for experts in self._experts.values():
             experts.compile_routing(next(self.model.parameters()).dtype, table.device)
-        logits = self.model.compute_logits(ops, self.model.forward(ops)).x
+        for adapted in (None, *(self._adapters.padding() if self._adapters else ())):
+            ops = self._ops(metadata, adapted=adapted)
+            logits = self.model.compute_logits(ops, self.model.forward(ops)).x
         self._sample(table, logits, metadata.slots, metadata.positions)
         # Logits that processors have changed are float32, and their rows lie close together.
         scores = logits.clone(memory_format=torch.contiguous_format).float()
@@ -196,19 +216,22 @@ class TritonEngine(Engine):
         self._sample(table, scores, metadata.slots, metadata.positions)
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        return self._forward(self._attention.plan_step(inputs))
+        metadata = self._attention.plan_step(inputs)
+        return self._forward(metadata, adapted=self._adapted(inputs.token_adapters))
 
     def forward_and_sample(self, inputs: StepInputs) -> SampledTokens:
         computed = self._replay(inputs) if len(inputs.samples) else None
         if computed is not None:
             return self._sample_by_rules(inputs, computed)
         metadata, sampled = self._attention.plan_step(inputs), inputs.last_tokens
-        return self.sample_rows(inputs, self._forward(metadata, sampled))
+        tokens, samples = inputs.token_adapters, inputs.table.adapters_of(inputs.sampled_slots)
+        hidden = self._forward(metadata, sampled, self._adapted(tokens), self._adapted(samples))
+        return self.sample_rows(inputs, hidden)
 
     def sample_rows(self, inputs: StepInputs, hidden: Tensor) -> SampledTokens:
         if not len(inputs.samples):
             return SampledTokens(NO_TOKENS)
-        logits = self.logits(hidden)
+        logits = self.logits(hidden, inputs.table.adapters_of(inputs.sampled_slots))
         return self._sample_by_rules(inputs, GraphOutput(logits, self.sample_slots(logits, inputs)))
 
     def _sample_by_rules(self, inputs: StepInputs, computed: GraphOutput) -> SampledTokens:
@@ -257,15 +280,38 @@ class TritonEngine(Engine):
     def kv_pools(self) -> Sequence[Tensor]:
         return [self._pages.pool.flatten(0, 1)]
 
-    def _forward(self, metadata: AttentionMetadata, sampled: Tensor | None = None) -> Tensor:
+    def pack_adapter(self, adapter: "Adapter") -> "Adapter":
+        return adapter if self._adapters is None else self._adapters.pack(adapter)
+
+    @torch.inference_mode()
+    def set_adapter(self, index: int, adapter: "Adapter | None") -> None:
+        if self._adapters is None:
+            raise ModelError(
+                "the engine was made without adapters: start with --enable-lora, --lora-modules or"
+                " --lora-dir"
+            )
+        self._adapters.set_adapter(index, adapter)
+
+    def _adapted(self, adapters: Ints | None) -> AdaptedRows | None:
+        """Return the rows that have adapters, of `[rows]` indexes; None: no row has one."""
+        return None if self._adapters is None else self._adapters.of_rows(adapters)
+
+    def _forward(
+        self,
+        metadata: AttentionMetadata,
+        sampled: Tensor | None = None,
+        adapted: AdaptedRows | None = None,
+        adapted_samples: AdaptedRows | None = None,
+    ) -> Tensor:
         """Compute hidden states `[tokens, hidden]`, or `[samples, hidden]` of sampled tokens."""
         are_fewer = sampled is not None and 0 < len(sampled) < len(metadata.slots)
-        ops = self._ops(metadata, sampled if are_fewer else None)
+        ops = self._ops(metadata, sampled if are_fewer else None, None, adapted, adapted_samples)
         hidden = self.model.forward(ops).settled()
         return hidden if sampled is None or are_fewer else hidden.index_select(0, sampled)
 
-    def logits(self, hidden: Tensor, adapters: Ints | None = None) -> Tensor:  # noqa: ARG002
-        return self.model.compute_logits(self._ops(), Hidden(hidden)).x
+    def logits(self, hidden: Tensor, adapters: Ints | None = None) -> Tensor:
+        ops = self._ops(adapted=self._adapted(adapters))
+        return self.model.compute_logits(ops, Hidden(hidden)).x
 
     def sample_slots(self, logits: Tensor, inputs: StepInputs) -> Tensor:
         table = inputs.table
@@ -280,27 +326,33 @@ class TritonEngine(Engine):
         metadata: AttentionMetadata | None = None,
         sampled: Tensor | None = None,
         logits_buffer: Tensor | None = None,
+        adapted: AdaptedRows | None = None,
+        adapted_samples: AdaptedRows | None = None,
     ) -> TritonOps:
         """Return the operations of a step; without metadata, those of `compute_logits`."""
         return TritonOps(
             self._pages, metadata, self._products, self.ranks, self._experts, self._heads,
-            sampled, logits_buffer,
+            sampled, logits_buffer, adapted, adapted_samples,
         )  # fmt: skip
 
     def _replay(self, inputs: StepInputs) -> GraphOutput | None:
         """Run a step as a graph; None if no graph was captured for such a step."""
         layout, clock = inputs.layout, inputs.clock
         is_long = bool((layout.num_computed + layout.num_tokens > LONG_CONTEXT).any())
+        adapters = inputs.token_adapters
+        if adapters is not None and self._adapters is not None:
+            self._adapters.check(adapters)
         if inputs.has_single_tokens:
-            graphs = self._decode_graphs
+            graphs = self._decode_graphs if adapters is None else self._adapted_graphs
             if graphs is None or len(layout.slots) > graphs.max_rows:
                 return None
-            decoded = graphs.run(layout.slots, layout.num_computed, is_long, clock)
+            decoded = graphs.run(layout.slots, layout.num_computed, is_long, clock, adapters)
             self.last_replay = graphs.last_replay
             return decoded
         prompts = self._prompt_graphs
-        # The keys of long rows are split over several programs, which these graphs do not do.
-        if prompts is None or is_long:
+        # The keys of long rows are split over several programs, which these graphs do not do; nor
+        # do they compute adapters.
+        if prompts is None or is_long or adapters is not None:
             return None
         step = prompt_step(inputs, self._attention.max_queries)
         output = prompts.run(step, clock)
@@ -309,10 +361,14 @@ class TritonEngine(Engine):
 
     def _decode(self, table: SlotTable, inputs: DecodeInputs, is_long: bool) -> GraphOutput:
         """Decode and store a token of each row, without synchronising with the host."""
-        metadata = self._attention.plan_decode(table, *inputs, is_long)
-        ops = self._ops(metadata, logits_buffer=self._logits_buffer)
+        slots, positions, groups = inputs
+        metadata = self._attention.plan_decode(table, slots, positions, is_long)
+        adapted = None
+        if groups is not None and self._adapters is not None:
+            adapted = self._adapters.of_groups(groups)
+        ops = self._ops(metadata, logits_buffer=self._logits_buffer, adapted=adapted)
         logits = self.model.compute_logits(ops, self.model.forward(ops)).x
-        return GraphOutput(logits, self._sample(table, logits, *inputs))
+        return GraphOutput(logits, self._sample(table, logits, slots, positions))
 
     def _compute_prompts(self, table: SlotTable, inputs: PromptInputs) -> GraphOutput:
         """Compute a step with prompts, and store the sampled tokens."""

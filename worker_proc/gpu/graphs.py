@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quadriga.wire.worker import NO_ADAPTER
+from worker_proc.gpu.adapters import group_rows, num_blocks_of
+from worker_proc.gpu.kernels.adapters import RowGroups
 from worker_proc.models.attention import Ints
 from worker_proc.models.transfer import send, send_into
 from worker_proc.step.clock import RunningStep
@@ -86,10 +89,11 @@ LogProgress = Callable[[int, int], None]
 
 
 class DecodeInputs(NamedTuple):
-    """A decode step: slots and positions `[rows]`."""
+    """A decode step: slots and positions `[rows]`, and the rows that have adapters, if any do."""
 
     slots: Tensor
     positions: Tensor
+    groups: RowGroups | None = None
 
 
 class PromptInputs(NamedTuple):
@@ -168,6 +172,7 @@ class DecodeGraphs:
         device: torch.device,
         capture: Capture,
         log_progress: LogProgress,
+        max_adapters: int = 0,
     ) -> None:
         """Capture, the largest size first, whose memory the smaller ones then use.
 
@@ -178,29 +183,60 @@ class DecodeGraphs:
             device: the GPU.
             capture: captures a call.
             log_progress: takes the number of captured graphs, and of all, after each.
+            max_adapters: adapters that a step may have, all of whose kernels are in the graphs; 0:
+                steps have none.
         """
         self.max_rows = sizes[-1]
         self.last_replay: Callable[[], None] | None = None
         self._sizes = np.array(sizes)
+        self._max_adapters = max_adapters
         self._graphs: dict[tuple[int, bool], CapturedStep] = {}
         kinds = [(size, long) for size in reversed(sizes) for long in (False, True)
                  if not long or has_long(size)]  # fmt: skip
         for size, long in kinds:
 
-            def run(inputs: Tensor, long: bool = long) -> GraphOutput:
-                return decode(DecodeInputs(*inputs), long)
+            def run(inputs: Tensor, long: bool = long, size: int = size) -> GraphOutput:
+                return decode(self._split(inputs, size), long)
 
-            padding = _padded_rows(size)
+            padding = self._padded(size, NO_ROWS, NO_ROWS, None)
             self._graphs[size, long] = CapturedStep(run, padding, device, capture)
             log_progress(len(self._graphs), len(kinds))
 
-    def run(self, slots: Ints, positions: Ints, is_long: bool, clock: RunningStep) -> GraphOutput:
-        """Decode the token at a position of each slot, `[rows]`; see CapturedStep.run."""
+    def run(
+        self,
+        slots: Ints,
+        positions: Ints,
+        is_long: bool,
+        clock: RunningStep,
+        adapters: Ints | None = None,
+    ) -> GraphOutput:
+        """Decode the token at a position of each slot, `[rows]`; see CapturedStep.run.
+
+        `adapters` `[rows]` are the indexes of their adapters, if the graphs have adapters.
+        """
         num_rows = len(slots)
         size = int(self._sizes[np.searchsorted(self._sizes, num_rows)])
         graph = self._graphs.get((size, is_long)) or self._graphs[size, False]
         self.last_replay = graph.replay
-        return graph.run(_padded_rows(size, slots, positions), num_rows, clock)
+        return graph.run(self._padded(size, slots, positions, adapters), num_rows, clock)
+
+    def _padded(self, size: int, slots: Ints, positions: Ints, adapters: Ints | None) -> Ints:
+        """Return the inputs of a step, in one array."""
+        rows = _padded_rows(size, slots, positions)
+        if not self._max_adapters:
+            return rows
+        padded = np.full(size, NO_ADAPTER, dtype=np.int64)
+        if adapters is not None:
+            padded[: len(adapters)] = adapters
+        order, blocks = group_rows(padded, num_blocks_of(size, self._max_adapters))
+        return np.concatenate((rows.ravel(), order, blocks.ravel()))
+
+    def _split(self, inputs: Tensor, size: int) -> DecodeInputs:
+        """Return the parts of what `_padded` returns."""
+        if not self._max_adapters:
+            return DecodeInputs(*inputs)
+        slots, positions, order, blocks = inputs.split([size] * 3 + [len(inputs) - 3 * size])
+        return DecodeInputs(slots, positions, RowGroups(order, blocks.view(-1, 3)))
 
 
 def _padded_rows(size: int, slots: Ints = NO_ROWS, positions: Ints = NO_ROWS) -> Ints:

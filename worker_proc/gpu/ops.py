@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from worker_proc.gpu.adapters import AdaptedRows
 from worker_proc.gpu.kernels.experts import GroupedExperts
 from worker_proc.gpu.kernels.rows import add_and_norm, embed, norm_and_add
 from worker_proc.gpu.pages import AttentionMetadata, Pages
@@ -112,6 +113,8 @@ class TritonOps(Ops[Hidden]):
             is computed of them only, as no other token needs the rest. None: of all tokens.
         logits_buffer: `[rows, outputs of the padded head]` whose first rows get the logits; None:
             new memory gets them.
+        adapted: the tokens that have adapters, if any do; without metadata, the rows.
+        adapted_samples: those of `sampled`.
     """
 
     def __init__(
@@ -124,6 +127,8 @@ class TritonOps(Ops[Hidden]):
         heads: PaddedHeads | None = None,
         sampled: Tensor | None = None,
         logits_buffer: Tensor | None = None,
+        adapted: AdaptedRows | None = None,
+        adapted_samples: AdaptedRows | None = None,
     ) -> None:
         self._pages = pages
         self._metadata = metadata
@@ -133,6 +138,7 @@ class TritonOps(Ops[Hidden]):
         self._heads = heads or PaddedHeads()
         self._sampled = sampled
         self._logits_buffer = logits_buffer
+        self._adapted, self._adapted_samples = adapted, adapted_samples
         self._has_attended = False  # in the last layer
 
     def embed(
@@ -145,7 +151,11 @@ class TritonOps(Ops[Hidden]):
         step = self._metadata
         assert step is not None
         assert second_type is None  # of encoders, which plain torch computes
-        return Hidden(embed(step.known, step.slots, step.positions, tokens, positions, scale))
+        x = embed(step.known, step.slots, step.positions, tokens, positions, scale)
+        if self._adapted is not None:
+            of_step = step.known, step.slots, step.positions
+            self._adapted.add_embedding(*of_step, tokens, scale, x)
+        return Hidden(x)
 
     def norm(self, norm: LayerNorm | RMSNorm, x: Hidden) -> Hidden:
         self._keep_sampled(x)
@@ -203,17 +213,25 @@ class TritonOps(Ops[Hidden]):
         compute them alike, and sums over the ranks are added up before anything else.
         """
         is_alone = self._tp_group is None or proj.parallel is Parallel.COLUMN
-        return is_alone and proj.product is None
+        return is_alone and proj.product is None and self._adapted_now is None
 
     def _multiplied(self, proj: Linear, rows: Tensor) -> Tensor:
-        """Return x Wᵀ + b by the usual library, summed over the ranks."""
+        """Return x Wᵀ + b by the usual library, with adapters, summed over the ranks."""
         if proj.product is not None:
             projected = proj.product(rows)
         else:
             projected = self._products.multiply(rows, proj.weight, proj.bias)
+        if self._adapted_now is not None:
+            self._adapted_now.adapt(proj, rows, projected, proj.bias)
         if self._tp_group is not None and proj.parallel is Parallel.ROW:
             return self._tp_group.all_reduce(projected)
         return projected
+
+    @property
+    def _adapted_now(self) -> AdaptedRows | None:
+        """The rows with adapters among those that are being computed."""
+        only_samples = self._has_attended and self._sampled is not None
+        return self._adapted_samples if only_samples else self._adapted
 
     def experts_add(
         self, residual: Hidden, experts: Experts, x: Hidden, scale: float = 1.0
@@ -255,6 +273,9 @@ class TritonOps(Ops[Hidden]):
         else:
             weight, bias = self._heads.of(head)
             logits = self._products.multiply(rows, weight, bias, out)[:, :vocab_size]
+        if self._adapted_now is not None:
+            bias = head.bias if isinstance(head, Linear) else None
+            self._adapted_now.adapt(head, rows, logits, bias)
         if scale != 1.0:
             logits.mul_(scale)
         if softcap is not None:

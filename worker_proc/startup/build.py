@@ -39,6 +39,7 @@ from quadriga.server.models.model_impl import (
 from quadriga.server.models.resolve import ModelFiles
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.worker import EXTEND, NewSlot, StepPlan
+from worker_proc.adapters.change import AdapterLimits
 from worker_proc.adapters.places import Places
 from worker_proc.distributed.rendezvous import Rendezvous
 from worker_proc.engines.factory import (
@@ -434,13 +435,14 @@ def make_runner(
     dense = load_dense_modules(files, device)
     places = Places.of(model, part) if isinstance(model, Decoder) else None
     num_slots, context_length = config.scheduler.max_running_requests, files.context_length
+    limits = None if places is None else _adapter_limits(config)
 
     def with_pages(num_pages: int) -> Runner:
         max_decode_rows = config.scheduler.max_batch_size
         drafts = config.scheduler.speculative_method == "ngram"
         engine = make_engine(
             args, model, num_pages, dtype, device, max_decode_rows, ranks, has_draft, drafts,
-            stores,
+            stores, limits,
         )  # fmt: skip
         engine.dense = dense
         table = SlotTable(
@@ -470,6 +472,13 @@ def make_runner(
         check_fp8_pages(runner, files.vocab_size)
     trim_heap()
     return runner
+
+
+def _adapter_limits(config: ServerConfig) -> AdapterLimits | None:
+    """Return what adapters there may be; None: there are none."""
+    if not config.model.serves_adapters:
+        return None
+    return AdapterLimits(config.scheduler.max_loras, config.model.max_lora_rank)
 
 
 def _prepare_gpu(

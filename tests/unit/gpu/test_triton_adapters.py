@@ -1,0 +1,220 @@
+"""Adapters on a GPU against plain torch: the kernels, whole models, and graphs of decode steps."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from quadriga.errors import ModelError
+from quadriga.wire.worker import NO_ADAPTER
+from tests.tiny_experts import tiny_mixtral
+from tests.tiny_models import tiny_gpt2, tiny_llama
+
+from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
+
+from tests.adapted_runs import Answer, run_adapted
+from tests.unit.gpu.graphs import GRAPH_SIZES, SMALL, capture
+from tests.unit.worker.random_adapters import random_adapter
+from tests.unit.worker_driver import load_on_cpu, prompts_of, runner_of
+from worker_proc.adapters.change import Adapter, AdapterLimits, LinearChange
+from worker_proc.engines.torch_engine import TorchAdapters, TorchOps
+from worker_proc.gpu import adapters as gpu_adapters
+from worker_proc.gpu.adapters import GPUAdapters, group_rows, num_blocks_of
+from worker_proc.gpu.engine import TritonEngine
+from worker_proc.models.decoder import Decoder
+from worker_proc.models.layers import Linear
+from worker_proc.step.runner import Runner
+
+TRITON: dict[str, Any] = {
+    "device": str(DEVICE),
+    "attention_backend": "triton",
+    "max_total_tokens": 512,
+    "enable_lora": True,
+    "max_loras": 4,
+    "max_lora_rank": 40,
+}
+LIMITS = AdapterLimits(4, 40)
+
+
+def decoder(directory: Path) -> Decoder:
+    return cast(Decoder, load_on_cpu(directory))
+
+
+def adapters_of(model: Decoder) -> list[Adapter]:
+    """Ranks below and above a block of the kernels, and every kind of change."""
+    return [
+        random_adapter(model, 4, seed=1),
+        random_adapter(model, 24, seed=2, gain=True, shift=True),
+        random_adapter(model, 8, seed=3, wanted=lambda name: "mlp" in name, head=True),
+        random_adapter(model, 40, seed=4, shift=True, embedding=True),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_rows_of_several_adapters_equal_those_of_plain_torch(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = decoder(tiny_gpt2(tmp_path, n_layer=1, n_embd=144, n_head=6))
+    adapters = adapters_of(model)
+    model.to(dtype)
+    ours, theirs = GPUAdapters(model, LIMITS, dtype, DEVICE), TorchAdapters(model, DEVICE)
+    for index, adapter in enumerate(adapters):
+        ours.set_adapter(index, adapter)
+        theirs.set_adapter(index, adapter)
+    indexes = np.random.default_rng(0).integers(NO_ADAPTER, 4, 75)
+    indexes[:20] = 1  # more than a block has rows
+    reference = TorchOps({}, adapted=theirs.of_rows(indexes))
+    rows = ours.of_rows(indexes)
+    assert rows is not None
+    generator = torch.Generator().manual_seed(0)
+    for matrix in model.to(DEVICE).matrices():
+        outputs, inputs = matrix.weight.shape
+        x = torch.randn(75, inputs, generator=generator).to(DEVICE, dtype)
+        bias = matrix.bias if isinstance(matrix, Linear) else None
+        before = torch.nn.functional.linear(x, matrix.weight, bias)
+        expected = reference._adapt(matrix, x, before.clone())
+        results = []
+        for is_split in (True, False):
+            padded = torch.empty(75, outputs + 5, device=DEVICE, dtype=dtype)
+            y = padded[:, :outputs].copy_(before)
+            ours.of_groups(rows.groups, is_split).adapt(matrix, x, y, bias)
+            results.append(y)
+        assert torch.equal(*results)
+        assert torch.equal(y[indexes == NO_ADAPTER], before[indexes == NO_ADAPTER])
+        error = (y.float() - expected.float()).norm() / expected.float().norm()
+        assert error <= (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_blocks_have_rows_of_one_adapter() -> None:
+    for seed in range(20):
+        draw = np.random.default_rng(seed)
+        count = int(draw.integers(1, 90))
+        adapters = draw.integers(NO_ADAPTER, 5, count)
+        bound = num_blocks_of(count, 5)
+        order, blocks = group_rows(adapters, bound)
+        assert len(blocks) == bound
+        found = np.full(count, NO_ADAPTER)
+        for index, first, size in blocks[blocks[:, 0] != NO_ADAPTER]:
+            assert 0 < size <= gpu_adapters.BLOCK_ROWS
+            found[order[first : first + size]] = index
+        assert found.tolist() == adapters.tolist()
+        exact = group_rows(adapters)[1]
+        assert (exact[:, 0] != NO_ADAPTER).all()
+        assert (exact == blocks[: len(exact)]).all()
+
+
+def triton_runner(directory: Path, adapters: Sequence[Adapter], **flags: Any) -> Runner:
+    runner = runner_of(directory, **{**TRITON, **flags})
+    for index, adapter in enumerate(adapters):
+        runner.engine.set_adapter(index, runner.engine.pack_adapter(adapter))
+    return runner
+
+
+def requests_of(count: int) -> list[tuple[list[int], int]]:
+    """A prompt for each adapter and two for the base."""
+    prompts = prompts_of([3, 18, 2, 9, 7, 4][: count + 2])
+    return list(zip(prompts, [*range(count), NO_ADAPTER, NO_ADAPTER], strict=True))
+
+
+def check_equal(ours: Sequence[Answer], theirs: Sequence[Answer]) -> None:
+    assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "tied llama", "gpt2", "mixtral"])
+def test_answers_equal_those_of_plain_torch(family: str, tmp_path: Path) -> None:
+    """Prompts in chunks beside rows that decode, of the base and of all adapters."""
+    changes = {**SMALL, "tie_word_embeddings": family.startswith("tied")}
+    directory = {
+        "gpt2": lambda: tiny_gpt2(tmp_path, n_layer=1, n_head=2),
+        "mixtral": lambda: tiny_mixtral(tmp_path, num_hidden_layers=1),
+    }.get(family, lambda: tiny_llama(tmp_path, **changes))()
+    adapters, requests = adapters_of(decoder(directory)), requests_of(4)
+    torch_runner = runner_of(directory, attention_backend="torch")
+    for index, adapter in enumerate(adapters):
+        torch_runner.engine.set_adapter(index, adapter)
+    expected = run_adapted(torch_runner, requests, 4)
+    check_equal(run_adapted(triton_runner(directory, adapters), requests, 4), expected)
+
+
+def graph_runner(directory: Path, max_loras: int = 4) -> Runner:
+    """Return a runner with graphs of decode steps."""
+    plain = runner_of(directory, **TRITON, disable_cuda_graph=True)
+    engine = TritonEngine(
+        cast(TritonEngine, plain.engine).model, plain.table.num_pages, plain.table.page_size,
+        plain.dtype, DEVICE, graph_sizes=[*GRAPH_SIZES, 8], capture=capture(), prompt_sizes=[4, 8],
+        adapters=AdapterLimits(max_loras, 40),
+    )  # fmt: skip
+    engine.capture_graphs(plain.table)
+    return Runner(engine, plain.table, plain.dtype)
+
+
+def test_graphs_of_decode_steps_compute_adapters_that_come_and_go(tmp_path: Path) -> None:
+    directory = tiny_llama(tmp_path, **SMALL)
+    adapters, requests = adapters_of(decoder(directory)), requests_of(4)
+    runner, reference = graph_runner(directory), runner_of(directory, attention_backend="torch")
+    engine = cast(TritonEngine, runner.engine)
+    graphs = engine._adapted_graphs
+    assert graphs is not None
+    for turn in (adapters, adapters[::-1]):
+        for index, adapter in enumerate(turn):
+            engine.set_adapter(index, None)
+            for one in (engine, reference.engine):
+                one.set_adapter(index, adapter)
+        for some in (requests, requests[:1], requests[-1:]):
+            graphs.last_replay = None
+            check_equal(run_adapted(runner, some, 4), run_adapted(reference, some, 4))
+            assert (graphs.last_replay is not None) == (some[0][1] != NO_ADAPTER)
+    engine.set_adapter(0, None)
+    with pytest.raises(ValueError, match="a row has the adapter 0, which is not loaded"):
+        run_adapted(runner, requests[:1], 2)
+
+
+@pytest.mark.parametrize("with_others", [True, False])
+def test_deterministic_bits_depend_on_no_other_adapter(with_others: bool, tmp_path: Path) -> None:
+    """Neither those of rows with adapters nor those of the base."""
+    directory = tiny_llama(tmp_path, **SMALL)
+    adapters, requests = adapters_of(decoder(directory)), requests_of(4)
+    flags = {"enable_deterministic_inference": True}
+    together = run_adapted(triton_runner(directory, adapters, **flags), requests, 3)
+    chosen = [0, 1, 3] if with_others else [1]
+    chosen += [4]  # of the base
+    for number in chosen:
+        others = [] if not with_others else [requests[2]]
+        apart = triton_runner(directory, adapters, **flags)
+        alone = run_adapted(apart, [requests[number], *others], 3, chunk=30)[0]
+        assert alone.token_ids == together[number].token_ids
+        assert (alone.logprobs == together[number].logprobs).all()
+
+
+def test_what_cannot_be_computed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = decoder(tiny_mixtral(tmp_path, num_hidden_layers=1))
+    adapters = GPUAdapters(model, LIMITS, torch.float32, DEVICE)
+    expert = next(iter(adapters._of_experts))
+    change = LinearChange(None, (), None, torch.zeros(len(model.matrices()[expert].weight)))
+    with pytest.raises(ModelError, match=r"changes the matrices of experts \(1 of them\)"):
+        adapters.pack(Adapter({expert: change}))
+    one = random_adapter(model, 200, seed=0)
+    with pytest.raises(ModelError, match="start with a larger --max-lora-rank"):
+        adapters.pack(one)
+
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(gpu_adapters, "_to_device", run_out)
+    with pytest.raises(ModelError, match="more than is free on .*lower --mem-fraction-static"):
+        adapters.pack(random_adapter(model, 4, seed=0))
+
+
+def test_an_engine_without_adapters_is_as_it_was(tmp_path: Path) -> None:
+    runner = runner_of(tiny_llama(tmp_path, **SMALL), **{**TRITON, "enable_lora": False})
+    assert runner.places is None
+    with pytest.raises(ModelError, match="start with --enable-lora, --lora-modules or --lora-dir"):
+        runner.engine.set_adapter(0, None)
