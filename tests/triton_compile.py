@@ -25,7 +25,7 @@ from triton import compiler
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 
-from worker_proc.gpu.kernels import attention, experts, few_rows, matmul, rows, sampling
+from worker_proc.gpu.kernels import adapters, attention, experts, few_rows, matmul, rows, sampling
 from worker_proc.gpu.kernels import attention as rotate_write
 from worker_proc.gpu.kernels import rows as activations
 from worker_proc.models.layers import Activation
@@ -232,6 +232,33 @@ def other_kernels(capability: int) -> Iterator[Compiled]:
     yield from sampling_kernels()
     yield mask_kernel()
     yield from few_rows_kernels(capability)
+    yield from adapter_kernels()
+
+
+def adapter_kernels() -> Iterator[Compiled]:
+    tables = dict.fromkeys(("table", "order", "blocks", "slots", "positions"), IDS)
+    tables |= dict.fromkeys(("number", "num_matrices", "inputs", "outputs", "x_stride"), "i32")
+    tables |= dict.fromkeys(("y_stride", "thin_stride", "split_stride", "known_stride"), "i32")
+    tables |= {"thin": FLOATS, "scale": "fp32"}
+    block = {"BLOCK_ROWS": adapters.BLOCK_ROWS}
+    for dtype, parts in product(DTYPES, (1, adapters.NUM_SPLITS)):
+        types = tables | dict.fromkeys(("x", "y", "bias", "like"), dtype)
+        label = f"adapters, {dtype[1:]}, {parts} splits"
+        shrinking = {
+            **block, "BLOCK_RANKS": adapters.BLOCK_RANKS, "BLOCK_INPUTS": adapters.BLOCK_INPUTS,
+            "NUM_SPLITS": adapters.NUM_SPLITS, "SPLITS": adapters.NUM_SPLITS // parts,
+            "PROGRAMS": adapters.RANK_PROGRAMS,
+        }  # fmt: skip
+        yield Compiled(f"{label}: D x", adapters._shrink, shrinking, types,
+                       {"num_stages": adapters.STAGES})  # fmt: skip
+        expanding = {
+            **block, "BLOCK_OUTPUTS": adapters.TILE_OUTPUTS, "COLUMNS": adapters.UP_COLUMNS,
+            "SAVED_COLUMNS": adapters.SAVED_COLUMNS, "NUM_PARTS": parts, "HAS_BIAS": True,
+        }  # fmt: skip
+        yield Compiled(f"{label}: U t", adapters._expand, expanding, types)
+        adding = {**block, "WIDTH": 768, "COLUMNS": adapters.EMBEDDING_COLUMNS}
+        yield Compiled(f"{label}: embeddings", adapters._add_embedding, adding,
+                       {**types, "known": "*i32", "out": FLOATS})  # fmt: skip
 
 
 def few_rows_kernels(capability: int) -> Iterator[Compiled]:

@@ -29,8 +29,16 @@ from triton.runtime import jit
 from triton.runtime.driver import driver
 
 from quadriga.wire.packing import num_ids, pack_ids
-from quadriga.wire.worker import DECODE, MIXED, NewSlot, SlotSamplingParams, StepPlan
+from quadriga.wire.worker import (
+    DECODE,
+    MIXED,
+    NO_ADAPTER,
+    NewSlot,
+    SlotSamplingParams,
+    StepPlan,
+)
 from tests.always_few_rows import AlwaysFewRows
+from worker_proc.adapters.change import Adapter, AdapterLimits
 from worker_proc.gpu import engine as gpu_engine
 from worker_proc.gpu import pages, products
 from worker_proc.gpu.engine import TritonEngine
@@ -63,6 +71,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }  # fmt: skip
+ADAPTERS = AdapterLimits(3, 64)
 QUESTIONS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal")
 
 
@@ -117,7 +126,9 @@ def capture(run: Any) -> Captured:
     return lambda: None, output
 
 
-def build_runner(kind: str, with_graphs: bool, deterministic: bool) -> Runner:
+def build_runner(
+    kind: str, with_graphs: bool, deterministic: bool, with_adapters: bool = False
+) -> Runner:
     """Return a worker whose weights and tokens are of no interest."""
     model = build_model(MODELS[kind], torch.bfloat16, CPU)
     model.to_empty(device=CPU)
@@ -128,8 +139,11 @@ def build_runner(kind: str, with_graphs: bool, deterministic: bool) -> Runner:
     engine = TritonEngine(
         model, NUM_PAGES, PAGE_SIZE, torch.bfloat16, CPU, deterministic, batch_sizes(MAX_ROWS),
         capture if with_graphs else None, prompt_sizes=prompt_sizes(10**6, 10**10),
-        drafts=True,
+        drafts=True, adapters=ADAPTERS if with_adapters else None,
     )  # fmt: skip
+    if with_adapters:
+        for index in range(ADAPTERS.count):
+            engine.set_adapter(index, Adapter({}))
     table = SlotTable(NUM_SLOTS, CONTEXT, NUM_PAGES, PAGE_SIZE, CPU)
     return Runner(engine, table, torch.bfloat16)
 
@@ -239,12 +253,15 @@ class Load:
         computed = draw.choice([0, 0, 0, 2000, 9000])
         length = computed + draw.choice([draw.randrange(1, 20), draw.randrange(1, 150)])
         own = [self._pages.pop() for _ in range(-(-length // PAGE_SIZE))]
+        has_adapters = self._runner.engine.supports_adapters
+        adapter = draw.randrange(NO_ADAPTER, ADAPTERS.count) if has_adapters else NO_ADAPTER
         self._known[slot], self._left[slot], self._own[slot] = length, draw.randrange(1, 60), own
         kind = draw.choice([(0.0, -1, 1.0), (0.8, -1, 1.0), (0.8, 40, 0.9)])
         rules = draw.choice([None, None, None, SlotSamplingParams(length, grammar=GRAMMAR)])
         return NewSlot(
-            slot, pack_ids([3] * length), computed, pack_ids(own), *kind, draw.randrange(99), rules
-        )
+            slot, pack_ids([3] * length), computed, pack_ids(own), *kind, draw.randrange(99), rules,
+            adapter=adapter,
+        )  # fmt: skip
 
     @property
     def num_rows(self) -> int:
@@ -274,6 +291,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--adapters", action="store_true", help="most requests have an adapter")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     launches, num_met = pretend_gpu(), 0
@@ -281,7 +299,7 @@ def main() -> int:
         gpu_engine.__dict__["Products"] = AlwaysFewRows
     for model, with_graphs in product(arguments.models, (True, False)):
         launches.variants.clear()
-        runner = build_runner(model, with_graphs, arguments.deterministic)
+        runner = build_runner(model, with_graphs, arguments.deterministic, arguments.adapters)
         num_met += serve(f"{model} {'with' if with_graphs else 'without'} graphs:", runner,
                          launches, arguments.steps)  # fmt: skip
     return 1 if num_met else 0

@@ -209,7 +209,7 @@ def test_what_cannot_be_computed_is_refused(
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(gpu_adapters, "_to_device", run_out)
-    with pytest.raises(ModelError, match="more than is free on .*lower --mem-fraction-static"):
+    with pytest.raises(ModelError, match=r"more than is free on .*lower --mem-fraction-static"):
         adapters.pack(random_adapter(model, 4, seed=0))
 
 

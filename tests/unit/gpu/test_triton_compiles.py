@@ -36,8 +36,9 @@ def test_kernels_fit_the_shared_memory_and_registers_of_gpus() -> None:
 
 
 @pytest.mark.timeout(SECONDS)
-def test_no_variant_of_a_kernel_is_first_met_while_serving() -> None:
-    result = run("tests.triton_variants", "--steps", "40")
+@pytest.mark.parametrize("flags", [(), ("--adapters",)])
+def test_no_variant_of_a_kernel_is_first_met_while_serving(flags: tuple[str, ...]) -> None:
+    result = run("tests.triton_variants", "--steps", "40", *flags)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count(" 0 variants first met while serving") == NUM_CASES
     assert result.stdout.count(", 0 questions") == NUM_CASES
