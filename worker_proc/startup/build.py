@@ -39,7 +39,7 @@ from quadriga.server.models.model_impl import (
 from quadriga.server.models.resolve import ModelFiles
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.worker import EXTEND, NewSlot, StepPlan
-from worker_proc.adapters.change import AdapterLimits
+from worker_proc.adapters.change import Adapter, AdapterLimits
 from worker_proc.adapters.places import Places
 from worker_proc.distributed.rendezvous import Rendezvous
 from worker_proc.engines.factory import (
@@ -85,7 +85,7 @@ from worker_proc.startup.memory_profile import (
     rows_of,
     wait_for_memory,
 )
-from worker_proc.step.dummy_plans import pooled_plan, release_plan, spread_plan
+from worker_proc.step.dummy_plans import adapted_plan, pooled_plan, release_plan, spread_plan
 from worker_proc.step.inputs import StepInputs, make_inputs
 from worker_proc.step.runner import Runner
 from worker_proc.step.slot_table import SlotTable
@@ -547,6 +547,9 @@ def _measure_step(
     page_size = config.worker.page_size
     plan = largest_step(config.scheduler, GPU_PREFILL_TOKENS, context_length, page_size)
     runner = with_pages(num_plan_pages(plan))
+    if config.model.serves_adapters and runner.engine.supports_adapters:
+        runner.engine.set_adapter(0, Adapter({}))  # what it takes by itself comes with a load
+        plan = adapted_plan(plan, 0)
     if runner.only_pooling is not None:
         plan = pooled_plan(plan, runner.only_pooling)
     release = release_plan(len(plan.new))

@@ -56,6 +56,12 @@ def pooled_plan(plan: StepPlan, pooling: Pooling) -> StepPlan:
     return structs.replace(plan, new=new)
 
 
+def adapted_plan(plan: StepPlan, adapter: int) -> StepPlan:
+    """Return a plan whose new slots have an adapter."""
+    new = [structs.replace(slot, adapter=adapter) for slot in plan.new]
+    return structs.replace(plan, new=new)
+
+
 def decode_plan(new_pages: Iterable[int]) -> StepPlan:
     """Return a plan that decodes one token of slot 0, whose table may get pages before."""
     return _plan(DECODE, 1, 1, grown=pack_ids(i for page in new_pages for i in (0, page)))

@@ -1,24 +1,27 @@
 """Adapters on a GPU against plain torch: the kernels, whole models, and graphs of decode steps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 
 from quadriga.errors import ModelError
+from quadriga.server.config.server_config import ServerConfig
 from quadriga.wire.worker import NO_ADAPTER
 from tests.tiny_experts import tiny_mixtral
 from tests.tiny_models import tiny_gpt2, tiny_llama
+from tests.unit.gguf_checkpoint import gguf_of
 
 from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
 
 from tests.adapted_runs import Answer, run_adapted
 from tests.unit.gpu.graphs import GRAPH_SIZES, SMALL, capture
 from tests.unit.worker.random_adapters import random_adapter
-from tests.unit.worker_driver import load_on_cpu, prompts_of, runner_of
+from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of, runner_of
 from worker_proc.adapters.change import Adapter, AdapterLimits, LinearChange
 from worker_proc.engines.torch_engine import TorchAdapters, TorchOps
 from worker_proc.gpu import adapters as gpu_adapters
@@ -26,6 +29,7 @@ from worker_proc.gpu.adapters import GPUAdapters, group_rows, num_blocks_of
 from worker_proc.gpu.engine import TritonEngine
 from worker_proc.models.decoder import Decoder
 from worker_proc.models.layers import Linear
+from worker_proc.startup import build
 from worker_proc.step.runner import Runner
 
 TRITON: dict[str, Any] = {
@@ -175,21 +179,73 @@ def test_graphs_of_decode_steps_compute_adapters_that_come_and_go(tmp_path: Path
         run_adapted(runner, requests[:1], 2)
 
 
-@pytest.mark.parametrize("with_others", [True, False])
-def test_deterministic_bits_depend_on_no_other_adapter(with_others: bool, tmp_path: Path) -> None:
+def test_only_rows_that_sample_are_changed_after_the_last_attention(tmp_path: Path) -> None:
+    """Prompts whose ends sample beside others that do not, without log-probabilities."""
+    directory = tiny_llama(tmp_path, **SMALL)
+    adapters = adapters_of(decoder(directory))
+    outputs = []
+    for engine in ("torch", "triton"):
+        runner = runner_of(directory, **{**TRITON, "attention_backend": engine})
+        for index, adapter in enumerate(adapters):
+            runner.engine.set_adapter(index, adapter)
+        driver = Driver(runner)
+        requests = [driver.add(prompt) for prompt, _ in requests_of(4)]
+        for request, (_, index) in zip(requests, requests_of(4), strict=True):
+            driver.set_adapter(request, index)
+        driver.generate(requests, 3, chunk=6)
+        outputs.append([request.output for request in requests])
+    assert outputs[0] == outputs[1]
+
+
+def test_quantized_weights_get_the_product_in_the_compute_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama(tmp_path, tie=False, attention_bias=True, num_hidden_layers=1)
+    adapters, requests = adapters_of(decoder(model)), requests_of(4)
+    file = gguf_of(model, lambda _: Kind.Q8_0).weights
+    assert file is not None
+    reference = runner_of(file, attention_backend="torch", quantization="none")
+    for index, adapter in enumerate(adapters):
+        reference.engine.set_adapter(index, adapter)
+    expected = run_adapted(reference, requests, 3)
+    monkeypatch.setattr(build, "choose_quantization", lambda *_: "gguf")
+    runner = triton_runner(file, adapters)
+    linears = [m for m in cast(TritonEngine, runner.engine).model.modules()
+               if isinstance(m, Linear)]  # fmt: skip
+    assert all(linear.product is not None for linear in linears)
+    check_equal(run_adapted(runner, requests, 3), expected)
+
+
+def test_the_largest_step_that_is_measured_has_an_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(tiny_llama(tmp_path, **SMALL), **TRITON)
+    adapters: list[int] = []
+
+    def peak(run: Callable[[], object], _: torch.device) -> int:
+        run()
+        adapters.extend(set(runner.table.adapters.tolist()))
+        return 0
+
+    monkeypatch.setattr(build, "peak_gpu_bytes", peak)
+    monkeypatch.setattr(build, "GPU_PREFILL_TOKENS", 16)
+    flags = {"max_batch_size": 2, "max_running_requests": 8, "page_size": 4, "enable_lora": True}
+    build._measure_step(ServerConfig().replace(**flags), 32, lambda _: runner)
+    assert adapters == [0]
+
+
+def test_deterministic_bits_depend_on_no_other_adapter(tmp_path: Path) -> None:
     """Neither those of rows with adapters nor those of the base."""
     directory = tiny_llama(tmp_path, **SMALL)
     adapters, requests = adapters_of(decoder(directory)), requests_of(4)
     flags = {"enable_deterministic_inference": True}
-    together = run_adapted(triton_runner(directory, adapters, **flags), requests, 3)
-    chosen = [0, 1, 3] if with_others else [1]
-    chosen += [4]  # of the base
-    for number in chosen:
-        others = [] if not with_others else [requests[2]]
-        apart = triton_runner(directory, adapters, **flags)
-        alone = run_adapted(apart, [requests[number], *others], 3, chunk=30)[0]
-        assert alone.token_ids == together[number].token_ids
-        assert (alone.logprobs == together[number].logprobs).all()
+    runner = triton_runner(directory, adapters, **flags)
+    together = run_adapted(runner, requests, 2)
+    for some in ([1], [4], [3, 0]):
+        apart = run_adapted(runner, [requests[number] for number in some], 2, chunk=30)
+        for number, alone in zip(some, apart, strict=True):
+            assert alone.token_ids == together[number].token_ids
+            assert (alone.logprobs == together[number].logprobs).all()
 
 
 def test_what_cannot_be_computed_is_refused(
