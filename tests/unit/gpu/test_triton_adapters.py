@@ -30,6 +30,7 @@ from worker_proc.gpu.engine import TritonEngine
 from worker_proc.models.decoder import Decoder
 from worker_proc.models.layers import Linear
 from worker_proc.startup import build
+from worker_proc.startup.build import make_runner
 from worker_proc.step.runner import Runner
 
 TRITON: dict[str, Any] = {
@@ -151,7 +152,7 @@ def graph_runner(directory: Path, max_loras: int = 4) -> Runner:
     plain = runner_of(directory, **TRITON, disable_cuda_graph=True)
     engine = TritonEngine(
         cast(TritonEngine, plain.engine).model, plain.table.num_pages, plain.table.page_size,
-        plain.dtype, DEVICE, graph_sizes=[*GRAPH_SIZES, 8], capture=capture(), prompt_sizes=[4, 8],
+        plain.dtype, DEVICE, graph_sizes=[*GRAPH_SIZES, 8], capture=capture(), prompt_sizes=[8],
         adapters=AdapterLimits(max_loras, 40),
     )  # fmt: skip
     engine.capture_graphs(plain.table)
@@ -170,9 +171,9 @@ def test_graphs_of_decode_steps_compute_adapters_that_come_and_go(tmp_path: Path
             engine.set_adapter(index, None)
             for one in (engine, reference.engine):
                 one.set_adapter(index, adapter)
-        for some in (requests, requests[:1], requests[-1:]):
+        for some in (requests[2:], requests[:1], requests[-1:]):
             graphs.last_replay = None
-            check_equal(run_adapted(runner, some, 4), run_adapted(reference, some, 4))
+            check_equal(run_adapted(runner, some, 3), run_adapted(reference, some, 3))
             assert (graphs.last_replay is not None) == (some[0][1] != NO_ADAPTER)
     engine.set_adapter(0, None)
     with pytest.raises(ValueError, match="a row has the adapter 0, which is not loaded"):
@@ -202,14 +203,18 @@ def test_quantized_weights_get_the_product_in_the_compute_type(
 ) -> None:
     model = tiny_llama(tmp_path, tie=False, attention_bias=True, num_hidden_layers=1)
     adapters, requests = adapters_of(decoder(model)), requests_of(4)
-    file = gguf_of(model, lambda _: Kind.Q8_0).weights
-    assert file is not None
-    reference = runner_of(file, attention_backend="torch", quantization="none")
+    files = gguf_of(model, lambda _: Kind.Q8_0)
+    flags = {"dtype": "float32", "page_size": 4, "max_running_requests": 8}
+    config = ServerConfig().replace(**flags, max_total_tokens=512)
+    plain = {"device": "cpu", "attention_backend": "torch", "quantization": "none"}
+    reference = make_runner(config.replace(**plain), files)
     for index, adapter in enumerate(adapters):
         reference.engine.set_adapter(index, adapter)
     expected = run_adapted(reference, requests, 3)
     monkeypatch.setattr(build, "choose_quantization", lambda *_: "gguf")
-    runner = triton_runner(file, adapters)
+    runner = make_runner(config.replace(**TRITON), files)
+    for index, adapter in enumerate(adapters):
+        runner.engine.set_adapter(index, adapter)
     linears = [m for m in cast(TritonEngine, runner.engine).model.modules()
                if isinstance(m, Linear)]  # fmt: skip
     assert all(linear.product is not None for linear in linears)
@@ -224,14 +229,14 @@ def test_the_largest_step_that_is_measured_has_an_adapter(
 
     def peak(run: Callable[[], object], _: torch.device) -> int:
         run()
-        adapters.extend(set(runner.table.adapters.tolist()))
+        adapters.extend(runner.table.adapters[runner.table.num_computed > 0].tolist())
         return 0
 
     monkeypatch.setattr(build, "peak_gpu_bytes", peak)
     monkeypatch.setattr(build, "GPU_PREFILL_TOKENS", 16)
     flags = {"max_batch_size": 2, "max_running_requests": 8, "page_size": 4, "enable_lora": True}
     build._measure_step(ServerConfig().replace(**flags), 32, lambda _: runner)
-    assert adapters == [0]
+    assert set(adapters) == {0}
 
 
 def test_deterministic_bits_depend_on_no_other_adapter(tmp_path: Path) -> None:
