@@ -142,7 +142,7 @@ def build_runner(
         drafts=True, adapters=ADAPTERS if with_adapters else None,
     )  # fmt: skip
     if with_adapters:
-        for index in range(ADAPTERS.count):
+        for index in range(ADAPTERS.max_adapters):
             engine.set_adapter(index, Adapter({}))
     table = SlotTable(NUM_SLOTS, CONTEXT, NUM_PAGES, PAGE_SIZE, CPU)
     return Runner(engine, table, torch.bfloat16)
@@ -254,7 +254,7 @@ class Load:
         length = computed + draw.choice([draw.randrange(1, 20), draw.randrange(1, 150)])
         own = [self._pages.pop() for _ in range(-(-length // PAGE_SIZE))]
         has_adapters = self._runner.engine.supports_adapters
-        adapter = draw.randrange(NO_ADAPTER, ADAPTERS.count) if has_adapters else NO_ADAPTER
+        adapter = draw.randrange(NO_ADAPTER, ADAPTERS.max_adapters) if has_adapters else NO_ADAPTER
         self._known[slot], self._left[slot], self._own[slot] = length, draw.randrange(1, 60), own
         kind = draw.choice([(0.0, -1, 1.0), (0.8, -1, 1.0), (0.8, 40, 0.9)])
         rules = draw.choice([None, None, None, SlotSamplingParams(length, grammar=GRAMMAR)])

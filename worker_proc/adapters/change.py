@@ -106,12 +106,12 @@ class AdapterLimits(NamedTuple):
     """What adapters an engine has to take.
 
     Attributes:
-        count: their number at a time.
-        rank: the largest of a product.
+        max_adapters: their number at a time.
+        max_rank: of one product.
     """
 
-    count: int
-    rank: int
+    max_adapters: int
+    max_rank: int
 
 
 def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:

@@ -109,8 +109,8 @@ class GPUAdapters:
             self._numbers[linear] for one in experts for linear in (*one.gate_up, *one.down)
         }
         parts = Counter(id(rows.matrix) for rows in model.checkpoint_rows().values())
-        self._max_ranks = _round_up(limits.rank * max(parts.values()))
-        size = limits.count, len(self._matrices), kernels.NUM_FIELDS.value
+        self._max_ranks = _round_up(limits.max_rank * max(parts.values()))
+        size = limits.max_adapters, len(self._matrices), kernels.NUM_FIELDS.value
         self._table = torch.zeros(size, dtype=torch.int64, device=device)
         self._held: dict[int, PackedAdapter] = {}
 
@@ -152,17 +152,15 @@ class GPUAdapters:
             self._table[index].copy_(send(packed.fields, self._device))
             self._held[index] = packed
 
-    def of_rows(self, adapters: Ints | None) -> AdaptedRows | None:
+    def of_rows(self, adapters: Ints) -> AdaptedRows:
         """Return the rows that have adapters.
 
         Args:
-            adapters: `[rows]` the index of each row's adapter; None: no row has one.
+            adapters: `[rows]` the index of each row's adapter.
 
         Raises:
             ValueError: an index has no adapter.
         """
-        if adapters is None:
-            return None
         self.check(adapters)
         order, blocks = send_all(self._device, *group_rows(adapters))
         return self.of_groups(RowGroups(order, blocks))
@@ -265,7 +263,8 @@ class _Packer:
             ends[tiles] = np.maximum(ends[tiles], part.ranks.stop)
         is_changed = ends > 0
         firsts[~is_changed] = 0
-        counts, places = ends - firsts, np.cumsum(is_changed) - is_changed
+        counts = ends - firsts
+        places: Ints = np.cumsum(is_changed) - is_changed
         width = _round_up(int(counts.max()))
         up = torch.zeros(int(is_changed.sum()) * TILE_OUTPUTS, width, dtype=self._dtype)
         for part in change.parts:

@@ -187,7 +187,7 @@ class TritonEngine(Engine):
 
         self._decode_graphs = decode_graphs("decode steps", 0)
         if self._adapters is not None:
-            count = self._adapters.limits.count
+            count = self._adapters.limits.max_adapters
             self._adapted_graphs = decode_graphs("decode steps with adapters", count)
         if self._prompt_sizes:
             self._prompt_graphs = PromptGraphs(
@@ -294,7 +294,11 @@ class TritonEngine(Engine):
 
     def _adapted(self, adapters: Ints | None) -> AdaptedRows | None:
         """Return the rows that have adapters, of `[rows]` indexes; None: no row has one."""
-        return None if self._adapters is None else self._adapters.of_rows(adapters)
+        if adapters is None:
+            return None
+        if self._adapters is None:
+            raise ValueError(f"a row has the adapter {adapters.max()}, and the engine takes none")
+        return self._adapters.of_rows(adapters)
 
     def _forward(
         self,
@@ -340,12 +344,12 @@ class TritonEngine(Engine):
         layout, clock = inputs.layout, inputs.clock
         is_long = bool((layout.num_computed + layout.num_tokens > LONG_CONTEXT).any())
         adapters = inputs.token_adapters
-        if adapters is not None and self._adapters is not None:
-            self._adapters.check(adapters)
         if inputs.has_single_tokens:
             graphs = self._decode_graphs if adapters is None else self._adapted_graphs
             if graphs is None or len(layout.slots) > graphs.max_rows:
                 return None
+            if adapters is not None and self._adapters is not None:
+                self._adapters.check(adapters)
             decoded = graphs.run(layout.slots, layout.num_computed, is_long, clock, adapters)
             self.last_replay = graphs.last_replay
             return decoded

@@ -27,6 +27,7 @@ from worker_proc.engines.torch_engine import TorchAdapters, TorchOps
 from worker_proc.gpu import adapters as gpu_adapters
 from worker_proc.gpu.adapters import GPUAdapters, group_rows, num_blocks_of
 from worker_proc.gpu.engine import TritonEngine
+from worker_proc.gpu.kernels.adapters import BLOCK_ROWS
 from worker_proc.models.decoder import Decoder
 from worker_proc.models.layers import Linear
 from worker_proc.startup import build
@@ -74,7 +75,6 @@ def test_rows_of_several_adapters_equal_those_of_plain_torch(
     indexes[:20] = 1  # more than a block has rows
     reference = TorchOps({}, adapted=theirs.of_rows(indexes))
     rows = ours.of_rows(indexes)
-    assert rows is not None
     generator = torch.Generator().manual_seed(0)
     for matrix in model.to(DEVICE).matrices():
         outputs, inputs = matrix.weight.shape
@@ -104,7 +104,7 @@ def test_blocks_have_rows_of_one_adapter() -> None:
         assert len(blocks) == bound
         found = np.full(count, NO_ADAPTER)
         for index, first, size in blocks[blocks[:, 0] != NO_ADAPTER]:
-            assert 0 < size <= gpu_adapters.BLOCK_ROWS
+            assert 0 < size <= BLOCK_ROWS
             found[order[first : first + size]] = index
         assert found.tolist() == adapters.tolist()
         exact = group_rows(adapters)[1]
@@ -279,3 +279,5 @@ def test_an_engine_without_adapters_is_as_it_was(tmp_path: Path) -> None:
     assert runner.places is None
     with pytest.raises(ModelError, match="start with --enable-lora, --lora-modules or --lora-dir"):
         runner.engine.set_adapter(0, None)
+    with pytest.raises(ValueError, match="a row has the adapter 0, and the engine takes none"):
+        run_adapted(runner, requests_of(4)[:1], 1)

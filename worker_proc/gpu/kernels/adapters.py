@@ -157,7 +157,7 @@ def _expand(
             if has_up:
                 span = tl.load(entry + SPANS).to(tl.pointer_type(tl.int64)) + tile * 3
                 first, count = tl.load(span), tl.load(span + 1)
-                width = tl.load(entry + WIDTH)
+                width = tl.multiple_of(tl.load(entry + WIDTH), 16)
                 up_rows = tl.load(span + 2) * BLOCK_OUTPUTS + lanes
                 up = _numbers(entry + UP, x) + up_rows[:, None] * width
                 if has_down:
