@@ -30,7 +30,7 @@ DOWN, UP, SPANS, GAIN, SHIFT, EMBEDDING, RANKS, WIDTH = (
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class PackedAdapter(Adapter):
+class DeviceAdapter(Adapter):
     """An adapter on the device. `changes` and `embedding` are empty: `fields` has the addresses.
 
     Attributes:
@@ -48,7 +48,7 @@ class PackedAdapter(Adapter):
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptedRows:
+class StepAdapters:
     """The rows of a step that have adapters, and the adapters.
 
     Attributes:
@@ -112,15 +112,15 @@ class GPUAdapters:
         self._max_ranks = _round_up(limits.max_rank * max(parts.values()))
         size = limits.max_adapters, len(self._matrices), kernels.NUM_FIELDS.value
         self._table = torch.zeros(size, dtype=torch.int64, device=device)
-        self._held: dict[int, PackedAdapter] = {}
+        self._held: dict[int, DeviceAdapter] = {}
 
-    def pack(self, adapter: Adapter) -> PackedAdapter:
+    def pack(self, adapter: Adapter) -> DeviceAdapter:
         """Copy an adapter to the device, in any thread.
 
         Raises:
             ModelError: it changes experts, or there is no memory for it.
         """
-        if isinstance(adapter, PackedAdapter):
+        if isinstance(adapter, DeviceAdapter):
             return adapter
         if num_experts := len(self._of_experts & adapter.changes.keys()):
             raise ModelError(
@@ -152,7 +152,7 @@ class GPUAdapters:
             self._table[index].copy_(send(packed.fields, self._device))
             self._held[index] = packed
 
-    def of_rows(self, adapters: Ints) -> AdaptedRows:
+    def of_rows(self, adapters: Ints) -> StepAdapters:
         """Return the rows that have adapters.
 
         Args:
@@ -165,7 +165,7 @@ class GPUAdapters:
         order, blocks = send_all(self._device, *group_rows(adapters))
         return self.of_groups(RowGroups(order, blocks))
 
-    def of_groups(self, groups: RowGroups, is_split: bool | None = None) -> AdaptedRows:
+    def of_groups(self, groups: RowGroups, is_split: bool | None = None) -> StepAdapters:
         """Return rows that are on the device already.
 
         Args:
@@ -174,7 +174,7 @@ class GPUAdapters:
         """
         if is_split is None:
             is_split = len(groups.order) <= MAX_SPLIT_ROWS
-        return AdaptedRows(self._table, self._numbers, self._max_ranks, groups, is_split)
+        return StepAdapters(self._table, self._numbers, self._max_ranks, groups, is_split)
 
     def check(self, adapters: Ints) -> None:
         """Raise ValueError if an index has no adapter."""
@@ -182,7 +182,7 @@ class GPUAdapters:
         if missing:
             raise ValueError(f"a row has the adapter {min(missing)}, which is not loaded")
 
-    def padding(self) -> Iterator[AdaptedRows]:
+    def padding(self) -> Iterator[StepAdapters]:
         """Yield steps of one row without an adapter, which launch every kernel there is."""
         order, blocks = send_all(self._device, *group_rows(np.array([NO_ADAPTER]), 1))
         for is_split in (True, False):
@@ -279,7 +279,7 @@ class _Packer:
         self.put(number, SPANS, torch.from_numpy(np.stack((firsts, counts, places), 1)))
         self._fields[number, WIDTH] = width
 
-    def finish(self, device: torch.device) -> PackedAdapter:
+    def finish(self, device: torch.device) -> DeviceAdapter:
         """Copy all tensors to the device, and return the adapter."""
         on_host, begin = torch.zeros(self.num_bytes, dtype=torch.uint8), 0
         begins: list[int] = []
@@ -291,7 +291,7 @@ class _Packer:
         memory = _to_device(on_host, device)
         for (number, field, _), offset in zip(self._tensors, begins, strict=True):
             self._fields[number, field] = memory.data_ptr() + offset
-        return PackedAdapter({}, fields=self._fields, memory=memory)
+        return DeviceAdapter({}, fields=self._fields, memory=memory)
 
 
 def _round_up(count: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quadriga.errors import ConfigError, ModelError
-from worker_proc.gpu.adapters import AdaptedRows, GPUAdapters
+from worker_proc.gpu.adapters import GPUAdapters, StepAdapters
 from worker_proc.gpu.graphs import (
     Capture,
     DecodeGraphs,
@@ -292,7 +292,7 @@ class TritonEngine(Engine):
             )
         self._adapters.set_adapter(index, adapter)
 
-    def _adapted(self, adapters: Ints | None) -> AdaptedRows | None:
+    def _adapted(self, adapters: Ints | None) -> StepAdapters | None:
         """Return the rows that have adapters, of `[rows]` indexes; None: no row has one."""
         if adapters is None:
             return None
@@ -304,8 +304,8 @@ class TritonEngine(Engine):
         self,
         metadata: AttentionMetadata,
         sampled: Tensor | None = None,
-        adapted: AdaptedRows | None = None,
-        adapted_samples: AdaptedRows | None = None,
+        adapted: StepAdapters | None = None,
+        adapted_samples: StepAdapters | None = None,
     ) -> Tensor:
         """Compute hidden states `[tokens, hidden]`, or `[samples, hidden]` of sampled tokens."""
         are_fewer = sampled is not None and 0 < len(sampled) < len(metadata.slots)
@@ -330,8 +330,8 @@ class TritonEngine(Engine):
         metadata: AttentionMetadata | None = None,
         sampled: Tensor | None = None,
         logits_buffer: Tensor | None = None,
-        adapted: AdaptedRows | None = None,
-        adapted_samples: AdaptedRows | None = None,
+        adapted: StepAdapters | None = None,
+        adapted_samples: StepAdapters | None = None,
     ) -> TritonOps:
         """Return the operations of a step; without metadata, those of `compute_logits`."""
         return TritonOps(

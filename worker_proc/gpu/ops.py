@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from worker_proc.gpu.adapters import AdaptedRows
+from worker_proc.gpu.adapters import StepAdapters
 from worker_proc.gpu.kernels.experts import GroupedExperts
 from worker_proc.gpu.kernels.rows import add_and_norm, embed, norm_and_add
 from worker_proc.gpu.pages import AttentionMetadata, Pages
@@ -127,8 +127,8 @@ class TritonOps(Ops[Hidden]):
         heads: PaddedHeads | None = None,
         sampled: Tensor | None = None,
         logits_buffer: Tensor | None = None,
-        adapted: AdaptedRows | None = None,
-        adapted_samples: AdaptedRows | None = None,
+        adapted: StepAdapters | None = None,
+        adapted_samples: StepAdapters | None = None,
     ) -> None:
         self._pages = pages
         self._metadata = metadata
@@ -228,7 +228,7 @@ class TritonOps(Ops[Hidden]):
         return projected
 
     @property
-    def _adapted_now(self) -> AdaptedRows | None:
+    def _adapted_now(self) -> StepAdapters | None:
         """The rows with adapters among those that are being computed."""
         only_samples = self._has_attended and self._sampled is not None
         return self._adapted_samples if only_samples else self._adapted
