@@ -214,6 +214,8 @@ ENDPOINTS = [
           service.AbortBody, service.AbortAnswer),
     post("/flush_cache", service.flush_cache, "Free the unused cached prefixes",
           None, service.FlushAnswer),
+    post("/v1/cache/release", service.release_cache, "Let go what requests have asked to keep",
+         service.ReleaseBody, service.ReleaseAnswer),
     Endpoint("/livez", service.livez, "Whether this process can answer", service.HealthStatus),
     Endpoint("/readyz", service.readyz, "Whether the whole server can take requests",
              service.HealthStatus),

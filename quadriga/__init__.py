@@ -11,6 +11,7 @@
     SamplingParams          sampling and stopping of a request
     RequestOptions          keywords of a request: timeout, priority, chat, …
     ChatOptions             tools and variables of the chat template
+    CacheHint               what a request asks of the prefix cache
     Completion, Timings     a finished request
     Pooling, TextEmbedding  what vectors of texts are asked for, and one of them
     TextScore, RankedText, TextLabels  what models that rank or classify say of texts
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from quadriga.llm.lora import LoRARequest as LoRARequest
     from quadriga.sampling.params import SamplingParams as SamplingParams
     from quadriga.sampling.pooling import Pooling as Pooling
+    from quadriga.wire.cache import CacheHint as CacheHint
     from quadriga.wire.client import ChatOptions as ChatOptions
 
 __version__ = "0.2.0"
@@ -81,6 +83,7 @@ _MODULES = {
     "quadriga.llm.lora": ("LoRARequest",),
     "quadriga.sampling.params": ("SamplingParams",),
     "quadriga.sampling.pooling": ("Pooling",),
+    "quadriga.wire.cache": ("CacheHint",),
     "quadriga.wire.client": ("ChatOptions",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -13,7 +13,7 @@ from quadriga.wire.worker import StepResult
 from scheduler_proc.planning import admission, fairness, prefill, speculation, step_cost
 from scheduler_proc.planning.batching import Batching, make_batching
 from scheduler_proc.planning.retraction import PageGrowth, Retraction
-from scheduler_proc.state import kv_cache, kv_offload, window
+from scheduler_proc.state import kv_cache, kv_offload, pins, window
 from scheduler_proc.state.batch import (
     BatchMode,
     Capacity,
@@ -151,6 +151,7 @@ class SchedulerCore:
         costs: the expected seconds of steps.
         num_retractions: those before this core was made.
         offload_stats: counters of the KV pages beyond the pool.
+        pin_stats: counters of the pins.
 
     Attributes:
         mode: what a step computes.
@@ -172,6 +173,7 @@ class SchedulerCore:
         costs: step_cost.StepCosts,
         num_retractions: int,
         offload_stats: kv_offload.OffloadStats,
+        pin_stats: pins.PinStats,
     ) -> None:
         self.mode = BatchMode(args.mode)
         budget = prefill.PrefillBudget(args, capacity)
@@ -181,6 +183,7 @@ class SchedulerCore:
             capacity.window,
             budget.longest,
             prefix_cache=not (args.disable_radix_cache or capacity.is_encoder),
+            limits=kv_cache.PinLimits(args.cache_pin_fraction, pin_stats),
         )
         stored = capacity.stored
         self.offload: kv_offload.KVOffload = kv_offload.NoOffload()
@@ -224,6 +227,7 @@ class SchedulerCore:
     def plan(self, now: float, in_flight: bool) -> Plan:
         """Return the next step. in_flight: earlier steps are not answered yet."""
         plan = Plan(in_flight)
+        self.kv.pins.advance(now)
         self.kv.release_unseen(self.admission.holders.values())
         self._compose(plan, now)
         # A retraction without a row may have made room for others.

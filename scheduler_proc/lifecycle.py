@@ -17,7 +17,7 @@ from scheduler_proc.journal import detok_outbox, recovery, writer
 from scheduler_proc.journal.events import StepEvents
 from scheduler_proc.observe import replica_report, stats, tracer
 from scheduler_proc.planning import quarantine, step_cost
-from scheduler_proc.state import batch, kv_offload
+from scheduler_proc.state import batch, kv_offload, pins
 from scheduler_proc.state.request import FinishReason, Request, RequestFailure, WaitReason
 
 # Limits on new requests. The frontend checks them, too, as far as it knows their state.
@@ -70,6 +70,7 @@ class RequestLifecycle:
         outbox: the ends that the frontend has not acknowledged, and replays.
         stats: the counters of requests and steps.
         offload_stats: those of the KV pages beyond the pool, if there are any.
+        pin_stats: those of the cached pages that are kept for a time.
         recent_ends: what the last requests say about the lengths of others.
         grammars: the requests whose grammar the worker compiles.
         adapters: the adapters that it has, and the requests that wait for one.
@@ -105,7 +106,10 @@ class RequestLifecycle:
         self.outbox = detok_outbox.DetokOutbox(detok)
         self.stats = stats.SchedulerStats()
         self.offload_stats = kv_offload.OffloadStats()
-        self.core = core.SchedulerCore(args, batch.Capacity(), costs, 0, self.offload_stats)
+        self.pin_stats = pins.PinStats()
+        self.core = core.SchedulerCore(
+            args, batch.Capacity(), costs, 0, self.offload_stats, self.pin_stats
+        )
         self.recent_ends = forecast.RecentEnds()
         self.events = StepEvents()
         self.queue_wait_s: float | None = None
@@ -284,7 +288,7 @@ class RequestLifecycle:
         num_retractions = self.core.num_retractions
         self._costs.on_new_worker()
         self.core = core.SchedulerCore(
-            self._args, capacity, self._costs, num_retractions, self.offload_stats
+            self._args, capacity, self._costs, num_retractions, self.offload_stats, self.pin_stats
         )
         self.report.watch(self.core.kv)
         for request in self.table:

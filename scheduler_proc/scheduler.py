@@ -219,10 +219,8 @@ class Scheduler:
                     lifecycle.name_requests()
                 lifecycle.replay_to_frontend(message.sender)
             case to_scheduler.InfoRequest():
-                flushed = (
-                    {"flushed_pages": lifecycle.core.kv.flush()} if message.flush_cache else {}
-                )
-                self._detok.send(info_reply(message, flushed | self.info(), self._worker_ready))
+                freed = self._empty_cache(message)
+                self._detok.send(info_reply(message, freed | self.info(), self._worker_ready))
             case to_scheduler.ProgressRequest():
                 values = self.progress.values(message, self._clock())
                 self._detok.send(progress_reply(message, values))
@@ -247,6 +245,16 @@ class Scheduler:
                 self._detok.send(to_detok.StopDetok())
                 self._journal.close()
                 self.stopped = True
+
+    def _empty_cache(self, message: to_scheduler.InfoRequest) -> InfoValues:
+        """Drop cached prefixes, or let them go, as a message asks; return what that has freed."""
+        kv = self.lifecycle.core.kv
+        kv.pins.advance(self._clock())
+        if message.flush_cache:
+            return {"flushed_pages": kv.flush()}
+        if message.release is not None:
+            return {"released_pins": kv.pins.release(message.release.tenant, message.release.key)}
+        return {}
 
     def _is_late(self, message: to_scheduler.SchedulerMessage) -> bool:
         """Return whether a message is of a frontend that another one has replaced meanwhile.
@@ -342,6 +350,7 @@ def collect_info(args: SchedulerArgs, ready: WorkerReady | None, core: Scheduler
             "retractions": core.num_retractions,
             "new_token_ratio": core.admission.ratio.value,
         }
+        values |= core.kv.pins.info()
     return values
 
 

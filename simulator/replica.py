@@ -17,6 +17,7 @@ from quadriga.errors import PromptTooLong
 from quadriga.sampling.params import SamplingParams
 from quadriga.server.config.engine_args import GPU_PREFILL_TOKENS
 from quadriga.server.config.server_config import ServerConfig
+from quadriga.wire.cache import CacheHint
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.to_detok import HandedBack, StepOutput, StreamEnd
 from quadriga.wire.to_scheduler import SchedulerMessage, Submit
@@ -185,6 +186,7 @@ class SimulatedFrontend:
             priority=request.priority,
             queue_deadline=None if queue_timeout is None else now + queue_timeout,
             deadline=None if timeout is None else now + timeout,
+            cache=CacheHint(f"client {request.client}", request.keep_s) if request.keep_s else None,
         )
 
 

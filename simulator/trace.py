@@ -38,6 +38,8 @@ class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         client: requests of one client share a connection.
         follows: earlier request of the trace, after whose end this one is sent.
         ttft_target: seconds within which the first token is wanted, as in SamplingParams.
+        keep_s: seconds for which its prefix stays cached after its last use, as in CacheHint, under
+            the name of its client; 0: as long as there is room.
         continues: with `follows`: the prompt and the generated tokens of that request precede this
             one's segments, as in the next turn of a chat. False: only the time depends on it.
         ids: literal token ids, in place of segments.
@@ -52,6 +54,7 @@ class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     ids: tuple[Index, ...] = ()
     continues: bool = True
     ttft_target: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    keep_s: Seconds = 0.0
 
     @property
     def num_own_tokens(self) -> int:

@@ -16,6 +16,7 @@ from quadriga.errors import InvalidRequest, QuadrigaError, RequestFailed, Server
 from quadriga.server.config.frontend_args import TenantArgs, TraceArgs
 from quadriga.server.model_aliases import AliasFile
 from quadriga.server.processes.logs import log_exception
+from quadriga.server.tenants import parent_name
 from quadriga.server.tracing.export import NoExporter
 from quadriga.wire.async_sockets import AsyncPort
 from quadriga.wire.client import (
@@ -32,10 +33,11 @@ from quadriga.wire.client import (
     InfoValues,
     Ping,
     Pong,
+    ReleaseCache,
     Tokenize,
     Watch,
 )
-from quadriga.wire.to_scheduler import InfoRequest, ProgressRequest, Shutdown
+from quadriga.wire.to_scheduler import CacheRelease, InfoRequest, ProgressRequest, Shutdown
 from tokenizer_proc.deliver import clients, live
 from tokenizer_proc.deliver.traces import RingTraces
 from tokenizer_proc.info import InfoRequests
@@ -140,7 +142,7 @@ class Frontend:
             case FlushCache():
                 self._owners.check_operator(client, "the cache is that of")
                 self._send_info_request(client, message)
-            case GetInfo():
+            case GetInfo() | ReleaseCache():
                 self._send_info_request(client, message)
             case GetProgress():
                 self._send_progress_request(client, message)
@@ -173,8 +175,20 @@ class Frontend:
         if not outcome.cancelled():
             self.clients.deliver(client, outcome.result())
 
-    def _send_info_request(self, client: bytes, message: GetInfo | FlushCache) -> None:
+    def _release(self, client: bytes, message: ReleaseCache) -> CacheRelease:
+        """Return whose cached prefixes a client releases. Raise InvalidRequest."""
+        if message.key is not None:
+            validation.check_cache_key(message.key)
+        owner = self._owners.owner(client, message.tenant)
+        return CacheRelease(parent_name(owner.name), message.key)
+
+    def _send_info_request(
+        self,
+        client: bytes,
+        message: GetInfo | FlushCache | ReleaseCache,
+    ) -> None:
         validation.check_request_id(message.request_id)
+        release = self._release(client, message) if isinstance(message, ReleaseCache) else None
         self._info_requests.begin(client)
         current = {"refused": self.clients.num_refused, "open_requests": self.intake.num_open}
         info: InfoValues = {
@@ -183,7 +197,7 @@ class Frontend:
         if self._aliases is not None:
             info["models"] = self._aliases.endpoints(info["models"])
         flush_cache = isinstance(message, FlushCache)
-        self._replicas.send(InfoRequest(client, message.request_id, info, flush_cache))
+        self._replicas.send(InfoRequest(client, message.request_id, info, flush_cache, release))
 
     def _send_progress_request(self, client: bytes, message: GetProgress) -> None:
         validation.check_request_id(message.request_id)

@@ -27,8 +27,9 @@ from http_proc.core.caller import current_caller
 from http_proc.core.errors import CONTEXT_EXCEEDED, ApiError, QueueHint, from_server, invalid
 from http_proc.core.gateway import Gateway
 from http_proc.core.observe import TimingsBody, timings_body
-from http_proc.core.served_model import ResponseHead
+from http_proc.core.served_model import ResponseHead, ServedModel
 from http_proc.core.streaming import EventSink, named_event
+from http_proc.generation.cache_hints import CacheControl, marked_hint
 from http_proc.generation.chat_answers import (
     ChatAnswer,
     ChatRenderer,
@@ -69,8 +70,8 @@ SAMPLING = {
 class ContentBlock(msgspec.Struct, kw_only=True):
     """A part of a message: text, thinking, redacted_thinking, tool_use or tool_result.
 
-    id, name, input: of a tool_use. tool_use_id, content, is_error: of a tool_result. Other fields,
-    such as cache_control, are ignored.
+    id, name, input: of a tool_use. tool_use_id, content, is_error: of a tool_result. cache_control:
+    the prompt is kept in the prefix cache. Other fields are ignored.
     """
 
     type: str
@@ -82,6 +83,7 @@ class ContentBlock(msgspec.Struct, kw_only=True):
     tool_use_id: str | None = None
     content: "str | list[ContentBlock] | None" = None
     is_error: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 class InputMessage(msgspec.Struct):
@@ -99,6 +101,7 @@ class ToolDefinition(msgspec.Struct, kw_only=True):
     description: str | None = None
     type: str | None = None
     strict: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 class ToolSelection(msgspec.Struct, kw_only=True):
@@ -138,8 +141,9 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 class CountTokensRequest(RequestBody, kw_only=True):
     """POST /v1/messages/count_tokens.
 
-    output_format: the older name of output_config.format. The fields after it have no effect;
-    mcp_servers, compaction, thread and the skills of a container must be empty.
+    output_format: the older name of output_config.format. cache_control: the prompt is kept in the
+    prefix cache. The other fields after output_format have no effect; mcp_servers, compaction,
+    thread and the skills of a container must be empty.
     """
 
     model: str | None = None
@@ -154,7 +158,7 @@ class CountTokensRequest(RequestBody, kw_only=True):
     compaction: dict[str, Any] | None = None
     thread: dict[str, Any] | None = None
     container: str | dict[str, Any] | None = None
-    cache_control: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
     context_management: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
@@ -173,9 +177,9 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     """POST /v1/messages.
 
     max_tokens: largest number of generated tokens, or what the context leaves if that is less; 0
-    computes the prompt alone, for the prefix cache. stop_sequences: strings that end the text. The
-    fields after output_format have no effect; mcp_servers, compaction, thread and the skills of
-    a container must be empty.
+    computes the prompt alone, for the prefix cache. stop_sequences: strings that end the text.
+    cache_control: the prompt is kept in the prefix cache. The other fields after output_format have
+    no effect; mcp_servers, compaction, thread and the skills of a container must be empty.
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=0)]
@@ -495,9 +499,25 @@ def chat_call(fields: CountTokensRequest, sampling: Sampling) -> ChatCall:
         is_parallel=not choice.disable_parallel_tool_use,
         reasoning=_reasoning(fields),
         continues_message=conversation.continues_message,
+        cache=marked_hint(_marks(fields)),
         names={BUDGET: "thinking.budget_tokens"},
         stream=isinstance(fields, MessagesRequest) and fields.stream,
     )
+
+
+def _marks(fields: CountTokensRequest) -> Iterator[CacheControl | None]:
+    """Yield the marks of a request, wherever they are; None where there is none."""
+    yield fields.cache_control
+    for tool in fields.tools:
+        yield tool.cache_control
+    for content in (fields.system, *(message.content for message in fields.messages)):
+        yield from _marks_in(content)
+
+
+def _marks_in(content: str | list[ContentBlock] | None) -> Iterator[CacheControl | None]:
+    for block in content if isinstance(content, list) else ():
+        yield block.cache_control
+        yield from _marks_in(block.content)
 
 
 def with_max_tokens(sampling: Sampling, max_tokens: int) -> Sampling:
@@ -824,7 +844,11 @@ def _object(text: str) -> dict[str, Any]:
 
 
 class MessageUsage(msgspec.Struct):
-    """Token counts. input_tokens: tokens of the prompt that did not come from the prefix cache."""
+    """Token counts. input_tokens: tokens of the prompt that were computed, and are not kept.
+
+    cache_read_input_tokens: tokens from the prefix cache. cache_creation_input_tokens: computed
+    tokens that are kept there because of cache_control.
+    """
 
     input_tokens: int
     output_tokens: int
@@ -832,10 +856,17 @@ class MessageUsage(msgspec.Struct):
     cache_creation_input_tokens: int = 0
 
     @classmethod
-    def of(cls, usage: Usage) -> "MessageUsage":
-        """Return the counts of a completion."""
-        cached = usage.cached_tokens
-        return cls(usage.prompt_tokens - cached, usage.completion_tokens, cached)
+    def of(cls, usage: Usage, kept_page: int) -> "MessageUsage":
+        """Return the counts of a completion.
+
+        Args:
+            usage: the server's counts.
+            kept_page: tokens of a page of the prefix cache; 0: the prompt is not kept.
+        """
+        num_prompt, cached = usage.prompt_tokens, usage.cached_tokens
+        num_kept = num_prompt // kept_page * kept_page if kept_page else 0
+        created = max(num_kept - cached, 0)
+        return cls(num_prompt - cached - created, usage.completion_tokens, cached, created)
 
 
 class MessageBody(msgspec.Struct, kw_only=True):
@@ -887,7 +918,10 @@ _encode = msgspec.json.encode
 class MessageStream(ChatRenderer):
     """ChatRenderer of Anthropic's messages."""
 
-    def __init__(self, head: ResponseHead, writer: BlockWriter, max_tokens: int) -> None:
+    def __init__(
+        self, head: ResponseHead, writer: BlockWriter, max_tokens: int, kept_page: int
+    ) -> None:
+        self._kept_page = kept_page
         self._head = head
         self._writer = writer
         self._max_tokens = max_tokens
@@ -919,7 +953,7 @@ class MessageStream(ChatRenderer):
         delta: dict[str, Any] = {
             "type": "message_delta",
             "delta": end_of(completion, self._writer.num_calls, self._max_tokens),
-            "usage": MessageUsage.of(completion.usage),
+            "usage": MessageUsage.of(completion.usage, self._kept_page),
             "timings": timings_body([completion]),
         }
         return named_event(b"message_delta", _encode(delta)) + named_event(
@@ -943,17 +977,27 @@ async def messages(gateway: Gateway, call: Call, sink: EventSink) -> MessageBody
     prepared = await prepare_chat(gateway, model, chat)
     # Clients such as Claude Code ask for more tokens than the context of many models has.
     options: RequestOptions = {**prepared.options, "clamp_max_new_tokens": True}
+    kept_page = await _kept_page(model, chat)
     head = model.head(call, "msg", "_")
     writer = BlockWriter(display_of(fields.thinking))
     with gateway.open_group(model, head.id, prepared.names, call.record) as group:
         in_chunks = chat.stream or prepared.reader.ends_at_repeat
         group.submit(chat.messages, prepared.params, in_chunks, options)
         if chat.stream:
-            stream = MessageStream(head, writer, fields.max_tokens)
+            stream = MessageStream(head, writer, fields.max_tokens, kept_page)
             await stream_chat(sink, group, prepared, stream)
             return None
         (answer,) = await collect_chat(group, prepared)
-    return _body(head, answer, writer, fields.max_tokens)
+    return _body(head, answer, writer, fields.max_tokens, kept_page)
+
+
+async def _kept_page(model: ServedModel, chat: ChatCall) -> int:
+    """Return the tokens of a page of the prefix cache; 0 where the prompt is not kept."""
+    if chat.cache is None:
+        return 0
+    size = (await model.server_info.static()).get("page_size", 1)
+    assert isinstance(size, int)
+    return size
 
 
 async def count_tokens(gateway: Gateway, call: Call, _: EventSink) -> TokenCount:
@@ -973,7 +1017,7 @@ async def count_tokens(gateway: Gateway, call: Call, _: EventSink) -> TokenCount
 
 
 def _body(
-    head: ResponseHead, answer: ChatAnswer, writer: BlockWriter, max_tokens: int
+    head: ResponseHead, answer: ChatAnswer, writer: BlockWriter, max_tokens: int, kept_page: int
 ) -> MessageBody:
     completion = answer.completion
     steps = writer.push(answer.events) + writer.finish()
@@ -984,7 +1028,7 @@ def _body(
         content=whole_blocks(steps),
         stop_reason=end.stop_reason,
         stop_sequence=end.stop_sequence,
-        usage=MessageUsage.of(completion.usage),
+        usage=MessageUsage.of(completion.usage, kept_page),
         timings=timings_body([completion]),
     )
 

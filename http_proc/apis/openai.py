@@ -33,6 +33,7 @@ from http_proc.core.streaming import (
     event,
     stream_events,
 )
+from http_proc.generation.cache_hints import openai_hint
 from http_proc.generation.chat_answers import (
     ChatAnswer,
     ChatRenderer,
@@ -88,6 +89,7 @@ from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import SamplingParams
 from quadriga.server.answer_format import from_info
 from quadriga.server.model_info import FillFormat
+from quadriga.wire.cache import CacheHint
 from quadriga.wire.client import Accepted
 
 # OpenAI documents it, vLLM has it, and clients of this endpoint rely on it.
@@ -123,6 +125,7 @@ async def completions(gateway: Gateway, call: Call, sink: EventSink) -> Completi
     options: RequestOptions = {
         "priority": fields.priority,
         "cache_salt": fields.cache_salt or "",
+        "cache": _cache_hint(fields),
     }
     names = {**NAMES, **sampling.names}
     with gateway.open_group(model, head.id, names, call.record) as group:
@@ -450,7 +453,14 @@ def chat_call(fields: ChatRequest, sampling: Sampling) -> ChatCall:
         names={"tools": "functions", "tool_choice": "function_call"} if is_older else {},
         priority=fields.priority,
         cache_salt=fields.cache_salt or "",
+        cache=_cache_hint(fields),
         stream=fields.stream,
+    )
+
+
+def _cache_hint(fields: ChatRequest | CompletionRequest) -> CacheHint | None:
+    return openai_hint(
+        fields.prompt_cache_key, fields.prompt_cache_retention, fields.prompt_cache_options
     )
 
 

@@ -184,6 +184,18 @@ class FlushAnswer(msgspec.Struct):
     flushed_pages: int
 
 
+class ReleaseBody(RequestBody):
+    """POST /v1/cache/release. prompt_cache_key: of the requests; left out: all of the tenant."""
+
+    prompt_cache_key: str | None = None
+
+
+class ReleaseAnswer(msgspec.Struct):
+    """released: number of prefixes that are not kept any longer."""
+
+    released: int
+
+
 class HealthStatus(msgspec.Struct):
     """status: alive or ready."""
 
@@ -308,6 +320,23 @@ async def flush_cache(request: web.Request) -> web.Response:
             raise num_flushed
         num_pages += num_flushed
     return json_response(FlushAnswer(num_pages))
+
+
+async def release_cache(request: web.Request) -> web.Response:
+    """Let go what requests of this tenant have asked to keep, of one model or of all."""
+    body = convert(await read_object(request), ReleaseBody)
+    key, tenant = body.prompt_cache_key, current_caller().tenant
+    if "model" in request.query:
+        client = model_of(request).client
+        return json_response(ReleaseAnswer(await client.release_cache(key, tenant)))
+    models = request.app[GATEWAY].models
+    numbers = await models.each(lambda model: model.client.release_cache(key, tenant))
+    released = 0
+    for number in numbers:
+        if isinstance(number, QuadrigaError):
+            raise number
+        released += number
+    return json_response(ReleaseAnswer(released))
 
 
 async def livez(_: web.Request) -> web.Response:

@@ -18,6 +18,7 @@ from http_proc.generation.sampling import Sampling
 from http_proc.generation.schema import ContentPart, Message, Tool, ToolCall
 from quadriga.client.types import Chat
 from quadriga.errors import InvalidRequest
+from quadriga.wire.cache import CacheHint
 from quadriga.wire.client import (
     ChatOptions,
     check_chat,
@@ -83,6 +84,7 @@ class ChatCall:
         continues_message: the answer continues the last turn, which is the assistant's.
         has_generation_prompt: the prompt ends with the beginning of the assistant's turn.
         cache_salt: what is cached of the prompt is shared with no chat of another salt.
+        cache: how what is computed is kept in the prefix cache; None: as long as there is room.
         names: the request's names of `messages`, `tools` and `tool_choice`, for error messages.
     """
 
@@ -97,6 +99,7 @@ class ChatCall:
     has_generation_prompt: bool = True
     priority: int = 0
     cache_salt: str = ""
+    cache: CacheHint | None = None
     stream: bool = False
     names: dict[str, str] = field(default_factory=dict)
 

@@ -143,6 +143,7 @@ async def prepare_chat(gateway: Gateway, model: ServedModel, call: ChatCall) -> 
         "priority": call.priority,
         "chat": chat,
         "cache_salt": call.cache_salt,
+        "cache": call.cache,
     }
     names = {**NAMES, **call.names, **sampling.names}
     params = _params(sampling.params, call, answer_format)

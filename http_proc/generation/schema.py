@@ -84,7 +84,9 @@ class OpenAIRequest(RequestBody, kw_only=True):
     what is cached of the prompt is shared with no request of another salt. prompt_logprobs: number
     of top tokens for each token of the prompt, in vLLM's format. receipt: the answer has receipts,
     unless it is a stream. return_token_ids: the answer has the token ids of the prompt and of each
-    choice, in vLLM's fields. The fields after structured_outputs have no effect.
+    choice, in vLLM's fields. prompt_cache_key, prompt_cache_retention, prompt_cache_options: the
+    prompt is kept in the prefix cache for a time, and can be released by the key. The other fields
+    after structured_outputs have no effect.
     """
 
     model: str | None = None

@@ -102,6 +102,18 @@ SPECULATION_COUNTERS = {
     "spec_decode_num_accepted_tokens": "Number of guessed tokens that were right",
 }
 SPECULATION_BY_PLACE = "spec_decode_num_accepted_tokens_per_pos"
+# Of cached prefixes that requests ask to keep: (key of the ring's info, help text).
+PIN_GAUGES = {
+    "cache_pins": "Number of cached prefixes that are kept because requests ask for it",
+    "cache_pinned_pages": "Number of KV pages of these prefixes",
+    "cache_pinned_pages_max": "Largest number of such pages (--cache-pin-fraction)",
+}
+PIN_COUNTERS = {
+    "cache_pins_gave_way": "Number of KV pages not kept any longer because a request needed room",
+    "cache_pins_over_limit": "Number of KV pages not kept any longer for --cache-pin-fraction",
+    "cache_pins_expired": "Number of prefixes whose time was over",
+    "cache_pins_released": "Number of prefixes that were released",
+}
 # Only of a server with KV pages beyond the pool: (key of the ring's info, help text).
 OFFLOAD_GAUGES = {
     "kv_offload_pages": "Number of KV pages in the tiers beyond the pool, or on their way there",
@@ -439,6 +451,8 @@ class Collector(Families):
             "Number of choices that ended because the model's logits were not finite",
             info["errors"].get(NonFiniteLogits.code, 0),
         )
+        if "cache_pins" in info:
+            yield from self._pins(info)
         if SPECULATION_BY_PLACE in info:
             yield from self._speculation(info)
         if "kv_offload_pages" in info:
@@ -462,6 +476,13 @@ class Collector(Families):
         )
         pool.add_metric([self._model, *(str(info[key]) for key in POOL_LABELS.values())], 1)
         yield pool
+
+    def _pins(self, info: dict[str, Any]) -> Iterator[Metric]:
+        """Yield the metrics of cached prefixes that requests ask to keep."""
+        for name, text in PIN_GAUGES.items():
+            yield self.gauge(name, text, info[name])
+        for name, text in PIN_COUNTERS.items():
+            yield self.counter(name, text, info[f"{name}_total"])
 
     def _speculation(self, info: dict[str, Any]) -> Iterator[Metric]:
         """Yield the metrics of guessed tokens."""

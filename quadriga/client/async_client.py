@@ -58,6 +58,7 @@ from quadriga.wire.client import (
     GetTraces,
     Info,
     ProgressAnswer,
+    ReleaseCache,
     RequestProgress,
     Text,
     Tokenize,
@@ -576,6 +577,32 @@ class AsyncClient(ServerSession):
         pages = info.values["flushed_pages"]
         assert isinstance(pages, int)
         return pages
+
+    async def release_cache(
+        self, key: str | None = None, tenant: str = "", timeout: float = 10.0
+    ) -> int:
+        """Let go what requests have asked to keep in the prefix cache; return how many prefixes.
+
+            hint = CacheHint("session-17", ttl_s=3600)
+            completion = await client.generate(chat, cache=hint)
+            num_prefixes = await client.release_cache("session-17")
+
+        Args:
+            key: key of their CacheHint; None: all of this client's tenant.
+            tenant: owner of the requests; the server ignores it but from its own gateway.
+            timeout: seconds until DeadlineExceeded, connecting included.
+
+        Raises:
+            DeadlineExceeded: no answer within the timeout.
+            InvalidRequest: the key is too long.
+            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
+        """
+        info: Info = await self._ask(
+            lambda name: ReleaseCache(PROTOCOL_VERSION, name, key, tenant), timeout
+        )
+        num_pins = info.values["released_pins"]
+        assert isinstance(num_pins, int)
+        return num_pins
 
     async def progress(
         self, request_ids: list[str], timeout: float = 10.0

@@ -553,6 +553,25 @@ class Client(NumberCalls):
         """
         return self._loop.run(lambda: self._async.flush_cache(timeout))
 
+    def release_cache(self, key: str | None = None, tenant: str = "", timeout: float = 10.0) -> int:
+        """Let go what requests have asked to keep in the prefix cache; return how many prefixes.
+
+            hint = CacheHint("session-17", ttl_s=3600)
+            completion = client.generate(chat, cache=hint)
+            num_prefixes = client.release_cache("session-17")
+
+        Args:
+            key: key of their CacheHint; None: all of this client's tenant.
+            tenant: owner of the requests; the server ignores it but from its own gateway.
+            timeout: seconds until DeadlineExceeded, connecting included.
+
+        Raises:
+            DeadlineExceeded: no answer within the timeout.
+            InvalidRequest: the key is too long.
+            ServerUnreachable: no server answers at the endpoint, or the connection was lost.
+        """
+        return self._loop.run(lambda: self._async.release_cache(key, tenant, timeout))
+
     def watch(self, replica: int = 0) -> Iterator[LiveMessage]:
         """Yield what the server does: a LiveStep for each step, a LiveServer each second.
 

@@ -18,6 +18,7 @@ from quadriga.errors import InvalidRequest
 from quadriga.keywords import check_keywords
 from quadriga.sampling.params import SamplingParams
 from quadriga.sampling.validation import shown_number
+from quadriga.wire.cache import CacheHint
 from quadriga.wire.client import ChatMessage, ChatOptions, Usage
 from quadriga.wire.logprobs import Logprobs, PromptLogprobs
 from quadriga.wire.packing import pack_ids, unpack_floats, unpack_ids
@@ -235,6 +236,8 @@ class RequestOptions(TypedDict, total=False):
         traceparent: the caller's span, as in W3C Trace Context: the server's spans are below it.
         cache_salt: cached prefixes are shared only with requests of the same salt.
         adapter: name of the LoRA adapter that answers.
+        cache: keep what the request computes in the prefix cache for some seconds after its end,
+            for the next turn of a conversation (CacheHint); see release_cache.
         receipt: completions have a receipt, for which the server is asked two more questions; not
             with submit.
     """
@@ -248,6 +251,7 @@ class RequestOptions(TypedDict, total=False):
     traceparent: str
     cache_salt: str
     adapter: str
+    cache: CacheHint | None
     receipt: bool
 
 

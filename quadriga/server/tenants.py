@@ -109,6 +109,7 @@ SHOWN_TO_TENANTS = frozenset(
         "prefix_cache",
         "protocol",
         "ready",
+        "released_pins",
         "stream_interval",
         "vocab_size",
     }

@@ -16,6 +16,7 @@ from quadriga import errors
 from quadriga.errors import InvalidRequest, QuadrigaError
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire import live, trace
+from quadriga.wire.cache import CacheHint
 from quadriga.wire.logprobs import Logprobs, PromptLogprobs
 
 # Where the public socket is by default.
@@ -125,6 +126,8 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
         cache_salt: cached prefixes are shared only with requests of the same salt, at most
             MAX_CACHE_SALT_CHARS characters; "": with those without one.
         adapter: name of the adapter of the model that answers; "": the model itself.
+        cache: keep what the request computes in the prefix cache after its end; None: as long as
+            there is room.
     """
 
     version: int
@@ -146,6 +149,7 @@ class Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
     traceparent: str = ""
     cache_salt: str = ""
     adapter: str = ""
+    cache: CacheHint | None = None
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -201,6 +205,22 @@ class FlushCache(msgspec.Struct, tag="flush_cache", array_like=True, frozen=True
     request_id: str
 
 
+class ReleaseCache(msgspec.Struct, tag="release_cache", array_like=True, frozen=True):
+    """Release what requests have asked to keep (Generate.cache), so that it may be evicted.
+
+    The answer is an Info with the additional value `released_pins`.
+
+    Attributes:
+        key: that of CacheHint; None: everything of the client's tenant.
+        tenant: owner of a gateway's request; ignored from other clients.
+    """
+
+    version: int
+    request_id: str
+    key: str | None = None
+    tenant: str = ""
+
+
 class GetProgress(msgspec.Struct, tag="get_progress", array_like=True, frozen=True):
     """Ask for the ProgressAnswer of some requests of this client, at most MAX_PROGRESS_IDS."""
 
@@ -239,6 +259,7 @@ ClientMessage = (
     | Tokenize
     | Detokenize
     | FlushCache
+    | ReleaseCache
     | GetProgress
     | GetTraces
     | Watch

@@ -4,6 +4,7 @@ import msgspec
 
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.adapter import AdapterRef
+from quadriga.wire.cache import CacheHint
 from quadriga.wire.client import InfoValues
 from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.trace import TraceContext
@@ -47,6 +48,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
         since: number of the first placement of their present stay at the replica.
         sender: number of the frontend, as in FrontendRestarted.
         adapter: the adapter that answers; None: the model itself. `cache_salt` has its id, too.
+        cache: keep what it computes after its end; None: as long as there is room.
     """
 
     client: bytes
@@ -73,6 +75,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):
     since: int = 0
     sender: int = 0
     adapter: AdapterRef | None = None
+    cache: CacheHint | None = None
 
     def begun(self) -> "Submit":
         """Return the request as it began, with the number of its placement."""
@@ -178,17 +181,26 @@ class LinkRestored(msgspec.Struct, tag="link_restored", array_like=True, frozen=
     version: str = ""
 
 
+class CacheRelease(msgspec.Struct, array_like=True, frozen=True):
+    """Release the pins of a tenant. key: that of CacheHint; None: all of the tenant."""
+
+    tenant: str
+    key: str | None
+
+
 class InfoRequest(msgspec.Struct, tag="info", array_like=True, frozen=True):
     """A client's GetInfo on its way through the processes, each of which adds its values.
 
     Attributes:
         flush_cache: drop the cached prefixes that no request uses first.
+        release: release pins first.
     """
 
     client: bytes
     request_id: str
     values: InfoValues
     flush_cache: bool = False
+    release: CacheRelease | None = None
 
 
 class ProgressRequest(msgspec.Struct, tag="progress", array_like=True, frozen=True):

@@ -85,16 +85,18 @@ def _written(message: to_scheduler.Submit) -> tuple[object, ...]:
     """Return the fields that the journal has of a message, behind its tag.
 
     These are those of a request without a tenant, a prefix of its own and a trace; of one that
-    begins; of one without an adapter; or all of them.
+    begins; of one without an adapter; of one without a cache hint; or all of them.
     """
     if message.sender:
         message = msgspec.structs.replace(message, since=0, sender=0)
     fields = message.__struct_fields__
-    if message.adapter is None:
-        end = "adapter"
-        if not (message.progress or message.placement):
-            has_tenant = message.tenant or message.cache_salt or message.trace
-            end = "progress" if has_tenant else "tenant"
+    if message.cache is None:
+        end = "cache"
+        if message.adapter is None:
+            end = "adapter"
+            if not (message.progress or message.placement):
+                has_tenant = message.tenant or message.cache_salt or message.trace
+                end = "progress" if has_tenant else "tenant"
         fields = fields[: fields.index(end)]
     return (SUBMIT_TAG, *(getattr(message, name) for name in fields))
 

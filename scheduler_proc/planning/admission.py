@@ -101,6 +101,8 @@ class Admission:
         assert request.in_flight == 0
         self._free_slots.append(request.slot)
         self._released.append(request.slot)
+        if request.status is not RequestStatus.RETRACTED:
+            self.kv.keep(request)  # it ends
         self.kv.release(request)
         request.slot = -1
         del self.holders[request.seq]

@@ -7,8 +7,10 @@ as good as free, and evicted when they are needed.
 
 from array import array
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from quadriga.server.tenants import parent_name
+from scheduler_proc.state.pins import Pins, PinStats
 from scheduler_proc.state.prefix_tree import Node, PrefixTree
 from scheduler_proc.state.request import ALL_TOKENS, Request
 
@@ -29,15 +31,39 @@ class PageHolder(Protocol):
     num_shareable: int
 
 
-class KVCache:
-    """Allocate pages to requests, take them back, and find what is already computed."""
+class PinLimits(NamedTuple):
+    """How many pages pins may keep: a share of the pool, 0 to 1. stats: counters of the pins."""
 
-    def __init__(self, num_pages: int, page_size: int, prefix_cache: bool = True) -> None:
+    fraction: float
+    stats: PinStats
+
+
+NO_PINS = PinLimits(0.0, PinStats())
+
+
+class KVCache:
+    """Allocate pages to requests, take them back, and find what is already computed.
+
+    Attributes:
+        pins: the cached pages that are kept for a time.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        prefix_cache: bool = True,
+        limits: PinLimits = NO_PINS,
+    ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        self.tree = PrefixTree()
+        self.tree = self._make_tree()
+        self.pins = Pins(self.tree, int(limits.fraction * num_pages), limits.stats)
         self._prefix_cache = prefix_cache
         self._free = list(range(num_pages - 1, -1, -1))
+
+    def _make_tree(self) -> PrefixTree:
+        return PrefixTree()
 
     @property
     def num_free(self) -> int:
@@ -133,6 +159,7 @@ class KVCache:
         They must be available: see `pages_needed`.
         """
         path = self.match_prefix(request).path()
+        self.pins.use(path)
         self.hold(request, path, self.pages_for(request.num_known_tokens))
 
     def hold(self, holder: PageHolder, path: list[Node], num_pages: int) -> None:
@@ -148,7 +175,7 @@ class KVCache:
     def append_page(self, request: Request) -> int:
         """Append one page to the request and return its number. A page must be available."""
         self.cache_computed(request)
-        page = self._free.pop() if self._free else self.tree.evict(1)[0]
+        page = self._free.pop() if self._free else self._evict(1)[0]
         request.pages.append(page)
         request.page_capacity += self.page_size
         return page
@@ -194,6 +221,15 @@ class KVCache:
         holder.pages, holder.prefix_path, holder.page_capacity = [], [], 0
         holder.first_page = 0
 
+    def keep(self, request: Request) -> None:
+        """Pin what a request holds and has computed, if it has asked for that."""
+        if request.cache is not None:
+            self.cache_computed(request)
+            num_prompt = request.num_prompt // self.page_size
+            path, first = request.prefix_path, request.first_page
+            tenant = parent_name(request.tenant)
+            self.pins.keep(path, first, num_prompt, tenant, request.cache)
+
     def release_unseen(self, holders: Iterable[Request]) -> None:
         """Take the pages back that no token to come can see; here every token sees all pages."""
 
@@ -209,7 +245,8 @@ class KVCache:
         return bool(duplicates)
 
     def flush(self) -> int:
-        """Free all cached pages and return their number."""
+        """Free all cached pages, also pinned ones, and return their number."""
+        self.pins.release_all()
         count = self.tree.num_unlocked
         self._free += self.tree.evict(count)
         return count
@@ -232,10 +269,16 @@ class KVCache:
         key = holder.tokens[start : start + self.page_size].tobytes()
         return key if index else holder.cache_salt + key
 
+    def _evict(self, count: int) -> list[int]:
+        """Evict pages, pinned ones where there are no others."""
+        if count > self.tree.num_unpinned:
+            self.pins.give_way(count)
+        return self.tree.evict(count)
+
     def _take(self, count: int) -> list[int]:
         num_missing = count - len(self._free)
         if num_missing > 0:
-            self._free += self.tree.evict(num_missing)
+            self._free += self._evict(num_missing)
         if count == 0:
             return []
         taken = self._free[-count:]
@@ -245,6 +288,7 @@ class KVCache:
     def check(self, holders: Iterable[PageHolder]) -> None:
         """Raise AssertionError where a page is lost or used twice. holders: all that hold pages."""
         self.tree.check()
+        self.pins.check()
         pages = list(self._free)
         pages += (node.page for node in self.tree.nodes() if node.page >= 0)
         held = sum(node.ref_count > 0 for node in self.tree.nodes())

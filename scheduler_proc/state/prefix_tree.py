@@ -8,6 +8,9 @@ A request locks a whole path from the root. So a locked node's parent is locked,
 unlocked deepest node first: among the unlocked nodes, in the order in which they lost their last
 lock, a node always comes before its parent. That order is therefore the order of eviction: least
 recently used first, leaves before their parents, without a search.
+
+A pin keeps an unlocked node from that order, as long as it has one (see pins.py). A path is pinned
+from the root, too; a node that loses its last pin counts as just used.
 """
 
 from collections import OrderedDict
@@ -22,10 +25,11 @@ class Node:
         parent: None for the root, and for a node that was evicted.
         depth: number of pages from the root down to this one.
         ref_count: number of requests that lock it.
+        num_pins: number of pins that it has.
         is_shared: whether requests may match it. Once they may not, they never may again.
     """
 
-    __slots__ = ("children", "depth", "is_shared", "key", "page", "parent", "ref_count")
+    __slots__ = ("children", "depth", "is_shared", "key", "num_pins", "page", "parent", "ref_count")
 
     def __init__(self, parent: "Node | None", key: bytes, page: int) -> None:
         self.parent = parent
@@ -33,6 +37,7 @@ class Node:
         self.page = page
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.ref_count = 0
+        self.num_pins = 0
         self.is_shared = True
         self.children: dict[bytes, Node] = {}
 
@@ -70,12 +75,18 @@ class PrefixTree:
     def __init__(self) -> None:
         self.observers: list[TreeObserver] = []
         self.root = Node(None, b"", -1)
-        self._unlocked: OrderedDict[Node, None] = OrderedDict()
+        self._unlocked: OrderedDict[Node, None] = OrderedDict()  # and without a pin
+        self._pinned: set[Node] = set()  # and unlocked
         self._num_withdrawn = 0
 
     @property
     def num_unlocked(self) -> int:
-        """Number of pages that can be evicted."""
+        """Number of pages that can be evicted; those with pins when these have given way."""
+        return len(self._unlocked) + len(self._pinned)
+
+    @property
+    def num_unpinned(self) -> int:
+        """Number of pages that can be evicted now."""
         return len(self._unlocked)
 
     def add(self, parent: Node, key: bytes, page: int) -> Node:
@@ -89,7 +100,10 @@ class PrefixTree:
     def lock(self, node: Node) -> None:
         """Add a lock, which keeps the node from eviction. Its parent must be locked before."""
         if node.ref_count == 0:
-            del self._unlocked[node]
+            if node.num_pins:
+                self._pinned.remove(node)
+            else:
+                del self._unlocked[node]
         node.ref_count += 1
 
     def unlock(self, path: list[Node]) -> None:
@@ -97,10 +111,27 @@ class PrefixTree:
         for node in reversed(path):
             node.ref_count -= 1
             if node.ref_count == 0:
-                self._unlocked[node] = None
+                if node.num_pins:
+                    self._pinned.add(node)
+                else:
+                    self._unlocked[node] = None
+
+    def pin(self, node: Node) -> None:
+        """Add a pin to a node that has a page."""
+        if node.ref_count == 0 and node.num_pins == 0:
+            del self._unlocked[node]
+            self._pinned.add(node)
+        node.num_pins += 1
+
+    def unpin(self, node: Node) -> None:
+        """Take a pin from a node, after those below it."""
+        node.num_pins -= 1
+        if node.ref_count == 0 and node.num_pins == 0:
+            self._pinned.remove(node)
+            self._unlocked[node] = None
 
     def evict(self, count: int) -> list[int]:
-        """Remove the `count` least recently used nodes, and return their pages."""
+        """Remove the `count` least recently used nodes without a pin, and return their pages."""
         pages = []
         for _ in range(count):
             node, _none = self._unlocked.popitem(last=False)
@@ -149,9 +180,19 @@ class PrefixTree:
             parent = node.parent
             assert parent is not None
             assert node.depth == parent.depth + 1
-            assert (node.ref_count == 0) == (node in place), (
-                "an unlocked node has locks, or a node without locks is missing"
-            )
+            self._check_place(node, node in place)
             if parent is not self.root:
                 assert parent.ref_count >= node.ref_count, "a child is locked without its parent"
-                assert parent.ref_count or place[node] < place[parent], "a parent would go first"
+                assert parent.num_pins >= node.num_pins, "a child is pinned without its parent"
+                if parent in place:
+                    assert place[node] < place[parent], "a parent would go first"
+
+    def _check_place(self, node: Node, is_evictable: bool) -> None:
+        """Raise AssertionError where a node with a page is not where its locks and pins say."""
+        is_unlocked = node.ref_count == 0
+        assert is_evictable == (is_unlocked and node.num_pins == 0), (
+            "an unlocked node has locks or pins, or a node without them is missing"
+        )
+        assert (node in self._pinned) == (is_unlocked and node.num_pins > 0), (
+            "a pinned node has locks or no pins, or one without locks is missing"
+        )

@@ -16,6 +16,7 @@ from quadriga.errors import QuadrigaError
 from quadriga.sampling.params import LIMITS, MAX_SEED, NEUTRAL, SamplingParams, given
 from quadriga.sampling.pooling import LOGPROBS, POOLINGS, Pooling
 from quadriga.wire.adapter import AdapterRef
+from quadriga.wire.cache import CacheHint
 from quadriga.wire.client import ErrorInfo
 from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.logprobs import LogprobBlock
@@ -287,6 +288,7 @@ class Request:
         vector: float32 bytes of the answer, once it is there.
         adapter: the adapter that answers; None: the model itself.
         adapter_place: the worker's place of it, while the request may run.
+        cache: how what it computes is kept after its end; None: as long as there is room.
     """
 
     seq: int
@@ -342,6 +344,7 @@ class Request:
     vector: bytes | None = None
     adapter: AdapterRef | None = None
     adapter_place: int = NO_ADAPTER
+    cache: CacheHint | None = None
 
     @classmethod
     def from_submit(
@@ -385,6 +388,7 @@ class Request:
             placement=message.placement,
             trace=_recorder_of(message),
             adapter=message.adapter,
+            cache=message.cache,
         )
 
     # --- life -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from quadriga.server.models.families.windows import num_seen_pages
-from scheduler_proc.state.kv_cache import KVCache
+from scheduler_proc.state.kv_cache import NO_PINS, KVCache, PinLimits
 from scheduler_proc.state.prefix_tree import Node, PrefixTree
 from scheduler_proc.state.request import ALL_TOKENS, Request
 
@@ -92,10 +92,11 @@ class WindowedTree(PrefixTree):
             assert node.depth == node.parent.depth + 1
             if node.page == NO_PAGE:
                 assert node.ref_count == 0, "a node without a page is locked"
+                assert node.num_pins == 0, "a node without a page is pinned"
                 assert node.children, "a node has neither page nor children"
-            assert (node in self._unlocked) == (node.ref_count == 0 and node.page != NO_PAGE), (
-                "an unlocked node has locks or no page, or one without locks is missing"
-            )
+                assert node not in self._unlocked, "a node without a page can be evicted"
+            else:
+                self._check_place(node, node in self._unlocked)
 
 
 class PageSpan(NamedTuple):
@@ -116,7 +117,13 @@ class WindowedKVCache(KVCache):
     tree: WindowedTree
 
     def __init__(
-        self, num_pages: int, page_size: int, window: int, max_row_tokens: int, prefix_cache: bool
+        self,
+        num_pages: int,
+        page_size: int,
+        window: int,
+        max_row_tokens: int,
+        prefix_cache: bool,
+        limits: PinLimits = NO_PINS,
     ) -> None:
         """Make an empty pool.
 
@@ -126,12 +133,15 @@ class WindowedKVCache(KVCache):
             window: number of tokens, itself included, that a token sees.
             max_row_tokens: tokens of a prompt that one step computes; 0: all of them.
             prefix_cache: whether pages are cached.
+            limits: how many pages pins may keep.
         """
-        super().__init__(num_pages, page_size, prefix_cache)
+        self._num_seen = num_seen_pages(window, page_size)
+        super().__init__(num_pages, page_size, prefix_cache, limits)
         self._window = window
         self._max_row_tokens = max_row_tokens
-        self._num_seen = num_seen_pages(window, page_size)
-        self.tree = WindowedTree(self._num_seen)
+
+    def _make_tree(self) -> WindowedTree:
+        return WindowedTree(self._num_seen)
 
     # --- sizes ------------------------------------------------------------------------------------
 
@@ -180,6 +190,7 @@ class WindowedKVCache(KVCache):
         """Lock the cached pages that the next token sees, and allocate those of the next step."""
         matched, first, end = self._span(request)
         path = matched.path()
+        self.pins.use(path)
         for node in path[first:]:
             self.tree.lock(node)
         request.prefix_path, request.first_page = path, first
@@ -209,9 +220,14 @@ class WindowedKVCache(KVCache):
 
 
 def make_kv_cache(
-    num_pages: int, page_size: int, window: int, max_row_tokens: int, prefix_cache: bool
+    num_pages: int,
+    page_size: int,
+    window: int,
+    max_row_tokens: int,
+    prefix_cache: bool,
+    limits: PinLimits = NO_PINS,
 ) -> KVCache:
     """Return an empty pool. window: 0 if a layer sees all tokens."""
     if window:
-        return WindowedKVCache(num_pages, page_size, window, max_row_tokens, prefix_cache)
-    return KVCache(num_pages, page_size, prefix_cache)
+        return WindowedKVCache(num_pages, page_size, window, max_row_tokens, prefix_cache, limits)
+    return KVCache(num_pages, page_size, prefix_cache, limits)

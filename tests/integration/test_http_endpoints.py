@@ -178,6 +178,21 @@ def test_flush_cache_empties_the_cache(gateway: str, server: Server) -> None:
     assert uncached["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def test_what_a_message_asks_to_keep_is_counted_and_released(gateway: str, server: Server) -> None:
+    body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2}
+    body["cache_control"] = {"type": "ephemeral", "ttl": "1h"}
+    first, second = (call(f"{gateway}/v1/messages", body).json["usage"] for _ in range(2))
+    settle(server.endpoint)
+    for usage in (first, second):
+        counts = [usage[f"cache_{what}_input_tokens"] for what in ("read", "creation")]
+        assert sum(counts) % call(f"{gateway}/server_info").json["page_size"] == 0
+    assert second["cache_read_input_tokens"] >= first["cache_creation_input_tokens"]
+    metrics = call(f"{gateway}/metrics").data.decode()
+    assert "quadriga:cache_pinned_pages{" in metrics
+    assert call(f"{gateway}/v1/cache/release", {"prompt_cache_key": "none"}).json["released"] == 0
+    assert call(f"{gateway}/v1/cache/release", {}).json["released"] >= 1
+
+
 def test_probes_and_facts(gateway: str) -> None:
     for path in ("livez", "readyz", "health"):
         assert call(f"{gateway}/{path}").status == 200

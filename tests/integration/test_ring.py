@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from quadriga import CacheHint
 from quadriga.client import AsyncClient, ChatOptions, Client, Completion, SamplingParams
 from quadriga.client.types import Prompt
 from quadriga.errors import DeadlineExceeded, InvalidRequest, PromptTooLong, ServerUnreachable
@@ -305,6 +306,24 @@ def test_a_flushed_cache_is_empty_and_answers_stay_the_same(server: Server) -> N
         after = client.generate(ids, GREEDY)
     assert after.token_ids == before.token_ids
     assert after.usage.cached_tokens == 0
+
+
+def test_what_a_request_asks_to_keep_is_released_by_its_key(server: Server) -> None:
+    ids = list(range(103, 203))
+    with Client(server.endpoint) as client:
+        before = client.info()
+        client.generate(ids, GREEDY, cache=CacheHint("session", ttl_s=60))
+        settle(server.endpoint)
+        kept = client.info()
+        assert kept["cache_pins"] == before["cache_pins"] + 1
+        assert kept["cache_pinned_pages"] >= 6
+        assert client.release_cache("another") == 0
+        assert client.release_cache("session") == 1
+        assert client.info()["cache_pins"] == before["cache_pins"]
+        with pytest.raises(InvalidRequest, match=r"cache\.ttl_s is 0"):
+            client.generate(ids, GREEDY, cache=CacheHint("session", ttl_s=0.0))
+        with pytest.raises(InvalidRequest, match=r"cache\.key has 513 characters"):
+            client.release_cache("k" * 513)
 
 
 def test_clamped_new_tokens_fill_the_context(server: Server) -> None:

@@ -1,6 +1,6 @@
 """A scheduler under random load, with a check of every answer: for property tests and long runs.
 
-python -m tests.unit.chaos --steps 1000000 [--seed 0] [--window 0] [--adapters]
+python -m tests.unit.chaos --steps 1000000 [--seed 0] [--window 0] [--adapters] [--pins]
     [--speculative-method none]
 """
 
@@ -14,13 +14,15 @@ from typing import Any
 from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import BATCH_MODES, POLICIES, SchedulerArgs
 from quadriga.wire.adapter import AdapterRef
-from quadriga.wire.to_scheduler import DropAdapters, StopFound
+from quadriga.wire.cache import CacheHint
+from quadriga.wire.to_scheduler import CacheRelease, DropAdapters, InfoRequest, StopFound
 from scheduler_proc.planning.quarantine import MAX_WORKER_CRASHES
 from tests.faults.inject import retract_one
 from tests.unit.simulation import JUMPING, Observe, World, abort, reference, submit
 
 PREFIXES = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [5, 6, 7, 8, 20, 21, 22, 23], [30] * 9, []]
 ADAPTERS = ["first", "second", "third", "fourth", "fifth"]
+KEYS = ["", "a", "b"]
 PREFIXES += [[JUMPING, 5, 6, 7, 8, 20], [JUMPING]]
 
 
@@ -69,12 +71,13 @@ class Chaos:
         priority: int = 0,
         timeout_s: float | None = None,
         adapter: str = "",
+        cache: CacheHint | None = None,
     ) -> None:
         name = f"r{len(self.sent)}"
         self.sent[name] = SentRequest(
             prompt, max_new_tokens, ignore_eos, adapter, timed=timeout_s is not None
         )
-        fields: dict[str, Any] = {"priority": priority}
+        fields: dict[str, Any] = {"priority": priority, "cache": cache}
         if adapter:
             fields |= {"adapter": AdapterRef(adapter, adapter), "cache_salt": f"{adapter}\0"}
         if timeout_s is not None:
@@ -94,6 +97,10 @@ class Chaos:
         if name is not None:
             self.sent[name].stopped = True
             self.world.send(StopFound([seq]))
+
+    def release(self, key: str | None, flush_cache: bool) -> None:
+        """Release the pins of a key, or of all and what is cached."""
+        self.world.send(InfoRequest(b"e", "i", {}, flush_cache, CacheRelease("", key)))
 
     def finish(self) -> None:
         """Run until idle, and check that every request has its right answer."""
@@ -153,6 +160,12 @@ def random_args(source: random.Random) -> SchedulerArgs:
         return args
 
 
+def random_hint(source: random.Random) -> CacheHint | None:
+    """Return what a request asks of the prefix cache."""
+    hint = CacheHint(source.choice(KEYS), source.choice([0.02, 0.3, 1000.0]))
+    return source.choice([None, hint])
+
+
 def random_life(
     source: random.Random,
     steps: int,
@@ -162,6 +175,7 @@ def random_life(
     speculative_method: str = "none",
     suspends: bool = False,
     has_adapters: bool = False,
+    has_pins: bool = False,
 ) -> Chaos:
     """Run a random load on a random server, for at least so many steps and then until it is idle.
 
@@ -174,10 +188,13 @@ def random_life(
         speculative_method: of the server, whose other flags are random.
         suspends: the worker is suspended as often as it crashes.
         has_adapters: requests have adapters, for more of which than the worker holds.
+        has_pins: requests ask that what they compute is kept.
     """
     args = replace(random_args(source), speculative_method=speculative_method)
     if has_adapters:
         args = replace(args, max_loras=source.randint(1, 3))
+    if has_pins:
+        args = replace(args, cache_pin_fraction=source.choice([0.1, 0.5, 1.0]))
     num_pages, page_size = source.randint(2, 16), source.choice([1, 2, 3, 4, 8])
     can_guess = speculative_method != "none"
     chaos = Chaos(args, num_pages, page_size, observe, window, world_class, can_guess)
@@ -199,7 +216,10 @@ def random_life(
                 source.randint(-3, 3),
                 source.choice([None] * 9 + [0.1]),
                 source.choice(adapters) if has_adapters else "",
+                random_hint(source) if has_pins else None,
             )
+        if has_pins and source.random() < 0.03:
+            chaos.release(source.choice([None, *KEYS]), source.random() < 0.2)
         if has_adapters and source.random() < 0.02:
             chaos.world.send(DropAdapters([source.choice(ADAPTERS)]))
         if source.random() < 0.05:
@@ -231,6 +251,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=0, help="of every layer; 0: none")
     parser.add_argument("--speculative-method", default="none")
     parser.add_argument("--adapters", action="store_true")
+    parser.add_argument("--pins", action="store_true")
     arguments = parser.parse_args()
     began, steps, seed = time.monotonic(), 0, arguments.seed
     counts: Counter[str] = Counter()
@@ -243,6 +264,7 @@ def main() -> None:
                 window=arguments.window,
                 speculative_method=arguments.speculative_method,
                 has_adapters=arguments.adapters,
+                has_pins=arguments.pins,
             )
         except BaseException:
             print(f"seed {seed}: {random_args(random.Random(seed))}")
@@ -253,6 +275,8 @@ def main() -> None:
         counts["worker crashes"] += chaos.world.num_crashes
         counts["retractions"] += info["retractions"]
         counts["cached tokens"] += info["cached_tokens_total"]
+        for name in ("gave_way", "over_limit", "expired", "released") if arguments.pins else ():
+            counts[f"pins {name}"] += info[f"cache_pins_{name}_total"]
         counts["right guesses"] += info.get("spec_decode_num_accepted_tokens_total", 0)
         seed += 1
     print(

@@ -251,6 +251,7 @@ class RequestIntake:
             cache_salt=salted(adapter, owner.salted(message.cache_salt)),
             trace=self._traces.context(request.client, message),
             adapter=adapter,
+            cache=message.cache,
         )
         if self._replicas.submit(submit, request.aborted_by, message.keep_s):
             self._tenants.on_opened(owner)

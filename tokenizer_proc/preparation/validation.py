@@ -13,6 +13,7 @@ from quadriga.sampling.params import Grammar, SamplingParams
 from quadriga.sampling.pooling import LOGPROBS, SCORE, SCORINGS, Pooling
 from quadriga.sampling.validation import UnservedTokens, check_number
 from quadriga.server.models.resolve import ModelFiles
+from quadriga.wire.cache import MAX_CACHE_KEY_CHARS, MAX_CACHE_TTL_S, CacheHint
 from quadriga.wire.client import (
     MAX_CACHE_SALT_CHARS,
     MAX_FRAME_BYTES,
@@ -94,7 +95,7 @@ def check_request_id(request_id: str) -> None:
 
 
 def check_urgency(message: Generate) -> None:
-    """Raise InvalidRequest for a priority or a timeout out of range, or a long cache_salt."""
+    """Raise InvalidRequest for a priority or a timeout out of range, or a long name."""
     check_number("priority", message.priority)
     _check_timeout("queue_timeout", message.queue_timeout)
     _check_timeout("timeout", message.timeout)
@@ -104,6 +105,28 @@ def check_urgency(message: Generate) -> None:
             f"cache_salt has {count} characters: at most {MAX_CACHE_SALT_CHARS} are taken; send a"
             " hash of it",
             "cache_salt",
+        )
+    if message.cache is not None:
+        _check_hint(message.cache)
+
+
+def _check_hint(hint: CacheHint) -> None:
+    check_cache_key(hint.key)
+    if not 0 < hint.ttl_s <= MAX_CACHE_TTL_S:
+        raise InvalidRequest(
+            f"cache.ttl_s is {hint.ttl_s}: it must be more than 0 and at most"
+            f" {MAX_CACHE_TTL_S:.0f} seconds; leave cache out to keep nothing",
+            "cache",
+        )
+
+
+def check_cache_key(key: str) -> None:
+    """Raise InvalidRequest for the key of a CacheHint that is too long."""
+    if len(key) > MAX_CACHE_KEY_CHARS:
+        raise InvalidRequest(
+            f"cache.key has {len(key)} characters: at most {MAX_CACHE_KEY_CHARS} are taken; send a"
+            " hash of it",
+            "cache",
         )
 
 

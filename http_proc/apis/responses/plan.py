@@ -27,6 +27,7 @@ from http_proc.core.gateway import Gateway
 from http_proc.core.observe import CallRecord
 from http_proc.core.request_group import RequestGroup
 from http_proc.core.served_model import ResponseHead, ServedModel
+from http_proc.generation.cache_hints import openai_hint
 from http_proc.generation.chat_call import ChatCall, ReasoningOptions, ToolMode
 from http_proc.generation.prepare import PreparedChat, prepare_chat
 from http_proc.generation.sampling import (
@@ -183,6 +184,9 @@ def _chat_call(
         reasoning=ReasoningOptions(effort=fields.reasoning.effort),
         template_args=fields.chat_template_kwargs,
         priority=fields.priority,
+        cache=openai_hint(
+            fields.prompt_cache_key, fields.prompt_cache_retention, fields.prompt_cache_options
+        ),
         stream=fields.stream,
         names=NAMES,
     )

@@ -206,6 +206,11 @@ class SchedulerArgs:
     disable_radix_cache: bool = flag(
         False, "do not reuse the KV cache of common prompt prefixes", alias="no_prefix_cache"
     )
+    cache_pin_fraction: float = flag(
+        0.5,
+        "largest share of the KV pool that stays cached because requests ask for it (cache_control,"
+        " prompt_cache_key), from 0 to 1; 0: none",
+    )
     speculative_method: str = flag(
         "auto",
         "guess tokens from the request's own text and from recent answers, and verify them: same"
@@ -264,6 +269,11 @@ class SchedulerArgs:
             raise ConfigError(
                 f"schedule_conservativeness is {self.schedule_conservativeness}:"
                 " it must be above 0 and at most 10"
+            )
+        if not 0 <= self.cache_pin_fraction <= 1:
+            raise ConfigError(
+                f"cache_pin_fraction is {self.cache_pin_fraction}: it must be a share of the KV"
+                " pool from 0 to 1; 0 keeps nothing longer than other cached prefixes"
             )
         self._check_together()
 

@@ -3,13 +3,19 @@
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from quadriga.errors import ConfigError
+from quadriga.sampling.params import SamplingParams
 from quadriga.server.config.engine_args import SchedulerArgs
+from quadriga.wire.adapter import AdapterRef
+from quadriga.wire.cache import CacheHint
 from quadriga.wire.client import ErrorInfo
 from quadriga.wire.logprobs import LogprobBlock
 from quadriga.wire.packing import pack_floats, pack_ids
+from quadriga.wire.to_scheduler import Submit
 from scheduler_proc.journal import file
 from scheduler_proc.journal import writer as journal_module
 from scheduler_proc.journal.events import StepEvents
@@ -43,6 +49,22 @@ def test_requests_go_on_from_their_last_token_and_ends_are_known(tmp_path: Path)
     assert (going_on.status, going_on.first_token_at) == (RequestStatus.WAITING, 3.0)
     assert (ended.finish_reason, ended.matched_stop, ended.error) == ("stop", 4, c.error)
     assert ended.sampling.seed == 2, "each choice has a seed of its own"
+
+
+def test_a_message_is_read_back_with_its_cache_hint_and_written_without_one_as_before() -> None:
+    plain = Submit(b"c", "a", pack_ids([7]), SamplingParams(), True, 1.0, 2.0)
+    for message in (
+        plain,
+        replace(plain, tenant="t"),
+        replace(plain, placement=3),
+        replace(plain, adapter=AdapterRef("i", "n")),
+    ):
+        kept = replace(message, cache=CacheHint("k", 60.0))
+        written, kept_record = (file.AcceptedRecord.of(1, m, [0]) for m in (message, kept))
+        assert kept_record.submit() == kept
+        assert written.submit() == message
+        names = message.__struct_fields__
+        assert len(msgspec.msgpack.decode(written.message)) <= 1 + names.index("cache")
 
 
 def test_logprobs_are_recovered_with_their_tokens(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Each request ends exactly once with the tokens of the reference, and after every
 """
 
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,6 +17,12 @@ from quadriga.server.config.engine_args import BATCH_MODES, POLICIES, SchedulerA
 from tests.faults.inject import retract_one
 from tests.unit.chaos import ADAPTERS, PREFIXES, Chaos, random_life
 
+PIN_COUNTERS = (
+    "cache_pins_gave_way_total",
+    "cache_pins_over_limit_total",
+    "cache_pins_expired_total",
+    "cache_pins_released_total",
+)
 pytestmark = pytest.mark.timeout(400)  # shrinking a failure takes a while
 
 
@@ -131,6 +138,18 @@ def test_lives_of_random_servers_that_guess(method: str, window: int) -> None:
 def test_lives_of_random_servers(seed: int) -> None:
     for number in range(25):
         random_life(random.Random(f"{seed}/{number}"), 100, suspends=number % 2 == 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("window", [0, 5])
+def test_lives_of_random_servers_that_keep_prefixes(seed: int, window: int) -> None:
+    counts: Counter[str] = Counter()
+    for number in range(25):
+        source = random.Random(f"pins/{seed}/{window}/{number}")
+        chaos = random_life(source, 100, window=window, suspends=number % 2 == 0, has_pins=True)
+        info = chaos.world.scheduler.info()
+        counts.update({name: info[name] for name in PIN_COUNTERS})
+    assert all(counts[name] for name in PIN_COUNTERS), "the load has not tried all of it"
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -1,0 +1,101 @@
+"""Hints for the prefix cache in Anthropic's and OpenAI's fields, and what usage says of them."""
+
+from typing import Any
+
+import pytest
+
+from quadriga.wire.cache import CacheHint
+from tests.unit.http.calls import answer_of, send
+from tests.unit.scripted_ring import ScriptedRing, gateway_before
+
+MARK = {"cache_control": {"type": "ephemeral"}}
+HOUR = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+HI = [{"role": "user", "content": "Hi"}]
+ASK: dict[str, Any] = {"messages": HI, "max_tokens": 8}
+
+
+def hint_of(path: str, **body: Any) -> CacheHint | None:
+    ring = ScriptedRing(["5"])
+    answer = answer_of(ring, path, body)
+    assert answer.status == 200, answer.body
+    hint = ring.submitted[0][2].get("cache")
+    assert hint is None or isinstance(hint, CacheHint)
+    return hint
+
+
+def test_anthropics_marks_are_found_wherever_they_are() -> None:
+    text = {"type": "text", "text": "Hi"}
+    tool = {"name": "t", "input_schema": {"type": "object"}}
+    call = {"type": "tool_use", "id": "1", "name": "t", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{**text, **HOUR}]}
+    turns = [*HI, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    for fields, seconds in (
+        ({}, None),
+        (MARK, 300),
+        (HOUR, 3600),
+        ({"system": [{**text, **MARK}]}, 300),
+        ({"tools": [{**tool, **HOUR}]}, 3600),
+        ({"messages": [{"role": "user", "content": [{**text, **MARK}]}]}, 300),
+        ({"messages": turns, "tools": [tool]}, 3600),
+        ({"system": [{**text, **HOUR}], **MARK}, 3600),  # the longest
+    ):
+        hint = hint_of("/v1/messages", **(ASK | fields))
+        assert hint == (None if seconds is None else CacheHint("", seconds)), fields
+
+
+def test_an_unknown_time_is_refused_by_name() -> None:
+    mark = {"type": "ephemeral", "ttl": "2d"}
+    answer = answer_of(ScriptedRing(["5"]), "/v1/messages", ASK | {"cache_control": mark})
+    assert answer.status == 400
+    assert "2d" in answer.body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"prompt_cache_key": "k"}, CacheHint("k", 300)),
+        ({"prompt_cache_retention": "24h"}, CacheHint("", 86400)),
+        ({"prompt_cache_key": "k", "prompt_cache_retention": "in_memory"}, CacheHint("k", 300)),
+        ({"prompt_cache_key": "k", "prompt_cache_options": {}}, CacheHint("k", 1800)),
+        ({"prompt_cache_options": {"ttl": "12h", "mode": "explicit"}}, CacheHint("", 43200)),
+        ({"prompt_cache_options": {"ttl": "99999h"}}, CacheHint("", 86400)),
+    ],
+)
+def test_openais_fields(fields: dict[str, Any], expected: CacheHint | None) -> None:
+    assert hint_of("/v1/chat/completions", **ASK, **fields) == expected
+    assert hint_of("/v1/completions", prompt="Hi", **fields) == expected
+    assert hint_of("/v1/responses", input="Hi", **fields) == expected
+
+
+def test_a_long_key_is_refused() -> None:
+    answer = answer_of(
+        ScriptedRing(["5"]), "/v1/chat/completions", ASK | {"prompt_cache_key": "k" * 513}
+    )
+    assert (answer.status, answer.body["error"]["param"]) == (400, "prompt_cache_key")
+
+
+def test_usage_says_what_was_written() -> None:
+    plain = answer_of(ScriptedRing(["5"], page_size=2), "/v1/messages", ASK).body["usage"]
+    kept = answer_of(ScriptedRing(["5"], page_size=2), "/v1/messages", ASK | MARK).body["usage"]
+    num_prompt = plain["input_tokens"] + plain["cache_read_input_tokens"]
+    assert plain["cache_creation_input_tokens"] == 0
+    assert kept["cache_read_input_tokens"] == plain["cache_read_input_tokens"]
+    assert sum(value for name, value in kept.items() if "input" in name) == num_prompt
+    assert kept["input_tokens"] < 2 <= num_prompt
+
+
+async def test_what_is_kept_is_released_by_its_key() -> None:
+    ring, released = ScriptedRing(["5"]), []
+
+    async def release_cache(key: str | None, tenant: str) -> int:
+        released.append((key, tenant))
+        return 3
+
+    ring.release_cache = release_cache  # type: ignore[attr-defined]
+    async with gateway_before(ring) as (_, gateway):
+        path = "/v1/cache/release"
+        assert (await send(gateway, path, {"prompt_cache_key": "k"})).body == {"released": 3}
+        assert (await send(gateway, path, {})).body == {"released": 3}
+        assert (await send(gateway, path, {"key": "k"})).status == 400
+    assert released == [("k", ""), (None, "")]
