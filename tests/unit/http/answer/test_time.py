@@ -40,6 +40,11 @@ def answers(length: int) -> dict[str, tuple[str, str]]:
         "python": ("pythonic", "[weather(city='" + "a\\'\"" * (length // 4)),
         "quoted": ("gemma4", '<|tool_call>call:run{code:<|"|>' + 'a<|"' * (length // 4)),
         "header": ("harmony", "<|start|>" + "to=functions." * (length // 13)),
+        "lines": ("hermes", "a\n``" * (length // 4)),
+        "block": ("hermes", "```json\n[" + '{"name": "time", "arguments": {}}, ' * (length // 36)),
+        "blocks": ("hermes", '```json\n{"name": "time", "arguments": {}}\n```\n' * (length // 47)),
+        "tags": ("hermes", '<tools>{"name": "time", "arguments": {"' * (length // 38)),
+        "whole answer": ("mistral", f'{{"arguments": {arguments}, "name": "run"}} x'),
         "messages": ("harmony", "<|start|><|channel|>final<|message|>a<|end|>" * (length // 44)),
     }
 
@@ -51,7 +56,7 @@ def seconds_to_parse(source: str, text: str) -> float:
     """Return the CPU time of this thread to parse a text at once, and character by character."""
     began_at = time.thread_time()
     for pieces in ([text], text):
-        parser = make_parser(KNOWN_FORMATS[source], tools=TOOLS)
+        parser = make_parser(KNOWN_FORMATS[source], tools=TOOLS, takes_unmarked=True)
         for piece in pieces:
             parser.push(piece)
         parser.finish()
