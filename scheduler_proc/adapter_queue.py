@@ -81,6 +81,11 @@ class AdapterQueue:
         self._free = list(reversed(range(self._num_places)))
         self._num_overtaken = 0
 
+    def name_of(self, adapter_id: str) -> str | None:
+        """Return the name of a loaded adapter; None where the worker has none of this id."""
+        place = self._places.get(adapter_id)
+        return None if place is None else place.adapter.name
+
     # --- requests ---------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Request]:

@@ -18,6 +18,7 @@ from scheduler_proc.journal.events import StepEvents
 from scheduler_proc.observe import replica_report, stats, tracer
 from scheduler_proc.planning import quarantine, step_cost
 from scheduler_proc.state import batch, kv_offload, pins
+from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.request import FinishReason, Request, RequestFailure, WaitReason
 
 # Limits on new requests. The frontend checks them, too, as far as it knows their state.
@@ -61,6 +62,16 @@ class EndObserver(Protocol):
         """Take in that a request has ended. now: Unix time in seconds."""
 
 
+class PoolObserver(Protocol):
+    """Publishes what happens in the KV pool."""
+
+    def watch(self, kv: KVCache) -> None:
+        """Begin with a new, empty pool."""
+
+    def publish(self) -> None:
+        """Publish what has happened since the last call."""
+
+
 class RequestLifecycle:
     """Accept, queue and end requests, and publish what happened.
 
@@ -75,6 +86,7 @@ class RequestLifecycle:
         grammars: the requests whose grammar the worker compiles.
         adapters: the adapters that it has, and the requests that wait for one.
         events: what happened since the last publication.
+        pool_observers: publish the events of the KV pool, where a flag asks for them.
         end_observers: logs, and the live feed while a client watches.
         report: what the frontend has to know of this replica beside the texts.
         queue_wait_s: estimated seconds that one more request would wait; None while the queue is
@@ -99,6 +111,7 @@ class RequestLifecycle:
         self._journal = journal
         self.tracer = tracer.Tracer(clock)
         self.end_observers: list[EndObserver] = []
+        self.pool_observers: list[PoolObserver] = []
         self.report = replica_report.ReplicaReport()
         self.grammars = request_table.GrammarQueue(worker)
         self.adapters = adapter_queue.AdapterQueue(worker, args.max_loras)
@@ -291,6 +304,8 @@ class RequestLifecycle:
             self._args, capacity, self._costs, num_retractions, self.offload_stats, self.pin_stats
         )
         self.report.watch(self.core.kv)
+        for observer in self.pool_observers:
+            observer.watch(self.core.kv)
         for request in self.table:
             request.reset_for_new_worker()
         if poison is not None:

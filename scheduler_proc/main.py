@@ -22,6 +22,7 @@ from scheduler_proc.journal.writer import (
     of_replica,
     open_journal,
 )
+from scheduler_proc.kv_events.publisher import KVEvents
 from scheduler_proc.lifecycle import RequestLifecycle
 from scheduler_proc.observe.logs import (
     NoStatusLine,
@@ -115,6 +116,7 @@ def serve(child: Child) -> None:
         journal=journal,
     )
     usage_log = _add_observers(child, scheduler.lifecycle)
+    kv_events = _publish_kv_events(child, scheduler.lifecycle)
     scheduler.lifecycle.restore(recovered, first_seq_after_restart() if child.is_restart else 0)
     if child.is_restart:
         scheduler.announce_restart()
@@ -139,6 +141,8 @@ def serve(child: Child) -> None:
         status.update(now())
         watchdog.check()
     status.close()
+    if kv_events is not None:
+        kv_events.close()
     if usage_log is not None:
         usage_log.close()
 
@@ -174,6 +178,17 @@ def _add_observers(child: Child, lifecycle: RequestLifecycle) -> UsageLog | None
     if usage_log is not None:
         lifecycle.end_observers.append(usage_log)
     return usage_log
+
+
+def _publish_kv_events(child: Child, lifecycle: RequestLifecycle) -> KVEvents | None:
+    """Publish the events of the prefix cache, if --kv-events-config says so."""
+    config = child.config.scheduler.kv_events
+    if not config.is_on:
+        return None
+    number = child.replica.number
+    events = KVEvents(config.of_replica(number), number, now, lifecycle.adapters.name_of)
+    lifecycle.pool_observers.append(events)
+    return events
 
 
 def _status(child: Child, scheduler: Scheduler) -> StatusLine:

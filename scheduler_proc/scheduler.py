@@ -111,6 +111,8 @@ class Scheduler:
             self.pipeline.send_transfer(transfer)
         lifecycle.queue_wait_s = self.progress.wait_if_nearly_full(now)
         lifecycle.publish()
+        for observer in lifecycle.pool_observers:
+            observer.publish()
         has_replays = lifecycle.continue_replays()
         self._journal.commit()
         if self.pipeline.idle:

@@ -44,6 +44,9 @@ READ_HERE = (
     EnvironmentVariable(
         "QUADRIGA_API_KEY", "", "server: as `--api-key`, but shown by no process list"
     ),
+    EnvironmentVariable(
+        "PYTHONHASHSEED", "`0`", "seed of the hashes of `--kv-events-config`, as in vLLM"
+    ),
     EnvironmentVariable("OTEL_SERVICE_NAME", "`quadriga`", "name of the server in its traces"),
     EnvironmentVariable("OPENAI_API_KEY", "", "`quadriga bench`: key for an OpenAI-compatible URL"),
     EnvironmentVariable(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.server.config.flags import check_positive, flag
+from quadriga.server.config.kv_events import KVEventsConfig, parse_kv_events
 
 BUILTIN_MODEL = "smollm2-135m"
 
@@ -203,6 +204,12 @@ class SchedulerArgs:
         " others; the rest of them pause",
     )
     schedule_conservativeness: float = flag(1.0, "larger: admit less and retract less, in (0, 10]")
+    kv_events_config: str = flag(
+        "",
+        "publish over ZeroMQ which prompts are in the prefix cache, with vLLM's fields; the events"
+        " have their tokens: see docs/kubernetes.md",
+        unit="JSON",
+    )
     disable_radix_cache: bool = flag(
         False, "do not reuse the KV cache of common prompt prefixes", alias="no_prefix_cache"
     )
@@ -276,6 +283,20 @@ class SchedulerArgs:
                 " pool from 0 to 1; 0 keeps nothing longer than other cached prefixes"
             )
         self._check_together()
+        if self.kv_events.is_on and self.disable_radix_cache:
+            raise ConfigError(
+                "--kv-events-config publishes what the prefix cache has: leave"
+                " --disable-radix-cache out"
+            )
+
+    @property
+    def kv_events(self) -> KVEventsConfig:
+        """What --kv-events-config says.
+
+        Raises:
+            ConfigError: it is not valid.
+        """
+        return parse_kv_events(self.kv_events_config)
 
     def _check_together(self) -> None:
         """Raise ConfigError for flags that contradict each other or have no effect."""

@@ -102,6 +102,7 @@ def from_namespace(namespace: Namespace) -> ModelSet:
         models = [_model(config, "", [], {})]
     models += _others(config, found, models)
     _check_names(models)
+    _check_kv_events(models)
     if len(models) == 1:
         return ModelSet(models[0].config, models)
     shared = models[0].config
@@ -257,6 +258,24 @@ def _check_names(models: list[ConfiguredModel]) -> None:
                 f"models {other!r} and {model.name!r} would have one directory,"
                 f" {_directory(other)}: give one of them another name in a file, with --models FILE"
             )
+
+
+def _check_kv_events(models: list[ConfiguredModel]) -> None:
+    """Raise ConfigError for an endpoint of --kv-events-config that two models have."""
+    seen: dict[str, str] = {}
+    for model in models:
+        replicas, events = model.config.replicas, model.config.scheduler.kv_events
+        if not events.is_on:
+            continue
+        for number in range(replicas.num_slots):
+            of_replica = events.of_replica(number)
+            for endpoint in (of_replica.endpoint, of_replica.replay_endpoint):
+                if endpoint is not None and seen.setdefault(endpoint, model.name) != model.name:
+                    raise ConfigError(
+                        f"models {seen[endpoint]!r} and {model.name!r} would publish KV events at"
+                        f" {endpoint}: give each its own kv-events-config in a file, with"
+                        " --models FILE"
+                    )
 
 
 def _directory(name: str) -> str:

@@ -33,3 +33,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- merge $own .Values.flags | toYaml }}
 {{- end }}
+
+{{- define "quadriga.kvEvents" -}}
+{{- $topic := .Values.kvEvents.topic | default (printf "kv@$(POD_IP):8000@%s" .Values.model) }}
+{{- dict "enable_kv_cache_events" true "publisher" "zmq" "topic" $topic "endpoint" (printf "tcp://*:%d" (.Values.kvEvents.port | int)) "replay_endpoint" (printf "tcp://*:%d" (.Values.kvEvents.replayPort | int)) | toJson }}
+{{- end }}

@@ -43,6 +43,7 @@ EVERYTHING = {
     "persistence": {"enabled": True, "kvCache": True, "storageClass": "fast"},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "autoscaling": {"enabled": True},
+    "kvEvents": {"enabled": True, "port": 5600},
     "podLabels": {"team": "a"},
     "podAnnotations": {"note": "b"},
     "nodeSelector": {"gpu": "h100"},
@@ -291,6 +292,21 @@ def test_the_autoscaler_and_the_monitor_are_about_the_workload(helm: str, tmp_pa
     secret = objects["StatefulSet"]["spec"]["template"]["spec"]["containers"][0]["env"][0]
     assert endpoint["authorization"]["credentials"] == secret["valueFrom"]["secretKeyRef"]
     assert "ServiceMonitor" not in render(helm, tmp_path, {})
+
+
+def test_pods_publish_kv_events_at_their_ports_with_a_seed_that_is_known(
+    helm: str, tmp_path: Path
+) -> None:
+    objects = render(helm, tmp_path, EVERYTHING)
+    events = config_of(objects, tmp_path).scheduler.kv_events
+    (container,) = workload_of(objects)["spec"]["template"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert events.is_on and events.topic == "kv@$(POD_IP):8000@smollm2-135m"
+    assert events.endpoint == f"tcp://*:{ports['kv-events']}" == "tcp://*:5600"
+    assert events.replay_endpoint == f"tcp://*:{ports['kv-replay']}"
+    variables = {variable["name"]: variable for variable in container["env"]}
+    assert variables["PYTHONHASHSEED"]["value"] == "42" and "POD_IP" in variables
+    assert not config_of(render(helm, tmp_path, {}), tmp_path).scheduler.kv_events.is_on
 
 
 @pytest.mark.parametrize("values", CASES.values(), ids=CASES)

@@ -1,0 +1,1 @@
+"""Events of the prefix cache for routers of clusters: --kv-events-config."""
