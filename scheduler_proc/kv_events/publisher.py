@@ -17,8 +17,8 @@ from quadriga.errors import AddressInUse
 from quadriga.server.config.kv_events import KVEventsConfig
 from quadriga.wire.kv_events import END_OF_REPLAY, SEQUENCE_BYTES, KVEventBatch
 from quadriga.wire.sockets import IPC
+from scheduler_proc.kv_events.batch_log import BatchLog
 from scheduler_proc.kv_events.block_hash import root_hash
-from scheduler_proc.kv_events.event_log import EventLog
 from scheduler_proc.kv_events.tree_events import TreeEvents
 from scheduler_proc.state.kv_cache import KVCache
 
@@ -113,7 +113,7 @@ class _Publisher:
 
     def __init__(self, config: KVEventsConfig, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         self._topic = config.topic.encode()
-        self._log = EventLog(config.buffer_steps)
+        self._log = BatchLog(config.buffer_steps)
         self._batches = context.socket(zmq.PULL)
         self._batches.set_hwm(1)  # the other end has the queue
         self._batches.connect(_HANDOVER)

@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,9 +41,9 @@ def following(subscriber: KVEventSubscriber) -> Iterator[None]:
 
 def prompts(rng: random.Random, count: int) -> list[list[int]]:
     """Return prompts of which several have a beginning in common."""
-    bases = [[rng.randrange(3, 90) for _ in range(256)] for _ in range(6)]
+    bases = [[rng.randrange(3, 90) for _ in range(160)] for _ in range(6)]
     return [
-        rng.choice(bases)[: rng.randrange(1, 256)] + [rng.randrange(3, 90) for _ in range(40)]
+        rng.choice(bases)[: rng.randrange(1, 160)] + [rng.randrange(3, 90) for _ in range(40)]
         for _ in range(count)
     ]
 
@@ -79,15 +80,14 @@ def test_the_index_of_a_subscriber_is_the_tree_after_deaths_and_losses(
             str(config["endpoint"]), str(config["replay_endpoint"]), str(config["topic"])
         )
         subscriber.lose_every = 4
-        with following(subscriber):
+        with following(subscriber), ThreadPoolExecutor(1) as pool:
             for name in ("", "worker_proc", "", "scheduler_proc", "", "worker_proc"):
                 before = server.pid_of(name) if name else 0
-                load = threading.Thread(target=run, args=(server, rng, "mine" if name else ""))
-                load.start()
+                load = pool.submit(run, server, rng, "mine" if name else "")
                 if name:
                     wait_until(lambda: subscriber.blocks, 30)
                     os.kill(before, signal.SIGKILL)
-                load.join()
+                load.result(120)
                 if name:
                     wait_until(lambda: server.pid_of(name) not in (0, before), 30)  # noqa: B023
             subscriber.lose_every = 0

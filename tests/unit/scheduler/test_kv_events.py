@@ -16,8 +16,8 @@ from quadriga.errors import AddressInUse, ConfigError
 from quadriga.server.config.kv_events import KVEventsConfig, parse_kv_events
 from quadriga.wire.kv_events import AllBlocksCleared, BlockStored, KVEventBatch
 from scheduler_proc.kv_events import publisher
+from scheduler_proc.kv_events.batch_log import BatchLog
 from scheduler_proc.kv_events.block_hash import block_hash, root_hash
-from scheduler_proc.kv_events.event_log import EventLog
 from scheduler_proc.kv_events.publisher import KVEvents
 from scheduler_proc.kv_events.tree_events import Event, TreeEvents
 from scheduler_proc.state.kv_cache import KVCache
@@ -280,7 +280,7 @@ def salted(group: int, num_tokens: int, salt: str) -> Request:
 @pytest.mark.parametrize("max_bytes", [1 << 20, 2000])
 def test_a_replay_from_any_number_leads_to_the_present_state(max_bytes: int) -> None:
     rng = random.Random(0)
-    log, events, index = EventLog(5, max_bytes), tree_events(), Index()
+    log, events, index = BatchLog(5, max_bytes), tree_events(), Index()
     kv = KVCache(24, PAGE)
     events.watch(kv)
     states: dict[int, set[bytes]] = {99: set()}

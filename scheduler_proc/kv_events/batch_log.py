@@ -12,7 +12,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(KVEventBatch).decode
 
 
-class EventLog:
+class BatchLog:
     """Keep batches by their sequence numbers, which follow each other.
 
     A batch that leaves is carried out on the state before the others. So a subscriber that asks for
