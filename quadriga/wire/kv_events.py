@@ -4,6 +4,8 @@ A message has the frames topic, sequence number (8 bytes, big-endian) and a KVEv
 and their order are vLLM's; what it has for other kinds of caches stays out.
 """
 
+from typing import TypeAlias
+
 import msgspec
 
 SEQUENCE_BYTES = 8
@@ -51,6 +53,9 @@ class AllBlocksCleared(KVCacheEvent):
     """The cache is empty."""
 
 
+Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     """Events in their order.
 
@@ -60,5 +65,5 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     """
 
     ts: float
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    events: list[Event]
     data_parallel_rank: int | None = None

@@ -5,7 +5,13 @@ from collections.abc import Iterator
 
 import msgspec
 
-from quadriga.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from quadriga.wire.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    KVEventBatch,
+)
 
 MAX_LOG_BYTES = 256 << 20
 _encode = msgspec.msgpack.Encoder().encode
@@ -74,7 +80,7 @@ class BatchLog:
     def _state(self) -> bytes:
         """Return a batch that leads from any state to that before the oldest batch."""
         assert self._before is not None
-        events = [AllBlocksCleared(), *self._blocks.values()]
+        events: list[Event] = [AllBlocksCleared(), *self._blocks.values()]
         return _encode(KVEventBatch(self._before.ts, events, self._before.data_parallel_rank))
 
 

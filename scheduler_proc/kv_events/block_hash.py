@@ -11,8 +11,9 @@ from functools import lru_cache
 from hashlib import sha256
 
 DEFAULT_SEED = "0"
-_ARRAY_OF_3, _NULL = b"\x83", b"\xf6"
-_UNSIGNED, _BYTES, _TEXT, _ARRAY = 0, 2, 3, 4  # major types of CBOR
+_BEFORE_PARENT = b"\x83\x58\x20"  # an array of 3 items, of which the first has 32 bytes
+_NULL = b"\xf6"
+_UNSIGNED, _TEXT, _ARRAY = 0, 3, 4  # major types of CBOR
 
 
 def root_hash() -> bytes:
@@ -30,7 +31,7 @@ def block_hash(
         token_ids: of the block.
         extra_keys: the adapter's name, and of the first block the cache salt; None: neither.
     """
-    parts = [_ARRAY_OF_3, _head(_BYTES, len(parent)), parent, _head(_ARRAY, len(token_ids))]
+    parts = [_BEFORE_PARENT, parent, _head(_ARRAY, len(token_ids))]
     parts += map(_unsigned, token_ids)
     if extra_keys is None:
         parts.append(_NULL)
@@ -39,7 +40,7 @@ def block_hash(
     return sha256(b"".join(parts)).digest()
 
 
-@lru_cache(1 << 16)
+@lru_cache(1 << 18)
 def _unsigned(value: int) -> bytes:
     return _head(_UNSIGNED, value)
 

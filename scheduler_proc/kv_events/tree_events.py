@@ -6,15 +6,12 @@ A page of the tree is a block of the events. Only what requests can match is ann
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from quadriga.server.prefix_blocks import TOKEN_BYTES
-from quadriga.wire.kv_events import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored
+from quadriga.wire.kv_events import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from scheduler_proc.kv_events.block_hash import block_hash
 from scheduler_proc.state.kv_cache import KVCache
 from scheduler_proc.state.prefix_tree import Node
-
-Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 @dataclass(slots=True, eq=False)
