@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from quadriga.client import Client, SamplingParams
 from scheduler_proc.kv_events.block_hash import block_hash, root_hash
 from tests.kv_event_subscriber import KVEventSubscriber
@@ -48,9 +50,9 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
     ]
 
 
-def run(server: Server, rng: random.Random, salt: str = "") -> None:
+def run(server: Server, rng: random.Random, salt: str = "", count: int = 24) -> None:
     with Client(server.endpoint, reconnect_timeout=60) as client:
-        client.generate(prompts(rng, 24), SHORT, cache_salt=salt)
+        client.generate(prompts(rng, count), SHORT, cache_salt=salt)
 
 
 def hashes_of(token_ids: list[int], salt: str) -> list[bytes]:
@@ -62,8 +64,9 @@ def hashes_of(token_ids: list[int], salt: str) -> list[bytes]:
     return hashes
 
 
+@pytest.mark.parametrize("victim", ["worker_proc", "scheduler_proc"])
 def test_the_index_of_a_subscriber_is_the_tree_after_deaths_and_losses(
-    llama_dir: Path, tmp_path: Path
+    llama_dir: Path, tmp_path: Path, victim: str
 ) -> None:
     config = {
         "enable_kv_cache_events": True,
@@ -81,7 +84,7 @@ def test_the_index_of_a_subscriber_is_the_tree_after_deaths_and_losses(
         )
         subscriber.lose_every = 4
         with following(subscriber), ThreadPoolExecutor(1) as pool:
-            for name in ("", "worker_proc", "", "scheduler_proc", "", "worker_proc"):
+            for name in ("", victim, ""):
                 before = server.pid_of(name) if name else 0
                 load = pool.submit(run, server, rng, "mine" if name else "")
                 if name:
@@ -91,12 +94,12 @@ def test_the_index_of_a_subscriber_is_the_tree_after_deaths_and_losses(
                 if name:
                     wait_until(lambda: server.pid_of(name) not in (0, before), 30)  # noqa: B023
             subscriber.lose_every = 0
-            run(server, rng)
-            run(server, rng, "mine")
+            run(server, rng, "", 6)
+            run(server, rng, "mine", 6)
             num_cached = settle(server.endpoint)["pages_cached"]
             wait_until(lambda: len(subscriber.blocks) == num_cached, 20)
         assert num_cached > POOL_TOKENS // PAGE // 2
-        assert subscriber.num_cleared >= 4 and subscriber.num_replayed > 0
+        assert subscriber.num_cleared >= 2 and subscriber.num_replayed > 0
         check_tokens(server, subscriber)
         with Client(server.endpoint) as client:
             client.flush_cache()
@@ -110,7 +113,7 @@ def check_tokens(server: Server, subscriber: KVEventSubscriber) -> None:
     ends = [found for found in subscriber.blocks if found not in parents]
     assert len(ends) > 10
     first = {None: 0, "mine": 0}
-    for end in sorted(ends)[:12]:
+    for end in ends[-24:]:
         token_ids, block = list[int](), subscriber.blocks[end]
         while True:
             token_ids = block["token_ids"] + token_ids
