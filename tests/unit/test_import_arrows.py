@@ -31,6 +31,7 @@ SOCKET_FILES = {
     "quadriga/wire/curve.py",
     "quadriga/wire/links.py",
     "quadriga/wire/sockets.py",
+    "scheduler_proc/kv_events/publisher.py",
 }
 
 
