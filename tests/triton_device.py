@@ -12,6 +12,9 @@ import torch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytest.importorskip("triton", reason="triton is not installed; pip install -e '.[test]' has it")
+needs_float32_codes = pytest.mark.skipif(
+    DEVICE.type == "cuda", reason="on a GPU, codes are multiplied in 16 bits, and this is float32"
+)
 
 
 class _Numpy:

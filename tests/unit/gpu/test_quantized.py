@@ -19,7 +19,7 @@ from tests.unit.gguf_checkpoint import gguf_of
 from tests.unit.quantized_checkpoint import FORMATS, quantize_checkpoint
 from tests.unit.worker.packed_matrices import random_rows
 
-from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
+from tests.triton_device import DEVICE, needs_float32_codes  # isort: skip (it comes first)
 
 from tests.unit.worker_driver import Driver, prompts_of
 from worker_proc.gpu.engine import TritonEngine
@@ -166,6 +166,7 @@ def test_greedy_tokens_are_those_of_the_values_of_a_gguf(
     assert greedy(files, **TRITON) == expected
 
 
+@needs_float32_codes
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_a_rounded_model_answers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,7 +19,7 @@ from tests.references import greedy_of
 from tests.tiny_experts import tiny_gpt_oss, tiny_mixtral, tiny_mxfp4, tiny_qwen3_moe
 from tests.unit.quantized_checkpoint import FORMATS, quantize_checkpoint
 
-from tests.triton_device import DEVICE  # isort: skip (before what it has to precede)
+from tests.triton_device import DEVICE, needs_float32_codes  # isort: skip (it comes first)
 
 from tests.unit.worker_driver import Driver, prompts_of
 from worker_proc.gpu.engine import TritonEngine
@@ -79,6 +79,7 @@ def assert_packed(experts: list[Experts]) -> None:
             assert not linear.coded
 
 
+@needs_float32_codes
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("family", MIXTURES)
 def test_greedy_tokens_are_those_of_transformers_with_the_values_of_the_file(
@@ -96,6 +97,7 @@ def test_greedy_tokens_are_those_of_transformers_with_the_values_of_the_file(
     assert greedy(one) == greedy_of(dense, prompts_of(LENGTHS), COUNT)
 
 
+@needs_float32_codes
 def test_experts_of_gpt_oss_keep_their_codes_in_mxfp4(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +120,7 @@ def test_experts_of_gpt_oss_keep_their_codes_in_mxfp4(
     assert greedy(one) == greedy_of(decoded, prompts_of(LENGTHS), COUNT)
 
 
+@needs_float32_codes
 @pytest.mark.parametrize("flag", ["int8", "int4"])
 @pytest.mark.parametrize("family", [tiny_mixtral, tiny_gpt_oss])
 def test_experts_are_rounded_by_the_flag(
