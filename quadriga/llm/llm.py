@@ -85,7 +85,9 @@ class ServerFlags(TypedDict, total=False):
     fair_clients: bool
     batch_concurrency_beside: int
     schedule_conservativeness: float
+    kv_events_config: str
     disable_radix_cache: bool
+    cache_pin_fraction: float
     speculative_method: Literal["none", "ngram", "auto", "self"]
     num_speculative_tokens: int
     max_loras: int

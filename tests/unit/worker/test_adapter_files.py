@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quadriga.errors import ModelError
+from quadriga.server.config.server_config import ServerConfig
 from quadriga.server.models.adapters.content import read_content
+from quadriga.server.models.resolve import resolve_model
 from tests.adapted_runs import (
     COUNT,
     check_adapted,
@@ -28,10 +30,11 @@ from tests.tiny_experts import EXPERTS, tiny_mxfp4
 from tests.tiny_models import FAMILIES, tiny_llama
 from tests.unit.gguf_checkpoint import gguf_of
 from tests.unit.quantized_checkpoint import FORMATS, quantize_checkpoint
-from tests.unit.worker_driver import load_on_cpu, prompts_of, runner_of
+from tests.unit.worker_driver import load_on_cpu, prompts_of
 from worker_proc.adapters.places import Places
 from worker_proc.adapters.reading import read_adapter
 from worker_proc.loading.loader import load_model
+from worker_proc.startup.build import make_runner
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's advice for training
@@ -313,7 +316,11 @@ def test_a_gguf_that_is_no_adapter_of_the_model_is_refused(
 
 
 def test_an_engine_without_adapters_says_what_has_them(model_dir: Path) -> None:
-    runner = runner_of(model_dir, model_impl="transformers")
+    flags = ServerConfig().replace(
+        model=str(model_dir), model_impl="transformers", device="cpu", dtype="float32",
+        max_total_tokens=256,
+    )  # fmt: skip
+    runner = make_runner(flags, resolve_model(flags.model))
     assert not runner.engine.supports_adapters
     with pytest.raises(ModelError, match="computes no adapters: start without them, or with"):
         runner.engine.set_adapter(0, None)

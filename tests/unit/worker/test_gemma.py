@@ -18,6 +18,7 @@ from quadriga.server.models.resolve import resolve_model
 from tests.references import greedy_of
 from tests.tiny_models import GEMMA, tiny_gemma2, tiny_gemma3, tiny_gemma3_with_images
 from tests.unit.worker_driver import Driver, load_on_cpu, prompts_of, runner_of
+from worker_proc.models.attention import Ints
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     **GEMMA,
@@ -54,8 +55,8 @@ def test_log_probabilities_are_those_of_transformers(
     seen: list[Tensor] = []
     compute = runner.engine.logits
 
-    def keep(hidden: Tensor) -> Tensor:
-        seen.append(compute(hidden).clone())
+    def keep(hidden: Tensor, adapters: Ints | None = None) -> Tensor:
+        seen.append(compute(hidden, adapters).clone())
         return seen[-1]
 
     monkeypatch.setattr(runner.engine, "logits", keep)
