@@ -86,9 +86,13 @@ async def run_all(url: str, first: int) -> None:
 
 
 def test_a_trace_has_the_retraction_and_every_export_is_understood(traced: Traced) -> None:
-    asyncio.run(run_all(traced.url, 0))
-    traces = [trace_of(traced.url, f"r{number}") for number in range(STREAMS)]
-    retracted = [number for number, events in enumerate(traces) if "retracted" in names_of(events)]
+    # On a busy machine the first requests may have ended before the last ones begin.
+    for first in range(1000, 6000, 1000):
+        asyncio.run(run_all(traced.url, first))
+        traces = [trace_of(traced.url, f"r{first + number}") for number in range(STREAMS)]
+        retracted = [i for i, events in enumerate(traces) if "retracted" in names_of(events)]
+        if retracted:
+            break
     assert retracted, "a pool of half the tokens was enough"
     events = traces[retracted[0]]
     names = names_of([event for event in events if event["ph"] == "X"])
@@ -100,7 +104,7 @@ def test_a_trace_has_the_retraction_and_every_export_is_understood(traced: Trace
     assert "pages" in waits
 
     wanted = {"/v1/completions", "llm_request", "queue", "prefill", "forward", "decode"}
-    spans = traced.collector.of_trace(f"{retracted[0] + 1:032x}", wanted | {"detokenize"})
+    spans = traced.collector.of_trace(f"{first + retracted[0] + 1:032x}", wanted | {"detokenize"})
     by_name = {span["name"]: span for span in spans}
     web, ring = by_name["/v1/completions"], by_name["llm_request"]
     assert web["parentSpanId"] == PARENT_ID
