@@ -20,14 +20,12 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import psutil
-from safetensors.numpy import save_file
 
 from bench.cli.command import EXIT_FAILED, EXIT_OK, command_parser, run_command, run_until_signal
 from bench.client.server import config_of, free_port, serving
+from bench.load.random_adapters import write_peft
 from bench.report.table import FigureRow, add_json_flag, show
 from bench.turns import split_common
 from quadriga.client import AsyncClient, SamplingParams
@@ -57,41 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(own)
     work = _measure(arguments, server_flags)
     return run_command("bench.many_adapters", lambda: run_until_signal(work))
-
-
-def write_adapters(directory: Path, config: dict[str, Any], count: int, rank: int) -> list[str]:
-    """Write random adapters of all projections of a Llama-like model, and return their names."""
-    heads = config["num_attention_heads"]
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    head_dim = config.get("head_dim") or hidden // heads
-    kv = config.get("num_key_value_heads", heads) * head_dim
-    sizes = {
-        "self_attn.q_proj": (hidden, heads * head_dim), "self_attn.k_proj": (hidden, kv),
-        "self_attn.v_proj": (hidden, kv), "self_attn.o_proj": (heads * head_dim, hidden),
-        "mlp.gate_proj": (hidden, inner), "mlp.up_proj": (hidden, inner),
-        "mlp.down_proj": (inner, hidden),
-    }  # fmt: skip
-    settings = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank,
-        "target_modules": [name.rpartition(".")[2] for name in sizes],
-    }  # fmt: skip
-    names = []
-    for number in range(count):
-        generator = np.random.default_rng(number)
-        tensors = {}
-        for layer in range(config["num_hidden_layers"]):
-            for name, (inputs, outputs) in sizes.items():
-                place = f"base_model.model.model.layers.{layer}.{name}"
-                down = generator.standard_normal((rank, inputs), np.float32) / inputs**0.5
-                up = generator.standard_normal((outputs, rank), np.float32) * 0.02
-                tensors[f"{place}.lora_A.weight"] = down.astype(np.float16)
-                tensors[f"{place}.lora_B.weight"] = up.astype(np.float16)
-        path = directory / f"adapter-{number}"
-        path.mkdir()
-        save_file(tensors, path / "adapter_model.safetensors")
-        (path / "adapter_config.json").write_text(json.dumps(settings))
-        names.append(path.name)
-    return names
 
 
 @dataclass(slots=True)
@@ -148,15 +111,17 @@ async def _measure(arguments: argparse.Namespace, server_flags: Sequence[str]) -
     port = free_port()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        names = write_adapters(directory, model.config, arguments.adapters, arguments.rank)
+        names = [f"adapter-{number}" for number in range(arguments.adapters)]
+        for number, adapter in enumerate(names):
+            write_peft(directory / adapter, model.config, number, arguments.rank)
         flags = [*server_flags, "--lora-dir", name, "--enable-lora"]
         flags += ["--max-loras", str(arguments.places)]
         async with serving(flags, http_port=port) as (server, _):
             expected = await _answers(server.endpoint, names)
             zipf = await _zipf(arguments, server.endpoint, expected)
+            show("Zipf load", [zipf[1]], arguments.json)
             changes = await _changes(arguments, server.endpoint, port, directory, expected)
-    show("Zipf load", [zipf[1]], arguments.json)
-    show("Loads and unloads under load", [changes[1]], arguments.json)
+            show("Loads and unloads under load", [changes[1]], arguments.json)
     loads = [zipf[0], changes[0]]
     for load in loads:
         print(*load.errors[:5], sep="\n")

@@ -107,6 +107,8 @@ class AdapterQueue:
         adapter = request.adapter
         assert adapter is not None
         place = self._places.get(adapter.id)
+        if place is not None:
+            place.is_dropped = False  # it has a name again
         if place is not None and place.is_ready and not place.is_closing:
             self._use(place, request)
             if self._waiting_adapters():

@@ -10,7 +10,7 @@ from typing import Protocol
 from quadriga.errors import InvalidRequest, QuadrigaError, QueueFull, RequestFailed, ServerStopping
 from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire import client, sockets, to_detok, to_scheduler
-from quadriga.wire.to_detok import EndedRequest
+from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.worker import AdapterReady, GrammarReady, WorkerReady
 from scheduler_proc import adapter_queue, core, forecast, request_table
 from scheduler_proc.journal import detok_outbox, recovery, writer
@@ -466,8 +466,11 @@ class RequestLifecycle:
 
     def name_requests(self) -> None:
         """Send a new frontend the names of the requests that are known here."""
-        names = {(r.client, r.request_id) for r in (*self.table, *self.outbox.replayable())}
-        self._detok.send(to_detok.KnownRequests([EndedRequest(*name) for name in sorted(names)]))
+        adapters: dict[tuple[bytes, str], AdapterRef | None] = {}
+        adapters |= {(r.client, r.request_id): None for r in self.outbox.replayable()}
+        adapters |= {(r.client, r.request_id): r.adapter for r in self.table}
+        known = [to_detok.KnownRequest(*name, adapters[name]) for name in sorted(adapters)]
+        self._detok.send(to_detok.KnownRequests(known))
 
     def acknowledge(self, message: to_scheduler.EndsDelivered) -> None:
         """Take in that clients have the ends of requests, unless these are sent once more."""

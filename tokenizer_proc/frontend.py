@@ -18,6 +18,7 @@ from quadriga.server.model_aliases import AliasFile
 from quadriga.server.processes.logs import log_exception
 from quadriga.server.tenants import parent_name
 from quadriga.server.tracing.export import NoExporter
+from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.async_sockets import AsyncPort
 from quadriga.wire.client import (
     MAX_FRAME_BYTES,
@@ -224,9 +225,9 @@ class Frontend:
         """Pass a message of a replica's live feed on to the clients that watch it."""
         self._viewers.show(frame, replica)
 
-    def on_known(self, names: set[Name]) -> None:
+    def on_known(self, known: dict[Name, AdapterRef | None]) -> None:
         """Take in which requests the replicas knew when this frontend began."""
-        self.intake.on_known(names)
+        self.intake.on_known(known)
 
     def deliver(self, result: ClientResult) -> None:
         """Pass a result on to its client."""

@@ -175,7 +175,8 @@ class AsyncClient(ServerSession):
             checked_params(params).with_seed(),
             stream,
             prompt_token_ids=wire.token_ids,
-            acknowledge=on_accepted is not None,
+            # What is accepted names the version of the adapter, for a receipt.
+            acknowledge=on_accepted is not None or bool(sent.get("adapter")),
             tenant=tenant,
             keep_s=None if kept is None else kept.keep_s,
             **sent,
@@ -753,7 +754,7 @@ class AsyncClient(ServerSession):
                 prompt=hash_ids(ids[-completion.usage.prompt_tokens :]),
                 tokens=hash_ids(completion.token_ids),
                 vector="" if completion.vector is None else hash_vector(completion.vector),
-                adapter=info.get("adapter_ids", {}).get(message.adapter, ""),
+                adapter=completion.adapter,
             )
 
     async def _tokens(

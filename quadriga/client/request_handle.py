@@ -177,7 +177,8 @@ class RequestHandle:
         self._queue: asyncio.Queue[StreamChunk | QuadrigaError | None] = asyncio.Queue()
         self._put: Sink = sink or self._queue.put_nowait
         self._on_accepted = on_accepted
-        self._misses_accepted = on_accepted is not None
+        self._misses_accepted = message.acknowledge
+        self._adapter_id = ""
         self._submitted_at = now()
         self._choices: dict[int, ChoiceStream] = {}
         self._ended: set[int] = set()
@@ -284,6 +285,7 @@ class RequestHandle:
         """Pass on that the server has prepared the request, unless it is known already."""
         on_accepted, self._on_accepted = self._on_accepted, None
         self._misses_accepted = False
+        self._adapter_id = message.adapter or self._adapter_id
         if on_accepted is not None and not self.done:
             on_accepted(message)
 
@@ -313,6 +315,8 @@ class RequestHandle:
             )
             self._on_abort(self)
             return
+        if item is not None and item.completion is not None:
+            item.completion.adapter = self._adapter_id
         if chunk.end is not None:
             self._ended.add(chunk.index)
             is_last = len(self._ended) == self.message.params.n

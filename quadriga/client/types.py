@@ -361,6 +361,7 @@ class Completion:
         others: the other choices in order, if this is choice 0 of `n`.
         receipt: what the answer is a function of; None unless requested.
         vector: the answer to a request for one; then there are no text and no tokens.
+        adapter: id of the adapter that has answered, a hash of its content; "": none has.
     """
 
     request_id: str
@@ -376,6 +377,7 @@ class Completion:
     others: "list[Completion]" = field(default_factory=list)
     receipt: Receipt | None = None
     vector: "array[float] | None" = None
+    adapter: str = ""
 
     def __repr__(self) -> str:
         """Return the start of the text and the main numbers."""

@@ -7,6 +7,7 @@ alone is a StepNews, in front of the texts of its step.
 
 import msgspec
 
+from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.client import ErrorInfo, Info, ProgressAnswer
 from quadriga.wire.logprobs import LogprobBlock, SampledLogprobs
 from quadriga.wire.trace import RequestTrace
@@ -248,14 +249,22 @@ class Withdrawn(msgspec.Struct, tag="withdrawn", array_like=True, frozen=True):
     seqs: list[int]
 
 
-class KnownRequests(msgspec.Struct, tag="known", array_like=True, frozen=True):
-    """What the scheduler knows of requests, for a new frontend, to which it is passed on.
+class KnownRequest(msgspec.Struct, array_like=True, frozen=True):
+    """A request that is open, or whose end can be replayed.
 
     Attributes:
-        requests: each request that is open, or whose end can be replayed.
+        adapter: what an open request runs with; None: none, or the request has ended.
     """
 
-    requests: list[EndedRequest]
+    client: bytes
+    request_id: str
+    adapter: AdapterRef | None = None
+
+
+class KnownRequests(msgspec.Struct, tag="known", array_like=True, frozen=True):
+    """What the scheduler knows of requests, for a new frontend, to which it is passed on."""
+
+    requests: list[KnownRequest]
 
 
 class ForgetStreams(msgspec.Struct, tag="forget", array_like=True, frozen=True):

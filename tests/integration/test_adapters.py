@@ -21,6 +21,8 @@ from bench.client.server import free_port
 from quadriga import LLM, AsyncClient, Client, LoRARequest, SamplingParams
 from quadriga.errors import InvalidRequest
 from quadriga.server.cli.main import main
+from quadriga.server.config.engine_args import ModelArgs
+from quadriga.server.models.adapters.store import AdapterStore
 from scheduler_proc.journal import replay
 from tests.references import greedy_of
 from tests.server import Server, launch, running_server
@@ -179,6 +181,43 @@ def test_a_stream_goes_on_with_the_version_that_it_has_begun_with(
     asyncio.run(run())
     assert adapters.post("/v1/unload_lora_adapter", lora_name="v")[0] == 200
     assert adapters.post("/v1/completions", model="v", prompt="x")[0] == 404
+
+
+@pytest.mark.parametrize("change", ["replaced", "unloaded"])
+def test_a_stream_keeps_its_version_where_the_frontend_dies(
+    adapters: Adapters, llama_dir: Path, change: str
+) -> None:
+    """The name changes in mid-stream, the frontend dies, and then the worker."""
+    name, path = f"of-{change}", adapters.directory / "a3"
+    load = {"lora_name": name, "lora_path": str(path)}
+    assert adapters.post("/v1/load_lora_adapter", **load)[0] == 200
+    long = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)
+
+    async def run() -> None:
+        async with AsyncClient(adapters.server.endpoint) as client:
+            expected = (await client.generate(PROMPTS[0], long, adapter=name)).token_ids
+            info = await client.info()
+            before = info["adapter_ids"][name]
+            store = AdapterStore(Path(info["adapter_directory"]), ModelArgs(enable_lora=True))
+            tokens: list[int] = []
+            completion = None
+            async for chunk in client.stream(PROMPTS[0], long, adapter=name):
+                if not tokens:
+                    worker = adapters.server.pid_of("worker_proc")
+                    os.kill(worker, signal.SIGSTOP)
+                    if change == "replaced":
+                        store.load(name, str(adapters.directory / "a4"), replace=True)
+                    else:
+                        store.unload(name)
+                    os.kill(adapters.server.pid_of("tokenizer_proc"), signal.SIGKILL)
+                    assert (await client.info(60))["adapter_ids"].get(name) != before
+                    os.kill(worker, signal.SIGKILL)
+                tokens += chunk.token_ids
+                completion = chunk.completion or completion
+            assert completion is not None and completion.adapter == before
+            assert tokens == expected and tokens[:NUM_TOKENS] == adapters.answers["a3"][0]
+
+    asyncio.run(run())
 
 
 def test_what_cannot_be_loaded_is_an_error_with_its_reason(adapters: Adapters) -> None:

@@ -1,9 +1,10 @@
 """The adapters that requests name: found by name, loaded from --lora-dir at the first use."""
 
 import asyncio
-import contextlib
+import logging
+from collections.abc import Callable
 
-from quadriga.errors import InvalidRequest
+from quadriga.errors import ConfigError, InvalidRequest
 from quadriga.server.models.adapters.store import AdapterStore
 from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.client import InfoValues
@@ -38,8 +39,8 @@ class Adapters:
         return (
             not name
             or self._store is None
+            or name in self._store.entries
             or not self._store.is_found(name)
-            or (name in self._store.entries)
         )
 
     async def load(self, name: str) -> None:
@@ -64,13 +65,21 @@ class Adapters:
         """Return what the server info says of the adapters."""
         return {} if self._store is None else self._store.info()
 
-    async def sweep(self) -> None:
-        """Remove, from time to time, what neither a name nor an open request needs."""
+    async def sweep(self, used_ids: Callable[[], set[str] | None]) -> None:
+        """Remove, from time to time, what neither a name nor an open request needs.
+
+        Args:
+            used_ids: returns the ids of the adapters of open requests; None: it is not known yet.
+        """
         store = self._store
         while store is not None:
             await asyncio.sleep(SWEEP_INTERVAL_S)
-            used = self._replicas.requests.adapter_ids
-            with contextlib.suppress(OSError):
+            if (used := used_ids()) is None:
+                continue
+            try:
                 removed = await asyncio.to_thread(store.sweep, used, self._num_kept)
-                if removed:
-                    self._replicas.send(DropAdapters(removed))
+            except (OSError, ConfigError) as error:
+                logging.warning("adapters without requests are not removed: %s", error)
+                continue
+            if removed:
+                self._replicas.send(DropAdapters(removed))

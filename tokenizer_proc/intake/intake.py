@@ -12,6 +12,7 @@ from quadriga import clock
 from quadriga.errors import QuadrigaError, RequestFailed, ServerStopping
 from quadriga.sampling.params import MAX_CHOICES
 from quadriga.server.processes.logs import log_exception
+from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.client import Accepted, Generate, Refused, is_gateway
 from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.packing import num_ids
@@ -104,8 +105,8 @@ class RequestIntake:
         self._is_draining = False
         self._gateway_goes_on = False
         self._awaits_clients = replaces
-        # What the scheduler knew when this frontend began; None: it has not said so yet.
-        self._known: set[tuple[bytes, str]] | None = None if replaces else set()
+        # What the schedulers knew when this frontend began; None: they have not said so yet.
+        self._known: dict[placed.Name, AdapterRef | None] | None = None if replaces else {}
         self._unproven: list[tuple[IncomingRequest, Prepared, str | None]] = []
         self.has_drained = False
 
@@ -115,8 +116,8 @@ class RequestIntake:
             self._replicas.send(FrontendRestarted())
             loop = asyncio.get_running_loop()
             loop.call_later(RETURN_TIMEOUT_S, self._stop_awaiting_clients)
-            loop.call_later(PROOF_TIMEOUT_S, self.on_known, set())
-        self._sweep = asyncio.ensure_future(self._adapters.sweep())
+            loop.call_later(PROOF_TIMEOUT_S, self.on_known, {})
+        self._sweep = asyncio.ensure_future(self._adapters.sweep(self._used_adapters))
 
     @property
     def num_open(self) -> int:
@@ -141,7 +142,7 @@ class RequestIntake:
         grammar = prepared.grammar
         form = None if grammar is None else self._preparation.grammars.known_form(grammar)
         has_form = grammar is None or form is not None
-        if has_form and self._adapters.is_loaded(message.adapter):
+        if has_form and not self._has_to_load(request, message.adapter):
             self._submit(request, prepared, form)
         else:
             self._start(request, prepared)
@@ -197,7 +198,8 @@ class RequestIntake:
                 if prepared.grammar is not None:
                     is_new = self._is_new(request.client, request.request_id, request.resent)
                     form = await self._preparation.grammars.check(prepared.grammar, is_new)
-                await self._adapters.load(prepared.request.adapter)
+                if self._has_to_load(request, prepared.request.adapter):
+                    await self._adapters.load(prepared.request.adapter)
             self._submit(request, prepared, form)
         except QuadrigaError as error:
             self._clients.refuse(request.client, request.request_id, error)
@@ -215,22 +217,30 @@ class RequestIntake:
     def _submit(self, request: IncomingRequest, prepared: Prepared, form: str | None) -> None:
         is_open = self._open.is_open(request.client, request.request_id)
         may_be_known = self._known is None and request.resent and not is_open
-        if may_be_known and self._tenants.has_limits(request.client, prepared.request.tenant):
+        if may_be_known and (
+            prepared.request.adapter
+            or self._tenants.has_limits(request.client, prepared.request.tenant)
+        ):
             self._await_proof(request, prepared, form)
             return
         name = (request.client, request.request_id)
         is_proven = request.resent and self._known is not None and name in self._known
         prompt_ids, received_at = prepared.request.prompt_token_ids or b"", request.received_at
         num_prompt = num_ids(prompt_ids)
-        adapter = self._adapters.find(prepared.request.adapter)
+        adapter = self._adapter_of(request, prepared.request.adapter)
         message, owner = self._tenants.admit(
             request.client, prepared, request.resent, is_open, is_proven
         )
         if is_proven and self._known is not None:
-            self._known.discard(name)
+            self._known.pop(name)
         self._guard.count_submitted(message.params.n)
         if message.acknowledge:
-            accepted = Accepted(request.request_id, num_prompt, prepared.prompt_end)
+            accepted = Accepted(
+                request.request_id,
+                num_prompt,
+                prepared.prompt_end,
+                adapter="" if adapter is None else adapter.id,
+            )
             self._clients.answer(request.client, accepted)
         submit = Submit(
             client=request.client,
@@ -266,21 +276,61 @@ class RequestIntake:
         self._unproven.append((request, prepared, form))
         self._incoming.put(request.client, request.request_id, request)
 
-    def on_known(self, names: set[tuple[bytes, str]]) -> None:
+    def on_known(self, known: dict[placed.Name, AdapterRef | None]) -> None:
         """Take in which requests the scheduler knows, and submit those that have waited for it."""
         if self._known is not None:
             return
-        self._known = names
+        self._known = known
         unproven, self._unproven = self._unproven, []
         for request, prepared, form in unproven:
             if self._incoming.find(request.client, request.request_id) is not request:
                 continue
             self._incoming.remove(request.client, request.request_id)
+            if self._has_to_load(request, prepared.request.adapter):
+                self._start(request, prepared)
+                continue
             try:
                 self._submit(request, prepared, form)
             except QuadrigaError as error:
                 self._clients.refuse(request.client, request.request_id, error)
         self._drain_if_idle()
+
+    # --- adapters ---------------------------------------------------------------------------------
+
+    def _has_to_load(self, request: IncomingRequest, adapter: str) -> bool:
+        """Return whether an adapter has to be loaded before a request that names it is submitted.
+
+        A request that a scheduler may know goes on with what it has begun with.
+        """
+        if self._adapters.is_loaded(adapter):
+            return False
+        name = request.client, request.request_id
+        may_be_known = self._known is None or name in self._known
+        return not (self._open.find(*name) or (request.resent and may_be_known))
+
+    def _adapter_of(self, request: IncomingRequest, adapter: str) -> AdapterRef | None:
+        """Return the version of an adapter that a request runs with: the one that it began with.
+
+        Raises:
+            InvalidRequest: the request is new, and there is no adapter of this name.
+        """
+        name = request.client, request.request_id
+        opened = self._open.find(*name)
+        if opened is not None and opened.submit is not None:
+            return opened.submit.adapter
+        if adapter and request.resent and self._known is not None and name in self._known:
+            # One that has ended is replayed, and needs no adapter: the worker refuses this one.
+            return self._known[name] or AdapterRef("", adapter)
+        return self._adapters.find(adapter)
+
+    def _used_adapters(self) -> set[str] | None:
+        """Return the ids of the adapters of open requests; None: they are not known yet."""
+        if self._known is None:
+            return None
+        of_others = (a for name, a in self._known.items() if a and self._open.find(*name))
+        return self._open.adapter_ids | {adapter.id for adapter in of_others}
+
+    # --- questions about requests -----------------------------------------------------------------
 
     def preparing(self, client: bytes, request_ids: list[str]) -> list[str]:
         """Return those of a client's requests that are not submitted yet."""

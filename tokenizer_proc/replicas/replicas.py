@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from quadriga import __version__, errors
+from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.client import (
     Chunks,
     Info,
@@ -384,8 +385,8 @@ class ResultListener(Protocol):
     def show(self, frame: bytes, replica: int) -> None:
         """Pass on a message of a replica's live feed, encoded."""
 
-    def on_known(self, names: set[Name]) -> None:
-        """Take in which requests the replicas knew when this frontend began.
+    def on_known(self, known: dict[Name, AdapterRef | None]) -> None:
+        """Take in which requests the replicas knew when this frontend began, as in KnownRequest.
 
         It is called once all have said so, where this frontend replaces another one.
         """
@@ -439,7 +440,7 @@ class Replicas:
         self._router = router
         self._on_recalled = on_recalled
         self._replicas = ReplicaSet(num_replicas, router)
-        self._names: set[Name] = set()
+        self._known: dict[Name, AdapterRef | None] = {}
         # A clock that never jumps is ahead of every number that an earlier frontend has given.
         self._sender = time.monotonic_ns() if sender is None else sender
         self.requests = OpenRequests(self._replicas, router, block_tokens, self._sender)
@@ -567,7 +568,9 @@ class Replicas:
             case Withdrawn() as answer:
                 self.requests.on_withdrawn(number, answer.seqs)
             case KnownRequests() as answer:
-                self._names.update((r.client, r.request_id) for r in answer.requests)
+                for known in answer.requests:
+                    name = known.client, known.request_id
+                    self._known[name] = known.adapter or self._known.get(name)
             case _:
                 self.listener.show(payload, number)
 
@@ -651,7 +654,7 @@ class Replicas:
 
     def _report_known(self) -> None:
         if self._replaces and self._replicas.all_known:
-            self.listener.on_known(self._names)
+            self.listener.on_known(self._known)
 
     def _is_strange(self, replica: ReplicaState) -> bool:
         """Return whether what a replica sends may be older than this frontend."""

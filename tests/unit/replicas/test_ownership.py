@@ -312,7 +312,7 @@ class World:
     def show(self, frame: bytes, replica: int) -> None:
         pass
 
-    def on_known(self, names: set[Name]) -> None:
+    def on_known(self, known: dict[Name, Any]) -> None:
         pass
 
     def read_delivery(self, ring: Ring) -> bool:

@@ -109,8 +109,8 @@ class World:
     def show(self, frame: bytes, replica: int) -> None:
         self.shown.append((replica, frame))
 
-    def on_known(self, names: set[Name]) -> None:
-        self.known.append(names)
+    def on_known(self, known: dict[Name, Any]) -> None:
+        self.known.append(set(known))
 
     def submit(self, request_id: str, n: int = 1, retry: bool = False, **params: Any) -> int:
         """Submit a request, and return the replica that got it; -1 for none."""

@@ -15,10 +15,10 @@ from quadriga.wire.packing import pack_floats, pack_ids
 from quadriga.wire.to_detok import (
     DetokMessage,
     Drained,
-    EndedRequest,
     ForgetStreams,
     HandedBack,
     InfoReply,
+    KnownRequest,
     KnownRequests,
     LiveFrame,
     ProgressReply,
@@ -116,7 +116,7 @@ MESSAGES: list[msgspec.Struct] = [
     HandedBack(5, [1, 2]),
     Withdrawn([1, 2]),
     ForgetStreams([1, 2]),
-    KnownRequests([EndedRequest(b"c", "a", {0: 1}), EndedRequest(b"c", "b", {0: 1})]),
+    KnownRequests([KnownRequest(b"c", "a"), KnownRequest(b"c", "b")]),
 ]
 NO_DECISIONS = {
     "StepPlan.session", "StorePages.session", "LoadPages.session",  # of a link

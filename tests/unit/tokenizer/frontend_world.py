@@ -20,7 +20,13 @@ from quadriga.wire.async_sockets import Unreachable
 from quadriga.wire.client import Chunks, Generate, Refused, ServerMessage
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.sockets import Outbox, encode
-from quadriga.wire.to_detok import Delivered, EndedRequest, KnownRequests, ReplicaNews, StepNews
+from quadriga.wire.to_detok import (
+    Delivered,
+    KnownRequest,
+    KnownRequests,
+    ReplicaNews,
+    StepNews,
+)
 from quadriga.wire.to_scheduler import FrontendRestarted, Submit
 from quadriga.wire.trace import RequestTrace
 from tokenizer_proc.deliver.traces import RingTraces
@@ -170,7 +176,7 @@ class FrontendWorld:
 
     def restate(self, names: Iterable[tuple[bytes, str]] = ()) -> None:
         """Report what the scheduler knows: no request that is open, and the names of others."""
-        known = KnownRequests([EndedRequest(*name) for name in names])
+        known = KnownRequests([KnownRequest(*name) for name in names])
         self.receive(b"", encode(known), b"")
         step = StepNews(ReplicaNews(restates=True, frontend=SENDER), [], [], b"")
         self.receive(b"", b"", encode(step))
