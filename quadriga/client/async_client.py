@@ -175,8 +175,7 @@ class AsyncClient(ServerSession):
             checked_params(params).with_seed(),
             stream,
             prompt_token_ids=wire.token_ids,
-            # What is accepted names the version of the adapter, for a receipt.
-            acknowledge=on_accepted is not None or bool(sent.get("adapter")),
+            acknowledge=on_accepted is not None,
             tenant=tenant,
             keep_s=None if kept is None else kept.keep_s,
             **sent,

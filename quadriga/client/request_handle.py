@@ -156,6 +156,7 @@ class RequestHandle:
         was_resent: the request was sent more than once.
         abort_requested: the caller asked the server to abort the request.
         done: the request has ended, and no timer is left.
+        adapter_id: id of the adapter that the request runs with; "": none, or it is not known yet.
     """
 
     def __init__(
@@ -177,8 +178,8 @@ class RequestHandle:
         self._queue: asyncio.Queue[StreamChunk | QuadrigaError | None] = asyncio.Queue()
         self._put: Sink = sink or self._queue.put_nowait
         self._on_accepted = on_accepted
-        self._misses_accepted = message.acknowledge
-        self._adapter_id = ""
+        self._misses_accepted = on_accepted is not None
+        self.adapter_id = ""
         self._submitted_at = now()
         self._choices: dict[int, ChoiceStream] = {}
         self._ended: set[int] = set()
@@ -285,7 +286,6 @@ class RequestHandle:
         """Pass on that the server has prepared the request, unless it is known already."""
         on_accepted, self._on_accepted = self._on_accepted, None
         self._misses_accepted = False
-        self._adapter_id = message.adapter or self._adapter_id
         if on_accepted is not None and not self.done:
             on_accepted(message)
 
@@ -316,7 +316,7 @@ class RequestHandle:
             self._on_abort(self)
             return
         if item is not None and item.completion is not None:
-            item.completion.adapter = self._adapter_id
+            item.completion.adapter = self.adapter_id
         if chunk.end is not None:
             self._ended.add(chunk.index)
             is_last = len(self._ended) == self.message.params.n

@@ -34,6 +34,7 @@ from quadriga.wire.client import (
     PROTOCOL_VERSION,
     Abort,
     Accepted,
+    AdapterUsed,
     AnyErrorInfo,
     Chunk,
     Chunks,
@@ -143,6 +144,9 @@ class InflightRequests:
             case Accepted():
                 if (handle := self._handles.get(message.request_id)) is not None:
                     handle.accept(message)
+            case AdapterUsed():
+                if (handle := self._handles.get(message.request_id)) is not None:
+                    handle.adapter_id = message.adapter
             case Info() | Tokens() | Text() | ProgressAnswer() | Traces():
                 self._answer(message.request_id, message)
 

@@ -521,13 +521,22 @@ class Accepted(msgspec.Struct, tag="accepted", array_like=True, frozen=True):
     Attributes:
         num_prompt_tokens: length of the prompt as it runs, after a cut.
         prompt_end: the last characters of the rendered chat; "" for other prompts.
-        adapter: id of the adapter that the request runs with, a hash of its content; "": none.
     """
 
     request_id: str
     num_prompt_tokens: int
     prompt_end: str = ""
-    adapter: str = ""
+
+
+class AdapterUsed(msgspec.Struct, tag="adapter", array_like=True, frozen=True):
+    """Comes before all that is generated for a request that names an adapter.
+
+    Attributes:
+        adapter: id of the adapter that the request runs with, a hash of its content.
+    """
+
+    request_id: str
+    adapter: str
 
 
 class Pong(msgspec.Struct, tag="pong", array_like=True, frozen=True):
@@ -621,6 +630,7 @@ ServerMessage = (
     | Replay
     | Refused
     | Accepted
+    | AdapterUsed
     | Pong
     | Probe
     | ServerGone

@@ -111,7 +111,9 @@ def facts_of(message: Any) -> Iterator[Fact]:
         case to_detok.ForgetStreams():
             yield "forget streams", message.seqs
         case to_detok.KnownRequests():
-            yield "known", [[_name(one.client), one.request_id] for one in message.requests]
+            adapters = [msgspec.to_builtins(one.adapter) for one in message.requests]
+            names = [[_name(one.client), one.request_id] for one in message.requests]
+            yield "known", names, adapters
         case to_detok.SchedulerRestarted():
             yield ("forget every stream",)
         case to_detok.LiveFrame():

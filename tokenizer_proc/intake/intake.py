@@ -13,7 +13,7 @@ from quadriga.errors import QuadrigaError, RequestFailed, ServerStopping
 from quadriga.sampling.params import MAX_CHOICES
 from quadriga.server.processes.logs import log_exception
 from quadriga.wire.adapter import AdapterRef
-from quadriga.wire.client import Accepted, Generate, Refused, is_gateway
+from quadriga.wire.client import Accepted, AdapterUsed, Generate, Refused, is_gateway
 from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.packing import num_ids
 from quadriga.wire.to_scheduler import CLIENT, CLIENT_LOST, Drain, FrontendRestarted, Submit
@@ -234,13 +234,10 @@ class RequestIntake:
         if is_proven and self._known is not None:
             self._known.pop(name)
         self._guard.count_submitted(message.params.n)
+        if adapter is not None and adapter.id:
+            self._clients.answer(request.client, AdapterUsed(request.request_id, adapter.id))
         if message.acknowledge:
-            accepted = Accepted(
-                request.request_id,
-                num_prompt,
-                prepared.prompt_end,
-                adapter="" if adapter is None else adapter.id,
-            )
+            accepted = Accepted(request.request_id, num_prompt, prepared.prompt_end)
             self._clients.answer(request.client, accepted)
         submit = Submit(
             client=request.client,

@@ -116,7 +116,7 @@ MESSAGES: list[msgspec.Struct] = [
     HandedBack(5, [1, 2]),
     Withdrawn([1, 2]),
     ForgetStreams([1, 2]),
-    KnownRequests([KnownRequest(b"c", "a"), KnownRequest(b"c", "b")]),
+    KnownRequests([KnownRequest(b"c", "a", AdapterRef("an id", "a name", "a path"))]),
 ]
 NO_DECISIONS = {
     "StepPlan.session", "StorePages.session", "LoadPages.session",  # of a link

@@ -1,7 +1,7 @@
-"""Compare streams of many adapters with those of the base: `python -m bench.lora [PEER ...]`.
+"""Compare streams of many adapters with those of the base: `python -m bench.peers.lora [PEER]`.
 
-    python -m bench.lora                       # Quadriga alone
-    python -m bench.lora llama-cpp vllm        # in turns with these servers
+    python -m bench.peers.lora                       # Quadriga alone
+    python -m bench.peers.lora llama-cpp vllm        # in turns with these servers
 
 All servers serve SmolLM2 in bfloat16 with the same random adapters of every projection, and are
 measured through their OpenAI-compatible API by the same client. In each turn a server has the base
@@ -66,7 +66,7 @@ class Side:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command, and return the exit code."""
     own, server_flags = split_common(sys.argv[1:] if argv is None else argv)
-    parser = command_parser("bench.lora", __doc__)
+    parser = command_parser("bench.peers.lora", __doc__)
     add = parser.add_argument
     add("peers", nargs="*", choices=[[], "llama-cpp", "vllm"], metavar="PEER")
     add("--counts", type=int, nargs="+", default=[1, 8, 32], metavar="N",
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_json_flag(parser)
     arguments = parser.parse_args(own)
     work = _compare(arguments, server_flags)
-    return run_command("bench.lora", lambda: run_until_signal(work))
+    return run_command("bench.peers.lora", lambda: run_until_signal(work))
 
 
 async def _compare(arguments: argparse.Namespace, server_flags: Sequence[str]) -> int:
