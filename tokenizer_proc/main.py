@@ -153,6 +153,7 @@ def _make_frontend(
         child.config.tenants, child.config.model, key_names, child.endpoints.run_dir
     )
     limits, traces = child.config.scheduler, child.config.traces
+    model = child.config.model.shown_name
     max_queued = limits.max_queued_requests * child.config.replicas.num_slots
     guard = overload.OverloadGuard(max_queued, limits.max_requests_per_client)
     store = None
@@ -169,7 +170,7 @@ def _make_frontend(
         replaces=child.is_restart,
         logs_refusals=RequestLogLevel.of(child.config.launch).logs_all,
         owners=owners,
-        traces=RingTraces(traces, make_exporter(traces, child.config.model.shown_name)),
+        traces=RingTraces(traces, make_exporter(traces, model), model),
         num_replicas=child.config.replicas.num_slots,
         aliases=AliasFile(moved) if moved else None,
         adapters=Adapters(store, replicas, num_kept=2 * limits.max_loras),

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 
 import msgspec
 
-from http_proc.core import errors, observe, resumption, streaming
+from http_proc.core import errors, gen_ai, observe, resumption, streaming
 from http_proc.core.call import Call
 from http_proc.core.caller import Caller, current_caller, set_caller
 from http_proc.core.gateway import Gateway, Key
@@ -76,6 +76,9 @@ def observed(gateway: Gateway, record: observe.CallRecord, traceparent: str) -> 
             yield
         finally:
             observe.log_request(record, gateway.log_level)
+            gateway.gen_ai.count(record)
             if trace is not None:
                 trace.tenant = current_caller().name
-                gateway.traces.finish(trace, record)
+                is_sampled = trace.context.sampled
+                exported = gen_ai.span_attributes(record, trace) if is_sampled else {}
+                gateway.traces.finish(trace, record, exported)

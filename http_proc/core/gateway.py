@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
-from http_proc.core import errors, observe, request_group, shares
+from http_proc.core import errors, gen_ai, observe, request_group, shares
 from http_proc.core.caller import current_caller
 from http_proc.core.resumption import current_resumption
 from http_proc.core.served_model import ServedModel, ServedModels, wall_seconds
@@ -50,6 +50,7 @@ class Gateway:
         outlives_server: what is kept stays when the server ends.
         tenant_file: the tenants of --keys; None without the flag.
         log_level: which requests are logged.
+        gen_ai: histograms of OpenTelemetry's conventions.
         traces: decides which requests are traced, and keeps their traces.
         shares: how bounds are divided among tenants.
         bodies: bytes of request bodies that are being received.
@@ -72,6 +73,7 @@ class Gateway:
         keys = config.tenants.keys
         self.tenant_file = TenantFile(Path(keys), directory=run_dir) if keys else None
         self.metrics = observe.RequestMetrics()
+        self.gen_ai = gen_ai.GenAiMetrics()
         self.log_level = RequestLogLevel.of(config.launch)
         exporter = make_exporter(config.traces, models.default.name)
         self.traces = observe.WebTraces(config.traces, exporter)
@@ -114,6 +116,10 @@ class Gateway:
             raise self.models.missing(name or "")
         if len(self.models) > 1 or model.adapter:
             record.model = model.name
+        asked = record.inference
+        asked.model = model.name
+        # A path has several forms: the model's name stands for all of them.
+        asked.named = name if name and models.alias(name) else model.name if name else ""
         return model
 
     @contextmanager

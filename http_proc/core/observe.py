@@ -137,6 +137,25 @@ def _ms(seconds: float | None) -> float | None:
 
 
 @dataclass(slots=True)
+class Inference:
+    """What a call asks of a model.
+
+    Attributes:
+        named: the model's name or alias in the request; "" without one.
+        model: name of the model or adapter that answers; "" before it is known.
+        params: of its first request to the server; None before it is sent.
+        num_choices: of all its requests to the server.
+        is_stream: the answer is sent in pieces.
+    """
+
+    named: str = ""
+    model: str = ""
+    params: SamplingParams | None = None
+    num_choices: int = 0
+    is_stream: bool = False
+
+
+@dataclass(slots=True)
 class CallRecord:
     """What is logged of a web request.
 
@@ -148,6 +167,7 @@ class CallRecord:
         code: of the error that the client got; empty without one.
         error: its message; empty without one.
         began_at: time.monotonic() of its first byte.
+        inference: what it asks of a model.
     """
 
     id: str = ""
@@ -162,6 +182,7 @@ class CallRecord:
     error: str = ""
     began_at: float = field(default_factory=time.monotonic)
     completions: list[Completion] = field(default_factory=list)
+    inference: Inference = field(default_factory=Inference)
 
     def answered(self, status: int) -> None:
         """Note the status of the answer."""
@@ -464,8 +485,11 @@ class WebTraces:
         trace = self._open[context.span_id] = WebTrace(context, clock.now(), record)
         return trace
 
-    def finish(self, trace: WebTrace, record: CallRecord) -> None:
-        """Keep and export the trace of a web request that has ended."""
+    def finish(self, trace: WebTrace, record: CallRecord, exported: Attributes) -> None:
+        """Keep and export the trace of a web request that has ended.
+
+        exported: further attributes of its span where it is exported.
+        """
         self._open.pop(trace.context.span_id, None)
         own = RequestTrace(
             trace.context,
@@ -481,7 +505,8 @@ class WebTraces:
         trace.record = None
         self._keep(trace)
         if trace.context.sampled:
-            self._exporter.put(trace.data)
+            own.attributes |= exported
+            self._exporter.put(_encode(own))
 
     def _keep(self, trace: WebTrace) -> None:
         """Keep a trace that has ended, and forget the oldest ones beyond the bound."""

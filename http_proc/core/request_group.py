@@ -205,6 +205,10 @@ class RequestGroup:
         """True if every choice has finished without an error, and all its chunks were taken."""
         return not self._num_unfinished and not self._chunks and self._error is None
 
+    def note_stream(self) -> None:
+        """Note that the answer is sent in pieces."""
+        self._notes.record.inference.is_stream = True
+
     def expect(self, num_prompts: int) -> None:
         """Stay unfinished until so many prompts have been submitted and have ended."""
         self._num_to_come = num_prompts
@@ -214,6 +218,8 @@ class RequestGroup:
     ) -> None:
         """Send one prompt with params.n choices to the server; 0 new tokens compute it alone."""
         prompt_index, sink = len(self._handles), self._sink(self._num_choices)
+        asked = self._notes.record.inference
+        asked.params, asked.num_choices = asked.params or params, asked.num_choices + params.n
 
         def accept(message: Accepted) -> None:
             self._accepted[prompt_index] = message

@@ -157,6 +157,7 @@ async def stream_events(
         renderer: makes the events.
         last: returns the very last events, after all others were sent; None: there are none.
     """
+    group.note_stream()
     with group.poller.watch(group) as watch:
         chunks = await watch.first_chunks()
         stage = "first_token" if chunks else "queue" if watch.is_admitted else ""

@@ -24,6 +24,7 @@ from prometheus_client.exposition import generate_latest
 from http_proc.apis.responses.store import RESPONSE_STORE, ResponseStore
 from http_proc.apis.responses.stored_responses import StoredResponses
 from http_proc.core.caller import current_caller
+from http_proc.core.gen_ai import GEN_AI, GenAiLabels, GenAiMetrics
 from http_proc.core.observe import HISTOGRAMS, AnswerMetrics, RequestMetrics
 from http_proc.core.served_model import wall_seconds
 from http_proc.jobs.batches import BATCHES, BatchService
@@ -294,6 +295,15 @@ def of_traces(make: Families, infos: Sequence[Mapping[str, Any]]) -> Iterator[Me
         counts = [info[key] for info in infos if key in info]
         if counts:
             yield make.counter(name, text, sum(counts))
+
+
+def of_gen_ai(metrics: GenAiMetrics) -> Iterator[Metric]:
+    """Yield the histograms of OpenTelemetry's conventions, in its translation of names."""
+    for name, (_, text) in GEN_AI.items():
+        family = HistogramMetricFamily(name, text, labels=GenAiLabels._fields)
+        for labels, histogram in metrics.histograms[name].items():
+            family.add_metric(labels, *buckets(histogram.as_map()))
+        yield family
 
 
 def of_gateway(
@@ -603,6 +613,7 @@ async def metrics(request: web.Request) -> web.Response:
             chain.from_iterable(ring.collect() for ring in rings),
             chain.from_iterable(of_load(Families(model.name), model.load) for model in models),
             of_gateway(default, gateway.metrics, pids, has_failed),
+            of_gen_ai(gateway.gen_ai),
             of_batches(make, gateway[BATCHES]),
             of_responses(make, gateway.get(RESPONSE_STORE)),
             of_streams(make, gateway[STREAMS], gateway[STREAM_ROWS]),

@@ -2,7 +2,7 @@
 
 import msgspec
 
-AttributeValue = bool | int | float | str
+AttributeValue = bool | int | float | str | list[str]
 Attributes = dict[str, AttributeValue]
 
 

@@ -111,6 +111,11 @@ def test_a_trace_has_the_retraction_and_every_export_is_understood(traced: Trace
     assert ring["parentSpanId"] == web["spanId"]
     assert by_name["detokenize"]["parentSpanId"] == ring["spanId"]
     assert attributes_of(ring)["quadriga.retractions"] >= 1
+    own = attributes_of(web)
+    assert own["gen_ai.operation.name"] == "text_completion"
+    assert own["gen_ai.response.finish_reasons"] == ["length"]
+    assert own["gen_ai.usage.output_tokens"] == MAX_TOKENS
+    assert "gen_ai.operation.name" not in attributes_of(ring), "a request counts once"
     assert {span["process"] for span in spans} == PROCESSES
     with urllib.request.urlopen(f"{traced.url}/metrics", timeout=TIMEOUT_S) as answer:
         text = answer.read().decode()

@@ -8,6 +8,7 @@ from quadriga import clock, errors
 from quadriga.server.config.frontend_args import TraceArgs
 from quadriga.server.tracing.context import HeadSampling
 from quadriga.server.tracing.export import Exporter
+from quadriga.server.tracing.gen_ai import with_conventions
 from quadriga.wire.client import MAX_TRACE_IDS, Generate, GetTraces, InfoValues, Traces, is_gateway
 from quadriga.wire.trace import RequestTrace, Span, SpanEvent, TraceContext
 
@@ -25,9 +26,11 @@ class RingTraces:
     Args:
         args: the flags of traces.
         exporter: gets the sampled traces.
+        model: name that clients see.
     """
 
-    def __init__(self, args: TraceArgs, exporter: Exporter) -> None:
+    def __init__(self, args: TraceArgs, exporter: Exporter, model: str = "") -> None:
+        self._model = model
         self._sampling = HeadSampling(args.sampling_ratio, args.keep_traces == "all")
         self._exporter = exporter
         self._ready_at = clock.now()
@@ -57,7 +60,10 @@ class RingTraces:
             data = _encode(trace)
             is_new = self._keep(client, trace, data)
             if is_new and trace.context.sampled:
-                self._exporter.put(data)
+                is_of_web = is_gateway(client)
+                self._exporter.put(
+                    data if is_of_web else _encode(with_conventions(trace, self._model))
+                )
 
     def _keep(self, client: bytes, trace: RequestTrace, data: bytes) -> bool:
         """Keep a trace. Return whether it is new: an end may be delivered again after a restart."""

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 from prometheus_client.core import Metric
 
 from http_proc.apis.responses.stored_responses import StoredResponses
+from http_proc.core.gen_ai import GEN_AI, GenAiLabels, GenAiMetrics
 from http_proc.core.observe import AnswerMetrics, RequestMetrics
 from http_proc.page.metrics import (
     PREFIX,
@@ -21,6 +22,7 @@ from http_proc.page.metrics import (
     merged,
     of_batches,
     of_gateway,
+    of_gen_ai,
     of_load,
     of_responses,
     of_streams,
@@ -85,11 +87,15 @@ def families() -> Iterator[Metric]:
         spec=StoredResponses, size=AnyNumber(), has_failed=True, outcomes={"stored": 1, "failed": 1}
     )
     any_number: Any = AnyNumber()
+    gen_ai = GenAiMetrics()
+    for name in GEN_AI:
+        gen_ai.histograms[name][GenAiLabels("chat", "quadriga", "m", "m", "")].observe(1.0)
     exporter = {key: 1 for key, _ in TRACE_COUNTERS.values()}
     return chain(
         Collector("m", whole_info(), 1, AnswerMetrics()).collect(),
         of_load(make, ModelLoad("loaded")),
         of_gateway("m", http, {}, key_file_failed=True),
+        of_gen_ai(gen_ai),
         of_batches(make, batches),
         of_responses(make, store),
         of_streams(make, any_number, any_number),

@@ -37,7 +37,7 @@ class Exported:
 
 
 def world_of(exporter: Exporter | None = None, **flags: Any) -> FrontendWorld:
-    traces = RingTraces(TraceArgs(**flags), exporter or Exported())
+    traces = RingTraces(TraceArgs(**flags), exporter or Exported(), "m")
     return FrontendWorld(max_queued=1000, traces=traces)
 
 
@@ -99,6 +99,29 @@ async def test_the_end_of_a_request_brings_its_trace_which_only_its_client_gets(
     (gateways,) = kept(world, GATEWAY, "b")
     assert [span.name for span in gateways.spans] == ["tokenize"], "the gateway delivers itself"
     assert len(exporter.traces) == 3
+
+
+async def test_an_exported_request_by_zeromq_has_the_names_of_opentelemetry() -> None:
+    exporter = Exported()
+    world = world_of(exporter)
+    own = {
+        "gen_ai.usage.prompt_tokens": 9, "gen_ai.usage.completion_tokens": 4,
+        "gen_ai.response.finish_reason": "stop", "quadriga.cached_tokens": 8,
+    }  # fmt: skip
+    for client, index in ((b"c", 0), (b"c", 1), (GATEWAY, 0)):
+        trace = trace_of("a", index)
+        trace.attributes = dict(own)
+        ended(world, client, trace)
+    first, second, gateways = (trace.attributes for trace in exporter.traces)
+    assert first == own | {
+        "gen_ai.operation.name": "generate_content", "gen_ai.provider.name": "quadriga",
+        "gen_ai.response.model": "m", "gen_ai.response.finish_reasons": ["stop"],
+        "gen_ai.usage.input_tokens": 9, "gen_ai.usage.output_tokens": 4,
+        "gen_ai.usage.cache_read.input_tokens": 8,
+    }  # fmt: skip
+    assert "gen_ai.usage.input_tokens" not in second, "the prompt of two choices counts once"
+    assert gateways == own, "the web request's span has them"
+    assert kept(world, b"c", "a")[0].attributes == own
 
 
 async def test_an_end_that_a_frontend_before_this_one_missed_says_so() -> None:

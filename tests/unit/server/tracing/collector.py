@@ -66,8 +66,14 @@ def attributes_of(holder: dict[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for attribute in holder["attributes"]:
         ((kind, value),) = attribute["value"].items()
-        values[attribute["key"]] = int(value) if kind == "intValue" else value
+        values[attribute["key"]] = _value(kind, value)
     return values
+
+
+def _value(kind: str, value: Any) -> Any:
+    if kind == "arrayValue":
+        return [item for each in value["values"] for item in each.values()]
+    return int(value) if kind == "intValue" else value
 
 
 @dataclass
