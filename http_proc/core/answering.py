@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 
 import msgspec
 
-from http_proc.core import errors, gen_ai, observe, resumption, streaming
+from http_proc.core import errors, gen_ai, observe, resumption, session, streaming
 from http_proc.core.call import Call
 from http_proc.core.caller import Caller, current_caller, set_caller
 from http_proc.core.gateway import Gateway, Key
@@ -39,6 +39,7 @@ async def answer(
     """
     set_caller(caller)
     resumption.set_resumption(call.resumption)
+    session.set_session(call.session)
     body = await gateway[APIS][call.path](gateway, call, sink)
     return None if body is None else msgspec.json.encode(body)
 

@@ -13,6 +13,7 @@ import msgspec
 
 from http_proc.core import caller, errors, observe
 from http_proc.core.resumption import Resumption
+from http_proc.core.session import NO_SESSION, Session
 
 # Any body up to this size is decoded in a few milliseconds.
 SMALL_BYTES = 256 * 1024
@@ -126,6 +127,7 @@ class Call:
         model: the name of the model in place of the body's; None: the body's.
         may_keep: the answer may be stored, and be made in the background.
         resumption: makes the answer the same again; None: the call is not resumable.
+        session: the session that its headers name.
         record: what is logged of it.
     """
 
@@ -137,6 +139,7 @@ class Call:
     model: str | None = None
     may_keep: bool = True
     resumption: Resumption | None = None
+    session: Session = NO_SESSION
     record: observe.CallRecord = field(default_factory=observe.CallRecord)
 
     async def parse(self) -> dict[str, Any]:

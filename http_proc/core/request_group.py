@@ -15,6 +15,7 @@ import msgspec
 from http_proc.core import errors, observe
 from http_proc.core.resumption import Resumption
 from http_proc.core.served_model import ServedModel
+from http_proc.core.session import current_session
 from quadriga.client.async_client import RequestOptions
 from quadriga.client.receipts import Receipt
 from quadriga.client.request_handle import RequestHandle, Sink
@@ -237,6 +238,8 @@ class RequestGroup:
             kept = self.resumption.kept_request(prompt_index)
         if self.model.adapter:
             options = {**options, "adapter": self.model.adapter}
+        if params.pooling is None:
+            options = {**options, "cache": current_session().hint(options.get("cache"))}
         self.priority = options.get("priority", 0)
         handle = self._client.submit(
             prompt,

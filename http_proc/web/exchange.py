@@ -13,6 +13,7 @@ from http_proc.core import answering, caller, gateway, observe, streaming
 from http_proc.core.call import Call, parse_object
 from http_proc.core.errors import RETRY_AFTER_S, ApiError
 from http_proc.core.served_model import ServedModel
+from http_proc.core.session import session_of
 
 GATEWAY = web.AppKey("gateway", gateway.Gateway)
 REQUEST_ID = web.RequestKey("request_id", str)
@@ -199,8 +200,11 @@ async def answer_request(request: web.Request) -> web.StreamResponse:
 async def receive_call(request: web.Request) -> Call:
     """Return the call of a request, whose path has no parameters. Raise ApiError."""
     is_named = "X-Request-Id" in request.headers
+    session = session_of(request.headers)
     body = await read_bytes(request)
-    return Call(request.path, body, request[REQUEST_ID], is_named, record=request[RECORD])
+    return Call(
+        request.path, body, request[REQUEST_ID], is_named, session=session, record=request[RECORD]
+    )
 
 
 async def send_answer(request: web.Request, call: Call) -> web.StreamResponse:

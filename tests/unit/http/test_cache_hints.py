@@ -99,3 +99,53 @@ async def test_what_is_kept_is_released_by_its_key() -> None:
         assert (await send(gateway, path, {})).body == {"released": 3}
         assert (await send(gateway, path, {"key": "k"})).status == 400
     assert released == [("k", ""), (None, "")]
+
+
+async def hint_with(path: str, body: dict[str, Any], **headers: str) -> CacheHint | None:
+    ring = ScriptedRing(["5"])
+    async with gateway_before(ring) as (_, gateway):
+        answer = await send(gateway, path, body, **headers)
+        assert answer.status == 200, answer.body
+    hint = ring.submitted[0][2].get("cache")
+    assert hint is None or isinstance(hint, CacheHint)
+    return hint
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({}, None),
+        ({"X_Session_Id": "s"}, None),
+        ({"X_Session_Keep_Alive": "10m"}, CacheHint("", 600)),
+        ({"X_Session_Id": "s", "X_Session_Keep_Alive": "90"}, CacheHint("s", 90)),
+        ({"X_Dynamo_Session_Id": "d", "X_Session_Keep_Alive": "1h"}, CacheHint("d", 3600)),
+        ({"X_Session_Id": "s", "X_Session_Keep_Alive": "0"}, None),
+        ({"X_Session_Keep_Alive": "99999h"}, CacheHint("", 86400)),
+    ],
+)
+async def test_headers_keep_a_session(headers: dict[str, str], expected: CacheHint | None) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": ASK, "/v1/messages": ASK, "/v1/completions": {"prompt": "Hi"},
+        "/v1/responses": {"input": "Hi"}, "/generate": {"text": "Hi"},
+        "/api/generate": {"model": "tiny", "prompt": "Hi", "stream": False},
+    }  # fmt: skip
+    for path, body in bodies.items():
+        assert await hint_with(path, body, **headers) == expected, path
+
+
+async def test_the_fields_of_a_body_come_before_headers() -> None:
+    headers = {"X_Session_Id": "s", "X_Session_Keep_Alive": "1h"}
+    chat, own = "/v1/chat/completions", {"prompt_cache_key": "k"}
+    assert await hint_with(chat, ASK | own, **headers) == CacheHint("k", 300)
+    assert await hint_with("/v1/messages", ASK | MARK, **headers) == CacheHint("s", 300)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"X_Session_Keep_Alive": "2d"}, {"X_Session_Keep_Alive": "-1"}, {"X_Session_Id": "s" * 513}],
+)
+async def test_a_header_that_cannot_be_is_refused_by_name(headers: dict[str, str]) -> None:
+    async with gateway_before(ScriptedRing(["5"])) as (_, gateway):
+        answer = await send(gateway, "/v1/completions", {"prompt": "Hi"}, **headers)
+    (name,) = headers
+    assert (answer.status, answer.body["error"]["param"]) == (400, name.replace("_", "-"))
