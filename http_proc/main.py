@@ -14,6 +14,7 @@ import uvloop
 from http_proc.apis.model_states import MODEL_STATES, ModelStates, set_states
 from http_proc.apis.responses.background import BACKGROUND
 from http_proc.core.gateway import Gateway
+from http_proc.core.recorder import open_recorder
 from http_proc.core.served_model import LOST, ServedModel, ServedModels
 from http_proc.jobs.batches import BATCHES
 from http_proc.server import FLUSH_TIMEOUT_S, bind, listen, make_runner, tls_context
@@ -49,6 +50,7 @@ async def serve(child: Child) -> None:
     async with _connected(models, child.is_restart):
         gateway = Gateway(child.config, models, child.endpoints.run_dir)
         gateway[STREAM_ROWS] = rows
+        recorder = open_recorder(gateway, child.is_restart)
         gateway[MODEL_STATES] = ModelStates(partial(child.control.report, "model"))
         runner = await make_runner(gateway)
         server = await listen(runner, listener, tls, gateway)
@@ -59,6 +61,7 @@ async def serve(child: Child) -> None:
         gc.freeze()
         await _serve_until_stopped(child, gateway, server)
         await runner.cleanup()
+        await asyncio.to_thread(recorder.close)
         await asyncio.to_thread(gateway.traces.close)
         for model in models:
             await model.lasting_client.close()

