@@ -228,7 +228,7 @@ class KVCache:
             num_prompt = request.num_prompt // self.page_size
             path, first = request.prefix_path, request.first_page
             tenant = parent_name(request.tenant)
-            self.pins.keep(path, first, num_prompt, tenant, request.cache)
+            self.pins.keep(path, first, num_prompt, tenant, request.cache, request.weight)
 
     def release_unseen(self, holders: Iterable[Request]) -> None:
         """Take the pages back that no token to come can see; here every token sees all pages."""

@@ -7,13 +7,17 @@ next turn of a conversation while other requests fill the pool.
 - The time counts from the last use. A later request uses a pin if its prompt contains the pin's
   prompt; if it has the same owner and key, its own pin replaces that one when it ends.
 - All pins together have at most a share of the pool. Beyond it, pages lose their pin: those of the
-  pin that was used least recently first, the last pages of its path before the first ones.
+  tenant that has the most for its weight, and of its pins the one that was used least recently
+  first, the last pages of its path before the first ones. So tenants that want more than there is
+  have shares by their weights, and one alone may have all of it.
 - A pin never keeps a request from running. Pinned pages that no request holds count as available,
-  and where nothing else can be evicted, pins give way in the same order.
+  and where nothing else can be evicted, the pins of all tenants give way, the least recently used
+  one first.
 """
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -61,6 +65,29 @@ class Pin:
 
 
 @dataclass(slots=True)
+class TenantPins:
+    """The pins of one tenant.
+
+    Attributes:
+        weight: its share, in proportion to the weights of the others.
+        pins: by their last use.
+        nodes: number of its pins at each of its nodes.
+    """
+
+    weight: float = 1.0
+    pins: "OrderedDict[Pin, None]" = field(default_factory=OrderedDict)
+    nodes: "Counter[Node]" = field(default_factory=Counter)
+
+    def num_pages(self) -> float:
+        """Return its pinned pages, over its weight."""
+        return len(self.nodes) / self.weight
+
+    def num_pins(self) -> float:
+        """Return its pins, over its weight."""
+        return len(self.pins) / self.weight
+
+
+@dataclass(slots=True)
 class Pins:
     """The pins of a prefix tree, which they observe.
 
@@ -78,6 +105,7 @@ class Pins:
     num_pages: int = 0
     now: float = 0.0
     _pins: "OrderedDict[Pin, None]" = field(default_factory=OrderedDict)  # by their last use
+    _tenants: dict[str, TenantPins] = field(default_factory=dict)
     _at: dict[Node, list[Pin]] = field(default_factory=dict)  # by their anchors
     _deadlines: list[tuple[float, int, Pin]] = field(default_factory=list)  # a heap
     _order: "count[int]" = field(default_factory=count)
@@ -114,9 +142,16 @@ class Pins:
             for pin in self._at.get(node, ()):
                 pin.expires_at = self.now + pin.ttl_s
                 self._pins.move_to_end(pin)
+                self._tenants[pin.owner[0]].pins.move_to_end(pin)
 
     def keep(
-        self, path: list[Node], first: int, num_prompt: int, tenant: str, hint: CacheHint
+        self,
+        path: list[Node],
+        first: int,
+        num_prompt: int,
+        tenant: str,
+        hint: CacheHint,
+        weight: float = 1.0,
     ) -> None:
         """Pin a path, in place of the pins of the same owner that it continues.
 
@@ -126,6 +161,7 @@ class Pins:
             num_prompt: number of nodes that have tokens of its prompt only.
             tenant: the request's tenant.
             hint: what the request has asked for.
+            weight: the tenant's share, in proportion to the weights of the others.
         """
         shared = next((i for i, node in enumerate(path) if not node.is_shared), len(path))
         path, owner = path[:shared], (tenant, hint.key)
@@ -135,8 +171,11 @@ class Pins:
         # The next prompt may differ in the last page of this one, where the answer begins.
         anchor = path[min(max(num_prompt - 2, 0), len(path) - 1)]
         pin = Pin(owner, hint.ttl_s, self.now + hint.ttl_s, path[-1], len(path) - first, anchor)
+        of_tenant = self._tenants.setdefault(tenant, TenantPins())
+        of_tenant.weight = weight
+        of_tenant.pins[pin] = None
         for node in path[first:]:
-            self._add_to(node)
+            self._add_to(node, of_tenant)
         self._pins[pin] = None
         self._at.setdefault(anchor, []).append(pin)
         self._push_deadline(pin)
@@ -207,12 +246,23 @@ class Pins:
         heapq.heappush(self._deadlines, (pin.expires_at, next(self._order), pin))
 
     def _limit(self) -> None:
-        """Shorten the pins that were used least recently until all have their share at most.
+        """Shorten pins until all together have their share at most.
 
         The number of pins is bounded, too: one for each page.
         """
-        while self.num_pages > self.max_pages or len(self._pins) > self.max_pages:
-            self.stats.over_limit += self._shorten(next(iter(self._pins)))
+        while self.num_pages > self.max_pages:
+            self._take_from_largest(TenantPins.num_pages, lambda: self.num_pages)
+        while len(self._pins) > self.max_pages:
+            self._take_from_largest(TenantPins.num_pins, lambda: len(self._pins))
+
+    def _take_from_largest(
+        self, size: Callable[[TenantPins], float], total: Callable[[], int]
+    ) -> None:
+        """Shorten the pins of the tenant that has the most, until another has more or all fit."""
+        largest, *others = heapq.nlargest(2, self._tenants.values(), size)
+        next_size = size(others[0]) if others else 0.0
+        while total() > self.max_pages and size(largest) >= next_size and largest.pins:
+            self.stats.over_limit += self._shorten(next(iter(largest.pins)))
 
     def _shorten(self, pin: Pin) -> int:
         """Take a pin from its deepest node. Return the number of pages that have none any more."""
@@ -225,18 +275,20 @@ class Pins:
             pin.anchor = node.parent
             self._at.setdefault(pin.anchor, []).append(pin)
         pin.end, pin.num_nodes = node.parent, pin.num_nodes - 1
-        return self._take_from(node)
+        return self._take_from(node, self._tenants[pin.owner[0]])
 
     def _remove(self, pin: Pin) -> int:
         """End a pin. Return the number of pages that have none any more."""
-        nodes = _nodes(pin)
-        del self._pins[pin]
+        nodes, of_tenant = _nodes(pin), self._tenants[pin.owner[0]]
+        del self._pins[pin], of_tenant.pins[pin]
+        if not of_tenant.pins:
+            del self._tenants[pin.owner[0]]
         self._take_from_anchor(pin)
         pin.num_nodes = 0
         if len(self._deadlines) > 2 * len(self._pins) + 64:
             self._deadlines = [entry for entry in self._deadlines if entry[2] in self._pins]
             heapq.heapify(self._deadlines)
-        return sum(map(self._take_from, nodes))
+        return sum(self._take_from(node, of_tenant) for node in nodes)
 
     def _take_from_anchor(self, pin: Pin) -> None:
         pins = self._at[pin.anchor]
@@ -244,28 +296,37 @@ class Pins:
         if not pins:
             del self._at[pin.anchor]
 
-    def _add_to(self, node: Node) -> None:
+    def _add_to(self, node: Node, of_tenant: TenantPins) -> None:
         self.tree.pin(node)
+        of_tenant.nodes[node] += 1
         self.num_pages += node.num_pins == 1
 
-    def _take_from(self, node: Node) -> int:
+    def _take_from(self, node: Node, of_tenant: TenantPins) -> int:
         self.tree.unpin(node)
+        of_tenant.nodes[node] -= 1
+        if not of_tenant.nodes[node]:
+            del of_tenant.nodes[node]
         is_last = node.num_pins == 0
         self.num_pages -= is_last
         return is_last
 
     def check(self) -> None:
         """Raise AssertionError where pins and nodes contradict each other."""
-        num_pins: dict[Node, int] = {}
+        num_pins: Counter[Node] = Counter()
+        of_tenants: dict[str, Counter[Node]] = {}
         for pin in self._pins:
             assert pin in self._at[pin.anchor]
             nodes = _nodes(pin)
             assert nodes, "a pin has no node"
+            assert pin in self._tenants[pin.owner[0]].pins
+            of_tenants.setdefault(pin.owner[0], Counter()).update(nodes)
+            num_pins.update(nodes)
             for node in nodes:
-                num_pins[node] = num_pins.get(node, 0) + 1
                 assert node.is_shared, "a page is pinned that no request can match"
         assert sum(map(len, self._at.values())) == len(self._pins)
         assert self.num_pages == len(num_pins) <= self.max_pages
+        assert {name: each.nodes for name, each in self._tenants.items()} == of_tenants
+        assert sum(len(each.pins) for each in self._tenants.values()) == len(self._pins)
         in_tree = {node: node.num_pins for node in self.tree.nodes() if node.num_pins}
         assert in_tree == num_pins, "a node has other pins than those whose path it is on"
 

@@ -1,5 +1,7 @@
 """Cached prefixes that requests ask to keep: their time, their share, and what goes first."""
 
+import random
+
 import pytest
 
 from quadriga.server.config.engine_args import SchedulerArgs
@@ -20,7 +22,12 @@ def pool(num_pages: int = 16, fraction: float = 0.5) -> KVCache:
 
 
 def finish(
-    kv: KVCache, tokens: list[int], key: str | None = "k", ttl_s: float = 300.0, tenant: str = ""
+    kv: KVCache,
+    tokens: list[int],
+    key: str | None = "k",
+    ttl_s: float = 300.0,
+    tenant: str = "",
+    weight: float = 1.0,
 ) -> int:
     """Run a request of these tokens to its end. Return how many of them were cached.
 
@@ -28,7 +35,7 @@ def finish(
     """
     request = request_of_tokens(tokens, 0)
     request.cache = None if key is None else CacheHint(key, ttl_s)
-    request.tenant = tenant
+    request.tenant, request.weight = tenant, weight
     kv.allocate(request)
     num_cached = request.num_computed_tokens
     request.num_computed_tokens = request.num_known_tokens
@@ -102,6 +109,72 @@ def test_beyond_the_share_the_least_recently_used_goes_first_from_its_end() -> N
     fill(kv)
     assert cached(kv, list(range(100, 120))) == 8  # as much as the share holds
     assert len(kv.pins) == 1
+
+
+def tokens_of(number: int, num_pages: int) -> list[int]:
+    return [1000 * number + place for place in range(num_pages * PAGE)]
+
+
+def pages_of(kv: KVCache, tenant: str) -> int:
+    """Return the number of pages that stay of a tenant, of those of all its numbers."""
+    return len(kv.pins._tenants[tenant].nodes) if tenant in kv.pins._tenants else 0
+
+
+def test_a_tenant_alone_may_have_the_whole_share_and_gives_half_of_it_to_a_second_one() -> None:
+    kv = pool(32, 0.5)  # 16 pages
+    for number in range(4):
+        finish(kv, tokens_of(number, 4), f"k{number}", tenant="hog")
+    assert pages_of(kv, "hog") == 16
+    for number in range(4, 10):
+        finish(kv, tokens_of(number, 2), f"k{number}", tenant="late/user")
+    assert (pages_of(kv, "hog"), pages_of(kv, "late")) == (8, 8)
+    for number in range(10, 30):
+        finish(kv, tokens_of(number, 4), f"k{number}", tenant="hog")
+    assert (pages_of(kv, "hog"), pages_of(kv, "late")) == (8, 8), "its newer pins took its own"
+    assert cached(kv, tokens_of(9, 2)) == 4
+
+
+def test_what_a_tenant_does_not_want_is_left_to_the_others() -> None:
+    kv = pool(32, 0.5)
+    finish(kv, tokens_of(1, 2), "a", tenant="small")
+    for number in range(2, 12):
+        finish(kv, tokens_of(number, 4), f"k{number}", tenant="hog")
+    assert (pages_of(kv, "small"), pages_of(kv, "hog")) == (2, 14)
+
+
+def test_shares_are_by_weights() -> None:
+    kv = pool(32, 0.5)
+    for number in range(12):
+        finish(kv, tokens_of(number, 2), f"k{number}", tenant="one", weight=1.0)
+        finish(kv, tokens_of(100 + number, 2), f"k{number}", tenant="three", weight=3.0)
+    assert (pages_of(kv, "one"), pages_of(kv, "three")) == (4, 12)
+
+
+def test_pages_that_two_tenants_share_count_for_both_and_stay_for_the_one_that_keeps_them() -> None:
+    kv = pool(32, 0.5)
+    for tenant in ("a", "b"):
+        finish(kv, tokens_of(1, 8), tenant=tenant)
+    assert (pages_of(kv, "a"), pages_of(kv, "b"), kv.pins.num_pages) == (8, 8, 8)
+    finish(kv, tokens_of(2, 12), "more", tenant="a")
+    assert pages_of(kv, "b") == 8
+    assert cached(kv, tokens_of(1, 8)) == 16
+
+
+def test_random_pins_of_tenants_stay_within_their_bounds() -> None:
+    source = random.Random(1)
+    kv = pool(64, 0.5)
+    weights = {"a": 1.0, "b": 2.0, "c": 0.5}
+    for number in range(600):
+        tenant = source.choice(list(weights))
+        tokens = tokens_of(source.randrange(8), source.randint(1, 6))
+        key = source.choice([None, "k", f"k{number % 5}"])
+        finish(kv, tokens, key, source.choice([1, 50]), tenant, weights[tenant])
+        kv.pins.advance(NOW + number)
+        if number % 97 == 0:
+            kv.pins.release(tenant, None)
+        kv.check([])
+    kv.pins.advance(NOW + 10_000)
+    assert not kv.pins._tenants
 
 
 @pytest.mark.parametrize("plan_at_once", [False, True])
