@@ -29,7 +29,7 @@ from http_proc.core.gateway import Gateway
 from http_proc.core.observe import TimingsBody, timings_body
 from http_proc.core.served_model import ResponseHead, ServedModel
 from http_proc.core.streaming import EventSink, named_event
-from http_proc.generation.cache_hints import CacheControl, marked_hint
+from http_proc.generation.cache_hints import CacheControl, PromptMark, marked_hint
 from http_proc.generation.chat_answers import (
     ChatAnswer,
     ChatRenderer,
@@ -53,7 +53,7 @@ from quadriga.client.async_client import RequestOptions
 from quadriga.client.types import Chat, Completion, StreamChunk
 from quadriga.errors import InvalidRequest, QuadrigaError
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.client import ChatMessage, Usage, check_chat
+from quadriga.wire.client import Accepted, ChatMessage, Usage, check_chat
 
 # The docstrings are the descriptions in /openapi.json. Fields without an effect on this server
 # are accepted and ignored; a field that is not listed is refused by name.
@@ -223,10 +223,16 @@ class MergedTurn:
 
 
 class ConvertedChat(NamedTuple):
-    """A chat in the server's form. continues_message: the answer continues the last turn."""
+    """A chat in the server's form.
+
+    Attributes:
+        continues_message: the answer continues the last turn.
+        marked: the last place with cache_control in the messages; None: there is none.
+    """
 
     chat: Chat
     continues_message: bool
+    marked: PromptMark | None
 
 
 def read_conversation(
@@ -256,7 +262,8 @@ def read_conversation(
                 converter.add_system(turn.text("\n"))
     converter.check_is_answered()
     _check_limits(converter.chat)
-    return ConvertedChat(converter.chat, _continues(turns[-1], converter.chat))
+    continues = _continues(turns[-1], converter.chat)
+    return ConvertedChat(converter.chat, continues, converter.marked)
 
 
 def _merged(messages: list[InputMessage]) -> list[MergedTurn]:
@@ -342,6 +349,7 @@ class _Converter:
 
     def __init__(self) -> None:
         self.chat: list[dict[str, Any]] = []
+        self.marked: PromptMark | None = None
         self._open_calls: dict[str, str] = {}  # id -> name of the tool
         self._calls_path = ""
 
@@ -361,6 +369,7 @@ class _Converter:
         text = turn.text("\n")
         if text or not results:
             self.chat.append({"role": "user", "content": text})
+            self._mark(turn, "\n")
 
     def add_assistant(self, turn: MergedTurn) -> None:
         """Append text, reasoning and calls as one turn; a turn without any of them is left out."""
@@ -374,6 +383,7 @@ class _Converter:
             message["tool_calls"] = calls
         if message["content"] or len(message) > 2:
             self.chat.append(message)
+            self._mark(turn, "")
 
     def check_is_answered(self) -> None:
         """Raise ApiError if a call of the assistant's last turn has no result."""
@@ -396,6 +406,20 @@ class _Converter:
             )
         turn = {"role": "tool", "content": _result_text(path, block), "name": name}
         self.chat.append(turn | {"tool_call_id": block.tool_use_id})
+        if any(_marks_in([block])):
+            self.marked = PromptMark(len(self.chat))
+
+    def _mark(self, turn: MergedTurn, separator: str) -> None:
+        """Note the last mark of the turn that was appended: within its text, or at its end."""
+        texts = list[str]()
+        for placed in turn.blocks:
+            block = placed.block
+            if block.type == "text" and block.text:
+                texts.append(block.text)
+            if block.cache_control is not None and block.type != "tool_result":
+                is_text = block.type == "text"
+                num_chars = len(separator.join(texts)) if is_text else None
+                self.marked = PromptMark(len(self.chat), num_chars)
 
     def _call(self, placed: PlacedBlock) -> dict[str, Any]:
         path, block = placed
@@ -499,10 +523,22 @@ def chat_call(fields: CountTokensRequest, sampling: Sampling) -> ChatCall:
         is_parallel=not choice.disable_parallel_tool_use,
         reasoning=_reasoning(fields),
         continues_message=conversation.continues_message,
-        cache=marked_hint(_marks(fields)),
+        cache=marked_hint(_marks(fields), _last_mark(fields, conversation)),
         names={BUDGET: "thinking.budget_tokens"},
         stream=isinstance(fields, MessagesRequest) and fields.stream,
     )
+
+
+def _last_mark(fields: CountTokensRequest, conversation: ConvertedChat) -> PromptMark | None:
+    """Return the place of a request's last mark; None: the end of the prompt.
+
+    Templates write tools and system prompt together, so that a mark in them is one before the
+    first message.
+    """
+    if fields.cache_control is not None or conversation.marked is not None:
+        return conversation.marked if fields.cache_control is None else None
+    has_system = conversation.chat[0]["role"] == "system"
+    return PromptMark(1 + has_system, 0) if len(conversation.chat) > has_system else None
 
 
 def _marks(fields: CountTokensRequest) -> Iterator[CacheControl | None]:
@@ -856,15 +892,14 @@ class MessageUsage(msgspec.Struct):
     cache_creation_input_tokens: int = 0
 
     @classmethod
-    def of(cls, usage: Usage, kept_page: int) -> "MessageUsage":
+    def of(cls, usage: Usage, num_kept: int) -> "MessageUsage":
         """Return the counts of a completion.
 
         Args:
             usage: the server's counts.
-            kept_page: tokens of a page of the prefix cache; 0: the prompt is not kept.
+            num_kept: tokens of the prompt that are kept in the prefix cache.
         """
         num_prompt, cached = usage.prompt_tokens, usage.cached_tokens
-        num_kept = num_prompt // kept_page * kept_page if kept_page else 0
         created = max(num_kept - cached, 0)
         return cls(num_prompt - cached - created, usage.completion_tokens, cached, created)
 
@@ -925,11 +960,13 @@ class MessageStream(ChatRenderer):
         self._head = head
         self._writer = writer
         self._max_tokens = max_tokens
+        self._num_kept = 0
         self._completion: Completion | None = None
 
-    def start(self, num_prompt_tokens: int) -> bytes:
+    def start(self, accepted: Accepted) -> bytes:
         """Return message_start, whose usage does not know the cached tokens yet, and a ping."""
-        usage = MessageUsage(num_prompt_tokens, 0)
+        usage = MessageUsage(accepted.num_prompt_tokens, 0)
+        self._num_kept = _in_pages(accepted, self._kept_page)
         body = MessageBody(id=self._head.id, model=self._head.model, content=[], usage=usage)
         message = {"type": "message_start", "message": body}
         return named_event(b"message_start", _encode(message)) + named_event(
@@ -953,7 +990,7 @@ class MessageStream(ChatRenderer):
         delta: dict[str, Any] = {
             "type": "message_delta",
             "delta": end_of(completion, self._writer.num_calls, self._max_tokens),
-            "usage": MessageUsage.of(completion.usage, self._kept_page),
+            "usage": MessageUsage.of(completion.usage, self._num_kept),
             "timings": timings_body([completion]),
         }
         return named_event(b"message_delta", _encode(delta)) + named_event(
@@ -988,7 +1025,14 @@ async def messages(gateway: Gateway, call: Call, sink: EventSink) -> MessageBody
             await stream_chat(sink, group, prepared, stream)
             return None
         (answer,) = await collect_chat(group, prepared)
-    return _body(head, answer, writer, fields.max_tokens, kept_page)
+        (accepted,) = await group.accepted()
+    num_kept = _in_pages(accepted, kept_page)
+    return _body(head, answer, writer, fields.max_tokens, num_kept)
+
+
+def _in_pages(accepted: Accepted, kept_page: int) -> int:
+    """Return the tokens of a prompt that are kept, as far as they fill pages."""
+    return accepted.num_kept // kept_page * kept_page if kept_page else 0
 
 
 async def _kept_page(model: ServedModel, chat: ChatCall) -> int:
@@ -1017,7 +1061,7 @@ async def count_tokens(gateway: Gateway, call: Call, _: EventSink) -> TokenCount
 
 
 def _body(
-    head: ResponseHead, answer: ChatAnswer, writer: BlockWriter, max_tokens: int, kept_page: int
+    head: ResponseHead, answer: ChatAnswer, writer: BlockWriter, max_tokens: int, num_kept: int
 ) -> MessageBody:
     completion = answer.completion
     steps = writer.push(answer.events) + writer.finish()
@@ -1028,7 +1072,7 @@ def _body(
         content=whole_blocks(steps),
         stop_reason=end.stop_reason,
         stop_sequence=end.stop_sequence,
-        usage=MessageUsage.of(completion.usage, kept_page),
+        usage=MessageUsage.of(completion.usage, num_kept),
         timings=timings_body([completion]),
     )
 

@@ -33,7 +33,7 @@ from http_proc.core.streaming import (
     event,
     stream_events,
 )
-from http_proc.generation.cache_hints import openai_hint
+from http_proc.generation.cache_hints import PromptMark, last_breakpoint, openai_hint
 from http_proc.generation.chat_answers import (
     ChatAnswer,
     ChatRenderer,
@@ -453,14 +453,16 @@ def chat_call(fields: ChatRequest, sampling: Sampling) -> ChatCall:
         names={"tools": "functions", "tool_choice": "function_call"} if is_older else {},
         priority=fields.priority,
         cache_salt=fields.cache_salt or "",
-        cache=_cache_hint(fields),
+        cache=_cache_hint(fields, last_breakpoint(m.content for m in fields.messages)),
         stream=fields.stream,
     )
 
 
-def _cache_hint(fields: ChatRequest | CompletionRequest) -> CacheHint | None:
+def _cache_hint(
+    fields: ChatRequest | CompletionRequest, mark: PromptMark | None = None
+) -> CacheHint | None:
     return openai_hint(
-        fields.prompt_cache_key, fields.prompt_cache_retention, fields.prompt_cache_options
+        fields.prompt_cache_key, fields.prompt_cache_retention, fields.prompt_cache_options, mark
     )
 
 
@@ -576,11 +578,11 @@ class ChatStream(OpenAIEnd, ChatRenderer):
         self._usage = usage
         self._choices: dict[int, ChatChoiceStream] = {}
 
-    def start(self, num_prompt_tokens: int) -> bytes:
+    def start(self, accepted: Accepted) -> bytes:
         """Note the length of the prompt."""
-        self._usage.start([num_prompt_tokens])
+        self._usage.start([accepted.num_prompt_tokens])
         if self._prompt_ids is not None:
-            self._prompt_ids = last_ids(self._prompt_ids, num_prompt_tokens)
+            self._prompt_ids = last_ids(self._prompt_ids, accepted.num_prompt_tokens)
         return b""
 
     def render(self, index: int, events: list[AnswerEvent], chunk: StreamChunk) -> bytes:

@@ -184,7 +184,7 @@ class ChatRenderer(Protocol):
 
     framing: StreamFraming = SERVER_SENT_EVENTS
 
-    def start(self, num_prompt_tokens: int, /) -> bytes:  # noqa: ARG002
+    def start(self, accepted: Accepted, /) -> bytes:  # noqa: ARG002
         """Return the events that come before all others."""
         return b""
 
@@ -233,7 +233,7 @@ class _ParsingRenderer(Renderer):
         """Return the first events of the stream."""
         (of_prompt,) = accepted
         self._prompt_end = of_prompt.prompt_end
-        return self._renderer.start(of_prompt.num_prompt_tokens)
+        return self._renderer.start(of_prompt)
 
     def render(self, choice: int, chunk: StreamChunk) -> bytes:
         """Return the events of a chunk."""

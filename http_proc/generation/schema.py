@@ -144,11 +144,16 @@ class ToolCall(msgspec.Struct):
 
 
 class ContentPart(msgspec.Struct):
-    """A part of a message. Only text is supported."""
+    """A part of a message. Only text is supported.
+
+    prompt_cache_breakpoint: the prompt is kept in the prefix cache up to the end of this part,
+    where prompt_cache_options has the mode explicit.
+    """
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 class Message(msgspec.Struct, kw_only=True):

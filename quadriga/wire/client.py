@@ -521,11 +521,14 @@ class Accepted(msgspec.Struct, tag="accepted", array_like=True, frozen=True):
     Attributes:
         num_prompt_tokens: length of the prompt as it runs, after a cut.
         prompt_end: the last characters of the rendered chat; "" for other prompts.
+        num_kept: tokens of the prompt that stay in the prefix cache because the request asks for
+            it (Generate.cache), as far as they fill pages.
     """
 
     request_id: str
     num_prompt_tokens: int
     prompt_end: str = ""
+    num_kept: int = 0
 
 
 class AdapterUsed(msgspec.Struct, tag="adapter", array_like=True, frozen=True):

@@ -227,6 +227,9 @@ class KVCache:
             self.cache_computed(request)
             num_prompt = request.num_prompt // self.page_size
             path, first = request.prefix_path, request.first_page
+            if num_kept := request.cache.num_tokens:
+                path = path[: num_kept // self.page_size]
+                num_prompt = len(path) + 1  # other prompts go on behind its last page
             tenant = parent_name(request.tenant)
             self.pins.keep(path, first, num_prompt, tenant, request.cache, request.weight)
 

@@ -96,7 +96,9 @@ class ScriptedRing:
         self.tenants.append(tenant)
         handle = ScriptedHandle(str(len(self.handles)))
         if on_accepted is not None and self.error is None:
-            accepted = Accepted("r", self.num_prompt_tokens, self.prompt_end)
+            hint = options.get("cache")
+            num_kept = 0 if hint is None else hint.num_messages or self.num_prompt_tokens
+            accepted = Accepted("r", self.num_prompt_tokens, self.prompt_end, num_kept)
             asyncio.get_running_loop().call_soon(on_accepted, accepted)
         self.handles.append(handle)
         self.sinks.append(sink)

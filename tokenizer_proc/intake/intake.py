@@ -237,7 +237,9 @@ class RequestIntake:
         if adapter is not None and adapter.id:
             self._clients.answer(request.client, AdapterUsed(request.request_id, adapter.id))
         if message.acknowledge:
-            accepted = Accepted(request.request_id, num_prompt, prepared.prompt_end)
+            hint = message.cache
+            num_kept = 0 if hint is None else hint.num_tokens or num_prompt
+            accepted = Accepted(request.request_id, num_prompt, prepared.prompt_end, num_kept)
             self._clients.answer(request.client, accepted)
         submit = Submit(
             client=request.client,

@@ -36,6 +36,7 @@ from quadriga.server.answer_format import ends_inside
 from quadriga.server.config.frontend_args import FrontendArgs
 from quadriga.server.grammars.stop_regex import compile_stop_regex
 from quadriga.server.models.resolve import ModelFiles
+from quadriga.wire.cache import CacheHint
 from quadriga.wire.client import (
     ChatMessage,
     ChatOptions,
@@ -326,7 +327,26 @@ class Preparer:
         )
         bad_words = self._bad_words(params.bad_words) if params.bad_words else []
         request = self._ready(message, ids, params)
+        if request.cache is not None:
+            # The tokens before the mark of a prompt that is cut are not those of other prompts.
+            is_cut = len(ids) < len(prompt.ids)
+            hint = request.cache if is_cut else self._counted(request.cache, message, prompt)
+            hint = msgspec.structs.replace(hint, num_messages=0, num_chars=None)
+            request = msgspec.structs.replace(request, cache=hint)
         return Prepared(request, bad_words, grammar, prompt.end, thinking, _digest(message))
+
+    def _counted(self, hint: CacheHint, message: Generate, prompt: "_Prompt") -> CacheHint:
+        """Return a hint with the number of tokens up to the message that it names.
+
+        0 where it names the end of the chat, or the template does not write the message.
+        """
+        num_tokens, chat = hint.num_tokens, message.prompt
+        if hint.num_messages and not isinstance(chat, str) and message.prompt_token_ids is None:
+            text = text_before(self._encoder, chat, message.chat, hint, prompt.text)
+            ids = self._encoder.encode(text, is_chat=True) if text else array("i")
+            num_tokens = _num_common(ids, prompt.ids)
+        num_tokens = num_tokens if num_tokens < len(prompt.ids) else 0
+        return msgspec.structs.replace(hint, num_tokens=num_tokens)
 
     def _prepare_pooled(self, message: Generate, asked: Pooling) -> Prepared:
         """Return a request for a vector, which one token stands for in what follows.
@@ -481,6 +501,45 @@ def _packed(asked: object) -> bytes:
         return encode(asked)
     except OverflowError:
         return encode(with_large_integers(asked))
+
+
+# Stands where a message ends up to which a prompt is kept, while the chat is rendered again.
+_KEPT_HERE = "f3a9c1d27b604e58"
+
+
+def text_before(
+    encoder: Encoder, chat: list[ChatMessage], options: ChatOptions, hint: CacheHint, text: str
+) -> str:
+    """Return the text of a chat's prompt up to the message that a hint names.
+
+    Args:
+        encoder: renders chats.
+        chat: the messages.
+        options: its tools and variables.
+        hint: names a message.
+        text: of the whole prompt.
+
+    Returns:
+        "" for the end of the chat, and for a message that the template does not write as it is.
+    """
+    place = min(hint.num_messages, len(chat)) - 1
+    content = chat[place].content
+    num_chars = len(content) if hint.num_chars is None else min(hint.num_chars, len(content))
+    if place == len(chat) - 1 and num_chars == len(content):
+        return ""
+    content = content[:num_chars] + _KEPT_HERE + content[num_chars:]
+    marked = list(chat)
+    marked[place] = msgspec.structs.replace(chat[place], content=content)
+    before, mark, _ = encoder.render(marked, options).partition(_KEPT_HERE)
+    return before if mark and text.startswith(before) else ""
+
+
+def _num_common(ids: "array[int]", others: "array[int]") -> int:
+    """Return the number of tokens with which both begin."""
+    if ids == others[: len(ids)]:
+        return len(ids)
+    pairs = zip(ids, others, strict=False)
+    return next(n for n, (one, other) in enumerate(pairs) if one != other)
 
 
 class _Prompt(NamedTuple):

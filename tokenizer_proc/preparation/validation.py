@@ -118,6 +118,9 @@ def _check_hint(hint: CacheHint) -> None:
             f" {MAX_CACHE_TTL_S:.0f} seconds; leave cache out to keep nothing",
             "cache",
         )
+    for name in ("num_tokens", "num_messages", "num_chars"):
+        if (value := getattr(hint, name) or 0) < 0:
+            raise InvalidRequest(f"cache.{name} is {value}: it must be at least 0", "cache")
 
 
 def check_cache_key(key: str) -> None:

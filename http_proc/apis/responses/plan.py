@@ -27,7 +27,7 @@ from http_proc.core.gateway import Gateway
 from http_proc.core.observe import CallRecord
 from http_proc.core.request_group import RequestGroup
 from http_proc.core.served_model import ResponseHead, ServedModel
-from http_proc.generation.cache_hints import openai_hint
+from http_proc.generation.cache_hints import PromptMark, openai_hint
 from http_proc.generation.chat_call import ChatCall, ReasoningOptions, ToolMode
 from http_proc.generation.prepare import PreparedChat, prepare_chat
 from http_proc.generation.sampling import (
@@ -125,9 +125,28 @@ async def make_plan(
     found = tools_of(parsed, len(history))
     tools = request_tools(fields.tools, fields.tool_choice, found)
     turns = chat_turns(fields.instructions, parsed, len(history))
-    call = _chat_call(fields, turns, tools, _sampling(sampling, fields, tools))
+    marked = _last_breakpoint(history + given)
+    mark = None
+    if marked is not None:  # of the turns up to that item
+        items = parsed[: marked + 1]
+        before = chat_turns(fields.instructions, items, min(len(history), len(items)))
+        mark = PromptMark(len(before))
+    call = _chat_call(fields, turns, tools, _sampling(sampling, fields, tools), mark)
     prepared = await prepare_chat(gateway, model, call)
     return ResponsePlan(model, fields, sampling.params, history, given, tools, call, prepared)
+
+
+def _last_breakpoint(items: Items) -> int | None:
+    """Return the place of the last item that has a prompt_cache_breakpoint."""
+    places = range(len(items) - 1, -1, -1)
+    return next((place for place in places if _has_breakpoint(items[place])), None)
+
+
+def _has_breakpoint(item: dict[str, Any]) -> bool:
+    parts = item.get("content")
+    return isinstance(parts, list) and any(
+        isinstance(part, dict) and part.get("prompt_cache_breakpoint") for part in parts
+    )
 
 
 def _check_supported(fields: ResponsesRequest, params: SamplingParams) -> None:
@@ -173,7 +192,11 @@ def _sampling(sampling: Sampling, fields: ResponsesRequest, tools: RequestTools)
 
 
 def _chat_call(
-    fields: ResponsesRequest, turns: Chat, tools: RequestTools, sampling: Sampling
+    fields: ResponsesRequest,
+    turns: Chat,
+    tools: RequestTools,
+    sampling: Sampling,
+    mark: PromptMark | None,
 ) -> ChatCall:
     return ChatCall(
         messages=turns,
@@ -185,7 +208,10 @@ def _chat_call(
         template_args=fields.chat_template_kwargs,
         priority=fields.priority,
         cache=openai_hint(
-            fields.prompt_cache_key, fields.prompt_cache_retention, fields.prompt_cache_options
+            fields.prompt_cache_key,
+            fields.prompt_cache_retention,
+            fields.prompt_cache_options,
+            mark,
         ),
         stream=fields.stream,
         names=NAMES,

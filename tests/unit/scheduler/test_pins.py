@@ -28,13 +28,14 @@ def finish(
     ttl_s: float = 300.0,
     tenant: str = "",
     weight: float = 1.0,
+    num_tokens: int = 0,
 ) -> int:
     """Run a request of these tokens to its end. Return how many of them were cached.
 
     key: None: it asks for nothing.
     """
     request = request_of_tokens(tokens, 0)
-    request.cache = None if key is None else CacheHint(key, ttl_s)
+    request.cache = None if key is None else CacheHint(key, ttl_s, num_tokens)
     request.tenant, request.weight = tenant, weight
     kv.allocate(request)
     num_cached = request.num_computed_tokens
@@ -108,6 +109,20 @@ def test_beyond_the_share_the_least_recently_used_goes_first_from_its_end() -> N
     finish(kv, list(range(100, 120)), "c")
     fill(kv)
     assert cached(kv, list(range(100, 120))) == 8  # as much as the share holds
+    assert len(kv.pins) == 1
+
+
+def test_a_hint_may_keep_the_first_tokens_of_a_prompt_only() -> None:
+    kv = pool()
+    finish(kv, [1, 2, 3, 4, 5, 6, 7, 8], num_tokens=5)
+    assert kv.pins.num_pages == 2, "two whole pages"
+    finish(kv, [11, 12, 13, 14], num_tokens=1)
+    assert len(kv.pins) == 1, "no whole page"
+    fill(kv)
+    assert cached(kv, [1, 2, 3, 4, 5, 6, 7, 8]) == 4
+    kv.pins.advance(NOW + 299)
+    finish(kv, [1, 2, 3, 4, 99, 98], None)  # goes on behind what is kept, and so uses it
+    kv.pins.advance(NOW + 301)
     assert len(kv.pins) == 1
 
 
