@@ -11,9 +11,10 @@ MAX_WORDS = 1500
 MAX_WORDS_OF = {
     "architecture.md": 2700,
     "coming-from.md": 1650,
-    "configuration.md": 4200,
+    "configuration.md": 4250,
     "http.md": 1800,
-    "protocol.md": 4200,
+    "protocol.md": 4300,
+    "metrics.md": 1700,
     "troubleshooting.md": 2200,
 }
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from bench.agents.live import AnsweredCall, LoadShape, Replay
-from bench.agents.sessions import DrawnShape, Session, drawn_sessions, read_sessions, within
+from bench.agents.live import AnsweredCall, LoadShape, SessionReplay
+from bench.agents.sessions import AgentSession, DrawnShape, drawn_sessions, read_sessions, within
 from bench.cli.command import EXIT_OK
 from bench.client.backends import OpenAIServer
 from bench.client.server import OwnServer, ServerProcess, free_port, info_of
@@ -50,7 +50,7 @@ class Side(NamedTuple):
     start: Callable[[], AbstractAsyncContextManager[Served]]
 
 
-class Run(msgspec.Struct):
+class AgentRun(msgspec.Struct):
     """A run, as a line of the file of runs. load: everything that two runs must share."""
 
     side: str
@@ -81,10 +81,10 @@ async def replay(flags: argparse.Namespace, server_flags: Sequence[str]) -> int:
                 continue
             async with side.start() as served:
                 shape = LoadShape(flags.load_rate, flags.load_prompt, flags.answer)
-                replayed = Replay(
+                replayed = SessionReplay(
                     served.url, served.model, side.keep_alive, flags.think_s, shape, flags.seed
                 )
-                run = Run(side.name, number, load, await replayed.run(sessions))
+                run = AgentRun(side.name, number, load, await replayed.run(sessions))
             runs.append(run)
             if flags.json is not None:
                 with flags.json.open("ab") as file:
@@ -99,7 +99,7 @@ async def replay(flags: argparse.Namespace, server_flags: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def _sessions(flags: argparse.Namespace) -> list[Session]:
+def _sessions(flags: argparse.Namespace) -> list[AgentSession]:
     if flags.sessions is None:
         shape = DrawnShape(
             flags.agents, flags.turns, flags.shared, flags.first_prompt, flags.last_prompt,
@@ -112,15 +112,15 @@ def _sessions(flags: argparse.Namespace) -> list[Session]:
             f"--sessions {flags.sessions} has no session of two turns within"
             f" {flags.last_prompt} tokens: give a larger --last-prompt"
         )
-    return [Session(one.name, one.calls[: flags.turns]) for one in sessions]
+    return [AgentSession(one.name, one.calls[: flags.turns]) for one in sessions]
 
 
-def _known_runs(file: Path | None, load: dict[str, str]) -> list[Run]:
+def _known_runs(file: Path | None, load: dict[str, str]) -> list[AgentRun]:
     """Return the runs of a file that had the same load."""
     if file is None or not file.is_file():
         return []
     lines = file.read_bytes().splitlines()
-    runs = [msgspec.json.decode(line, type=Run) for line in lines]
+    runs = [msgspec.json.decode(line, type=AgentRun) for line in lines]
     return [run for run in runs if run.load == load]
 
 
@@ -153,7 +153,7 @@ def _has_model(*flags: Sequence[str]) -> bool:
     return any("--model" in each for each in flags)
 
 
-def _peer_sides(flags: argparse.Namespace, sessions: Sequence[Session]) -> list[Side]:
+def _peer_sides(flags: argparse.Namespace, sessions: Sequence[AgentSession]) -> list[Side]:
     sides = []
     for name in flags.peer:
         if name not in PEERS:
@@ -196,7 +196,7 @@ def _urls(flags: argparse.Namespace) -> list[Side]:
 # --- figures --------------------------------------------------------------------------------------
 
 
-def figures(runs: Sequence[Run]) -> FigureRow:
+def figures(runs: Sequence[AgentRun]) -> FigureRow:
     """Return the figures of the runs of one server. Turns after the first of an agent are counted.
 
     new: tokens that a turn adds to the prompt before. evicted: turns of which something of the
@@ -240,7 +240,7 @@ def figures(runs: Sequence[Run]) -> FigureRow:
 MAX_PAGE_TOKENS = 64  # of the tokens that two prompts share, the last page may differ
 
 
-def by_turn(runs: Sequence[Run]) -> FigureRow:
+def by_turn(runs: Sequence[AgentRun]) -> FigureRow:
     """Return the median time to the first token of each turn."""
     waited: dict[int, list[float]] = defaultdict(list)
     for run in runs:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
-from bench.agents.sessions import Session, SessionCall, text_of
+from bench.agents.sessions import AgentSession, SessionCall, text_of
 from quadriga.errors import RequestFailed
 
 READ_TIMEOUT_S = 1800.0
@@ -121,7 +121,7 @@ async def events_of(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str,
             yield msgspec.json.decode(data)
 
 
-class Replay:
+class SessionReplay:
     """Send the sessions of agents to a server, and other prompts beside them.
 
     Args:
@@ -148,7 +148,7 @@ class Replay:
         self._began_at = 0.0
         self.answered: list[AnsweredCall] = []
 
-    async def run(self, sessions: Sequence[Session]) -> list[AnsweredCall]:
+    async def run(self, sessions: Sequence[AgentSession]) -> list[AnsweredCall]:
         """Return what became of each call, when all agents have ended.
 
         Raises:
@@ -175,7 +175,7 @@ class Replay:
                 await asyncio.gather(*tasks, others, return_exceptions=True)
         return self.answered
 
-    async def _play(self, http: aiohttp.ClientSession, number: int, session: Session) -> None:
+    async def _play(self, http: aiohttp.ClientSession, number: int, session: AgentSession) -> None:
         source = random.Random(f"{self._seed} agent {number}")
         headers = {"X-Session-Id": f"bench-{number}"}
         if self._keep_alive:

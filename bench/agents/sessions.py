@@ -40,7 +40,7 @@ class SessionCall(NamedTuple):
     seconds: float = 0.0
 
 
-class Session(NamedTuple):
+class AgentSession(NamedTuple):
     """The turns of one agent, in order."""
 
     name: str
@@ -63,7 +63,7 @@ class _Line(msgspec.Struct):
     version: int = VERSION
 
 
-def read_sessions(path: Path) -> list[Session]:
+def read_sessions(path: Path) -> list[AgentSession]:
     """Return the sessions of a file: a recording, or a file of lucebench.
 
     Raises:
@@ -81,13 +81,13 @@ def read_sessions(path: Path) -> list[Session]:
         raise ConfigError(
             f"--sessions {path} is neither a recording (--record) nor a file of lucebench: {error}"
         ) from None
-    return [Session(f"case {n}", list(_calls_of(case))) for n, case in enumerate(cases)]
+    return [AgentSession(f"case {n}", list(_calls_of(case))) for n, case in enumerate(cases)]
 
 
 # --- recordings -----------------------------------------------------------------------------------
 
 
-def read_recording(path: Path) -> list[Session]:
+def read_recording(path: Path) -> list[AgentSession]:
     """Return the sessions of a recording, in the order in which they began.
 
     A line that was cut by a crash is left out, with what continues it.
@@ -129,7 +129,7 @@ def read_recording(path: Path) -> list[Session]:
                 line.seconds,
             )
         )
-    return [Session(name, calls) for name, calls in sessions.items()]
+    return [AgentSession(name, calls) for name, calls in sessions.items()]
 
 
 def _whole_body(line: _Line, before: dict[str, Any]) -> dict[str, Any] | None:
@@ -189,7 +189,7 @@ class DrawnShape(NamedTuple):
 DRAWN_CHARS_PER_TOKEN = 4.6
 
 
-def drawn_sessions(shape: DrawnShape, seed: int) -> list[Session]:
+def drawn_sessions(shape: DrawnShape, seed: int) -> list[AgentSession]:
     """Return sessions whose prompts grow evenly: a system prompt that all share, then turns."""
     source = random.Random(seed)
     system = {"role": "system", "content": text_of(source, shape.shared)}
@@ -209,7 +209,7 @@ def drawn_sessions(shape: DrawnShape, seed: int) -> list[Session]:
                     {"role": "user", "content": result},
                 ]
             calls.append(SessionCall(CHAT, {"messages": messages}, 0, shape.answer))
-        sessions.append(Session(f"agent {number}", calls))
+        sessions.append(AgentSession(f"agent {number}", calls))
     return sessions
 
 
@@ -235,7 +235,7 @@ class AgentTurn(NamedTuple):
     num_answer: int
 
 
-def turns_of(session: Session, max_tokens: int) -> list[AgentTurn]:
+def turns_of(session: AgentSession, max_tokens: int) -> list[AgentTurn]:
     """Return the lengths of a session's turns, up to a length of prompt and answer."""
     turns, num_known = list[AgentTurn](), 0
     for call in session.calls:
@@ -252,7 +252,7 @@ def _estimated_prompt(call: SessionCall) -> int:
     return sum(map(num_tokens_of, call.body.get("messages", [])))
 
 
-def within(sessions: Sequence[Session], max_tokens: int) -> list[Session]:
+def within(sessions: Sequence[AgentSession], max_tokens: int) -> list[AgentSession]:
     """Return the sessions cut to a length of the prompt; those with two turns or more."""
-    cut = [Session(one.name, one.calls[: len(turns_of(one, max_tokens))]) for one in sessions]
+    cut = [AgentSession(one.name, one.calls[: len(turns_of(one, max_tokens))]) for one in sessions]
     return [session for session in cut if len(session.calls) > 1]

@@ -13,7 +13,7 @@ import msgspec
 
 from http_proc.core import caller, errors, observe
 from http_proc.core.resumption import Resumption
-from http_proc.core.session import NO_SESSION, Session
+from http_proc.core.session import NO_SESSION, CallSession
 
 # Any body up to this size is decoded in a few milliseconds.
 SMALL_BYTES = 256 * 1024
@@ -139,7 +139,7 @@ class Call:
     model: str | None = None
     may_keep: bool = True
     resumption: Resumption | None = None
-    session: Session = NO_SESSION
+    session: CallSession = NO_SESSION
     record: observe.CallRecord = field(default_factory=observe.CallRecord)
 
     async def parse(self) -> dict[str, Any]:

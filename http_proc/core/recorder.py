@@ -195,7 +195,7 @@ def _keep(kept: "OrderedDict[Any, Any]", key: Any, value: Any) -> None:
         kept.popitem(last=False)
 
 
-class Recorder:
+class SessionRecorder:
     """Append the answered calls of a gateway to a file, until it is full or the disk fails.
 
     Args:
@@ -289,7 +289,7 @@ class NoRecorder:
         """Do nothing: nothing waits."""
 
 
-RECORDER = Key[Recorder]("recorder")
+RECORDER = Key[SessionRecorder]("recorder")
 
 
 class Recording:
@@ -300,7 +300,7 @@ class Recording:
         call: what is asked.
     """
 
-    def __init__(self, recorder: Recorder, call: Call) -> None:
+    def __init__(self, recorder: SessionRecorder, call: Call) -> None:
         self._recorder = recorder
         self._path, self._body, self._session = call.path, call.body, call.session.name
         self._began_at = clock.now()
@@ -335,7 +335,7 @@ def begin_recording(gateway: Gateway, call: Call) -> Recording | None:
     return Recording(recorder, call) if recorder.is_recording else None
 
 
-def open_recorder(gateway: Gateway, is_restart: bool) -> "Recorder | NoRecorder":
+def open_recorder(gateway: Gateway, is_restart: bool) -> "SessionRecorder | NoRecorder":
     """Return what records the calls of a gateway, which are recorded from now on.
 
     Args:
@@ -349,7 +349,7 @@ def open_recorder(gateway: Gateway, is_restart: bool) -> "Recorder | NoRecorder"
     if not path:
         return NoRecorder()
     try:
-        recorder = gateway[RECORDER] = Recorder(Path(path))
+        recorder = gateway[RECORDER] = SessionRecorder(Path(path))
     except OSError as error:
         problem = f"--record {path} cannot be written: {error.strerror}"
         if is_restart:

@@ -19,7 +19,7 @@ _DURATION = re.compile(r"(\d{1,6})([smh]?)", re.ASCII)
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-class Session(NamedTuple):
+class CallSession(NamedTuple):
     """What the headers of a request say.
 
     Attributes:
@@ -42,10 +42,10 @@ class Session(NamedTuple):
         return CacheHint(self.name, self.keep_s) if self.keep_s else None
 
 
-NO_SESSION = Session()
+NO_SESSION = CallSession()
 
 
-def session_of(headers: Mapping[str, str]) -> Session:
+def session_of(headers: Mapping[str, str]) -> CallSession:
     """Return the session of a request.
 
     Raises:
@@ -61,7 +61,7 @@ def session_of(headers: Mapping[str, str]) -> Session:
         )
     text = headers.get(KEEP_ALIVE_HEADER)
     if text is None:
-        return Session(name)
+        return CallSession(name)
     match = _DURATION.fullmatch(text.strip())
     if match is None:
         raise invalid(
@@ -69,17 +69,17 @@ def session_of(headers: Mapping[str, str]) -> Session:
             " 10m or 1h; 0 keeps nothing",
             KEEP_ALIVE_HEADER,
         )
-    return Session(name, min(int(match[1]) * _SECONDS[match[2]], MAX_CACHE_TTL_S))
+    return CallSession(name, min(int(match[1]) * _SECONDS[match[2]], MAX_CACHE_TTL_S))
 
 
-_session: ContextVar[Session] = ContextVar("session")
+_session: ContextVar[CallSession] = ContextVar("session")
 
 
-def set_session(session: Session) -> None:
+def set_session(session: CallSession) -> None:
     """Set the session of the request that this task answers from now on."""
     _session.set(session)
 
 
-def current_session() -> Session:
+def current_session() -> CallSession:
     """Return the session of the request that this task answers."""
     return _session.get(NO_SESSION)

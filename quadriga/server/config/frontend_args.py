@@ -237,8 +237,7 @@ class HttpArgs:
     )
     record: str = flag(
         "",
-        "append the prompts of chats and completions, as far as they are answered, for python -m"
-        " bench.agents: at most 1 GiB, without keys, names and answers",
+        "append answered prompts for python -m bench.agents, up to 1 GiB",
         unit="FILE",
     )
     batch_concurrency: int = flag(

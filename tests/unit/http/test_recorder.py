@@ -11,7 +11,7 @@ import pytest
 from bench.agents.sessions import read_recording
 from http_proc.core import recorder as recorder_module
 from http_proc.core.gateway import Gateway
-from http_proc.core.recorder import RECORDER, Recorder, open_recorder
+from http_proc.core.recorder import RECORDER, SessionRecorder, open_recorder
 from quadriga.errors import ConfigError
 from tests.unit.http.calls import key_file, send
 from tests.unit.http.measured_ring import MeasuredRing
@@ -210,4 +210,4 @@ async def test_a_file_that_cannot_be_written_fails_the_start_and_no_restart(
 
 def test_a_device_is_refused() -> None:
     with pytest.raises(OSError, match="not a regular file"):
-        Recorder(Path("/dev/null"))
+        SessionRecorder(Path("/dev/null"))
