@@ -74,7 +74,7 @@ async def replay(flags: argparse.Namespace, server_flags: Sequence[str]) -> int:
         for name in ("sessions", "agents", "turns", "shared", "first_prompt", "last_prompt",
                      "answer", "think_s", "load_rate", "load_prompt", "seed")
     }  # fmt: skip
-    runs = _known_runs(flags.json, load)
+    runs = known_runs(flags.json, load)
     for number in range(flags.repeat):
         for side in sides:
             if any((run.side, run.number) == (side.name, number) for run in runs):
@@ -115,7 +115,7 @@ def _sessions(flags: argparse.Namespace) -> list[AgentSession]:
     return [AgentSession(one.name, one.calls[: flags.turns]) for one in sessions]
 
 
-def _known_runs(file: Path | None, load: dict[str, str]) -> list[AgentRun]:
+def known_runs(file: Path | None, load: dict[str, str]) -> list[AgentRun]:
     """Return the runs of a file that had the same load."""
     if file is None or not file.is_file():
         return []
