@@ -1,12 +1,12 @@
 """Runs of servers one after the other, and the table of their figures."""
 
 import argparse
-import asyncio
 import shlex
 import statistics
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,13 +18,15 @@ from bench.cli.command import EXIT_OK
 from bench.client.backends import OpenAIServer
 from bench.client.server import OwnServer, ServerProcess, free_port, info_of
 from bench.peers.models import hugging_face_directory
-from bench.peers.recipes import PEERS, PeerWorkload, Start
+from bench.peers.recipes import PEERS, Peer, PeerWorkload, Start
 from bench.report.table import FigureRow, table_of
 from bench.turns import variant_of
 from quadriga.errors import ConfigError
+from quadriga.server.config.server_config import ServerConfig
 
 READY_TIMEOUT_S = 600.0
 INFO_TIMEOUT_S = 5.0
+MAX_PAGE_TOKENS = 64  # of the tokens that two prompts share, the last page may differ
 # The weights of peers, and those of ours that are compared with them.
 WEIGHTS = "bf16"
 
@@ -131,66 +133,60 @@ def _own_sides(flags: argparse.Namespace, common: Sequence[str]) -> list[Side]:
     sides = []
     for text in flags.variants:
         variant = variant_of(text)
-        model = ["--model", str(hugging_face_directory("smollm2")), "--dtype", "bfloat16"]
-        config = variant.config([*([] if _has_model(variant.flags, common) else model), *common])
-        log = flags.logs / f"{variant.name}.log"
-
-        @asynccontextmanager
-        async def start(
-            config=config, launcher=variant.launcher, log=log,
-        ) -> AsyncIterator[Served]:  # fmt: skip
-            port = free_port()
-            with OwnServer(config, log, launcher, port) as server:
-                await server.wait_info()
-                yield Served(f"http://127.0.0.1:{port}", config.model.shown_name)
-
+        has_model = "--model" in (*variant.flags, *common)
+        model = [] if has_model else ["--model", str(hugging_face_directory("smollm2")),
+                                      "--dtype", "bfloat16"]  # fmt: skip
+        config = variant.config([*model, *common])
+        start = partial(_own_server, config, variant.launcher, flags.logs / f"{variant.name}.log")
         sides.append(Side(f"{variant.name}, without hints", "", start))
         sides.append(Side(f"{variant.name}, with hints", flags.keep_alive, start))
     return sides
 
 
-def _has_model(*flags: Sequence[str]) -> bool:
-    return any("--model" in each for each in flags)
+@asynccontextmanager
+async def _own_server(config: ServerConfig, launcher: Path, log: Path) -> AsyncIterator[Served]:
+    port = free_port()
+    with OwnServer(config, log, launcher, port) as server:
+        await server.wait_info()
+        yield Served(f"http://127.0.0.1:{port}", config.model.shown_name)
 
 
 def _peer_sides(flags: argparse.Namespace, sessions: Sequence[AgentSession]) -> list[Side]:
-    sides = []
-    for name in flags.peer:
-        if name not in PEERS:
-            raise ConfigError(f"--peer {name}: it is one of {', '.join(PEERS)}")
-        peer = PEERS[name]
-        work = PeerWorkload(
-            "agents", "smollm2", flags.last_prompt, flags.answer, len(sessions), len(sessions)
-        )
-        program, log = peer.install(), flags.logs / f"{name}.log"
+    if unknown := set(flags.peer) - set(PEERS):
+        raise ConfigError(f"--peer {', '.join(unknown)}: it is one of {', '.join(PEERS)}")
+    work = PeerWorkload(
+        "agents", "smollm2", flags.last_prompt, flags.answer, len(sessions), len(sessions)
+    )
+    more = shlex.split(flags.peer_flags)
+    return [
+        Side(name, "", partial(_peer_server, PEERS[name], work, more, flags.logs / f"{name}.log"))
+        for name in flags.peer
+    ]
 
-        @asynccontextmanager
-        async def start(peer=peer, program=program, work=work, log=log) -> AsyncIterator[Served]:
-            port = free_port()
-            command = [*peer.command(Start(program, port, work, WEIGHTS)),
-                       *shlex.split(flags.peer_flags)]  # fmt: skip
-            url = f"http://127.0.0.1:{port}"
-            with ServerProcess(command, log, READY_TIMEOUT_S, peer.environment) as server:
-                target = OpenAIServer(url, "completions")
-                info = await server.wait_ready(
-                    lambda: info_of(target, "", INFO_TIMEOUT_S, INFO_TIMEOUT_S)
-                )
-                yield Served(url, str(info.get("model", "smollm2")))
 
-        sides.append(Side(name, "", start))
-    return sides
+@asynccontextmanager
+async def _peer_server(
+    peer: Peer, work: PeerWorkload, more: Sequence[str], log: Path
+) -> AsyncIterator[Served]:
+    port = free_port()
+    command = [*peer.command(Start(peer.install(), port, work, WEIGHTS)), *more]
+    url = f"http://127.0.0.1:{port}"
+    with ServerProcess(command, log, READY_TIMEOUT_S, peer.environment) as server:
+        target = OpenAIServer(url)
+        info = await server.wait_ready(lambda: info_of(target, "", INFO_TIMEOUT_S, INFO_TIMEOUT_S))
+        yield Served(url, str(info.get("model", "smollm2")))
 
 
 def _urls(flags: argparse.Namespace) -> list[Side]:
     if not flags.url:
         return []
-
-    @asynccontextmanager
-    async def start() -> AsyncIterator[Served]:
-        yield Served(flags.url.rstrip("/"), flags.model)
-        await asyncio.sleep(0)
-
+    start = partial(_running_server, flags.url.rstrip("/"), flags.model)
     return [Side("url, without hints", "", start), Side("url, with hints", flags.keep_alive, start)]
+
+
+@asynccontextmanager
+async def _running_server(url: str, model: str) -> AsyncIterator[Served]:
+    yield Served(url, model)
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -235,9 +231,6 @@ def figures(runs: Sequence[AgentRun]) -> FigureRow:
         "their p99": percentile(of_others, 99),
         "run, s": round(statistics.mean(ends)),
     }
-
-
-MAX_PAGE_TOKENS = 64  # of the tokens that two prompts share, the last page may differ
 
 
 def by_turn(runs: Sequence[AgentRun]) -> FigureRow:

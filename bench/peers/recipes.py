@@ -159,7 +159,10 @@ CONTEXT_TOKENS, GPT2_CONTEXT_TOKENS = 2048, 1024
 
 
 def _context(start: Start) -> int:
-    return GPT2_CONTEXT_TOKENS if start.workload.model == "gpt2" else CONTEXT_TOKENS
+    work = start.workload
+    if work.model == "gpt2":
+        return GPT2_CONTEXT_TOKENS
+    return max(CONTEXT_TOKENS, work.input_len + work.output_len + 1)
 
 
 # --- vLLM -----------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ counters, and the newest version has replaced `gen_ai.client.token.usage`.
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -72,10 +71,7 @@ class GenAiMetrics:
     """
 
     def __init__(self) -> None:
-        self.histograms: dict[str, dict[GenAiLabels, Histogram]] = {
-            name: defaultdict(lambda bounds=bounds: Histogram(bounds))  # type: ignore[misc]
-            for name, (bounds, _) in GEN_AI.items()
-        }
+        self.histograms: dict[str, dict[GenAiLabels, Histogram]] = {name: {} for name in GEN_AI}
 
     def count(self, record: CallRecord) -> None:
         """Count a call that has ended, if it is an inference."""
@@ -84,18 +80,24 @@ class GenAiMetrics:
             return
         asked, error = record.inference, error_of(record)
         labels = GenAiLabels(operation, names.QUADRIGA, asked.named, asked.model, error)
-        seconds = time.monotonic() - record.began_at
-        self.histograms[DURATION][labels].observe(seconds)
+        self.observe(DURATION, labels, time.monotonic() - record.began_at)
         if error:
             return
         times = [each.timings for each in record.completions if each.timings.token_times]
         if times:
             first_s = min(each.token_times[0] - each.submitted for each in times)
-            self.histograms[FIRST_TOKEN][labels].observe(first_s)
+            self.observe(FIRST_TOKEN, labels, first_s)
         for each in times:
             if num_later := len(each.token_times) - 1:
                 decode_s = each.token_times[-1] - each.token_times[0]
-                self.histograms[PER_TOKEN][labels].observe(decode_s / num_later)
+                self.observe(PER_TOKEN, labels, decode_s / num_later)
+
+    def observe(self, name: str, labels: GenAiLabels, value: float) -> None:
+        """Count a value of a metric."""
+        of_name = self.histograms[name]
+        if labels not in of_name:
+            of_name[labels] = Histogram(GEN_AI[name][0])
+        of_name[labels].observe(value)
 
 
 def error_of(record: CallRecord) -> str:

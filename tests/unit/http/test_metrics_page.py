@@ -89,7 +89,7 @@ def families() -> Iterator[Metric]:
     any_number: Any = AnyNumber()
     gen_ai = GenAiMetrics()
     for name in GEN_AI:
-        gen_ai.histograms[name][GenAiLabels("chat", "quadriga", "m", "m", "")].observe(1.0)
+        gen_ai.observe(name, GenAiLabels("chat", "quadriga", "m", "m", ""), 1.0)
     exporter = {key: 1 for key, _ in TRACE_COUNTERS.values()}
     return chain(
         Collector("m", whole_info(), 1, AnswerMetrics()).collect(),
