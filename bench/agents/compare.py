@@ -17,7 +17,7 @@ from bench.agents.sessions import AgentSession, DrawnShape, drawn_sessions, read
 from bench.cli.command import EXIT_OK
 from bench.client.backends import OpenAIServer
 from bench.client.server import OwnServer, ServerProcess, free_port, info_of
-from bench.peers.models import hugging_face_directory
+from bench.peers.models import Weights, hugging_face_directory
 from bench.peers.recipes import PEERS, Peer, PeerWorkload, Start
 from bench.report.table import FigureRow, table_of
 from bench.turns import variant_of
@@ -28,7 +28,7 @@ READY_TIMEOUT_S = 600.0
 INFO_TIMEOUT_S = 5.0
 MAX_PAGE_TOKENS = 64  # of the tokens that two prompts share, the last page may differ
 # The weights of peers, and those of ours that are compared with them.
-WEIGHTS = "bf16"
+WEIGHTS: Weights = "bf16"
 
 
 class Served(NamedTuple):

@@ -53,7 +53,7 @@ from quadriga.client.async_client import RequestOptions
 from quadriga.client.types import Chat, Completion, StreamChunk
 from quadriga.errors import InvalidRequest, QuadrigaError
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.client import Accepted, ChatMessage, Usage, check_chat
+from quadriga.wire.client import ChatMessage, Usage, check_chat
 
 # The docstrings are the descriptions in /openapi.json. Fields without an effect on this server
 # are accepted and ignored; a field that is not listed is refused by name.
@@ -963,10 +963,10 @@ class MessageStream(ChatRenderer):
         self._num_kept = 0
         self._completion: Completion | None = None
 
-    def start(self, accepted: Accepted) -> bytes:
+    def start(self, num_prompt_tokens: int, num_kept: int = 0) -> bytes:
         """Return message_start, whose usage does not know the cached tokens yet, and a ping."""
-        usage = MessageUsage(accepted.num_prompt_tokens, 0)
-        self._num_kept = _in_pages(accepted, self._kept_page)
+        usage = MessageUsage(num_prompt_tokens, 0)
+        self._num_kept = _in_pages(num_kept, self._kept_page)
         body = MessageBody(id=self._head.id, model=self._head.model, content=[], usage=usage)
         message = {"type": "message_start", "message": body}
         return named_event(b"message_start", _encode(message)) + named_event(
@@ -1026,13 +1026,13 @@ async def messages(gateway: Gateway, call: Call, sink: EventSink) -> MessageBody
             return None
         (answer,) = await collect_chat(group, prepared)
         (accepted,) = await group.accepted()
-    num_kept = _in_pages(accepted, kept_page)
+    num_kept = _in_pages(accepted.num_kept, kept_page)
     return _body(head, answer, writer, fields.max_tokens, num_kept)
 
 
-def _in_pages(accepted: Accepted, kept_page: int) -> int:
+def _in_pages(num_kept: int, kept_page: int) -> int:
     """Return the tokens of a prompt that are kept, as far as they fill pages."""
-    return accepted.num_kept // kept_page * kept_page if kept_page else 0
+    return num_kept // kept_page * kept_page if kept_page else 0
 
 
 async def _kept_page(model: ServedModel, chat: ChatCall) -> int:

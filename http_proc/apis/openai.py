@@ -578,11 +578,11 @@ class ChatStream(OpenAIEnd, ChatRenderer):
         self._usage = usage
         self._choices: dict[int, ChatChoiceStream] = {}
 
-    def start(self, accepted: Accepted) -> bytes:
+    def start(self, num_prompt_tokens: int, _num_kept: int = 0) -> bytes:
         """Note the length of the prompt."""
-        self._usage.start([accepted.num_prompt_tokens])
+        self._usage.start([num_prompt_tokens])
         if self._prompt_ids is not None:
-            self._prompt_ids = last_ids(self._prompt_ids, accepted.num_prompt_tokens)
+            self._prompt_ids = last_ids(self._prompt_ids, num_prompt_tokens)
         return b""
 
     def render(self, index: int, events: list[AnswerEvent], chunk: StreamChunk) -> bytes:

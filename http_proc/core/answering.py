@@ -84,6 +84,6 @@ def observed(gateway: Gateway, record: observe.CallRecord, traceparent: str) -> 
             gateway.gen_ai.count(record)
             if trace is not None:
                 trace.tenant = current_caller().name
-                is_sampled = trace.context.sampled
-                exported = gen_ai.span_attributes(record, trace) if is_sampled else {}
-                gateway.traces.finish(trace, record, exported)
+                own = gateway.traces.finish(trace, record)
+                if trace.context.sampled:
+                    gateway.traces.export(gen_ai.exported(own, record, trace))

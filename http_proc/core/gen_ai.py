@@ -14,7 +14,7 @@ from quadriga.client.types import Completion
 from quadriga.server.histogram import Histogram
 from quadriga.server.tracing import gen_ai as names
 from quadriga.wire.client import Usage
-from quadriga.wire.trace import Attributes
+from quadriga.wire.trace import Attributes, RequestTrace
 
 CHAT, TEXT, EMBEDDINGS, RERANK = "chat", "text_completion", "embeddings", "rerank"
 OPERATIONS = {
@@ -109,11 +109,17 @@ def error_of(record: CallRecord) -> str:
     return str(record.status) if record.status >= 400 else ""
 
 
-def span_attributes(record: CallRecord, trace: WebTrace) -> Attributes:
-    """Return what the exported span of a call shows; nothing for one that is no inference."""
+def exported(own: RequestTrace, record: CallRecord, trace: WebTrace) -> RequestTrace:
+    """Return the trace of a call as it is exported: with the conventions, if it is an inference."""
     operation = OPERATIONS.get(record.route)
     if operation is None:
-        return {}
+        return own
+    makes_text = operation in (CHAT, TEXT) and record.inference.num_choices
+    reasons = _finish_reasons(record, trace.server_ids) if makes_text else []
+    return names.exported(own, _span_attributes(operation, record, trace), reasons)
+
+
+def _span_attributes(operation: str, record: CallRecord, trace: WebTrace) -> Attributes:
     asked = record.inference
     attributes: Attributes = {names.OPERATION: operation, names.PROVIDER: names.QUADRIGA}
     for name, text in (
@@ -136,8 +142,6 @@ def span_attributes(record: CallRecord, trace: WebTrace) -> Attributes:
             attributes[names.OUTPUT_TOKENS] = sum(usage.completion_tokens for usage in usages)
             if asked.is_stream and (first_s := _first_chunk_s(record, trace)) is not None:
                 attributes[names.FIRST_CHUNK] = first_s
-    if makes_text and asked.num_choices:
-        attributes[names.FINISH_REASONS] = _finish_reasons(record, trace.server_ids)
     return attributes
 
 

@@ -485,11 +485,8 @@ class WebTraces:
         trace = self._open[context.span_id] = WebTrace(context, clock.now(), record)
         return trace
 
-    def finish(self, trace: WebTrace, record: CallRecord, exported: Attributes) -> None:
-        """Keep and export the trace of a web request that has ended.
-
-        exported: further attributes of its span where it is exported.
-        """
+    def finish(self, trace: WebTrace, record: CallRecord) -> RequestTrace:
+        """Keep the trace of a web request that has ended, and return the gateway's part of it."""
         self._open.pop(trace.context.span_id, None)
         own = RequestTrace(
             trace.context,
@@ -504,9 +501,11 @@ class WebTraces:
         trace.summary = _summary(trace, record, own.ended_at)
         trace.record = None
         self._keep(trace)
-        if trace.context.sampled:
-            own.attributes |= exported
-            self._exporter.put(_encode(own))
+        return own
+
+    def export(self, trace: RequestTrace) -> None:
+        """Export a trace."""
+        self._exporter.put(_encode(trace))
 
     def _keep(self, trace: WebTrace) -> None:
         """Keep a trace that has ended, and forget the oldest ones beyond the bound."""

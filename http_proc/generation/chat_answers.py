@@ -184,8 +184,11 @@ class ChatRenderer(Protocol):
 
     framing: StreamFraming = SERVER_SENT_EVENTS
 
-    def start(self, accepted: Accepted, /) -> bytes:  # noqa: ARG002
-        """Return the events that come before all others."""
+    def start(self, num_prompt_tokens: int, num_kept: int = 0, /) -> bytes:  # noqa: ARG002
+        """Return the events that come before all others.
+
+        num_kept: tokens of the prompt that stay in the prefix cache because the request asks for it.
+        """
         return b""
 
     def render(self, choice: int, events: list[AnswerEvent], chunk: StreamChunk, /) -> bytes:
@@ -233,7 +236,7 @@ class _ParsingRenderer(Renderer):
         """Return the first events of the stream."""
         (of_prompt,) = accepted
         self._prompt_end = of_prompt.prompt_end
-        return self._renderer.start(of_prompt)
+        return self._renderer.start(of_prompt.num_prompt_tokens, of_prompt.num_kept)
 
     def render(self, choice: int, chunk: StreamChunk) -> bytes:
         """Return the events of a chunk."""

@@ -2,7 +2,7 @@
 
 import msgspec
 
-AttributeValue = bool | int | float | str | list[str]
+AttributeValue = bool | int | float | str
 Attributes = dict[str, AttributeValue]
 
 

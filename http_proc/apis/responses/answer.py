@@ -29,7 +29,6 @@ from http_proc.generation.chat_answers import ChatRenderer
 from quadriga.client.types import Completion, StreamChunk
 from quadriga.clock import now
 from quadriga.sampling.params import SamplingParams
-from quadriga.wire.client import Accepted
 
 # Names of errors that clients of this API know, by the gateway's own.
 _KNOWN_CODES = {"context_length_exceeded": "context_length_exceeded"}
@@ -181,7 +180,7 @@ class ResponseStream(ChatRenderer):
         self._sent: list[bytes] = []
         self._num_events = 0
 
-    def start(self, accepted: Accepted) -> bytes:  # noqa: ARG002
+    def start(self, num_prompt_tokens: int, num_kept: int = 0) -> bytes:  # noqa: ARG002
         """Return the events of the begin."""
         response, begin = self._answer.response, self._of_response("response.created")
         if response.status == "queued":

@@ -5,6 +5,8 @@ development). A request has one span with `gen_ai.operation.name` and the usage,
 add up tokens count it once: the web request's, or `llm_request` of a request by ZeroMQ.
 """
 
+import msgspec
+
 from quadriga.sampling.params import SamplingParams
 from quadriga.wire.trace import Attributes, RequestTrace
 
@@ -18,6 +20,22 @@ ERROR = "error.type"
 QUADRIGA = "quadriga"
 # A request by ZeroMQ may be a text, token ids or a chat, and the scheduler sees only ids.
 GENERATE = "generate_content"
+
+
+class ExportedTrace(RequestTrace, array_like=True):
+    """A trace with what only its export shows. finish_reasons: of its choices, in order."""
+
+    finish_reasons: list[str] = msgspec.field(default_factory=list)
+
+
+def exported(
+    trace: RequestTrace, attributes: Attributes, finish_reasons: list[str]
+) -> ExportedTrace:
+    """Return a trace with further attributes of its own span."""
+    return ExportedTrace(
+        trace.context, trace.name, trace.request_id, trace.index, trace.spans,
+        {**trace.attributes, **attributes}, trace.error, finish_reasons,
+    )  # fmt: skip
 
 
 def request_attributes(params: SamplingParams, is_stream: bool) -> Attributes:
@@ -43,7 +61,7 @@ def request_attributes(params: SamplingParams, is_stream: bool) -> Attributes:
     return attributes
 
 
-def with_conventions(trace: RequestTrace, model: str) -> RequestTrace:
+def with_conventions(trace: RequestTrace, model: str) -> ExportedTrace:
     """Return the trace of a choice with the convention's names, where no web request is around it.
 
     The prompt of several choices counts once, at the first one.
@@ -62,11 +80,8 @@ def with_conventions(trace: RequestTrace, model: str) -> RequestTrace:
     if trace.index == 0:
         attributes[INPUT_TOKENS] = own.get("gen_ai.usage.prompt_tokens", 0)
         attributes[CACHED_TOKENS] = own.get("quadriga.cached_tokens", 0)
-    if reason := own.get("gen_ai.response.finish_reason"):
-        attributes[FINISH_REASONS] = ["error" if trace.error else str(reason)]
     if trace.error:
         attributes[ERROR] = trace.error.partition(":")[0]
-    return RequestTrace(
-        trace.context, trace.name, trace.request_id, trace.index, trace.spans,
-        {**own, **attributes}, trace.error,
-    )  # fmt: skip
+    reason = own.get("gen_ai.response.finish_reason")
+    finish_reasons = ["error" if trace.error else str(reason)] if reason else []
+    return exported(trace, attributes, finish_reasons)

@@ -20,6 +20,7 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 
 from quadriga import __version__
 from quadriga.server.processes.logs import in_a_line
+from quadriga.server.tracing.gen_ai import FINISH_REASONS, ExportedTrace
 from quadriga.wire.trace import RequestTrace, Span, TraceContext
 
 TRACES_PATH = "/v1/traces"
@@ -33,7 +34,7 @@ SCOPE = InstrumentationScope("quadriga", __version__)
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 SDK_LOGGER = logging.getLogger("opentelemetry.exporter.otlp")
 
-_decode = msgspec.msgpack.Decoder(RequestTrace).decode
+_decode = msgspec.msgpack.Decoder(ExportedTrace).decode
 
 
 class OtlpExporter:
@@ -169,7 +170,10 @@ def spans_of(trace: RequestTrace, resource: Mapping[str, str]) -> Iterator[Reada
     own = Span(trace.name, trace.spans[0].process, trace.began_at, trace.ended_at, trace.attributes)
     status = Status(StatusCode.ERROR, trace.error) if trace.error else Status(StatusCode.OK)
     parent = _context(context, context.parent_id, is_remote=True) if context.parent_id else None
-    yield _span(own, _context(context, own_id), parent, resource, SpanKind.SERVER, status)
+    reasons = trace.finish_reasons if isinstance(trace, ExportedTrace) else []
+    lists = {FINISH_REASONS: reasons} if reasons else {}
+    own_context = _context(context, own_id)
+    yield _span(own, own_context, parent, resource, SpanKind.SERVER, status, lists)
     ids = [_derived_id(own_id, number) for number in range(len(trace.spans))]
     for span, span_id in zip(trace.spans, ids, strict=True):
         parent = _context(context, ids[span.parent] if span.parent >= 0 else own_id)
@@ -199,13 +203,14 @@ def _span(
     resource: Mapping[str, str],
     kind: SpanKind,
     status: Status = Status(StatusCode.UNSET),  # noqa: B008 - never changed
+    lists: Mapping[str, Sequence[str]] = {},
 ) -> ReadableSpan:
     return ReadableSpan(
         span.name,
         context,
         parent,
         Resource({**resource, "quadriga.process": span.process}),
-        span.attributes,
+        {**span.attributes, **lists},
         [Event(event.name, event.attributes, _nanoseconds(event.at)) for event in span.events],
         kind=kind,
         status=status,

@@ -127,7 +127,7 @@ def test_usage_says_what_was_written() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_usage_counts_what_is_written_up_to_the_mark(stream: bool) -> None:
-    turns = [
+    turns: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "text", "text": "Hi", **MARK}]},
         {"role": "assistant", "content": "Yes."},
         {"role": "user", "content": "Go on."},

@@ -1,6 +1,7 @@
 """OpenTelemetry's conventions for generative AI: what exported spans and histograms say."""
 
 import importlib
+import logging
 import warnings
 from typing import Any
 
@@ -37,6 +38,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     """Return the SDK's exporter that keeps spans, in place of the one that sends them."""
     exporter = InMemorySpanExporter()
     monkeypatch.setattr(otlp, "OTLPSpanExporter", lambda _url, timeout: exporter)
+    monkeypatch.setattr(otlp, "SDK_LOGGER", logging.getLogger("otlp of this test"))
     monkeypatch.setattr(otlp, "BATCH_DELAY_S", 0.01)
     return exporter
 

@@ -149,7 +149,7 @@ async def test_a_disk_that_fails_ends_the_recording_and_no_request(
         def fail(*_: object) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(recorder_module.os, "write", fail)
+        monkeypatch.setattr(os, "write", fail)
         await run_agent(gateway, 2)
         wait_until(lambda: not gateway[RECORDER].is_recording, 30)
         await run_agent(gateway, 1)

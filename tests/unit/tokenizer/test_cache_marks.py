@@ -144,9 +144,16 @@ def test_token_ids_are_kept_up_to_a_number_of_them(directory: Path) -> None:
         assert found == CacheHint("", 5.0, expected)
 
 
-@pytest.mark.parametrize("field", ["num_tokens", "num_messages", "num_chars"])
-def test_a_negative_number_is_refused_by_name(field: str, directory: Path) -> None:
-    ids, hint = pack_ids(array("i", [1])), CacheHint(**{field: -1})
+@pytest.mark.parametrize(
+    ("field", "hint"),
+    [
+        ("num_tokens", CacheHint(num_tokens=-1)),
+        ("num_messages", CacheHint(num_messages=-1)),
+        ("num_chars", CacheHint(num_chars=-1)),
+    ],
+)
+def test_a_negative_number_is_refused_by_name(field: str, hint: CacheHint, directory: Path) -> None:
+    ids = pack_ids(array("i", [1]))
     message = Generate(1, "r", "", prompt_token_ids=ids, cache=hint)
     with pytest.raises(InvalidRequest, match=rf"cache\.{field} is -1"):
         prepared(message, directory)

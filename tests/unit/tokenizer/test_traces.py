@@ -7,10 +7,11 @@ import pytest
 
 from quadriga.server.config.frontend_args import TraceArgs
 from quadriga.server.tracing.export import Exporter
+from quadriga.server.tracing.gen_ai import ExportedTrace
 from quadriga.wire.client import GetTraces, Refused, Traces, gateway_address
 from quadriga.wire.sockets import encode
 from quadriga.wire.to_scheduler import Submit
-from quadriga.wire.trace import RequestTrace, Span, TraceContext
+from quadriga.wire.trace import Attributes, RequestTrace, Span, TraceContext
 from tests.unit.tokenizer.frontend_world import FrontendWorld
 from tokenizer_proc.deliver import traces as traces_module
 from tokenizer_proc.deliver.traces import RingTraces
@@ -24,10 +25,10 @@ class Exported:
     """Keeps what is exported."""
 
     def __init__(self) -> None:
-        self.traces: list[RequestTrace] = []
+        self.traces: list[ExportedTrace] = []
 
     def put(self, trace: bytes) -> None:
-        self.traces.append(msgspec.msgpack.decode(trace, type=RequestTrace))
+        self.traces.append(msgspec.msgpack.decode(trace, type=ExportedTrace))
 
     def info(self) -> dict[str, int]:
         return {"traces_exported": len(self.traces), "traces_dropped": 0}
@@ -104,7 +105,7 @@ async def test_the_end_of_a_request_brings_its_trace_which_only_its_client_gets(
 async def test_an_exported_request_by_zeromq_has_the_names_of_opentelemetry() -> None:
     exporter = Exported()
     world = world_of(exporter)
-    own = {
+    own: Attributes = {
         "gen_ai.usage.prompt_tokens": 9, "gen_ai.usage.completion_tokens": 4,
         "gen_ai.response.finish_reason": "stop", "quadriga.cached_tokens": 8,
     }  # fmt: skip
@@ -115,12 +116,13 @@ async def test_an_exported_request_by_zeromq_has_the_names_of_opentelemetry() ->
     first, second, gateways = (trace.attributes for trace in exporter.traces)
     assert first == own | {
         "gen_ai.operation.name": "generate_content", "gen_ai.provider.name": "quadriga",
-        "gen_ai.response.model": "m", "gen_ai.response.finish_reasons": ["stop"],
+        "gen_ai.response.model": "m",
         "gen_ai.usage.input_tokens": 9, "gen_ai.usage.output_tokens": 4,
         "gen_ai.usage.cache_read.input_tokens": 8,
     }  # fmt: skip
     assert "gen_ai.usage.input_tokens" not in second, "the prompt of two choices counts once"
     assert gateways == own, "the web request's span has them"
+    assert [each.finish_reasons for each in exporter.traces] == [["stop"], ["stop"], []]
     assert kept(world, b"c", "a")[0].attributes == own
 
 
