@@ -187,7 +187,7 @@ class ChatRenderer(Protocol):
     def start(self, num_prompt_tokens: int, num_kept: int = 0, /) -> bytes:  # noqa: ARG002
         """Return the events that come before all others.
 
-        num_kept: tokens of the prompt that stay in the prefix cache because the request asks for it.
+        num_kept: tokens of the prompt that stay in the prefix cache, as the request asks.
         """
         return b""
 
