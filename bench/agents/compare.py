@@ -38,7 +38,7 @@ class Served(NamedTuple):
     model: str
 
 
-class Side(NamedTuple):
+class ReplaySide(NamedTuple):
     """What is measured.
 
     Attributes:
@@ -129,7 +129,7 @@ def known_runs(file: Path | None, load: dict[str, str]) -> list[AgentRun]:
 # --- servers --------------------------------------------------------------------------------------
 
 
-def _own_sides(flags: argparse.Namespace, common: Sequence[str]) -> list[Side]:
+def _own_sides(flags: argparse.Namespace, common: Sequence[str]) -> list[ReplaySide]:
     sides = []
     for text in flags.variants:
         variant = variant_of(text)
@@ -138,8 +138,8 @@ def _own_sides(flags: argparse.Namespace, common: Sequence[str]) -> list[Side]:
                                       "--dtype", "bfloat16"]  # fmt: skip
         config = variant.config([*model, *common])
         start = partial(_own_server, config, variant.launcher, flags.logs / f"{variant.name}.log")
-        sides.append(Side(f"{variant.name}, without hints", "", start))
-        sides.append(Side(f"{variant.name}, with hints", flags.keep_alive, start))
+        sides.append(ReplaySide(f"{variant.name}, without hints", "", start))
+        sides.append(ReplaySide(f"{variant.name}, with hints", flags.keep_alive, start))
     return sides
 
 
@@ -151,7 +151,7 @@ async def _own_server(config: ServerConfig, launcher: Path, log: Path) -> AsyncI
         yield Served(f"http://127.0.0.1:{port}", config.model.shown_name)
 
 
-def _peer_sides(flags: argparse.Namespace, sessions: Sequence[AgentSession]) -> list[Side]:
+def _peer_sides(flags: argparse.Namespace, sessions: Sequence[AgentSession]) -> list[ReplaySide]:
     if unknown := set(flags.peer) - set(PEERS):
         raise ConfigError(f"--peer {', '.join(unknown)}: it is one of {', '.join(PEERS)}")
     work = PeerWorkload(
@@ -159,7 +159,9 @@ def _peer_sides(flags: argparse.Namespace, sessions: Sequence[AgentSession]) -> 
     )
     more = shlex.split(flags.peer_flags)
     return [
-        Side(name, "", partial(_peer_server, PEERS[name], work, more, flags.logs / f"{name}.log"))
+        ReplaySide(
+            name, "", partial(_peer_server, PEERS[name], work, more, flags.logs / f"{name}.log")
+        )
         for name in flags.peer
     ]
 
@@ -177,11 +179,14 @@ async def _peer_server(
         yield Served(url, str(info.get("model", "smollm2")))
 
 
-def _urls(flags: argparse.Namespace) -> list[Side]:
+def _urls(flags: argparse.Namespace) -> list[ReplaySide]:
     if not flags.url:
         return []
     start = partial(_running_server, flags.url.rstrip("/"), flags.model)
-    return [Side("url, without hints", "", start), Side("url, with hints", flags.keep_alive, start)]
+    return [
+        ReplaySide("url, without hints", "", start),
+        ReplaySide("url, with hints", flags.keep_alive, start),
+    ]
 
 
 @asynccontextmanager
