@@ -46,7 +46,7 @@ from quadriga.wire.trace import RequestTrace, Span
 
 def step_news(output: StepOutput, news: ReplicaNews) -> StepNews:
     """Return what the frontend has to note before it passes the texts of a step on."""
-    started = [_held(start, b"", output.time) for start in output.opened]
+    started = [_held(start, start.given_ids, output.time) for start in output.opened]
     if output.replayed and not news.restates:
         replayed = [
             _replayed(replay, output.time) for replay in output.replayed if _is_open(replay)

@@ -2,11 +2,13 @@
 
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 from detok_proc.incremental import DecoderFactory
 from detok_proc.logprobs import (
+    NAN,
     LogprobCollector,
     PromptLogprobCollector,
     TokenLogprobs,
@@ -17,12 +19,14 @@ from quadriga.wire.client import Chunk, End, ErrorInfo
 from quadriga.wire.packing import pack_ids, unpack_ids
 from quadriga.wire.to_detok import StreamEnd, StreamReplay, StreamStart
 
+NO_LOGPROBS = TokenLogprobs(NAN, array("i"), array("f"))
+
 
 class Token(NamedTuple):
     """A token of a stream.
 
     Attributes:
-        time: Unix seconds.
+        time: Unix seconds; 0.0 of a token that was given, and that no step has sampled.
         is_stop: it ended the request.
         logprobs: None where its client wants none.
     """
@@ -31,6 +35,11 @@ class Token(NamedTuple):
     time: float
     is_stop: bool
     logprobs: TokenLogprobs | None
+
+
+def _given(token_ids: Iterable[int]) -> Iterator[Token]:
+    """Yield the tokens with which a text begins, and which no step has sampled."""
+    return (Token(token_id, 0.0, False, NO_LOGPROBS) for token_id in token_ids)
 
 
 class TextStream:
@@ -45,15 +54,15 @@ class TextStream:
         is_told: the scheduler knows that the text is over.
         is_slow: a token of it may take long.
         is_replay: the next chunk has everything from the first token on.
-        may_send: the tokens of a replay, and the logprobs of the prompt, are all taken.
+        may_send: the given tokens, those of a replay, and the logprobs of the prompt are all taken.
         closing: its end, for when its waiting tokens are pushed.
     """
 
     __slots__ = (
-        "_decoder", "_ids", "_index", "_keeps_stop", "_lengths", "_logprobs", "_min_tokens",
-        "_num_sent_chars", "_pieces", "_prompt_logprobs", "_replayed", "_stops", "_times",
-        "_waiting", "client", "closing", "error", "is_replay", "is_slow", "is_streamed", "is_told",
-        "matched_stop", "may_send", "num_tokens", "request_id", "seq",
+        "_decoder", "_given", "_ids", "_index", "_keeps_stop", "_lengths", "_logprobs",
+        "_min_tokens", "_num_sent_chars", "_pieces", "_prompt_logprobs", "_replayed", "_stops",
+        "_times", "_waiting", "client", "closing", "error", "is_replay", "is_slow", "is_streamed",
+        "is_told", "matched_stop", "may_send", "num_tokens", "request_id", "seq",
     )  # fmt: skip
 
     def __init__(
@@ -82,9 +91,11 @@ class TextStream:
             None if prompt is None else PromptLogprobCollector(prompt, bytes_of)
         )  # fmt: skip
         self.is_slow = bool(opening.stop_regexes) or prompt is not None
-        self.is_replay, self.may_send, self.is_told = False, prompt is None, False
+        self._given = unpack_ids(opening.given_ids)
+        self._replayed: Iterator[Token] = _given(self._given)
+        has_more = prompt is not None or len(self._given) > 0
+        self.is_replay, self.may_send, self.is_told = False, not has_more, False
         self.closing: StreamEnd | None = None
-        self._replayed: Iterator[Token] = iter(())
         self._waiting: deque[Token] = deque()
         # Of each token that was not sent, if the client asks for them.
         self._lengths: list[int] | None = [] if opening.text_lengths else None
@@ -105,10 +116,12 @@ class TextStream:
         closing = replay.closing
         ids, logprobs = unpack_ids(replay.token_ids), iterate_blocks(replay.logprobs)
         last, stop_id = len(ids), None if closing is None else closing.matched_stop
-        self._replayed = (
+        num_given = min(len(ids), len(self._given))
+        sampled = (
             Token(token_id, time, position == last and token_id == stop_id, next(logprobs, None))
-            for position, token_id in enumerate(ids, start=1)
+            for position, token_id in enumerate(ids[num_given:], start=num_given + 1)
         )
+        self._replayed = chain(_given(ids[:num_given]), sampled)
         self.closing = closing
         self.begin_replay()
 

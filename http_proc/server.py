@@ -38,6 +38,7 @@ from http_proc.apis import (
     sglang,
 )
 from http_proc.apis.adapters import ADAPTER_ENDPOINTS
+from http_proc.apis.fork import FORK_ENDPOINTS
 from http_proc.apis.model_aliases import ALIAS_ENDPOINTS, open_aliases
 from http_proc.apis.model_states import MODEL_STATE_ENDPOINTS, MODEL_STATES
 from http_proc.apis.responses import background, conversations, endpoints, stored_responses
@@ -197,6 +198,7 @@ ENDPOINTS = [
     *FILE_ENDPOINTS,
     *BATCH_ENDPOINTS,
     *STREAM_ENDPOINTS,
+    *FORK_ENDPOINTS,
     *TRACE_ENDPOINTS,
     *what_if.WHAT_IF_ENDPOINTS,
     *MODEL_STATE_ENDPOINTS,

@@ -30,6 +30,7 @@ BOOK = (
     "structured-output.md",
     "editors.md",
     "streams.md",
+    "forks.md",
     "responses.md",
     "batches.md",
     "deploy.md",

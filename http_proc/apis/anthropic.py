@@ -64,6 +64,7 @@ SAMPLING = {
     "top_p": "top_p",
     "top_k": "top_k",
     "stop_sequences": "stop",
+    "first_token_ids": "first_token_ids",
 }
 
 

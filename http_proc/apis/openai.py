@@ -643,7 +643,8 @@ class ChatStream(OpenAIEnd, ChatRenderer):
         fields: dict[str, Any] = {}
         end: dict[str, Any] = {}
         if chunk.logprobs is not None:
-            fields["logprobs"] = chat_logprobs(chunk.logprobs)
+            has_ids = self._prompt_ids is not None
+            fields["logprobs"] = chat_logprobs(chunk.logprobs, has_ids)
         if self._prompt_ids is not None:
             fields["token_ids"] = chunk.token_ids
         if chunk.completion is not None:
@@ -696,7 +697,7 @@ async def chat_completions(gateway: Gateway, call: Call, sink: EventSink) -> Cha
             await stream_chat(sink, group, prepared, renderer)
             return None
         answers = await collect_chat(group, prepared)
-        answer = _body(head, answers, AnswerForm.of(fields))
+        answer = _body(head, answers, AnswerForm.of(fields), fields.return_token_ids)
         if prompt_ids is not None:
             usages = [each.completion.usage for each in answers]
             answer.prompt_token_ids = last_ids(prompt_ids, usages[0].prompt_tokens)
@@ -707,7 +708,9 @@ async def chat_completions(gateway: Gateway, call: Call, sink: EventSink) -> Cha
     return answer
 
 
-def _body(head: ResponseHead, answers: list[ChatAnswer], form: AnswerForm) -> ChatBody:
+def _body(
+    head: ResponseHead, answers: list[ChatAnswer], form: AnswerForm, has_ids: bool
+) -> ChatBody:
     choices = []
     for index, answer in enumerate(answers):
         completion = answer.completion
@@ -716,7 +719,9 @@ def _body(head: ResponseHead, answers: list[ChatAnswer], form: AnswerForm) -> Ch
                 index,
                 form.message(answer.parsed),
                 form.finish_reason(answer.finish_reason),
-                None if completion.logprobs is None else chat_logprobs(completion.logprobs),
+                None
+                if completion.logprobs is None
+                else chat_logprobs(completion.logprobs, has_ids),
                 completion.matched_stop,
             )
         )

@@ -700,7 +700,7 @@ class RecentChoices:
                 times.detokenized,
                 usage.prompt_tokens,
                 usage.cached_tokens,
-                usage.completion_tokens,
+                len(times.token_times),
                 priority,
                 tenant,
             )

@@ -59,7 +59,10 @@ class TokenOrder:
 
 
 def tokens_of(chunk: StreamChunk) -> Iterator[StreamChunk]:
-    """Yield a chunk for each token of a chunk, and one for the end of the choice if it is there."""
+    """Yield a chunk for each token of a chunk, and one for the end of the choice if it is there.
+
+    The tokens with which the answer begins as it was given (`first_token_ids`) stay together.
+    """
     if chunk.completion is None and len(chunk.token_ids) <= 1:
         yield chunk
         return
@@ -67,15 +70,16 @@ def tokens_of(chunk: StreamChunk) -> Iterator[StreamChunk]:
     if lengths is None or len(lengths) != len(chunk.token_ids):  # as of a prompt alone
         lengths = [0] * len(chunk.token_ids)
     position, prompt_logprobs = 0, chunk.prompt_logprobs
-    for index, length in enumerate(lengths):
+    for tokens in _pieces_of(chunk):
+        length = sum(lengths[tokens])
         yield StreamChunk(
             chunk.request_id,
             chunk.text[position : position + length],
-            chunk.token_ids[index : index + 1],
-            chunk.token_times[index : index + 1],
+            chunk.token_ids[tokens],
+            chunk.token_times[tokens],
             chunk.received_at,
             index=chunk.index,
-            logprobs=None if chunk.logprobs is None else chunk.logprobs[index : index + 1],
+            logprobs=None if chunk.logprobs is None else chunk.logprobs[tokens],
             prompt_logprobs=prompt_logprobs,
         )
         position, prompt_logprobs = position + length, None
@@ -91,6 +95,16 @@ def tokens_of(chunk: StreamChunk) -> Iterator[StreamChunk]:
             None if chunk.logprobs is None else [],
             prompt_logprobs,
         )
+
+
+def _pieces_of(chunk: StreamChunk) -> Iterator[slice]:
+    """Yield the places of the given tokens of a chunk, which have no time, and of each other."""
+    times = chunk.token_times
+    num_given = next((index for index, time in enumerate(times) if time), len(times))
+    if num_given:
+        yield slice(0, num_given)
+    for index in range(num_given, len(chunk.token_ids)):
+        yield slice(index, index + 1)
 
 
 class GroupNotes(NamedTuple):
@@ -334,6 +348,7 @@ class RequestGroup:
             self._order = TokenOrder(self._num_choices)
         ordered = self._order.push(chunks)
         for choice, chunk in ordered:
+            self.resumption.answer.take(choice, chunk)
             if chunk.completion is not None:
                 self.resumption.repeat_end(choice, chunk.completion)
         return ordered

@@ -7,6 +7,8 @@ follows from it. So the events of an answer are a function of its tokens and the
 
 import hashlib
 import secrets
+from array import array
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -14,10 +16,35 @@ from typing import Any
 
 import msgspec
 
-from quadriga.client.types import Completion, KeptRequest
+from quadriga.client.types import Completion, KeptRequest, StreamChunk
 from quadriga.sampling.params import MAX_SEED, SamplingParams
 
 NUM_KEY_BYTES = 16
+BYTES_PER_TOKEN = 4
+
+
+@dataclass(slots=True)
+class AnswerTokens:
+    """The tokens of an answer so far.
+
+    Attributes:
+        of_choice: token ids by the number of the choice.
+        stops: the stop token or string that has ended a choice, by its number; None: neither has.
+        num_bytes: size of the token ids.
+    """
+
+    of_choice: "defaultdict[int, array[int]]" = field(
+        default_factory=lambda: defaultdict(lambda: array("i"))
+    )
+    stops: dict[int, str | int | None] = field(default_factory=dict)
+    num_bytes: int = 0
+
+    def take(self, choice: int, chunk: StreamChunk) -> None:
+        """Take the next chunk of a choice."""
+        self.of_choice[choice].extend(chunk.token_ids)
+        self.num_bytes += BYTES_PER_TOKEN * len(chunk.token_ids)
+        if chunk.completion is not None:
+            self.stops[choice] = chunk.completion.matched_stop
 
 
 @dataclass(slots=True)
@@ -31,6 +58,7 @@ class Resumption:
         is_resent: a gateway before this one has sent it to the server.
         decisions: JSON values by name, those of gateways before this one among them.
         on_decision: called after each new one, to keep `decisions`.
+        answer: the tokens of the answer so far.
     """
 
     key: str
@@ -39,6 +67,7 @@ class Resumption:
     is_resent: bool = False
     decisions: dict[str, Any] = field(default_factory=dict)
     on_decision: Callable[[], None] | None = None
+    answer: AnswerTokens = field(default_factory=AnswerTokens)
     _num_ids: int = 0
 
     def kept_request(self, index: int) -> KeptRequest:

@@ -4,7 +4,7 @@ import codecs
 import re
 from typing import Any
 
-from quadriga.client.types import TokenLogprob
+from quadriga.client.types import LikelyToken, TokenLogprob
 
 # What special tokens look like: <s>, <|im_end|>, [EOS].
 _SPECIAL = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
@@ -64,22 +64,27 @@ def _name(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def chat_logprobs(tokens: list[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(tokens: list[TokenLogprob], has_ids: bool = False) -> dict[str, Any]:
     """Return logprobs in the format of /v1/chat/completions: one object per token.
 
-    Tokens that were chosen by id and are among the likeliest ones are listed once.
+    Tokens that were chosen by id and are among the likeliest ones are listed once. has_ids: each
+    token has its id, as in llama.cpp.
     """
     content = []
     for token in tokens:
-        entry = _token(token.bytes, token.logprob)
+        entry = _token(token, has_ids)
         listed = {top.token_id: top for top in token.top}.values()
-        entry["top_logprobs"] = [_token(top.bytes, top.logprob) for top in listed]
+        entry["top_logprobs"] = [_token(top, has_ids) for top in listed]
         content.append(entry)
     return {"content": content, "refusal": None}
 
 
-def _token(data: bytes, logprob: float | None) -> dict[str, Any]:
-    return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+def _token(token: TokenLogprob | LikelyToken, has_id: bool) -> dict[str, Any]:
+    data = token.bytes
+    entry = {
+        "token": data.decode("utf-8", "replace"), "logprob": token.logprob, "bytes": list(data)
+    }  # fmt: skip
+    return entry | {"id": token.token_id} if has_id else entry
 
 
 def prompt_logprobs(tokens: list[TokenLogprob]) -> list[dict[str, Any] | None]:

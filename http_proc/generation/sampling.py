@@ -29,6 +29,7 @@ COMMON = {name: name for name in (
     "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "stop_regex", "ignore_eos",
     "skip_special_tokens", "include_stop_str_in_output", "no_stop_trim", "allowed_token_ids",
     "bad_words", "ttft_target", "json_schema", "regex", "ebnf", "choice", "structural_tag", "n",
+    "first_token_ids",
 )}  # fmt: skip
 OPENAI = {
     **COMMON,

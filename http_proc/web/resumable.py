@@ -51,6 +51,8 @@ class ResumableStream:
         num_readers: connections that read it.
         timer: drops it.
         counted_bytes: what the table has counted of its size.
+        answer: the tokens of its answer so far.
+        repeats_end: it had ended at an earlier gateway, and is made again to its end.
     """
 
     row: StreamRow
@@ -59,6 +61,8 @@ class ResumableStream:
     task: "asyncio.Task[None] | None" = None
     num_readers: int = 0
     timer: asyncio.TimerHandle | None = None
+    answer: resumption.AnswerTokens = field(default_factory=resumption.AnswerTokens)
+    repeats_end: bool = False
 
     @property
     def id(self) -> str:
@@ -67,8 +71,9 @@ class ResumableStream:
 
     @property
     def num_bytes(self) -> int:
-        """Size of its events, and of its row."""
-        return self.log.num_bytes + len(self.row.body) + len(self.row.decisions)
+        """Size of its events, of its row, and of its tokens."""
+        row, log = self.row, self.log
+        return log.num_bytes + len(row.body) + len(row.decisions) + self.answer.num_bytes
 
     @property
     def has_failed(self) -> bool:
@@ -357,6 +362,7 @@ def answer_of(gateway: Gateway, call: Call, caller: Caller, is_resent: bool = Fa
         call.resumption = resumption.Resumption(
             row.key, row.created, keep_s, is_resent, decisions, keep
         )
+        stream.answer = call.resumption.answer
         model = gateway.served(row.model, call.record)
         if is_resent:  # a server that answers late must not end a stream that has begun
             await model.until_ready()
@@ -433,7 +439,9 @@ class EarlierStreams:
         caller = Caller(row.tenant, user=row.user, key_hash=row.key_hash)
         answer = answer_of(self._gateway, call, caller, is_resent=True)
         # Nothing of the request that asks for the stream is in the context of its task.
-        Context().run(self._table.start, row._replace(ended_at=None), answer, is_resent=True)
+        begun = row._replace(ended_at=None)
+        stream = Context().run(self._table.start, begun, answer, is_resent=True)
+        stream.repeats_end = row.ended_at is not None
         del self._rows[name]
 
     def close(self) -> None:
@@ -485,10 +493,10 @@ async def answer_resumably(request: web.Request) -> web.StreamResponse:
         raise invalid(
             "resumable is true, and the answer is no stream: send stream: true as well", "resumable"
         )
-    return await _send_stream(request, call)
+    return await send_stream(request, call)
 
 
-async def _send_stream(request: web.Request, call: Call) -> web.StreamResponse:
+async def send_stream(request: web.Request, call: Call) -> web.StreamResponse:
     """Start a stream, or find that of the same request, and send it."""
     gateway, num_read = request.app[GATEWAY], 0
     table, caller = gateway[STREAMS], current_caller()
@@ -611,7 +619,7 @@ async def get_stream(request: web.Request) -> web.StreamResponse:
     table, num_read, stream = (
         request.app[GATEWAY][STREAMS],
         num_read_before(request),
-        _find(request),
+        find_stream(request),
     )
     table.num_resumed += 1
     return await follow(request, table, stream, num_read)
@@ -622,7 +630,7 @@ async def delete_stream(request: web.Request) -> web.Response:
 
     Connections that read it get its end, with the reason abort.
     """
-    gateway, stream = request.app[GATEWAY], _find(request)
+    gateway, stream = request.app[GATEWAY], find_stream(request)
     gateway[STREAMS].forget(stream)
     if not await gateway.abort_resumable(stream.row.key):
         stream.cancel()
@@ -632,7 +640,7 @@ async def delete_stream(request: web.Request) -> web.Response:
     return json_response(StreamDeleted(stream.id))
 
 
-def _find(request: web.Request) -> ResumableStream:
+def find_stream(request: web.Request) -> ResumableStream:
     """Return the stream of a request. Raise a 404 or 403."""
     name = StreamName(current_caller().owner, request.match_info["id"])
     gateway = request.app[GATEWAY]

@@ -26,6 +26,7 @@ from quadriga.client.types import (
     NO_CHAT_OPTIONS,
     Chat,
     Completion,
+    ForkSource,
     KeptRequest,
     Prompt,
     RankedText,
@@ -162,8 +163,9 @@ class AsyncClient(ServerSession):
     ) -> RequestHandle:
         """Send a request whose timeout counts from `began_at`, in the event loop's time."""
         self._connection.check()
-        request_id = f"{self._identity.hex}-{self._counter}" if kept is None else kept.request_id
-        self._counter += 1
+        request_id = self._next_id()
+        if kept is not None:
+            request_id = kept.request_id
         wire = wire_prompt(prompt)
         sent: Any = {name: value for name, value in options.items() if name != "receipt"}
         if self._adapter:
@@ -184,9 +186,18 @@ class AsyncClient(ServerSession):
         handle = RequestHandle(message, self._inflight.drop, sink, on_accepted)
         if kept is not None and kept.is_resent:
             handle.follow_predecessor()
+        return self._begin(handle, began_at)
+
+    def _next_id(self) -> str:
+        """Return the id of the next request."""
+        self._counter += 1
+        return f"{self._identity.hex}-{self._counter - 1}"
+
+    def _begin(self, handle: RequestHandle, began_at: float) -> RequestHandle:
+        """Send a request whose timeout counts from `began_at`."""
         self._inflight.add(handle)
-        if is_time_limit(message.timeout):
-            handle.expire_at(began_at + message.timeout)
+        if is_time_limit(timeout := handle.message.timeout):
+            handle.expire_at(began_at + timeout)
         return handle
 
     @overload  # a str is a sequence of str, too, but the first overload wins
@@ -289,6 +300,69 @@ class AsyncClient(ServerSession):
                 yield chunk
         finally:
             handle.abort()
+
+    async def fork(
+        self,
+        answer: Completion | StreamChunk,
+        at_token: int | None = None,
+        params: SamplingParams | None = None,
+        n: int | None = None,
+        **options: "Unpack[RequestOptions]",
+    ) -> Completion:
+        """Answer a request again from one of the tokens of its answer, which the server has cached.
+
+        The new answers begin with the first `at_token` tokens of the old one, which are part of
+        their text and tokens, and go on as an answer that has sampled them.
+
+            story = await client.generate("Once upon a time")
+            best_of = await client.fork(story, 20, n=8)
+            for branch in [best_of, *best_of.others]:
+                print(branch.text)
+
+        Args:
+            answer: a completion, or a chunk of a stream, of which the tokens count that have
+                arrived.
+            at_token: number of tokens that are kept; None: all, but a stop token at the end.
+            params: those of the new answers; None: those of the request, with another seed.
+            n: number of new answers; None: as params say, else 1.
+            **options: timeout, priority, … (see RequestOptions); those of the request otherwise.
+
+        Returns:
+            The first new answer, with the `others`.
+
+        Raises:
+            TypeError: a keyword has another name; the message names similar ones.
+            InvalidRequest: the answer has fewer tokens, or a parameter is wrong.
+            QuadrigaError: as `generate`.
+        """
+        check_options("fork", options, RequestOptions.__annotations__)
+        began_at = _now()
+        await self._connect_within(options.get("timeout"))
+        last = answer.completion if isinstance(answer, StreamChunk) else None
+        source = answer.source if last is None else last.source
+        if source is None:
+            raise InvalidRequest(
+                "answer was not made by a client: send its request again", "answer"
+            )
+        sent: Any = {name: value for name, value in options.items() if name != "receipt"}
+        message = msgspec.structs.replace(
+            source.request,
+            request_id=self._next_id(),
+            params=_forked(source, at_token, params, n),
+            stream=False,
+            acknowledge=False,
+            keep_s=None,
+            **sent,
+        )
+        handle = RequestHandle(message, self._inflight.drop, None, None)
+        self._begin(handle, began_at)
+        try:
+            completion = await handle.completion()
+        finally:
+            handle.abort()
+        if options.get("receipt"):
+            await self.add_receipts(message, [completion, *completion.others])
+        return completion
 
     @overload  # a str is a sequence of str, too, but the first overload wins
     async def embed(  # type: ignore[overload-overlap]
@@ -792,6 +866,28 @@ class AsyncClient(ServerSession):
             lambda name: Detokenize(PROTOCOL_VERSION, name, packed, skip_special_tokens), timeout
         )
         return answer.text
+
+
+def _forked(
+    source: ForkSource, at_token: int | None, params: SamplingParams | None, n: int | None
+) -> SamplingParams:
+    """Return the parameters of a fork. Raise InvalidRequest."""
+    count = len(source.token_ids)
+    if at_token is None:
+        ends_with_stop = count > 0 and source.token_ids[-1] == source.matched_stop
+        at_token = count - ends_with_stop
+    if not 0 <= at_token <= count:
+        raise InvalidRequest(
+            f"at_token is {at_token}: the answer has {count} tokens, so that it is 0 to {count}",
+            "at_token",
+        )
+    fields: dict[str, Any] = {"first_token_ids": source.token_ids[:at_token]}
+    if params is None:
+        params = source.request.params
+        fields |= {"seed": None, "n": 1}
+    if n is not None:
+        fields["n"] = n
+    return msgspec.structs.replace(checked_params(params), **fields).with_seed()
 
 
 def _now() -> float:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from quadriga.client.types import (
     Completion,
+    ForkSource,
     StreamChunk,
     Timings,
     TokenLogprob,
@@ -45,17 +46,18 @@ class ChoiceStream:
     `_num_sent_tokens` and `_num_sent_chars` are the position of the server's current pass.
 
     Args:
-        request_id: id of the request.
+        request: the message of the request.
         index: index of the choice.
         submitted_at: Unix time of the submission.
     """
 
-    def __init__(self, request_id: str, index: int, submitted_at: float) -> None:
-        self._request_id = request_id
+    def __init__(self, request: Generate, index: int, submitted_at: float) -> None:
+        self._request_id = request.request_id
         self._index = index
         self._texts: list[str] = []
         self._num_chars = 0
         self._token_ids: list[int] = []
+        self._source = ForkSource(request, self._token_ids)
         self._num_sent_tokens = 0
         self._num_sent_chars = 0
         self._timings = Timings(submitted=submitted_at)
@@ -83,7 +85,7 @@ class ChoiceStream:
         self._num_sent_chars += len(chunk.text)
         item = StreamChunk(
             self._request_id, text, ids[num_known:], chunk.token_times[num_known:], received_at,
-            index=self._index,
+            index=self._index, source=self._source,
         )  # fmt: skip
         if chunk.text_lengths is not None:
             item.text_lengths = chunk.text_lengths[num_known:]
@@ -103,7 +105,7 @@ class ChoiceStream:
         self._texts.append(item.text)
         self._num_chars += len(item.text)
         self._token_ids += item.token_ids
-        self._timings.token_times += item.token_times
+        self._timings.token_times += filter(None, item.token_times)  # a given token has none
 
     def _take_logprobs(self, chunk: Chunk, ids: list[int], item: StreamChunk) -> None:
         if chunk.logprobs is not None:
@@ -132,6 +134,7 @@ class ChoiceStream:
             logprobs=self._logprobs,
             prompt_logprobs=self._prompt_logprobs,
             vector=None if vector is None else unpack_floats(vector),
+            source=self._source._replace(matched_stop=end.matched_stop),
         )
 
 
@@ -344,7 +347,7 @@ class RequestHandle:
     def _choice(self, index: int) -> ChoiceStream:
         choice = self._choices.get(index)
         if choice is None:
-            choice = self._choices[index] = ChoiceStream(self.request_id, index, self._submitted_at)
+            choice = self._choices[index] = ChoiceStream(self.message, index, self._submitted_at)
         return choice
 
     def fail(self, error: AnyErrorInfo) -> None:

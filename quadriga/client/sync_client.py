@@ -507,6 +507,42 @@ class Client(NumberCalls):
         """
         return self._loop.iterate(self._async.stream(prompt, params, **options))
 
+    def fork(
+        self,
+        answer: Completion | StreamChunk,
+        at_token: int | None = None,
+        params: SamplingParams | None = None,
+        n: int | None = None,
+        **options: "Unpack[RequestOptions]",
+    ) -> Completion:
+        """Answer a request again from one of the tokens of its answer, which the server has cached.
+
+        The new answers begin with the first `at_token` tokens of the old one, which are part of
+        their text and tokens, and go on as an answer that has sampled them.
+
+            story = client.generate("Once upon a time")
+            best_of = client.fork(story, 20, n=8)
+            for branch in [best_of, *best_of.others]:
+                print(branch.text)
+
+        Args:
+            answer: a completion, or a chunk of a stream, of which the tokens count that have
+                arrived.
+            at_token: number of tokens that are kept; None: all, but a stop token at the end.
+            params: those of the new answers; None: those of the request, with another seed.
+            n: number of new answers; None: as params say, else 1.
+            **options: timeout, priority, … (see RequestOptions); those of the request otherwise.
+
+        Returns:
+            The first new answer, with the `others`.
+
+        Raises:
+            TypeError: a keyword has another name; the message names similar ones.
+            InvalidRequest: the answer has fewer tokens, or a parameter is wrong.
+            QuadrigaError: as `generate`.
+        """
+        return self._loop.run(lambda: self._async.fork(answer, at_token, params, n, **options))
+
     def abort(self, request_id: str = "") -> None:
         """Abort a request of this client, or all of them if the id is empty.
 

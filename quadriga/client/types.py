@@ -19,7 +19,7 @@ from quadriga.keywords import check_keywords
 from quadriga.sampling.params import SamplingParams
 from quadriga.sampling.validation import shown_number
 from quadriga.wire.cache import CacheHint
-from quadriga.wire.client import ChatMessage, ChatOptions, Usage
+from quadriga.wire.client import ChatMessage, ChatOptions, Generate, Usage
 from quadriga.wire.logprobs import Logprobs, PromptLogprobs
 from quadriga.wire.packing import pack_ids, unpack_floats, unpack_ids
 
@@ -289,7 +289,7 @@ class Timings:
         first_token: the first token was sampled.
         detokenized: the last text was made.
         delivered: the client received the end.
-        token_times: end of the step that sampled each token.
+        token_times: end of the step that sampled each token; those of `first_token_ids` have none.
     """
 
     submitted: float
@@ -348,6 +348,20 @@ class Timings:
         self.token_times = [moved(stamp) for stamp in self.token_times]
 
 
+class ForkSource(NamedTuple):
+    """An answer, or what has arrived of one, that other answers go on from.
+
+    Attributes:
+        request: the message that it answers.
+        token_ids: its tokens; while it is streamed, those that have arrived.
+        matched_stop: the stop string or stop token that has ended it.
+    """
+
+    request: Generate
+    token_ids: list[int]
+    matched_stop: str | int | None = None
+
+
 @dataclass(slots=True, repr=False)
 class Completion:
     """A finished request.
@@ -362,6 +376,7 @@ class Completion:
         receipt: what the answer is a function of; None unless requested.
         vector: the answer to a request for one; then there are no text and no tokens.
         adapter: id of the adapter that has answered, a hash of its content; "": none has.
+        source: what `fork` goes on from.
     """
 
     request_id: str
@@ -378,6 +393,7 @@ class Completion:
     receipt: Receipt | None = None
     vector: "array[float] | None" = None
     adapter: str = ""
+    source: ForkSource | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         """Return the start of the text and the main numbers."""
@@ -395,7 +411,8 @@ class StreamChunk:
     """New text and tokens of a request.
 
     Attributes:
-        token_times: Unix time of each token on the server's clock.
+        token_times: Unix time of each token on the server's clock; 0.0 of one that was given
+            (`first_token_ids`).
         received_at: Unix time on the client's clock.
         completion: the whole completion, in the last chunk of a choice only.
         index: index of the choice.
@@ -404,6 +421,7 @@ class StreamChunk:
             requested.
         text_lengths: number of characters of `text` that each of `token_ids` adds; None unless
             requested, and for a single token without an end.
+        source: what `fork` goes on from.
     """
 
     request_id: str
@@ -416,6 +434,7 @@ class StreamChunk:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     text_lengths: list[int] | None = None
+    source: ForkSource | None = field(default=None, compare=False, repr=False)
 
 
 def is_list_of_prompts(prompt: Any) -> bool:

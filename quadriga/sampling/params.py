@@ -271,6 +271,10 @@ class SamplingParams(
         continues_prompt: the text goes on where the prompt's ends, so that its first space is kept;
             False: it is a text of its own, whose first space SentencePiece's decoder strips. None:
             False for the new turn of a chat that may begin with free text, else True.
+        first_token_ids: ids with which the answer begins. They are given, not sampled, and the
+            answer goes on after them as if it had sampled them: they are part of its text, its
+            token ids and its usage, and count for max_new_tokens, penalties, grammars and stops.
+            They have no log-probabilities. Fewer than max_new_tokens.
         pooling: the answer is one vector of the prompt in place of tokens; the other parameters
             have no effect. None: it is tokens.
     """
@@ -311,6 +315,7 @@ class SamplingParams(
     ttft_target: float | None = None
     continues_prompt: bool | None = None
     pooling: Pooling | None = None
+    first_token_ids: list[int] = msgspec.field(default_factory=list)
     if TYPE_CHECKING:
         max_tokens: int | None = None
     else:

@@ -89,6 +89,7 @@ def validate_params(
         limit = LIMITS["logit_bias"]
         _check(limit.contains(bias), "logit_bias", f"{bias} for id {token_id}", limit.rule)
     _check_ids("logprob_token_ids", params.logprob_token_ids, vocab_size, texts)
+    check_token_ids("first_token_ids", params.first_token_ids, vocab_size, texts)
     _check_thinking(params)
     if params.allowed_token_ids is not None:
         _check_allowed_ids(params.allowed_token_ids, vocab_size, texts)

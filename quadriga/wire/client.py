@@ -443,7 +443,8 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         text_offset: number of characters of this choice's text that were sent before.
         token_ids: int32 bytes.
-        token_times: end of the step that sampled each token, in Unix seconds.
+        token_times: end of the step that sampled each token, in Unix seconds; 0.0 of one that was
+            given (SamplingParams.first_token_ids).
         index: index of the choice; each choice of `n` has its own chunks and end.
         logprobs: logprobs of `token_ids`.
         prompt_logprobs: logprobs of the prompt, in the first chunk of choice 0.

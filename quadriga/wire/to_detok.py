@@ -103,6 +103,7 @@ class StreamStart(msgspec.Struct, array_like=True, frozen=True):
         prompt_end: the last PROMPT_END_TOKENS ids of the prompt that the text continues, int32
             bytes; empty for a text of its own.
         placement: as in Submit.
+        given_ids: tokens with which the answer begins, and which no step samples, int32 bytes.
     """
 
     seq: int
@@ -120,6 +121,7 @@ class StreamStart(msgspec.Struct, array_like=True, frozen=True):
     text_lengths: bool = False
     prompt_end: bytes = b""
     placement: int = 0
+    given_ids: bytes = b""
 
 
 class StreamEnd(msgspec.Struct, array_like=True, frozen=True):
@@ -153,8 +155,8 @@ class StreamReplay(msgspec.Struct, array_like=True, frozen=True):
     """Everything of a request up to now, for a new detokenizer, or a client that missed messages.
 
     Attributes:
-        token_ids: generated tokens, int32 bytes.
-        logprobs: log-probabilities of these tokens in order, if requested.
+        token_ids: generated tokens, int32 bytes, with those that were given.
+        logprobs: log-probabilities of those that were sampled, in order, if requested.
         closing: end of the request; None: it continues.
     """
 

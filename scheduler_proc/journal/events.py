@@ -51,6 +51,7 @@ def stream_start(request: Request) -> StreamStart:
         text_lengths=params.text_lengths,
         prompt_end=_prompt_end(request) if params.continues_prompt else b"",
         placement=request.placement,
+        given_ids=pack_ids(request.given_ids),
     )
 
 
@@ -129,7 +130,7 @@ def stream_replay(request: Request) -> StreamReplay:
     """Return all of a request's stream up to now."""
     return StreamReplay(
         opening=stream_start(request),
-        token_ids=pack_ids(request.generated),
+        token_ids=pack_ids(request.published),
         logprobs=merged_blocks(request.logprobs),
         closing=stream_end(request) if request.finished else None,
     )

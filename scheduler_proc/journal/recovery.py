@@ -42,6 +42,7 @@ class RecoveredRequest:
     """A choice of a request, as far as the journal has it.
 
     Attributes:
+        tokens: of the answer, with those that were given.
         first_token_at, last_token_at: Unix seconds; 0.0 without a token.
         acknowledged: whether the client has the end.
         kernels: what computed the tokens; several, with "; " between them, after a change; "":
@@ -206,11 +207,12 @@ class JournalState:
                 seq = accepted.seq + index
                 if seq in self.requests or seq in new:
                     raise InvalidRecord(f"request {seq} is accepted twice")
-                new[seq] = RecoveredRequest(seq, index, message.begun(), max_new_tokens)
+                given = array("i", message.params.first_token_ids)
+                new[seq] = RecoveredRequest(seq, index, message.begun(), max_new_tokens, given)
             for choice in message.progress:
                 request = new.get(accepted.seq + choice.index)
                 if request is not None:
-                    request.tokens += unpack_ids(choice.token_ids)
+                    request.tokens = unpack_ids(choice.token_ids) or request.tokens
                     request.first_token_at = choice.first_token_at
         return new
 
@@ -258,6 +260,9 @@ def _check_message(accepted: AcceptedRecord, message: Submit, vocab_size: int) -
     if not message.weight > 0:
         raise InvalidRecord(f"request {accepted.seq} has a weight of {message.weight}")
     _check_ids(unpack_ids(message.prompt_ids), vocab_size)
+    _check_ids(array("i", params.first_token_ids), vocab_size)
+    if len(params.first_token_ids) >= max_new_tokens:
+        raise InvalidRecord(f"request {accepted.seq} begins with all of its tokens")
     for choice in message.progress:
         ids = unpack_ids(choice.token_ids)
         _check_ids(ids, vocab_size)
@@ -303,7 +308,7 @@ def renumber(requests: Iterable[RecoveredRequest]) -> None:
 def restored(recovered: RecoveredRequest, eos_ids: frozenset[int]) -> Request:
     """Return a request as the earlier scheduler had it, waiting or ended."""
     request = Request.from_submit(recovered.seq, recovered.message, eos_ids, recovered.index)
-    request.tokens += recovered.tokens
+    request.tokens[request.num_prompt :] = recovered.tokens
     request.num_known_tokens = len(request.tokens)
     request.first_token_at = recovered.first_token_at
     request.logprobs = recovered.logprobs.tokens

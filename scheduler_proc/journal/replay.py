@@ -60,7 +60,8 @@ class RecordedJournal(NamedTuple):
             )
         for one in found:
             if one.index == index:
-                if not one.tokens and not one.vector:
+                num_given = len(one.message.params.first_token_ids)
+                if len(one.tokens) == num_given and not one.vector:
                     raise InvalidRequest(f"request {request_id} has no token yet: nothing compares")
                 return one
         indexes = ", ".join(str(one.index) for one in found)

@@ -304,7 +304,7 @@ class FileJournal:
                 if not record.accepted:
                     record.accepted.append(AcceptedRecord.of(first_seq, message, []))
                 record.accepted[0].indexes.append(request.index)
-                if generated := request.generated:
+                if generated := request.generated[len(request.given_ids) :]:
                     seqs, token_ids = [seq] * len(generated), packing.pack_ids(generated)
                     record.tokens.append(TokenRecord(seqs, token_ids, request.first_token_at))
                 if request.logprobs or (request.first_token_at and request.prompt_logprobs):

@@ -132,7 +132,7 @@ def _held(request: Request) -> HeldChoice:
         request.client,
         request.request_id,
         request.index,
-        pack_ids(request.generated),
+        pack_ids(request.published),
         request.first_token_at,
         request.placement,
     )

@@ -91,7 +91,9 @@ class Admission:
         request.status = RequestStatus.PREFILLING
         if not request.admitted_at:
             request.admitted_at = now
-            request.cached_tokens = request.num_computed_tokens
+            num_cached = request.num_computed_tokens
+            request.cached_tokens = min(num_cached, request.num_prompt)
+            request.num_cached_given = num_cached - request.cached_tokens
         self.holders[request.seq] = request
 
     def release(self, request: Request) -> None:

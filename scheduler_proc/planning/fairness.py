@@ -112,8 +112,9 @@ class ShareAccount:
         return request.num_prompt + min(request.num_remaining_tokens, self._mean_generated)
 
     def observe_end(self, request: Request) -> None:
-        """Take in how many tokens a request has generated."""
-        self._mean_generated += MEAN_WEIGHT * (request.num_generated - self._mean_generated)
+        """Take in how many tokens a request has sampled."""
+        num_sampled = request.num_generated - len(request.given_ids)
+        self._mean_generated += MEAN_WEIGHT * (num_sampled - self._mean_generated)
 
     def upcoming(
         self, num_expected: int, max_count: int, budget: int, share_of: ShareOf
@@ -288,7 +289,8 @@ def computed_tokens(request: Request) -> int:
     num_prompt = request.num_prompt
     if not request.first_token_at:
         num_prompt = min(num_prompt, request.num_computed_tokens)
-    return max(0, num_prompt - request.cached_tokens) + request.num_generated
+    num_generated = request.num_generated - request.num_cached_given
+    return max(0, num_prompt - request.cached_tokens) + num_generated
 
 
 # Decode rows by the weights of tenants, where more requests run than a step has rows.

@@ -247,7 +247,7 @@ class Request:
     """State of one request, or of one of its choices.
 
     Attributes:
-        tokens: the prompt, then the generated tokens.
+        tokens: the prompt, then the generated tokens, of which the first may be given.
         index: number of the choice, where several were asked for.
         num_known_tokens: number of tokens, with those that steps in flight will sample.
         num_computed_tokens: tokens whose KV exists or is planned. A step lets it catch up with
@@ -276,6 +276,7 @@ class Request:
         may_load: whether pages that are not in the tree may still be loaded before the admission.
         slot_params: what the slot needs beyond temperature, top_k, top_p and seed.
         cached_tokens: prompt tokens that came from the prefix cache at the first admission.
+        num_cached_given: given tokens of the answer that came from it then, too.
         prompt_logprobs: logprobs of the prompt, as far as they are computed.
         logprobs: one block for each generated token, where the client wants them.
         waited_for: what the request waited for before its first admission: a compiled grammar, and
@@ -328,6 +329,7 @@ class Request:
     prefix_miss: bytes = b""
     may_load: bool = True
     cached_tokens: int = 0
+    num_cached_given: int = 0
     admitted_at: float = 0.0
     first_token_at: float = 0.0
     finish_reason: FinishReason | None = None
@@ -356,7 +358,8 @@ class Request:
             ValueError: a parameter that the frontend fills in is missing.
         """
         sampling = ResolvedSampling.of_choice(message.params, index)
-        tokens = unpack_ids(message.prompt_ids)
+        prompt_ids, given_ids = unpack_ids(message.prompt_ids), sampling.params.first_token_ids
+        tokens, num_prompt = prompt_ids + array("i", given_ids), len(prompt_ids)
         stop_ids = frozenset(sampling.params.stop_token_ids)
         if not sampling.params.ignore_eos:
             stop_ids |= eos_ids
@@ -365,7 +368,7 @@ class Request:
             client=message.client,
             request_id=message.request_id,
             tokens=tokens,
-            num_prompt=len(tokens),
+            num_prompt=num_prompt,
             sampling=sampling,
             stop_ids=stop_ids,
             stream=message.stream,
@@ -376,11 +379,11 @@ class Request:
             deadline=message.deadline,
             index=index,
             slot_params=slot_sampling_params(
-                sampling, len(tokens), stop_ids, message.bad_words, message.grammar
+                sampling, num_prompt, stop_ids, message.bad_words, message.grammar
             ),
             grammar=message.grammar,
             num_known_tokens=len(tokens),
-            max_total_tokens=len(tokens) + sampling.max_new_tokens,
+            max_total_tokens=num_prompt + sampling.max_new_tokens,
             due_at=_due_at(message),
             tenant=message.tenant,
             weight=message.weight,
@@ -417,11 +420,12 @@ class Request:
         self.finish_reason, self.matched_stop, self.error = reason, matched_stop, error
 
     def take_over(self, token_ids: "array[int]", first_token_at: float) -> None:
-        """Begin with the tokens that another scheduler has published.
+        """Begin with the tokens that another scheduler has published; without any, as submitted.
 
         If they are all of the answer, the request ends at once.
         """
-        self.tokens += token_ids
+        if token_ids:
+            self.tokens[self.num_prompt :] = token_ids
         self.num_known_tokens = len(self.tokens)
         self.first_token_at = first_token_at
         if token_ids and token_ids[-1] in self.stop_ids:
@@ -474,13 +478,23 @@ class Request:
 
     @property
     def num_generated(self) -> int:
-        """Number of generated tokens."""
+        """Number of generated tokens, with those that were given."""
         return len(self.tokens) - self.num_prompt
 
     @property
+    def given_ids(self) -> list[int]:
+        """The tokens with which the answer begins, and which no step samples."""
+        return self.sampling.params.first_token_ids
+
+    @property
     def generated(self) -> "array[int]":
-        """The generated tokens."""
+        """The generated tokens, with those that were given."""
         return self.tokens[self.num_prompt :]
+
+    @property
+    def published(self) -> "array[int]":
+        """The tokens that its client may have: none before the first one is sampled."""
+        return self.generated if self.first_token_at else array("i")
 
     @property
     def num_remaining_tokens(self) -> int:

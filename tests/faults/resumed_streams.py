@@ -50,6 +50,9 @@ def request_of(number: int) -> tuple[str, dict[str, Any]]:
                              "logprobs": 1, "temperature": 1, "resumable": True}),
         ("/v1/responses", {"input": text, "max_output_tokens": MAX_TOKENS, "resumable": True}),
         ("/v1/responses", {"input": text, "max_output_tokens": MAX_TOKENS, "background": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], "n": 2,
+                                  "max_tokens": MAX_TOKENS, "resumable": True,
+                                  "first_token_ids": [40 + number % 9] * few}),
     ]  # fmt: skip
     path, body = kinds[number % len(kinds)]
     return path, common | body | ({"seed": number} if "n" in body else {})

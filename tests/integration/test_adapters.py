@@ -99,6 +99,16 @@ async def all_answers(client: AsyncClient, repeats: int = 1) -> list[tuple[str, 
     return [(*each, c.token_ids) for each, c in zip(asked, completions, strict=True)]
 
 
+def test_a_fork_has_the_adapter_of_its_answer(adapters: Adapters) -> None:
+    with Client(adapters.server.endpoint) as client:
+        for name in NAMES[:3]:
+            answer = client.generate(PROMPTS[1], GREEDY, adapter=name)
+            for at in (0, 5, NUM_TOKENS - 1):
+                assert client.fork(answer, at, GREEDY).token_ids == adapters.answers[name][1]
+            other = client.fork(answer, 5, GREEDY, adapter="")
+            assert other.token_ids[5:] != adapters.answers[name][1][5:]
+
+
 def test_all_adapters_and_the_model_answer_together_as_alone(adapters: Adapters) -> None:
     async def run() -> None:
         async with AsyncClient(adapters.server.endpoint) as client:

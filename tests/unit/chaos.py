@@ -1,14 +1,14 @@
 """A scheduler under random load, with a check of every answer: for property tests and long runs.
 
 python -m tests.unit.chaos --steps 1000000 [--seed 0] [--window 0] [--adapters] [--pins]
-    [--speculative-method none]
+    [--forks 10000] [--speculative-method none]
 """
 
 import argparse
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quadriga.errors import ConfigError
@@ -18,7 +18,7 @@ from quadriga.wire.cache import CacheHint
 from quadriga.wire.to_scheduler import CacheRelease, DropAdapters, InfoRequest, StopFound
 from scheduler_proc.planning.quarantine import MAX_WORKER_CRASHES
 from tests.faults.inject import retract_one
-from tests.unit.simulation import JUMPING, Observe, World, abort, reference, submit
+from tests.unit.simulation import EOS, JUMPING, Observe, World, abort, reference, submit
 
 PREFIXES = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [5, 6, 7, 8, 20, 21, 22, 23], [30] * 9, []]
 ADAPTERS = ["first", "second", "third", "fourth", "fifth"]
@@ -28,7 +28,7 @@ PREFIXES += [[JUMPING, 5, 6, 7, 8, 20], [JUMPING]]
 
 @dataclass
 class SentRequest:
-    """A request that was sent, to check its answer."""
+    """A request that was sent, to check its answer. first_ids: what the answer begins with."""
 
     prompt: list[int]
     max_new_tokens: int
@@ -36,6 +36,14 @@ class SentRequest:
     adapter: str = ""
     stopped: bool = False
     timed: bool = False
+    first_ids: list[int] = field(default_factory=list)
+    is_fork: bool = False
+
+    def expected(self) -> list[int]:
+        """Return the answer of a fresh run with the same prompt and first tokens."""
+        num_left = self.max_new_tokens - len(self.first_ids)
+        prompt = self.prompt + self.first_ids
+        return self.first_ids + reference(prompt, num_left, self.ignore_eos, self.adapter)
 
 
 class Chaos:
@@ -72,12 +80,21 @@ class Chaos:
         timeout_s: float | None = None,
         adapter: str = "",
         cache: CacheHint | None = None,
+        first_ids: list[int] | None = None,
     ) -> None:
         name = f"r{len(self.sent)}"
         self.sent[name] = SentRequest(
-            prompt, max_new_tokens, ignore_eos, adapter, timed=timeout_s is not None
+            prompt,
+            max_new_tokens,
+            ignore_eos,
+            adapter,
+            timed=timeout_s is not None,
+            first_ids=first_ids or [],
+            is_fork=first_ids is not None,
         )
-        fields: dict[str, Any] = {"priority": priority, "cache": cache}
+        fields: dict[str, Any] = {
+            "priority": priority, "cache": cache, "first_token_ids": first_ids
+        }  # fmt: skip
         if adapter:
             fields |= {"adapter": AdapterRef(adapter, adapter), "cache_salt": f"{adapter}\0"}
         if timeout_s is not None:
@@ -85,6 +102,27 @@ class Chaos:
             fields["queue_deadline"] = self.world.worker.now + timeout_s / 2
         message = submit(name, prompt, max_new_tokens, client, ignore_eos, **fields)
         self.world.send(message)
+
+    def fork(self, source: random.Random) -> bool:
+        """Answer a request again from a token that it has. Return whether there is one."""
+        name = source.choice(sorted(self.sent)) if self.sent else ""
+        tokens, sent = self.world.detok.tokens.get(name, []), self.sent.get(name)
+        if sent is None or not tokens:
+            return False
+        ignore_eos = source.random() < 0.5
+        first_ids = tokens[: source.randint(0, len(tokens))]
+        if not ignore_eos and EOS in first_ids:
+            first_ids = first_ids[: first_ids.index(EOS)]
+        self.submit(
+            sent.prompt,
+            len(first_ids) + source.choice([1, 2, 5, 12]),
+            ignore_eos,
+            source.choice([b"c", b"d"]),
+            source.randint(-3, 3),
+            adapter=sent.adapter,
+            first_ids=first_ids,
+        )
+        return True
 
     def abort(self, number: int) -> None:
         name = f"r{number}"
@@ -115,7 +153,7 @@ class Chaos:
         assert not info["adapters"]["running"] and not info["adapters"]["waiting"]
 
     def _check(self, sent: SentRequest, closed: Any, tokens: list[int]) -> None:
-        expected = reference(sent.prompt, sent.max_new_tokens, sent.ignore_eos, sent.adapter)
+        expected = sent.expected()
         assert tokens == expected[: len(tokens)], "a wrong token"
         if closed.finish_reason == "error":
             needed = len(sent.prompt) + sent.max_new_tokens - 1
@@ -176,6 +214,7 @@ def random_life(
     suspends: bool = False,
     has_adapters: bool = False,
     has_pins: bool = False,
+    has_forks: bool = False,
 ) -> Chaos:
     """Run a random load on a random server, for at least so many steps and then until it is idle.
 
@@ -189,6 +228,7 @@ def random_life(
         suspends: the worker is suspended as often as it crashes.
         has_adapters: requests have adapters, for more of which than the worker holds.
         has_pins: requests ask that what they compute is kept.
+        has_forks: running and ended requests are answered again, from any of their tokens.
     """
     args = replace(random_args(source), speculative_method=speculative_method)
     if has_adapters:
@@ -218,6 +258,9 @@ def random_life(
                 source.choice(adapters) if has_adapters else "",
                 random_hint(source) if has_pins else None,
             )
+        if has_forks:
+            for _ in range(source.choice([0, 0, 0, 1, 3])):
+                chaos.fork(source)
         if has_pins and source.random() < 0.03:
             chaos.release(source.choice([None, *KEYS]), source.random() < 0.2)
         if has_adapters and source.random() < 0.02:
@@ -252,10 +295,11 @@ def main() -> None:
     parser.add_argument("--speculative-method", default="none")
     parser.add_argument("--adapters", action="store_true")
     parser.add_argument("--pins", action="store_true")
+    parser.add_argument("--forks", type=int, default=0, help="number of forks, in place of steps")
     arguments = parser.parse_args()
     began, steps, seed = time.monotonic(), 0, arguments.seed
     counts: Counter[str] = Counter()
-    while steps < arguments.steps:
+    while steps < arguments.steps if not arguments.forks else counts["forks"] < arguments.forks:
         source = random.Random(seed)
         try:
             chaos = random_life(
@@ -265,6 +309,8 @@ def main() -> None:
                 speculative_method=arguments.speculative_method,
                 has_adapters=arguments.adapters,
                 has_pins=arguments.pins,
+                suspends=bool(arguments.forks),
+                has_forks=bool(arguments.forks),
             )
         except BaseException:
             print(f"seed {seed}: {random_args(random.Random(seed))}")
@@ -277,6 +323,8 @@ def main() -> None:
         counts["cached tokens"] += info["cached_tokens_total"]
         for name in ("gave_way", "over_limit", "expired", "released") if arguments.pins else ():
             counts[f"pins {name}"] += info[f"cache_pins_{name}_total"]
+        if arguments.forks:
+            counts["forks"] += sum(sent.is_fork for sent in chaos.sent.values())
         counts["right guesses"] += info.get("spec_decode_num_accepted_tokens_total", 0)
         seed += 1
     print(

@@ -198,6 +198,7 @@ def _opening(opening: to_detok.StreamStart) -> list[Any]:
             [one for block in prompt.blocks for one in _logprobs(block)],
         ],
         _ids(opening.prompt_end),
+        *([_ids(opening.given_ids)] if opening.given_ids else []),
     ]
 
 

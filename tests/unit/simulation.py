@@ -367,7 +367,7 @@ class Detok:
             self._take_replay(replay)
         for opened in message.opened:
             self.open[opened.seq] = opened.request_id
-            self.tokens[opened.request_id] = []
+            self.tokens[opened.request_id] = unpack_ids(opened.given_ids).tolist()
         for seq, token in zip(message.seqs, unpack_ids(message.token_ids), strict=True):
             if seq in self.open:  # else its replay is on its way
                 self.tokens[self.open[seq]].append(token)
@@ -565,6 +565,7 @@ def submit(
     client: bytes = b"c",
     ignore_eos: bool = False,
     stop_token_ids: list[int] | None = None,
+    first_token_ids: list[int] | None = None,
     **fields: Any,
 ) -> Submit:
     params = SamplingParams(
@@ -572,6 +573,7 @@ def submit(
         seed=0,
         ignore_eos=ignore_eos,
         stop_token_ids=stop_token_ids or [],
+        first_token_ids=first_token_ids or [],
     )
     return Submit(client, request_id, pack_ids(prompt), params, True, 1000.0, 1000.0, **fields)
 

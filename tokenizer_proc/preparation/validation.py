@@ -318,7 +318,8 @@ def fit(
 
     Raises:
         PromptTooLong: prompt and max_new_tokens are more than the context.
-        InvalidRequest: min_new_tokens is above max_new_tokens.
+        InvalidRequest: min_new_tokens is above max_new_tokens, or nothing can follow
+            first_token_ids.
     """
     limit = model.context_length
     if not ids:
@@ -342,4 +343,26 @@ def fit(
             f" is {max_new_tokens} here; ask for a larger max_new_tokens",
             "min_new_tokens",
         )
+    check_first_ids(params, max_new_tokens, model)
     return ids, msgspec.structs.replace(params.with_seed(), max_new_tokens=max_new_tokens)
+
+
+def check_first_ids(params: SamplingParams, max_new_tokens: int, model: ModelFiles) -> None:
+    """Raise InvalidRequest if nothing can follow the tokens with which the answer begins."""
+    first_ids = params.first_token_ids
+    if len(first_ids) >= max_new_tokens:
+        raise InvalidRequest(
+            f"max_new_tokens is {max_new_tokens}: it counts the {len(first_ids)} tokens of"
+            f" first_token_ids, too; ask for at least {len(first_ids) + 1}",
+            "max_new_tokens",
+        )
+    stop_ids = set(params.stop_token_ids)
+    if not params.ignore_eos:
+        stop_ids |= set(model.eos_token_ids)
+    for number, token_id in enumerate(first_ids, start=1):
+        if token_id in stop_ids:
+            raise InvalidRequest(
+                f"first_token_ids has the stop token {token_id} as its token {number} of"
+                f" {len(first_ids)}, and nothing follows one; give at most {number - 1} tokens",
+                "first_token_ids",
+            )

@@ -153,11 +153,13 @@ class PlacedRequest:
         submit, choices = self.submit, [self.choice(index) for index in indexes]
         if submit is None:
             return Prompt(0, [], max(1, len(choices)))
-        hashes = []
+        hashes, first_ids = [], pack_ids(submit.params.first_token_ids)
+        ids = submit.prompt_ids + first_ids
         if block_tokens and submit.params.prompt_logprobs is None:
-            hashes = block_hashes(submit.prompt_ids, block_tokens, submit.cache_salt.encode())
-        num_generated = sum(len(choice.token_ids) for choice in choices)
-        return Prompt(num_ids(submit.prompt_ids) + num_generated, hashes, len(choices))
+            hashes = block_hashes(ids, block_tokens, submit.cache_salt.encode())
+        num_given = num_ids(first_ids)
+        num_generated = sum(max(0, len(choice.token_ids) - num_given) for choice in choices)
+        return Prompt(num_ids(ids) + num_generated, hashes, len(choices))
 
     # --- what a replica is sent -------------------------------------------------------------------
 

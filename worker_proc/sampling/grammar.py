@@ -91,18 +91,20 @@ class SlotGrammar(SlotConstraint):
             matcher: in the grammar's initial state, used only by this object.
             stop_ids: tokens that end the request. They are allowed where the text can end, and
                 the matcher does not see them.
-            generated: [tokens] generated before, if the request was retracted or resent.
+            generated: [tokens] given with the request, or generated before, if the request was
+                retracted or resent.
             jump_forward: append forced tokens without sampling them.
         """
         self._matcher = matcher
+        self._begins_wrong = False
         self._jump_forward = jump_forward
         self._stop_ids = stop_ids
         self._stop_set = frozenset(stop_ids.tolist())
         self.consume(generated)
 
     def consume(self, token_ids: Ints) -> None:
-        """Accept tokens `[tokens]` that were generated before."""
-        self._matcher.consume_tokens(token_ids.tolist())
+        """Accept tokens `[tokens]` that were given, or generated before."""
+        self._begins_wrong = not self._matcher.consume_tokens(token_ids.tolist())
 
     @property
     def matcher(self) -> "LLMatcher | None":
@@ -122,6 +124,8 @@ class SlotGrammar(SlotConstraint):
             return ""
         if not matcher.is_error() and token not in self._stop_set and matcher.consume_token(token):
             return ""
+        if self._begins_wrong:  # no grammar of its own lets a request generate what it refuses
+            return "the text of first_token_ids does not match the grammar: loosen it, or keep less"
         return barred_error(matcher.get_error().removesuffix("\n<non-verbose/>"))
 
     def take_forced(self, max_tokens: int) -> list[int]:

@@ -153,6 +153,24 @@ async def create_response(gateway: Gateway, call: Call, sink: EventSink) -> Resp
     return await _answer(gateway, call, sink, store, plan, begin)
 
 
+def with_stored_items(body: dict[str, Any], decisions: dict[str, Any]) -> dict[str, Any]:
+    """Return a body in whose input are the items to which it refers, as the request has found them.
+
+    Args:
+        body: of the request; of another API without such references it stays as it is.
+        decisions: of the request's stream.
+    """
+    if _BEGIN not in decisions:
+        return body
+    begin = msgspec.convert(decisions[_BEGIN], _Begin)
+    given = body["input"] if begin.given is None else begin.given
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}] if begin.history else given
+    references = ("previous_response_id", "conversation")
+    rest = {name: value for name, value in body.items() if name not in references}
+    return rest | {"input": given if isinstance(given, str) else [*begin.history, *given]}
+
+
 async def _new_id(gateway: Gateway, call: Call, store: ResponseStore, response_id: str) -> str:
     """Return the id of a response of which anything is kept: no other response has it."""
     if call.resumption is not None:

@@ -1,5 +1,6 @@
 """A scripted ring whose requests the test of a page ends."""
 
+import asyncio
 import math
 from typing import Any
 
@@ -38,6 +39,22 @@ class OpenRing(ScriptedRing):
         """End the last request with an error."""
         self.handles[-1].done = True
         self.sinks[-1](error)
+
+
+GIVEN_TEXTS = {1: "One", 2: "other"}
+
+
+class GivenRing(ScriptedRing):
+    """Answers begin with the tokens that the request gives: those of `fair_logprobs`."""
+
+    def _answer(self, handle: ScriptedHandle, sink: Any) -> None:
+        if given := self.submitted[-1][1].first_token_ids:
+            item = chunk("".join(map(GIVEN_TEXTS.__getitem__, given)))
+            item.token_ids, item.token_times = given, [0.0] * len(given)
+            item.text_lengths = [len(GIVEN_TEXTS[token]) for token in given]
+            item.logprobs = [TokenLogprob(i, None, GIVEN_TEXTS[i].encode(), []) for i in given]
+            asyncio.get_running_loop().call_soon(sink, item)
+        super()._answer(handle, sink)
 
 
 class ChoicesRing(ScriptedRing):

@@ -20,10 +20,31 @@ from tests.integration.page.chat_page import (
     until_saved,
     until_text,
 )
-from tests.integration.page.page_ring import THINKING, ChoicesRing, OpenRing, fair_logprobs
+from tests.integration.page.page_ring import (
+    THINKING,
+    ChoicesRing,
+    GivenRing,
+    OpenRing,
+    fair_logprobs,
+)
 from tests.integration.page.page_session import in_browser
 from tests.unit.scripted_ring import ScriptedRing
 
+# As an earlier version has kept it.
+WITHOUT_IDS = """new Promise((done, failed) => {
+    const opening = indexedDB.open('quadriga');
+    opening.onerror = failed;
+    opening.onsuccess = () => {
+        const store = opening.result.transaction('conversations', 'readwrite')
+            .objectStore('conversations');
+        store.openCursor().onsuccess = ({ target: { result: cursor } }) => {
+            if (!cursor) { opening.result.close(); return done(); }
+            const text = JSON.stringify(cursor.value).replace(/"id":\\d+,/g, '');
+            cursor.update(JSON.parse(text));
+            cursor.continue();
+        };
+    };
+})"""
 NEW_CHAT = "a.button.primary"
 TOOLS = json.dumps([{"name": "weather", "parameters": {"type": "object", "properties": {}}}])
 
@@ -263,7 +284,7 @@ def test_the_user_types_in_the_results_of_calls(chromium: str) -> None:
 
 
 def test_probabilities_are_shown_by_token_and_another_token_is_a_new_version(chromium: str) -> None:
-    ring = ScriptedRing(["One", " two"])
+    ring = GivenRing(["One", " two"])
     ring.logprobs = fair_logprobs
 
     async def test(page: Page) -> None:
@@ -274,12 +295,44 @@ def test_probabilities_are_shown_by_token_and_another_token_is_a_new_version(chr
         await page.evaluate("document.querySelector('[data-token=\"1\"]').focus()")
         await until_text(page, "table.alternatives", "other")
         assert "50.0 %" in await text_of(page, "table.alternatives")
+        ring.pieces = [" more", "!"]
+        await page.click(".alternatives .link")
+        await until_text(page, ".answer", "Oneother more!")
+        await page.click(button("Token probabilities"))
+        shown = "[...document.querySelectorAll('.token')].map((one) => one.innerText)"
+        assert await page.evaluate(shown) == ["One", "other", " more", "!"]
+        # The new version branches itself.
+        await page.evaluate("document.querySelector('[data-token=\"0\"]').focus()")
+        ring.pieces = [" end"]
+        await page.click(".alternatives .link")
+        await until_text(page, ".answer", "other end")
+
+    in_browser(chromium, ring, test)
+    assert set(map(tuple, chats(ring))) == {(("user", "Count"),)}
+    given = [params.first_token_ids for _, params, _ in ring.submitted if params is not None]
+    assert given == [[], [1, 2], [2]]
+
+
+def test_an_answer_whose_tokens_have_no_ids_goes_on_as_text(chromium: str) -> None:
+    ring = ScriptedRing(["One", " two"])
+    ring.logprobs = fair_logprobs
+
+    async def test(page: Page) -> None:
+        await set_settings(page, hasProbabilities=True)
+        await ask(page, "Count")
+        await until_answered(page)
+        await until_saved(page, "Count", "One two")
+        await page.evaluate(WITHOUT_IDS)
+        await page.reload()
+        await until_text(page, ".answer", "One two")
+        await page.click(button("Token probabilities"))
+        await page.evaluate("document.querySelector('[data-token=\"1\"]').focus()")
         ring.pieces = [" more"]
         await page.click(".alternatives .link")
         await until_text(page, ".answer", "Oneother more")
 
     in_browser(chromium, ring, test)
-    assert chats(ring)[1][-1] == ("assistant", "Oneother")
+    assert chats(ring)[-1][-1] == ("assistant", "Oneother")
 
 
 def test_thinking_is_folded_away_when_the_answer_begins(chromium: str) -> None:

@@ -19,7 +19,7 @@ def chunk(index: int, texts: list[str], rest: str | None = None) -> StreamChunk:
     """Return a chunk of tokens with these texts; `rest` is the text of its end."""
     count = len(texts)
     made = StreamChunk(
-        "r", "".join(texts) + (rest or ""), list(range(count)), [0.0] * count, 0.0, index=index
+        "r", "".join(texts) + (rest or ""), list(range(count)), [1.0] * count, 0.0, index=index
     )
     made.completion = None if rest is None else end_of(index)
     if count != 1 or rest is not None:
@@ -37,6 +37,15 @@ def test_a_chunk_is_cut_into_its_tokens_and_its_end() -> None:
         ("a", 1), ("", 1), ("bc", 1), ("d", 0),
     ]  # fmt: skip
     assert [piece.completion is not None for piece in pieces] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("num_given", range(4))
+def test_given_tokens_stay_together(num_given: int) -> None:
+    whole = chunk(0, ["a", "bc", "d"], "e")
+    whole.token_times = [0.0] * num_given + [1.0] * (3 - num_given)
+    texts = [piece.text for piece in tokens_of(whole)]
+    together = [["a", "bc", "d"], ["a", "bc", "d"], ["abc", "d"], ["abcd"]]
+    assert texts == [*together[num_given], "e"]
 
 
 def test_a_token_alone_is_not_copied() -> None:

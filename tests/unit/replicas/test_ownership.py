@@ -239,7 +239,9 @@ class ClientRequest:
 
     def check(self) -> None:
         prompt = unpack_ids(self.submit.prompt_ids).tolist()
-        expected = reference(prompt, self.submit.params.max_new_tokens or 0, True)
+        params = self.submit.params
+        first, num_all = params.first_token_ids, params.max_new_tokens or 0
+        expected = first + reference(prompt + first, num_all - len(first), True)
         for choice in self.choices:
             assert choice.reason == "length" or self.was_aborted
             if choice.reason == "length":
@@ -384,10 +386,16 @@ class World:
 
     # --- the client -------------------------------------------------------------------------------
 
-    def submit(self, n: int, max_new_tokens: int) -> None:
+    def submit(self, n: int, num_new_tokens: int, first_ids: list[int]) -> None:
         name = f"r{len(self.requests)}"
         self.time += 1.0
-        params = SamplingParams(max_new_tokens=max_new_tokens, seed=0, n=n, ignore_eos=True)
+        params = SamplingParams(
+            max_new_tokens=len(first_ids) + num_new_tokens,
+            seed=0,
+            n=n,
+            ignore_eos=True,
+            first_token_ids=first_ids,
+        )
         prompt = pack_ids([5, 6, len(self.requests) % 90 + 3])
         submit = Submit(b"c", name, prompt, params, True, self.time, self.time)
         self.requests[name] = ClientRequest(submit)
@@ -469,8 +477,14 @@ NUMBERS = st.integers(0, 10_000)
 EVENTS = st.lists(st.tuples(st.integers(0, 31), NUMBERS), min_size=10, max_size=120)
 
 
-def play(world: World, events: list[tuple[int, int]], may_rerun: bool = True) -> None:
-    """Let drawn events happen. Without `may_rerun` nothing dies that has tokens of a request."""
+def play(
+    world: World, events: list[tuple[int, int]], may_rerun: bool = True, forks: bool = False
+) -> None:
+    """Let drawn events happen.
+
+    Without `may_rerun` nothing dies that has tokens of a request. With `forks` the answers begin
+    with given tokens.
+    """
     for kind, number in events:
         replica, is_odd = number % len(world.rings), number % 2 == 1
         found = world.open_requests
@@ -478,7 +492,8 @@ def play(world: World, events: list[tuple[int, int]], may_rerun: bool = True) ->
             for turn in range(number % 7 + 1):
                 world.deliver_some(number + 5 * turn)
         elif kind < 20:
-            world.submit(number % 3 + 1, number % 11 + 1)
+            first_ids = [50 + number % 20] * (number % 9) if forks else []
+            world.submit(number % 3 + 1, number % 11 + 1, first_ids)
         elif kind < 23 and found and not found[number % len(found)].was_aborted:
             world.resend(found[number % len(found)])
         elif kind == 23 and found and is_odd:
@@ -558,6 +573,17 @@ def test_every_choice_ends_once_with_its_text_whatever_dies(
 ) -> None:
     world = World(num_replicas)
     play(world, events)
+    world.settle()
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(events=EVENTS)
+def test_every_fork_ends_once_with_its_text_whatever_dies(
+    num_replicas: int, events: list[tuple[int, int]]
+) -> None:
+    world = World(num_replicas)
+    play(world, events, forks=True)
     world.settle()
 
 

@@ -87,6 +87,7 @@ TRACE = RequestTrace(TraceContext("0" * 32, "1" * 16), "llm_request", "a", 0, []
 START = StreamStart(
     1, b"c", "a", True, True, ["stop", "halt"], 1, ["re", "gex"], True, 2, 3,
     PromptLogprobsData(pack_ids([5, 6]), 1, [BLOCK]), True, pack_ids([6, 7]), 8,
+    pack_ids([3, 2]),
 )  # fmt: skip
 ERROR = ErrorInfo("a_code", "a message", "field", 1.5)
 END = StreamEnd(1, b"c", "a", "stop", 2, ERROR, 5, 3, 1.0, 1.1, 1.2, 1.3, 1, TRACE, 9, b"vector")

@@ -10,6 +10,7 @@ from quadriga.wire.packing import pack_ids
 from quadriga.wire.to_detok import HandedBack, StepOutput
 from quadriga.wire.to_scheduler import ChoiceProgress, DetokReady, FrontendRestarted, Recall, Submit
 from scheduler_proc.journal.events import StepEvents
+from scheduler_proc.journal.recovery import restored
 from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.state.request import FinishReason
 from tests.unit.journal_runs import Run, outline, release_journal
@@ -109,6 +110,55 @@ def test_its_journal_has_its_tokens_once(tmp_path: Path) -> None:
     run.journal.compact()
     assert outline(run.recovered()) == expected
     release_journal(run.journal)
+
+
+def test_its_journal_has_its_given_tokens_once(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    message = run_message()
+    params = msgspec.structs.replace(message.params, first_token_ids=[9, 10])
+    message = msgspec.structs.replace(message, params=params)
+    begun, untouched = run.requests.add(message)
+    run.journal.append(StepEvents(accepted=[(message, [begun, untouched])]))
+    run.generate(begun, 11)
+    run.journal.commit()
+    for _ in range(2):
+        recovered = run.recovered()
+        assert outline(recovered) == [
+            ("m", 0, [9, 10, 11], False, False),
+            ("m", 1, [9, 10], False, False),
+        ]
+        requests = [restored(each, frozenset()) for each in recovered]
+        assert [request.generated.tolist() for request in requests] == [[9, 10, 11], [9, 10]]
+        assert [request.published.tolist() for request in requests] == [[9, 10, 11], []]
+        assert {request.num_prompt for request in requests} == {2}
+        run.journal.compact()
+    release_journal(run.journal)
+
+
+@pytest.mark.parametrize("num_known", [0, 3, 5])
+def test_a_moved_one_has_its_given_tokens_once(num_known: int) -> None:
+    first_ids = [40, 41, 42]
+    expected = first_ids + reference(PROMPT + first_ids, 9, True)
+    world = World(SchedulerArgs())
+    message = submit("a", PROMPT, 12, ignore_eos=True, first_token_ids=first_ids)
+    world.send(moved(message, known(expected[:num_known])))
+    world.run()
+    assert world.detok.tokens["a"] == expected
+
+
+def test_given_tokens_are_computed_once_and_cached_for_the_next_choice() -> None:
+    first_ids = list(range(40, 60))
+    world = World(SchedulerArgs(), page_size=4)
+    message = submit("a", PROMPT, 24, ignore_eos=True, first_token_ids=first_ids)
+    world.send(message)
+    world.run()
+    num_tokens = sum(map(sum, world.worker.tokens_of_steps))
+    world.send(msgspec.structs.replace(message, request_id="b"))
+    world.run()
+    # 26 of the 27 tokens before the last sampled one are in full pages.
+    assert sum(map(sum, world.worker.tokens_of_steps)) - num_tokens <= 3 + 4
+    assert world.detok.tokens["a"] == world.detok.tokens["b"]
+    assert world.detok.closed["b"].cached_tokens == len(PROMPT)
 
 
 def run_message() -> Submit:

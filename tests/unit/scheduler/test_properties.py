@@ -157,3 +157,21 @@ def test_lives_of_random_servers_with_adapters(seed: int) -> None:
     for number in range(25):
         source = random.Random(f"adapters/{seed}/{number}")
         random_life(source, 100, suspends=number % 2 == 0, has_adapters=True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("window", [0, 5])
+def test_lives_of_random_servers_whose_requests_fork(seed: int, window: int) -> None:
+    num_forks = num_cached = 0
+    for number in range(12):
+        source = random.Random(f"forks/{seed}/{window}/{number}")
+        has_adapters, suspends = number % 3 == 0, number % 2 == 0
+        method = "ngram" if number % 4 == 3 else "none"
+        chaos = random_life(
+            source, 60, window=window, has_adapters=has_adapters, suspends=suspends,
+            has_forks=True, speculative_method=method,
+        )  # fmt: skip
+        num_forks += sum(sent.is_fork for sent in chaos.sent.values())
+        num_cached += chaos.world.scheduler.info()["cached_tokens_total"]
+    assert num_forks > 100
+    assert num_cached > 100

@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from http_proc.core.gateway import Gateway
-from tests.unit.scripted_ring import ScriptedRing, chunk
+from http_proc.web.stream_rows import StreamRows
+from tests.unit.scripted_ring import ScriptedRing, chunk, gateway_before
 
 PIECES = ["One", " two", " three", " four"]
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
@@ -82,3 +84,14 @@ async def events_of(response: aiohttp.ClientResponse, count: int | None = None) 
 async def until(condition: Any) -> None:
     while not condition():
         await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def gateway_on(directory: Path, ring: ScriptedRing, **flags: Any) -> AsyncIterator[Gateway]:
+    """Run a gateway that keeps its rows in a directory."""
+    with closing(StreamRows(directory)) as rows:
+        async with gateway_before(ring, rows, api_key="mine,other", **flags) as (_, gateway):
+            yield gateway
+
+
+MINE, OTHER = ({"Authorization": f"Bearer {key}"} for key in ("mine", "other"))

@@ -3,8 +3,7 @@
 import asyncio
 import json
 import sqlite3
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
+from contextlib import AbstractAsyncContextManager, closing
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,17 @@ from quadriga.wire.client import Usage
 from tests.unit.http.calls import send
 from tests.unit.http.streams.stream_clients import (
     BODIES,
+    MINE,
+    OTHER,
     PIECES,
     OpenRing,
     events_of,
+    gateway_on,
     reading,
     streaming,
     until,
 )
-from tests.unit.scripted_ring import ScriptedRing, chunk, gateway_before
+from tests.unit.scripted_ring import ScriptedRing, chunk
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -40,7 +42,7 @@ class MergedRing(ScriptedRing):
         handle.done = True
         whole = chunk("".join(self.pieces), self.completion())
         whole.token_ids = [1] * len(self.pieces)
-        whole.token_times = [0.0] * len(self.pieces)
+        whole.token_times = [1.0] * len(self.pieces)
         whole.text_lengths = [len(piece) for piece in self.pieces]
         asyncio.get_running_loop().call_soon(sink, whole)
 
@@ -55,17 +57,6 @@ class LateRing(MergedRing):
             self.num_silent -= 1
             raise DeadlineExceeded("no answer")
         return await super().info(timeout)
-
-
-@asynccontextmanager
-async def gateway_on(directory: Path, ring: ScriptedRing, **flags: Any) -> AsyncIterator[Gateway]:
-    """Run a gateway that keeps its rows in a directory."""
-    with closing(StreamRows(directory)) as rows:
-        async with gateway_before(ring, rows, api_key="mine,other", **flags) as (_, gateway):
-            yield gateway
-
-
-MINE, OTHER = ({"Authorization": f"Bearer {key}"} for key in ("mine", "other"))
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -68,16 +68,19 @@ export class Actions {
   }
 
   /** Answer again with another token in the place of one, as a new version. */
-  branch(message, index, text) {
+  branch(message, index, other) {
     const { conversation } = this;
-    const kept = message.tokens.slice(0, index);
-    const token = { ...message.tokens[index], text, logprob: logprobOf(message.tokens[index], text) };
-    const content = kept.map((one) => one.text).join("") + text;
-    const made = conversation.add({
-      parent: message.parent, role: "assistant", content, tokens: [...kept, token],
-      status: "stopped",
-    });
-    this.goOn(made);
+    const tokens = [...message.tokens.slice(0, index), { ...message.tokens[index], ...other }];
+    const made = { parent: message.parent, role: "assistant", tokens, status: "stopped" };
+    if (tokens.some((one) => one.id === undefined)) {
+      this.goOn(conversation.add({ ...made, content: tokens.map((one) => one.text).join("") }));
+      return;
+    }
+    // The answer has the text of these tokens once more: the server keeps them as they are.
+    const { id } = conversation.add(made);
+    const { path, body } = this.request(conversation.messagesUpTo(message.parent), 1);
+    const ids = tokens.map((one) => one.id);
+    this.run(newBatch(conversation, [id]), { path, body: { ...body, first_token_ids: ids } });
   }
 
   run(batch, request) {
@@ -99,5 +102,3 @@ export class Actions {
       : { path: "v1/completions", body: completionBody(settings, messages, numAnswers) };
   }
 }
-
-const logprobOf = (token, text) => token.top.find((one) => one.text === text)?.logprob ?? token.logprob;

@@ -33,14 +33,21 @@ function addDelta(draft, { content, reasoning_content: reasoning, tool_calls: ca
   }
 }
 
-/** Add tokens as { text, logprob, top: [{ text, logprob }] }. */
+/**
+ * Add tokens as { id, text, logprob, top: [{ id, text, logprob }] }.
+ *
+ * Those with which the request lets the answer begin have no logprob, and the draft has them.
+ */
 function addTokens(draft, logprobs) {
   const found = logprobs.content
-    ? logprobs.content.map((one) => ({
-        text: one.token,
-        logprob: one.logprob,
-        top: one.top_logprobs.map(({ token, logprob }) => ({ text: token, logprob })),
-      }))
+    ? logprobs.content
+        .filter((one) => one.logprob !== null)
+        .map((one) => ({
+          id: one.id,
+          text: one.token,
+          logprob: one.logprob,
+          top: one.top_logprobs.map(({ id, token, logprob }) => ({ id, text: token, logprob })),
+        }))
     : (logprobs.tokens ?? []).map((text, index) => ({
         text,
         logprob: logprobs.token_logprobs[index],

@@ -71,7 +71,7 @@ export function requestBody(settings, messages, numAnswers) {
     ...samplingFields(settings),
     ...grammarFields(settings.grammar),
     ...toolFields(settings),
-    ...(settings.hasProbabilities ? { logprobs: true, top_logprobs: NUM_TOP } : {}),
+    ...(settings.hasProbabilities ? { logprobs: true, top_logprobs: NUM_TOP, return_token_ids: true } : {}),
     // With several answers each has its own timings in its last chunk, without the usage of all.
     ...(numAnswers > 1 ? { n: numAnswers } : { stream_options: { include_usage: true } }),
   };

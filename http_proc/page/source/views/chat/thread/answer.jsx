@@ -21,12 +21,13 @@ export function Answer({ conversation, id, actions, isLast, children }) {
   const isOpen = message.status === "waiting" || message.status === "streaming";
   const canGoOn = !isOpen && isLast && message.content && !message.toolCalls?.length &&
     (message.status !== "done" || message.finishReason === "length");
-  const canBranch = !isOpen && !message.reasoning && !message.toolCalls?.length;
+  const hasIds = message.tokens?.every((one) => one.id !== undefined);
+  const canBranch = !isOpen && (hasIds || (!message.reasoning && !message.toolCalls?.length));
   return (
     <article class="answer" aria-busy={isOpen} data-status={message.status}>
       {message.reasoning && <Thinking text={message.reasoning} isOpen={isOpen && !message.content} />}
       {showsTokens && message.tokens ? (
-        <Tokens tokens={message.tokens} onBranch={canBranch ? (index, text) => actions.branch(message, index, text) : undefined} />
+        <Tokens tokens={message.tokens} onBranch={canBranch ? (index, token) => actions.branch(message, index, token) : undefined} />
       ) : (
         message.content && <Markdown text={message.content} />
       )}

@@ -13,7 +13,7 @@ const level = (logprob) => [0.9, 0.6, 0.3, 0.1].findIndex((bound) => Math.exp(lo
 const shown = (text) => text.replace(/\n/g, "⏎\n");
 const quoted = (text) => text.replace(/\n/g, "⏎").replace(/ /g, "·").replace(/\t/g, "⇥");
 
-/** `onBranch(index, text)`: the user wants another token in the place of one; optional. */
+/** `onBranch(index, token)`: the user wants another token in the place of one; optional. */
 export function Tokens({ tokens, onBranch }) {
   const [at, setAt] = useState(null);
   const root = useRef(null);
@@ -52,7 +52,7 @@ export function Tokens({ tokens, onBranch }) {
           </span>
         ))}
       </div>
-      <Alternatives token={tokens[at]} onBranch={onBranch && ((text) => onBranch(at, text))} />
+      <Alternatives token={tokens[at]} onBranch={onBranch && ((token) => onBranch(at, token))} />
     </div>
   );
 }
@@ -73,7 +73,7 @@ function Alternatives({ token, onBranch }) {
             <td>{percent(one.logprob)}</td>
             <td>
               {onBranch && one.text !== token.text && (
-                <button class="link" onClick={() => onBranch(one.text)}>go on from here</button>
+                <button class="link" onClick={() => onBranch(one)}>go on from here</button>
               )}
             </td>
           </tr>
