@@ -45,7 +45,7 @@ class Side:
     """A server of the comparison.
 
     Attributes:
-        names: the model's name for each adapter; the base's first. llama.cpp has one for all.
+        names: the model of a request for the base and for each adapter; "": the server's model.
         bodies: further fields of a request for each.
         rates: output tokens per second of each turn, by the number of adapters.
     """
@@ -98,7 +98,9 @@ async def _compare(arguments: argparse.Namespace, server_flags: Sequence[str]) -
                     side = _peer(title, config, directory, arguments)
                 stack.enter_context(side.process)
                 limits = INFO_TIMEOUT_S, INFO_TIMEOUT_S
-                await side.process.wait_ready(partial(info_of, side.address(None), "", *limits))
+                ask = partial(info_of, side.address(None), "", *limits)
+                base = str((await side.process.wait_ready(ask))["model"])
+                side.names = [name or base for name in side.names]
                 sides.append(side)
                 side.process.pause()
             for turn in range(arguments.turns + 1):
@@ -185,8 +187,8 @@ def _peer(
             write_gguf(path, config, number, arguments.rank)
             command += ["--lora", str(path)]
         names = [""] * (most + 1)
-        bodies = [dict(peer.extra_body)]
-        bodies += [bodies[0] | {"lora": [{"id": n, "scale": 1.0}]} for n in range(most)]
+        chosen = [[], *([{"id": number, "scale": 1.0}] for number in range(most))]
+        bodies = [{**peer.extra_body, "lora": lora} for lora in chosen]
     log = directory / f"{name}.log"
     process = ServerProcess(command, log, READY_TIMEOUT_S, peer.environment)
     return Side(name, process, f"http://127.0.0.1:{port}", names, bodies)
