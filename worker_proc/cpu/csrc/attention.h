@@ -234,9 +234,15 @@ struct Attend {
         if (item.count > 1) return;
         long bytes = pages.panel_bytes() / 2;
         for (int p = from; p < std::min(to, after.count); p++) {
+            // A panel in 8 bits is read more slowly than memory gives it, as it is widened.
             const char* panel = (const char*)after.panels[p];
+            bool is_slow = PREFETCHES_SLOWLY && panel;
             if (!panel) panel = (const char*)after.bytes[p];
-            if (panel) prefetch_lines(panel + half * bytes, panel + (half + 1) * bytes);
+            const char *begin = panel + half * bytes, *end = begin + bytes;
+            if (is_slow)
+                prefetch_slowly(begin, end);
+            else if (panel)
+                prefetch_lines(begin, end);
         }
     }
 
@@ -293,7 +299,7 @@ struct Attend {
         if (op.softcap) cap_scores(block, rows, s);
         if (op.position_bias) add_biases(item, kv_head, block, rows, s);
         if (!all_seen) mask(item, block, rows, s);
-        int plain = all_seen && !program.int8_pages ? block.count : 0;
+        int plain = all_seen ? block.count : 0;
         if (plain == KEY_PANELS)
             softmax_block<KEY_PANELS>(block, rows, first, s);
         else if (plain == 2)
@@ -348,7 +354,7 @@ struct Attend {
         }
     }
 
-    // PANELS: number of panels, without masks and scales; 0: any panels.
+    // PANELS: number of panels, without masks; 0: any panels.
     template <int PANELS>
     void softmax_block(const KeyBlock& block, long rows, bool first, Scratch<E>& s) const {
         constexpr bool PLAIN = PANELS > 0;
@@ -370,8 +376,10 @@ struct Attend {
                 Floats score = load<Floats>(scores + i * LANES), w = E::softmax_exp(score - max_score);
                 if (!PLAIN) w = select(score == -INFINITY, 0.0f, w);
                 total += w;
-                if (!PLAIN && block.bytes[i])
-                    w = select(score == -INFINITY, 0.0f, w * value_scales(block, i));
+                if (block.bytes[i]) {
+                    w = w * value_scales(block, i);
+                    if (!PLAIN) w = select(score == -INFINITY, 0.0f, w);
+                }
                 narrow(s.weights + r * KEY_BLOCK + i * LANES, w);
             }
             s.total[r] = s.total[r] * s.scale[r] + total;

@@ -127,19 +127,60 @@ INLINE void narrow(uint16_t* to_bfloat16, Floats v) {
 #endif
 }
 
+INLINE void narrow_one(float* to, float x) { *to = x; }
+INLINE void narrow_one(uint16_t* to, float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    *to = uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Widens whole numbers from -127 to 127, which bfloat16 holds exactly. count: a multiple of 64.
+INLINE void widen_bytes(float* to, const int8_t* from, long count) {
+    for (long i = 0; i < count; i += LANES) narrow(to + i, from_bytes(from + i));
+}
+#if defined(__AVX512VBMI__)
+// Both bytes of a number's size are looked up, as a conversion by way of a float takes twice as long.
+struct BFloat16Bytes {
+    alignas(64) uint8_t low[128], high[128];
+
+    BFloat16Bytes() {
+        for (int i = 0; i < 128; i++) {
+            uint16_t number;
+            narrow_one(&number, float(i));
+            low[i] = uint8_t(number), high[i] = uint8_t(number >> 8);
+        }
+    }
+};
+inline const BFloat16Bytes bfloat16_bytes;
+
+INLINE void widen_bytes(uint16_t* to, const int8_t* from, long count) {
+    const uint8_t *low = bfloat16_bytes.low, *high = bfloat16_bytes.high;
+    __m512i lows[2] = {_mm512_load_si512(low), _mm512_load_si512(low + 64)};
+    __m512i highs[2] = {_mm512_load_si512(high), _mm512_load_si512(high + 64)};
+    // `unpack` takes the first or the second half of each 16 bytes.
+    __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), sign = _mm512_set1_epi8(-128);
+    for (long i = 0; i < count; i += 64) {
+        __m512i codes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(from + i));
+        __m512i sizes = _mm512_abs_epi8(codes);
+        __m512i low_bytes = _mm512_permutex2var_epi8(lows[0], sizes, lows[1]);
+        __m512i high_bytes = _mm512_permutex2var_epi8(highs[0], sizes, highs[1]);
+        high_bytes = _mm512_or_si512(high_bytes, _mm512_and_si512(codes, sign));
+        _mm512_storeu_si512(to + i, _mm512_unpacklo_epi8(low_bytes, high_bytes));
+        _mm512_storeu_si512(to + i + 32, _mm512_unpackhi_epi8(low_bytes, high_bytes));
+    }
+}
+#else
+INLINE void widen_bytes(uint16_t* to, const int8_t* from, long count) {
+    for (long i = 0; i < count; i += LANES) narrow(to + i, from_bytes(from + i));
+}
+#endif
+
 INLINE float widen_one(float x) { return x; }
 INLINE float widen_one(uint16_t x) {
     uint32_t bits = uint32_t(x) << 16;
     float value;
     memcpy(&value, &bits, 4);
     return value;
-}
-
-INLINE void narrow_one(float* to, float x) { *to = x; }
-INLINE void narrow_one(uint16_t* to, float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    *to = uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
 // Compute types. Weights, keys and values are stored in units of 4 bytes: one float, or two

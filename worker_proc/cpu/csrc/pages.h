@@ -77,7 +77,7 @@ struct Pages {
 
     // Widens a panel in 8 bits, without applying its scales.
     void widen_panel(Stored* to, const int8_t* from) const {
-        for (long n = 0; n < panel_size(); n += LANES) narrow(to + n, from_bytes(from + n));
+        widen_bytes(to, from, panel_size());
     }
 
     // Assembles a panel of the tokens from `position` on that are at `begin` to `end` - 1; the others

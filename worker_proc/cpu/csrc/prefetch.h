@@ -1,6 +1,10 @@
 // Prefetching: reading memory into the caches before it is needed.
 #pragma once
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "simd.h"
 
 // If all line fill buffers of a core are taken, a prefetch on Intel's CPUs waits for one, and soon
@@ -11,6 +15,28 @@ inline const bool PREFETCHES_BLOCK = (__builtin_cpu_init(), __builtin_cpu_is("in
 #else
 inline const bool PREFETCHES_BLOCK = false;
 #endif
+
+// Whether the CPU is of AMD's Zen 5 or a later one, which drops a prefetch that comes within some two
+// cycles of the one before.
+#if defined(__x86_64__)
+inline const bool PREFETCHES_SLOWLY = [] {
+    unsigned eax = 0, ebx, ecx, edx;
+    __get_cpuid(1, &eax, &ebx, &ecx, &edx);
+    unsigned family = (eax >> 8 & 15) + (eax >> 20 & 255);
+    return (__builtin_cpu_init(), __builtin_cpu_is("amd")) && family >= 0x1a;
+}();
+#else
+inline const bool PREFETCHES_SLOWLY = false;
+#endif
+
+// Prefetches line after line into the first-level cache, one in some two cycles.
+INLINE void prefetch_slowly(const void* begin, const void* end) {
+#pragma GCC unroll 1
+    for (const char* line = (const char*)begin; line < (const char*)end; line += 64) {
+        __builtin_prefetch(line, 0, 3);
+        asm volatile(".rept 16; nop; .endr");
+    }
+}
 
 // Prefetches line after line, with idle instructions in between, without which most would be
 // dropped. TO_WRITE: 1 if the lines will be written to.
