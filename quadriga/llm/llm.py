@@ -110,6 +110,7 @@ class ServerFlags(TypedDict, total=False):
     kv_offloading_size: float
     tp: int
     worker_threads: int | None
+    numa_node: str
     # Detokenization, token ids to text (detok_proc)
     stream_interval: int
     # Tenants (tokenizer_proc, scheduler_proc, http_proc)

@@ -13,15 +13,16 @@ from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import ONLY_REPLICA, ReplicaPlace, WorkerArgs
 from quadriga.server.processes.machine import (
     GPU_DEVICE,
+    NUMA_NODES,
     CpuPlan,
     Cpus,
     parse_cpus,
     pin_to,
     plan_cpus,
+    prefer_memory_of,
 )
 
 MIN_CAPABILITY = (8, 0)  # compute capability of the first GPUs that multiply bfloat16
-NUMA_NODES = Path("/sys/devices/system/node")
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -175,6 +176,11 @@ def take_cores(args: WorkerArgs, replica: ReplicaPlace = ONLY_REPLICA) -> CpuPla
     """
     plan = plan_cpus(args, replica)
     pin_to(plan.worker)
+    prefer_memory_of(plan.node)
+    if plan.node is not None:
+        logging.info(
+            "threads and memory are of NUMA node %d; --numa-node all takes all nodes", plan.node
+        )
     torch.set_num_threads(plan.threads)
     return plan
 

@@ -457,11 +457,21 @@ class WorkerArgs:
     worker_threads: int | None = flag(
         None, "CPU threads of the worker (default: by the number of cores)"
     )
+    numa_node: str = flag(
+        "auto",
+        "NUMA node of a CPU worker's threads and memory: a number, all for any, or auto: one node,"
+        " and another one for each further replica",
+        unit="NODE",
+    )
 
     def validate(self) -> None:
         """Raise ConfigError for the first flag that cannot work."""
         check_positive(self, "page_size", "max_total_tokens", "worker_threads")
         check_positive(self, "tp")
+        if self.numa_node not in NUMA_WORDS and not self.numa_node.isdecimal():
+            raise ConfigError(
+                f"numa_node is {self.numa_node!r}: it must be auto, all, or a number of a node"
+            )
         self._validate_tp()
         self._validate_offload()
         fraction = self.mem_fraction_static
@@ -538,6 +548,7 @@ NEEDS_CLUSTER = "works with --cluster ray only"
 TARGET_REQUESTS, UP_AFTER_S, DOWN_AFTER_S = 32, 5.0, 300.0
 
 # Of the directories in --journal.
+NUMA_WORDS = ("auto", "all")  # values of --numa-node beside numbers
 REPLICA_PREFIX = "replica-"
 
 CLUSTER_FLAGS = ("replica_cpus", "nnodes", "max_replicas")

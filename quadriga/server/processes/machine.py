@@ -9,18 +9,24 @@ import ctypes
 import logging
 import math
 import os
+import platform
 import resource
 import shlex
 import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from quadriga import __version__, errors
-from quadriga.server.config.engine_args import ONLY_REPLICA, ReplicaPlace, WorkerArgs
+from quadriga.server.config.engine_args import (
+    NUMA_WORDS,
+    ONLY_REPLICA,
+    ReplicaPlace,
+    WorkerArgs,
+)
 
 # Numbers of logical CPUs.
 Cpus = frozenset[int]
@@ -28,10 +34,13 @@ Cpus = frozenset[int]
 # (cores of the machine, cores left to the other processes); with fewer, all processes share all.
 SPARE_CORES = ((64, 4), (16, 2), (4, 1))
 TOPOLOGY = Path("/sys/devices/system/cpu")
+NUMA_NODES = Path("/sys/devices/system/node")
 # A container's CPU time in microseconds per period, for cgroups v2 and v1; v1 has the period in a
 # file of its own.
 QUOTAS = (Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"))
 GPU_DEVICE = Path("/dev/nvidiactl")
+MPOL_PREFERRED = 1  # from Linux's mempolicy.h
+NUMA_CALLS = {"x86_64": 238, "aarch64": 237}  # numbers of the system call set_mempolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +51,13 @@ class CpuPlan:
         threads: number of threads of each worker process.
         worker: CPUs of the worker; empty: every process may run on every CPU.
         others: CPUs of the other processes.
+        node: number of the NUMA node that the worker's CPUs and memory are of; None: of any.
     """
 
     threads: int
     worker: Cpus = frozenset()
     others: Cpus = frozenset()
+    node: int | None = None
 
 
 def plan_cpus(args: WorkerArgs, replica: ReplicaPlace = ONLY_REPLICA) -> CpuPlan:
@@ -54,8 +65,79 @@ def plan_cpus(args: WorkerArgs, replica: ReplicaPlace = ONLY_REPLICA) -> CpuPlan
 
     Systems without CPU affinity (macOS) get the number of threads only.
     """
-    plan = assign_cpus(_cores(_allowed()), _quota(), args, replica)
-    return plan if hasattr(os, "sched_setaffinity") else CpuPlan(plan.threads)
+    cores, quota = _cores(_allowed()), _quota()
+    plan = assign_cpus(cores, quota, args, replica)
+    if not hasattr(os, "sched_setaffinity"):
+        return CpuPlan(plan.threads)
+    if quota < len(cores) or runs_on_gpu(args):
+        return plan
+    return plan_on_node(_nodes(cores), args, replica) or plan
+
+
+def plan_on_node(
+    nodes: Mapping[int, Sequence[Cpus]], args: WorkerArgs, replica: ReplicaPlace = ONLY_REPLICA
+) -> CpuPlan | None:
+    """Return the plan for a worker on one NUMA node, or None where its CPUs are of all nodes.
+
+    Memory of another node is read more slowly. Replicas take the nodes in turn.
+
+    Args:
+        nodes: the cores of each node of the machine, by its number.
+        args: --numa-node, threads and processes.
+        replica: the replica of the worker.
+
+    Raises:
+        ConfigError: the machine has no node of the number of --numa-node.
+    """
+    if args.numa_node not in NUMA_WORDS and int(args.numa_node) not in nodes:
+        raise errors.ConfigError(
+            f"numa_node is {args.numa_node}, and the nodes with CPUs for this server are"
+            f" {sorted(nodes)}"
+        )
+    if args.numa_node == "all" or len(nodes) < 2:
+        return None
+    used = list(nodes) if args.numa_node == "auto" else [int(args.numa_node)]
+    plans = {}
+    for place, node in enumerate(used):
+        count = len(range(place, replica.num_replicas, len(used)))
+        number = replica.number // len(used) if replica.number % len(used) == place else 0
+        of_node = replica._replace(number=number, num_replicas=max(1, count))
+        plan = assign_cpus(nodes[node], math.inf, args, of_node)
+        if count and not plan.worker:
+            return None  # it has fewer cores than the workers have threads
+        plans[node] = plan if count else CpuPlan(0, others=_union(nodes[node]))
+    mine = used[replica.number % len(used)]
+    unused = _union(core for node in nodes if node not in plans for core in nodes[node])
+    others = unused | _union(plan.others for plan in plans.values())
+    return CpuPlan(plans[mine].threads, plans[mine].worker, others, mine)
+
+
+def _nodes(cores: Sequence[Cpus]) -> dict[int, list[Cpus]]:
+    """Return the cores of each NUMA node by its number; none if the system does not say them."""
+    nodes: dict[int, list[Cpus]] = {}
+    for directory in sorted(NUMA_NODES.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
+        try:
+            cpus = frozenset(parse_cpus((directory / "cpulist").read_text()))
+        except (OSError, ValueError):  # a node may have memory only
+            continue
+        if of_node := [core for core in cores if core <= cpus]:
+            nodes[int(directory.name[4:])] = of_node
+    return nodes
+
+
+def prefer_memory_of(node: int | None) -> None:
+    """Let this process allocate memory of a NUMA node as long as the node has some; None: of any.
+
+    A system that does not allow it allocates where a thread first writes, which is mostly the same.
+    """
+    call = NUMA_CALLS.get(platform.machine())
+    if node is None or call is None or sys.platform != "linux":
+        return
+    mask = (ctypes.c_ulong * (node // 64 + 1))()
+    mask[node // 64] = 1 << node % 64
+    size = ctypes.c_ulong(64 * len(mask) + 1)
+    if ctypes.CDLL(None, use_errno=True).syscall(call, MPOL_PREFERRED, mask, size):
+        logging.info("memory is of any NUMA node: %s", os.strerror(ctypes.get_errno()))
 
 
 def assign_cpus(

@@ -4,9 +4,11 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import ReplicaPlace, WorkerArgs
 from quadriga.server.processes import machine as module
 from quadriga.server.processes.machine import (
@@ -16,6 +18,7 @@ from quadriga.server.processes.machine import (
     format_cpus,
     parse_cpus,
     plan_cpus,
+    plan_on_node,
 )
 
 ON_CPU = WorkerArgs(device="cpu")
@@ -97,6 +100,69 @@ def test_the_time_that_a_container_may_have_is_read(
     paths = (tmp_path / "cpu.max", tmp_path / "cpu.cfs_quota_us")
     monkeypatch.setattr(module, "QUOTAS", paths)
     assert module._quota() == quota
+
+
+NODES = {0: cores_of(20)[:8], 1: cores_of(20)[8:16], 2: cores_of(20)[16:]}
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "flag", "workers", "others"),
+    [
+        (1, "auto", ["1-7"], "0,8-19"),
+        (3, "auto", ["1-7", "9-15", "17-19"], "0,8,16"),
+        (4, "auto", ["2-4", "9-15", "17-19", "5-7"], "0-1,8,16"),
+        (2, "1", ["10-12", "13-15"], "0-9,16-19"),
+    ],
+)
+def test_a_worker_is_on_one_numa_node_and_replicas_take_nodes_in_turn(
+    num_replicas: int, flag: str, workers: list[str], others: str
+) -> None:
+    args = WorkerArgs(device="cpu", numa_node=flag)
+    for number, cpus in enumerate(workers):
+        plan = plan_on_node(NODES, args, ReplicaPlace(number, num_replicas))
+        assert plan is not None
+        assert (format_cpus(plan.worker), format_cpus(plan.others)) == (cpus, others)
+        assert plan.worker <= frozenset().union(*NODES[plan.node if plan.node is not None else -1])
+        assert plan.threads == len(plan.worker)
+
+
+def test_a_worker_has_all_numa_nodes_where_one_is_too_small_or_it_is_asked_for() -> None:
+    def plan(**flags: Any) -> CpuPlan | None:
+        return plan_on_node(NODES, WorkerArgs(device="cpu", **flags))
+
+    assert plan(numa_node="all") is None
+    assert plan(worker_threads=8) is None
+    assert plan_on_node({0: cores_of(8)}, ON_CPU) is None
+    with pytest.raises(ConfigError, match=r"numa_node is 3, .* \[0, 1, 2\]"):
+        plan(numa_node="3")
+    with pytest.raises(ConfigError, match="numa_node is 'x'"):
+        WorkerArgs(numa_node="x").validate()
+
+
+def test_the_nodes_of_a_machine_are_those_that_the_system_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for node, cpus in ((0, "0-3"), (1, "4-7"), (2, "")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}/cpulist").write_text(f"{cpus}\n")
+    monkeypatch.setattr(module, "NUMA_NODES", tmp_path)
+    monkeypatch.setattr(module, "_cores", lambda allowed: cores_of(8))
+    monkeypatch.setattr(module, "_quota", lambda: math.inf)
+    plan = plan_cpus(ON_CPU, ReplicaPlace(1, 2))
+    assert plan == CpuPlan(3, frozenset({5, 6, 7}), frozenset({0, 4}), 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such call")
+def test_memory_is_of_the_node_that_is_preferred() -> None:
+    program = (
+        "from quadriga.server.processes.machine import prefer_memory_of; prefer_memory_of(0)\n"
+        "memory = bytearray(1 << 24)\n"
+        "policies = open('/proc/self/numa_maps').read()\n"
+        "assert 'prefer:0' in policies or 'prefer=' in policies, policies[:300]"
+    )
+    if not Path("/proc/self/numa_maps").exists():
+        pytest.skip("the kernel says nothing about NUMA")
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_lists_of_cpus_are_read_and_shown() -> None:
