@@ -118,6 +118,20 @@ class Delays(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     delivery: float = 0.0
 
 
+class AdapterCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What adapters take, in ms.
+
+    Attributes:
+        step: more time of a step in which a row has one.
+        each: more time of a step for each adapter that its rows have.
+        load: until the worker has loaded one, while it computes steps.
+    """
+
+    step: float = 0.0
+    each: float = 0.0
+    load: float = 0.0
+
+
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """Quality of a fit: percentiles of |predicted / measured - 1| over the measured plans."""
 
@@ -138,6 +152,7 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     measured_on: MeasuredOn
     slowdown: float = 1.0
     delays_ms: Delays = Delays()
+    adapters_ms: AdapterCosts = AdapterCosts()
     fit: Fit | None = None
 
     def __post_init__(self) -> None:

@@ -17,11 +17,19 @@ from quadriga.errors import PromptTooLong
 from quadriga.sampling.params import SamplingParams
 from quadriga.server.config.engine_args import GPU_PREFILL_TOKENS
 from quadriga.server.config.server_config import ServerConfig
+from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.cache import CacheHint
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.to_detok import HandedBack, StepOutput, StreamEnd
 from quadriga.wire.to_scheduler import SchedulerMessage, Submit
-from quadriga.wire.worker import StepPlan, StepResult, WorkerReady
+from quadriga.wire.worker import (
+    NO_ADAPTER,
+    AdapterReady,
+    LoadAdapter,
+    StepPlan,
+    StepResult,
+    WorkerReady,
+)
 from scheduler_proc.journal.writer import NoJournal
 from scheduler_proc.main import MAX_MESSAGES_PER_STEP
 from scheduler_proc.observe.replica_report import ReplicaReport
@@ -52,12 +60,14 @@ class StepWork(NamedTuple):
         num_tokens: [rows] tokens that the step computes.
         computed: [rows] tokens that were computed before it.
         num_samples: number of rows that sample.
+        num_adapters: number of adapters that the rows have.
     """
 
     token_ids: bytes
     num_tokens: Ints
     computed: Ints
     num_samples: int
+    num_adapters: int
 
 
 class SimulatedSlots:
@@ -68,6 +78,7 @@ class SimulatedSlots:
         self._known = np.zeros(num_slots, np.int64)
         self._computed = np.zeros(num_slots, np.int64)
         self._seeds = np.zeros(num_slots, np.int64)
+        self._adapters = np.full(num_slots, NO_ADAPTER)
 
     def apply(self, plan: StepPlan) -> StepWork:
         """Apply a plan to the slots, and return its work."""
@@ -75,6 +86,7 @@ class SimulatedSlots:
             self._known[new.slot] = len(new.token_ids) // 4
             self._computed[new.slot] = new.computed
             self._seeds[new.slot] = new.seed
+            self._adapters[new.slot] = new.adapter
         slots = np.frombuffer(plan.slots, "<i4")
         num_tokens = np.frombuffer(plan.num_tokens, "<i4").astype(np.int64)
         before, known = self._computed[slots], self._known[slots]
@@ -84,7 +96,11 @@ class SimulatedSlots:
         self._computed[slots] = after
         self._known[slots] = known + samples
         tokens = np.where(samples, draw_ids(self._seeds[slots], known, self._vocab_size), -1)
-        return StepWork(tokens.astype("<i4").tobytes(), num_tokens, before, int(samples.sum()))
+        adapters = np.unique(self._adapters[slots])
+        return StepWork(
+            tokens.astype("<i4").tobytes(), num_tokens, before, int(samples.sum()),
+            int((adapters != NO_ADAPTER).sum()),
+        )  # fmt: skip
 
 
 class SimulatedWorker:
@@ -98,9 +114,10 @@ class SimulatedWorker:
         model: CostModel,
         num_slots: int,
         clock: Clock,
-        deliver: Callable[[float, StepResult], None],
+        deliver: Callable[[float, StepResult | AdapterReady], None],
     ) -> None:
         self._prices = model.prices
+        self._adapters_ms = model.adapters_ms
         self._plan_delay = model.delays_ms.plan / MS
         self._gap = model.delays_ms.gap / MS
         self._result_delay = model.delays_ms.result / MS
@@ -115,6 +132,10 @@ class SimulatedWorker:
 
     def send(self, message: msgspec.Struct) -> None:
         """Receive the scheduler's message to the worker."""
+        if isinstance(message, LoadAdapter):
+            seconds = self._adapters_ms.load / MS
+            loaded = AdapterReady(message.adapter.id, message.place, seconds=seconds)
+            self._deliver(self._clock.now + seconds, loaded)
         if not isinstance(message, StepPlan):
             return
         work = self._slots.apply(message)
@@ -130,7 +151,11 @@ class SimulatedWorker:
     def _seconds(self, work: StepWork) -> float:
         features = features_of(work.num_tokens, work.computed, work.num_samples, self._window)
         prices = zip(self._prices, msgspec.structs.astuple(features), strict=True)
-        return float(sum(price * amount for price, amount in prices))
+        seconds = float(sum(price * amount for price, amount in prices))
+        if work.num_adapters:
+            costs = self._adapters_ms
+            seconds += (costs.step + costs.each * work.num_adapters) / MS
+        return seconds
 
 
 def tune_prefill_size(model: CostModel) -> int:
@@ -186,6 +211,8 @@ class SimulatedFrontend:
             priority=request.priority,
             queue_deadline=None if queue_timeout is None else now + queue_timeout,
             deadline=None if timeout is None else now + timeout,
+            cache_salt=request.adapter,
+            adapter=AdapterRef(request.adapter, request.adapter) if request.adapter else None,
             cache=CacheHint(f"client {request.client}", request.keep_s) if request.keep_s else None,
         )
 
@@ -242,7 +269,7 @@ class Replica:
         self._on_tokens = on_tokens
         self._on_close = on_close
         self._messages: list[SchedulerMessage] = []
-        self._results: list[StepResult] = []
+        self._results: list[StepResult | AdapterReady] = []
         self._index_of = Growing(np.int64)
         self._wake_at = math.inf
         slots = config.scheduler.max_running_requests
@@ -263,7 +290,7 @@ class Replica:
         self._messages.append(message)
         self._clock.after_this(self.round)
 
-    def take_result(self, result: StepResult) -> None:
+    def take_result(self, result: StepResult | AdapterReady) -> None:
         """Receive a result of the worker."""
         self._results.append(result)
         self._clock.after_this(self.round)

@@ -40,6 +40,7 @@ class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         ttft_target: seconds within which the first token is wanted, as in SamplingParams.
         keep_s: seconds for which its prefix stays cached after its last use, as in CacheHint, under
             the name of its client; 0: as long as there is room.
+        adapter: name of the adapter that it needs; "": none.
         continues: with `follows`: the prompt and the generated tokens of that request precede this
             one's segments, as in the next turn of a chat. False: only the time depends on it.
         ids: literal token ids, in place of segments.
@@ -55,6 +56,7 @@ class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     continues: bool = True
     ttft_target: Annotated[float, msgspec.Meta(gt=0)] | None = None
     keep_s: Seconds = 0.0
+    adapter: str = ""
 
     @property
     def num_own_tokens(self) -> int:

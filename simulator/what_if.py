@@ -60,6 +60,7 @@ class LogLine(msgspec.Struct):
     stages_s: dict[str, float] = {}
     priority: int = 0
     retractions: int = 0
+    adapter: str = ""
 
 
 class MeasuredLoad(NamedTuple):
@@ -141,6 +142,7 @@ def _choice(line: LogLine) -> MeasuredChoice:
         priority=line.priority,
         client=line.client,
         num_retractions=line.retractions,
+        adapter=line.adapter,
     )
 
 
@@ -163,6 +165,7 @@ def load_of(choices: list[MeasuredChoice]) -> list[TraceRequest]:
                 max_new_tokens=choice.num_generated_tokens,
                 client=clients.setdefault(choice.client, len(clients)),
                 priority=choice.priority,
+                adapter=choice.adapter,
             )
         )
     return load

@@ -703,6 +703,7 @@ class RecentChoices:
                 len(times.token_times),
                 priority,
                 tenant,
+                adapter=completion.adapter,
             )
         )
 

@@ -10,6 +10,7 @@ class MeasuredChoice(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         client: who shares with others in turns, where the server is fair.
+        adapter: name or id of the adapter that has answered; "": none.
     """
 
     received_at: float
@@ -24,6 +25,7 @@ class MeasuredChoice(msgspec.Struct, array_like=True, frozen=True):
     priority: int
     client: str
     num_retractions: int = 0
+    adapter: str = ""
 
 
 class FlagVariant(msgspec.Struct, array_like=True, frozen=True):

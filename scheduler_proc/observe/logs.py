@@ -73,6 +73,7 @@ def _fields(request: Request, now: float) -> dict[str, Any]:
         "waited_for": list(request.waited_for),
         "retractions": request.num_retractions,
         "priority": request.priority,
+        "adapter": "" if request.adapter is None else request.adapter.name,
         "code": None if error is None else error.code,
         "error": None if error is None else error.message[:MAX_REASON_CHARS],
     }

@@ -53,6 +53,21 @@ def test_a_pool_serves_more_requests_of_a_model_with_a_window() -> None:
     assert durations[1] < durations[0] / 2
 
 
+def test_adapters_take_time_in_steps_and_wait_for_places() -> None:
+    config = ServerConfig().replace(page_size=PAGE, max_batch_size=8)
+    costs = cost_model.AdapterCosts(step=1.0, each=2.0, load=100.0)
+    model = msgspec.structs.replace(MODEL, adapters_ms=costs)
+    load = [msgspec.structs.replace(request(), adapter=f"a{i % 4}") for i in range(16)]
+    found = {}
+    for places in (2, 4):
+        world = World(config.replace(max_loras=places), model, 1000)
+        found[places] = run(world, load)
+        info = world.replicas[0].info["adapters"]
+        assert info["loads"] >= 4 and info["load_seconds"] == pytest.approx(0.1 * info["loads"])
+    plain = run(World(config, model, 1000), [request() for _ in load])
+    assert plain.duration < found[4].duration - 0.1 < found[2].duration
+
+
 def test_a_lone_request_pays_for_the_way_its_prefill_and_its_decodes() -> None:
     world = world_of(plan_at_once=True)
     found = run(world, [request()])
