@@ -2,8 +2,7 @@
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from detok_proc.incremental import DecoderFactory
@@ -19,6 +18,8 @@ from quadriga.wire.client import Chunk, End, ErrorInfo
 from quadriga.wire.packing import pack_ids, unpack_ids
 from quadriga.wire.to_detok import StreamEnd, StreamReplay, StreamStart
 
+# Given tokens that are pushed as one piece of work.
+GIVEN_AT_ONCE = 32
 NO_LOGPROBS = TokenLogprobs(NAN, array("i"), array("f"))
 
 
@@ -35,11 +36,6 @@ class Token(NamedTuple):
     time: float
     is_stop: bool
     logprobs: TokenLogprobs | None
-
-
-def _given(token_ids: Iterable[int]) -> Iterator[Token]:
-    """Yield the tokens with which a text begins, and which no step has sampled."""
-    return (Token(token_id, 0.0, False, NO_LOGPROBS) for token_id in token_ids)
 
 
 class TextStream:
@@ -60,9 +56,10 @@ class TextStream:
 
     __slots__ = (
         "_decoder", "_given", "_ids", "_index", "_keeps_stop", "_lengths", "_logprobs",
-        "_min_tokens", "_num_sent_chars", "_pieces", "_prompt_logprobs", "_replayed", "_stops",
-        "_times", "_waiting", "client", "closing", "error", "is_replay", "is_slow", "is_streamed",
-        "is_told", "matched_stop", "may_send", "num_tokens", "request_id", "seq",
+        "_min_tokens", "_num_given_pushed", "_num_sent_chars", "_pieces", "_prompt_logprobs",
+        "_replayed", "_stops", "_times", "_waiting", "client", "closing", "error", "is_replay",
+        "is_slow", "is_streamed", "is_told", "matched_stop", "may_send", "num_tokens",
+        "request_id", "seq",
     )  # fmt: skip
 
     def __init__(
@@ -92,7 +89,8 @@ class TextStream:
         )  # fmt: skip
         self.is_slow = bool(opening.stop_regexes) or prompt is not None
         self._given = unpack_ids(opening.given_ids)
-        self._replayed: Iterator[Token] = _given(self._given)
+        self._num_given_pushed = 0
+        self._replayed: Iterator[Token] = iter(())
         has_more = prompt is not None or len(self._given) > 0
         self.is_replay, self.may_send, self.is_told = False, not has_more, False
         self.closing: StreamEnd | None = None
@@ -116,12 +114,12 @@ class TextStream:
         closing = replay.closing
         ids, logprobs = unpack_ids(replay.token_ids), iterate_blocks(replay.logprobs)
         last, stop_id = len(ids), None if closing is None else closing.matched_stop
-        num_given = min(len(ids), len(self._given))
-        sampled = (
+        del self._given[len(ids) :]  # no token was sampled, and none was sent
+        num_given = len(self._given)
+        self._replayed = (
             Token(token_id, time, position == last and token_id == stop_id, next(logprobs, None))
             for position, token_id in enumerate(ids[num_given:], start=num_given + 1)
         )
-        self._replayed = chain(_given(ids[:num_given]), sampled)
         self.closing = closing
         self.begin_replay()
 
@@ -141,6 +139,9 @@ class TextStream:
             return False
         if not self.may_send:
             if self._prompt_logprobs is not None and self._prompt_logprobs.advance():
+                return True
+            if self._num_given_pushed < len(self._given):
+                self._push_given()
                 return True
             token = next(self._replayed, None)
             if token is not None:
@@ -173,6 +174,25 @@ class TextStream:
             self._add_text(self._decoder.push(token_id))
         if self._lengths is not None:
             self._lengths.append(sum(map(len, self._pieces[num_pieces:])))
+
+    def _push_given(self) -> None:
+        """Append some of the tokens with which the text begins, and which no step has sampled."""
+        first = self._num_given_pushed
+        ids = self._given[first : first + GIVEN_AT_ONCE]
+        self._num_given_pushed += len(ids)
+        if self._stops is None and self._logprobs is None:
+            self.num_tokens += len(ids)
+            self._ids += ids
+            self._times += [0.0] * len(ids)
+            texts = list(map(self._decoder.push, ids))
+            self._pieces.append("".join(texts))
+            if self._lengths is not None:
+                self._lengths += map(len, texts)
+            return
+        for token_id in ids:
+            self.push(token_id, 0.0, False, NO_LOGPROBS)
+            if self.is_over:
+                return
 
     def flush(self) -> None:
         """Append what was held back, as no more tokens come: half characters, half stop strings."""

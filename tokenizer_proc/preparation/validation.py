@@ -359,10 +359,10 @@ def check_first_ids(params: SamplingParams, max_new_tokens: int, model: ModelFil
     stop_ids = set(params.stop_token_ids)
     if not params.ignore_eos:
         stop_ids |= set(model.eos_token_ids)
-    for number, token_id in enumerate(first_ids, start=1):
-        if token_id in stop_ids:
-            raise InvalidRequest(
-                f"first_token_ids has the stop token {token_id} as its token {number} of"
-                f" {len(first_ids)}, and nothing follows one; give at most {number - 1} tokens",
-                "first_token_ids",
-            )
+    if not stop_ids.isdisjoint(first_ids):
+        place = next(place for place, token_id in enumerate(first_ids) if token_id in stop_ids)
+        raise InvalidRequest(
+            f"first_token_ids has the stop token {first_ids[place]} as its token {place + 1} of"
+            f" {len(first_ids)}, and nothing follows one; give at most {place} tokens",
+            "first_token_ids",
+        )

@@ -46,6 +46,19 @@ def test_the_text_is_that_of_all_tokens_wherever_it_is_cut(count: int) -> None:
         offset += len(chunk.text)
 
 
+@pytest.mark.parametrize("count", [31, 32, 33, 63, 64, 65, 150])
+def test_many_given_tokens_have_their_lengths(count: int) -> None:
+    token_ids = ids(TEXT * 9)
+    start = msgspec.structs.replace(given(count, token_ids), text_lengths=True)
+    output = StepOutput(5.0, [start], [1], pack_ids(token_ids[count : count + 1]), [])
+    (chunk,), _ = play(detokenizer(), [output])
+    plain = [step([msgspec.structs.replace(start, given_ids=b"")], [(1, token_ids[0])])]
+    plain += [step(tokens=[(1, token_id)]) for token_id in token_ids[1 : count + 1]]
+    chunks, _ = play(detokenizer(), plain)
+    assert chunk.text == text_of(chunks)
+    assert chunk.text_lengths == [len(each.text) for each in chunks]
+
+
 @pytest.mark.parametrize("count", range(10))
 def test_a_stop_string_ends_the_text_wherever_it_is_cut(count: int) -> None:
     chunks, stops = play(detokenizer(), steps_from(count, ids("one two three"), stops=["two"]))
