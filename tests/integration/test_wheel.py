@@ -17,6 +17,7 @@ from bench.client.server import free_port
 from quadriga import __version__
 from quadriga.client import Client, SamplingParams
 from tests.server import ROOT, kill_tree, wait_until_ready
+from worker_proc.cpu.levels import LEVELS
 
 PROGRAMS = "quadriga/_programs/"
 PAGE_SOURCE = ROOT / "http_proc" / "page" / "source"  # of which npm makes the bundle
@@ -55,19 +56,61 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel from a copy of the checkout, which keeps no files of the build."""
-    copy, built = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("wheel")
+@pytest.fixture
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout, so that it keeps no files of a build."""
+    return copy_checkout(tmp_path_factory)
+
+
+def copy_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    copy = tmp_path_factory.mktemp("checkout")
     for name in SOURCES:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel from a copy of the checkout."""
+    copy, built = copy_checkout(tmp_path_factory), tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-c", BUILD, str(built)]
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return next(built.glob("*.whl"))
+
+
+def test_a_wheel_of_a_machine_has_kernels_for_its_levels(tmp_path: Path, checkout: Path) -> None:
+    """By a compiler that writes what it is asked for."""
+    compiler, built = tmp_path / "compiler", tmp_path / "built"
+    compiler.write_text(
+        """#!/bin/sh
+        flags=
+        while [ "$1" != -o ]; do flags="$flags $1"; shift; done
+        echo "$flags" > "$2"
+        """
+    )
+    compiler.chmod(0o755)
+    variables = {"CXX": str(compiler), "QUADRIGA_WHEEL_KERNELS": "aarch64"}
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, str(built)],
+        cwd=checkout, env=os.environ | variables, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (wheel,) = built.glob("*.whl")
+    assert wheel.name == f"quadriga-{__version__}-py3-none-manylinux_2_28_aarch64.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        kernels = {
+            Path(name).stem: archive.read(name).decode().split()
+            for name in archive.namelist()
+            if Path(name).parent.name == "prebuilt"
+        }
+    levels = LEVELS["aarch64"]
+    assert {name: flags[4] for name, flags in kernels.items()} == {
+        level.name: level.flags[0] for level in levels
+    }
 
 
 @pytest.fixture(scope="module")

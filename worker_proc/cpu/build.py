@@ -16,13 +16,17 @@ import torch
 
 from quadriga.server.cache import cache_directory
 from quadriga.server.processes.machine import NoCompiler, find_compiler
+from worker_proc.cpu.levels import (
+    FLAGS,
+    OPENMP,
+    SOURCES,
+    cpu_features,
+    find_prebuilt,
+    this_machine,
+)
 from worker_proc.cpu.program import ComputeType
 
-SOURCES = Path(__file__).parent / "csrc"
 ARCH_VARIABLE = "QUADRIGA_KERNEL_ARCH"
-FLAGS = ("-std=c++20", "-O3", "-fPIC", "-w")
-# Only for the compiler: the linker must not add a second OpenMP beside torch's.
-OPENMP = ("-Xpreprocessor", "-fopenmp")
 # OpenMP's functions may stay undefined: torch has loaded them before the kernels are loaded.
 LINK_FLAGS = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
 COMPILE_TIMEOUT_S = 120.0
@@ -49,7 +53,14 @@ def load_kernels() -> ctypes.CDLL:
 
 
 def _library() -> Path:
-    """Return the path of the kernels for this CPU, compiled now if the cache has none."""
+    """Return the path of the kernels for this CPU.
+
+    They come with the installation, or are in the cache, or are compiled now.
+    """
+    if ARCH_VARIABLE not in os.environ:
+        prebuilt = find_prebuilt(this_machine(), cpu_features())
+        if prebuilt is not None:
+            return prebuilt
     compiler = find_compiler()
     command = [*compiler, *FLAGS, f"-march={os.environ.get(ARCH_VARIABLE, 'native')}"]
     folder = cache_directory() / "kernels"

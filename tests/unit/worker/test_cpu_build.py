@@ -23,15 +23,44 @@ from tests.unit.worker.compared_engines import (
     round_weights,
 )
 from tests.unit.worker_driver import load_on_cpu
-from worker_proc.cpu import build
+from worker_proc.cpu import build, levels
 from worker_proc.cpu import build as compute_type
 from worker_proc.cpu import engine as kernels_engine
 from worker_proc.cpu.build import ARCH_VARIABLE, fastest_compute_type, load_kernels
+from worker_proc.cpu.levels import LEVELS, Level, find_prebuilt, this_machine
 from worker_proc.cpu.program import ComputeType
 from worker_proc.engines.factory import make_engine
 from worker_proc.engines.torch_engine import TorchEngine
 
 CPU = torch.device("cpu")
+
+
+def test_kernels_of_the_installation_are_those_of_the_best_level_that_the_cpu_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(levels, "PREBUILT", tmp_path)
+    best, other = LEVELS["x86_64"]
+    assert find_prebuilt("x86_64", best.features) is None
+    for level in (best, other):
+        (tmp_path / f"{level.name}.so").touch()
+    assert find_prebuilt("x86_64", best.features | {"sse2"}) == tmp_path / f"{best.name}.so"
+    assert find_prebuilt("x86_64", best.features - {"avx512_bf16"}) == tmp_path / f"{other.name}.so"
+    assert find_prebuilt("x86_64", other.features - {"fma"}) is None
+    assert find_prebuilt("riscv64", best.features) is None
+
+
+def test_kernels_of_the_installation_are_not_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = build._library()
+    level = Level("mine", (), frozenset())
+    monkeypatch.setattr(levels, "PREBUILT", tmp_path)
+    monkeypatch.setitem(LEVELS, this_machine(), (level,))
+    monkeypatch.setenv(COMPILER_VARIABLE, "/nowhere")
+    (tmp_path / "mine.so").write_bytes(compiled.read_bytes())
+    monkeypatch.delenv(ARCH_VARIABLE, raising=False)
+    assert build._library() == tmp_path / "mine.so"
+    load_kernels()
 
 
 def test_the_kernels_are_compiled_once(
