@@ -185,10 +185,9 @@ class SchedulerCore:
             prefix_cache=not (args.disable_radix_cache or capacity.is_encoder),
             limits=kv_cache.PinLimits(args.cache_pin_fraction, pin_stats),
         )
-        stored = capacity.stored
         self.offload: kv_offload.KVOffload = kv_offload.NoOffload()
-        if stored is not None:
-            self.offload = kv_offload.TieredOffload(kv, stored, offload_stats)
+        if not capacity.tiers.are_none:
+            self.offload = kv_offload.TieredOffload(kv, capacity.tiers, offload_stats)
         waiting = fairness.make_queue(args, kv.match_prefix, kv.page_size)
         self._state = state = admission.CoreState(
             args, kv, self.offload, waiting, fairness.make_turns(args)

@@ -290,9 +290,10 @@ class RequestLifecycle:
             "worker process %d is ready: %d pages of %d tokens; %d requests are open",
             ready.pid, ready.num_pages, ready.page_size, len(self.table),
         )  # fmt: skip
+        tiers = kv_offload.TierFacts(ready.stored, ready.fetches, ready.page_bytes)
         capacity = batch.Capacity(
             ready.num_pages, ready.page_size, ready.prefill_tokens, ready.window,
-            ready.can_guess, ready.draft_costs, ready.stored, ready.is_encoder,
+            ready.can_guess, ready.draft_costs, tiers, ready.is_encoder,
         )  # fmt: skip
         if ready.can_guess and self.stats.guesses is None:
             self.stats.guesses = stats.GuessStats(self._args.num_speculative_tokens)
@@ -415,14 +416,16 @@ class RequestLifecycle:
     def publish(self, to_detok: bool = True) -> None:
         """Hand the record of what happened to detokenizer and journal, and begin a new one."""
         events, report = self.events, self.report
-        if events.is_empty and to_detok and not report.restates:
+        core = self.core
+        has_report = to_detok and (report.is_due(core.running, core.offload) or events.has_output)
+        if events.is_empty and to_detok and not has_report:
             return
         was_sent = events.has_output or not to_detok
         # A step without tokens, as of a chunk, leaves its time to the next message.
         self.events = StepEvents(time=0.0 if was_sent else events.time)
         if to_detok:
             news = None
-            if events.has_output or report.restates:
+            if has_report:
                 news = report.take(self.core.kv, self.table, self.outbox.replayable())
             self.outbox.send(events, self._clock(), self.num_waiting, self.queue_wait_s, news)
         self._journal.append(events)

@@ -170,7 +170,10 @@ def _report_pause(child: Child, scheduler: Scheduler) -> None:
 def _add_observers(child: Child, lifecycle: RequestLifecycle) -> UsageLog | None:
     """Add what the flags ask for to be noted or reported of requests. Return the usage log."""
     log_level = logs.RequestLogLevel.of(child.config.launch)
-    lifecycle.report = ReplicaReport(notes_steps=child.config.replicas.survives_loss)
+    replicas = child.config.replicas
+    lifecycle.report = ReplicaReport(
+        replicas.survives_loss, replicas.computes_prompts(child.replica.number)
+    )
     if not log_level.is_off:
         lifecycle.end_observers.append(RequestLog(log_level))
     path = child.config.tenants.usage_log

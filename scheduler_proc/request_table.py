@@ -66,6 +66,8 @@ class RequestTable:
             if request.index in progress:
                 choice = progress[request.index]
                 request.take_over(packing.unpack_ids(choice.token_ids), choice.first_token_at)
+                request.admitted_at = choice.admitted_at
+                request.cached_tokens = choice.cached_tokens
                 count_losses(request, message.num_losses)
             self._insert(request)
         return requests

@@ -166,7 +166,10 @@ class Scheduler:
         elif isinstance(result, to_worker.AdapterReady):
             self.lifecycle.on_adapter_ready(result)
         else:
-            self.lifecycle.core.offload.on_message(result)
+            offload, tracer = self.lifecycle.core.offload, self.lifecycle.tracer
+            if tracer.live and isinstance(result, to_worker.PagesLoaded):
+                tracer.on_pages(offload.waiting_for(result.load), result)
+            offload.on_message(result)
 
     def _on_step_result(self, result: to_worker.StepResult) -> None:
         lifecycle = self.lifecycle

@@ -153,6 +153,7 @@ def start(
     clock.begin("import torch")
     files = resolve_model(child.config.model)
     import_torch(child.config.worker, choose_model_impl(files))
+    from worker_proc.kv_tiers.exchange import PageExchange
     from worker_proc.kv_tiers.opening import open_tiers
     from worker_proc.loading.sharding import TPRank
     from worker_proc.startup.adapters import check_modules
@@ -169,13 +170,15 @@ def start(
         child.config, files, part, meeting, clock.begin, child.replica, run_dir,
         keeps_packed=bool(child.of_model),
     )  # fmt: skip
-    if child.config.worker.has_offload:
+    if child.config.worker.has_offload or child.config.replicas.has_roles:
         clock.begin("open the KV tiers")
     # Without a prefix cache no page has a name.
     suspension_dir = "" if child.config.scheduler.disable_radix_cache else child.suspension_dir
+    exchange = PageExchange.of(child.config.replicas, child.replica, child.pages_dir)
     mover = open_tiers(
-        child.config.worker, files, runner, child.replica, child.endpoints.results, suspension_dir
-    )
+        child.config.worker, files, runner, child.replica, child.endpoints.results, suspension_dir,
+        exchange,
+    )  # fmt: skip
     if child.config.model.lora_modules and not child.is_restart:
         clock.begin("check adapters")
         check_modules(child, files, runner)
@@ -210,6 +213,8 @@ def start(
         draft_costs=draft_costs or [],
         is_encoder=not runner.engine.has_head,
         started_at=started_at,
+        fetches=mover is not None and mover.fetches,
+        page_bytes=0 if mover is None else mover.page_bytes,
     )
     ready = _begin_session(ready, mover)
     child.ready(

@@ -143,6 +143,18 @@ OFFLOAD_COUNTERS = {
         "Number of files of KV pages that were not what was written",
     ),
 }
+# Only where replicas compute prompts for others, as above.
+TRANSFER_COUNTERS = {
+    "kv_transfer_pages": (
+        "kv_transfer_pages_total",
+        "Number of KV pages that came from replicas which compute prompts",
+    ),
+    "kv_transfer_bytes": ("kv_transfer_bytes_total", "Bytes of these pages"),
+    "kv_transfer_seconds": (
+        "kv_transfer_seconds_total",
+        "Seconds that loads with such pages took",
+    ),
+}
 # Counters with a label: (metric name, help text, label, key of the ring's info).
 LABELED_COUNTERS = (
     (
@@ -441,6 +453,12 @@ class Collector(Families):
             "Number of results of replicas that no longer owned the request",
             self._info["results_dropped"],
         )
+        if "requests_handed_over" in self._info:
+            yield self.counter(
+                "requests_handed_over",
+                "Number of choices that went on at another replica when their prompt was computed",
+                self._info["requests_handed_over"],
+            )
         yield from families.values()
 
     def _ring(self, info: dict[str, Any]) -> Iterator[Metric]:
@@ -508,6 +526,9 @@ class Collector(Families):
             yield self.gauge(name, text, info[name])
         for name, (key, text) in OFFLOAD_COUNTERS.items():
             yield self.counter(name, text, info[key])
+        for name, (key, text) in TRANSFER_COUNTERS.items():
+            if key in info:
+                yield self.counter(name, text, info[key])
 
 
 def of_processes(pids: Mapping[str, int], of: Mapping[str, str] = {}) -> Iterable[Metric]:

@@ -120,6 +120,7 @@ class ServerFlags(TypedDict, total=False):
     # Replicas (launcher.py, tokenizer_proc)
     dp: int
     load_balance_method: Literal["cache-aware", "least-loaded", "round-robin"]
+    prefill_replicas: int
     cluster: Literal["none", "ray"]
     replica_cpus: float
     nnodes: int | None

@@ -48,6 +48,20 @@ class EndedRequest(msgspec.Struct, array_like=True, frozen=True):
     placements: dict[int, int] = {}
 
 
+class MovableChoice(msgspec.Struct, array_like=True, frozen=True):
+    """An open choice whose prompt is computed, and whose KV pages another replica can load.
+
+    Attributes:
+        seq: the scheduler's number.
+        admitted_at: Unix seconds.
+        cached_tokens: prompt tokens that came from the prefix cache.
+    """
+
+    seq: int
+    admitted_at: float = 0.0
+    cached_tokens: int = 0
+
+
 class ReplicaNews(msgspec.Struct, array_like=True, frozen=True):
     """What the scheduler adds to a step for the frontend.
 
@@ -60,6 +74,8 @@ class ReplicaNews(msgspec.Struct, array_like=True, frozen=True):
             all open choices, `ended` all ended requests that can be replayed.
         held: choices whose tokens the frontend may not know.
         frontend: number of the newest frontend that has announced itself, as in FrontendRestarted.
+        movable: choices that can go on at another replica from now on; of a replica that computes
+            prompts for others.
     """
 
     added: bytes = b""
@@ -69,6 +85,7 @@ class ReplicaNews(msgspec.Struct, array_like=True, frozen=True):
     held: list[HeldChoice] = []
     ended: list[EndedRequest] = []
     frontend: int = 0
+    movable: list[MovableChoice] = []
 
 
 # Of the prompt that a text continues, the detokenizer gets as many ids.

@@ -16,11 +16,15 @@ class ChoiceProgress(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         token_ids: its generated tokens, int32 bytes. They are final: the client may have them.
         first_token_at: Unix seconds; 0.0 without a token.
+        admitted_at, cached_tokens: of its first admission at a replica that has computed its prompt
+            for this one, as in MovableChoice; 0: it has not.
     """
 
     index: int
     token_ids: bytes = b""
     first_token_at: float = 0.0
+    admitted_at: float = 0.0
+    cached_tokens: int = 0
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True, frozen=True):

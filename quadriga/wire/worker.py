@@ -76,12 +76,16 @@ class PagesLoaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
 
     Attributes:
         seconds: from the beginning of the load to its end.
+        num_fetched: number of pages that were read from the tiers of other replicas.
+        num_damaged: number of pages there that were not what was written.
     """
 
     load: int
     num_loaded: int
     session: int = 0
     seconds: float = 0.0
+    num_fetched: int = 0
+    num_damaged: int = 0
 
 
 # scheduler_proc ⇄ worker_proc: the steps.
@@ -277,6 +281,9 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
         can_guess: the worker guesses tokens where a plan says so.
         stored: PAGE_HASH_BYTES for each page that can be loaded from a tier beyond the pool; None:
             there is no such tier.
+        fetches: pages can be loaded from the tiers of other replicas, too; which these have is not
+            known.
+        page_bytes: size of a page in a tier; 0 without tiers.
         cuda_graph: decode steps are CUDA graphs.
         kernels: what computes, its version, and the number formats; "": unknown.
         is_encoder: every row has a vector, and is computed whole: no page has a past to share.
@@ -302,6 +309,8 @@ class WorkerReady(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     draft_costs: list[DraftCost] = []
     is_encoder: bool = False
     started_at: int = 0
+    fetches: bool = False
+    page_bytes: int = 0
 
 
 class GrammarReady(msgspec.Struct, tag="grammar", array_like=True, frozen=True):

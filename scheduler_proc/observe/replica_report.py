@@ -8,8 +8,9 @@ from collections.abc import Iterable
 
 from quadriga.server.prefix_blocks import block_hash, pages_per_block
 from quadriga.wire.packing import pack_ids
-from quadriga.wire.to_detok import EndedRequest, HeldChoice, ReplicaNews
+from quadriga.wire.to_detok import EndedRequest, HeldChoice, MovableChoice, ReplicaNews
 from scheduler_proc.state.kv_cache import KVCache
+from scheduler_proc.state.kv_offload import KVOffload
 from scheduler_proc.state.prefix_tree import Node
 from scheduler_proc.state.request import Request
 
@@ -72,6 +73,44 @@ class PageChanges:
         self._evicted = {}
 
 
+class MovableRequests:
+    """Find requests that another replica can go on with: their first token and pages are there.
+
+    Each is reported once, and again where the report may be lost.
+    """
+
+    def __init__(self) -> None:
+        self._reported: set[int] = set()
+        self._found: list[MovableChoice] = []
+        self._stored_again: set[int] = set()
+
+    def find(self, requests: Iterable[Request], offload: KVOffload) -> bool:
+        """Look for running requests that were not reported yet. Return whether there are any."""
+        running = {request.seq: request for request in requests}
+        self._reported.intersection_update(running)
+        self._stored_again.intersection_update(running)
+        self._found = []
+        for seq, request in running.items():
+            if seq in self._reported or not request.first_token_at:
+                continue
+            if offload.has_stored_prompt(request):
+                self._found.append(MovableChoice(seq, request.admitted_at, request.cached_tokens))
+            elif seq not in self._stored_again:
+                self._stored_again.add(seq)
+                offload.store_again(request)
+        return bool(self._found)
+
+    def take(self) -> list[MovableChoice]:
+        """Return the requests that were found."""
+        found, self._found = self._found, []
+        self._reported.update(choice.seq for choice in found)
+        return found
+
+    def forget(self) -> None:
+        """Report all of them again."""
+        self._reported.clear()
+
+
 class ReplicaReport:
     """Gather what the frontend has to know beside the texts.
 
@@ -81,14 +120,16 @@ class ReplicaReport:
 
     Args:
         notes_steps: requests can move.
+        hands_over: requests whose prompts are computed shall move.
 
     Attributes:
         restates: the next report does not build on earlier ones.
         frontend: as in ReplicaNews.
     """
 
-    def __init__(self, notes_steps: bool = False) -> None:
+    def __init__(self, notes_steps: bool = False, hands_over: bool = False) -> None:
         self._notes_steps = notes_steps
+        self._movable = MovableRequests() if hands_over else None
         self._changes: PageChanges | None = None
         self.restates = notes_steps
         self.frontend = 0
@@ -106,6 +147,16 @@ class ReplicaReport:
             self._changes.restate()
         self.restates = True
 
+    def is_due(self, running: Iterable[Request], offload: KVOffload) -> bool:
+        """Return whether there is something to report, also without output of a step.
+
+        Args:
+            running: the requests that decode.
+            offload: the tiers beyond the pool.
+        """
+        has_movable = self._movable is not None and self._movable.find(running, offload)
+        return self.restates or has_movable
+
     def take(
         self, kv: KVCache, live: Iterable[Request], ended: Iterable[EndedRequest]
     ) -> ReplicaNews | None:
@@ -120,8 +171,11 @@ class ReplicaReport:
         if not (restates or self._notes_steps):
             return None
         added, evicted = (b"", b"") if self._changes is None else self._changes.take()
+        movable = [] if self._movable is None else self._movable.take()
         if not restates:
-            return ReplicaNews(added, evicted, kv.num_available)
+            return ReplicaNews(added, evicted, kv.num_available, movable=movable)
+        if self._movable is not None:
+            self._movable.forget()
         held = [_held(request) for request in live]
         return ReplicaNews(added, b"", kv.num_available, True, held, list(ended), self.frontend)
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from quadriga.wire.packing import num_ids, unpack_ids
 from quadriga.wire.trace import Attributes
-from quadriga.wire.worker import StepResult
+from quadriga.wire.worker import PagesLoaded, StepResult
 from scheduler_proc.state.batch import Plan, ScheduleBatch
 from scheduler_proc.state.request import Request, RequestStatus, WaitReason
 from scheduler_proc.state.span_recorder import (
+    LOAD,
     NO_PROMPTS,
     PREFILL,
     QUEUE,
@@ -106,6 +107,17 @@ class Tracer:
                 _recorder(request).event("worker ready", now)
             else:
                 _recorder(request).on_worker_restart(now)
+
+    def on_pages(self, seqs: Iterable[int], loaded: PagesLoaded) -> None:
+        """Take in that a load has ended. seqs: of the requests that wait for it."""
+        now = self._clock()
+        for seq in seqs:
+            request = self.live.get(seq)
+            if request is not None:
+                _recorder(request).enter(
+                    LOAD, now - loaded.seconds, pages=loaded.num_loaded, fetched=loaded.num_fetched
+                )
+                _recorder(request).enter(QUEUE, now, after=LOAD)
 
     # --- steps ------------------------------------------------------------------------------------
 

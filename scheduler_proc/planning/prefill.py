@@ -640,7 +640,13 @@ class PrefillPlanner:
             wanted = sum(r.num_uncomputed_tokens for r in candidates)
             budget = self.budget.stretched(budget, wanted)
         for request in candidates:
-            if offload.awaits(request):
+            # What is loaded needs no budget, and the rest is short: it may pass other prompts.
+            is_loading = offload.awaits(request) or (
+                offload.expects_pages(request)
+                and parts.can_admit(request, expected, plan)
+                and offload.begin_load(request)
+            )
+            if is_loading:
                 lacked = WaitReason.PAGES
                 continue
             count = self._num_to_begin(request, budget, plan)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from quadriga.wire import worker
 from quadriga.wire.packing import pack_ids
 from quadriga.wire.worker import DraftCost, NewSlot, StepPlan
+from scheduler_proc.state.kv_offload import NO_TIERS, TierFacts
 from scheduler_proc.state.request import Request, RequestFailure, RetractReason, WaitReason
 
 # The rows of one step (ScheduleBatch), and the requests that decode (RunningBatch).
@@ -248,7 +249,7 @@ class Capacity(NamedTuple):
         window: number of tokens, itself included, that a token sees in every layer; 0: all.
         can_guess: whether the worker guesses tokens.
         draft_costs: of steps that draft guesses; empty: none does.
-        stored: names of the KV pages beyond the pool, joined; None: there are no tiers for them.
+        tiers: what the worker says of the tiers beyond the pool.
         is_encoder: as in WorkerReady.
     """
 
@@ -258,7 +259,7 @@ class Capacity(NamedTuple):
     window: int = 0
     can_guess: bool = False
     draft_costs: Sequence[DraftCost] = ()
-    stored: bytes | None = None
+    tiers: TierFacts = NO_TIERS
     is_encoder: bool = False
 
 

@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from quadriga.server.prefix_blocks import PAGE_HASH_BYTES, page_hash, split_hashes
 from quadriga.wire.client import InfoValues
@@ -26,6 +26,8 @@ class OffloadStats:
         missed_pages: pages at which a load ended early, because they were not there any more.
         damaged_pages: pages whose file was not what was written.
         disk_failed: whether the disk takes no pages at present.
+        fetched_pages: pages among the loaded ones that came from other replicas.
+        fetch_seconds: duration of the loads with such pages.
     """
 
     loads: int = 0
@@ -35,6 +37,8 @@ class OffloadStats:
     missed_pages: int = 0
     damaged_pages: int = 0
     disk_failed: bool = False
+    fetched_pages: int = 0
+    fetch_seconds: float = 0.0
 
     def info(self, num_pages: int) -> InfoValues:
         """Return the values of the server info.
@@ -53,6 +57,14 @@ class OffloadStats:
             "kv_offload_damaged_pages_total": self.damaged_pages,
         }
 
+    def transfer_info(self, page_bytes: int) -> InfoValues:
+        """Return the values of pages from other replicas. page_bytes: size of a page."""
+        return {
+            "kv_transfer_pages_total": self.fetched_pages,
+            "kv_transfer_bytes_total": self.fetched_pages * page_bytes,
+            "kv_transfer_seconds_total": self.fetch_seconds,
+        }
+
 
 # Decide which pages the worker copies to the tiers beyond the pool, and which it brings back.
 #
@@ -61,6 +73,32 @@ class OffloadStats:
 # admitted, and whose next page is not in the tree but in a tier, waits in the queue until the
 # worker has loaded what it can use; then it finds these pages in the tree. A load holds its pages
 # as a request does, so that they are counted, and cannot be given to others.
+#
+# Where replicas have roles, the tiers of those that compute prompts are tiers of the others, too.
+# What these have is not known here: a request that has tokens, and so was computed before, looks
+# for all of its pages there. The load ends at the first one that is missing or damaged.
+
+
+class TierFacts(NamedTuple):
+    """What a worker says of its tiers.
+
+    Attributes:
+        stored: names of the pages in the own tiers, joined; None: there are no own tiers.
+        fetches: pages can be loaded from the tiers of other replicas.
+        page_bytes: size of a page.
+    """
+
+    stored: bytes | None = None
+    fetches: bool = False
+    page_bytes: int = 0
+
+    @property
+    def are_none(self) -> bool:
+        """Whether there are no tiers at all."""
+        return self.stored is None and not self.fetches
+
+
+NO_TIERS = TierFacts()
 
 
 @dataclass(slots=True, eq=False)
@@ -98,12 +136,27 @@ class KVOffload(Protocol):
     def awaits(self, request: Request) -> bool:
         """Return whether a waiting request waits for a load that has begun."""
 
+    def expects_pages(self, request: Request) -> bool:
+        """Return whether a waiting request's prompt was computed before, perhaps elsewhere.
+
+        It is expected to find its pages in the tiers, and to have little left to compute then.
+        """
+
     def begin_load(self, request: Request) -> bool:
         """Load what a request that can be admitted finds in the tiers, once for each admission.
 
         Returns:
             Whether there is anything, for which the request has to wait.
         """
+
+    def has_stored_prompt(self, request: Request) -> bool:
+        """Return whether every full page of a running request's prompt is in the own tiers."""
+
+    def store_again(self, request: Request) -> None:
+        """Store the pages of a running request's prompt that made room for others meanwhile."""
+
+    def waiting_for(self, load: int) -> Sequence[int]:
+        """Return the numbers of the requests that wait for a load. load: its number."""
 
     def on_message(self, message: StoredPages | PagesLoaded) -> None:
         """Take in what a transfer has brought."""
@@ -129,9 +182,24 @@ class NoOffload:
         """Return False: no load has begun."""
         return False
 
+    def expects_pages(self, request: Request) -> bool:  # noqa: ARG002
+        """Return False: there are no tiers."""
+        return False
+
     def begin_load(self, request: Request) -> bool:  # noqa: ARG002
         """Return False: there is nothing to load."""
         return False
+
+    def has_stored_prompt(self, request: Request) -> bool:  # noqa: ARG002
+        """Return False: nothing is stored."""
+        return False
+
+    def store_again(self, request: Request) -> None:
+        """Do nothing."""
+
+    def waiting_for(self, load: int) -> Sequence[int]:  # noqa: ARG002
+        """Return no number: no load has begun."""
+        return ()
 
     def on_message(self, message: StoredPages | PagesLoaded) -> None:
         """Do nothing."""
@@ -151,18 +219,20 @@ class TieredOffload:
     It observes the prefix tree. The methods are those of the protocol `KVOffload`.
     """
 
-    def __init__(self, kv: KVCache, stored: bytes, stats: OffloadStats) -> None:
+    def __init__(self, kv: KVCache, facts: TierFacts, stats: OffloadStats) -> None:
         """Initialize.
 
         Args:
             kv: the pool, which is empty.
-            stored: names of the pages in the tiers, joined.
+            facts: what the worker says of its tiers.
             stats: counters.
         """
         self.stats = stats
         self._kv = kv
+        self._fetches, self._page_bytes = facts.fetches, facts.page_bytes
+        self._stores = facts.stored is not None
         # Whether a page can be loaded. The worker has been asked to store it, if it cannot yet.
-        self._can_load = dict.fromkeys(split_hashes(stored, PAGE_HASH_BYTES), True)
+        self._can_load = dict.fromkeys(split_hashes(facts.stored or b"", PAGE_HASH_BYTES), True)
         self._names: dict[Node, bytes] = {kv.tree.root: b""}
         self._to_store: dict[Node, None] = {}
         self._loads: dict[int, PageLoad] = {}
@@ -179,7 +249,7 @@ class TieredOffload:
         """Take in that a node has a page, which is to be stored unless it is already."""
         assert node.parent is not None
         name = self._names[node] = page_hash(self._names[node.parent], node.key)
-        if name not in self._can_load:
+        if self._stores and name not in self._can_load:
             self._to_store[node] = None
 
     def evict(self, node: Node) -> None:
@@ -197,11 +267,36 @@ class TieredOffload:
             return False
         return bool(self._to_store) or not all(self._can_load.values())
 
+    def has_stored_prompt(self, request: Request) -> bool:
+        """Return whether every full page of a running request's prompt is in the own tiers."""
+        num_pages = self._num_first_pages(request)
+        path = request.prefix_path[:num_pages]
+        return (
+            self._stores
+            and len(path) == num_pages
+            and all(self._can_load.get(self._names[node]) for node in reversed(path))
+        )
+
+    def _num_first_pages(self, request: Request) -> int:
+        """Return the number of full pages of a prompt, and of the tokens that follow it as given."""
+        return (request.num_prompt + len(request.given_ids)) // self._kv.page_size
+
+    def store_again(self, request: Request) -> None:
+        """Store the pages of a running request's prompt that made room for others meanwhile."""
+        if self._stores and not self.stats.disk_failed:
+            for node in request.prefix_path[: self._num_first_pages(request)]:
+                if self._names[node] not in self._can_load and node.is_shared:
+                    self._to_store[node] = None
+
     # --- loads ------------------------------------------------------------------------------------
 
     def awaits(self, request: Request) -> bool:
         """Return whether a waiting request waits for a load that has begun."""
         return request.seq in self._waiting
+
+    def expects_pages(self, request: Request) -> bool:
+        """Return whether a waiting request's prompt was computed before, perhaps elsewhere."""
+        return self._fetches and request.may_load and request.first_token_at > 0
 
     def begin_load(self, request: Request) -> bool:
         """Load what a request that can be admitted finds in the tiers; return whether it waits."""
@@ -222,9 +317,11 @@ class TieredOffload:
     def _names_below(self, node: Node, request: Request) -> list[bytes]:
         """Return the names of the request's next pages that can be loaded, or are being loaded."""
         kv, name, names = self._kv, self._names[node], list[bytes]()
+        fetches = self._fetches and request.first_token_at > 0
         for index in range(node.depth, (request.num_known_tokens - 1) // kv.page_size):
             name = page_hash(name, kv.page_key(request, index))
-            if not self._can_load.get(name) or (names and name in self._loading):
+            can_load = fetches or self._can_load.get(name)
+            if not can_load or (names and name in self._loading):
                 break
             names.append(name)
         return names
@@ -250,6 +347,8 @@ class TieredOffload:
             del self._loading[name]
         for name in load.hashes[num_loaded : num_loaded + 1]:
             self._can_load.pop(name, None)
+        if message.num_fetched and self._stores:  # they need not be stored here, too
+            self._can_load.update(dict.fromkeys(load.hashes[:num_loaded], True))
         self._kv.release(load)
         for seq in load.waiting:
             del self._waiting[seq]
@@ -258,6 +357,14 @@ class TieredOffload:
         stats.loaded_tokens += num_loaded * self._kv.page_size
         stats.load_seconds += message.seconds
         stats.missed_pages += num_missed > 0
+        stats.damaged_pages += message.num_damaged
+        if message.num_fetched:
+            stats.fetched_pages += message.num_fetched
+            stats.fetch_seconds += message.seconds
+
+    def waiting_for(self, load: int) -> Sequence[int]:
+        """Return the numbers of the requests that wait for a load. load: its number."""
+        return self._loads[load].waiting
 
     # --- the worker -------------------------------------------------------------------------------
 
@@ -291,4 +398,5 @@ class TieredOffload:
 
     def info(self) -> InfoValues:
         """Return gauges and counters, as docs/protocol.md lists them."""
-        return self.stats.info(len(self._can_load))
+        values = self.stats.info(len(self._can_load))
+        return values | self.stats.transfer_info(self._page_bytes) if self._fetches else values

@@ -12,6 +12,7 @@ from quadriga.wire.trace import Attributes, AttributeValue, Span, SpanEvent, Tra
 TOKENIZE, QUEUE, PREFILL, DECODE = "tokenize", "queue", "prefill", "decode"
 WORKER_RESTART, SCHEDULER_RESTART = "worker restart", "scheduler restart"
 OTHER_REPLICA = "other replica"
+LOAD = "load KV pages"
 FORWARD = "forward"
 
 # Bounds of one request: further phases are merged into the last one, further events left out.

@@ -28,7 +28,8 @@ MessageT = TypeVar("MessageT")
 FAULTS_VARIABLE = "QUADRIGA_TEST_FAULTS"
 PROCESSES = ("worker", "scheduler", "detok", "tokenizer")
 SIGNALS = {"kill": "SIGKILL", "segv": "SIGSEGV", "stop": "SIGSTOP"}
-KINDS = (*SIGNALS, "delay", "drop", "retract")
+APART = "apart"
+KINDS = (*SIGNALS, "delay", "drop", "retract", APART)
 OPTIONS = ("after", "every", "token", "ms")
 
 
@@ -85,6 +86,8 @@ def _parse(text: str) -> Fault:
         )
     if kind == "retract" and process != "scheduler":
         raise ConfigError(f"fault is {text!r}: requests are retracted by the scheduler only")
+    if kind == APART and process != "tokenizer":
+        raise ConfigError(f"fault is {text!r}: replicas are chosen by the tokenizer process only")
     values: dict[str, Any] = {}
     for option in options:
         key, _, value = option.partition("=")
@@ -140,6 +143,8 @@ def install(process: str) -> None:
     if not own:
         return
     injector = FaultInjector(own)
+    if any(fault.kind == APART for fault in own):
+        _compute_prompts_apart()
     if process == "scheduler_proc":
         _patch_scheduler(injector)
     elif process == "tokenizer_proc":
@@ -192,6 +197,13 @@ def _patch_frontend(injector: FaultInjector) -> None:
             on_delivery(self, number, frames)
 
     Replicas.on_delivery = faulty_on_delivery  # type: ignore[method-assign]
+
+
+def _compute_prompts_apart() -> None:
+    """Let every prompt be computed at a replica that does so for others, however short it is."""
+    from tokenizer_proc.replicas.roles import RoleRouter
+
+    RoleRouter.stays_here = lambda *_: False  # type: ignore[method-assign]
 
 
 def retract_one(scheduler: "Scheduler", number: int) -> None:

@@ -4,6 +4,7 @@ python -m tests.faults.kill_matrix [--rounds 10] [--processes …] [--signals �
 python -m tests.faults.kill_matrix --random 600     # a random process every three seconds
 python -m tests.faults.kill_matrix --moments http   # under resumable streams by HTTP
 python -m tests.faults.kill_matrix --dp 2           # the processes of one of two replicas
+python -m tests.faults.kill_matrix --dp 2 --prefill-replicas 1 --replica 0  # of one with a role
 python -m tests.faults.kill_matrix --requests encoder ranker …  # answers that are numbers
 python -m tests.faults.kill_matrix --requests adapters  # streams of more adapters than places
 
@@ -34,6 +35,7 @@ from typing import Protocol
 from bench.client.server import free_port
 from quadriga.client import AsyncClient, SamplingParams
 from quadriga.errors import QuadrigaError
+from tests.faults.inject import fault_environment
 from tests.faults.number_requests import MODELS, NAME, NumberModel, NumberRequests
 from tests.faults.restarts import resumed_server
 from tests.faults.resumed_streams import ResumedStreams
@@ -276,20 +278,30 @@ class Matrix:
         work: the requests.
         watchdog_s: seconds.
         dp: number of replicas.
+        num_prefill: number of replicas that compute prompts for the others, however short they are.
     """
 
     def __init__(
-        self, directory: Path, work: TokenWork | NumberWork, watchdog_s: float = 3.0, dp: int = 1
+        self,
+        directory: Path,
+        work: TokenWork | NumberWork,
+        watchdog_s: float = 3.0,
+        dp: int = 1,
+        num_prefill: int = 0,
     ) -> None:
         self._directory = directory
         self._work = work
         self._number = 0
+        self._environment: dict[str, str] = {}
         self._port = 0
         self._expected_events: Sequence[Answer] = []
         self._flags = [*work.flags(directory / "model"), "--dtype", "float32"]
         self._flags += ["--worker-threads", "1"]
         self._flags += ["--max-restarts", "1000000", "--dp", str(dp)]
         self._flags += ["--watchdog-timeout", str(watchdog_s * dp)]
+        if num_prefill:
+            self._flags += ["--prefill-replicas", str(num_prefill), "--page-size", "4"]
+            self._environment = fault_environment("apart:tokenizer")
         with self.server() as server:
             load = self._load(server.endpoint, "", START_TIMEOUT_S)
             self.expected = _undisturbed(asyncio.run(load.run()))
@@ -306,8 +318,9 @@ class Matrix:
 
     @contextmanager
     def server(self) -> Iterator[Server]:
-        flags = self._next_flags()
-        with running_server(self._directory / f"log-{self._number}", *flags) as server:
+        flags, environment = self._next_flags(), self._environment
+        log = self._directory / f"log-{self._number}"
+        with running_server(log, *flags, environment=environment) as server:
             yield server
 
     def streams(self, name: str, number: int, rounds: int, tally: StreamTally) -> None:
@@ -325,7 +338,7 @@ class Matrix:
         port, endpoint = free_port(), f"tcp://127.0.0.1:{free_port()}"
         journal = self._directory / f"journal-{self._number}"
         flags = [*self._flags, "--port", str(port), "--journal", str(journal)]
-        with resumed_server(self._directory, endpoint, flags) as servers:
+        with resumed_server(self._directory, endpoint, flags, self._environment) as servers:
 
             async def disturb() -> None:
                 if name == ALL:
@@ -357,7 +370,7 @@ class Matrix:
         for _ in range(rounds):
             flags = self._next_flags()
             endpoint, log = f"tcp://127.0.0.1:{free_port()}", self._directory / f"l{self._number}"
-            process = launch(endpoint, *flags, log=log)
+            process = launch(endpoint, *flags, log=log, environment=self._environment)
             try:
                 server = Server(process, endpoint, log, self._directory, {})
                 asyncio.run(_kill(server, name, number))
@@ -446,6 +459,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--dp", type=int, default=1, help="replicas; those of the last one are killed"
     )
+    parser.add_argument("--prefill-replicas", type=int, default=0, help="as of a server")
+    parser.add_argument("--replica", type=int, help="the processes of this one are killed instead")
     parser.add_argument(
         "--random", type=float, metavar="SECONDS", help="kill random processes instead"
     )
@@ -459,14 +474,17 @@ def main(arguments: list[str] | None = None) -> int:
     for kind in options.requests:
         work = WORKS[kind]() if kind in WORKS else NumberWork(MODELS[kind])
         with tempfile.TemporaryDirectory(prefix="kill-matrix-") as directory:
-            matrix = Matrix(Path(directory), work, options.watchdog, options.dp)
+            matrix = Matrix(
+                Path(directory), work, options.watchdog, options.dp, options.prefill_replicas
+            )
             clean &= _run(matrix, options, "" if kind == TOKENS else f"{kind}: ")
     return int(not clean)
 
 
 def _run(matrix: Matrix, options: argparse.Namespace, title: str) -> bool:
     """Print a row for each case, and return whether no request was lost or wrong."""
-    processes = [_of_last_replica(name, options.dp) for name in options.processes]
+    replica = options.dp - 1 if options.replica is None else options.replica
+    processes = [_of_replica(name, options.dp, replica) for name in options.processes]
     if options.random:
         tally = StreamTally()
         kills = matrix.at_random(processes, options.random, tally)
@@ -481,9 +499,10 @@ def _run(matrix: Matrix, options: argparse.Namespace, title: str) -> bool:
     return clean
 
 
-def _of_last_replica(name: str, dp: int) -> str:
+def _of_replica(name: str, dp: int, replica: int) -> str:
+    """Return the name of a process of a replica."""
     is_shared = dp == 1 or name in ("tokenizer_proc", "http_proc", ALL)
-    return name if is_shared else f"{name}/{dp - 1}"
+    return name if is_shared else f"{name}/{replica}"
 
 
 def _print(title: str, tally: StreamTally) -> bool:

@@ -10,7 +10,7 @@ from quadriga.sampling.params import SamplingParams
 from quadriga.sampling.pooling import Pooling
 from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire.packing import pack_floats, pack_ids, unpack_ids
-from quadriga.wire.to_detok import Drained, StepOutput, StreamEnd, StreamReplay
+from quadriga.wire.to_detok import Drained, MovableChoice, StepOutput, StreamEnd, StreamReplay
 from quadriga.wire.to_scheduler import (
     AbortRequest,
     DetokReady,
@@ -104,7 +104,10 @@ class SimulatedWorker:
     Attributes:
         window: number of tokens, itself included, that a token sees; 0: all.
         poison: tokens that crash the worker, as `meets_poison` says.
+        fetches: pages can be loaded from other workers.
     """
+
+    fetches = False
 
     def __init__(self, page_size: int, window: int = 0) -> None:
         self.page_size = page_size
@@ -339,6 +342,7 @@ class Detok:
         awaiting_replay: ids of requests whose clients have asked for a replay.
         may_lose_work: a journal may be lost, so that a replay may be shorter than the stream.
         drained: the Drained messages.
+        movable: the choices that other replicas can go on with.
     """
 
     def __init__(self) -> None:
@@ -350,6 +354,7 @@ class Detok:
         self.may_lose_work = False
         self.ended: dict[int, int] = {}
         self.drained: list[Drained] = []
+        self.movable: list[MovableChoice] = []
         self.session = 0
         self.stopped = False
 
@@ -363,6 +368,8 @@ class Detok:
             return
         if message.session != self.session:
             return
+        if message.news is not None:
+            self.movable += message.news.movable
         for replay in message.replayed:
             self._take_replay(replay)
         for opened in message.opened:
@@ -449,6 +456,7 @@ class World:
             window=window,
             can_guess=can_guess,
             stored=self.worker.stored_names(),
+            fetches=self.worker.fetches,
         )
         self.wake_at: float | None = None
         self.schedule([], [self._ready])

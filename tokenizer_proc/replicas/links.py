@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from quadriga.server.config.engine_args import ReplicaArgs, SchedulerArgs
 from quadriga.server.prefix_blocks import pages_per_block
 from quadriga.server.processes.child import Child
 from quadriga.server.processes.control_channel import Command
@@ -18,6 +19,7 @@ from quadriga.wire.links import NodeLinks
 from quadriga.wire.sockets import LinkSocket, Outbox, bind_frames
 from tokenizer_proc.replicas.placed import RouterKey
 from tokenizer_proc.replicas.replicas import Replicas, ResultListener
+from tokenizer_proc.replicas.roles import RoleRouter, Roles
 from tokenizer_proc.replicas.router import Router
 
 # Between two reports of the load. What begins after none was open is reported at once.
@@ -247,15 +249,32 @@ class ReplicaLinks:
             link.close()
 
 
+def make_router(
+    args: ReplicaArgs, limits: SchedulerArgs, count: int, block_tokens: int, page_size: int
+) -> Router[RouterKey]:
+    """Return the router that the flags ask for.
+
+    Args:
+        args: of the replicas.
+        limits: of each scheduler.
+        count: largest number of replicas.
+        block_tokens: tokens of a block of the router's index.
+        page_size: tokens of a page.
+    """
+    method, max_waiting = args.load_balance_method, limits.max_queued_requests
+    if args.has_roles:
+        roles = Roles(args.prefill_replicas, limits.max_running_requests)
+        return RoleRouter(roles, method, count, block_tokens, page_size, max_waiting)
+    return Router(method, count, block_tokens, page_size, max_waiting)
+
+
 def _make_replicas(child: Child) -> Replicas:
     """Return the replicas that the flags ask for, of which none has joined yet."""
     args, limits = child.config.replicas, child.config.scheduler
     count, page_size = args.num_slots, child.config.worker.page_size
     # The only replica gets every request, wherever a prefix is cached.
     block_tokens = page_size * pages_per_block(page_size) if count > 1 else 0
-    router = Router[RouterKey](
-        args.load_balance_method, count, block_tokens, page_size, limits.max_queued_requests
-    )
+    router = make_router(args, limits, count, block_tokens, page_size)
 
     def on_recalled(number: int) -> None:
         child.control.report("replica", replica=number, state="recalled")

@@ -8,6 +8,7 @@ received and not yet journaled: whatever was on its way, and whatever waited in 
 import enum
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import Generic, NamedTuple, TypeVar
 
@@ -118,6 +119,20 @@ class CountedEnd(NamedTuple):
 
     kind: EndKind
     request: PlacedRequest | None = None
+
+
+class HandOver(NamedTuple):
+    """Choices of a request that go on at another replica while theirs still has them.
+
+    Attributes:
+        replica: their new owner.
+        submit: what it is sent.
+        seqs: numbers of the choices that their replica drops.
+    """
+
+    replica: int
+    submit: Submit
+    seqs: list[int]
 
 
 class OpenRequests:
@@ -295,6 +310,7 @@ class OpenRequests:
         if news.restates:
             replica.runs.clear()
             replica.strays.clear()
+            replica.movable.clear()
             for ended in news.ended:
                 for index, placement in ended.placements.items():
                     name = (ended.client, ended.request_id)
@@ -305,6 +321,7 @@ class OpenRequests:
         for seq, token in zip(step.seqs, unpack_ids(step.token_ids), strict=True):
             if (run := runs.get(seq)) is not None and run.counts(number):
                 run.choice.token_ids.append(token)
+        replica.movable.update((choice.seq, choice) for choice in news.movable)
         return strays
 
     def _note_end(self, name: Name, index: int, owner: ChoiceOwner) -> list[tuple[int, int]]:
@@ -415,6 +432,66 @@ class OpenRequests:
                 self._router.forget(RouterKey(*name, since))
             self._remove(placed)
         return CountedEnd(EndKind.COUNTED, placed if is_open else None)
+
+    # --- what goes on at a replica of another role ------------------------------------------------
+
+    @property
+    def movable(self) -> Iterator[tuple[int, PlacedRequest, list[int]]]:
+        """Yield the requests whose prompts a replica has computed for others.
+
+        With each come the replica, and the indexes of the choices that can go on. A request that
+        its client has to send to this frontend first, or has just sent again, waits.
+        """
+        for number, replica in self._replicas.live():
+            found: dict[Name, list[int]] = {}
+            for seq in list(replica.movable):
+                run = replica.runs.get(seq)
+                if run is None or not run.counts(number):
+                    del replica.movable[seq]
+                else:
+                    found.setdefault(run.name, []).append(run.index)
+            for name, indexes in found.items():
+                placed = self.find(*name)
+                if placed is not None and placed.submit is not None and not placed.waits:
+                    yield number, placed, indexes
+
+    def hand_over(self, placed: PlacedRequest, indexes: list[int], number: int) -> HandOver | None:
+        """Give choices to the replica at which they go on, with their tokens, if there is one.
+
+        Args:
+            placed: the request.
+            indexes: choices that a replica has.
+            number: that replica.
+
+        Returns:
+            What to send; None: they stay.
+        """
+        if not self._router.has_next(placed.num_tokens(indexes), number):
+            return None  # it may be asked often: no hash was computed
+        prompt = placed.prompt(self._block_tokens, indexes)
+        routed = self._router.find_next(prompt, number)
+        if routed is None:
+            return None
+        replica, seqs = self._replicas[number], list[int]()
+        for index in indexes:
+            choice = placed.choices[index]
+            seq = choice.seq
+            facts = replica.movable.pop(seq)
+            choice.admitted_at, choice.cached_tokens = facts.admitted_at, facts.cached_tokens
+            self._router.on_end(RouterKey(*placed.name, choice.since), index)
+            replica.strays[seq] = replace(replica.runs[seq], was_handed_over=True)
+            choice.leave_replica()
+            seqs.append(seq)
+        placed.is_moving = True
+        placement = self._next_placement()
+        owner = ChoiceOwner(routed.replica, placement, placement)
+        message = self._stamped(placed.moved(indexes), owner)
+        self._router.count(
+            RouterKey(*placed.name, placement), owner.replica, prompt, routed.num_cached
+        )
+        for index in indexes:
+            placed.choices[index].give_to(owner)
+        return HandOver(routed.replica, message, seqs)
 
     # --- what leaves a replica --------------------------------------------------------------------
 

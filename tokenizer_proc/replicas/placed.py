@@ -2,7 +2,7 @@
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -55,6 +55,7 @@ class PlacedChoice:
         seq: the owner's scheduler's number; -1 while it is not known.
         token_ids: every token that was generated. It is noted here before its text goes out.
         first_token_at: Unix seconds; 0.0 without a token.
+        admitted_at, cached_tokens: as in MovableChoice, of the replica that computed its prompt.
     """
 
     replica: int | None = None
@@ -65,6 +66,8 @@ class PlacedChoice:
     seq: int = -1
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     first_token_at: float = 0.0
+    admitted_at: float = 0.0
+    cached_tokens: int = 0
 
     @property
     def owner(self) -> ChoiceOwner | None:
@@ -77,6 +80,16 @@ class PlacedChoice:
         """Take in where the choice is from now on."""
         self.replica, self.placement, self.since = owner
         self.ends_at_owner = False
+
+    def progress(self, index: int) -> ChoiceProgress:
+        """Return how far it is, for another scheduler. index: its own."""
+        return ChoiceProgress(
+            index,
+            pack_ids(self.token_ids),
+            self.first_token_at,
+            self.admitted_at,
+            self.cached_tokens,
+        )
 
     def leave_replica(self) -> None:
         """Take in that its replica has it no more."""
@@ -143,7 +156,7 @@ class PlacedRequest:
         """Return whether a replica owns an open choice."""
         return any(c.replica == number and not c.has_ended for c in self.choices.values())
 
-    def prompt(self, block_tokens: int, indexes: Iterable[int] = (0,)) -> Prompt:
+    def prompt(self, block_tokens: int, indexes: Sequence[int] = (0,)) -> Prompt:
         """Return what the router has to know of some choices of the request.
 
         Args:
@@ -157,9 +170,33 @@ class PlacedRequest:
         ids = submit.prompt_ids + first_ids
         if block_tokens and submit.params.prompt_logprobs is None:
             hashes = block_hashes(ids, block_tokens, submit.cache_salt.encode())
-        num_given = num_ids(first_ids)
+        params, num_tokens = submit.params, self.num_tokens(indexes)
+        return Prompt(
+            num_tokens,
+            hashes,
+            len(choices),
+            goes_on=num_tokens > num_ids(ids) and not self.begins_anew,
+            stays=self.begins_anew,
+            ends_at_once=params.pooling is not None or params.max_new_tokens == 1,
+        )
+
+    def num_tokens(self, indexes: Iterable[int]) -> int:
+        """Return the number of its tokens: given ones, and those that these choices have."""
+        assert self.submit is not None
+        num_given = len(self.submit.params.first_token_ids)
+        choices = [self.choice(index) for index in indexes]
         num_generated = sum(max(0, len(choice.token_ids) - num_given) for choice in choices)
-        return Prompt(num_ids(ids) + num_generated, hashes, len(choices))
+        return num_ids(self.submit.prompt_ids) + num_given + num_generated
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether it is computed from its first token on at another scheduler.
+
+        It asks for log-probabilities, which are not noted here.
+        """
+        assert self.submit is not None
+        params = self.submit.params
+        return params.num_top_logprobs is not None or params.prompt_logprobs is not None
 
     # --- what a replica is sent -------------------------------------------------------------------
 
@@ -183,13 +220,10 @@ class PlacedRequest:
         """
         submit = self.submit
         assert submit is not None
-        params = submit.params
-        begins_anew = params.num_top_logprobs is not None or params.prompt_logprobs is not None
+        begins_anew = self.begins_anew
         known = [(index, self.choice(index)) for index in sorted(indexes)]
         progress = [
-            ChoiceProgress(index)
-            if begins_anew
-            else ChoiceProgress(index, pack_ids(choice.token_ids), choice.first_token_at)
+            ChoiceProgress(index) if begins_anew else choice.progress(index)
             for index, choice in known
         ]
         was_admitted = any(choice.first_token_at for choice in self.choices.values())
@@ -206,12 +240,14 @@ class Run:
 
     Attributes:
         placement: as in Submit.
+        was_handed_over: it went on at another replica, which is no fault.
     """
 
     name: Name
     index: int
     choice: PlacedChoice
     placement: int
+    was_handed_over: bool = False
 
     def counts(self, number: int) -> bool:
         """Return whether what this replica generates for it counts."""

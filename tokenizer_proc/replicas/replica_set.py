@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from quadriga.wire.sockets import Outbox
+from quadriga.wire.to_detok import MovableChoice
 from tokenizer_proc.replicas.placed import RouterKey, Run
 from tokenizer_proc.replicas.router import Router
 
@@ -29,6 +30,7 @@ class ReplicaState:
         wait_s: expected wait of one more request there; None while its queue is far from full.
         runs: the choices that its scheduler has, by its numbers.
         strays: those of them that it does not own: another replica does, or the request is over.
+        movable: those whose prompts it has computed for other replicas, by its numbers.
     """
 
     outbox: Outbox
@@ -43,6 +45,7 @@ class ReplicaState:
     wait_s: float | None = None
     runs: dict[int, Run] = field(default_factory=dict)
     strays: dict[int, Run] = field(default_factory=dict)
+    movable: dict[int, MovableChoice] = field(default_factory=dict)
 
     @property
     def is_running(self) -> bool:

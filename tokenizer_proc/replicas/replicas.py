@@ -204,7 +204,8 @@ class Dispatch:
         sender: number of this frontend, as in FrontendRestarted.
 
     Attributes:
-        num_moved: number of requests that went on at another replica.
+        num_moved: number of requests that went on at another replica, as theirs was gone.
+        num_handed_over: number of choices that went on at one when their prompt was computed.
     """
 
     def __init__(
@@ -217,6 +218,7 @@ class Dispatch:
         self._waiting: dict[Name, PlacedRequest] = {}
         self._is_draining = False
         self.num_moved = 0
+        self.num_handed_over = 0
 
     def dispatch(self, placed: PlacedRequest) -> None:
         """Send the choices of a request to their owners, and the others to a replica.
@@ -306,6 +308,24 @@ class Dispatch:
         self.place_waiting()
         self.send_drain()
         return len(moved)
+
+    def hand_over(self) -> None:
+        """Let choices whose prompts are computed go on at replicas that generate tokens.
+
+        A choice has its new owner from here on. What its old one has generated since then, or
+        generates until it has read that it drops the choice, does not count.
+        """
+        num_before = self.num_handed_over
+        for number, placed, indexes in list(self._requests.movable):
+            if self._replicas[number].recall or placed.aborted_by:
+                continue
+            found = self._requests.hand_over(placed, indexes, number)
+            if found is not None:
+                self.num_handed_over += len(indexes)
+                self._replicas[number].outbox.send(Withdraw(found.seqs))
+                self._send(placed, found.submit, found.replica)
+        if self.num_handed_over > num_before:
+            self.send_drain()
 
     # --- drain ------------------------------------------------------------------------------------
 
@@ -522,6 +542,8 @@ class Replicas:
                 "requests_moved": self._dispatch.num_moved,
                 "results_dropped": self.requests.num_results_dropped,
             }
+            if self._router.has_roles:
+                values["requests_handed_over"] = self._dispatch.num_handed_over
             question = msgspec.structs.replace(question, values=values)
         self._questions.ask(question, self._replicas.answering)
         self._replicas.broadcast(question)
@@ -588,19 +610,21 @@ class Replicas:
         num_waiting: int | None = None
         wait_s: float | None = None
         dropped: set[tuple[str, int]] = set()
+        handed_over: set[tuple[str, int]] = set()
         ended: list[EndedChoice] = []
         if delivered.waiting is not None:
             replica.num_waiting, replica.wait_s = delivered.waiting, delivered.wait_s
             num_waiting, wait_s = self._replicas.queue
         if replica.strays:
-            strays = (run for run in replica.strays.values() if run.name[0] == client)
+            strays = [run for run in replica.strays.values() if run.name[0] == client]
             dropped = {(run.name[1], run.index) for run in strays}
+            handed_over = {(run.name[1], run.index) for run in strays if run.was_handed_over}
         if delivered.ended:
             ended = self._count_ends(number, client, delivered, dropped)
         if delivered.settled:
             replica.outbox.send(EndsDelivered(delivered.settled, delivered.session, self._sender))
         if dropped and payload:
-            payload = self._without(payload, dropped)
+            payload = self._without(payload, dropped, handed_over)
             if not payload:
                 return
         traces = [t for t in delivered.traces if (t.request_id, t.index) not in dropped]
@@ -626,11 +650,17 @@ class Replicas:
                 ended.append(EndedChoice(request_id, num_generated, end.request))
         return ended
 
-    def _without(self, payload: bytes, dropped: set[tuple[str, int]]) -> bytes:
-        """Return a message without the chunks of these choices; empty if none is left."""
+    def _without(
+        self, payload: bytes, dropped: set[tuple[str, int]], handed_over: set[tuple[str, int]]
+    ) -> bytes:
+        """Return a message without the chunks of choices that are dropped; empty if none is left.
+
+        Those of choices that were handed over are expected, and not counted.
+        """
         message = _decode_chunks(payload)
         kept = [c for c in message.chunks if (c.request_id, c.index) not in dropped]
-        self.requests.num_results_dropped += len(message.chunks) - len(kept)
+        names = ((c.request_id, c.index) for c in message.chunks)
+        self.requests.num_results_dropped += sum(n in dropped - handed_over for n in names)
         if not kept:
             return b""
         return encode_chunks(msgspec.structs.replace(message, chunks=kept))
@@ -647,6 +677,7 @@ class Replicas:
             return
         replica.is_cut = False
         self._dispatch.withdraw(self.requests.on_news(number, step))
+        self._dispatch.hand_over()
         if restates and not replica.is_known:
             replica.is_known = True
             self._report_known()

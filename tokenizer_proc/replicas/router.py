@@ -5,7 +5,7 @@
 """
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -259,11 +259,24 @@ class Prompt(NamedTuple):
         num_tokens: length of what has to be computed.
         hashes: of its blocks; empty if nothing of it may come from a cache.
         num_choices: number of its choices.
+        goes_on: it has tokens, and its pages are where a replica has computed them for others.
+        stays: it cannot go on at another replica once it has begun.
+        ends_at_once: it ends with its first token, or with a vector.
     """
 
     num_tokens: int
     hashes: list[bytes]
     num_choices: int = 1
+    goes_on: bool = False
+    stays: bool = False
+    ends_at_once: bool = False
+
+
+class _Weights(NamedTuple):
+    """Of the cost of a replica: of an uncached token, and the open choices that are usual."""
+
+    uncached: float
+    mean_open: float
 
 
 class Router(Generic[KeyT]):
@@ -277,9 +290,12 @@ class Router(Generic[KeyT]):
         max_waiting: choices that a replica's waiting queue takes.
 
     Attributes:
+        has_roles: some replicas compute prompts for the others.
         ledger: the load of each replica.
         index: what is cached where.
     """
+
+    has_roles = False
 
     def __init__(
         self,
@@ -293,7 +309,7 @@ class Router(Generic[KeyT]):
         self._method = method
         self._block_tokens = block_tokens
         self._page_size = page_size
-        self._turn = 0
+        self._turns: Counter[int] = Counter()  # the last replica of each group that had its turn
         self._is_up = [True] * num_replicas
         self._down: set[int] = set()
         self.ledger = Ledger[KeyT](num_replicas, max_waiting)
@@ -316,6 +332,14 @@ class Router(Generic[KeyT]):
         """Whether any replica takes requests."""
         return any(self._is_up)
 
+    def has_next(self, num_tokens: int, replica: int) -> bool:  # noqa: ARG002
+        """Return whether `find_next` would return a replica for so many tokens."""
+        return False
+
+    def find_next(self, prompt: Prompt, replica: int) -> Routed | None:  # noqa: ARG002
+        """Return where a request goes on whose prompt a replica has computed; None: it stays."""
+        return None
+
     # --- choose -----------------------------------------------------------------------------------
 
     def place(self, key: KeyT, prompt: Prompt) -> Routed:
@@ -336,18 +360,36 @@ class Router(Generic[KeyT]):
 
     def choose(self, prompt: Prompt) -> Routed:
         """Choose the replica of a request."""
+        return self.choose_among(prompt, self._down)
+
+    def choose_among(
+        self,
+        prompt: Prompt,
+        down: set[int],
+        uncached_weight: float = UNCACHED_WEIGHT,
+        group: int = 0,
+    ) -> Routed:
+        """Choose the replica of a request.
+
+        Args:
+            prompt: what is known of the request.
+            down: replicas that do not come into question; at least one other is left.
+            uncached_weight: cost of a prompt token that is not cached there.
+            group: the replicas that have turns together.
+        """
         if self._method == IN_TURN:
-            return Routed(self._next_in_turn(), 0, TURN)
-        least = Routed(self._least_loaded(), 0, LEAST)
+            return Routed(self._next_in_turn(down, group), 0, TURN)
+        least = Routed(self._least_loaded(down, group), 0, LEAST)
         if self._method == BY_LOAD:
             return least
         matched = self.index.match(prompt.hashes)
         if not matched:
             return least
+        weights = _Weights(uncached_weight, self._mean_open(down))
         best = self._with_cached(least.replica, matched)
-        best_cost = self._cost(best, prompt.num_tokens)
-        for candidate in self._holders(matched):
-            cost = self._cost(candidate, prompt.num_tokens)
+        best_cost = self._cost(best, prompt.num_tokens, weights)
+        for candidate in self._holders(matched, down):
+            cost = self._cost(candidate, prompt.num_tokens, weights)
             if cost < best_cost:
                 best, best_cost = candidate, cost
         return best
@@ -358,32 +400,39 @@ class Router(Generic[KeyT]):
         why = HIT if depth == len(matched) else SPILL
         return Routed(replica, depth * self._block_tokens, why)
 
-    def _holders(self, matched: list[int]) -> Iterator[Routed]:
+    def _holders(self, matched: list[int], down: set[int]) -> Iterator[Routed]:
         """Yield replicas with a part of a prefix, those with the longest part first."""
         seen, deepest = 0, len(matched)
         for depth in range(deepest, 0, -1):
             new = matched[depth - 1] & ~seen
             seen |= new
             for replica in islice(self._in_turn(new), MAX_CANDIDATES):
-                if self._is_up[replica]:
+                if replica not in down:
                     why = HIT if depth == deepest else SPILL
                     yield Routed(replica, depth * self._block_tokens, why)
 
     def _in_turn(self, holders: int) -> Iterator[int]:
         """Yield the replicas of a set, from another one on each time, so that all are compared."""
-        later = holders >> self._turn << self._turn
+        turn = self._turns[0]
+        later = holders >> turn << turn
         for part in (later, holders ^ later):
             while part:
                 lowest = part & -part
                 part ^= lowest
                 yield lowest.bit_length() - 1
 
-    def _cost(self, routed: Routed, num_tokens: int) -> float:
+    def _mean_open(self, down: set[int]) -> float:
+        """Return the mean number of open choices of the replicas that come into question."""
+        num_open, loads = self.ledger.num_open, self.ledger.loads
+        if down is not self._down:
+            num_open = sum(load.num_open for n, load in enumerate(loads) if n not in down)
+        return num_open / (len(loads) - len(down))
+
+    def _cost(self, routed: Routed, num_tokens: int, weights: _Weights) -> float:
         num_uncached = num_tokens - routed.num_cached
         load = self.ledger.loads[routed.replica]
-        cost = UNCACHED_WEIGHT * num_uncached + self.ledger.costs[routed.replica]
-        mean = self.ledger.num_open / (len(self._is_up) - len(self._down))
-        num_beyond = load.num_open - OVERLOAD_FACTOR * mean - OVERLOAD_MARGIN
+        cost = weights.uncached * num_uncached + self.ledger.costs[routed.replica]
+        num_beyond = load.num_open - OVERLOAD_FACTOR * weights.mean_open - OVERLOAD_MARGIN
         if num_beyond > 0:
             cost += OVERLOAD_TOKENS * num_beyond
         if load.num_available >= 0:
@@ -391,28 +440,30 @@ class Router(Generic[KeyT]):
             cost += max(0, num_uncached + load.num_prefill_tokens - room)
         return cost
 
-    def _next_in_turn(self) -> int:
-        num_replicas = len(self._is_up)
+    def _next_in_turn(self, down: set[int], group: int) -> int:
+        num_replicas, turn = len(self._is_up), self._turns[group]
         for _ in range(num_replicas):
-            self._turn = (self._turn + 1) % num_replicas
-            if self._is_up[self._turn]:
+            turn = (turn + 1) % num_replicas
+            if turn not in down:
                 break
-        return self._turn
+        self._turns[group] = turn
+        return turn
 
-    def _least_loaded(self) -> int:
+    def _least_loaded(self, down: set[int], group: int) -> int:
         """Return the replica with the least load; equal ones have turns."""
         costs = self.ledger.costs
-        if self._down:
+        if down:
             costs = costs.copy()
-            for replica in self._down:
+            for replica in down:
                 costs[replica] = math.inf
         least = min(costs)
-        start = (self._turn + 1) % len(costs)
+        start = (self._turns[group] + 1) % len(costs)
         try:
-            self._turn = costs.index(least, start)
+            turn = costs.index(least, start)
         except ValueError:
-            self._turn = costs.index(least)
-        return self._turn
+            turn = costs.index(least)
+        self._turns[group] = turn
+        return turn
 
     # --- what replicas report ---------------------------------------------------------------------
 

@@ -18,10 +18,14 @@ import torch
 
 from quadriga import __version__
 from quadriga.errors import ConfigError
-from quadriga.server.config.engine_args import REPLICA_PREFIX, ReplicaPlace, WorkerArgs
+from quadriga.server.config.engine_args import (
+    ReplicaPlace,
+    WorkerArgs,
+)
 from quadriga.server.models.resolve import ModelFiles, weights_digest
 from quadriga.server.processes.logs import log_exception
 from quadriga.wire.sockets import Outbox
+from worker_proc.kv_tiers.exchange import PageExchange, directory_of
 from worker_proc.kv_tiers.page_mover import PageMover, Report
 from worker_proc.kv_tiers.pool_pages import (
     CudaStream,
@@ -76,6 +80,7 @@ def open_tiers(
     replica: ReplicaPlace,
     results: str,
     suspension_dir: str = "",
+    exchange: PageExchange | None = None,
 ) -> PageMover | None:
     """Return what moves pages between the pool and the tiers; None without tiers.
 
@@ -87,18 +92,23 @@ def open_tiers(
         results: address of the scheduler.
         suspension_dir: directory of the pages of requests that a suspension interrupts, where the
             flags ask for no tiers; "": there is none.
+        exchange: the part in the exchange of pages between replicas; None: there is none.
 
     Raises:
         ConfigError: tiers cannot be used with this model or device, or the directory cannot.
     """
-    if not args.has_offload:
+    if exchange is None and not args.has_offload:
         found = _for_suspension(args, runner, suspension_dir)
         if found is None:
             return None
         args = found
-    _check(args, runner)
+    _check(runner, args.offload_flags if exchange is None else "--prefill-replicas")
     device = runner.table.device
     pages = pool_pages(runner.engine, device)
+    peers = None
+    if exchange is not None:
+        peers = exchange.peers(args, namespace_of(args, files, runner, pages.page_bytes))
+        args = exchange.flags(args, files, runner, replica, pages.page_bytes)
     memory = on_disk = None
     if args.kv_offloading_size:
         num_bytes = int(args.kv_offloading_size * GIB / replica.num_replicas)
@@ -113,7 +123,7 @@ def open_tiers(
             torch.cuda.set_device(device)
         return Outbox(results).send
 
-    return PageMover(pages, args.page_size, memory, on_disk, make_sender, _die)
+    return PageMover(pages, args.page_size, memory, on_disk, make_sender, _die, peers)
 
 
 # Of the free space of the disk with the directory of the run.
@@ -133,7 +143,7 @@ def _for_suspension(args: WorkerArgs, runner: Runner, directory: str) -> WorkerA
         return None
     changed = replace(args, kv_cache_dir=directory, kv_cache_dir_size=size)
     try:
-        _check(changed, runner)
+        _check(runner, changed.offload_flags)
     except ConfigError as error:
         logging.debug("what a suspension interrupts is computed again: %s", error)
         return None
@@ -178,9 +188,7 @@ def _die() -> None:
 def _page_files(
     args: WorkerArgs, files: ModelFiles, runner: Runner, replica: ReplicaPlace, page_bytes: int
 ) -> PageFiles:
-    directory = Path(args.kv_cache_dir).absolute()
-    if replica.number:
-        directory /= f"{REPLICA_PREFIX}{replica.number}"
+    directory = directory_of(Path(args.kv_cache_dir).absolute(), replica.number)
     num_bytes = int(args.kv_cache_dir_size * GIB / replica.num_replicas)
     _num_pages("kv_cache_dir_size", num_bytes, page_bytes)
     namespace = namespace_of(args, files, runner, page_bytes)
@@ -202,8 +210,8 @@ def _num_pages(flag: str, num_bytes: int, page_bytes: int) -> int:
     return num_bytes // page_bytes
 
 
-def _check(args: WorkerArgs, runner: Runner) -> None:
-    flags = args.offload_flags
+def _check(runner: Runner, flags: str) -> None:
+    """Raise ConfigError if flags of tiers do not work with the model or the device."""
     if runner.table.device.type not in ("cpu", "cuda"):
         raise ConfigError(
             f"{flags} works on a CPU and on CUDA, and the device is {runner.table.device}: leave it"

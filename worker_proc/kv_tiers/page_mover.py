@@ -19,7 +19,7 @@ from typing import NamedTuple
 from quadriga.server.prefix_blocks import PAGE_HASH_BYTES, split_hashes
 from quadriga.wire.worker import LoadPages, PagesLoaded, StepPlan, StoredPages, StorePages
 from worker_proc.kv_tiers.pool_pages import Bytes, PageCopy, PoolPages
-from worker_proc.kv_tiers.tiers import HostPages, PageFiles
+from worker_proc.kv_tiers.tiers import HostPages, PageFiles, PeerFiles
 from worker_proc.step.slot_table import ints_of
 
 NICENESS = 10
@@ -69,6 +69,7 @@ class PageMover:
         files: PageFiles | None,
         make_sender: Callable[[], Callable[[Report], object]],
         on_error: Callable[[], object],
+        peers: PeerFiles | None = None,
     ) -> None:
         """Start the thread.
 
@@ -79,10 +80,11 @@ class PageMover:
             files: the tier on disk.
             make_sender: called in the thread: makes what sends its reports to the scheduler.
             on_error: called in the thread where it cannot go on, while the exception is handled.
+            peers: the tiers of other replicas, where pages are looked for that no own tier has.
         """
         self._pages = pages
         self._page_size = page_size
-        self._memory, self._files = memory, files
+        self._memory, self._files, self._peers = memory, files, peers
         self._make_sender = make_sender
         self._on_error = on_error
         self._session = 0
@@ -103,11 +105,21 @@ class PageMover:
 
     # --- messages of the scheduler, and steps -----------------------------------------------------
 
-    def begin_session(self, session: int) -> bytes:
+    @property
+    def page_bytes(self) -> int:
+        """Size of a page."""
+        return self._pages.page_bytes
+
+    @property
+    def fetches(self) -> bool:
+        """Whether pages can be loaded from the tiers of other replicas."""
+        return self._peers is not None
+
+    def begin_session(self, session: int) -> bytes | None:
         """Drop what is under way for an earlier scheduler, whose steps have to end first.
 
         Returns:
-            The names of all pages that can be loaded.
+            The names of all pages that can be loaded from the own tiers; None: there are none.
         """
         with self._changed:
             self._stores.clear()
@@ -118,10 +130,10 @@ class PageMover:
             )
             self._is_beginning = False
             self._unreported.clear()
-            tiers = (self._memory, self._files)
-            return b"".join(
-                dict.fromkeys(name for tier in tiers if tier is not None for name in tier.names())
-            )
+            tiers = [tier for tier in (self._memory, self._files) if tier is not None]
+            if not tiers:
+                return None
+            return b"".join(dict.fromkeys(name for tier in tiers for name in tier.names()))
 
     def store(self, message: StorePages) -> None:
         """Store pages that the steps launched before compute."""
@@ -257,6 +269,7 @@ class PageMover:
 
     def _load(self, message: LoadPages, send: Callable[[Report], object]) -> None:
         began, session = time.monotonic(), self._session
+        num_read, num_damaged = self._counts_of_peers()
         under_way: deque[_Loading] = deque()
         finite: list[bool] = []
         for batch in self._find(message):
@@ -276,7 +289,17 @@ class PageMover:
             finite += self._end(under_way.popleft())
         if session == self._session:
             num_loaded = [*finite, False].index(False)
-            send(PagesLoaded(message.load, num_loaded, session, time.monotonic() - began))
+            seconds, counts = time.monotonic() - began, self._counts_of_peers()
+            num_fetched, num_found_damaged = counts[0] - num_read, counts[1] - num_damaged
+            send(
+                PagesLoaded(
+                    message.load, num_loaded, session, seconds, num_fetched, num_found_damaged
+                )
+            )
+
+    def _counts_of_peers(self) -> tuple[int, int]:
+        """Return how many pages were read from other replicas, and how many were damaged there."""
+        return (0, 0) if self._peers is None else (self._peers.num_read, self._peers.num_damaged)
 
     def _end(self, loading: _Loading) -> list[bool]:
         """Wait for a batch to be in the pool, and take its buffers back."""
@@ -302,18 +325,25 @@ class PageMover:
         """Add a page of a tier to a batch; return False if it is not there."""
         source = None if self._memory is None else self._memory.get(name)
         if source is None:
-            if self._files is None or name not in self._files:
+            is_in_file = self._files is not None and name in self._files
+            if not is_in_file and self._peers is None:
                 return False
             place = self._pages.place_of(page)
             if place is None:
                 source = self._pages.take_buffer()
                 batch.buffers.append(source)
                 place = [source]
-            if not self._files.read(name, place):
+            if not self._read(name, place):
                 return False
         batch.pages.append(page)
         batch.sources.append(source)
         return True
+
+    def _read(self, name: bytes, place: Sequence[Bytes]) -> bool:
+        """Read a page from the own disk or from another replica; return False if it has none."""
+        if self._files is not None and self._files.read(name, place):
+            return True
+        return self._peers is not None and self._peers.read(name, place)
 
     def _has(self, name: bytes) -> bool:
         tiers = (self._memory, self._files)

@@ -1,6 +1,7 @@
 """The tiers of KV pages beyond the pool: copies by their names, up to a size.
 
-`HostPages` is in memory, `PageFiles` on disk. Each is used by one thread at a time.
+`HostPages` is in memory, `PageFiles` on disk, and `PeerFiles` are those of other replicas. Each is
+used by one thread at a time.
 """
 
 import fcntl
@@ -144,7 +145,7 @@ class PageFiles:
         if path not in self._sizes:
             return False
         try:
-            is_whole = self._read(path, name, buffers)
+            is_whole = _read_page(path, self._namespace, name, buffers)
         except OSError:  # it was removed, or the disk fails
             is_whole = False
         if is_whole:
@@ -179,24 +180,7 @@ class PageFiles:
         return removed
 
     def _path(self, name: bytes) -> str:
-        digits = name.hex()
-        return f"{self._own}/{digits[:2]}/{digits}{SUFFIX}"
-
-    def _read(self, path: str, name: bytes, buffers: Sequence[Bytes]) -> bool:
-        header = bytearray(HEADER.size)
-        fd = disk.open_regular(path)
-        try:
-            if (
-                os.preadv(fd, [header, *(buffer.data for buffer in buffers)], 0)
-                != HEADER.size + self._page_bytes
-            ):
-                return False
-        finally:
-            os.close(fd)
-        checksum = 0
-        for buffer in buffers:
-            checksum = zlib.crc32(buffer.data, checksum)
-        return header == HEADER.pack(MAGIC, self._namespace, name, checksum)
+        return _path_of(self._own, name)
 
     def _write(self, path: str, header: bytes, page: Bytes) -> None:
         os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
@@ -267,6 +251,71 @@ class PageFiles:
         self._sizes.update((path, size) for _used_at, path, size in sorted(found))
         self._num_bytes = sum(self._sizes.values())
         self._make_room(self._max_bytes)
+
+
+class PeerFiles:
+    """The files of other replicas of this machine, which may remove them at any time.
+
+    Nothing is known of what they have: a page is there if its file is.
+
+    Args:
+        directories: one for each replica, whether it is there or not.
+        namespace: as in PageFiles. A replica that computes other bytes has another one.
+
+    Attributes:
+        num_read: number of pages that were read.
+        num_damaged: number of pages that were found changed since they were written.
+    """
+
+    def __init__(self, directories: Iterable[Path], namespace: bytes) -> None:
+        self.num_read = 0
+        self.num_damaged = 0
+        self._namespace = namespace
+        self._directories = [directory / namespace.hex() for directory in directories]
+
+    def read(self, name: bytes, buffers: Sequence[Bytes]) -> bool:
+        """Copy a page to memory in pieces.
+
+        Returns:
+            False if no replica has it as it was written. The memory holds anything then.
+        """
+        for directory in self._directories:
+            try:
+                is_whole = _read_page(_path_of(directory, name), self._namespace, name, buffers)
+            except OSError:  # this replica does not have it
+                continue
+            if is_whole:
+                self.num_read += 1
+                return True
+            self.num_damaged += 1
+        return False
+
+
+def _path_of(directory: Path, name: bytes) -> str:
+    """Return the file of a page in the directory of its namespace."""
+    digits = name.hex()
+    return f"{directory}/{digits[:2]}/{digits}{SUFFIX}"
+
+
+def _read_page(path: str, namespace: bytes, name: bytes, buffers: Sequence[Bytes]) -> bool:
+    """Copy a page to memory in pieces. Return whether it is what was written.
+
+    Raises:
+        OSError: the file is not there, or cannot be read.
+    """
+    header = bytearray(HEADER.size)
+    num_bytes = HEADER.size + sum(buffer.nbytes for buffer in buffers)
+    fd = disk.open_regular(path)
+    try:
+        num_read = os.preadv(fd, [header, *(buffer.data for buffer in buffers)], 0)
+        if num_read != num_bytes or os.fstat(fd).st_size != num_bytes:
+            return False
+    finally:
+        os.close(fd)
+    checksum = 0
+    for buffer in buffers:
+        checksum = zlib.crc32(buffer.data, checksum)
+    return header == HEADER.pack(MAGIC, namespace, name, checksum)
 
 
 def _name_of(path: str) -> bytes:

@@ -570,6 +570,12 @@ class ReplicaArgs:
         "choice of the replica of a request. cache-aware: by its cached prefix and by load",
         LOAD_BALANCE_METHODS,
     )
+    prefill_replicas: int = flag(
+        0,
+        "as many of the --dp replicas compute long prompts, and hand each request with its KV pages"
+        " on to one of the others, which generate tokens: see docs/prefill-and-decode.md",
+        unit="N",
+    )
     cluster: str = flag(
         ONE_MACHINE,
         "machines of the replicas. none: this one; ray: those of the Ray cluster of this machine or"
@@ -613,7 +619,22 @@ class ReplicaArgs:
         for name in SCALING_FLAGS:
             if self.max_replicas is None and getattr(self, name) != _default(name):
                 raise ConfigError(f"{name} works with --max-replicas only")
+        self._check_roles()
         self._check_bounds()
+
+    def _check_roles(self) -> None:
+        if not 0 <= self.prefill_replicas < self.dp:
+            raise ConfigError(
+                f"prefill_replicas is {self.prefill_replicas} and dp is {self.dp}: at least one"
+                f" replica must be left for tokens; start with --dp {self.prefill_replicas + 1} or"
+                " more"
+                if self.prefill_replicas > 0
+                else f"prefill_replicas must be 0 or more (it is {self.prefill_replicas})"
+            )
+        if self.has_roles and self.in_cluster:
+            raise ConfigError(
+                "prefill_replicas works with replicas on this machine: leave --cluster out"
+            )
 
     def _check_bounds(self) -> None:
         low, high = self.num_at_least, self.num_slots
@@ -625,6 +646,15 @@ class ReplicaArgs:
             raise ConfigError(
                 f"dp is {self.dp} and max_replicas is {high}: start with {high} or less"
             )
+
+    @property
+    def has_roles(self) -> bool:
+        """Whether some replicas compute prompts for the others."""
+        return self.prefill_replicas > 0
+
+    def computes_prompts(self, number: int) -> bool:
+        """Return whether a replica computes prompts for the others."""
+        return number < self.prefill_replicas
 
     @property
     def follows_load(self) -> bool:

@@ -244,6 +244,8 @@ class ServerConfig:
                 f"{self.worker.offload_flags} keeps cached prefixes: leave --disable-radix-cache"
                 " out"
             )
+        if replicas.has_roles:
+            self._check_roles()
         if self.scheduler.speculative_method == "self":
             self.worker.check_self_draft()
         self._check_doors()
@@ -264,6 +266,19 @@ class ServerConfig:
                 "--journal is a directory of one machine, and with --cluster the requests of a lost"
                 " machine go on from what the frontend has: leave --journal and --resume out"
             )
+
+    def _check_roles(self) -> None:
+        """Raise ConfigError where pages cannot move from the replicas that compute prompts."""
+        for feature, is_set in (
+            ("--disable-radix-cache", self.scheduler.disable_radix_cache),
+            (f"--tp {self.worker.tp}", self.worker.tp > 1),
+            ("--batching static", self.scheduler.batching == "static"),
+        ):
+            if is_set:
+                raise ConfigError(
+                    "prefill_replicas moves cached KV pages between replicas, which does not work"
+                    f" with {feature}: leave one of both out"
+                )
 
     def _check_doors(self) -> None:
         """Raise ConfigError for a port or a socket that is open to clients without a key.

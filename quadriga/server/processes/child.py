@@ -21,6 +21,7 @@ from quadriga.server.processes.control_channel import EXIT_OK, EXIT_START_FAILED
 from quadriga.server.processes.logs import drop_unwritten, log_exception, set_up_logging
 from quadriga.server.processes.machine import pin_to, plan_cpus
 from quadriga.server.processes.process_name import ProcessName
+from quadriga.server.processes.run_dir import shared_dir
 from quadriga.wire import client, sockets
 from quadriga.wire.links import Endpoints, NodeLinks, replica_dir
 
@@ -59,6 +60,11 @@ class Child:
     of_model: str = ""
     suspension_dir: str = ""
     server_dir: Path = Path()
+
+    @property
+    def pages_dir(self) -> str:
+        """Directory of the KV pages that the replicas of its model exchange."""
+        return str(shared_dir(self.server_dir) / self.endpoints.run_dir.parent.name)
 
     @property
     def public_endpoint(self) -> str:

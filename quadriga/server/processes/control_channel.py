@@ -12,7 +12,6 @@ import enum
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -22,6 +21,8 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from quadriga.server.processes.run_dir import remove_run_dir
 
 # Exit codes of the launcher, as docs/troubleshooting.md lists them, and of its children.
 
@@ -194,7 +195,7 @@ class ControlChannel:
                     self.report("beat")
                 else:
                     self._queue(command, argument)
-        shutil.rmtree(self._run_dir, ignore_errors=True)
+        remove_run_dir(self._run_dir)
         if self._fails_clients:
             self._queue(Command.FAIL, LAUNCHER_DIED)
             time.sleep(FAIL_TIMEOUT_S)
@@ -205,7 +206,7 @@ class ControlChannel:
         self._wake_send.send(b"!")
 
     def _exit_without_launcher(self) -> None:
-        shutil.rmtree(self._run_dir, ignore_errors=True)
+        remove_run_dir(self._run_dir)
         os._exit(EXIT_LAUNCHER_DIED)
 
 

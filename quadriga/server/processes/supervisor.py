@@ -7,10 +7,8 @@ the decision when a process may be restarted and which hang, and the supervisor.
 import enum
 import os
 import selectors
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +18,7 @@ from typing import NamedTuple
 
 from quadriga import errors
 from quadriga.clock import Countdown, RunningTime
-from quadriga.errors import ConfigError, ServerFailed
+from quadriga.errors import ServerFailed
 from quadriga.server.config.server_config import LaunchArgs
 from quadriga.server.processes.child_process import (
     ChildProcess,
@@ -34,6 +32,7 @@ from quadriga.server.processes.child_process import (
 from quadriga.server.processes.control_channel import EXIT_OK, Command
 from quadriga.server.processes.logs import say
 from quadriga.server.processes.process_name import ProcessName
+from quadriga.server.processes.run_dir import make_run_dir, remove_run_dir
 
 
 class SupervisorEvent(enum.Enum):
@@ -233,7 +232,7 @@ class Supervisor:
         self._signals = ReceivedSignals()
         self._selector.register(self._signals, selectors.EVENT_READ, self._signals)
         # Made once signals are caught: an earlier signal would leave it behind.
-        self._run_dir = _make_run_dir()
+        self._run_dir = make_run_dir()
 
     def __iter__(self) -> Iterator[ChildProcess]:
         return iter(self._children.values())
@@ -405,15 +404,4 @@ class Supervisor:
                 child.process.kill()
         for child in self:
             child.process.wait()
-        shutil.rmtree(self._run_dir, ignore_errors=True)
-
-
-def _make_run_dir() -> Path:
-    """Make the directory of a run's sockets and, by default, its journal. Raise ConfigError."""
-    try:
-        return Path(tempfile.mkdtemp(prefix="quadriga-"))
-    except OSError as error:
-        raise ConfigError(
-            f"no directory for this run can be made ({error}): make room, or set TMPDIR to a"
-            " directory that can be written"
-        ) from None
+        remove_run_dir(self._run_dir)

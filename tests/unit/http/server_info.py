@@ -13,12 +13,16 @@ class NoSender:
         """Do nothing."""
 
 
-def info_of(ready: bool = True, stored: bytes | None = None) -> dict[str, Any]:
+def info_of(
+    ready: bool = True, stored: bytes | None = None, fetches: bool = False
+) -> dict[str, Any]:
     """Return what a scheduler reports."""
     scheduler = Scheduler(
         SchedulerArgs(), frozenset(), NoSender(), NoSender(), lambda: 1.0, NoJournal()
     )
     if ready:
-        worker = WorkerReady(10, 16, 4, "float32", "cpu", prefill_tokens=64, stored=stored)
+        worker = WorkerReady(
+            10, 16, 4, "float32", "cpu", prefill_tokens=64, stored=stored, fetches=fetches
+        )
         scheduler.step([], [worker])
     return dict(scheduler.info())

@@ -50,9 +50,9 @@ class AnyNumber:
 
 
 def whole_info() -> dict[str, Any]:
-    """Return the info of a server that guesses, has KV tiers and tenants, and has failed."""
+    """Return the info of a server that guesses, has KV tiers, roles and tenants, and has failed."""
     ring = {
-        **info_of(stored=b"1" * 16),
+        **info_of(stored=b"1" * 16, fetches=True),
         "tenants": {"alice": [1.0] * len(TENANT_COUNTERS)},
         "ended": {"stop": 1},
         "aborts": {"client": 1},
@@ -70,6 +70,7 @@ def whole_info() -> dict[str, Any]:
         "num_replicas": 2,
         "requests_moved": 1,
         "results_dropped": 1,
+        "requests_handed_over": 1,
     }
 
 

@@ -24,17 +24,19 @@ from quadriga.wire.packing import pack_ids, unpack_ids
 from quadriga.wire.sockets import Outbox, encode
 from quadriga.wire.to_detok import DetokMessage
 from quadriga.wire.to_scheduler import CLIENT, FrontendRestarted, SchedulerMessage, Submit
-from quadriga.wire.worker import WorkerReady
+from quadriga.wire.worker import PagesLoaded, StoredPages, WorkerReady
 from scheduler_proc.journal.file import JournalRecord
 from scheduler_proc.journal.recovery import JournalState
 from scheduler_proc.journal.writer import FileJournal
 from scheduler_proc.observe.replica_report import ReplicaReport
 from scheduler_proc.scheduler import Scheduler
+from tests.unit.simulated_tiers import TieredWorker
 from tests.unit.simulation import EOS, SimulatedWorker, reference
 from tests.unit.tiny_vocabulary import TOKENIZER
 from tokenizer_proc.replicas.placed import Name, RouterKey
 from tokenizer_proc.replicas.replicas import ClientResult, Replicas
-from tokenizer_proc.replicas.router import Router
+from tokenizer_proc.replicas.roles import RoleRouter, Roles
+from tokenizer_proc.replicas.router import Prompt, Routed, Router
 
 BLOCK, PAGE = 64, 4
 VOCABULARY = 257
@@ -100,6 +102,35 @@ class MemoryFile:
         return [state.requests[seq] for seq in sorted(state.requests)]
 
 
+class RoleWorker(TieredWorker):
+    """A worker whose tier is that of all replicas, which is found changed now and then.
+
+    Args:
+        tier: what each page holds, by its name.
+    """
+
+    def __init__(self, tier: dict[bytes, list[int]]) -> None:
+        super().__init__(PAGE)
+        self._shared = self.tier = tier
+
+    def restart(self) -> None:
+        super().restart()
+        self.tier = self._shared
+
+    def transfer(self) -> PagesLoaded | StoredPages | None:
+        message = super().transfer()
+        if isinstance(message, PagesLoaded):
+            return msgspec.structs.replace(message, num_fetched=message.num_loaded)
+        return message
+
+
+class ApartRouter(RoleRouter[RouterKey]):
+    """Computes every prompt that may change its replica at one of the first role."""
+
+    def stays_here(self, prompt: Prompt, here: Routed, there: Routed) -> bool:
+        return False
+
+
 class Ring:
     """A replica's scheduler, worker and detokenizer."""
 
@@ -112,7 +143,7 @@ class Ring:
         self.delivery = Pipe()
         self.dead: set[str] = set()
         self.num_schedulers = 0
-        self.worker = SimulatedWorker(PAGE)
+        self.worker = RoleWorker(world.tier) if world.num_prefill else SimulatedWorker(PAGE)
         self.start_scheduler()
         self.start_detok()
 
@@ -124,7 +155,7 @@ class Ring:
             SchedulerArgs(max_running_requests=4), frozenset({EOS}), self.worker,
             self.to_detok, lambda: self.worker.now, journal,
         )  # fmt: skip
-        self.scheduler.lifecycle.report = ReplicaReport(self.world.notes_steps)
+        self.scheduler.lifecycle.report = ReplicaReport(self.world.notes_steps, self.is_prefill)
         is_restart = self.num_schedulers > 1
         first = self.num_schedulers * 1_000_000 if is_restart else 0
         self.scheduler.lifecycle.restore(self.file.recovered(), first)
@@ -138,7 +169,15 @@ class Ring:
         ready = WorkerReady(
             256, PAGE, 4, "float32", "cpu", prefill_tokens=64, session=self.worker.session
         )
+        if isinstance(self.worker, RoleWorker):
+            stored = self.worker.stored_names() if self.is_prefill else None
+            ready = msgspec.structs.replace(ready, stored=stored, fetches=True)
         self.scheduler.step([], [ready])
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it computes prompts for others."""
+        return self.number < self.world.num_prefill
 
     def start_detok(self) -> None:
         self.from_detok = Pipe()
@@ -166,11 +205,19 @@ class Ring:
         if self.worker.done_at is None:
             self.worker.now += 1.0
             self.scheduler.step([], [])
+        has_moved = self._move_pages()
         result = self.worker.run_one()
         if result is not None:
             self.scheduler.step([], [result])
             self.scheduler.check()
-        return result is not None
+        return has_moved or result is not None
+
+    def _move_pages(self) -> bool:
+        message = self.worker.transfer() if isinstance(self.worker, RoleWorker) else None
+        if message is not None:
+            self.scheduler.step([], [message])
+            self.scheduler.check()
+        return message is not None
 
     def read_detok(self) -> bool:
         if "detok_proc" in self.dead:
@@ -251,9 +298,17 @@ class ClientRequest:
 class World:
     """A server of several replicas, its launcher, and a client."""
 
-    def __init__(self, num_replicas: int, slice_s: float = 0.0) -> None:
-        """Initialize. slice_s: of the detokenizers; 0: a delivery has one stream of a backlog."""
+    def __init__(self, num_replicas: int, slice_s: float = 0.0, num_prefill: int = 0) -> None:
+        """Initialize.
+
+        Args:
+            num_replicas: number of replicas.
+            slice_s: of the detokenizers; 0: a delivery has one stream of a backlog.
+            num_prefill: number of replicas that compute prompts for the others.
+        """
         self.slice_s = slice_s
+        self.num_prefill = num_prefill
+        self.tier: dict[bytes, list[int]] = {}
         self.num_frontends = 0
         self.time = 0.0
         self.requests: dict[str, ClientRequest] = {}
@@ -270,6 +325,8 @@ class World:
         self.num_frontends += 1
         count = len(self.rings)
         router = Router[RouterKey](IN_TURN, count, BLOCK, PAGE, 100)
+        if self.num_prefill:
+            router = ApartRouter(Roles(self.num_prefill, 4), IN_TURN, count, BLOCK, PAGE, 100)
         block_tokens = BLOCK if count > 1 else 0
         self.replicas = Replicas(
             count, router, block_tokens, self.on_recalled, sender=self.num_frontends * 1_000_000
@@ -396,7 +453,9 @@ class World:
             ignore_eos=True,
             first_token_ids=first_ids,
         )
-        prompt = pack_ids([5, 6, len(self.requests) % 90 + 3])
+        # Some begin as others do, and some fill their pages.
+        further = [7] * (len(self.requests) % 12) if self.num_prefill else []
+        prompt = pack_ids([5, 6, *further, len(self.requests) % 90 + 3])
         submit = Submit(b"c", name, prompt, params, True, self.time, self.time)
         self.requests[name] = ClientRequest(submit)
         self.replicas.submit(submit)
@@ -596,4 +655,28 @@ def test_recalls_and_requests_sent_again_compute_no_token_twice(
     world.settle()
     play(world, events, may_rerun=False)
     world.settle()
+    assert world.replicas.requests.num_results_dropped == 0
+
+
+@pytest.mark.parametrize(("num_replicas", "num_prefill"), [(2, 1), (3, 1), (4, 2)])
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(events=EVENTS)
+def test_choices_that_change_their_replica_end_once_with_their_text_whatever_dies(
+    num_replicas: int, num_prefill: int, events: list[tuple[int, int]]
+) -> None:
+    world = World(num_replicas, num_prefill=num_prefill)
+    play(world, events)
+    world.settle()
+
+
+def test_a_prompt_is_computed_at_one_replica_and_its_tokens_at_another() -> None:
+    world = World(2, num_prefill=1)
+    world.settle()
+    for _ in range(24):
+        world.submit(1, 40)
+    world.settle()
+    prefill, decode = (ring.scheduler.lifecycle for ring in world.rings)
+    assert decode.stats.ended["length"] >= 12, "most are handed over before their end"
+    assert decode.offload_stats.fetched_pages > 0
+    assert prefill.offload_stats.fetched_pages == 0
     assert world.replicas.requests.num_results_dropped == 0

@@ -6,11 +6,16 @@ loaded to the wrong place, too late, or not at all is noticed.
 
 import random
 
+import msgspec
 import pytest
 
 from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.server.prefix_blocks import page_hash
-from quadriga.wire.to_scheduler import Submit
+from quadriga.wire.packing import pack_ids
+from quadriga.wire.to_detok import MovableChoice
+from quadriga.wire.to_scheduler import ChoiceProgress, Submit
+from quadriga.wire.worker import StoredPages
+from scheduler_proc.observe.replica_report import ReplicaReport
 from tests.unit.chaos import random_life
 from tests.unit.simulated_tiers import TieredWorker, TieredWorld
 from tests.unit.simulation import World, abort, reference, submit
@@ -169,3 +174,121 @@ def test_a_load_ends_at_the_first_page_that_is_gone() -> None:
     assert finish(world, submit("again", PROMPT, 2)) == 16
     assert world.scheduler.info()["kv_offload_missed_pages_total"] == 1
     assert name in world.worker.tier, "it was computed again, and stored"
+
+
+# --- pages of other replicas ----------------------------------------------------------------------
+
+
+class FetchingWorker(LosslessWorker):
+    """Has no tier of its own, and loads what another worker has stored."""
+
+    fetches = True
+
+    def stored_names(self) -> None:  # type: ignore[override]
+        return None
+
+
+class FetchingWorld(StoringWorld):
+    worker_class = FetchingWorker
+
+
+def moved(name: str, prompt: list[int], tokens: list[int], max_new_tokens: int) -> Submit:
+    """Return a request that goes on at another scheduler with some tokens."""
+    begun = submit(name, prompt, max_new_tokens, ignore_eos=True)
+    progress = [ChoiceProgress(0, pack_ids(tokens), 5.0, 4.0, 3)]
+    return msgspec.structs.replace(begun, frontend_retry=True, progress=progress)
+
+
+def prefilled(prompt: list[int]) -> LosslessWorld:
+    """Return a world that has computed a prompt and stored its pages."""
+    world = LosslessWorld(SchedulerArgs())
+    finish(world, submit("first", prompt, 2, ignore_eos=True))
+    return world
+
+
+def test_a_request_goes_on_from_the_pages_that_another_worker_has_stored() -> None:
+    world = FetchingWorld(SchedulerArgs())
+    world.worker.tier = dict(prefilled(PROMPT).worker.tier)
+    tokens = reference(PROMPT, 9, ignore_eos=True)
+    world.send(moved("a", PROMPT, tokens[:1], 9))
+    world.run()
+    assert world.detok.tokens["a"] == tokens
+    assert world.worker.num_loaded == 10
+    assert sum(map(sum, world.worker.tokens_of_steps)) == len(PROMPT) + 1 + 8 - 40 - 1
+    closed = world.detok.closed["a"]
+    assert (closed.admitted_at, closed.cached_tokens) == (4.0, 3), "as it was where it began"
+    world.send(submit("new", PROMPT[::-1], 2))
+    world.run()
+    assert world.worker.num_loaded == 10, "only a request with tokens was computed elsewhere"
+
+
+def test_what_is_missing_of_a_moved_request_is_computed() -> None:
+    world = FetchingWorld(SchedulerArgs())
+    tier = prefilled(PROMPT).worker.tier
+    world.worker.tier = dict(list(tier.items())[:4])
+    tokens = reference(PROMPT, 9, ignore_eos=True)
+    world.send(moved("a", PROMPT, tokens[:1], 9))
+    world.run()
+    assert world.detok.tokens["a"] == tokens
+    assert world.worker.num_loaded == 4
+    assert world.scheduler.info()["kv_offload_missed_pages_total"] == 1
+
+
+def test_pages_of_a_moved_request_are_loaded_beside_a_long_prompt() -> None:
+    world = FetchingWorld(SchedulerArgs(chunked_prefill_size=8))
+    world.worker.tier = dict(prefilled(PROMPT).worker.tier)
+    world.send(submit("long", [9, *range(3, 90)] * 2, 2, ignore_eos=True))
+    world.pass_batch_delay()
+    world.send(moved("a", PROMPT, reference(PROMPT, 1, ignore_eos=True), 30))
+    while "long" not in world.detok.tokens:
+        assert world.step()
+    assert world.worker.num_loaded == 10
+    assert len(world.detok.tokens["a"]) > 1
+    world.run()
+    assert world.detok.tokens["a"] == reference(PROMPT, 30, ignore_eos=True)
+
+
+class PrefillWorld(StoringWorld):
+    """Computes prompts for other replicas."""
+
+    def __init__(self, args: SchedulerArgs, num_pages: int = 64) -> None:
+        super().__init__(args, num_pages)
+        self.scheduler.lifecycle.report = ReplicaReport(notes_steps=True, hands_over=True)
+
+    @property
+    def movable(self) -> list[MovableChoice]:
+        """The requests that can move, as they were reported."""
+        return self.detok.movable
+
+
+def test_a_request_can_move_once_all_pages_of_its_prompt_are_stored() -> None:
+    world = PrefillWorld(SchedulerArgs())
+    world.send(submit("a", PROMPT, 60, ignore_eos=True))
+    while len(world.detok.tokens.get("a", ())) < 5:
+        assert super(TieredWorld, world).step()  # without transfers
+    assert world.movable == []
+    while not world.movable:
+        assert world._transfer()
+    (choice,) = world.movable
+    assert len(world.worker.tier) >= 10
+    assert choice.admitted_at > 0 and choice.cached_tokens == 0
+    for _ in range(20):
+        world.step()
+    assert len(world.movable) == 1, "it is reported once"
+    world.scheduler.lifecycle.report.restate()
+    world.step()
+    world.step()
+    assert [each.seq for each in world.movable] == [choice.seq] * 2
+
+
+def test_pages_that_made_room_for_others_are_stored_once_more() -> None:
+    world = PrefillWorld(SchedulerArgs(), num_pages=200)
+    finish(world, submit("first", PROMPT, 2, ignore_eos=True))
+    world.movable.clear()
+    lost = list(world.worker.tier)[2]
+    del world.worker.tier[lost]
+    world.schedule([], [StoredPages(b"", lost, world.worker.session)])
+    world.send(submit("again", PROMPT, 60, ignore_eos=True))
+    while not world.movable:
+        assert world.step()
+    assert lost in world.worker.tier

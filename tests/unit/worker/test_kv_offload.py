@@ -35,7 +35,7 @@ from tests.unit.worker_driver import Driver, Request, plan_of, prompts_of, runne
 from worker_proc.kv_tiers.opening import namespace_of, open_tiers
 from worker_proc.kv_tiers.page_mover import PageMover
 from worker_proc.kv_tiers.pool_pages import Bytes, HostPool
-from worker_proc.kv_tiers.tiers import HEADER, HostPages, PageFiles
+from worker_proc.kv_tiers.tiers import HEADER, HostPages, PageFiles, PeerFiles
 from worker_proc.rank import is_stale
 
 PAGE_BYTES = 256
@@ -62,6 +62,11 @@ def read(files: PageFiles | HostPages, number: int) -> Bytes | None:
         return files.get(name_of(number))
     page = np.zeros(PAGE_BYTES, dtype=np.uint8)
     return page if files.read(name_of(number), [page[:100], page[100:]]) else None
+
+
+def read_peer(peers: PeerFiles, number: int) -> Bytes | None:
+    page = np.zeros(PAGE_BYTES, dtype=np.uint8)
+    return page if peers.read(name_of(number), [page[:100], page[100:]]) else None
 
 
 def files_in(directory: Path) -> list[Path]:
@@ -191,6 +196,47 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     files.close()
 
 
+# --- files of other replicas ----------------------------------------------------------------------
+
+
+def test_pages_of_other_replicas_are_found_where_these_have_them_and_nothing_is_changed(
+    tmp_path: Path,
+) -> None:
+    directories = [tmp_path / str(number) for number in range(3)]
+    files = [open_files(directory) for directory in directories[:2]]
+    files[0].write(name_of(1), page_of(1))
+    files[1].write(name_of(2), page_of(2))
+    peers = PeerFiles(directories, NAMESPACE)
+    assert [read_peer(peers, number) is not None for number in (1, 2, 3)] == [True, True, False]
+    np.testing.assert_array_equal(read_peer(peers, 2), page_of(2))
+    assert (peers.num_read, peers.num_damaged) == (3, 0)
+    assert read_peer(PeerFiles(directories, bytes(16)), 1) is None, "other bytes"
+    for number in (1, 2):
+        (path,) = files_in(directories[number - 1])
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert read_peer(peers, number) is None
+        path.write_bytes(content + b"!")
+        assert read_peer(peers, number) is None
+        assert path.read_bytes() == content + b"!", "it is not this replica's"
+    assert (peers.num_read, peers.num_damaged) == (3, 4)
+    for each in files:
+        each.close()
+
+
+def test_a_damaged_page_of_one_replica_is_found_at_another(tmp_path: Path) -> None:
+    directories = [tmp_path / str(number) for number in range(2)]
+    for directory in directories:
+        files = open_files(directory)
+        files.write(name_of(1), page_of(1))
+        files.close()
+    (damaged,) = files_in(directories[0])
+    damaged.write_bytes(b"")
+    peers = PeerFiles(directories, NAMESPACE)
+    np.testing.assert_array_equal(read_peer(peers, 1), page_of(1))
+    assert (peers.num_read, peers.num_damaged) == (1, 1)
+
+
 # --- memory ---------------------------------------------------------------------------------------
 
 
@@ -226,12 +272,12 @@ class GatedPages(HostPages):
 class Moved:
     """A pool of pages, a mover, and what it reports."""
 
-    def __init__(self, tier: HostPages) -> None:
+    def __init__(self, tier: HostPages | None, peers: PeerFiles | None = None) -> None:
         self.pool = torch.from_numpy(np.stack([page_of(n) for n in range(10)]))
         self.reports: SimpleQueue[StoredPages | PagesLoaded] = SimpleQueue()
         self.failed = threading.Event()
         self.mover = PageMover(
-            HostPool([self.pool]), 4, tier, None, lambda: self.reports.put, self.failed.set
+            HostPool([self.pool]), 4, tier, None, lambda: self.reports.put, self.failed.set, peers
         )
         self.mover.begin_session(1)
 
@@ -259,6 +305,22 @@ def test_pages_are_stored_and_loaded_up_to_the_first_that_is_gone() -> None:
     np.testing.assert_array_equal(moved.pool[7].numpy(), page_of(2))
     np.testing.assert_array_equal(moved.pool[8].numpy(), page_of(1))
     assert moved.report() == StoredPages(b"", name_of(9), 1)
+
+
+def test_a_mover_without_tiers_of_its_own_loads_from_other_replicas(tmp_path: Path) -> None:
+    files = open_files(tmp_path)
+    for number in (1, 2, 3):
+        files.write(name_of(number), page_of(number))
+    moved = Moved(None, PeerFiles([tmp_path], NAMESPACE))
+    assert moved.mover.fetches and moved.mover.begin_session(1) is None
+    damaged = files_in(tmp_path)[2]
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    moved.load(6, 1, 2, 3)
+    loaded = moved.report()
+    assert isinstance(loaded, PagesLoaded)
+    assert (loaded.num_loaded, loaded.num_fetched, loaded.num_damaged) == (2, 2, 1)
+    np.testing.assert_array_equal(moved.pool[7].numpy(), page_of(2))
+    files.close()
 
 
 def test_pages_that_a_step_overwrites_before_their_turn_are_not_stored() -> None:
@@ -296,7 +358,7 @@ def test_a_new_scheduler_hears_of_what_is_stored_and_of_nothing_that_an_earlier_
     moved.store(1, 2, 3)
     assert tier.begun.acquire(timeout=TIMEOUT_S)
     tier.allowed.release(9)
-    assert moved.mover.begin_session(2).startswith(name_of(1))
+    assert (moved.mover.begin_session(2) or b"").startswith(name_of(1))
     moved.store(6)
     report = moved.report()
     while report.session == 1:

@@ -17,6 +17,7 @@ from quadriga.server.processes import supervisor as supervision
 from quadriga.server.processes.child import KILL_SIGNAL
 from quadriga.server.processes.child_process import ChildProcess, ChildState, StuckReport
 from quadriga.server.processes.control_channel import Command, ControlChannel
+from quadriga.server.processes.run_dir import make_run_dir
 from quadriga.server.processes.supervisor import (
     DEATH_WINDOW_S,
     RestartPolicy,
@@ -207,7 +208,7 @@ def test_a_run_whose_directory_cannot_be_made_is_one_clear_line(
 
     monkeypatch.setattr("tempfile.mkdtemp", full)
     with pytest.raises(ConfigError, match=r"No space left on device.*make room, or set TMPDIR"):
-        supervision._make_run_dir()
+        make_run_dir()
 
 
 def test_a_process_that_the_system_cannot_start_now_is_tried_again(

@@ -1,0 +1,215 @@
+"""Prompts at one replica, tokens at another: every token equals that of a single replica."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quadriga.client import AsyncClient, Completion, SamplingParams
+from quadriga.server.processes.run_dir import shared_dir
+from tests.faults.inject import fault_environment
+from tests.integration.equality import lengths_up_to, prompts_of, references, serve_all, ways
+from tests.server import Server, running_server, settle, wait_until
+
+FLAGS = ["--worker-threads", "1", "--page-size", "4", "--max-total-tokens", "4096"]
+ROLES = [*FLAGS, "--dp", "2", "--prefill-replicas", "1", "--max-restarts", "1000"]
+APART = "apart:tokenizer"
+# A tiny model has generated a few tokens before its pages are stored.
+NEW_TOKENS = 60
+TIMEOUT_S = 120.0
+RESTART_TIMEOUT_S = 60.0
+# Ways to compose steps beside those of one replica.
+WAYS: dict[str, list[str]] = {
+    "chunks of 7": ["--chunked-prefill-size", "7"],
+    "retracted at random": ["--chunked-prefill-size", "64"],
+    "speculated": ["--speculative-method", "ngram", "--num-speculative-tokens", "5"],
+    "narrow": ["--max-batch-size", "3", "--prefill-max-batch-size", "5"],
+    "three replicas": ["--dp", "3"],
+    "two that compute prompts": ["--dp", "3", "--prefill-replicas", "2"],
+    "least loaded": ["--load-balance-method", "least-loaded"],
+}
+
+
+@contextmanager
+def served(
+    log: Path, model: Path, *flags: str, faults: str = APART, dtype: str = "float32"
+) -> Iterator[Server]:
+    flags = ("--model", str(model), "--dtype", dtype, *flags)
+    with running_server(log, *flags, environment=fault_environment(faults)) as server:
+        yield server
+    assert not shared_dir(server.run_dir).exists(), "pages are left in shared memory"
+
+
+def facts(server: Server) -> Mapping[str, Any]:
+    """Return the info of a server at rest, whose pages are all given back."""
+    info = settle(server.endpoint, RESTART_TIMEOUT_S)
+    assert info["pages_held"] == 0
+    return info
+
+
+def files_of(server: Server) -> list[Path]:
+    return sorted(shared_dir(server.run_dir).rglob("*.kv"))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", ways("chunks of 7", "retracted at random", "speculated"))
+def test_tokens_of_prompts_from_another_replica_are_those_of_transformers(
+    way: str, llama_dir: Path, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_dir, dtype=torch.float32)
+    longest = model.config.max_position_embeddings - NEW_TOKENS
+    prompts = prompts_of(lengths_up_to(longest, 16), 512)
+    expected = references(model, prompts, NEW_TOKENS)
+    faults = f"{APART},retract:scheduler:every=5" if way.startswith("retracted") else APART
+    with served(tmp_path / "log", llama_dir, *ROLES, *WAYS[way], faults=faults) as server:
+        for _ in range(2):
+            assert asyncio.run(serve_all(server.endpoint, prompts, NEW_TOKENS)) == expected
+        info = facts(server)
+    assert info["requests_handed_over"] >= len(prompts) // 2
+    assert info["kv_transfer_pages_total"] > 0
+    assert info["kv_transfer_bytes_total"] > 0
+    assert info["results_dropped"] == info["requests_moved"] == 0
+
+
+PROMPTS = [[3 + n, *range(7, 7 + 9 * n), 5] for n in range(10)]
+KINDS = [
+    SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=3, max_new_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=4, n=3, max_new_tokens=30, ignore_eos=True),
+    SamplingParams(temperature=0, max_new_tokens=20, logprobs=2, ignore_eos=True),
+    SamplingParams(temperature=0, max_new_tokens=9, prompt_logprobs=1, ignore_eos=True),
+    SamplingParams(temperature=0, max_new_tokens=40, frequency_penalty=0.7, min_new_tokens=9),
+    SamplingParams(temperature=0, max_new_tokens=40, regex="[a-z]{3,40}"),
+    SamplingParams(temperature=1.0, seed=9, max_new_tokens=1, ignore_eos=True),
+]
+
+
+async def generate(endpoint: str) -> list[list[Completion]]:
+    """Return the completions of every prompt with every kind of parameters, all at once."""
+    async with AsyncClient(endpoint, TIMEOUT_S, reconnect_timeout=TIMEOUT_S) as client:
+        handles = [client.submit(prompt, params) for prompt in PROMPTS for params in KINDS]
+        completions = [await handle.completion() for handle in handles]
+        return [[first, *first.others] for first in completions]
+
+
+def answers_of(completions: list[list[Completion]]) -> list[Any]:
+    return [
+        (c.token_ids, c.text, c.finish_reason, c.usage.prompt_tokens, c.usage.completion_tokens)
+        for choices in completions
+        for c in choices
+    ]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_kind_of_request_is_answered_as_by_one_replica(
+    dtype: str, llama_dir: Path, tmp_path: Path
+) -> None:
+    with running_server(
+        tmp_path / "alone", "--model", str(llama_dir), "--dtype", dtype, *FLAGS
+    ) as server:
+        expected = answers_of(asyncio.run(generate(server.endpoint)))
+    with served(tmp_path / "log", llama_dir, *ROLES, dtype=dtype) as server:
+        for _ in range(2):
+            assert answers_of(asyncio.run(generate(server.endpoint))) == expected
+        info = facts(server)
+    assert info["requests_handed_over"] > len(PROMPTS)
+
+
+def change_last_byte(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("damage", "counter"),
+    [
+        (change_last_byte, "kv_offload_damaged_pages_total"),
+        (Path.unlink, "kv_offload_missed_pages_total"),
+    ],
+)
+def test_pages_that_are_damaged_or_gone_are_computed(
+    damage: Callable[[Path], object], counter: str, llama_dir: Path, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_dir, dtype=torch.float32)
+    prompts = prompts_of(lengths_up_to(model.config.max_position_embeddings - NEW_TOKENS, 16), 512)
+    expected = references(model, prompts, NEW_TOKENS)
+    with served(tmp_path / "log", llama_dir, *ROLES) as server:
+        assert asyncio.run(serve_all(server.endpoint, prompts, NEW_TOKENS)) == expected
+        before = facts(server)[counter]
+        for path in files_of(server)[::2]:
+            damage(path)
+        restart(server, "worker_proc/1", signal.SIGKILL)  # it has none of the pages any more
+        for _ in range(60):  # until the frontend gives it requests again
+            assert asyncio.run(serve_all(server.endpoint, prompts, NEW_TOKENS)) == expected
+            if facts(server)[counter] > before:
+                break
+        else:
+            raise AssertionError(f"{counter} is still {before}")
+
+
+def restart(server: Server, name: str, number: int) -> None:
+    """Kill a process, and wait until it is back."""
+    before = server.pid_of(name)
+    os.kill(before, number)
+    wait_until_back(server, name, before)
+
+
+def wait_until_back(server: Server, name: str, before: int) -> None:
+    wait_until(lambda: server.pid_of(name) not in (0, before), RESTART_TIMEOUT_S)
+    server.pids[name] = server.pid_of(name)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("worker_proc/0", signal.SIGKILL),
+        ("worker_proc/1", signal.SIGKILL),
+        ("scheduler_proc/0", signal.SIGKILL),
+        ("tokenizer_proc", signal.SIGKILL),
+        ("worker_proc/0", signal.SIGSTOP),
+    ],
+)
+def test_a_process_of_either_role_may_die_while_prompts_move(
+    name: str, number: int, llama_dir: Path, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_dir, dtype=torch.float32)
+    prompts = prompts_of(lengths_up_to(model.config.max_position_embeddings - NEW_TOKENS, 32), 512)
+    expected = references(model, prompts, NEW_TOKENS)
+    with served(tmp_path / "log", llama_dir, *ROLES, "--watchdog-timeout", "5") as server:
+
+        async def serve_with_a_death() -> list[list[int]]:
+            answers = asyncio.ensure_future(serve_all(server.endpoint, prompts, NEW_TOKENS))
+            await asyncio.sleep(0.3)
+            os.kill(server.pid_of(name), number)
+            return await answers
+
+        before = server.pid_of(name)
+        assert asyncio.run(serve_with_a_death()) == expected
+        wait_until_back(server, name, before)
+        assert asyncio.run(serve_all(server.endpoint, prompts, NEW_TOKENS)) == expected
+        assert facts(server)["requests_handed_over"] > 0
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_replicas_of_one_role_go_on_without_those_of_the_other(
+    lost: int, llama_dir: Path, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_dir, dtype=torch.float32)
+    prompts = prompts_of(lengths_up_to(model.config.max_position_embeddings - NEW_TOKENS, 16), 512)
+    expected = references(model, prompts, NEW_TOKENS)
+    with served(tmp_path / "log", llama_dir, *ROLES, "--max-restarts", "0") as server:
+        os.kill(server.pid_of(f"worker_proc/{lost}"), signal.SIGKILL)
+        wait_until(lambda: f"replica {lost} is lost" in server.log.read_text(), 30)
+        assert asyncio.run(serve_all(server.endpoint, prompts, NEW_TOKENS)) == expected
+        assert [one["replica"] for one in facts(server)["replicas"]] == [1 - lost]
