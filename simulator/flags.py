@@ -13,6 +13,7 @@ from quadriga.server.config import server_config as server_flags
 from quadriga.server.config.parser import CommandParser
 from simulator import cost_model
 from simulator.cost_model import CostModel
+from simulator.roles import COPY_SHARE
 
 # Server flags that change a simulation.
 SERVER_FLAGS = {
@@ -68,6 +69,11 @@ def add_world(group: Any) -> None:
         default=engine_args.IN_TURN,
         help="choice of the replica for a request (default: round-robin)",
     )
+    add("--prefill-replicas", type=int, default=0, metavar="N",
+        help="as many of them compute prompts for the others (default: 0)")  # fmt: skip
+    add("--copy-share", type=float, default=COPY_SHARE, metavar="FRACTION",
+        help="time in which such a replica stores or loads a page, in proportion to the time of its"
+        f" computation (default: {COPY_SHARE}, as on a CPU)")  # fmt: skip
     add("--num-pages", type=int, metavar="N", help="KV pages of each replica")
     add(
         "--cost-model",
@@ -82,6 +88,13 @@ def config_of(arguments: argparse.Namespace) -> server_config.ServerConfig:
     """Return the server's configuration, or raise ConfigError."""
     if arguments.replicas <= 0:
         raise ConfigError(f"replicas must be positive (it is {arguments.replicas})")
+    if not 0 <= arguments.prefill_replicas < arguments.replicas:
+        raise ConfigError(
+            f"prefill_replicas is {arguments.prefill_replicas} and replicas is"
+            f" {arguments.replicas}: at least one replica must be left for tokens"
+        )
+    if arguments.prefill_replicas:
+        arguments = argparse.Namespace(**vars(arguments), dp=arguments.replicas)
     return server_flags.from_namespace(arguments)
 
 

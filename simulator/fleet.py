@@ -22,6 +22,7 @@ from simulator.clock import Clock
 from simulator.records import Records
 from simulator.replica import Replica, draw_ids
 from tokenizer_proc.replicas.placed import Name, PlacedRequest
+from tokenizer_proc.replicas.roles import RoleRouter, Roles
 from tokenizer_proc.replicas.router import Routed, Router
 
 # The frontend's router in a simulation of several replicas.
@@ -83,7 +84,9 @@ class Dispatcher:
         decision_us: CPU time of timed decisions, hashes included.
     """
 
-    def __init__(self, config: ServerConfig, method: str, num_replicas: int) -> None:
+    def __init__(
+        self, config: ServerConfig, method: str, num_replicas: int, num_prefill: int = 0
+    ) -> None:
         page_size = config.worker.page_size
         self._block_tokens = page_size * pages_per_block(page_size)
         self._seen: set[bytes] = set()
@@ -91,13 +94,11 @@ class Dispatcher:
         self._report_s = 0.0
         self._num_reports = 0
         self._num_timed = 0
-        self.router = Router[Name](
-            method,
-            num_replicas,
-            self._block_tokens,
-            page_size,
-            config.scheduler.max_queued_requests,
-        )
+        limits = config.scheduler
+        shape = method, num_replicas, self._block_tokens, page_size, limits.max_queued_requests
+        self.router = Router[Name](*shape)
+        if num_prefill:
+            self.router = RoleRouter(Roles(num_prefill, limits.max_running_requests), *shape)
         for number in range(num_replicas):
             self.router.set_up(number, False)
         self.why: Counter[str] = Counter()
@@ -114,6 +115,18 @@ class Dispatcher:
         self.why[routed.why] += 1
         if not placed.is_moving:
             self._count_ideal(prompt.hashes)
+        return routed
+
+    def find_next(self, placed: PlacedRequest, replica: int) -> Routed | None:
+        """Return where a request goes on whose prompt a replica has computed, and count it there.
+
+        None: it stays.
+        """
+        prompt = placed.prompt(self._block_tokens)
+        routed = self.router.find_next(prompt, replica)
+        if routed is not None:
+            self.router.on_end(placed.name, 0)
+            self.router.count(placed.name, routed.replica, prompt, routed.num_cached)
         return routed
 
     def _count_ideal(self, hashes: list[bytes]) -> None:
@@ -203,6 +216,7 @@ class FleetCounts:
         num_lost: replicas that were lost.
         num_left: replicas that left, after they had given their requests back.
         num_moved: requests that moved to another replica.
+        num_handed_over: requests that went on at another replica when their prompt was computed.
         num_computed_again: tokens of moved requests that had been computed, and were not cached
             where they went.
     """
@@ -211,6 +225,7 @@ class FleetCounts:
     num_left: int = 0
     num_moved: int = 0
     num_computed_again: int = 0
+    num_handed_over: int = 0
 
 
 class Fleet:
@@ -251,6 +266,8 @@ class Fleet:
         self._open: dict[str, PlacedRequest] = {}
         self._waiting: dict[str, PlacedRequest] = {}
         self._leaving: set[int] = set()
+        # By replica and index of the request.
+        self._movable: dict[tuple[int, int], to_detok.MovableChoice] = {}
         self._scaling: Scaling | None = None
         self._start_s = 0.0
         self._is_watching = False
@@ -320,8 +337,39 @@ class Fleet:
         assert self._dispatcher is not None
         if self._serving.get(replica.number) is replica:
             self._dispatcher.take_output(replica.number, output)
+            assert output.news is not None
+            for choice in output.news.movable:
+                self._movable[replica.number, replica.index_of(choice.seq)] = choice
+            self._hand_over()
         else:
             self._dispatcher.take_ends(output)
+
+    # --- roles ------------------------------------------------------------------------------------
+
+    def owns(self, replica: Replica, index: int) -> bool:
+        """Return whether what a replica generates for a request counts. index: of the request."""
+        placed = self._open.get(str(index))
+        return placed is not None and placed.choice(0).replica == replica.number
+
+    def _hand_over(self) -> None:
+        """Let requests whose prompts are computed go on at replicas that generate tokens."""
+        assert self._dispatcher is not None
+        for (number, index), facts in list(self._movable.items()):
+            placed, replica = self._open.get(str(index)), self._serving.get(number)
+            if placed is None or replica is None or placed.choice(0).replica != number:
+                del self._movable[number, index]
+                continue
+            self._note_tokens(placed)
+            routed = self._dispatcher.find_next(placed, number)
+            if routed is None:
+                continue
+            del self._movable[number, index]
+            self.counts.num_handed_over += 1
+            choice = placed.choice(0)
+            choice.replica, placed.is_moving = routed.replica, True
+            choice.admitted_at, choice.cached_tokens = facts.admitted_at, facts.cached_tokens
+            replica.take_message(to_scheduler.Withdraw([facts.seq]))
+            self._serving[routed.replica].take_message(placed.next_submit())
 
     # --- losses and returns -----------------------------------------------------------------------
 

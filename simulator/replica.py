@@ -26,8 +26,11 @@ from quadriga.wire.worker import (
     NO_ADAPTER,
     AdapterReady,
     LoadAdapter,
+    LoadPages,
+    ResultMessage,
     StepPlan,
     StepResult,
+    StorePages,
     WorkerReady,
 )
 from scheduler_proc.journal.writer import NoJournal
@@ -38,6 +41,7 @@ from simulator.clock import Clock
 from simulator.cost_model import CostModel, features_of
 from simulator.latency import MS
 from simulator.records import Growing
+from simulator.roles import SimulatedExchange, SimulatedMover
 from simulator.trace import MIN_TOKEN_ID, TraceRequest
 from worker_proc.startup.prefill_tuning import CANDIDATE_SIZES, smallest_good_size
 
@@ -106,7 +110,8 @@ class SimulatedSlots:
 class SimulatedWorker:
     """A worker without a model.
 
-    `deliver` is called with the time at which the scheduler has a result, and the result.
+    `deliver` is called with the time at which the scheduler has a result, and the result. With an
+    exchange, it moves pages there and back.
     """
 
     def __init__(
@@ -114,8 +119,10 @@ class SimulatedWorker:
         model: CostModel,
         num_slots: int,
         clock: Clock,
-        deliver: Callable[[float, StepResult | AdapterReady], None],
+        deliver: Callable[[float, ResultMessage], None],
+        exchange: SimulatedExchange | None = None,
     ) -> None:
+        self._mover = None if exchange is None else SimulatedMover(exchange, clock, deliver)
         self._prices = model.prices
         self._adapters_ms = model.adapters_ms
         self._plan_delay = model.delays_ms.plan / MS
@@ -136,6 +143,10 @@ class SimulatedWorker:
             seconds = self._adapters_ms.load / MS
             loaded = AdapterReady(message.adapter.id, message.place, seconds=seconds)
             self._deliver(self._clock.now + seconds, loaded)
+        elif self._mover is not None and isinstance(message, StorePages):
+            self._mover.store(message, self._free_at)
+        elif self._mover is not None and isinstance(message, LoadPages):
+            self._mover.load(message)
         if not isinstance(message, StepPlan):
             return
         work = self._slots.apply(message)
@@ -229,8 +240,26 @@ class PoolState(NamedTuple):
     pages_cached: int
 
 
+class ReplicaRole(NamedTuple):
+    """The role of a replica among others.
+
+    Attributes:
+        exchange: the pages that replicas exchange; None: none has a role.
+        computes_prompts: it computes prompts for others.
+    """
+
+    exchange: SimulatedExchange | None = None
+    computes_prompts: bool = False
+
+
+NO_ROLE = ReplicaRole()
+
+
 class ReplicaWatcher(Protocol):
     """Is given what a replica reports to the frontend."""
+
+    def owns(self, replica: "Replica", index: int) -> bool:
+        """Return whether what a replica generates for a request counts. index: of the request."""
 
     def take_output(self, replica: "Replica", output: StepOutput) -> None:
         """Take in what it reports with a step."""
@@ -260,6 +289,7 @@ class Replica:
         on_close: Callable[[StreamEnd, float], None],
         number: int,
         watcher: ReplicaWatcher | None,
+        role: ReplicaRole = NO_ROLE,
     ) -> None:
         self.number = number
         self.num_pages = num_pages
@@ -269,20 +299,27 @@ class Replica:
         self._on_tokens = on_tokens
         self._on_close = on_close
         self._messages: list[SchedulerMessage] = []
-        self._results: list[StepResult | AdapterReady] = []
+        self._results: list[ResultMessage] = []
         self._index_of = Growing(np.int64)
         self._wake_at = math.inf
         slots = config.scheduler.max_running_requests
+        self._has_role = role.exchange is not None
         self.worker = SimulatedWorker(
-            model, slots, clock, lambda when, result: clock.at(when, self.take_result, result)
-        )
+            model, slots, clock, lambda when, result: clock.at(when, self.take_result, result),
+            role.exchange,
+        )  # fmt: skip
         self.scheduler = Scheduler(
             config.scheduler, frozenset(), self.worker, self, clock, NoJournal()
         )
-        self.scheduler.lifecycle.report = ReplicaReport(notes_steps=watcher is not None)
+        self.scheduler.lifecycle.report = ReplicaReport(watcher is not None, role.computes_prompts)
         on, page_size = model.measured_on, config.worker.page_size
         ready = WorkerReady(num_pages, page_size, slots, on.dtype, on.device, window=on.window)
-        ready = msgspec.structs.replace(ready, prefill_tokens=tune_prefill_size(model))
+        ready = msgspec.structs.replace(
+            ready,
+            prefill_tokens=tune_prefill_size(model),
+            stored=b"" if role.computes_prompts else None,
+            fetches=self._has_role,
+        )
         self.scheduler.step([], [ready])
 
     def take_message(self, message: SchedulerMessage) -> None:
@@ -290,7 +327,7 @@ class Replica:
         self._messages.append(message)
         self._clock.after_this(self.round)
 
-    def take_result(self, result: StepResult | AdapterReady) -> None:
+    def take_result(self, result: ResultMessage) -> None:
         """Receive a result of the worker."""
         self._results.append(result)
         self._clock.after_this(self.round)
@@ -330,11 +367,23 @@ class Replica:
             self._index_of.reserve(opened.seq + 1)
             self._index_of.buffer[opened.seq] = int(opened.request_id)
         if message.seqs:
-            self._on_tokens(self._index_of.buffer[message.seqs], message.time)
+            indexes = self._index_of.buffer[message.seqs]
+            if self._has_role:
+                indexes = indexes[[self._owns(int(index)) for index in indexes]]
+            self._on_tokens(indexes, message.time)
         ends = [replay.closing for replay in message.replayed if replay.closing is not None]
         for closed in (*message.closed, *ends):
-            self._on_close(closed, message.time)
+            if self._owns(int(closed.request_id)):
+                self._on_close(closed, message.time)
             self.scheduler.lifecycle.outbox.acknowledge({closed.seq: closed.placement})
+
+    def _owns(self, index: int) -> bool:
+        """Return whether what it generates for a request counts."""
+        return not self._has_role or self._watcher is None or self._watcher.owns(self, index)
+
+    def index_of(self, seq: int) -> int:
+        """Return the index of the request of a choice. seq: the scheduler's number."""
+        return int(self._index_of.buffer[seq])
 
     @property
     def load(self) -> PoolState:

@@ -242,6 +242,8 @@ def replay(
         num_pages_of(arguments, config, model),
         arguments.replicas,
         arguments.load_balance_method,
+        prefill_replicas=arguments.prefill_replicas,
+        copy_share=arguments.copy_share,
     )
     began = time.perf_counter()
     world.run(enumerate(load))

@@ -13,7 +13,8 @@ from quadriga.wire import client, to_detok, to_scheduler
 from simulator import cost_model, latency, records, trace
 from simulator.clock import START, Clock
 from simulator.fleet import Dispatcher, Fleet, Loss
-from simulator.replica import Replica, SimulatedFrontend, draw_ids
+from simulator.replica import Replica, ReplicaRole, SimulatedFrontend, draw_ids
+from simulator.roles import COPY_SHARE, SimulatedExchange
 from simulator.trace import TraceRequest
 
 # Samples of pages and queues over time; their interval grows with the run.
@@ -34,7 +35,8 @@ class World:
     `load_balance_method` chooses the replica of a request, with the router of the frontend. There
     are `replicas` at first, and `max_replicas`, if given, at most. `on_end` is called once for each
     request that has ended. With `ask_after_s`, the estimated wait of each request that is queued so
-    many seconds after its arrival is recorded.
+    many seconds after its arrival is recorded. The first `prefill_replicas` compute prompts for the
+    others, and a page is copied in `copy_share` of the time in which it is computed.
     """
 
     def __init__(
@@ -48,6 +50,8 @@ class World:
         on_end: Callable[[], object] = lambda: None,
         ask_after_s: float | None = None,
         max_replicas: int | None = None,
+        prefill_replicas: int = 0,
+        copy_share: float = COPY_SHARE,
     ) -> None:
         self.records = records.Records()
         self.samples: list[records.RecordSample] = []
@@ -66,12 +70,18 @@ class World:
         num_numbers = max_replicas or replicas
         self.dispatcher: Dispatcher | None = None
         if num_numbers > 1:
-            self.dispatcher = Dispatcher(config, load_balance_method, num_numbers)
+            self.dispatcher = Dispatcher(config, load_balance_method, num_numbers, prefill_replicas)
+        exchange = (
+            SimulatedExchange(model, config.worker.page_size, copy_share)
+            if prefill_replicas
+            else None
+        )
 
         def make_replica(number: int, fleet: Fleet) -> Replica:
             return Replica(
                 config, model, num_pages, clock, self.records.take_tokens, self._close,
                 number, fleet if num_numbers > 1 else None,
+                ReplicaRole(exchange, number < prefill_replicas),
             )  # fmt: skip
 
         self.fleet = Fleet(

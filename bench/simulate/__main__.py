@@ -161,6 +161,8 @@ def simulate(arguments: argparse.Namespace) -> int:
             arguments.seed,
             on_end=bar.update,
             max_replicas=None if changes.scaling is None else changes.scaling.max_replicas,
+            prefill_replicas=arguments.prefill_replicas,
+            copy_share=arguments.copy_share,
         )
         changes.apply(world)
         began = time.perf_counter()

@@ -154,6 +154,8 @@ def simulator_flags(config: ServerConfig) -> list[str]:
     if replicas.dp > 1:
         method = flag_name("load_balance_method")
         words += ["--replicas", str(replicas.dp), method, replicas.load_balance_method]
+    if replicas.has_roles:
+        words += [flag_name("prefill_replicas"), str(replicas.prefill_replicas)]
     return words
 
 

@@ -278,7 +278,7 @@ class TieredOffload:
         )
 
     def _num_first_pages(self, request: Request) -> int:
-        """Return the number of full pages of a prompt, and of the tokens that follow it as given."""
+        """Return the number of full pages of a prompt and of the given tokens after it."""
         return (request.num_prompt + len(request.given_ids)) // self._kv.page_size
 
     def store_again(self, request: Request) -> None:

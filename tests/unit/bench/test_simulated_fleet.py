@@ -49,6 +49,37 @@ def test_no_token_is_lost_or_doubled_with_lost_replicas(return_after: float | No
     assert found.fleet.replicas_min == 2
 
 
+def streams_beside_prompts(count: int = 3) -> list[TraceRequest]:
+    """Return streams of short prompts, and a long prompt every second."""
+    streams = [request(at=n / 100, output=200, segment=n) for n in range(8)]
+    prompts = [request(at=1.0 + n, prompt=200, segment=100 + n) for n in range(count)]
+    return [*streams, *prompts]
+
+
+def test_streams_do_not_wait_for_prompts_that_are_computed_apart() -> None:
+    mixed, apart = world_of(2), world_of(2, prefill_replicas=1)
+    before = run(mixed, streams_beside_prompts())
+    found = run(apart, streams_beside_prompts())
+    assert before.itl is not None and found.itl is not None
+    assert before.itl.max > 200, "a step computes a whole prompt"
+    assert found.itl.max < before.itl.max / 3
+    assert apart.fleet.counts.num_handed_over == 3
+    assert found.cached_tokens == 0, "a page that another replica has computed is no hit"
+
+
+@pytest.mark.parametrize("num_prefill", [1, 2])
+def test_no_token_is_lost_or_doubled_where_replicas_with_roles_are_lost(num_prefill: int) -> None:
+    world = world_of(4, prefill_replicas=num_prefill)
+    world.lose(Loss(3, 1.0), 1.0)
+    sent = [
+        request(at=n / 40, prompt=20 + 60 * (n % 3), output=1 + n % 30, segment=n)
+        for n in range(200)
+    ]
+    found = run(world, sent)
+    assert found.fleet is not None and found.fleet.num_lost == 3
+    assert world.fleet.counts.num_handed_over > 0
+
+
 def test_requests_wait_for_a_replica_where_there_is_none() -> None:
     world = world_of(2)
     world.lose(Loss(2, 1.0), 5.0)
@@ -78,6 +109,7 @@ def test_the_ideal_cache_is_a_bound_of_the_hits() -> None:
     ("flags", "said"),
     [
         ("--replicas 4 --lose 4@1", "one has to stay"),
+        ("--replicas 2 --prefill-replicas 2", "one replica must be left"),
         ("--replicas 4 --lose some", "--lose is 'some': give COUNT@SECONDS"),
         ("--replicas 4 --lose 0@1", "--lose is '0@1'"),
         ("--replicas 4 --return-after 5", "--return-after works with --lose only"),

@@ -673,7 +673,7 @@ def test_a_prompt_is_computed_at_one_replica_and_its_tokens_at_another() -> None
     world = World(2, num_prefill=1)
     world.settle()
     for _ in range(24):
-        world.submit(1, 40)
+        world.submit(1, 40, [])
     world.settle()
     prefill, decode = (ring.scheduler.lifecycle for ring in world.rings)
     assert decode.stats.ended["length"] >= 12, "most are handed over before their end"
