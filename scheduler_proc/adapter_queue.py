@@ -1,15 +1,14 @@
 """The adapters that the worker has loaded, and the requests that wait for one."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import NamedTuple
 
 from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.client import InfoValues
 from quadriga.wire.sockets import Sender
 from quadriga.wire.worker import NO_ADAPTER, AdapterReady, ForgetAdapter, LoadAdapter
+from scheduler_proc.held_requests import HeldRequests
 from scheduler_proc.state.request import Request, RequestStatus
 
 # While adapters wait for a place, so many requests for each place may begin with loaded ones. Then
@@ -49,7 +48,7 @@ class AdapterMoves(NamedTuple):
     entering: list[Request]
 
 
-class AdapterQueue:
+class AdapterQueue(HeldRequests[str]):
     """Hold requests back until the worker has loaded their adapter.
 
     The worker has a number of places. A wanted adapter gets a free one, else the place of the
@@ -63,12 +62,12 @@ class AdapterQueue:
     """
 
     def __init__(self, worker: Sender, num_places: int) -> None:
+        super().__init__()
         self._worker = worker
         self._num_places = num_places
         self._session: int | None = None  # None: there is no worker yet
         self._places: OrderedDict[str, _Place] = OrderedDict()  # the longest unused first
         self._free: list[int] = []
-        self._held: OrderedDict[str, dict[int, Request]] = OrderedDict()
         self._num_overtaken = 0
         self._num_loads = 0
         self._load_s = 0.0
@@ -88,19 +87,10 @@ class AdapterQueue:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Request]:
-        """Yield the requests that are held back."""
-        return chain.from_iterable(held.values() for held in self._held.values())
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of requests that are held back."""
-        return sum(map(len, self._held.values())) if self._held else 0
-
     def holds(self, request: Request) -> bool:
         """Return whether a request is held back."""
         adapter = request.adapter
-        return adapter is not None and request.seq in self._held.get(adapter.id, ())
+        return adapter is not None and self._is_held(adapter.id, request)
 
     def add(self, request: Request) -> bool:
         """Take in a request that has an adapter. Return whether it has to wait."""
@@ -115,7 +105,7 @@ class AdapterQueue:
                 self._num_overtaken += 1
                 self._close_if_overtaken()
             return False
-        self._held.setdefault(adapter.id, {})[request.seq] = request
+        self._hold(adapter.id, request)
         if place is None:
             self._load_next()
         return True
@@ -154,14 +144,14 @@ class AdapterQueue:
         for request in waiting:
             del place.users[request.seq]
             request.adapter_place = NO_ADAPTER
-            self._held.setdefault(place.adapter.id, {})[request.seq] = request
+            self._hold(place.adapter.id, request)
         if waiting:
             self._on_fewer_users(place)
         return waiting
 
     def _begin_held(self, place: _Place) -> list[Request]:
         """Let the requests that were held back have the place, and return them."""
-        requests = list(self._held.pop(place.adapter.id, {}).values())
+        requests = self._release(place.adapter.id)
         for request in requests:
             self._use(place, request)
         return requests
@@ -174,7 +164,7 @@ class AdapterQueue:
         if place is None or place.number != ready.place:
             return []
         if ready.error:
-            requests = list(self._held.pop(ready.id, {}).values())
+            requests = self._release(ready.id)
             del self._places[ready.id]
             self._free.append(place.number)
         else:
@@ -245,7 +235,7 @@ class AdapterQueue:
         del self._places[place.adapter.id]
         self._free.append(place.number)
         if place.adapter.id in self._held:  # it was closed: its requests wait for their turn
-            self._held.move_to_end(place.adapter.id)
+            self._held[place.adapter.id] = self._held.pop(place.adapter.id)
         self._worker.send(ForgetAdapter(place.number, self._session))
 
     def _close_if_overtaken(self) -> None:

@@ -12,7 +12,7 @@ from quadriga.server.config.engine_args import SchedulerArgs
 from quadriga.wire import client, sockets, to_detok, to_scheduler
 from quadriga.wire.adapter import AdapterRef
 from quadriga.wire.worker import AdapterReady, GrammarReady, WorkerReady
-from scheduler_proc import adapter_queue, core, forecast, request_table
+from scheduler_proc import adapter_queue, core, forecast, grammar_queue, request_table
 from scheduler_proc.journal import detok_outbox, recovery, writer
 from scheduler_proc.journal.events import StepEvents
 from scheduler_proc.observe import replica_report, stats, tracer
@@ -113,7 +113,7 @@ class RequestLifecycle:
         self.end_observers: list[EndObserver] = []
         self.pool_observers: list[PoolObserver] = []
         self.report = replica_report.ReplicaReport()
-        self.grammars = request_table.GrammarQueue(worker)
+        self.grammars = grammar_queue.GrammarQueue(worker)
         self.adapters = adapter_queue.AdapterQueue(worker, args.max_loras)
         self.table = request_table.RequestTable(eos_ids)
         self.outbox = detok_outbox.DetokOutbox(detok)

@@ -1,19 +1,13 @@
-"""Every request that has not ended: by number, by client, by deadline, and by its grammar.
-
-`GrammarQueue` holds requests back until the worker has compiled their grammar; `RequestTable`
-numbers all requests and finds them.
-"""
+"""Every request that has not ended: by number, by client and by deadline."""
 
 import time
-from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import chain
 
 from sortedcontainers import SortedDict
 
 from quadriga.errors import DeadlineExceeded
-from quadriga.wire import packing, sockets, to_scheduler
-from quadriga.wire.worker import CompileGrammar, ForgetGrammar, GrammarReady
+from quadriga.wire import packing, to_scheduler
 from scheduler_proc.journal.recovery import RecoveredRequest, restored
 from scheduler_proc.planning.quarantine import count_losses
 from scheduler_proc.state.request import Request
@@ -156,84 +150,3 @@ def _deadlines_of(request: Request) -> Iterator[tuple[float, int, str]]:
         yield request.queue_deadline, request.seq, QUEUE
     if request.deadline is not None:
         yield request.deadline, request.seq, TOTAL
-
-
-# Grammars that the worker has compiled, and requests that wait for one.
-#
-# The worker keeps a grammar until a ForgetGrammar arrives, so that no request loses its grammar.
-
-MAX_UNUSED = 128  # grammars that the worker keeps for requests to come
-
-
-class GrammarQueue:
-    """Hold requests back until the worker has compiled their grammar."""
-
-    def __init__(self, worker: sockets.Sender) -> None:
-        self._worker = worker
-        self._num_users: dict[bytes, int] = {}
-        self._waiting: dict[bytes, dict[int, Request]] = {}
-        self._unused: OrderedDict[bytes, None] = OrderedDict()
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of requests that are held back."""
-        return sum(map(len, self._waiting.values())) if self._waiting else 0
-
-    def __iter__(self) -> Iterator[Request]:
-        """Yield the requests that are held back."""
-        return chain.from_iterable(held.values() for held in self._waiting.values())
-
-    def holds(self, request: Request) -> bool:
-        """Return whether a request is held back."""
-        grammar = request.grammar
-        return grammar is not None and request.seq in self._waiting.get(grammar.key, ())
-
-    def forget_all(self) -> None:
-        """Forget everything: a new worker has no grammar."""
-        self._num_users.clear()
-        self._waiting.clear()
-        self._unused.clear()
-
-    def add(self, request: Request) -> bool:
-        """Take in a request that has a grammar. Return whether it has to wait for the worker."""
-        grammar = request.grammar
-        assert grammar is not None
-        if grammar.key not in self._num_users:
-            self._num_users[grammar.key] = 0
-            self._waiting[grammar.key] = {}
-            self._worker.send(CompileGrammar(grammar))
-        self._num_users[grammar.key] += 1
-        self._unused.pop(grammar.key, None)
-        if grammar.key not in self._waiting:
-            return False
-        self._waiting[grammar.key][request.seq] = request
-        return True
-
-    def on_ready(self, ready: GrammarReady) -> list[Request]:
-        """Return the requests that have waited for a grammar; none for one that was forgotten."""
-        if ready.key not in self._waiting:
-            return []
-        requests = list(self._waiting.pop(ready.key).values())
-        if ready.error:
-            del self._num_users[ready.key]
-        elif not self._num_users[ready.key]:
-            self._keep_unused(ready.key)
-        return requests
-
-    def remove(self, request: Request) -> None:
-        """Remove a request that ended, wherever it stands."""
-        grammar = request.grammar
-        if grammar is None or grammar.key not in self._num_users:
-            return
-        self._num_users[grammar.key] -= 1
-        if grammar.key in self._waiting:
-            self._waiting[grammar.key].pop(request.seq, None)
-        elif not self._num_users[grammar.key]:
-            self._keep_unused(grammar.key)
-
-    def _keep_unused(self, key: bytes) -> None:
-        self._unused[key] = None
-        if len(self._unused) > MAX_UNUSED:
-            oldest, _ = self._unused.popitem(last=False)
-            del self._num_users[oldest]
-            self._worker.send(ForgetGrammar(oldest))

@@ -85,7 +85,7 @@ def test_the_kernels_are_compiled_once(
     assert caplog.text.count("compiling the kernels") == 1
     assert len(list((tmp_path / "cache" / "kernels").iterdir())) == 1
     commands = calls.read_text().splitlines()
-    sources = list(build.SOURCES.glob("*.cpp"))
+    sources = list(levels.SOURCES.glob("*.cpp"))
     for source in sources:
         assert len([command for command in commands if str(source) in command]) == 1
     work = [command for command in commands if "--version" not in command]
