@@ -44,6 +44,7 @@ OFFERED: dict[str, int | None] = {
     "disable_radix_cache": None,
     "dp": 64,
     "load_balance_method": None,
+    "prefill_replicas": 63,
 }
 # These have no effect with other policies than that of the server.
 OF_A_POLICY = ("priority_preemption_threshold",)

@@ -12,7 +12,8 @@ Both are counted in prompt tokens:
     harm  = open choices here, MAX_HARMED at most * (uncached prompt tokens - FREE_TOKENS)
 
 "Here" is the best replica that generates tokens, "there" the best one that computes prompts. The
-prompt stays here if here + harm <= there.
+prompt stays here if here + harm <= there. Nothing is handed over of a request that ends with its
+first token, or with a vector.
 """
 
 from typing import NamedTuple
@@ -80,18 +81,12 @@ class RoleRouter(Router[KeyT]):
         prefill, decode = self._up(self._prefill), self._up(self._decode)
         if not (prefill and decode):
             return super().choose(prompt)
-        if prompt.ends_at_once:
-            return self._choose_there(prompt, prefill)
         weight = COPIED_WEIGHT if prompt.goes_on else UNCACHED_WEIGHT
         here = self.choose_among(prompt, self._all_but(decode), weight)
         if prompt.goes_on or prompt.stays:
             return here
-        there = self._choose_there(prompt, prefill)
+        there = self.choose_among(prompt, self._all_but(prefill), group=PREFILL)
         return here if self.stays_here(prompt, here, there) else there
-
-    def _choose_there(self, prompt: Prompt, prefill: set[int]) -> Routed:
-        """Return the best replica that computes prompts."""
-        return self.choose_among(prompt, self._all_but(prefill), group=PREFILL)
 
     def stays_here(self, prompt: Prompt, here: Routed, there: Routed) -> bool:
         """Return whether a prompt is computed where tokens are generated.
@@ -107,6 +102,8 @@ class RoleRouter(Router[KeyT]):
         wait_there = loads[there.replica].num_prefill_tokens + num_tokens - there.num_cached
         num_streams = min(MAX_HARMED, loads[here.replica].num_open)
         harm = num_streams * max(0, num_uncached - FREE_TOKENS)
+        if prompt.ends_at_once:
+            return wait_here + harm < wait_there
         return wait_here + harm <= wait_there + HAND_OVER_TOKENS
 
     def has_next(self, num_tokens: int, replica: int) -> bool:

@@ -196,5 +196,9 @@ def test_the_simulated_server_has_the_values_that_the_real_one_has_found(tmp_pat
     )
     other = simulator_flags(with_flags(was, {"--schedule-policy": "fcfs", "dp": 1}))
     assert "--priority-preemption-threshold" not in other and "--replicas" not in other
+    apart = " ".join(simulator_flags(with_flags(was, {"prefill_replicas": 1})))
+    assert "--replicas 2 --load-balance-method cache-aware --prefill-replicas 1" in apart
+    with pytest.raises(ConfigError, match="start with --dp 3"):
+        with_flags(was, {"prefill_replicas": 2})
     with pytest.raises(ConfigError, match="no flag that can be simulated"):
         with_flags(was, {"cost_model": "/etc/passwd"})

@@ -79,6 +79,14 @@ def test_a_request_that_ends_at_once_is_computed_apart_and_one_that_cannot_move_
     assert router.choose(prompt(LONG, stays=True)).replica in DECODE
 
 
+def test_vectors_are_made_by_all_replicas_where_there_are_many() -> None:
+    router = router_of()
+    chosen = [
+        router.place(f"r{n}", prompt(SHORT, 1000 * n, ends_at_once=True)).replica for n in range(40)
+    ]
+    assert set(chosen) == {*PREFILL, *DECODE}
+
+
 def test_a_computed_prompt_goes_on_where_the_load_is_least() -> None:
     router = router_of()
     run_streams(router, 2)
