@@ -27,7 +27,7 @@ REQUESTS = [
     SamplingParams(max_new_tokens=40, temperature=1.0, json_schema={"type": "array"}),
     SamplingParams(max_new_tokens=40, temperature=1.5, top_p=0.9, stop=["a", "e"]),
     SamplingParams(max_new_tokens=40, temperature=1.2, bad_words=["the"], min_new_tokens=9),
-    SamplingParams(max_new_tokens=30, temperature=1.0, first_token_ids=[40, 41, 42], n=2),
+    SamplingParams(max_new_tokens=30, temperature=1.0, first_token_ids=[40, 41, 42]),
 ]
 
 
