@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from quadriga.errors import ConfigError
 from quadriga.server.cache import cache_directory
 from quadriga.server.processes.machine import NoCompiler, find_compiler
 from worker_proc.cpu.levels import (
@@ -27,6 +28,11 @@ from worker_proc.cpu.levels import (
 from worker_proc.cpu.program import ComputeType
 
 ARCH_VARIABLE = "QUADRIGA_KERNEL_ARCH"
+# Instructions that are forced (`amx`) or forbidden (`no-amx`), with commas between them.
+ISA_VARIABLE = "QUADRIGA_KERNEL_ISA"
+INSTRUCTIONS = ("amx", "pairs")
+# Of Linux: request the state of AMX's tiles for the threads of this process.
+ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
 # OpenMP's functions may stay undefined: torch has loaded them before the kernels are loaded.
 LINK_FLAGS = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
 COMPILE_TIMEOUT_S = 120.0
@@ -37,6 +43,7 @@ def load_kernels() -> ctypes.CDLL:
 
     Raises:
         NoCompiler: there are no kernels for the reason that the message gives.
+        ConfigError: QUADRIGA_KERNEL_ISA has an unknown word, or forces what is not here.
     """
     try:
         library = _library()
@@ -62,7 +69,8 @@ def _library() -> Path:
         if prebuilt is not None:
             return prebuilt
     compiler = find_compiler()
-    command = [*compiler, *FLAGS, f"-march={os.environ.get(ARCH_VARIABLE, 'native')}"]
+    arch = os.environ.get(ARCH_VARIABLE, "native")
+    command = [*compiler, *FLAGS, *_tile_flags(), f"-march={arch}"]
     folder = cache_directory() / "kernels"
     library = folder / f"{_key(command)}.so"
     if library.is_file():
@@ -76,6 +84,42 @@ def _library() -> Path:
         _run([*command, "-shared", *LINK_FLAGS, *objects, "-o", built])
         os.replace(built, library)
     return library
+
+
+def _forced(instructions: str) -> bool | None:
+    """Return whether QUADRIGA_KERNEL_ISA forces or forbids instructions; None: neither."""
+    words = [word for word in os.environ.get(ISA_VARIABLE, "").split(",") if word]
+    known = [f"{prefix}{name}" for name in INSTRUCTIONS for prefix in ("", "no-")]
+    for word in words:
+        if word not in known:
+            raise ConfigError(
+                f"{ISA_VARIABLE} has {word!r}; it takes {', '.join(known)} and commas between them"
+            )
+    if f"no-{instructions}" in words:
+        return False
+    return True if instructions in words else None
+
+
+def _tile_flags() -> tuple[str, ...]:
+    """Return the flags that keep AMX out of the kernels where it must not be used.
+
+    AMX's tiles need the system's permission, which a sandbox or an old kernel may refuse.
+    """
+    forced = _forced("amx")
+    if forced is not False and _request_tiles():
+        return ()
+    if forced:
+        raise ConfigError(
+            f"{ISA_VARIABLE} has amx, and this CPU or its system has no AMX tiles; take it away"
+        )
+    return ("-DNO_TILES",) if platform.machine() == "x86_64" else ()
+
+
+def _request_tiles() -> bool:
+    """Ask the system to let this process use AMX's tiles; return whether it can."""
+    if platform.machine() != "x86_64" or " amx_bf16" not in _cpu():
+        return False
+    return ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0
 
 
 def _compile(command: list[str], folder: str) -> list[str]:
@@ -137,10 +181,22 @@ def _share_openmp() -> None:
 def fastest_compute_type(library: ctypes.CDLL, dtype: torch.dtype) -> ComputeType:
     """Return the fastest way to multiply a dtype on this CPU.
 
-    For bfloat16 it is measured by the first process that loads the library, and kept beside it.
+    For bfloat16 it is measured by the first process that loads the library, and kept beside it,
+    unless QUADRIGA_KERNEL_ISA forces or forbids pairs.
+
+    Raises:
+        ConfigError: pairs are forced, and the CPU has no instructions for them.
     """
     if dtype == torch.float32:
         return ComputeType.FLOAT32
+    forced = _forced("pairs")
+    if forced is not None:
+        if forced and not library.quadriga_bfloat16_instructions():
+            raise ConfigError(
+                f"{ISA_VARIABLE} has pairs, and the kernels of this CPU have no instructions for"
+                " bfloat16; take it away"
+            )
+        return ComputeType.BFLOAT16_PAIRS if forced else ComputeType.BFLOAT16
     kept = Path(library._name).with_suffix(".bfloat16")
     try:
         fastest = ComputeType[kept.read_text()]

@@ -21,6 +21,7 @@ from worker_proc.cpu.program import (
     LANES,
     SAMPLING_ROW,
     Buffer,
+    ComputeType,
     OpKind,
     Program,
     Slots,
@@ -96,7 +97,9 @@ class NativeEngine(Engine):
         self._dtype = dtype
         self._numbers = fastest_compute_type(self._library, dtype)
         self._vocab_size = model.vocab_size
-        self._weights = CodedWeights(bits, store)
+        pairs = self._numbers is ComputeType.BFLOAT16_PAIRS
+        paired = pairs and bool(self._library.quadriga_paired_bfloat16())
+        self._weights = CodedWeights(bits, store, paired)
         self.output_norm, self.has_head = OutputNorm.of(model), model.has_head
         self.classifier = Classifier.of(model)
         self._adapters: dict[int, PackedAdapter] = {}

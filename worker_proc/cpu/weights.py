@@ -79,6 +79,11 @@ def _kernels() -> ctypes.CDLL:
     return load_kernels()
 
 
+@cache
+def _has_paired_codes() -> bool:
+    return bool(_kernels().quadriga_paired_codes())
+
+
 GROUP_SIZE = GROUP  # neighbouring inputs that share a scale
 MIN_SCALE = 1e-8  # a group whose scale is smaller becomes all zeros
 
@@ -240,21 +245,36 @@ def _panel_bytes(rows: Blocks) -> Tensor:
 
 
 def _planes(codes: Tensor, planes: tuple[int, ...]) -> Tensor:
-    """Pack codes [panels, 16, groups, 32] into [panels, bytes]: [groups][lines][16][4].
+    """Pack codes [panels, 16, groups, 32] into [panels, bytes]: [groups][stored lines][16][4].
 
-    Unit k of a group (its codes 4 k and on) is in line k % bits of a plane, see
-    csrc/quantized/codes.h.
+    Line k of a group is in stored line k % bits of a plane, see csrc/quantized/codes.h.
     """
     units = codes.unflatten(3, (-1, UNIT_BYTES)).permute(0, 2, 3, 1, 4)
-    lines, below = [], 0
+    lines, stored, below = lines_of(units, _has_paired_codes()), [], 0
     for bits in planes:
-        field = (units >> below) & ((1 << bits) - 1)
+        field = (lines >> below) & ((1 << bits) - 1)
         folded = field[:, :, :bits].clone()
         for k in range(bits, field.shape[2], bits):
             folded |= field[:, :, k : k + bits] << k
-        lines.append(folded)
+        stored.append(folded)
         below += bits
-    return torch.cat(lines, 2).flatten(1)
+    return torch.cat(stored, 2).flatten(1)
+
+
+def lines_of(units: Tensor, paired: bool) -> Tensor:
+    """Arrange the units of groups in lines, as csrc/isa/integers.h describes.
+
+    Args:
+        units: [..., 8 units, 16 columns, 4] codes.
+        paired: a line has two neighbouring units of eight columns; otherwise one of 16 columns.
+
+    Returns:
+        [..., 8 lines, 16 words, 4].
+    """
+    if not paired:
+        return units
+    pairs = units.unflatten(-2, (2, -1)).unflatten(-4, (-1, 2))  # [pairs, 2, 2, 8 columns, 4]
+    return pairs.movedim(-4, -2).flatten(-3, -2).flatten(-4, -3)
 
 
 def _lanes_last(values: Tensor) -> Tensor:
@@ -279,15 +299,18 @@ class PackedWeights:
     Packing a layer frees the layer's own weight.
     """
 
-    def __init__(self, bits: int | None = None, store: PackStore | None = None) -> None:
+    def __init__(
+        self, bits: int | None = None, store: PackStore | None = None, paired: bool = False
+    ) -> None:
         """Keep weights as they are, or quantize them.
 
         Args:
             bits: 8 or 4, to quantize dense weights; None: weights stay dense, or packed as in a
                 GGUF.
             store: has the packed weights of an earlier worker, or takes these; None: neither.
+            paired: dense panels have two neighbouring units of a column side by side.
         """
-        self._bits = bits
+        self._bits, self._paired = bits, paired
         self._store = store
         self._matrices: dict[nn.Module, Matrix] = {}
         self._kept: list[Tensor] = []
@@ -357,8 +380,9 @@ class PackedWeights:
             return self._pack_blocks(layer, gated)
         weight = interleave(layer.weight) if gated else layer.weight
         if self._bits is None or exact:
-            panels = to_panels(weight)
-            return self._uniform(layer, gated, Format.DENSE, panels, len(weight), panels.shape[1])
+            panels = to_panels(weight, self._paired)
+            depth = -(-weight.shape[1] * weight.itemsize // UNIT_BYTES)
+            return self._uniform(layer, gated, Format.DENSE, panels, len(weight), depth)
         rows = quantize(weight, self._bits, layer.importance)
         panels = to_quantized_panels(rows)
         depth = rows.codes.shape[1]
@@ -425,19 +449,26 @@ class PackedWeights:
         return self.keep_floats(F.pad(bias.float(), (0, length - len(bias))))
 
 
-def to_panels(weight: Tensor) -> Tensor:
-    """Pack [outputs, inputs] into zero-padded panels [panels, depth, 16] int32.
+def to_panels(weight: Tensor, paired: bool = False) -> Tensor:
+    """Pack [outputs, inputs] into zero-padded panels [panels, units, 16] int32.
 
-    A panel has 16 outputs side by side, and for each depth the 4 bytes of one float32 input or of
+    A panel has 16 outputs side by side, and for each unit the 4 bytes of one float32 input or of
     two bfloat16 inputs.
+
+    Args:
+        weight: the weight.
+        paired: the units are [units / 2][16][2], and their number is even.
     """
     units = panels_of(weight)
+    if paired:
+        units = F.pad(units, (0, 0, 0, units.shape[1] % 2))
+        units = units.unflatten(1, (-1, 2)).transpose(2, 3)
     panels = allocate(units.numel() * UNIT_BYTES).view(torch.int32)
-    return panels.view(units.shape).copy_(units)
+    return panels.view(units.shape).copy_(units).view(len(units), -1, LANES)
 
 
 def panels_of(weight: Tensor) -> Tensor:
-    """Return the panels of `to_panels`, not contiguous."""
+    """Return the panels of `to_panels`, not paired and not contiguous."""
     inputs_per_unit = UNIT_BYTES // weight.dtype.itemsize
     outputs, inputs = weight.shape
     weight = _padded(weight, (0, -inputs % inputs_per_unit, 0, -outputs % LANES)).contiguous()
@@ -579,11 +610,11 @@ def _code_bytes(kind: CodeKind, codes: Tensor) -> Tensor:
     if kind in MIDDLES:
         # [panels, groups, units, 16, 4]: four neighbouring inputs of a column are a unit.
         units: Tensor = codes.view(*codes.shape[:2], -1, GROUP_SIZE // UNIT_BYTES, UNIT_BYTES)
-        units = units.permute(0, 2, 3, 1, 4)
+        lines = lines_of(units.permute(0, 2, 3, 1, 4), _has_paired_codes())
         if kind is CodeKind.INT4:
-            low, high = units.chunk(2, 2)
-            units = low | high << 4
-        return units.flatten(1)
+            low, high = lines.chunk(2, 2)
+            lines = low | high << 4
+        return lines.flatten(1)
     columns = codes.transpose(1, 2)  # [panels, inputs, 16]
     if kind is CodeKind.TABLE4:
         columns = columns[:, ::2] | columns[:, 1::2] << 4

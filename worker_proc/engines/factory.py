@@ -14,7 +14,7 @@ from quadriga.errors import ConfigError
 from quadriga.server.config.engine_args import WorkerArgs
 from quadriga.server.models.resolve import weights_digest
 from quadriga.server.processes.machine import NoCompiler
-from worker_proc.cpu.build import load_kernels
+from worker_proc.cpu.build import fastest_compute_type, load_kernels
 from worker_proc.engines.torch_engine import TorchAttention, TorchEngine
 from worker_proc.engines.transformers_engine import TransformersEngine, TransformersModel
 from worker_proc.models.base import Model
@@ -291,7 +291,9 @@ def pack_stores(
     """
     from worker_proc.cpu.pack_store import PackStore
 
-    settings = f"{dtype} {args.quantization} {has_draft} {load_kernels()._name}"
+    library = load_kernels()
+    numbers = fastest_compute_type(library, dtype).name
+    settings = f"{dtype} {numbers} {args.quantization} {has_draft} {library._name}"
     key = f"{weights_digest(weights)} {settings}"
     names = (MAIN, DRAFT) if has_draft else (MAIN,)
     return {name: PackStore(directory / f"packed-{name}", key) for name in names}

@@ -160,12 +160,13 @@ class Adapt {
         long panel = current.panel(i);
         int panels = int(std::min<long>(PANELS_A_PIECE, tile.place->down_panels - panel));
         Inputs inputs = inputs_of(tile);
-        alignas(64) float out[Dense<E>::ROWS * PIECE_COLUMNS];
+        alignas(64) float out[UnitProducts<E>::ROWS * PIECE_COLUMNS];
         for (int p = 0, width; p < panels; p += width) {
             width = std::min(TILE_PANELS, panels - p);
-            Dense<E>::tile(DENSE, tile.count, width)(
+            UnitProducts<E>::tile(DENSE, tile.count, width)(
                 out + p * LANES, PIECE_COLUMNS, inputs.words, inputs.stride,
-                tile.place->down + (panel + p) * panel_units(), panel_units(), depth, prefetch);
+                tile.place->down + (panel + p) * panel_units(), panel_units(), depth, prefetch,
+                tile.count);
         }
         for (int r = 0; r < tile.count; r++)
             for (int p = 0; p < panels; p++)
@@ -213,7 +214,7 @@ class Adapt {
         long words = depth * E::TERMS;
         if (gathered != &tile) {
             gathered = &tile;
-            copy.resize(Dense<E>::ROWS * words);
+            copy.resize(UnitProducts<E>::ROWS * words);
             gather_tile<E>(copy.data(), words, x, stride, tile.rows, tile.count, words);
         }
         return {copy.data(), words};
@@ -309,7 +310,7 @@ class Additions {
     void add(float* sums, long begin, long end, long panel, int panels) const {
         for (const ChangedTile& tile : tiles) {
             if (tile.rows[tile.count - 1] < begin || tile.rows[0] >= end) continue;
-            alignas(64) float added[Dense<E>::ROWS * PIECE_COLUMNS];
+            alignas(64) float added[UnitProducts<E>::ROWS * PIECE_COLUMNS];
             bool is_added[PANELS_A_PIECE];
             multiply_up(added, is_added, tile, panel, panels);
             for (int r = 0; r < tile.count; r++) {
@@ -340,7 +341,7 @@ class Additions {
 
     void multiply_up(float* out, bool* is_added, const ChangedTile& tile, long panel,
                      int panels) const {
-        typedef std::make_integer_sequence<int, Dense<E>::ROWS> Rows;
+        typedef std::make_integer_sequence<int, UnitProducts<E>::ROWS> Rows;
         UpPanel ups[PANELS_A_PIECE];
         for (int p = 0; p < panels; p++) {
             ups[p] = find(*tile.place, panel + p);

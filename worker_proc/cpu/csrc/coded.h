@@ -16,8 +16,10 @@ INLINE bool is_coded(int64_t format) { return format >= CODED_INT8 && format <= 
 
 // Tiles of integers; the inputs are rounded to 8 bits.
 struct CodedIntegers {
-    static constexpr int ROWS = QUANTIZED_TILE_ROWS;
-    static constexpr bool PACKED = false;
+    static constexpr int ROWS = Isa::INTEGER_ROWS;
+    static constexpr bool PACKED = Isa::Layout::PACKED;
+    template <int R>
+    static constexpr Pack pack = Isa::Integers<Isa, R>::pack;
 
     static TileProduct tile(int64_t format, int rows, int panels) {
         return coded_tile(format, rows, panels);
@@ -26,7 +28,7 @@ struct CodedIntegers {
 
 // Tiles of floats.
 struct CodedFloats {
-    static constexpr int ROWS = VECTORS == 1 ? 8 : VECTORS == 2 ? 4 : 2;
+    static constexpr int ROWS = Isa::CODED_FLOAT_ROWS;
     static constexpr bool PACKED = false;
 
     static TileProduct tile(int64_t format, int rows, int panels) {

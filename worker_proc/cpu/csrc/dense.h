@@ -8,12 +8,10 @@
 constexpr int PANELS_A_PIECE = 2;  // a panel of gate and its panel of up are in one piece
 constexpr int PIECE_COLUMNS = PANELS_A_PIECE * LANES;
 
-// Packs the rows of a tile.
-typedef void (*Pack)(uint32_t* to, const uint32_t* rows, long stride, long units);
-
 template <class E, int ROWS, int PANELS>
 void tile_product(float* out, long out_stride, const uint32_t* a, long a_stride,
-                  const uint32_t* panels, long panel_units, long depth, const Prefetch& prefetch) {
+                  const uint32_t* panels, long panel_units, long depth, const Prefetch& prefetch,
+                  int) {
     Floats acc[ROWS][PANELS];
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
@@ -29,8 +27,9 @@ void tile_product(float* out, long out_stride, const uint32_t* a, long a_stride,
         for (int p = 0; p < PANELS; p++) store(out + r * out_stride + p * LANES, acc[r][p]);
 }
 
+// Products unit by unit, with panels [depth][16 columns].
 template <class E>
-struct Dense {
+struct UnitProducts {
     static constexpr int ROWS = TILE_ROWS<E>;
     static constexpr bool PACKED = E::PACKED;
     template <int R>
@@ -48,6 +47,45 @@ struct Dense {
         return all[rows - 1];
     }
 };
+
+// Products by the instruction set's matrix instructions for bfloat16, with panels in its layout.
+template <class M>
+struct MatrixProducts {
+    static constexpr int ROWS = M::ROWS;
+    static constexpr bool PACKED = M::PACKED;
+    template <int R>
+    static constexpr Pack pack = M::template pack<R>;
+
+    static TileProduct tile(int64_t, int rows, int panels) {
+        typedef std::make_integer_sequence<int, ROWS> Rows;
+        return panels == 1 ? choose<1>(rows, Rows()) : choose<TILE_PANELS>(rows, Rows());
+    }
+
+  private:
+    template <int PANELS, int... R>
+    static TileProduct choose(int rows, std::integer_sequence<int, R...>) {
+        static constexpr TileProduct all[] = {product<R + 1, PANELS>...};
+        return all[rows - 1];
+    }
+    template <int R, int PANELS>
+    static void product(float* out, long out_stride, const uint32_t* a, long a_stride,
+                        const uint32_t* panels, long panel_units, long depth,
+                        const Prefetch& prefetch, int) {
+        M::template multiply<R, PANELS>(out, out_stride, a, a_stride, panels, panel_units, depth,
+                                        prefetch.lines);
+    }
+};
+
+// Products of a compute type with matrices. All products with a matrix go the same way, as ways round
+// differently.
+template <class E>
+constexpr bool BY_MATRICES = std::is_same_v<E, BFloat16Pairs> && Isa::HAS_MATRICES;
+template <class E>
+using Dense = std::conditional_t<BY_MATRICES<E>, MatrixProducts<Isa::Matrices>, UnitProducts<E>>;
+
+// Where units are in a panel.
+template <class E>
+using DenseLayout = std::conditional_t<BY_MATRICES<E>, Isa::Matrices, UnitLayout>;
 
 template <class F, int... ROWS>
 Pack choose_pack(int rows, std::integer_sequence<int, ROWS...>) {

@@ -7,6 +7,7 @@
 #include "adapters.h"
 #include "attention_work.h"
 #include "coded.h"
+#include "dense.h"
 #include "pages.h"
 #include "quantized.h"
 
@@ -20,7 +21,7 @@ void embedding(float* to, const Matrix& m, long id, long width) {
     if (panel.format != DENSE)
         return dequantize_column(to, panel.format, panel.words, m.depth, lane, width);
     for (long d = 0; d < width; d++) {
-        const uint32_t* unit = panel.words + d / E::PACK * LANES + lane;
+        const uint32_t* unit = panel.words + DenseLayout<E>::place(d / E::PACK, lane);
         to[d] = widen_one(((const typename E::Stored*)unit)[d % E::PACK]);
     }
 }

@@ -7,30 +7,26 @@
 #include <chrono>
 #include <type_traits>
 
-#include "tile.h"
+#include "dense.h"
+#include "program.h"
 
 // Returns the shortest time for a row of the largest tile, over panels in the first-level cache.
 template <class E>
 double tile_seconds() {
-    constexpr int UNITS = 128, TIMES = 50, ROWS = TILE_ROWS<E>;
-    alignas(64) static const uint32_t panels[TILE_PANELS * UNITS * LANES] = {};
+    constexpr int UNITS = 128, TIMES = 50, ROWS = Dense<E>::ROWS, COLUMNS = TILE_PANELS * LANES;
+    alignas(64) static const uint32_t panels[UNITS * COLUMNS] = {};
     alignas(64) static const uint32_t rows[ROWS * UNITS * E::TERMS] = {};
-    Segment segment;
-    for (int p = 0; p < TILE_PANELS; p++) segment.panels[p] = panels + p * UNITS * LANES;
+    alignas(64) static float out[ROWS * COLUMNS];
+    TileProduct product = Dense<E>::tile(DENSE, ROWS, TILE_PANELS);
     double shortest = 1;
-    volatile float sink = 0;
     for (int i = 0; i < TIMES; i++) {
-        Floats sums[ROWS][TILE_PANELS];
-        for (auto& row : sums)
-            for (Floats& sum : row) sum = Floats(sink);
         auto start = std::chrono::steady_clock::now();
-        multiply<E, ROWS, TILE_PANELS>(sums, dense_rows<E, ROWS>(rows, UNITS * E::TERMS), &segment,
-                                       1, UNITS, LANES, Prefetch());
+        product(out, COLUMNS, rows, UNITS * E::TERMS, panels, UNITS * LANES, UNITS, Prefetch(),
+                ROWS);
         std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
-        for (auto& row : sums)
-            for (Floats& sum : row) sink = sum[0];
         shortest = std::min(shortest, seconds.count() / ROWS);
     }
+    Isa::end_step();
     return shortest;
 }
 

@@ -31,7 +31,9 @@ struct NextPanels {
 
 struct Quantized {
     static constexpr int ROWS = QUANTIZED_TILE_ROWS;
-    static constexpr bool PACKED = false;
+    static constexpr bool PACKED = Isa::Layout::PACKED;
+    template <int R>
+    static constexpr Pack pack = Isa::Integers<Isa, R>::pack;
 
     static TileProduct tile(int64_t format, int rows, int panels) {
         return quantized_tile(format, rows, panels);
@@ -121,7 +123,7 @@ struct Matmul {
                 F::tile(first.format, int(end - row), width)(
                     sums + p * LANES, PIECE_COLUMNS, inputs + (row - begin) * row_words(),
                     row_words(), first.words, first.units, m.depth,
-                    prefetch_of(next, t, tiles, p, width));
+                    prefetch_of(next, t, tiles, p, width), int(end - row));
             }
             if (!additions) finish_rows(sums, row, end, panel, panels);
         }

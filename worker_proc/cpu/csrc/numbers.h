@@ -1,48 +1,17 @@
 // Lane-by-lane functions, and the compute types: how numbers are stored, passed and multiplied.
 #pragma once
 
-#include "simd.h"
+#include <type_traits>
+
+#include "isa/isa.h"
+
+INLINE Floats max(Floats a, Floats b) { return Isa::max(a, b); }
+INLINE Floats min(Floats a, Floats b) { return Isa::min(a, b); }
+INLINE bool all_below(Floats v, float x) { return Isa::all_below(v, x); }
 
 INLINE Floats round_to_even(Floats x) {
     const Floats magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves no bits for a fraction
     return (x + magic) - magic;
-}
-
-// Goes through 16 bits, as compilers convert to 8 bits one byte at a time.
-INLINE Bytes to_bytes(Floats whole) { return to<Bytes>(to<Shorts>(to<Ints>(whole))); }
-
-INLINE Floats from_bytes(const int8_t* from) {
-#if defined(__AVX512F__)
-    __m128i bytes;
-    memcpy(&bytes, from, sizeof bytes);
-    return to<Floats>(Ints::of([&](int) INLINED { return (Ints::Part)_mm512_cvtepi8_epi32(bytes); }));
-#else
-    return to<Floats>(to<Ints>(to<Shorts>(load<Bytes>(from))));
-#endif
-}
-
-// Returns acc + x * b for a float x in memory, which compilers would load separately.
-INLINE Floats add_product(Floats acc, const uint32_t* x, Floats b) {
-#if defined(__AVX512F__)
-    return Floats::of([&](int i) INLINED {
-        Floats::Part sum = acc.parts[i];
-        asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(b.parts[i]), "m"(*x));
-        return sum;
-    });
-#else
-    return acc + as<Floats>(Words(*x)) * b;
-#endif
-}
-
-// Returns x * 2^n for an integer n.
-INLINE Floats scale(Floats x, Floats n) {
-#if defined(__AVX512F__)
-    return Floats::of([&](int i) INLINED {
-        return (Floats::Part)_mm512_scalef_ps((__m512)x.parts[i], (__m512)n.parts[i]);
-    });
-#else
-    return x * as<Floats>((to<Ints>(n) + 127) << 23);
-#endif
 }
 
 // Returns e^x to 2 ulp, by Cephes' reduction (x = n ln 2 + r) and polynomial. NaN stays NaN, as `max`
@@ -58,25 +27,24 @@ INLINE Floats exp(Floats x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    return scale(p, n);
+    return Isa::scale(p, n);
 }
 
 // Returns e^x to 3e-6, enough for bfloat16: a polynomial for 2^f, f being the fraction of x / ln 2.
+template <class I = Isa>
 INLINE Floats exp_approx(Floats x) {
-#if defined(__AVX512DQ__)
-    Floats t = max(-126.0f, x * 1.44269504f);
-    Floats f = Floats::of([&](int i) INLINED {
-        return (Floats::Part)_mm512_reduce_ps((__m512)t.parts[i], _MM_FROUND_TO_NEG_INF);
-    });
-    Floats p = 1.35341669e-2f;
-    p = p * f + 5.20114638e-2f;
-    p = p * f + 2.41442755e-1f;
-    p = p * f + 6.93003833e-1f;
-    p = p * f + 1.00000262f;
-    return scale(p, t);  // uses the integer part of t
-#else
-    return exp(x);
-#endif
+    if constexpr (I::HAS_FRACTION) {
+        Floats t = max(-126.0f, x * 1.44269504f);
+        Floats f = I::fraction(t);
+        Floats p = 1.35341669e-2f;
+        p = p * f + 5.20114638e-2f;
+        p = p * f + 2.41442755e-1f;
+        p = p * f + 6.93003833e-1f;
+        p = p * f + 1.00000262f;
+        return I::scale(p, t);  // uses the integer part of t
+    } else {
+        return exp(x);
+    }
 }
 
 INLINE Floats silu(Floats x) { return x / (1.0f + exp(-x)); }
@@ -116,16 +84,7 @@ INLINE Floats widen(const uint16_t* from) {
 }
 
 INLINE void narrow(float* to, Floats v) { store(to, v); }
-INLINE void narrow(uint16_t* to_bfloat16, Floats v) {
-#if defined(__AVX512BF16__)
-    __m256bh rounded = _mm512_cvtneps_pbh((__m512)v.parts[0]);
-    memcpy(to_bfloat16, &rounded, sizeof rounded);
-#else
-    Words bits = as<Words>(v);
-    bits = bits + 0x7fffu + ((bits >> 16) & 1u);  // to the nearest, ties to even
-    store(to_bfloat16, to<Halves>(bits >> 16));
-#endif
-}
+INLINE void narrow(uint16_t* to_bfloat16, Floats v) { Isa::narrow(to_bfloat16, v); }
 
 INLINE void narrow_one(float* to, float x) { *to = x; }
 INLINE void narrow_one(uint16_t* to, float x) {
@@ -135,45 +94,13 @@ INLINE void narrow_one(uint16_t* to, float x) {
 }
 
 // Widens whole numbers from -127 to 127, which bfloat16 holds exactly. count: a multiple of 64.
-INLINE void widen_bytes(float* to, const int8_t* from, long count) {
-    for (long i = 0; i < count; i += LANES) narrow(to + i, from_bytes(from + i));
+template <class T, class I = Isa>
+INLINE void widen_bytes(T* to, const int8_t* from, long count) {
+    if constexpr (I::WIDENS_BYTES && sizeof(T) == 2)
+        I::widen_bytes(to, from, count);
+    else
+        for (long i = 0; i < count; i += LANES) narrow(to + i, ::to<Floats>(I::bytes_to_ints(from + i)));
 }
-#if defined(__AVX512VBMI__)
-// Both bytes of a number's size are looked up, as a conversion by way of a float takes twice as long.
-struct BFloat16Bytes {
-    alignas(64) uint8_t low[128], high[128];
-
-    BFloat16Bytes() {
-        for (int i = 0; i < 128; i++) {
-            uint16_t number;
-            narrow_one(&number, float(i));
-            low[i] = uint8_t(number), high[i] = uint8_t(number >> 8);
-        }
-    }
-};
-inline const BFloat16Bytes bfloat16_bytes;
-
-INLINE void widen_bytes(uint16_t* to, const int8_t* from, long count) {
-    const uint8_t *low = bfloat16_bytes.low, *high = bfloat16_bytes.high;
-    __m512i lows[2] = {_mm512_load_si512(low), _mm512_load_si512(low + 64)};
-    __m512i highs[2] = {_mm512_load_si512(high), _mm512_load_si512(high + 64)};
-    // `unpack` takes the first or the second half of each 16 bytes.
-    __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), sign = _mm512_set1_epi8(-128);
-    for (long i = 0; i < count; i += 64) {
-        __m512i codes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(from + i));
-        __m512i sizes = _mm512_abs_epi8(codes);
-        __m512i low_bytes = _mm512_permutex2var_epi8(lows[0], sizes, lows[1]);
-        __m512i high_bytes = _mm512_permutex2var_epi8(highs[0], sizes, highs[1]);
-        high_bytes = _mm512_or_si512(high_bytes, _mm512_and_si512(codes, sign));
-        _mm512_storeu_si512(to + i, _mm512_unpacklo_epi8(low_bytes, high_bytes));
-        _mm512_storeu_si512(to + i + 32, _mm512_unpackhi_epi8(low_bytes, high_bytes));
-    }
-}
-#else
-INLINE void widen_bytes(uint16_t* to, const int8_t* from, long count) {
-    for (long i = 0; i < count; i += LANES) narrow(to + i, from_bytes(from + i));
-}
-#endif
 
 INLINE float widen_one(float x) { return x; }
 INLINE float widen_one(uint16_t x) {
@@ -196,11 +123,9 @@ struct Float32 {
 
     static INLINE Floats softmax_exp(Floats x) { return exp(x); }
     static INLINE Words term(Words unit, int) { return unit; }
-    static INLINE Floats multiply_add(Floats acc, Words a, Words b) {
-        return acc + as<Floats>(a) * as<Floats>(b);
-    }
-    static INLINE Floats multiply_add(Floats acc, const uint32_t* a, Words b) {
-        return add_product(acc, a, as<Floats>(b));
+    template <class A>  // Isa::Word, or a pointer to one
+    static INLINE Floats multiply_add(Floats acc, A a, Words b) {
+        return Isa::add_product(acc, a, as<Floats>(b));
     }
 };
 
@@ -214,33 +139,26 @@ struct BFloat16 {
 
     static INLINE Floats softmax_exp(Floats x) { return exp_approx(x); }
     static INLINE Words term(Words unit, int i) { return i == 0 ? unit << 16 : unit & 0xffff0000u; }
-    static INLINE Floats multiply_add(Floats acc, Words a, Words b) {
-        return acc + as<Floats>(a) * as<Floats>(b);
-    }
-    static INLINE Floats multiply_add(Floats acc, const uint32_t* a, Words b) {
-        return add_product(acc, a, as<Floats>(b));
+    template <class A>  // Isa::Word, or a pointer to one
+    static INLINE Floats multiply_add(Floats acc, A a, Words b) {
+        return Isa::add_product(acc, a, as<Floats>(b));
     }
 };
 
 // bfloat16 whose neighbours are multiplied and added by one instruction, if the CPU has it.
-#if defined(__AVX512BF16__)
-struct BFloat16Pairs {
+template <class I>
+struct Pairs {
     typedef uint16_t Stored, Passed;
     static constexpr int PACK = 2, TERMS = 1;
     static constexpr bool PACKED = false;
 
     static INLINE Floats softmax_exp(Floats x) { return exp_approx(x); }
     static INLINE Words term(Words unit, int) { return unit; }
-    static INLINE Floats multiply_add(Floats acc, Words a, Words b) {
-        return Floats::of([&](int i) INLINED {
-            return (Floats::Part)_mm512_dpbf16_ps((__m512)acc.parts[i], (__m512bh)a.parts[i],
-                                                  (__m512bh)b.parts[i]);
-        });
+    static INLINE Floats multiply_add(Floats acc, typename I::Word a, Words b) {
+        return I::add_pairs(acc, a, b);
     }
 };
-#else
-typedef BFloat16 BFloat16Pairs;
-#endif
+typedef std::conditional_t<Isa::HAS_PAIRS, Pairs<Isa>, BFloat16> BFloat16Pairs;
 
 // Loads the first `count` lanes; the others become zero.
 INLINE Floats load_partial(const float* from, long count) {

@@ -150,7 +150,7 @@ struct Pages {
         }
         float scale = max_lane(max_abs) / 127, inverse = scale > 0 ? 1 / scale : 0;
         for (long d = 0; d < program.padded_dim; d += LANES)
-            store(to + d, to_bytes(round_to_even(widen(from + d) * inverse)));
+            Isa::store_bytes(to + d, round_to_even(widen(from + d) * inverse));
         return scale + sum(zeros);
     }
 };

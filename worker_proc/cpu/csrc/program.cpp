@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "decode.h"
+#include "dense.h"
 #include "fastest.h"
 #include "sampling.h"
 
@@ -45,6 +46,14 @@ void quadriga_sample(int64_t* tokens, const float* logits, int64_t stride, int64
 
 // Bits of a machine vector.
 int64_t quadriga_vector_bits() { return VECTOR_BITS; }
+
+// Whether panels of codes, and those of bfloat16 that are multiplied as pairs, have two neighbouring
+// units of a column side by side.
+int64_t quadriga_paired_codes() { return Isa::Layout::place(1, 0).word == 1; }
+int64_t quadriga_paired_bfloat16() { return DenseLayout<BFloat16Pairs>::place(1, 0) == 1; }
+
+// What these kernels multiply bfloat16 by: 0: floats only, 1: pairs, 2: matrices.
+int64_t quadriga_bfloat16_instructions() { return Isa::HAS_PAIRS + Isa::HAS_MATRICES; }
 
 // The compute type in which this CPU multiplies bfloat16 faster.
 int64_t quadriga_bfloat16() {

@@ -7,12 +7,14 @@
 
 template <class Q, int PANELS, int... ROWS>
 TileProduct choose(int rows, std::integer_sequence<int, ROWS...>) {
+    if constexpr (Isa::MANY_ROWS > 0)
+        if (rows > Isa::INTEGER_ROWS) return quantized_product_of_many<Q, PANELS>;
     static constexpr TileProduct all[] = {quantized_product<Q, ROWS + 1, PANELS>...};
     return all[rows - 1];
 }
 
 TileProduct quantized_tile(int64_t format, int rows, int panels) {
-    typedef std::make_integer_sequence<int, QUANTIZED_TILE_ROWS> Rows;
+    typedef std::make_integer_sequence<int, Isa::INTEGER_ROWS> Rows;
     return visit_format(format, [&](auto q) {
         typedef decltype(q) Q;
         return panels == 1 ? choose<Q, 1>(rows, Rows()) : choose<Q, TILE_PANELS>(rows, Rows());
@@ -32,8 +34,9 @@ void dequantize_column(float* to, int64_t format, const uint32_t* panel, long gr
                 factor = scales.factor(group, part)[lane];
                 minimum = scales.minimum(group, part)[lane];
             }
-            const uint32_t* lines = panel + group * Q::GROUP_WORDS + lane;
-            uint32_t unit = Q::Code::unit([&](int line) { return lines[line * LANES]; }, k / 4);
+            CodePlace at = Isa::Layout::place(k / 4, lane);
+            const uint32_t* words = panel + group * Q::GROUP_WORDS + at.word;
+            uint32_t unit = Q::Code::line([&](int line) { return words[line * LANES]; }, at.line);
             int code = unit >> (8 * (k % 4)) & 255;
             float value = float(code - Q::ZERO) * factor;
             to[i] = Q::Scales::HAS_MINIMUM ? value + minimum : value;

@@ -2,15 +2,13 @@
 // products are computed with integers. The folder quantized/ has the formats.
 #pragma once
 
+#include <algorithm>
+
 #include "quantized/inputs.h"
 #include "tile.h"
 
-// Rows of the largest tile: as many as fit in registers, each with sums of codes and of floats.
-#if VECTORS == 4 && !defined(__aarch64__)
-constexpr int QUANTIZED_TILE_ROWS = 2;
-#else
-constexpr int QUANTIZED_TILE_ROWS = 4;
-#endif
+// Rows of the largest tile.
+constexpr int QUANTIZED_TILE_ROWS = std::max(Isa::INTEGER_ROWS, Isa::MANY_ROWS);
 
 // Returns the product of a tile with panels of a format, which is not DENSE.
 // rows: 1 to QUANTIZED_TILE_ROWS; panels: 1 to TILE_PANELS.

@@ -9,8 +9,8 @@ struct Rows {
     long stride;
 
     template <class E>
-    INLINE Words operand(long unit, int term, int row) const {
-        return words[row * stride + unit * E::TERMS + term];
+    INLINE Isa::Word operand(long unit, int term, int row) const {
+        return Isa::word(words + row * stride + unit * E::TERMS + term);
     }
 };
 

@@ -57,6 +57,8 @@ class Barrier {
 inline void relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb");  // takes about as long; "yield" does nothing on most CPUs
 #endif
 }
 
@@ -109,6 +111,7 @@ class Run {
                 step.op_seconds[i] += std::chrono::duration<float>(
                     std::chrono::steady_clock::now() - start).count();
         }
+        Isa::end_step();
     }
 
     void merge_argmax(long rows) {
@@ -165,7 +168,7 @@ class Run {
         auto grouped = [&](long count, auto token_of) {
             std::vector<int32_t> adapters(count);
             for (long i = 0; i < count; i++) adapters[i] = of_row[positions[token_of(i)].row];
-            return new AdapterRows(adapters, program.adapter_count, Dense<E>::ROWS);
+            return new AdapterRows(adapters, program.adapter_count, UnitProducts<E>::ROWS);
         };
         adapter_rows.reset(grouped(step.token_count, [](long i) { return i; }));
         if (step.sampled)

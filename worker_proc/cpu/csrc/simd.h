@@ -1,13 +1,10 @@
-// Vectors of 16 lanes, made of one, two or four machine vectors: one source for AVX-512, AVX2 and
-// NEON. (Compilers keep a vector type that is larger than the machine's in memory.)
+// Vectors of 16 lanes, made of one, two or four machine vectors, with what compilers do well by
+// themselves; the folder isa/ has the rest. (Compilers keep a vector type that is larger than the
+// machine's in memory.)
 #pragma once
 
 #include <cstdint>
 #include <cstring>
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
 
 constexpr int LANES = 16;
 #if defined(__AVX512F__)
@@ -59,6 +56,7 @@ struct Vector {
     LANE_BY_LANE(/)
     LANE_BY_LANE(&)
     LANE_BY_LANE(|)
+    LANE_BY_LANE(^)
 #undef LANE_BY_LANE
 
     // All bits of a lane are set if the comparison holds.
@@ -126,23 +124,6 @@ INLINE Floats select(Ints where, Floats one, Floats other) {
     });
 }
 
-// The larger and the smaller of two: b where one of them is NaN.
-#if defined(__AVX512F__)  // compilers use two instructions if an operand is constant
-INLINE Floats max(Floats a, Floats b) {
-    return Floats::of([&](int i) INLINED {
-        return (Floats::Part)_mm512_max_ps((__m512)a.parts[i], (__m512)b.parts[i]);
-    });
-}
-INLINE Floats min(Floats a, Floats b) {
-    return Floats::of([&](int i) INLINED {
-        return (Floats::Part)_mm512_min_ps((__m512)a.parts[i], (__m512)b.parts[i]);
-    });
-}
-#else
-INLINE Floats max(Floats a, Floats b) { return select(a > b, a, b); }
-INLINE Floats min(Floats a, Floats b) { return select(a < b, a, b); }
-#endif
-
 // Reduces all lanes by `two`, which takes two machine vectors or two numbers.
 template <class F>
 INLINE float fold(Floats v, F two) {
@@ -169,15 +150,6 @@ INLINE float sum(Floats v) {
 
 INLINE float max_lane(Floats v) {
     return fold(v, [](auto a, auto b) INLINED { return a > b ? a : b; });
-}
-
-// Whether every lane is below x, which NaN is not.
-INLINE bool all_below(Floats v, float x) {
-#if defined(__AVX512F__)
-    return !_mm512_cmp_ps_mask((__m512)v.parts[0], _mm512_set1_ps(x), _CMP_NLT_US);
-#else
-    return max_lane(select(v < Floats(x), 0.0f, 1.0f)) == 0;
-#endif
 }
 
 // Zeros where x is finite, else NaN.

@@ -4,22 +4,10 @@
 #include "prefetch.h"
 #include "rows.h"
 
-// Rows and 16-column panels of the largest tile: as many sums as fit in registers beside a unit of
-// each panel and, if there are several terms, a term. A tile of few rows is wider, so that no sum
-// waits for its own previous addition.
-#if defined(__AVX512F__)
+// Rows and 16-column panels of the largest tile, and of a tile of few rows.
 template <class E>
-constexpr int TILE_ROWS = E::TERMS == 1 ? 8 : 12;
-constexpr int TILE_PANELS = 2, FEW_ROWS = 3, WIDE_PANELS = 4;
-#elif defined(__AVX2__) || defined(__aarch64__)
-template <class E>
-constexpr int TILE_ROWS = E::TERMS == 1 ? 6 : 5;
-constexpr int TILE_PANELS = 1, FEW_ROWS = 1, WIDE_PANELS = 2;
-#else
-template <class E>
-constexpr int TILE_ROWS = E::TERMS == 1 ? 3 : 2;
-constexpr int TILE_PANELS = 1, FEW_ROWS = 1, WIDE_PANELS = 2;
-#endif
+constexpr int TILE_ROWS = E::TERMS == 1 ? Isa::ROWS : Isa::ROWS_OF_TERMS;
+constexpr int TILE_PANELS = Isa::PANELS, FEW_ROWS = Isa::FEW_ROWS, WIDE_PANELS = Isa::WIDE_PANELS;
 
 // Memory that a product prefetches: a cache line of each non-null range for each unit of depth.
 struct Prefetch {
@@ -29,7 +17,10 @@ struct Prefetch {
 // Writes the products of a tile to floats [rows][out_stride].
 typedef void (*TileProduct)(float* out, long out_stride, const uint32_t* a, long a_stride,
                             const uint32_t* panels, long panel_units, long depth,
-                            const Prefetch& prefetch);
+                            const Prefetch& prefetch, int rows);
+
+// Packs the rows of a tile. units: the depth of the matrix.
+typedef void (*Pack)(uint32_t* to, const uint32_t* rows, long stride, long units);
 
 // A segment of the inner dimension. A panel is [depth][16 columns] units, with `step` units from one
 // depth to the next.

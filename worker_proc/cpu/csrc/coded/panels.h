@@ -39,7 +39,7 @@ struct CodedPanel {
     INLINE Floats scale(long s) const {
         const uint8_t* from = scales + s * scale_bytes();
         switch (header.scale_type) {
-        case SCALE_FLOAT16: return halves_to_floats((const uint16_t*)from);
+        case SCALE_FLOAT16: return Isa::halves_to_floats((const uint16_t*)from);
         case SCALE_BFLOAT16: return widen((const uint16_t*)from);
         case SCALE_FLOAT32: return load<Floats>(from);
         default: return Floats(*(const float*)from);
@@ -62,21 +62,21 @@ struct CodedPanel {
     }
 };
 
-// Integers of 8 or 4 bits in units of four neighbouring inputs: [lines][16 columns]; with 4 bits,
-// units 0 to 3 are in the low halves of the lines. Inputs are rounded to 8 bits in groups of 32, so
-// that products are integers.
+// Integers of 8 or 4 bits in lines of 16 words, see isa/integers.h; with 4 bits, lines 0 to 3 are in the
+// low halves. Inputs are rounded to 8 bits in groups of 32, so that products are integers.
 template <int BITS>
 struct CodedInteger {
     static constexpr int LINES = GROUP_UNITS * BITS / 8, GROUP_BYTES = LINES * LANES * 4;
-    static constexpr int MIDDLE = 1 << (BITS - 1);
+    static constexpr int MIDDLE = 1 << (BITS - 1), MAX = 2 * MIDDLE - 1;
 
-    static INLINE Words unit(const uint8_t* group, int k) {
+    static INLINE Words line(const uint8_t* group, int k) {
         Words line = load<Words>(group + k % LINES * LANES * 4);
         return BITS == 8 ? line : (k < LINES ? line : line >> 4) & 0x0f0f0f0fu;
     }
     static float number(const CodedHeader&, const uint8_t* group, int lane, int k) {
-        int unit = k / 4, byte = group[(unit % LINES * LANES + lane) * 4 + k % 4];
-        if (BITS == 4) byte = unit < LINES ? byte & 15 : byte >> 4;
+        CodePlace at = Isa::Layout::place(k / 4, lane);
+        int byte = group[(at.line % LINES * LANES + at.word) * 4 + k % 4];
+        if (BITS == 4) byte = at.line < LINES ? byte & 15 : byte >> 4;
         return float(byte - MIDDLE);
     }
 };
@@ -92,7 +92,7 @@ struct CodedFloat8 {
         Halves half = ((code & uint16_t(0x80)) << 8) | ((code & uint16_t(0x7f)) << 7);
         alignas(64) uint16_t halves[LANES];
         store(halves, half);
-        to[0] = halves_to_floats(halves) * 256.0f;
+        to[0] = Isa::halves_to_floats(halves) * 256.0f;
     }
     static float number(const CodedHeader&, const uint8_t* group, int lane, int k) {
         uint16_t code = group[k * LANES + lane];
@@ -107,32 +107,10 @@ struct CodedTable4 {
 
     static INLINE void numbers(Floats* to, const uint8_t* line, const CodedHeader& header) {
         Words codes = ::to<Words>(load<Vector<uint8_t>>(line));
-        to[0] = select_from(header.table, codes & 15u);
-        to[1] = select_from(header.table, codes >> 4);
+        to[0] = Isa::look_up(header.table, codes & 15u);
+        to[1] = Isa::look_up(header.table, codes >> 4);
     }
     static float number(const CodedHeader& header, const uint8_t* group, int lane, int k) {
         return header.table[group[k / 2 * LANES + lane] >> (k % 2 * 4) & 15];
-    }
-
-  private:
-    static INLINE Floats select_from(const float* table, Words codes) {
-#if defined(__AVX512F__)
-        return Floats::of([&](int i) INLINED {
-            return (Floats::Part)_mm512_permutexvar_ps((__m512i)codes.parts[i],
-                                                       _mm512_load_ps(table));
-        });
-#elif defined(__AVX2__)
-        return Floats::of([&](int i) INLINED {
-            __m256i index = (__m256i)codes.parts[i];
-            __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(table), index);
-            __m256 high = _mm256_permutevar8x32_ps(_mm256_load_ps(table + 8), index);
-            return (Floats::Part)_mm256_blendv_ps(low, high,
-                                                  (__m256)_mm256_slli_epi32(index, 28));
-        });
-#else
-        alignas(64) float values[LANES];
-        for (int i = 0; i < LANES; i++) values[i] = table[codes[i]];
-        return load<Floats>(values);
-#endif
     }
 };

@@ -14,43 +14,39 @@ INLINE void prefetch_group(const char* next, long g) {
     for (int byte = 0; byte < BYTES; byte += 64) __builtin_prefetch(next + g * BYTES + byte, 0, 2);
 }
 
-// Multiplies integers: rows are QuantizedRow, as in quantized_product.
+// Multiplies integers, like quantized_product.
 template <class C, int ROWS, int PANELS>
 void coded_integer_product(float* out, long out_stride, const uint32_t* a, long a_stride,
                            const uint32_t* panels, long panel_units, long groups,
-                           const Prefetch& prefetch) {
+                           const Prefetch& prefetch, int) {
+    typedef Isa::Integers<Isa, ROWS> Integers;
+    typedef Isa::Layout Layout;
+    const typename Integers::Inputs x{a, a_stride, groups};
     Floats acc[ROWS][PANELS] = {};
     const CodedHeader& header = *(const CodedHeader*)panels;
     for (long first = 0, s = 0; first < groups; first += header.group, s++) {
-        Floats sums[ROWS][PANELS] = {};
+        typename Integers::Floats16 sums[PANELS];
         float inputs[ROWS] = {};
         for (long g = first, end = std::min(groups, first + header.group); g < end; g++) {
-            Ints products[ROWS][PANELS];
-            for (int r = 0; r < ROWS; r++) {
-                int32_t sum = QuantizedRow(a + r * a_stride, groups).sums[g];
-                for (int p = 0; p < PANELS; p++) products[r][p] = Ints(-C::MIDDLE * sum);
-            }
             for (int p = 0; p < PANELS; p++) prefetch_group<C>(prefetch.lines[p], g);
-#pragma GCC unroll 8
-            for (int k = 0; k < GROUP_UNITS; k++) {
-#pragma GCC unroll 4
-                for (int p = 0; p < PANELS; p++) {
-                    CodedPanel<C> panel(panels + p * panel_units, groups);
-                    Words w = C::unit(panel.codes + g * C::GROUP_BYTES, k);
-#pragma GCC unroll 8
-                    for (int r = 0; r < ROWS; r++)
-                        products[r][p] = add_products(products[r][p], w,
-                                                      a[r * a_stride + g * GROUP_UNITS + k]);
-                }
-            }
-#pragma GCC unroll 8
-            for (int r = 0; r < ROWS; r++) {
-                QuantizedRow row(a + r * a_stride, groups);
-                inputs[r] += row.scales[g] * float(row.sums[g]);
-#pragma GCC unroll 4
+            unrolled<Layout::SLICES>([&](auto slice) INLINED {
+                typename Integers::Sums products[PANELS];
                 for (int p = 0; p < PANELS; p++)
-                    sums[r][p] += to<Floats>(products[r][p]) * row.scales[g];
-            }
+                    products[p].template start<C::MAX, C::MIDDLE, 1>(x, g, 0);
+                unrolled<GROUP_UNITS / Layout::SLICES>([&](auto i) INLINED {
+                    constexpr int LINE = Layout::line(slice, i);
+#pragma GCC unroll 4
+                    for (int p = 0; p < PANELS; p++) {
+                        CodedPanel<C> panel(panels + p * panel_units, groups);
+                        Words line = C::line(panel.codes + g * C::GROUP_BYTES, LINE);
+                        products[p].template add<C::MAX, LINE>(line, x, g);
+                    }
+                });
+#pragma GCC unroll 4
+                for (int p = 0; p < PANELS; p++) sums[p].template add<slice>(products[p], x, g);
+            });
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; r++) inputs[r] += x.scale(r, g) * float(x.sum(r, g));
         }
 #pragma GCC unroll 4
         for (int p = 0; p < PANELS; p++) {
@@ -58,7 +54,7 @@ void coded_integer_product(float* out, long out_stride, const uint32_t* a, long 
             Floats scale = panel.scale(s), zero = header.has_zeros ? panel.zero(s) : Floats(0.0f);
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++)
-                acc[r][p] += (sums[r][p] - zero * inputs[r]) * scale;
+                acc[r][p] += (sums[p].row(r) - zero * inputs[r]) * scale;
         }
     }
     for (int r = 0; r < ROWS; r++)
@@ -69,7 +65,7 @@ void coded_integer_product(float* out, long out_stride, const uint32_t* a, long 
 template <class C, int ROWS, int PANELS>
 void coded_float_product(float* out, long out_stride, const uint32_t* a, long a_stride,
                          const uint32_t* panels, long panel_units, long groups,
-                         const Prefetch& prefetch) {
+                         const Prefetch& prefetch, int) {
     Floats acc[ROWS][PANELS] = {};
     const CodedHeader& header = *(const CodedHeader*)panels;
     for (long first = 0, s = 0; first < groups; first += header.group, s++) {
@@ -95,7 +91,7 @@ void coded_float_product(float* out, long out_stride, const uint32_t* a, long a_
                     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
                         for (int p = 0; p < PANELS; p++)
-                            sums[r][p] = add_product(sums[r][p], x + r * a_stride + i, w[p][i]);
+                            sums[r][p] = Isa::add_product(sums[r][p], x + r * a_stride + i, w[p][i]);
             }
         }
 #pragma GCC unroll 4

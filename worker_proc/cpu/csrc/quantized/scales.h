@@ -4,46 +4,6 @@
 
 #include "inputs.h"
 
-INLINE float half_to_float(uint16_t half) {
-    uint32_t sign = uint32_t(half & 0x8000) << 16, rest = uint32_t(half & 0x7fff) << 13, bits;
-    float value;
-    memcpy(&value, &rest, 4);
-    value *= 0x1p112f;  // the difference of the exponents' biases; exact for subnormals too
-    memcpy(&bits, &value, 4);
-    bits |= sign;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-INLINE Floats halves_to_floats(const uint16_t* from) {
-#if VECTORS == 1
-    return Floats::of([&](int) INLINED {
-        return (Floats::Part)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
-    });
-#elif defined(__F16C__)
-    return Floats::of([&](int i) INLINED {
-        return (Floats::Part)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from + i));
-    });
-#else
-    alignas(64) float v[LANES];
-    for (int i = 0; i < LANES; i++) v[i] = half_to_float(from[i]);
-    return load<Floats>(v);
-#endif
-}
-
-// Returns 16 bytes (uint8_t or int8_t) as integers.
-template <class T>
-INLINE Ints bytes_to_ints(const T* from) {
-#if defined(__AVX512F__)
-    __m128i bytes = _mm_loadu_si128((const __m128i*)from);
-    return Ints::of([&](int) INLINED {
-        return (Ints::Part)(T(-1) < 0 ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
-    });
-#else
-    return to<Ints>(to<Shorts>(load<Vector<T>>(from)));
-#endif
-}
-
 // Float16 scales [groups][16], then float16 minima likewise if there are any.
 template <bool MINIMUM>
 struct GroupScales {
@@ -53,8 +13,8 @@ struct GroupScales {
 
     INLINE GroupScales(const void* arrays, long groups)
         : scales((const uint16_t*)arrays), minima(scales + groups * LANES) {}
-    INLINE Floats factor(long group, int) const { return halves_to_floats(scales + group * LANES); }
-    INLINE Floats minimum(long group, int) const { return halves_to_floats(minima + group * LANES); }
+    INLINE Floats factor(long group, int) const { return Isa::halves_to_floats(scales + group * LANES); }
+    INLINE Floats minimum(long group, int) const { return Isa::halves_to_floats(minima + group * LANES); }
 };
 
 // The k-quants: blocks of 8 groups have a float16 scale (and one for minima), which is multiplied by
@@ -75,17 +35,17 @@ struct BlockScales {
           factors((const int8_t*)(scales_of_minima + MINIMUM * groups / BLOCK_GROUPS * LANES)),
           minima(factors + groups * PARTS * LANES) {}
     INLINE Floats factor(long group, int part) const {
-        return of_block(scales, group) * to<Floats>(bytes_to_ints(factors + at(group, part)));
+        return of_block(scales, group) * to<Floats>(Isa::bytes_to_ints(factors + at(group, part)));
     }
     INLINE Floats minimum(long group, int part) const {
         return -of_block(scales_of_minima, group) *
-               to<Floats>(bytes_to_ints(minima + at(group, part)));
+               to<Floats>(Isa::bytes_to_ints(minima + at(group, part)));
     }
 
   protected:
     static INLINE long at(long group, int part) { return (group * PARTS + part) * LANES; }
     static INLINE Floats of_block(const uint16_t* values, long group) {
-        return halves_to_floats(values + group / BLOCK_GROUPS * LANES);
+        return Isa::halves_to_floats(values + group / BLOCK_GROUPS * LANES);
     }
 };
 
@@ -102,7 +62,7 @@ struct NibbleScales : BlockScales<2, true> {
 
   private:
     INLINE Ints bytes(long group, int part) const {
-        return bytes_to_ints((const uint8_t*)factors + at(group, part));
+        return Isa::bytes_to_ints((const uint8_t*)factors + at(group, part));
     }
 };
 
@@ -115,7 +75,7 @@ struct PowerScales {
 
     INLINE PowerScales(const void* arrays, long) : exponents((const uint8_t*)arrays) {}
     INLINE Floats factor(long group, int) const {
-        Ints e = bytes_to_ints(exponents + group * LANES);
+        Ints e = Isa::bytes_to_ints(exponents + group * LANES);
         // Below 2^-126 a float has no exponent, but a bit of the fraction.
         return as<Floats>(((e < Ints(2)) & (0x00200000 * (e + 1))) | ((e >= Ints(2)) & ((e - 1) << 23)));
     }

@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Make a Debian root for ARM64 with Quadriga's dependencies, and run the whole server in it under QEMU:
+#
+#     sudo tests/arm64/make_root.sh /var/tmp/arm64          # once: ten minutes, 3 GB
+#     sudo tests/arm64/make_root.sh /var/tmp/arm64 serve    # tests/arm64/serve_models.py in it
+#
+# Needs debootstrap, qemu-user-static and g++-aarch64-linux-gnu of Debian, and a kernel with
+# binfmt_misc, by which programs that programs start run under QEMU, too. The registration ends with
+# the script. The kernels are compiled by the cross-compiler, which needs no emulation, and for the
+# level in QUADRIGA_KERNEL_ARCH, as /proc/cpuinfo has the CPU of this machine.
+set -euo pipefail
+root=$1/root wheels=$1/wheels
+repository=$(cd "$(dirname "$0")/../.." && pwd)
+torch="torch==2.10.0" # the newest whose wheel for ARM64 is a build for CPUs
+formats=/proc/sys/fs/binfmt_misc
+mkdir -p "$root" "$wheels"
+
+register() {
+    mountpoint -q $formats || mount -t binfmt_misc binfmt_misc $formats
+    [ -e $formats/quadriga-aarch64 ] && return
+    # The machine of ELF files, and QEMU kept open, as the root has none.
+    printf '%s' ':quadriga-aarch64:M::\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00:\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff:/usr/bin/qemu-aarch64-static:F' \
+        >$formats/register
+}
+unregister() {
+    echo -1 >$formats/quadriga-aarch64 || true
+    umount -q "$root/proc" "$root/dev/shm" "$root/outside" || true
+}
+inside() { chroot "$root" /usr/bin/env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 "$@"; }
+
+register
+trap unregister EXIT
+if [ ! -x "$root/usr/bin/python3" ]; then
+    debootstrap --foreign --arch arm64 --variant=minbase --include=python3,libstdc++6,libgomp1 \
+        bookworm "$root"
+    inside /debootstrap/debootstrap --second-stage
+fi
+mkdir -p "$root/dev/shm" "$root/outside"
+mountpoint -q "$root/outside" || mount --bind / "$root/outside"
+mountpoint -q "$root/proc" || mount -t proc proc "$root/proc"
+mountpoint -q "$root/dev/shm" || mount -t tmpfs tmpfs "$root/dev/shm"
+if [ ! -e "$root/venv/ready" ]; then
+    python3 -m pip download -q -d "$wheels" --only-binary=:all: --implementation cp \
+        --python-version 3.11 --abi cp311 --abi abi3 --abi none \
+        --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 \
+        --platform manylinux2014_aarch64 --platform any \
+        "$torch" numpy pyzmq msgspec tqdm tokenizers safetensors gguf jinja2 huggingface_hub uvloop \
+        psutil sortedcontainers msgpack regex 'llguidance<2' aiohttp prometheus_client PyYAML \
+        'transformers>=5' setuptools
+    mkdir -p "$root/venv"
+    python3 -m pip install -q --target "$root/venv" --no-deps --no-compile \
+        --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 \
+        --platform manylinux2014_aarch64 --platform any --implementation cp --python-version 3.11 \
+        --abi cp311 --abi abi3 --abi none --only-binary=:all: "$wheels"/*.whl
+    touch "$root/venv/ready"
+fi
+cat >"$root/usr/local/bin/cross-g++" <<END
+#!/bin/bash
+# Paths of this root, as the machine outside has them.
+for argument; do
+    case \$argument in /*) arguments+=("$root\$argument") ;; *) arguments+=("\$argument") ;; esac
+done
+exec chroot /outside /usr/bin/aarch64-linux-gnu-g++ "\${arguments[@]}"
+END
+chmod +x "$root/usr/local/bin/cross-g++"
+rm -rf "$root/quadriga" && mkdir "$root/quadriga"
+git -C "$repository" archive HEAD | tar x -C "$root/quadriga"
+[ "${2:-}" = serve ] || exit 0
+inside PYTHONPATH=/venv:/quadriga PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=2 \
+    QEMU_CPU="${QEMU_CPU:-max}" CXX=/usr/local/bin/cross-g++ \
+    QUADRIGA_KERNEL_ARCH="${QUADRIGA_KERNEL_ARCH:-armv8.6-a+bf16+i8mm}" python3 /quadriga/tests/arm64/serve_models.py
