@@ -36,7 +36,7 @@ FORMATS = {
 INCLUDES = '#include "quantized.h"\n#include "quantized/product.h"\n#include "dense.h"\n'
 QUANTIZED_TEMPLATE = (
     "template void quantized_product<{type}, {rows}, TILE_PANELS>(float*, long, const uint32_t*,"
-    " long, const uint32_t*, long, long, const Prefetch&);"
+    " long, const uint32_t*, long, long, const Prefetch&, int);"
 )
 DENSE_TEMPLATE = (
     "TileProduct chosen() {{ return Dense<BFloat16Pairs>::tile(DENSE, {rows}, TILE_PANELS); }}"
@@ -83,7 +83,10 @@ def find_mca() -> str:
 
 
 def _run(command: list[str], text: str | None = None) -> str:
-    return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(command)}: {done.stderr[:2000]}")
+    return done.stdout
 
 
 def inner_loop(assembly: str) -> list[str]:
@@ -198,7 +201,7 @@ def report_peer(mca: str, library: Path, function: str, triple: str, cpus: list[
     lines = []
     for line in listing.splitlines():
         if found := re.match(r"\s+([0-9a-f]+):\t(.*)", line):
-            code = re.sub(r"\s*(<.*>|//.*|#.*)$", "", found[2]).strip()
+            code = re.sub(r"\s*(<.*>|//.*|# .*)$", "", found[2].replace("{vex} ", "")).strip()
             code = re.sub(r"^(\S+)\s+", r"\1\t", code)
             lines += [f"{found[1]}:", f"\t{code}"]
     loop = inner_loop("\n".join(lines))

@@ -30,11 +30,11 @@ inside() { chroot "$root" /usr/bin/env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOM
 
 register
 trap unregister EXIT
-if [ ! -x "$root/usr/bin/python3" ]; then
+if [ ! -d "$root/debootstrap" ] && [ ! -x "$root/usr/bin/python3" ]; then
     debootstrap --foreign --arch arm64 --variant=minbase --include=python3,libstdc++6,libgomp1 \
         bookworm "$root"
-    inside /debootstrap/debootstrap --second-stage
 fi
+[ ! -d "$root/debootstrap" ] || inside /debootstrap/debootstrap --second-stage
 mkdir -p "$root/dev/shm" "$root/outside"
 mountpoint -q "$root/outside" || mount --bind / "$root/outside"
 mountpoint -q "$root/proc" || mount -t proc proc "$root/proc"

@@ -26,7 +26,12 @@ from tests.unit.worker_driver import load_on_cpu
 from worker_proc.cpu import build, levels
 from worker_proc.cpu import build as compute_type
 from worker_proc.cpu import engine as kernels_engine
-from worker_proc.cpu.build import ARCH_VARIABLE, fastest_compute_type, load_kernels
+from worker_proc.cpu.build import (
+    ARCH_VARIABLE,
+    ISA_VARIABLE,
+    fastest_compute_type,
+    load_kernels,
+)
 from worker_proc.cpu.levels import LEVELS, Level, find_prebuilt, this_machine
 from worker_proc.cpu.program import ComputeType
 from worker_proc.engines.factory import make_engine
@@ -128,7 +133,8 @@ def test_bfloat16_is_multiplied_either_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: ComputeType
 ) -> None:
     """Check both compute types, of which a server uses the faster one."""
-    if numbers is ComputeType.BFLOAT16_PAIRS and not torch.cpu._is_avx512_bf16_supported():
+    pairs = bool(load_kernels().quadriga_bfloat16_instructions())
+    if numbers is ComputeType.BFLOAT16_PAIRS and not pairs:
         assert fastest_compute_type(load_kernels(), torch.bfloat16) is ComputeType.BFLOAT16
         pytest.skip("this CPU has no instruction for pairs of bfloat16")
     monkeypatch.setattr(kernels_engine, "fastest_compute_type", lambda *_: numbers)
@@ -156,6 +162,37 @@ def test_a_restart_multiplies_bfloat16_in_the_same_way(
     library.quadriga_vector_bits = lambda: 512
     assert fastest_compute_type(library, torch.bfloat16) is ComputeType.BFLOAT16  # type: ignore[arg-type]
     assert kept.read_text() == "BFLOAT16"
+
+
+def test_instructions_are_forced_and_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = load_kernels()
+    has_pairs = bool(library.quadriga_bfloat16_instructions())
+    monkeypatch.setenv(ISA_VARIABLE, "no-amx,no-pairs")
+    assert fastest_compute_type(library, torch.bfloat16) is ComputeType.BFLOAT16
+    monkeypatch.setenv(ISA_VARIABLE, "pairs")
+    if has_pairs:
+        assert fastest_compute_type(library, torch.bfloat16) is ComputeType.BFLOAT16_PAIRS
+    else:
+        with pytest.raises(ConfigError, match="QUADRIGA_KERNEL_ISA has pairs, and the kernels"):
+            fastest_compute_type(library, torch.bfloat16)
+    monkeypatch.setattr(build, "_request_tiles", lambda: False)
+    monkeypatch.setenv(ISA_VARIABLE, "amx")
+    with pytest.raises(ConfigError, match="has amx, and this CPU or its system has no AMX tiles"):
+        load_kernels()
+    monkeypatch.setenv(ISA_VARIABLE, "no-amx,mmx")
+    with pytest.raises(ConfigError, match="has 'mmx'; it takes amx, no-amx, pairs, no-pairs"):
+        load_kernels()
+
+
+def test_tiles_are_compiled_where_the_system_permits_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build, "_request_tiles", lambda: True)
+    assert build._tile_flags() == ()
+    monkeypatch.setenv(ISA_VARIABLE, "no-amx")
+    assert build._tile_flags() == ("-DNO_TILES",)
+    monkeypatch.delenv(ISA_VARIABLE)
+    monkeypatch.setattr(build, "_request_tiles", lambda: False)
+    assert build._tile_flags() == ("-DNO_TILES",)
 
 
 def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

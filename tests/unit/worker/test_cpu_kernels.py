@@ -1,5 +1,6 @@
 """The CPU kernels compute the same as plain torch, for random models, pages and rows."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +26,14 @@ from tests.unit.worker.compared_engines import (
 )
 from tests.unit.worker_driver import CPU, Driver, prompts_of
 from worker_proc.cpu.engine import NativeEngine
-from worker_proc.cpu.weights import interleave, quantize, round_up, to_panels, to_quantized_panels
+from worker_proc.cpu.weights import (
+    interleave,
+    lines_of,
+    quantize,
+    round_up,
+    to_panels,
+    to_quantized_panels,
+)
 from worker_proc.sampling.sampler import NO_SAMPLE, SamplingRows, sample
 from worker_proc.step.outputs import EngineOutput
 from worker_proc.step.runner import Runner
@@ -262,6 +270,22 @@ def test_panels_hold_sixteen_outputs_side_by_side() -> None:
     assert torch.equal(panels[0, 3], weight[:16, 3])
     assert torch.equal(panels[1, 5, :4], weight[16:, 5])
     assert not panels[1, :, 4:].any()
+
+
+def test_paired_panels_have_two_units_of_a_column_side_by_side() -> None:
+    """For ARM64: each 4 bfloat16 inputs of a column, and 8 codes; zeros fill an odd last unit."""
+    weight = torch.arange(16 * 6, dtype=torch.bfloat16).view(16, 6)
+    panels = to_panels(weight, paired=True).view(torch.bfloat16).view(2, 16, 4)
+    assert torch.equal(panels[0], weight[:, :4])
+    assert torch.equal(panels[1], torch.nn.functional.pad(weight[:, 4:], (0, 2)))
+    # Unit by unit, a code has the number of its unit and of its column.
+    codes = (16 * torch.arange(8)[:, None] + torch.arange(16))[..., None].expand(8, 16, 4)
+    lines = lines_of(codes, paired=True)
+    for pair, half in itertools.product(range(4), range(2)):
+        words = lines[2 * pair + half, :, 0].tolist()
+        expected = [16 * (2 * pair + i) + 8 * half + column for column in range(8) for i in (0, 1)]
+        assert words == expected
+    assert torch.equal(lines_of(codes, paired=False), codes)
 
 
 def test_panels_of_bfloat16_hold_pairs_of_inputs() -> None:
