@@ -23,8 +23,10 @@ extern "C" int64_t quadriga_bfloat16();
 
 namespace {
 
-constexpr long COLUMNS = 40, PANEL_COUNT = (COLUMNS + LANES - 1) / LANES, GROUPS = 16;
-constexpr long ROW_COUNT = 35, THREADS = 2;
+constexpr long COLUMNS = 24, PANEL_COUNT = (COLUMNS + LANES - 1) / LANES, GROUPS = 16;
+constexpr long ROW_COUNT = 35;
+constexpr long COUNTS[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 33};  // of rows
+constexpr long THREADS = 2;  // of a step with all rows; others have one
 // Of the sum of the absolute products: floats are added in another order.
 constexpr double EXACT = 2e-6;
 
@@ -280,7 +282,8 @@ std::vector<float> multiply(ComputeType type, const Weights& w, const float* x, 
     Program program = {};
     program.compute_type = type, program.op_count = long(ops.size()), program.ops = ops.data();
     int64_t slot = 0, computed = 0, num_tokens = count;
-    step.threads = THREADS, step.token_count = step.sampled_count = count, step.row_count = 1;
+    step.threads = count == ROW_COUNT ? THREADS : 1, step.row_count = 1;
+    step.token_count = step.sampled_count = count;
     step.slots = &slot, step.computed = &computed, step.num_tokens = &num_tokens;
     quadriga_run(&program, &step);
     std::vector<float> result;
@@ -323,7 +326,7 @@ void check_products(const std::string& name, ComputeType type, const Weights& w)
         }
     check(worst < EXACT, name + ": products", worst);
     bool equal = true;
-    for (long count = 1; count < 20; count++)
+    for (long count : COUNTS)
         for (long first = 0; first + count <= ROW_COUNT; first += count) {
             std::vector<float> some = multiply(type, w, x.data() + first * w.inputs, count);
             equal &= !memcmp(some.data(), all.data() + first * COLUMNS, some.size() * sizeof(float));
@@ -333,7 +336,7 @@ void check_products(const std::string& name, ComputeType type, const Weights& w)
 
 // The attention of one row of tokens to itself.
 struct Sequence {
-    static constexpr long HEADS = 6, KV_HEADS = 2, DIM = 40, PADDED = 48, PAGE = 16, LENGTH = 600;
+    static constexpr long HEADS = 2, KV_HEADS = 1, DIM = 24, PADDED = 32, PAGE = 16, LENGTH = 530;
     static constexpr long WIDTH = (HEADS + 2 * KV_HEADS) * DIM, PAGES = (LENGTH + PAGE - 1) / PAGE;
     std::vector<float> qkv;  // [LENGTH][WIDTH]
 
@@ -372,7 +375,8 @@ struct Sequence {
                 fill(rows + r * step.strides[PROJECTED] * 4, qkv.data() + (done + r) * WIDTH, WIDTH, false);
             buffers.make(step, QUERIES, count, HEADS * PADDED, halves ? 2 : 4);
             char* out = (char*)buffers.make(step, ATTENDED, count, HEADS * DIM, halves ? 2 : 4);
-            step.threads = THREADS, step.token_count = step.sampled_count = count, step.row_count = 1;
+            step.threads = count == LENGTH ? THREADS : 1, step.row_count = 1;
+            step.token_count = step.sampled_count = count;
             step.slots = &slot, step.computed = &done, step.num_tokens = &count;
             step.page_table = table, step.page_stride = PAGES;
             step.parts = (float*)parts.data(), step.part_floats = long(parts.size()) * LANES;

@@ -16,6 +16,9 @@ import pytest
 
 from worker_proc.cpu.build import FLAGS, OPENMP, SOURCES
 
+# The compiler needs a core for a minute, which other tests share.
+pytestmark = pytest.mark.timeout(900)
+
 HARNESS = Path(__file__).parents[2] / "kernels" / "harness.cpp"
 CROSS_COMPILER, CROSS_OBJDUMP = "aarch64-linux-gnu-g++", "aarch64-linux-gnu-objdump"
 QEMU = "qemu-aarch64-static"
@@ -23,7 +26,7 @@ TIMEOUT_S = 600.0
 # By level, the CPU that QEMU is, and the instructions that multiply.
 ARM_LEVELS = {
     "armv8.2-a+dotprod": ("neoverse-n1", ("sdot",)),
-    "armv8.6-a+bf16+i8mm": ("max", ("usmmla", "usdot", "bfmmla", "bfdot")),
+    "armv8.6-a+bf16+i8mm": ("max,pauth-impdef=on", ("usmmla", "usdot", "bfmmla", "bfdot")),
 }
 # Compiled, and not run: the kernels have no loop of their own for it, but compilers do.
 ARM_COMPILED_ONLY = ("armv9-a+bf16+i8mm",)
