@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from worker_proc.cpu.build import FLAGS, SOURCES
+from worker_proc.cpu.build import FLAGS, MACHINE_FLAGS, SOURCES
 
 MCA_NAMES = ("llvm-mca-22", "llvm-mca")
 ITERATIONS = 100
@@ -155,7 +155,9 @@ def compile_loop(level: Level, source: str) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "one.cpp"
         path.write_text(INCLUDES + source + "\n")
-        command = [level.compiler, *FLAGS, *level.flags, "-fno-asynchronous-unwind-tables"]
+        machine = MACHINE_FLAGS["aarch64"] if level.triple == ARM else ()
+        options = (*FLAGS, *machine, *level.flags, "-fno-asynchronous-unwind-tables")
+        command = [level.compiler, *options]
         text = _run([*command, "-I", str(SOURCES), "-S", "-o", "-", str(path)])
     best: list[str] = []
     for function in re.split(r"\n(?=_Z\w+:)", text):

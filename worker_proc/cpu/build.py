@@ -70,7 +70,8 @@ def _library() -> Path:
             return prebuilt
     compiler = find_compiler()
     arch = os.environ.get(ARCH_VARIABLE, "native")
-    command = [*compiler, *FLAGS, *_tile_flags(), f"-march={arch}"]
+    machine = MACHINE_FLAGS.get(platform.machine(), ())
+    command = [*compiler, *FLAGS, *machine, *_tile_flags(), f"-march={arch}"]
     folder = cache_directory() / "kernels"
     library = folder / f"{_key(command)}.so"
     if library.is_file():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from worker_proc.cpu.build import FLAGS, OPENMP, SOURCES
+from worker_proc.cpu.build import FLAGS, MACHINE_FLAGS, OPENMP, SOURCES
 
 # The compiler needs a core for a minute, which other tests share.
 pytestmark = pytest.mark.timeout(900)
@@ -73,7 +73,9 @@ def assert_passed(output: str) -> None:
 @pytest.mark.parametrize("level", ARM_LEVELS)
 def test_arm64_multiplies_by_its_instructions_as_plain_loops_do(level: str, tmp_path: Path) -> None:
     cpu, instructions = ARM_LEVELS[level]
-    objects = compile_kernels(CROSS_COMPILER, (f"-march={level}",), tmp_path)
+    objects = compile_kernels(
+        CROSS_COMPILER, (*MACHINE_FLAGS["aarch64"], f"-march={level}"), tmp_path
+    )
     code = "".join(run(CROSS_OBJDUMP, "-d", "--no-show-raw-insn", one) for one in objects)
     for name in instructions:
         assert len(re.findall(rf"\t{name}\t", code)) > 100, f"{name} is used"

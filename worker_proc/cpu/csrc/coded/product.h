@@ -29,22 +29,24 @@ void coded_integer_product(float* out, long out_stride, const uint32_t* a, long 
         float inputs[ROWS] = {};
         for (long g = first, end = std::min(groups, first + header.group); g < end; g++) {
             for (int p = 0; p < PANELS; p++) prefetch_group<C>(prefetch.lines[p], g);
-            unrolled<Layout::SLICES>([&](auto slice) INLINED {
+#pragma GCC unroll 2
+            for (int slice = 0; slice < Layout::SLICES; slice++) {
                 typename Integers::Sums products[PANELS];
                 for (int p = 0; p < PANELS; p++)
                     products[p].template start<C::MAX, C::MIDDLE, 1>(x, g, 0);
-                unrolled<GROUP_UNITS / Layout::SLICES>([&](auto i) INLINED {
-                    constexpr int LINE = Layout::line(slice, i);
+#pragma GCC unroll 8
+                for (int i = 0; i < GROUP_UNITS / Layout::SLICES; i++) {
+                    int k = Layout::line(slice, i);
 #pragma GCC unroll 4
                     for (int p = 0; p < PANELS; p++) {
                         CodedPanel<C> panel(panels + p * panel_units, groups);
-                        Words line = C::line(panel.codes + g * C::GROUP_BYTES, LINE);
-                        products[p].template add<C::MAX, LINE>(line, x, g);
+                        Words line = C::line(panel.codes + g * C::GROUP_BYTES, k);
+                        products[p].template add<C::MAX>(line, k, x, g);
                     }
-                });
+                }
 #pragma GCC unroll 4
-                for (int p = 0; p < PANELS; p++) sums[p].template add<slice>(products[p], x, g);
-            });
+                for (int p = 0; p < PANELS; p++) sums[p].add(slice, products[p], x, g);
+            }
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) inputs[r] += x.scale(r, g) * float(x.sum(r, g));
         }

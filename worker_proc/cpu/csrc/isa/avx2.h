@@ -33,9 +33,9 @@ struct Avx2 : Portable {
         });
     }
 
-    template <int MAX, int UNIT>
-    static INLINE Ints add_products(Ints acc, Words w, const uint32_t* units) {
-        Words x = units[UNIT];
+    template <int MAX>
+    static INLINE Ints add_products(Ints acc, Words w, const uint32_t* units, int unit) {
+        Words x = units[unit];
         return Ints::of([&](int i) INLINED {
             // Two neighbours can add up to 2 * 255 * 127, which overflows 16 bits: even and odd bytes
             // are multiplied separately.

@@ -125,9 +125,9 @@ struct Avx512 : Portable {
     }
 
 #if defined(__AVX512VNNI__)
-    template <int MAX, int UNIT>
-    static INLINE Ints add_products(Ints acc, Words w, const uint32_t* units) {
-        Words x = units[UNIT];
+    template <int MAX>
+    static INLINE Ints add_products(Ints acc, Words w, const uint32_t* units, int unit) {
+        Words x = units[unit];
         return Ints::of([&](int i) INLINED {
             return (Ints::Part)_mm512_dpbusd_epi32((__m512i)acc.parts[i], (__m512i)w.parts[i],
                                                    (__m512i)x.parts[i]);

@@ -6,19 +6,9 @@
 // floats have the same order for any number of rows.
 #pragma once
 
-#include <utility>
-
 #include "../simd.h"
 
 constexpr int GROUP = 32, GROUP_UNITS = GROUP / 4;
-
-// Calls body(i) for i = 0 to COUNT - 1, as constants.
-template <int COUNT, class F>
-INLINE void unrolled(F body) {
-    [&]<int... I>(std::integer_sequence<int, I...>) INLINED {
-        (body(std::integral_constant<int, I>()), ...);
-    }(std::make_integer_sequence<int, COUNT>());
-}
 
 // A row of inputs: units of four int8 [groups][8], then the scale of each group, the sum of each
 // group's codes, and the sum of the first half of them.
@@ -82,12 +72,13 @@ struct LaneIntegers {
                 rows[r] = AWAY ? -AWAY * x.row(r).template sum<PARTS>(group, part) : 0;
         }
 
-        template <int MAX, int LINE>
-        INLINE void add(Words line, const Inputs& x, long group) {
+        // Adds the products with line k of a group.
+        template <int MAX>
+        INLINE void add(Words line, int k, const Inputs& x, long group) {
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++)
-                rows[r] = Isa::template add_products<MAX, LINE>(
-                    rows[r], line, x.first + r * x.stride + group * GROUP_UNITS);
+                rows[r] = Isa::template add_products<MAX>(
+                    rows[r], line, x.first + r * x.stride + group * GROUP_UNITS, k);
         }
     };
 
@@ -95,17 +86,15 @@ struct LaneIntegers {
     struct Floats16 {
         Floats rows[ROWS] = {};
 
-        // Adds products of a slice times the scales of weights and inputs.
-        template <int SLICE>
-        INLINE void add(const Sums& products, Floats factor, const Inputs& x, long group) {
+        // Adds products of slice `slice` times the scales of weights and inputs.
+        INLINE void add(int, const Sums& products, Floats factor, const Inputs& x, long group) {
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++)
                 rows[r] += to<Floats>(products.rows[r]) * (factor * x.row(r).scales[group]);
         }
 
-        // Adds products of a slice times the scale of inputs.
-        template <int SLICE>
-        INLINE void add(const Sums& products, const Inputs& x, long group) {
+        // Adds products of slice `slice` times the scale of inputs.
+        INLINE void add(int, const Sums& products, const Inputs& x, long group) {
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++)
                 rows[r] += to<Floats>(products.rows[r]) * x.row(r).scales[group];

@@ -112,17 +112,23 @@ struct Neon : Portable {
     template <int MAX>
     static constexpr int MIDDLE = MAX > 127 ? 128 : 0;
 
-    template <int MAX, int UNIT>
-    static INLINE Ints add_products(Ints acc, Words w, const uint32_t* units) {
+    template <int MAX>
+    static INLINE Ints add_products(Ints acc, Words w, const uint32_t* units, int unit) {
         if (MAX > 127) w = w ^ 0x80808080u;
 #if defined(__ARM_FEATURE_DOTPROD)
-        int8x16_t x = vld1q_s8((const int8_t*)(units + UNIT / 4 * 4));
+        int8x16_t x = vld1q_s8((const int8_t*)(units + unit / 4 * 4));
         return Ints::of([&](int i) INLINED {
-            return (Ints::Part)vdotq_laneq_s32((int32x4_t)acc.parts[i], (int8x16_t)w.parts[i], x,
-                                               UNIT % 4);
+            int32x4_t sums = (int32x4_t)acc.parts[i];
+            int8x16_t codes = (int8x16_t)w.parts[i];
+            switch (unit % 4) {
+            case 0: return (Ints::Part)vdotq_laneq_s32(sums, codes, x, 0);
+            case 1: return (Ints::Part)vdotq_laneq_s32(sums, codes, x, 1);
+            case 2: return (Ints::Part)vdotq_laneq_s32(sums, codes, x, 2);
+            default: return (Ints::Part)vdotq_laneq_s32(sums, codes, x, 3);
+            }
         });
 #else
-        int8x16_t x = vreinterpretq_s8_u32(vdupq_n_u32(units[UNIT]));
+        int8x16_t x = vreinterpretq_s8_u32(vdupq_n_u32(units[unit]));
         return Ints::of([&](int i) INLINED {
             int8x16_t codes = (int8x16_t)w.parts[i];
             // Two neighbours add up to 2 * 128 * 127 at most, which fits in 16 bits.

@@ -85,11 +85,11 @@ struct PairedIntegers {
             }
         }
 
-        template <int, int LINE>
-        INLINE void add(Words line, const Inputs& x, long group) {
+        template <int>
+        INLINE void add(Words line, int k, const Inputs& x, long group) {
 #pragma GCC unroll 4
             for (int p = 0; p < PAIRS; p++) {
-                int8x16_t inputs = x.operand(p, LINE / 2, group);
+                int8x16_t inputs = x.operand(p, k / 2, group);
 #pragma GCC unroll 4
                 for (int c = 0; c < SLICE_PAIRS; c++)
                     pairs[c][p] = vusmmlaq_s32(pairs[c][p], (uint8x16_t)line.parts[c], inputs);
@@ -100,26 +100,24 @@ struct PairedIntegers {
     struct Floats16 {
         float32x4_t pairs[COLUMN_PAIRS][PAIRS] = {};
 
-        template <int SLICE>
-        INLINE void add(const Sums& products, Floats factor, const Inputs& x, long group) {
+        INLINE void add(int slice, const Sums& products, Floats factor, const Inputs& x, long group) {
             if (ROWS > 2) asm volatile("" : "+m"(pairs));
 #pragma GCC unroll 4
             for (int p = 0; p < PAIRS; p++) {
                 float32x4_t scale = x.scale_of(p, group);
 #pragma GCC unroll 4
                 for (int c = 0; c < SLICE_PAIRS; c++)
-                    add_pair(SLICE * SLICE_PAIRS + c, p, products.pairs[c][p],
-                             vmulq_f32(of_columns(factor, SLICE * SLICE_PAIRS + c), scale));
+                    add_pair(slice * SLICE_PAIRS + c, p, products.pairs[c][p],
+                             vmulq_f32(of_columns(factor, slice * SLICE_PAIRS + c), scale));
             }
         }
-        template <int SLICE>
-        INLINE void add(const Sums& products, const Inputs& x, long group) {
+        INLINE void add(int slice, const Sums& products, const Inputs& x, long group) {
 #pragma GCC unroll 4
             for (int p = 0; p < PAIRS; p++) {
                 float32x4_t scale = x.scale_of(p, group);
 #pragma GCC unroll 4
                 for (int c = 0; c < SLICE_PAIRS; c++)
-                    add_pair(SLICE * SLICE_PAIRS + c, p, products.pairs[c][p], scale);
+                    add_pair(slice * SLICE_PAIRS + c, p, products.pairs[c][p], scale);
             }
         }
         template <int PARTS>
@@ -193,10 +191,10 @@ struct PairedIntegers<1> {
             for (int32x4_t& pair : pairs) pair = (int32x4_t)vdupq_n_s64(away);
         }
 
-        template <int, int LINE>
-        INLINE void add(Words line, const Inputs& x, long group) {
+        template <int>
+        INLINE void add(Words line, int k, const Inputs& x, long group) {
             int64_t bytes;
-            memcpy(&bytes, x.first + group * GROUP_UNITS + LINE / 2 * 2, sizeof bytes);
+            memcpy(&bytes, x.first + group * GROUP_UNITS + k / 2 * 2, sizeof bytes);
             int8x16_t inputs = (int8x16_t)vdupq_n_s64(bytes);
 #pragma GCC unroll 4
             for (int i = 0; i < VECTORS; i++)
@@ -212,13 +210,11 @@ struct PairedIntegers<1> {
     struct Floats16 {
         Floats sums = {};
 
-        template <int SLICE>
-        INLINE void add(const Sums& products, Floats factor, const Inputs& x, long group) {
-            add<SLICE>(products, factor * x.row().scales[group]);
+        INLINE void add(int slice, const Sums& products, Floats factor, const Inputs& x, long group) {
+            add(slice, products, factor * x.row().scales[group]);
         }
-        template <int SLICE>
-        INLINE void add(const Sums& products, const Inputs& x, long group) {
-            add<SLICE>(products, Floats(x.row().scales[group]));
+        INLINE void add(int slice, const Sums& products, const Inputs& x, long group) {
+            add(slice, products, Floats(x.row().scales[group]));
         }
         template <int PARTS>
         INLINE void add_minimum(Floats minimum, const Inputs& x, long group, int part) {
@@ -231,12 +227,11 @@ struct PairedIntegers<1> {
         INLINE Floats row(int) const { return sums; }
 
       private:
-        template <int SLICE>
-        INLINE void add(const Sums& products, Floats scale) {
+        INLINE void add(int slice, const Sums& products, Floats scale) {
             for (int i = 0; i < VECTORS / 2; i++) {
-                Floats::Part& sum = sums.parts[SLICE * VECTORS / 2 + i];
+                Floats::Part& sum = sums.parts[slice * VECTORS / 2 + i];
                 sum = (Floats::Part)vfmaq_f32((float32x4_t)sum, products.columns(i),
-                                              (float32x4_t)scale.parts[SLICE * VECTORS / 2 + i]);
+                                              (float32x4_t)scale.parts[slice * VECTORS / 2 + i]);
             }
         }
     };

@@ -121,10 +121,10 @@ struct Portable {
     static constexpr int MIDDLE = 0;
 
     // Adds the four products of bytes of w (codes of 0 to MAX) and signed bytes of x (-127 to 127) in
-    // each lane. x: unit UNIT of `units`.
-    template <int MAX, int UNIT>
-    static INLINE Ints add_products(Ints acc, Words w, const uint32_t* units) {
-        Words x = units[UNIT];
+    // each lane. x: unit `unit` of `units`, a constant after unrolling.
+    template <int MAX>
+    static INLINE Ints add_products(Ints acc, Words w, const uint32_t* units, int unit) {
+        Words x = units[unit];
         return Ints::of([&](int i) INLINED {
             Ints::Part sums = acc.parts[i];
             for (int byte = 0; byte < 4; byte++)

@@ -29,35 +29,37 @@ void quantized_product(float* out, long out_stride, const uint32_t* a, long a_st
     typename Integers::Floats16 sums[PANELS];
     for (long g = 0; g < groups; g++) {
         prefetch_group<Code, PANELS>(prefetch, g);
-        unrolled<PARTS>([&](auto part) INLINED {
+#pragma GCC unroll 2
+        for (int part = 0; part < PARTS; part++) {
             Floats factor[PANELS], minimum[PANELS];
             for (int p = 0; p < PANELS; p++) {
                 auto scales = Q::scales_of(panels + p * panel_units, groups);
                 factor[p] = scales.factor(g, part);
                 if (HAS_MINIMUM) minimum[p] = scales.minimum(g, part);
             }
-            unrolled<Layout::SLICES>([&](auto slice) INLINED {
+#pragma GCC unroll 2
+            for (int slice = 0; slice < Layout::SLICES; slice++) {
                 typename Integers::Sums products[PANELS];
                 for (int p = 0; p < PANELS; p++)
                     products[p].template start<Code::MAX, Q::ZERO, PARTS>(x, g, part);
-                unrolled<Q::UNITS_A_PART / Layout::SLICES>([&](auto i) INLINED {
-                    constexpr int LINE = part * Q::UNITS_A_PART + Layout::line(slice, i);
+#pragma GCC unroll 8
+                for (int i = 0; i < Q::UNITS_A_PART / Layout::SLICES; i++) {
+                    int k = part * Q::UNITS_A_PART + Layout::line(slice, i);
 #pragma GCC unroll 4
                     for (int p = 0; p < PANELS; p++) {
                         const uint32_t* stored = panels + p * panel_units + g * Q::GROUP_WORDS;
                         Words line = Code::line(
-                            [&](int i) INLINED { return load<Words>(stored + i * LANES); }, LINE);
-                        products[p].template add<Code::MAX, LINE>(line, x, g);
+                            [&](int i) INLINED { return load<Words>(stored + i * LANES); }, k);
+                        products[p].template add<Code::MAX>(line, k, x, g);
                     }
-                });
+                }
 #pragma GCC unroll 4
-                for (int p = 0; p < PANELS; p++)
-                    sums[p].template add<slice>(products[p], factor[p], x, g);
-            });
+                for (int p = 0; p < PANELS; p++) sums[p].add(slice, products[p], factor[p], x, g);
+            }
             if (HAS_MINIMUM)
                 for (int p = 0; p < PANELS; p++)
                     sums[p].template add_minimum<PARTS>(minimum[p], x, g, part);
-        });
+        }
     }
     for (int r = 0; r < ROWS; r++)
         for (int p = 0; p < PANELS; p++) store(out + r * out_stride + p * LANES, sums[p].row(r));
@@ -79,13 +81,14 @@ void quantized_product_of_many(float* out, long out_stride, const uint32_t* a, l
     for (long g = 0; g < groups; g++) {
         prefetch_group<Code, PANELS>(prefetch, g);
         for (int p = 0; p < PANELS; p++)
-            unrolled<PARTS>([&](auto part) INLINED {
+#pragma GCC unroll 2
+            for (int part = 0; part < PARTS; part++) {
                 const uint32_t* stored = panels + p * panel_units + g * Q::GROUP_WORDS;
-                unrolled<UNITS>([&](auto i) INLINED {
+#pragma GCC unroll 8
+                for (int i = 0; i < UNITS; i++)
                     store(codes + i * LANES,
                           Code::line([&](int line) INLINED { return load<Words>(stored + line * LANES); },
                                      part * UNITS + i));
-                });
                 tiles.multiply(a + g * GROUP_UNITS + part * UNITS, a_stride, codes);
                 auto scales = Q::scales_of(panels + p * panel_units, groups);
                 Floats factor = scales.factor(g, part), minimum;
@@ -101,6 +104,6 @@ void quantized_product_of_many(float* out, long out_stride, const uint32_t* a, l
                     if (HAS_MINIMUM) acc += minimum * (row.scales[g] * float(sum));
                     store(to, acc);
                 }
-            });
+            }
     }
 }
