@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from worker_proc.cpu.build import FLAGS, MACHINE_FLAGS, SOURCES
+from worker_proc.cpu.levels import FLAGS, MACHINE_FLAGS, SOURCES
 
 MCA_NAMES = ("llvm-mca-22", "llvm-mca")
 ITERATIONS = 100

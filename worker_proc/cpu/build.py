@@ -18,7 +18,9 @@ from quadriga.errors import ConfigError
 from quadriga.server.cache import cache_directory
 from quadriga.server.processes.machine import NoCompiler, find_compiler
 from worker_proc.cpu.levels import (
+    AMX,
     FLAGS,
+    MACHINE_FLAGS,
     OPENMP,
     SOURCES,
     cpu_features,
@@ -64,14 +66,18 @@ def _library() -> Path:
 
     They come with the installation, or are in the cache, or are compiled now.
     """
+    uses_tiles = _uses_tiles()
     if ARCH_VARIABLE not in os.environ:
-        prebuilt = find_prebuilt(this_machine(), cpu_features())
+        features = cpu_features() if uses_tiles else cpu_features() - AMX
+        prebuilt = find_prebuilt(this_machine(), features)
         if prebuilt is not None:
             return prebuilt
     compiler = find_compiler()
     arch = os.environ.get(ARCH_VARIABLE, "native")
-    machine = MACHINE_FLAGS.get(platform.machine(), ())
-    command = [*compiler, *FLAGS, *machine, *_tile_flags(), f"-march={arch}"]
+    machine = MACHINE_FLAGS.get(this_machine(), ())
+    command = [*compiler, *FLAGS, *machine, f"-march={arch}"]
+    if not uses_tiles:
+        command.append("-DNO_TILES")
     folder = cache_directory() / "kernels"
     library = folder / f"{_key(command)}.so"
     if library.is_file():
@@ -101,24 +107,24 @@ def _forced(instructions: str) -> bool | None:
     return True if instructions in words else None
 
 
-def _tile_flags() -> tuple[str, ...]:
-    """Return the flags that keep AMX out of the kernels where it must not be used.
+def _uses_tiles() -> bool:
+    """Return whether kernels may use AMX's tiles.
 
-    AMX's tiles need the system's permission, which a sandbox or an old kernel may refuse.
+    They need the system's permission, which a sandbox or an old kernel may refuse.
     """
     forced = _forced("amx")
     if forced is not False and _request_tiles():
-        return ()
+        return True
     if forced:
         raise ConfigError(
             f"{ISA_VARIABLE} has amx, and this CPU or its system has no AMX tiles; take it away"
         )
-    return ("-DNO_TILES",) if platform.machine() == "x86_64" else ()
+    return False
 
 
 def _request_tiles() -> bool:
     """Ask the system to let this process use AMX's tiles; return whether it can."""
-    if platform.machine() != "x86_64" or " amx_bf16" not in _cpu():
+    if this_machine() != "x86_64" or not cpu_features() >= AMX:
         return False
     return ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0
 

@@ -17,6 +17,9 @@ from typing import NamedTuple
 SOURCES = Path(__file__).parent / "csrc"
 PREBUILT = Path(__file__).parent / "prebuilt"
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-w")
+# Of one kind of machine. Before it allocates registers, g++ for ARM64 moves loads of the inner
+# loops so far ahead that sums are kept in memory.
+MACHINE_FLAGS = {"aarch64": ("-fno-schedule-insns",)}
 # Only for the compiler: the linker must not add a second OpenMP beside torch's.
 OPENMP = ("-Xpreprocessor", "-fopenmp")
 GLIBC = "2_28"  # of the wheel's tag
@@ -39,20 +42,29 @@ class Level(NamedTuple):
 _V3 = frozenset(["avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"])
 _V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 _BF16 = _V4 | frozenset(["avx512_vnni", "avx512_bf16", "avx512vbmi"])
+# Its tiles need the system's permission, too.
+AMX = frozenset(["amx_tile", "amx_bf16", "amx_int8"])
+_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mavx512vbmi")
+_ARM_FLAGS = MACHINE_FLAGS["aarch64"]
 _ARM_8_2 = frozenset(["asimddp", "asimdrdm", "atomics"])
 # By machine, the best first.
 LEVELS = {
     "x86_64": (
         Level(
-            "x86-64-v4-bf16",
-            ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mavx512vbmi"),
-            _BF16,
+            "x86-64-v4-amx",
+            (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+            _BF16 | AMX,
         ),
+        Level("x86-64-v4-bf16", _BF16_FLAGS, _BF16),
         Level("x86-64-v3", ("-march=x86-64-v3",), _V3),
     ),
     "aarch64": (
-        Level("armv8.6", ("-march=armv8.6-a+bf16+i8mm+dotprod",), _ARM_8_2 | {"bf16", "i8mm"}),
-        Level("armv8.2", ("-march=armv8.2-a+dotprod",), _ARM_8_2),
+        Level(
+            "armv8.6",
+            ("-march=armv8.6-a+bf16+i8mm+dotprod", *_ARM_FLAGS),
+            _ARM_8_2 | {"bf16", "i8mm"},
+        ),
+        Level("armv8.2", ("-march=armv8.2-a+dotprod", *_ARM_FLAGS), _ARM_8_2),
     ),
 }
 

@@ -44,10 +44,11 @@ def test_kernels_of_the_installation_are_those_of_the_best_level_that_the_cpu_ha
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(levels, "PREBUILT", tmp_path)
-    best, other = LEVELS["x86_64"]
+    tiles, best, other = LEVELS["x86_64"]
     assert find_prebuilt("x86_64", best.features) is None
-    for level in (best, other):
+    for level in (tiles, best, other):
         (tmp_path / f"{level.name}.so").touch()
+    assert find_prebuilt("x86_64", tiles.features) == tmp_path / f"{tiles.name}.so"
     assert find_prebuilt("x86_64", best.features | {"sse2"}) == tmp_path / f"{best.name}.so"
     assert find_prebuilt("x86_64", best.features - {"avx512_bf16"}) == tmp_path / f"{other.name}.so"
     assert find_prebuilt("x86_64", other.features - {"fma"}) is None
@@ -185,14 +186,13 @@ def test_instructions_are_forced_and_forbidden(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_tiles_are_compiled_where_the_system_permits_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(build, "_request_tiles", lambda: True)
-    assert build._tile_flags() == ()
+    assert build._uses_tiles()
     monkeypatch.setenv(ISA_VARIABLE, "no-amx")
-    assert build._tile_flags() == ("-DNO_TILES",)
+    assert not build._uses_tiles()
     monkeypatch.delenv(ISA_VARIABLE)
     monkeypatch.setattr(build, "_request_tiles", lambda: False)
-    assert build._tile_flags() == ("-DNO_TILES",)
+    assert not build._uses_tiles()
 
 
 def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from worker_proc.cpu.build import FLAGS, MACHINE_FLAGS, OPENMP, SOURCES
+from worker_proc.cpu.levels import FLAGS, MACHINE_FLAGS, OPENMP, SOURCES
 
 # The compiler needs a core for a minute, which other tests share.
 pytestmark = pytest.mark.timeout(900)
