@@ -44,8 +44,8 @@ DENSE_TEMPLATE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """A level of CPUs.
+class Target:
+    """CPUs for which loops are compiled.
 
     Attributes:
         flags: of the compiler.
@@ -62,14 +62,14 @@ class Level:
 
 
 ARM = "aarch64-linux-gnu"
-LEVELS = {
-    "i8mm": Level(f"{ARM}-g++", ("-march=armv8.6-a+bf16+i8mm",), ARM,
+TARGETS = {
+    "i8mm": Target(f"{ARM}-g++", ("-march=armv8.6-a+bf16+i8mm",), ARM,
                   ("neoverse-v1", "neoverse-v2", "neoverse-n2"), 8, 6),
-    "dotprod": Level(f"{ARM}-g++", ("-march=armv8.2-a+dotprod",), ARM,
+    "dotprod": Target(f"{ARM}-g++", ("-march=armv8.2-a+dotprod",), ARM,
                      ("neoverse-n1", "neoverse-v1", "neoverse-v2"), 4, 0),
-    "arm64, compiler's own": Level(f"{ARM}-g++", ("-march=armv8.6-a+bf16+i8mm", "-DPORTABLE"), ARM,
+    "arm64, compiler's own": Target(f"{ARM}-g++", ("-march=armv8.6-a+bf16+i8mm", "-DPORTABLE"), ARM,
                                    ("neoverse-v1", "neoverse-v2", "neoverse-n2"), 2, 0),
-    "AVX-512": Level("g++", ("-march=sapphirerapids", "-DNO_TILES"), "x86_64",
+    "AVX-512": Target("g++", ("-march=sapphirerapids", "-DNO_TILES"), "x86_64",
                      ("znver5", "sapphirerapids"), 4, 8),
 }  # fmt: skip
 
@@ -150,14 +150,14 @@ def peak(mca: str, triple: str, cpu: str, lines: list[str]) -> float:
     return multiply_adds(alone) / cycles(mca, triple, cpu, alone)
 
 
-def compile_loop(level: Level, source: str) -> list[str]:
+def compile_loop(target: Target, source: str) -> list[str]:
     """Compile one product, and return its inner loop."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "one.cpp"
         path.write_text(INCLUDES + source + "\n")
-        machine = MACHINE_FLAGS["aarch64"] if level.triple == ARM else ()
-        options = (*FLAGS, *machine, *level.flags, "-fno-asynchronous-unwind-tables")
-        command = [level.compiler, *options]
+        machine = MACHINE_FLAGS["aarch64"] if target.triple == ARM else ()
+        options = (*FLAGS, *machine, *target.flags, "-fno-asynchronous-unwind-tables")
+        command = [target.compiler, *options]
         text = _run([*command, "-I", str(SOURCES), "-S", "-o", "-", str(path)])
     best: list[str] = []
     for function in re.split(r"\n(?=_Z\w+:)", text):
@@ -168,31 +168,31 @@ def compile_loop(level: Level, source: str) -> list[str]:
     return best
 
 
-def cases(level: Level) -> Iterator[tuple[str, int, str, int]]:
-    """Yield the products of a level: name, rows, source, and multiply-adds of an iteration.
+def cases(target: Target) -> Iterator[tuple[str, int, str, int]]:
+    """Yield the products of a target: name, rows, source, and multiply-adds of an iteration.
 
     The multiply-adds are 0 where the instructions tell them.
     """
     for name, form in FORMATS.items():
-        for rows in (level.rows, 1):
-            own = rows * 32 * 16 if "-DPORTABLE" in level.flags else 0
+        for rows in (target.rows, 1):
+            own = rows * 32 * 16 if "-DPORTABLE" in target.flags else 0
             yield name, rows, QUANTIZED_TEMPLATE.format(type=form, rows=rows), own
-    if level.dense_rows:
-        yield "bfloat16", level.dense_rows, DENSE_TEMPLATE.format(rows=level.dense_rows), 0
+    if target.dense_rows:
+        yield "bfloat16", target.dense_rows, DENSE_TEMPLATE.format(rows=target.dense_rows), 0
 
 
 def report_own(mca: str) -> None:
-    """Print a line for each product, level and CPU."""
+    """Print a line for each product, target and CPU."""
     print("| product | rows | compiled for | CPU | cycles / 1,000 multiply-adds | of the peak |")
     print("|---|---|---|---|---|---|")
-    for level_name, level in LEVELS.items():
-        for name, rows, source, own in cases(level):
-            loop = compile_loop(level, source)
+    for target_name, target in TARGETS.items():
+        for name, rows, source, own in cases(target):
+            loop = compile_loop(target, source)
             count = own or multiply_adds(loop)
-            for cpu in level.cpus:
-                taken = cycles(mca, level.triple, cpu, loop)
-                share = "" if own else f"{count / taken / peak(mca, level.triple, cpu, loop):.0%}"
-                cells = (name, rows, level_name, cpu, f"{1000 * taken / count:.1f}", share)
+            for cpu in target.cpus:
+                taken = cycles(mca, target.triple, cpu, loop)
+                share = "" if own else f"{count / taken / peak(mca, target.triple, cpu, loop):.0%}"
+                cells = (name, rows, target_name, cpu, f"{1000 * taken / count:.1f}", share)
                 print("|", " | ".join(map(str, cells)), "|", flush=True)
 
 
