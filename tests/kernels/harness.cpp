@@ -292,14 +292,15 @@ std::vector<float> multiply(ComputeType type, const Weights& w, const float* x, 
     return result;
 }
 
-// Rounds a row as the kernels do: 8 bits in groups of 32.
+// Rounds a row as the kernels do: 8 bits in groups of 32. In double, as a multiplication and the addition
+// that rounds are rounded once.
 void round_to_bytes(double* to, const float* x, long count) {
     for (long g = 0; g < count; g += GROUP) {
         float largest = 0;
         for (long k = g; k < g + GROUP; k++) largest = std::max(largest, std::fabs(x[k]));
         float inverse = 127 / largest;
         for (long k = g; k < g + GROUP; k++)
-            to[k] = double(std::nearbyint(x[k] * inverse)) * double(largest / 127);
+            to[k] = std::nearbyint(double(x[k]) * double(inverse)) * double(largest / 127);
     }
 }
 
