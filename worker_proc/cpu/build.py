@@ -126,7 +126,8 @@ def _request_tiles() -> bool:
     """Ask the system to let this process use AMX's tiles; return whether it can."""
     if this_machine() != "x86_64" or not cpu_features() >= AMX:
         return False
-    return ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0
+    refused = ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
+    return not refused
 
 
 def _compile(command: list[str], folder: str) -> list[str]:

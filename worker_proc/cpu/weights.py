@@ -274,7 +274,8 @@ def lines_of(units: Tensor, paired: bool) -> Tensor:
     if not paired:
         return units
     pairs = units.unflatten(-2, (2, -1)).unflatten(-4, (-1, 2))  # [pairs, 2, 2, 8 columns, 4]
-    return pairs.movedim(-4, -2).flatten(-3, -2).flatten(-4, -3)
+    lines: Tensor = pairs.movedim(-4, -2).flatten(-3, -2).flatten(-4, -3)
+    return lines
 
 
 def _lanes_last(values: Tensor) -> Tensor:
