@@ -135,10 +135,15 @@ class Load:
     """
 
     def __init__(
-        self, endpoint: str, timeout_s: float = TIMEOUT_S, adapters: Sequence[str] = ("",)
+        self,
+        endpoint: str,
+        timeout_s: float = TIMEOUT_S,
+        adapters: Sequence[str] = ("",),
+        num_streams: int = STREAMS,
     ) -> None:
         self._endpoint = endpoint
         self._adapters = adapters
+        self._num_streams = num_streams
         self._timeout_s = timeout_s
         self.started = asyncio.Event()
         self.arrivals: list[float] = []
@@ -151,7 +156,7 @@ class Load:
             await asyncio.gather(*(client.connect() for client in clients))
             return list(
                 await asyncio.gather(
-                    *(self._stream(clients[n % CLIENTS], n) for n in range(STREAMS))
+                    *(self._stream(clients[n % CLIENTS], n) for n in range(self._num_streams))
                 )
             )
         finally:
@@ -170,7 +175,7 @@ class Load:
                 self._streaming += not ids and bool(chunk.token_ids)
                 ids += chunk.token_ids
                 text += chunk.text
-                if self._streaming == STREAMS:
+                if self._streaming == self._num_streams:
                     self.started.set()
         except QuadrigaError as error:
             return error
@@ -184,7 +189,14 @@ class Load:
 
 
 class TokenWork:
-    """Streams of tokens, of a tiny Llama."""
+    """Streams of tokens, of a tiny Llama.
+
+    Args:
+        num_streams: streams by the public socket at one time.
+    """
+
+    def __init__(self, num_streams: int = STREAMS) -> None:
+        self._num_streams = num_streams
 
     def flags(self, directory: Path) -> list[str]:
         """Write the model, and return the flags of its server."""
@@ -194,7 +206,7 @@ class TokenWork:
         self, endpoint: str, _url: str, _killed: str, timeout_s: float, _is_stopping: bool = False
     ) -> AnyLoad:
         """Return streams by the public socket."""
-        return Load(endpoint, timeout_s)
+        return Load(endpoint, timeout_s, num_streams=self._num_streams)
 
     def resumed_load(self, _endpoint: str, url: str) -> AnyLoad:
         """Return streams that go on at a server that resumes."""
@@ -224,7 +236,7 @@ class AdapterWork(TokenWork):
         self, endpoint: str, _url: str, _killed: str, timeout_s: float, _is_stopping: bool = False
     ) -> AnyLoad:
         """Return streams by the public socket."""
-        return Load(endpoint, timeout_s, self.NAMES)
+        return Load(endpoint, timeout_s, self.NAMES, self._num_streams)
 
     def resumed_load(self, _endpoint: str, url: str) -> AnyLoad:
         """Return streams that go on at a server that resumes."""
@@ -267,7 +279,7 @@ class NumberWork:
         return self.load(endpoint, url, ANY, TIMEOUT_S)
 
 
-WORKS: dict[str, Callable[[], TokenWork]] = {TOKENS: TokenWork, ADAPTERS: AdapterWork}
+WORKS: dict[str, Callable[[int], TokenWork]] = {TOKENS: TokenWork, ADAPTERS: AdapterWork}
 
 
 class Matrix:
@@ -460,6 +472,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--dp", type=int, default=1, help="replicas; those of the last one are killed"
     )
     parser.add_argument("--prefill-replicas", type=int, default=0, help="as of a server")
+    parser.add_argument("--streams", type=int, default=STREAMS, help=f"default: {STREAMS}")
     parser.add_argument("--replica", type=int, help="the processes of this one are killed instead")
     parser.add_argument(
         "--random", type=float, metavar="SECONDS", help="kill random processes instead"
@@ -472,7 +485,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{'killed':42}  streams  lost duplicated different  median s  max s", flush=True)
     clean = True
     for kind in options.requests:
-        work = WORKS[kind]() if kind in WORKS else NumberWork(MODELS[kind])
+        work = WORKS[kind](options.streams) if kind in WORKS else NumberWork(MODELS[kind])
         with tempfile.TemporaryDirectory(prefix="kill-matrix-") as directory:
             matrix = Matrix(
                 Path(directory), work, options.watchdog, options.dp, options.prefill_replicas
