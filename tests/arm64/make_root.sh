@@ -2,7 +2,8 @@
 # Make a Debian root for ARM64 with Quadriga's dependencies, and run the whole server in it under QEMU:
 #
 #     sudo tests/arm64/make_root.sh /var/tmp/arm64          # once: ten minutes, 3 GB
-#     sudo tests/arm64/make_root.sh /var/tmp/arm64 serve    # tests/arm64/serve_models.py in it
+#     sudo tests/arm64/make_root.sh /var/tmp/arm64 serve    # tests/arm64/serve_models.py in it;
+#                                                           # models may follow: Llama Qwen3
 #
 # Needs debootstrap, qemu-user-static and g++-aarch64-linux-gnu of Debian, and a kernel with
 # binfmt_misc, by which programs that programs start run under QEMU, too. The registration ends with
@@ -68,4 +69,4 @@ git -C "$repository" archive HEAD | tar x -C "$root/quadriga"
 [ "${2:-}" = serve ] || exit 0
 inside PYTHONPATH=/venv:/quadriga PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=2 \
     QEMU_CPU="${QEMU_CPU:-max}" CXX=/usr/local/bin/cross-g++ \
-    QUADRIGA_KERNEL_ARCH="${QUADRIGA_KERNEL_ARCH:-armv8.6-a+bf16+i8mm}" python3 /quadriga/tests/arm64/serve_models.py
+    QUADRIGA_KERNEL_ARCH="${QUADRIGA_KERNEL_ARCH:-armv8.6-a+bf16+i8mm}" python3 /quadriga/tests/arm64/serve_models.py "${@:3}"

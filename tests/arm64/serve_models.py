@@ -51,12 +51,12 @@ def encode(directory: Path) -> list[list[int]]:
 
 
 def main() -> None:
-    """Run all models and formats, and exit with 1 at the first difference."""
+    """Run the models of the command line, or all, and exit with 1 at the first difference."""
     logging.basicConfig(level=logging.INFO)
     print(platform.machine(), flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        for name, make in MODELS.items():
-            directory = make(Path(folder) / name.replace(" ", ""))
+        for name in sys.argv[1:] or MODELS:
+            directory = MODELS[name](Path(folder) / name.replace(" ", ""))
             begin = time.monotonic()
             expected = greedy_of(directory, encode(directory), NUM_TOKENS)
             for format_name, flags in {"float32": ServerFlags(dtype="float32"), **FORMATS}.items():
