@@ -41,18 +41,18 @@ mountpoint -q "$root/outside" || mount --bind / "$root/outside"
 mountpoint -q "$root/proc" || mount -t proc proc "$root/proc"
 mountpoint -q "$root/dev/shm" || mount -t tmpfs tmpfs "$root/dev/shm"
 if [ ! -e "$root/venv/ready" ]; then
-    python3 -m pip download -q -d "$wheels" --only-binary=:all: --implementation cp \
-        --python-version 3.11 --abi cp311 --abi abi3 --abi none \
-        --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 \
-        --platform manylinux2014_aarch64 --platform any \
-        "$torch" numpy pyzmq msgspec tqdm tokenizers safetensors gguf jinja2 huggingface_hub uvloop \
-        psutil sortedcontainers msgpack regex 'llguidance<2' aiohttp prometheus_client PyYAML \
+    target=(--only-binary=:all: --implementation cp --python-version 3.11 --abi cp311 --abi abi3
+        --abi none --platform manylinux_2_31_aarch64 --platform manylinux_2_28_aarch64
+        --platform manylinux_2_17_aarch64 --platform manylinux2014_aarch64 --platform any)
+    # Without its dependencies, as pip takes those of this machine's CPU; then they follow.
+    python3 -m pip download -q -d "$wheels" --no-deps "${target[@]}" "$torch"
+    python3 -m pip download -q -d "$wheels" "${target[@]}" filelock typing-extensions sympy networkx \
+        fsspec jinja2 numpy pyzmq msgspec tqdm tokenizers safetensors gguf huggingface_hub uvloop \
+        psutil sortedcontainers msgpack regex 'llguidance>=1.7,<2' aiohttp prometheus_client PyYAML \
         'transformers>=5' setuptools
-    mkdir -p "$root/venv"
-    python3 -m pip install -q --target "$root/venv" --no-deps --no-compile \
-        --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 \
-        --platform manylinux2014_aarch64 --platform any --implementation cp --python-version 3.11 \
-        --abi cp311 --abi abi3 --abi none --only-binary=:all: "$wheels"/*.whl
+    mkdir -p "$root/venv" # pip of this machine unpacks the wheels: it is faster
+    python3 -m pip install -q --target "$root/venv" --no-deps --no-compile "${target[@]}" \
+        "$wheels"/*.whl
     touch "$root/venv/ready"
 fi
 cat >"$root/usr/local/bin/cross-g++" <<END
