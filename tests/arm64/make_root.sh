@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make a Debian root for ARM64 with Quadriga's dependencies, and run the whole server in it under QEMU:
 #
-#     sudo tests/arm64/make_root.sh /var/tmp/arm64          # once: ten minutes, 3 GB
+#     sudo tests/arm64/make_root.sh /var/tmp/arm64          # once: two minutes, 2 GB
 #     sudo tests/arm64/make_root.sh /var/tmp/arm64 serve    # tests/arm64/serve_models.py in it;
 #                                                           # models may follow: Llama Qwen3
 #
@@ -15,6 +15,8 @@ repository=$(cd "$(dirname "$0")/../.." && pwd)
 torch="torch==2.10.0" # the newest whose wheel for ARM64 is a build for CPUs
 formats=/proc/sys/fs/binfmt_misc
 mkdir -p "$root" "$wheels"
+# The mounts are of this process and its children only.
+[ -n "${QUADRIGA_UNSHARED:-}" ] || QUADRIGA_UNSHARED=1 exec unshare --mount "$0" "$@"
 
 register() {
     mountpoint -q $formats || mount -t binfmt_misc binfmt_misc $formats
@@ -23,23 +25,22 @@ register() {
     printf '%s' ':quadriga-aarch64:M::\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00:\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff:/usr/bin/qemu-aarch64-static:F' \
         >$formats/register
 }
-unregister() {
-    echo -1 >$formats/quadriga-aarch64 || true
-    umount -q "$root/proc" "$root/dev/shm" "$root/outside" || true
-}
+unregister() { echo -1 >$formats/quadriga-aarch64; }
 inside() { chroot "$root" /usr/bin/env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 "$@"; }
 
 register
 trap unregister EXIT
-if [ ! -d "$root/debootstrap" ] && [ ! -x "$root/usr/bin/python3" ]; then
+if [ ! -x "$root/usr/bin/python3" ]; then
     debootstrap --foreign --arch arm64 --variant=minbase --include=python3,libstdc++6,libgomp1 \
         bookworm "$root"
+    # Unpacked here in place of the second stage, which takes minutes under QEMU.
+    for package in "$root"/var/cache/apt/archives/*.deb; do dpkg-deb -x "$package" "$root"; done
+    echo root:x:0:0::/root:/bin/bash >"$root/etc/passwd"
 fi
-[ ! -d "$root/debootstrap" ] || inside /debootstrap/debootstrap --second-stage
-mkdir -p "$root/dev/shm" "$root/outside"
-mountpoint -q "$root/outside" || mount --bind / "$root/outside"
-mountpoint -q "$root/proc" || mount -t proc proc "$root/proc"
-mountpoint -q "$root/dev/shm" || mount -t tmpfs tmpfs "$root/dev/shm"
+mkdir -p "$root/dev/shm" "$root/outside" "$root/root" "$root/usr/local/bin"
+mount --bind / "$root/outside"
+mount --bind /dev "$root/dev"
+mount -t proc proc "$root/proc"
 if [ ! -e "$root/venv/ready" ]; then
     target=(--only-binary=:all: --implementation cp --python-version 3.11 --abi cp311 --abi abi3
         --abi none --platform manylinux_2_31_aarch64 --platform manylinux_2_28_aarch64
@@ -69,4 +70,5 @@ git -C "$repository" archive HEAD | tar x -C "$root/quadriga"
 [ "${2:-}" = serve ] || exit 0
 inside PYTHONPATH=/venv:/quadriga PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=2 \
     QEMU_CPU="${QEMU_CPU:-max}" CXX=/usr/local/bin/cross-g++ \
-    QUADRIGA_KERNEL_ARCH="${QUADRIGA_KERNEL_ARCH:-armv8.6-a+bf16+i8mm}" python3 /quadriga/tests/arm64/serve_models.py "${@:3}"
+    QUADRIGA_KERNEL_ARCH="${QUADRIGA_KERNEL_ARCH:-armv8.6-a+bf16+i8mm}" \
+    python3 /quadriga/tests/arm64/serve_models.py "${@:3}"
