@@ -66,6 +66,12 @@ READ_HERE = (
         "QUADRIGA_KERNEL_ARCH", "`native`", "`-march` of the CPU kernels, such as `x86-64-v3`"
     ),
     EnvironmentVariable(
+        "QUADRIGA_KERNEL_ISA",
+        "",
+        "instructions that the CPU kernels must or must not use, with commas between them: `amx`,"
+        " `no-amx`, `pairs` (of bfloat16), `no-pairs`",
+    ),
+    EnvironmentVariable(
         "OMP_WAIT_POLICY", "", "if set, `GOMP_SPINCOUNT` keeps the value that OpenMP gives it"
     ),
     EnvironmentVariable(

@@ -150,6 +150,8 @@ FOREIGN_FLAGS = {
     "--max-num-queued-reqs": ForeignFlag(VLLM, "--max-queued-requests"),
     "--gpu-memory-utilization": ForeignFlag(VLLM, "--mem-fraction-static"),
     "--tensor-parallel-size": ForeignFlag(f"{VLLM} and {SGLANG}", "--tp"),
+    "--disaggregation-mode": ForeignFlag(SGLANG, "--prefill-replicas"),
+    "--kv-transfer-config": ForeignFlag(VLLM, "--prefill-replicas"),
     "-tp": ForeignFlag(VLLM, "--tp"),
     "--block-size": ForeignFlag(VLLM, "--page-size"),
     "--scheduling-policy": ForeignFlag(VLLM, "--schedule-policy"),
