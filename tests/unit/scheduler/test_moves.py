@@ -161,6 +161,28 @@ def test_given_tokens_are_computed_once_and_cached_for_the_next_choice() -> None
     assert world.detok.closed["b"].cached_tokens == len(PROMPT)
 
 
+def test_64_forks_at_token_4000_share_their_pages() -> None:
+    args = SchedulerArgs(max_running_requests=64, max_batch_size=64, prefill_max_batch_size=64)
+    world = World(args, num_pages=1024, page_size=16, prefill_tokens=8192)
+    world.checked = False  # of so many pages, after each step, it takes long
+    prompt, first_ids = list(range(3, 15)), [3 + 7 * place % 90 for place in range(4000)]
+
+    def fork(name: str) -> Submit:
+        return submit(name, prompt, 4016, ignore_eos=True, first_token_ids=first_ids)
+
+    world.send(fork("stream"))
+    world.run()
+    num_before = sum(map(sum, world.worker.tokens_of_steps))
+    world.send(*(fork(f"fork {number}") for number in range(64)))
+    most_held = 0
+    while world.step():
+        most_held = max(most_held, world.scheduler.lifecycle.core.kv.num_held)
+    # 4,012 tokens are 250 full pages and 12 tokens; each fork has two pages of its own.
+    assert most_held == 250 + 64 * 2
+    assert sum(map(sum, world.worker.tokens_of_steps)) - num_before == 64 * (12 + 15)
+    world.scheduler.check()
+
+
 def run_message() -> Submit:
     message = submit("m", [7, 8], 20)
     return msgspec.structs.replace(
