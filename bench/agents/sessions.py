@@ -186,7 +186,7 @@ class DrawnShape(NamedTuple):
 
 
 # Of the drawn texts, counted with the tokenizer of SmolLM2.
-DRAWN_CHARS_PER_TOKEN = 4.6
+DRAWN_CHARS_PER_TOKEN = 3.75
 
 
 def drawn_sessions(shape: DrawnShape, seed: int) -> list[AgentSession]:
