@@ -404,7 +404,7 @@ def tree_of(revision: str, repository: Path = ROOT) -> Iterator[Path]:
     packed = subprocess.run(archive, check=True, stdout=subprocess.PIPE).stdout
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(packed)) as files:
-            files.extractall(folder)
+            files.extractall(folder, filter="data")
         yield Path(folder)
 
 

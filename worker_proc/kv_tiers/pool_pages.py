@@ -99,12 +99,13 @@ def are_finite(pages: Tensor) -> Tensor:
     return lowest.isfinite() & highest.isfinite()
 
 
-# Of each number format that a CPU computes in: a word of a number, and without its sign infinity,
-# beyond which are the NaNs.
+# Of each number format: a word of a number, and without its sign infinity, beyond which are the
+# NaNs. float8_e4m3fn has no infinity, but a NaN there.
 INFINITIES = {
     torch.float32: (torch.int32, np.uint32, 0x7F800000),
     torch.float16: (torch.int16, np.uint16, 0x7C00),
     torch.bfloat16: (torch.int16, np.uint16, 0x7F80),
+    torch.float8_e4m3fn: (torch.int8, np.uint8, 0x7F),
 }
 
 
@@ -124,11 +125,7 @@ class _Numbers:
 
     @classmethod
     def of(cls, numbers: Tensor) -> "_Numbers | None":
-        """Return the words of numbers `[pages, …]`; None where every one is finite.
-
-        Raises:
-            KeyError: the format is not one that a CPU computes in.
-        """
+        """Return the words of numbers `[pages, …]`; None where every one is finite."""
         if not numbers.is_floating_point():
             return None
         signed, unsigned, infinity = INFINITIES[numbers.dtype]

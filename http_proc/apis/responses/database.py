@@ -216,7 +216,7 @@ class Database:
             disk.make_directory(self._path.parent)
             disk.make_sqlite_file(self._path)
             connection = sqlite3.connect(
-                self._path, LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
+                self._path, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
             try:
                 self._prepare(connection)

@@ -15,4 +15,4 @@ def test_given_tokens_count_for_the_choice_of_a_replica_as_the_prompt_does() -> 
     assert len(expected) > len(block_hashes(message.prompt_ids, 16, b""))
     assert placed.prompt(16) == Prompt(50, expected, 1)
     placed.choice(0).token_ids.extend([*given, 1, 2])  # as its replica has said
-    assert placed.prompt(16) == Prompt(52, expected, 1)
+    assert placed.prompt(16) == Prompt(52, expected, 1, goes_on=True)
