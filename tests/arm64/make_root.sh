@@ -7,8 +7,8 @@
 #
 # Needs debootstrap, qemu-user-static and g++-aarch64-linux-gnu of Debian, and a kernel with
 # binfmt_misc, by which programs that programs start run under QEMU, too. The registration ends with
-# the script. The kernels are compiled by the cross-compiler, which needs no emulation, and for the
-# level in QUADRIGA_KERNEL_ARCH, as /proc/cpuinfo has the CPU of this machine.
+# the script. The kernels are those of a wheel, by the cross-compiler: a process with threads that
+# starts a compiler can hang under QEMU. FEATURES says which CPU /proc/cpuinfo shows.
 set -euo pipefail
 root=$1/root wheels=$1/wheels
 repository=$(cd "$(dirname "$0")/../.." && pwd)
@@ -37,10 +37,12 @@ if [ ! -x "$root/usr/bin/python3" ]; then
     for package in "$root"/var/cache/apt/archives/*.deb; do dpkg-deb -x "$package" "$root"; done
     echo root:x:0:0::/root:/bin/bash >"$root/etc/passwd"
 fi
-mkdir -p "$root/dev/shm" "$root/outside" "$root/root" "$root/usr/local/bin"
-mount --bind / "$root/outside"
+mkdir -p "$root/dev" "$root/proc" "$root/root"
 mount --bind /dev "$root/dev"
 mount -t proc proc "$root/proc"
+features=${FEATURES:-fp asimd atomics asimdrdm asimddp sve i8mm bf16}
+printf 'processor\t: %s\nFeatures\t: %s\n\n' 0 "$features" 1 "$features" >"$1/cpuinfo"
+mount --bind "$1/cpuinfo" "$root/proc/cpuinfo"
 if [ ! -e "$root/venv/ready" ]; then
     target=(--only-binary=:all: --implementation cp --python-version 3.11 --abi cp311 --abi abi3
         --abi none --platform manylinux_2_31_aarch64 --platform manylinux_2_28_aarch64
@@ -56,19 +58,11 @@ if [ ! -e "$root/venv/ready" ]; then
         "$wheels"/*.whl
     touch "$root/venv/ready"
 fi
-cat >"$root/usr/local/bin/cross-g++" <<END
-#!/bin/bash
-# Paths of this root, as the machine outside has them.
-for argument; do
-    case \$argument in /*) arguments+=("$root\$argument") ;; *) arguments+=("\$argument") ;; esac
-done
-exec chroot /outside /usr/bin/aarch64-linux-gnu-g++ "\${arguments[@]}"
-END
-chmod +x "$root/usr/local/bin/cross-g++"
 rm -rf "$root/quadriga" && mkdir "$root/quadriga"
 git -C "$repository" archive HEAD | tar x -C "$root/quadriga"
 [ "${2:-}" = serve ] || exit 0
+(cd "$root/quadriga" && CXX=aarch64-linux-gnu-g++ python3 -c \
+    'from worker_proc.cpu.levels import PREBUILT, build; build("aarch64", PREBUILT)')
 inside PYTHONPATH=/venv:/quadriga PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=2 \
-    QEMU_CPU="${QEMU_CPU:-max}" CXX=/usr/local/bin/cross-g++ \
-    QUADRIGA_KERNEL_ARCH="${QUADRIGA_KERNEL_ARCH:-armv8.6-a+bf16+i8mm}" \
+    QEMU_CPU="${QEMU_CPU:-max,pauth-impdef=on}" \
     python3 /quadriga/tests/arm64/serve_models.py "${@:3}"
