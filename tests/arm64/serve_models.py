@@ -63,7 +63,7 @@ def main() -> None:
                 alone, together = answers(directory, flags)
                 if alone != together or (format_name == "float32" and alone != expected):
                     sys.exit(f"{name}, {format_name}: {alone}, {together}; expected {expected}")
-                same = "equal to transformers" if alone == expected else "near transformers"
+                same = "equal to transformers" if alone == expected else "equal alone and together"
                 seconds = time.monotonic() - begin
                 print(f"{name}, {format_name}: {same}, {seconds:.0f} s", flush=True)
 
