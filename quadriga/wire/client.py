@@ -532,6 +532,14 @@ class Accepted(msgspec.Struct, tag="accepted", array_like=True, frozen=True):
     num_kept: int = 0
 
 
+class PlainAccepted(msgspec.Struct, tag="accepted", array_like=True, frozen=True):
+    """An Accepted as it is sent for a request that keeps nothing: with the first three fields."""
+
+    request_id: str
+    num_prompt_tokens: int
+    prompt_end: str
+
+
 class AdapterUsed(msgspec.Struct, tag="adapter", array_like=True, frozen=True):
     """Comes before all that is generated for a request that names an adapter.
 

@@ -13,7 +13,7 @@ from quadriga.errors import QuadrigaError, RequestFailed, ServerStopping
 from quadriga.sampling.params import MAX_CHOICES
 from quadriga.server.processes.logs import log_exception
 from quadriga.wire.adapter import AdapterRef
-from quadriga.wire.client import Accepted, AdapterUsed, Generate, Refused, is_gateway
+from quadriga.wire.client import Accepted, AdapterUsed, Generate, PlainAccepted, Refused, is_gateway
 from quadriga.wire.grammar import GrammarForm
 from quadriga.wire.packing import num_ids
 from quadriga.wire.to_scheduler import CLIENT, CLIENT_LOST, Drain, FrontendRestarted, Submit
@@ -239,7 +239,8 @@ class RequestIntake:
         if message.acknowledge:
             hint = message.cache
             num_kept = 0 if hint is None else hint.num_tokens or num_prompt
-            accepted = Accepted(request.request_id, num_prompt, prepared.prompt_end, num_kept)
+            fields = request.request_id, num_prompt, prepared.prompt_end
+            accepted = Accepted(*fields, num_kept) if num_kept else PlainAccepted(*fields)
             self._clients.answer(request.client, accepted)
         submit = Submit(
             client=request.client,

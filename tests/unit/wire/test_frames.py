@@ -9,7 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from quadriga.wire.client import Chunk, Chunks, Replay, encode_chunks
+from quadriga.wire.client import (
+    Accepted,
+    Chunk,
+    Chunks,
+    PlainAccepted,
+    Replay,
+    ServerMessage,
+    encode_chunks,
+)
+from quadriga.wire.sockets import encode
 from tests.unit.frames import GOLDEN, LINKS, Values, expected, field_names, listed, messages, recode
 
 KNOWN = expected()
@@ -45,6 +54,12 @@ def test_the_types_of_fields_are_those_of_the_frames() -> None:
         drawn = [Values(turn).of(messages(link)[tag]) for turn in range(3)]
         sent = {recode(link, msgspec.msgpack.encode(message)).hex() for message in drawn}
         assert sent == set(frames["whole"]), f"{link}: {tag}"
+
+
+def test_accepted_has_three_fields_for_a_request_that_keeps_nothing() -> None:
+    frame = encode(PlainAccepted("a", 3, "end"))
+    assert msgspec.msgpack.decode(frame) == ["accepted", "a", 3, "end"]
+    assert msgspec.msgpack.decode(frame, type=ServerMessage) == Accepted("a", 3, "end")
 
 
 SENT = json.loads(GOLDEN.with_name("sent_chunks.json").read_text())
