@@ -69,8 +69,8 @@ def test_with_keys_no_zmq_socket_is_reachable_but_in_the_private_directory_of_th
     flags += ["--max-total-tokens", "4096", "--api-key", "k"]
     process = launch("ipc", *flags, log=log)
     try:
-        wait_until(lambda: "quadriga ready" in log.read_text(), 90, log.read_text)
-        assert f"open    http 127.0.0.1:{port} with keys · zmq closed" in log.read_text()
+        doors = f"open    http 127.0.0.1:{port} with keys · zmq closed"
+        wait_until(lambda: doors in log.read_text(), 90, log.read_text)
         assert completion(port)[0] == 401 and completion(port, "k")[0] == 200
     finally:
         process.terminate()
