@@ -369,7 +369,8 @@ def test_a_subscriber_follows_the_tree_through_losses_and_new_schedulers(world: 
         return world.is_followed()
 
     wait_until(follows, 20)
-    assert world.subscriber.num_cleared >= 2
+    # The message of one new scheduler may be lost, and its replay come with that of the next one.
+    assert world.subscriber.num_cleared >= 1
     assert world.subscriber.num_replayed > 0
 
 
