@@ -55,17 +55,17 @@ class PoolWatch:
     """Look at the pages that requests hold, as often as the server answers.
 
     Attributes:
-        most_held: the most of them so far.
+        max_held: the most of them so far.
     """
 
     client: AsyncClient
-    most_held: int = 0
+    max_held: int = 0
 
     async def run(self) -> None:
         """Look until the task is cancelled."""
         while True:
             info = await self.client.info()
-            self.most_held = max(self.most_held, info["pages_held"])
+            self.max_held = max(self.max_held, info["pages_held"])
             await asyncio.sleep(POLL_S)
 
 
@@ -121,7 +121,7 @@ async def _row(
         "forks by": name,
         "first new tokens s": max(first_s),
         "all s": seconds,
-        "pages held": watch.most_held,
+        "pages held": watch.max_held,
         "computed tokens": after["step_tokens"]["sum"] - before["step_tokens"]["sum"],
         "equal": sum(branch.token_ids == answer.token_ids for branch in branches),
     }

@@ -174,11 +174,11 @@ def test_64_forks_at_token_4000_share_their_pages() -> None:
     world.run()
     num_before = sum(map(sum, world.worker.tokens_of_steps))
     world.send(*(fork(f"fork {number}") for number in range(64)))
-    most_held = 0
+    max_held = 0
     while world.step():
-        most_held = max(most_held, world.scheduler.lifecycle.core.kv.num_held)
+        max_held = max(max_held, world.scheduler.lifecycle.core.kv.num_held)
     # 4,012 tokens are 250 full pages and 12 tokens; each fork has two pages of its own.
-    assert most_held == 250 + 64 * 2
+    assert max_held == 250 + 64 * 2
     assert sum(map(sum, world.worker.tokens_of_steps)) - num_before == 64 * (12 + 15)
     world.scheduler.check()
 
