@@ -51,8 +51,11 @@ from tokenizer_proc.replicas.router import Router
 
 # Values that are the same for all, or of which the largest says most; all other numbers are added.
 LARGEST = frozenset(
-    {"page_size", "chunked_prefill_size", "new_token_ratio", "step_gap_ms_p50", "step_gap_ms_p99"}
-)
+    {
+        "page_size", "chunked_prefill_size", "new_token_ratio", "step_gap_ms_p50",
+        "step_gap_ms_p99", "adapters.max", "adapters.max_in_memory",
+    }
+)  # fmt: skip
 JOURNAL_FAILED = "failed"
 
 
@@ -89,17 +92,23 @@ def _merged(name: str, values: Sequence[Any]) -> Any:
         return JOURNAL_FAILED if JOURNAL_FAILED in values else first
     if name in LARGEST:
         return max((value for value in values if value is not None), default=None)
-    return _added(values)
+    return _added(name, values)
 
 
-def _added(values: Sequence[Any]) -> Any:
-    """Return the sum of numbers, of the items of maps and of lists; of anything else the first."""
+def _added(name: str, values: Sequence[Any]) -> Any:
+    """Return what replicas have together.
+
+    That is the sum of numbers, of the items of maps, and of the numbers in lists by their places;
+    the different ones of the names in lists; of anything else the first.
+    """
     first = values[0]
     if isinstance(first, dict):
-        names = dict.fromkeys(name for value in values for name in value)
-        return {name: _added([v[name] for v in values if name in v]) for name in names}
+        keys = dict.fromkeys(key for value in values for key in value)
+        return {key: _merged(f"{name}.{key}", [v[key] for v in values if key in v]) for key in keys}
     if isinstance(first, list):
-        return [_added(items) for items in zip(*values, strict=True)]
+        if any(isinstance(item, str) for value in values for item in value):
+            return list(dict.fromkeys(item for value in values for item in value))
+        return [_added(name, items) for items in zip(*values, strict=True)]
     if isinstance(first, (int, float)) and not isinstance(first, bool):
         return sum(values)
     return next((value for value in values if value is not None), None)

@@ -345,7 +345,8 @@ def test_an_answer_to_a_question_is_made_of_all_replicas() -> None:
         values = {
             "model": "m", "requests_moved": 0, "running": 2 + number, "ready": number == 1,
             "page_size": 16, "stage_seconds": {"queue": {"1": 1, "sum": 0.5}}, "dtype": "float32",
-            "pids": {"tokenizer_proc": 1, "scheduler_proc": 10 + number},
+            "pids": {"tokenizer_proc": 1, "scheduler_proc": 10 + number}, "hits": [number, 5],
+            "adapters": {"max": 4, "loads": 3, "loaded": ["a", "b"] if number else ["a"]},
         }  # fmt: skip
         info = encode(Info("q", values))
         answered = encode(Delivered(inspected=True))
@@ -356,6 +357,8 @@ def test_an_answer_to_a_question_is_made_of_all_replicas() -> None:
     assert client == b"c"
     assert (found["running"], found["ready"], found["page_size"]) == (5, True, 16)
     assert found["stage_seconds"] == {"queue": {"1": 2, "sum": 1.0}}
+    assert found["hits"] == [1, 10]
+    assert found["adapters"] == {"max": 4, "loads": 6, "loaded": ["a", "b"]}
     assert found["pids"] == {"tokenizer_proc": 1, "scheduler_proc/0": 10, "scheduler_proc/1": 11}
     assert [(one["replica"], one["running"]) for one in found["replicas"]] == [(0, 2), (1, 3)]
 
