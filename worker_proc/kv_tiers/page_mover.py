@@ -19,7 +19,7 @@ from typing import NamedTuple
 from quadriga.server.prefix_blocks import PAGE_HASH_BYTES, split_hashes
 from quadriga.wire.worker import LoadPages, PagesLoaded, StepPlan, StoredPages, StorePages
 from worker_proc.kv_tiers.pool_pages import Bytes, PageCopy, PoolPages
-from worker_proc.kv_tiers.tiers import HostPages, PageFiles, PeerFiles
+from worker_proc.kv_tiers.tiers import HostPages, PageFiles, PeerTier
 from worker_proc.step.slot_table import ints_of
 
 NICENESS = 10
@@ -69,7 +69,7 @@ class PageMover:
         files: PageFiles | None,
         make_sender: Callable[[], Callable[[Report], object]],
         on_error: Callable[[], object],
-        peers: PeerFiles | None = None,
+        peers: PeerTier | None = None,
         niceness: int = NICENESS,
     ) -> None:
         """Start the thread.
@@ -273,6 +273,10 @@ class PageMover:
     def _load(self, message: LoadPages, send: Callable[[Report], object]) -> None:
         began, session = time.monotonic(), self._session
         num_read, num_damaged = self._counts_of_peers()
+        if self._peers is not None:
+            names = split_hashes(message.hashes, PAGE_HASH_BYTES)
+            missing = [name for name in names if not self._has(name)]
+            self._peers.begin(missing, lambda: session == self._session)
         under_way: deque[_Loading] = deque()
         finite: list[bool] = []
         for batch in self._find(message):

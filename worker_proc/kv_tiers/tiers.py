@@ -1,7 +1,7 @@
 """The tiers of KV pages beyond the pool: copies by their names, up to a size.
 
-`HostPages` is in memory, `PageFiles` on disk, and `PeerFiles` are those of other replicas. Each is
-used by one thread at a time.
+`HostPages` is in memory, `PageFiles` on disk, and a `PeerTier` has those of other replicas:
+`PeerFiles` on this machine. Each is used by one thread at a time.
 """
 
 import fcntl
@@ -12,9 +12,10 @@ import struct
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from quadriga import disk
 from quadriga.errors import ConfigError
@@ -180,7 +181,7 @@ class PageFiles:
         return removed
 
     def _path(self, name: bytes) -> str:
-        return _path_of(self._own, name)
+        return path_of(self._own, name)
 
     def _write(self, path: str, header: bytes, page: Bytes) -> None:
         os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
@@ -253,6 +254,36 @@ class PageFiles:
         self._make_room(self._max_bytes)
 
 
+class PeerTier(Protocol):
+    """The pages of other replicas, which may lose them, or die, at any time.
+
+    Attributes:
+        num_read: number of pages that were read.
+        num_damaged: number of pages that were found changed since they were written.
+    """
+
+    num_read: int
+    num_damaged: int
+
+    def begin(self, names: Sequence[bytes], is_wanted: Callable[[], bool]) -> None:
+        """Note which pages are read next, in their order, so that they can be on their way.
+
+        Args:
+            names: of all pages of a load that no own tier has. What an earlier call named and was
+                not read is not needed any more.
+            is_wanted: returns False once the load is not needed any more; a read that waits for
+                another replica ends then.
+        """
+
+    def read(self, name: bytes, buffers: Sequence[Bytes]) -> bool:
+        """Copy a page to memory in pieces.
+
+        Returns:
+            False if no replica has it as it was written, or sends it in time, or the last `begin`
+            has not named it. The memory holds anything then.
+        """
+
+
 class PeerFiles:
     """The files of other replicas of this machine, which may remove them at any time.
 
@@ -273,6 +304,9 @@ class PeerFiles:
         self._namespace = namespace
         self._directories = [directory / namespace.hex() for directory in directories]
 
+    def begin(self, names: Sequence[bytes], is_wanted: Callable[[], bool]) -> None:
+        """Do nothing: files are there at once."""
+
     def read(self, name: bytes, buffers: Sequence[Bytes]) -> bool:
         """Copy a page to memory in pieces.
 
@@ -281,7 +315,7 @@ class PeerFiles:
         """
         for directory in self._directories:
             try:
-                is_whole = _read_page(_path_of(directory, name), self._namespace, name, buffers)
+                is_whole = _read_page(path_of(directory, name), self._namespace, name, buffers)
             except OSError:  # this replica does not have it
                 continue
             if is_whole:
@@ -291,7 +325,7 @@ class PeerFiles:
         return False
 
 
-def _path_of(directory: Path, name: bytes) -> str:
+def path_of(directory: Path, name: bytes) -> str:
     """Return the file of a page in the directory of its namespace."""
     digits = name.hex()
     return f"{directory}/{digits[:2]}/{digits}{SUFFIX}"
